@@ -1,0 +1,239 @@
+"""SnipConfig: one object from YAML, `--snip-*` flags and Python.
+
+Every field is a flag: `efficiency_target` is `--snip-efficiency-target` on the command line and
+`efficiency_target` in YAML. The text under each field is its help. Unknown keys are refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from megatron_snip.errors import UsageError
+from megatron_snip.formats import lowest_precision
+from megatron_snip.options import Granularity, Option, enumerate_options
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+LossJoin = Literal["fisher", "first_plus_fisher", "mean_first_plus_fisher"]
+WeightJoin = Literal["norm", "square"]
+PipelineBalance = Literal["none", "stage", "bottleneck"]
+
+
+class _Section(BaseModel):
+    """Base of a group of fields: frozen, unknown keys refused, field docstrings are the help."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class ScheduleFields(_Section):
+    """When SNIP measures and plans."""
+
+    enabled: bool = False
+    """Turn SNIP on. Off means that the model runs exactly as Megatron runs it."""
+
+    interval: Annotated[int, Field(ge=1)] = 200
+    """Training steps between two refreshes (a refresh measures, solves and applies a plan)."""
+
+    start_step: Annotated[int, Field(ge=0)] = 0
+    """Training step (0-based) of the first refresh; give the optimizer a few steps first."""
+
+    lag: Annotated[int, Field(ge=1)] = 2
+    """Steps between measuring and applying a plan. It is fixed, so that runs replay exactly;
+    training goes on meanwhile."""
+
+    stop_step: Annotated[int, Field(ge=0)] | None = None
+    """No refresh starts at or after this step; the last plan stays."""
+
+    collect_only: bool = False
+    """Measure and write statistics at every refresh, and change nothing."""
+
+    freeze_plan: bool = False
+    """Keep the plan that the run starts with; refreshes still measure and write problems."""
+
+
+class MeasureFields(_Section):
+    """What a refresh measures."""
+
+    stat_microbatches: Annotated[int, Field(ge=1)] = 1
+    """Microbatches (of the step's own, per data-parallel rank) that a refresh replays."""
+
+    probe_rows: Annotated[int, Field(ge=1)] = 128
+    """Tokens a microbatch whose activations and gradients the probe (pass B) compares."""
+
+    probe_relative_step: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.03
+    """Size of the probe's weight perturbation relative to the weights' norm. 0.03 stands clear
+    of BF16 rounding; 0.001 suits FP32 compute."""
+
+    loss_join: LossJoin = "fisher"
+    """How the loss divergence joins its parts: `fisher` (second order alone),
+    `first_plus_fisher` (|sum of first order| + fisher), `mean_first_plus_fisher` (mean over
+    microbatches of |first order| + fisher)."""
+
+    weight_join: WeightJoin = "norm"
+    """Whether the weight divergence enters the quality loss as a norm or as its square."""
+
+    weight_lambda: Annotated[float, Field(ge=0.0)] = 0.1
+    """Weight of the weight divergence beside the loss divergence, both normalized."""
+
+
+class PlanFields(_Section):
+    """What the planner may choose and must reach."""
+
+    policy: str = "snip"
+    """Who makes the plan: snip, uniform-OPTION (e.g. uniform-fp8), random, or another baseline;
+    `megatron-snip plan --help` lists all."""
+
+    efficiency_target: Fraction = 0.75
+    """Least share of linear FLOPs in the lowest precision on offer, 0 to 1."""
+
+    formats: tuple[str, ...] = ("fp8", "fp4")
+    """Formats on offer, comma separated; the one with the fewest bits is the lowest precision."""
+
+    granularity: Granularity = "linear"
+    """`linear`: one format a linear (the paper's). `gemm`: fprop, dgrad and wgrad each choose."""
+
+    pipeline_balance: PipelineBalance = "none"
+    """`stage`: every pipeline stage reaches the target; `bottleneck`: first make the slowest
+    stage as fast as possible; `none`: only the whole model reaches the target."""
+
+    initial_option: str = "bf16"
+    """Option of every linear before the first plan."""
+
+    pins: tuple[str, ...] = ()
+    """GLOB=OPTION, comma separated: linears that keep an option,
+    e.g. 'decoder.layers.0.*=fp8'. The option must be among those on offer or bf16."""
+
+    max_changes: Annotated[int, Field(ge=0)] | None = None
+    """Most linears that may change their option in one refresh."""
+
+    min_gain: Fraction = 0.0
+    """A new plan must lower the quality loss by at least this share of the old plan's, or the
+    old plan stays (where it is still feasible)."""
+
+    plan_file: Path | None = None
+    """Start from this plan (a plans/<step>.json of another run)."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seed of stochastic rounding, of the probe, of sampled rows and of the solver."""
+
+    time_limit_s: Annotated[float, Field(gt=0.0)] = 30.0
+    """Seconds the solver may take; then the best plan found so far counts."""
+
+    solver_workers: Annotated[int, Field(ge=1)] = 1
+    """Threads of the solver; 1 makes it deterministic."""
+
+
+class OutputFields(_Section):
+    """What is written, and where."""
+
+    output_dir: Path | None = None
+    """Directory for plans, problems, divergences and metrics."""
+
+    wandb: bool = False
+    """Log to Weights & Biases (offline unless WANDB_MODE says otherwise)."""
+
+    wandb_project: str = "megatron-snip"
+    """The W&B project to log to."""
+
+
+class SnipConfig(ScheduleFields, MeasureFields, PlanFields, OutputFields):
+    """All settings of SNIP; see the groups for the fields.
+
+    Raises:
+        pydantic.ValidationError: on an unknown key or a value out of range;
+            `load_config` and `make_config` turn it into a one-line `UsageError`.
+    """
+
+    @field_validator("formats", "pins", mode="before")
+    @classmethod
+    def _split_commas(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @model_validator(mode="after")
+    def _check_words(self) -> SnipConfig:
+        lowest_precision(self.formats)
+        Option.parse(self.initial_option)
+        for pin in self.pins:
+            glob, sep, option = pin.partition("=")
+            if not sep or not glob:
+                raise UsageError(f"pins: '{pin}' is not GLOB=OPTION, e.g. 'decoder.layers.0.*=fp8'")
+            Option.parse(option)
+        if self.lag >= self.interval:
+            raise UsageError(
+                f"lag ({self.lag}) must be smaller than interval ({self.interval}), so that a "
+                "plan is applied before the next refresh starts"
+            )
+        return self
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """What every linear may choose from, highest precision first."""
+        return enumerate_options(self.formats, self.granularity)
+
+    @property
+    def lowest_format(self) -> str:
+        """Name of the lowest precision on offer: what `efficiency_target` counts."""
+        return lowest_precision(self.formats).name
+
+    @property
+    def pin_pairs(self) -> tuple[tuple[str, Option], ...]:
+        """`pins` as (glob, option) pairs, in order."""
+        pairs = (pin.rsplit("=", 1) for pin in self.pins)
+        return tuple((glob, Option.parse(option)) for glob, option in pairs)
+
+
+def explain(error: ValidationError, flag: str = "") -> str:
+    """Return one line that names field, value and what was wanted, for the first problem found.
+
+    Args:
+        error: what pydantic raised.
+        flag: put before each field's name, e.g. `--snip-`.
+    """
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"])
+    if flag:
+        place = flag + place.replace("_", "-")
+    if first["type"] == "extra_forbidden":
+        return f"unknown key '{place}'"
+    got = "" if first["type"] in ("missing", "value_error") else f", got {first['input']!r}"
+    return f"{place}: {first['msg']}{got}" if place else str(first["msg"])
+
+
+def make_config(values: dict[str, Any]) -> SnipConfig:
+    """Build a SnipConfig from plain values (YAML's or flags').
+
+    Raises:
+        UsageError: one line naming the field, what was got and what is wanted.
+    """
+    try:
+        return SnipConfig(**values)
+    except ValidationError as error:
+        raise UsageError(f"snip settings: {explain(error)}") from None
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML mapping safely.
+
+    Raises:
+        UsageError: if the file is missing, is not YAML, or does not hold a mapping.
+    """
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read '{path}': {error}") from None
+    except yaml.YAMLError as error:
+        detail = " ".join(str(error).split())
+        raise UsageError(f"'{path}' is not valid YAML: {detail}") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
+        raise UsageError(f"'{path}' must hold a mapping of settings, got {type(loaded).__name__}")
+    return loaded

@@ -1,0 +1,99 @@
+"""Command-line flags made from a pydantic model: one group a section, one flag a field.
+
+The flags carry no defaults (they are absent from the namespace unless given), so that whoever
+reads them can tell "given" from "default" and let flags win over a YAML file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import types
+import typing
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+
+def flag_name(prefix: str, field: str) -> str:
+    """Return the flag of a field: ("snip-", "time_limit_s") gives `--snip-time-limit-s`."""
+    return "--" + prefix + field.replace("_", "-")
+
+
+def add_flags(
+    parser: argparse.ArgumentParser, model: type[BaseModel], prefix: str = "", dest: str = ""
+) -> None:
+    """Add a flag for every field of `model`, grouped by the section that declares it.
+
+    Args:
+        parser: receives one argument group a section.
+        model: its fields' docstrings become the help.
+        prefix: put before every flag, e.g. `snip-`.
+        dest: put before every namespace attribute, e.g. `snip_`.
+    """
+    for section in _sections(model):
+        title = (section.__doc__ or section.__name__).splitlines()[0].rstrip(".")
+        group = parser.add_argument_group(title)
+        for name in section.__annotations__:
+            if name in model.model_fields:
+                _add_flag(group, model.model_fields[name], name, prefix, dest)
+
+
+def given_values(
+    namespace: argparse.Namespace, model: type[BaseModel], dest: str = ""
+) -> dict[str, Any]:
+    """Return the fields of `model` that were given on the command line, by field name."""
+    return {
+        name: getattr(namespace, dest + name)
+        for name in model.model_fields
+        if hasattr(namespace, dest + name)
+    }
+
+
+def _sections(model: type[BaseModel]) -> list[type[BaseModel]]:
+    """The classes that declare fields, in the order in which they are named as bases."""
+    ordered = [*model.__bases__, model]
+    return [c for c in ordered if issubclass(c, BaseModel) and c.__dict__.get("__annotations__")]
+
+
+def _add_flag(
+    group: argparse._ArgumentGroup, field: FieldInfo, name: str, prefix: str, dest: str
+) -> None:
+    flag = flag_name(prefix, name)
+    default = field.get_default(call_default_factory=True)
+    shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+    text = " ".join((field.description or "").split()).replace("%", "%%")
+    common: dict[str, Any] = {
+        "dest": dest + name,
+        "default": argparse.SUPPRESS,
+        "help": f"{text} [default: {shown if shown not in (None, '') else 'none'}]",
+    }
+    kind = _core_type(field.annotation)
+    if kind is bool:
+        # A plain on-switch reads better where the default is off and is what users expect.
+        action = argparse.BooleanOptionalAction
+        names = [flag]
+        if name == "enabled":
+            names = ["--" + prefix.rstrip("-")]
+        group.add_argument(*names, action=action, **common)
+        return
+    choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else None
+    metavar = "{" + ",".join(map(str, choices)) + "}" if choices else _metavar(kind)
+    group.add_argument(flag, metavar=metavar, **common)  # pydantic converts and checks the text
+
+
+def _core_type(annotation: Any) -> Any:
+    """Strip Annotated and Optional."""
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return _core_type(typing.get_args(annotation)[0])
+    if origin in (typing.Union, types.UnionType):
+        rest = [a for a in typing.get_args(annotation) if a is not type(None)]
+        return _core_type(rest[0])
+    return annotation
+
+
+def _metavar(kind: Any) -> str:
+    if typing.get_origin(kind) is tuple:
+        return "A,B,..."
+    return {int: "N", float: "X", str: "NAME"}.get(kind, "PATH")

@@ -1,0 +1,116 @@
+"""The table of number formats a GEMM operand can take.
+
+A scaled format stores x as q * s: q on the grid of a small float (the element type), s one scale
+per tile. Activations and output gradients use 1 x `tile` tiles along the GEMM's contraction
+dimension, weights `weight_block` = (rows, cols along the contraction) blocks.
+
+Sources: SNIP, arXiv:2602.01410 (fp8, fp4: 1x128 tiles, 128x128 blocks, FP32 scales);
+OCP Microscaling Formats (MX) v1.0 (mxfp8, mxfp4: 1x32, E8M0); NVIDIA, arXiv:2509.25149
+(nvfp4: 1x16, E4M3 scales under one FP32 scale per tensor). `fp3` is no hardware format: it is
+the stress format (E2M0: 0, 1, 2, 4) that tells policies apart on small models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron_snip.errors import UsageError
+
+
+class ScaleType(StrEnum):
+    """How a tile's scale is stored."""
+
+    FP32 = "fp32"
+    E8M0 = "e8m0"
+    """A power of two, 2^-127 .. 2^127 (OCP MX)."""
+    E4M3 = "e4m3"
+    """An FP8 number, itself scaled by one FP32 number per tensor (NVFP4)."""
+
+
+@dataclass(frozen=True)
+class ElementType:
+    """A small float: sign, exponent with `min_exponent` as the least normal one, mantissa.
+
+    Attributes:
+        name: the field's name, e.g. `e4m3`.
+        mantissa_bits: stored mantissa bits; the step in [2^e, 2^(e+1)) is 2^(e - mantissa_bits).
+        min_exponent: exponent of the smallest normal; below it the step stays constant.
+        max_value: the largest finite magnitude; magnitudes beyond it saturate.
+    """
+
+    name: str
+    mantissa_bits: int
+    min_exponent: int
+    max_value: float
+
+
+E4M3 = ElementType("e4m3", mantissa_bits=3, min_exponent=-6, max_value=448.0)
+E2M1 = ElementType("e2m1", mantissa_bits=1, min_exponent=0, max_value=6.0)
+E2M0 = ElementType("e2m0", mantissa_bits=0, min_exponent=0, max_value=4.0)
+
+
+@dataclass(frozen=True)
+class Format:
+    """One row of the table.
+
+    Attributes:
+        name: what users write in `--snip-formats`.
+        bits: bits per element, without scales; the fewest is the "lowest precision".
+        element: element type, or None for bf16 (no quantization).
+        tile: elements along the contraction dimension that share a scale.
+        weight_block: (rows, cols along the contraction) that share a scale in a weight.
+        scale: how that scale is stored.
+        stochastic_grad: whether grad_output is rounded stochastically.
+    """
+
+    name: str
+    bits: int
+    element: ElementType | None = None
+    tile: int = 128
+    weight_block: tuple[int, int] = (128, 128)
+    scale: ScaleType = ScaleType.FP32
+    stochastic_grad: bool = False
+
+    @property
+    def quantized(self) -> bool:
+        """Whether tensors change at all in this format."""
+        return self.element is not None
+
+
+FORMATS: dict[str, Format] = {
+    f.name: f
+    for f in (
+        Format("bf16", 16),
+        Format("fp8", 8, E4M3),
+        Format("fp4", 4, E2M1, stochastic_grad=True),
+        Format("mxfp8", 8, E4M3, 32, (1, 32), ScaleType.E8M0),
+        Format("mxfp4", 4, E2M1, 32, (1, 32), ScaleType.E8M0, stochastic_grad=True),
+        Format("nvfp4", 4, E2M1, 16, (1, 16), ScaleType.E4M3, stochastic_grad=True),
+        Format("fp3", 3, E2M0, stochastic_grad=True),
+    )
+}
+"""Every format by name. Adding one is a line here and its test."""
+
+
+def get_format(name: str) -> Format:
+    """Return the format called `name`.
+
+    Raises:
+        UsageError: if there is none; the message lists those there are.
+    """
+    try:
+        return FORMATS[name]
+    except KeyError:
+        raise UsageError(f"unknown format '{name}'; known: {', '.join(FORMATS)}") from None
+
+
+def lowest_precision(names: tuple[str, ...]) -> Format:
+    """Return the format with the fewest bits among `names`, the first of them on a tie.
+
+    Raises:
+        UsageError: if `names` is empty or holds an unknown format.
+    """
+    if not names:
+        raise UsageError("no formats given; name at least one, e.g. fp8,fp4")
+    return min((get_format(n) for n in names), key=lambda f: f.bits)

@@ -1,0 +1,99 @@
+"""What a linear may choose: the formats its three GEMMs take together.
+
+An option is written `fp4` when the three formats agree and `fprop-dgrad-wgrad` otherwise, e.g.
+`fp4-fp8-bf16`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_snip.errors import UsageError
+from megatron_snip.formats import get_format, lowest_precision
+from megatron_snip.types import Gemm
+
+Granularity = Literal["linear", "gemm"]
+
+
+@dataclass(frozen=True, order=True)
+class Option:
+    """The formats (by name) of a linear's three GEMMs.
+
+    Raises:
+        UsageError: if a format is unknown.
+    """
+
+    fprop: str
+    dgrad: str
+    wgrad: str
+
+    def __post_init__(self) -> None:
+        for gemm in Gemm:
+            get_format(self[gemm])
+
+    def __getitem__(self, gemm: Gemm) -> str:
+        """Return the format's name for one GEMM."""
+        return str(getattr(self, gemm.value))
+
+    def __str__(self) -> str:
+        """Return the option as users write it; `Option.parse` reads it back."""
+        if self.fprop == self.dgrad == self.wgrad:
+            return self.fprop
+        return f"{self.fprop}-{self.dgrad}-{self.wgrad}"
+
+    @property
+    def formats(self) -> tuple[str, str, str]:
+        """The three formats in the order fprop, dgrad, wgrad."""
+        return (self.fprop, self.dgrad, self.wgrad)
+
+    def share_in(self, format_name: str) -> float:
+        """Share of the linear's FLOPs that run in `format_name`: 0, 1/3, 2/3 or 1.
+
+        The three GEMMs of a linear have the same number of FLOPs (2 M N K each).
+        """
+        return self.formats.count(format_name) / 3
+
+    @classmethod
+    def uniform(cls, format_name: str) -> Option:
+        """The option that uses one format in all three GEMMs."""
+        return cls(format_name, format_name, format_name)
+
+    @classmethod
+    def parse(cls, text: str) -> Option:
+        """Read `fp4` or `fp4-fp8-bf16`.
+
+        Raises:
+            UsageError: if the text has another form or names an unknown format.
+        """
+        parts = text.split("-")
+        if len(parts) == 1:
+            return cls.uniform(parts[0])
+        if len(parts) == 3:
+            return cls(*parts)
+        raise UsageError(
+            f"'{text}' is not an option; write one format (fp4) or three as "
+            "fprop-dgrad-wgrad (fp4-fp8-bf16)"
+        )
+
+
+BF16 = Option.uniform("bf16")
+"""The option that leaves a linear as Megatron runs it."""
+
+
+def enumerate_options(formats: tuple[str, ...], granularity: Granularity) -> tuple[Option, ...]:
+    """Return the options a linear can choose from, the highest precision first.
+
+    Args:
+        formats: names of the formats on offer.
+        granularity: `linear` gives one option per format, `gemm` every combination.
+
+    Raises:
+        UsageError: if `formats` is empty or names an unknown format.
+    """
+    lowest_precision(formats)  # refuses an empty or unknown list
+    ordered = sorted(dict.fromkeys(formats), key=lambda name: -get_format(name).bits)
+    if granularity == "linear":
+        return tuple(Option.uniform(name) for name in ordered)
+    return tuple(Option(*triple) for triple in itertools.product(ordered, repeat=3))
