@@ -10,6 +10,7 @@ which is shown when a rank fails or when the time is up (then with every rank's 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import json
@@ -112,10 +113,8 @@ def free_port() -> int:
 
 def _end_group(parent: subprocess.Popen[bytes]) -> None:
     """Kill what is left of the process group that `parent` leads."""
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(parent.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
     parent.wait()
 
 
@@ -196,6 +195,7 @@ def _join(rank: int, world_size: int, listener: socket.socket) -> None:
     """Join the gloo process group through the socket that was opened before the fork."""
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
 
     torch.set_num_threads(1)
     port = listener.getsockname()[1]
@@ -203,7 +203,7 @@ def _join(rank: int, world_size: int, listener: socket.socket) -> None:
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_PORT=str(port)
     )
     if rank == 0:
-        store = dist.TCPStore(
+        store = TCPStore(
             "127.0.0.1",
             port,
             world_size,
@@ -213,7 +213,7 @@ def _join(rank: int, world_size: int, listener: socket.socket) -> None:
         )
     else:
         listener.close()
-        store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False)
+        store = TCPStore("127.0.0.1", port, world_size, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
 

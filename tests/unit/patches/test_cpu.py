@@ -1,0 +1,228 @@
+"""The CPU patch: what it answers, and that it leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.datasets import utils as dataset_utils
+from megatron.core.optimizer import distrib_optimizer
+from megatron.core.tensor_parallel import random as tensor_parallel_random
+from megatron.core.transformer import torch_norm
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_snip.patches import cpu
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the patch does nothing where CUDA is available"
+)
+
+OWNERS = (
+    torch.cuda,
+    torch.cuda.random,
+    torch.cuda.nvtx,
+    torch.accelerator,
+    dist,
+    dataset_utils,
+    tensor_parallel_random,
+    moe_utils,
+    torch_norm.WrappedTorchNorm,
+    distrib_optimizer.DistributedOptimizer,
+)
+
+
+def snapshot() -> list[dict[str, Any]]:
+    return [dict(vars(owner)) for owner in OWNERS]
+
+
+def changed(before: list[dict[str, Any]]) -> set[str]:
+    names: set[str] = set()
+    for old, new in zip(before, snapshot(), strict=True):
+        names |= {n for n in old.keys() | new.keys() if old.get(n) is not new.get(n)}
+    return names
+
+
+@pytest.fixture
+def patched() -> Iterator[None]:
+    assert cpu.install()
+    yield
+    cpu.uninstall()
+
+
+def test_uninstall_puts_back_the_very_objects() -> None:
+    before = snapshot()
+    cpu.install()
+    cpu.install()  # once more changes nothing
+    assert {"current_device", "_lazy_call", "__new__", "all_gather"} <= changed(before)
+    cpu.uninstall()
+    assert changed(before) == set()
+    assert not cpu.is_installed()
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.zeros(1, device="cuda")
+
+
+def test_nothing_is_patched_where_cuda_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = snapshot()
+    assert cpu.install() is False
+    assert changed(before) == set()
+
+
+def test_what_someone_else_replaced_meanwhile_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    original = torch.cuda.empty_cache
+    try:
+        cpu.install()
+        torch.cuda.empty_cache = theirs = lambda: None
+        cpu.uninstall()
+        assert torch.cuda.empty_cache is theirs
+        assert "empty_cache was replaced by someone else" in caplog.text
+    finally:
+        torch.cuda.empty_cache = original
+
+
+def test_uninstall_refuses_inside_a_younger_function_mode() -> None:
+    with cpu.installed(), cpu.CudaOnCpu(), pytest.raises(RuntimeError, match="function modes"):
+        cpu.uninstall()
+    assert not cpu.is_installed()
+
+
+@pytest.mark.usefixtures("patched")
+def test_cuda_words_mean_the_cpu() -> None:
+    device = torch.cuda.current_device()
+    made = [
+        torch.zeros(2, device="cuda"),
+        torch.tensor([1.0], device="cuda:1"),
+        torch.empty(2, device=device),
+        torch.arange(3, device=0, pin_memory=True),
+        torch.ones(2).cuda(),
+        torch.ones(2).to("cuda"),
+        torch.ones(2).to(torch.device("cuda", 0), torch.bfloat16),
+        torch.ones(2).to(device="cuda", dtype=torch.bfloat16),
+        torch.nn.Linear(2, 2).cuda().weight,
+    ]
+    assert {t.device.type for t in made} == {"cpu"}
+    assert made[6].dtype is made[7].dtype is torch.bfloat16
+    assert torch.ones(2).to(torch.int64).dtype is torch.int64
+    assert torch.ones(2).type() == "torch.cuda.FloatTensor"
+    assert torch.ones(2).type("torch.cuda.BFloat16Tensor").dtype is torch.bfloat16
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda.current_stream().wait_stream(stream)
+        assert torch.cuda.Event().query()
+
+
+@pytest.mark.parametrize("claim", [False, True])
+def test_cuda_is_claimed_only_when_asked(claim: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with cpu.installed(claim_cuda=claim):
+        assert torch.cuda.is_available() is claim
+        assert torch.cuda.device_count() == (3 if claim else 0)
+
+
+@pytest.mark.usefixtures("patched")
+def test_the_rng_tracker_forks_a_stream_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    tracker = tensor_parallel_random.CudaRNGStatesTracker()
+    torch.manual_seed(5)
+    tracker.add("other", 77)
+    with tracker.fork("other"):
+        first = torch.rand(4)
+    outside = torch.rand(4)
+    with tracker.fork("other"):
+        second = torch.rand(4)
+    torch.manual_seed(77)
+    assert torch.equal(torch.cat([first, second]), torch.rand(8))
+    torch.manual_seed(5)
+    assert torch.equal(outside, torch.rand(4))
+    assert caplog.text == ""  # the one generator moved, and that is no news here
+
+
+@pytest.mark.usefixtures("patched")
+def test_a_bf16_product_is_the_fp32_product_rounded_once() -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(64, 96).bfloat16(), torch.randn(32, 96).bfloat16()
+    exact = x.double() @ w.double().t()
+    step = 2.0 ** (torch.floor(torch.log2(exact.abs())) - 7)  # BF16: 8 bits of significand
+    for product in (x @ w.t(), torch.nn.functional.linear(x, w), torch.mm(x, w.t())):
+        assert product.dtype is torch.bfloat16
+        # half a step of rounding, and what FP32 summation adds to it
+        assert ((product.double() - exact).abs() <= 0.5 * step + 1e-4).all()
+    garbage = torch.full((2, 64, 32), torch.nan, dtype=torch.bfloat16)
+    batch = torch.baddbmm(garbage, x.expand(2, -1, -1), w.t().expand(2, -1, -1), beta=0.0)
+    assert torch.equal(batch[1], x @ w.t())
+    out = torch.empty(64, 32, dtype=torch.bfloat16)
+    assert torch.matmul(x, w.t(), out=out) is out and torch.equal(out, x @ w.t())
+    assert (x.float() @ w.float().t()).dtype is torch.float32
+
+
+@pytest.mark.usefixtures("patched")
+def test_a_bf16_product_has_bf16_gradients() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 16).bfloat16().requires_grad_()
+    w = torch.randn(4, 16).bfloat16().requires_grad_()
+    (x @ w.t()).sum().backward()
+    assert x.grad is not None and x.grad.dtype is torch.bfloat16
+    expected = w.detach().float().sum(0).bfloat16()
+    assert torch.equal(x.grad, expected.expand_as(x.grad))
+
+
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_norm_serves_sequence_parallelism_and_marks_its_parameters(
+    sequence_parallel: bool,
+) -> None:
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, normalization="RMSNorm"
+    )
+    config.sequence_parallel = sequence_parallel
+    norm = torch_norm.WrappedTorchNorm(config, 8, eps=1e-5)
+    assert isinstance(norm, torch.nn.RMSNorm)
+    assert getattr(norm.weight, "sequence_parallel", False) is sequence_parallel
+    assert config.sequence_parallel is sequence_parallel
+    config.memory_efficient_layer_norm = True
+    with pytest.raises(AssertionError):  # Megatron's own checks still hold
+        torch_norm.WrappedTorchNorm(config, 8)
+
+
+def adamw(steps: int) -> torch.optim.AdamW:
+    torch.manual_seed(1)
+    parameters = [torch.nn.Parameter(torch.randn(3)) for _ in range(2)]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+    for _ in range(steps):
+        step(optimizer)
+    return optimizer
+
+
+def step(optimizer: torch.optim.AdamW) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = parameter.detach().sin()
+    optimizer.step()
+
+
+def test_state_made_before_the_first_step_is_what_the_first_step_makes() -> None:
+    plain, early = adamw(0), adamw(0)
+    cpu._state_dict_before_first_step(lambda self: None)(SimpleNamespace(optimizer=early))
+    assert len(early.state) == 2
+    step(plain)
+    step(early)
+    for a, b in zip(plain.param_groups[0]["params"], early.param_groups[0]["params"], strict=True):
+        assert torch.equal(a, b)
+        assert plain.state[a]["step"] == early.state[b]["step"] == 1
+
+
+def test_a_loaded_step_count_belongs_to_each_parameter() -> None:
+    optimizer = adamw(3)
+
+    def upstream(self: Any, state_dict: Any) -> None:
+        shared = torch.tensor(0.0)  # one tensor for all, and the wrong count
+        for state in self.optimizer.state.values():
+            state["step"] = shared
+
+    loaded = {"optimizer": {"param_groups": [{"step": 3.0}]}}
+    cpu._load_with_own_steps(upstream)(SimpleNamespace(optimizer=optimizer), loaded)
+    step(optimizer)
+    assert [s["step"].item() for s in optimizer.state.values()] == [4.0, 4.0]
