@@ -1,0 +1,125 @@
+"""Collectives of the control plane: JSON between ranks, and one decision for all.
+
+Every function is called by all ranks of `group` in the same order and does nothing over the
+network when `group` is None. Records travel as JSON bytes; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron_snip.errors import SnipError
+
+T = TypeVar("T")
+
+
+class RemoteFailure(SnipError):  # noqa: N818 - a failure of another rank, not an error class
+    """At least one rank failed; every rank raises this with the same message.
+
+    Attributes:
+        failures: {rank: message} of the ranks that failed.
+    """
+
+    def __init__(self, what: str, failures: dict[int, str]) -> None:
+        detail = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
+        super().__init__(f"{what} failed on {detail}")
+        self.failures = failures
+
+
+def gather_json(value: Any, group: ProcessGroup | None) -> list[Any]:
+    """All ranks: return every rank's `value`, in rank order.
+
+    Raises:
+        TypeError: if `value` is not JSON.
+    """
+    if group is None:
+        return [json.loads(json.dumps(value))]
+    payload = _encode(value)
+    size = dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([payload.numel()]), group=group)
+    longest = int(max(length.item() for length in lengths))
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: payload.numel()] = payload
+    parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(parts, padded, group=group)
+    return [
+        _decode(part[: int(length.item())]) for part, length in zip(parts, lengths, strict=True)
+    ]
+
+
+def broadcast_json(value: Any, group: ProcessGroup | None) -> Any:
+    """All ranks: return the `value` of the group's first rank (others pass anything).
+
+    Raises:
+        TypeError: on the first rank, if `value` is not JSON.
+    """
+    if group is None:
+        return json.loads(json.dumps(value))
+    source = dist.get_global_rank(group, 0)
+    leader = dist.get_rank() == source
+    payload = _encode(value) if leader else torch.empty(0, dtype=torch.uint8)
+    length = torch.tensor([payload.numel()])
+    dist.broadcast(length, src=source, group=group)
+    if not leader:
+        payload = torch.empty(int(length.item()), dtype=torch.uint8)
+    dist.broadcast(payload, src=source, group=group)
+    return _decode(payload)
+
+
+def attempt(what: str, action: Callable[[], T], group: ProcessGroup | None) -> T:
+    """All ranks: run `action`, then agree: either every rank returns, or every rank raises.
+
+    `action` must not itself communicate in a way that hangs when a peer raises.
+
+    Raises:
+        RemoteFailure: on every rank, if `action` raised an Exception on any.
+    """
+    result: T | None = None
+    message: str | None = None
+    try:
+        result = action()
+    except Exception as error:  # the point: whatever it was, all ranks hear of it
+        message = f"{type(error).__name__}: {error}"
+    confirm(what, message, group)
+    return result  # type: ignore[return-value]  # confirm raised if action did
+
+
+def confirm(what: str, failure: str | None, group: ProcessGroup | None) -> None:
+    """All ranks: raise on every rank if any rank passes a `failure` message.
+
+    Raises:
+        RemoteFailure: naming the ranks that failed.
+    """
+    if group is None:
+        if failure is not None:
+            raise RemoteFailure(what, {0: failure})
+        return
+    flag = torch.tensor([0 if failure is None else 1], dtype=torch.int32)
+    dist.all_reduce(flag, group=group)
+    if int(flag.item()) == 0:
+        return
+    texts = gather_json(failure, group)
+    raise RemoteFailure(what, {rank: t for rank, t in enumerate(texts) if t is not None})
+
+
+def sum_over(tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
+    """All ranks of `group`: add `tensor` up in place and return it; identity for None."""
+    if group is not None:
+        dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def _encode(value: Any) -> torch.Tensor:
+    data = json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _decode(payload: torch.Tensor) -> Any:
+    return json.loads(payload.numpy().tobytes().decode())

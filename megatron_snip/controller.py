@@ -1,0 +1,298 @@
+"""The loop that closes: due -> measure -> plan -> broadcast -> apply -> report.
+
+    step s            a refresh is due: pass A, pass B, one reduction; rank 0 hands the problem to
+                      the solver's process and training goes on with the old plan
+    step s + lag      rank 0 broadcasts the outcome (a plan, or why there is none); every rank
+                      applies the same plan between two steps and checks its digest
+
+Every rank makes the same calls in the same order. A failure anywhere becomes the same decision on
+every rank: keep the old plan, warn once, go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_snip.collectives import RemoteFailure, attempt, broadcast_json
+from megatron_snip.config import SnipConfig
+from megatron_snip.divergence.quality import QualitySettings, divergence_table, problem_dict
+from megatron_snip.errors import SnipError, UsageError
+from megatron_snip.linears.layout import current_topology
+from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.passes import ForwardBackward, MeasuringPasses, TrainingPass
+from megatron_snip.options import Option
+from megatron_snip.planning.plan import PrecisionPlan, changed_linears, read_plan
+from megatron_snip.planning.planner import make_plan
+from megatron_snip.planning.policies import is_measured
+from megatron_snip.planning.problem import PlanningProblem, unmeasured_problem
+from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.planning.solver_process import SolverProcess
+from megatron_snip.reporting.reporter import Applied, NullReporter, Refresh, Reporter
+from megatron_snip.statistics.recorder import MeasureSettings
+from megatron_snip.statistics.refresh import RefreshInputs, measure
+
+logger = logging.getLogger(__name__)
+
+SOLVER_GRACE_S = 10.0
+"""Seconds past the solver's own time limit after which training gives it up."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A problem that the solver is working on; the same on all ranks.
+
+    Attributes:
+        step: training step that was measured.
+        apply_at: training step before which the outcome is broadcast.
+    """
+
+    step: int
+    apply_at: int
+
+
+class SnipController:
+    """Drives SNIP for one training process; construct it on all ranks together.
+
+    A training loop calls, on every rank and in this order for each step: `begin_step`,
+    `forward_backward` in place of its forward-backward function, `end_step`; and `close` at the
+    end.
+
+    Attributes:
+        config: the settings.
+        model: the planned linears.
+        plan: the plan in force.
+        history: (step, digest) of every plan applied, in order.
+    """
+
+    def __init__(
+        self,
+        config: SnipConfig,
+        model: Sequence[torch.nn.Module],
+        optimizer: Any,
+        reporter: Reporter | None = None,
+        solver: SolverProcess | None = None,
+    ) -> None:
+        """All ranks: attach to a built model.
+
+        Args:
+            config: the settings.
+            model: Megatron's model chunks.
+            optimizer: Megatron's optimizer.
+            reporter: told of everything; pass one on rank 0 and None elsewhere.
+            solver: solves on rank 0; by default a process of its own.
+
+        Raises:
+            UsageError: if the plan file or a pin does not fit the model.
+        """
+        self.config = config
+        self._topology = current_topology()
+        self.model = PlannedModel(model, self._topology, config.seed)
+        self._optimizer = optimizer
+        self._reporter: Reporter = reporter or NullReporter()
+        self._leader = self._topology.rank == 0
+        self._solver = solver or (SolverProcess() if self._leader else None)
+        self._pending: Pending | None = None
+        self.history: list[tuple[int, str]] = []
+        self.plan = self._initial_plan()
+        self.model.install()
+        self.model.apply(self.plan.linears)
+
+    # What a training loop calls.
+
+    def begin_step(self, step: int) -> None:
+        """All ranks, before step `step` (0-based): apply the pending plan if it is time."""
+        if self._pending is not None and step >= self._pending.apply_at:
+            pending, self._pending = self._pending, None
+            self._conclude(pending, step)
+
+    def forward_backward(
+        self, step: int, function: ForwardBackward, **kwargs: Any
+    ) -> list[dict[str, Any]]:
+        """All ranks: run the step's forward-backward, measuring first where a refresh is due.
+
+        Args:
+            step: training step (0-based).
+            function: Megatron's forward-backward function.
+            kwargs: its keyword arguments.
+
+        Returns:
+            What `function` returns.
+        """
+        training = TrainingPass(function, kwargs)
+        if self._due(step):
+            self._refresh(step, training)
+        self.model.runtime.begin_pass(step)
+        return training.train()
+
+    def end_step(self, step: int, metrics: dict[str, Any]) -> None:
+        """All ranks, after step `step`: report its metrics."""
+        values = {**metrics, "lowest_precision_fraction": self.lowest_precision_fraction}
+        self._tell(lambda r: r.metrics(step, values))
+
+    def close(self) -> None:
+        """All ranks: end the solver's process, put Megatron's methods back, close reports."""
+        if self._solver is not None:
+            self._solver.close()
+        self.model.uninstall()
+        self._tell(lambda r: r.close())
+
+    @property
+    def lowest_precision_fraction(self) -> float:
+        """Share of the linears' FLOPs in the lowest precision on offer under the current plan."""
+        lowest = self.config.lowest_format
+        total = sum(linear.flops_per_token for linear in self.model.all_linears)
+        low = sum(
+            linear.flops_per_token * self.plan.linears[linear.name].share_in(lowest)
+            for linear in self.model.all_linears
+        )
+        return low / total if total else 0.0
+
+    # The steps of a cycle.
+
+    def _due(self, step: int) -> bool:
+        c = self.config
+        if step < c.start_step or (c.stop_step is not None and step >= c.stop_step):
+            return False
+        return (step - c.start_step) % c.interval == 0
+
+    def _refresh(self, step: int, training: TrainingPass) -> None:
+        """All ranks: measure; then rank 0 starts the solver."""
+        begin = time.perf_counter()
+        try:
+            refresh = self._measure(step, training, begin)
+        except (RemoteFailure, ValueError) as failure:
+            self._keep(f"the refresh at step {step} was given up: {failure}")
+            return
+        self._tell(lambda r: r.refreshed(refresh))
+        if self.config.collect_only or self.config.freeze_plan:
+            return
+        self._pending = Pending(step, step + self.config.lag)
+        if self._solver is not None:
+            try:
+                self._submit(refresh)
+            except SnipError as error:  # told to all ranks when the outcome is due
+                logger.warning("the solver could not be started: %s", error)
+
+    def _measure(self, step: int, training: TrainingPass, begin: float) -> Refresh:
+        c = self.config
+        runner = MeasuringPasses(training, self.model.runtime, c.stat_microbatches)
+        inputs = RefreshInputs(
+            linears=self.model.all_linears,
+            placements={p.placement.instance: p.placement for p in self.model.linears},
+            weights=self.model.weights(),
+            optimizer=self._optimizer,
+            topology=self._topology,
+            probe_relative_step=c.probe_relative_step,
+        )
+        formats = tuple(name for name in c.formats if name != "bf16")
+        statistics = measure(inputs, MeasureSettings(formats, step, c.seed, c.probe_rows), runner)
+        quality = QualitySettings(
+            c.options, c.lowest_format, c.loss_join, c.weight_join, c.weight_lambda
+        )
+        divergences = divergence_table(statistics, quality)
+        problem = problem_dict(divergences, c.lowest_format, c.efficiency_target)
+        return Refresh(step, statistics, divergences, problem, time.perf_counter() - begin)
+
+    def _submit(self, refresh: Refresh) -> None:
+        assert self._solver is not None
+        self._solver.submit(
+            PlanningProblem.from_dict(refresh.problem),
+            PlanSettings.from_config(self.config),
+            self.plan,
+            refresh.step,
+            refresh.divergences.metrics(),
+        )
+
+    def _conclude(self, pending: Pending, step: int) -> None:
+        """All ranks: hear the outcome from rank 0 and apply the same plan, or keep the old one."""
+        begin = time.perf_counter()
+        outcome = broadcast_json(self._outcome(), self._topology.control)
+        waited_s = time.perf_counter() - begin
+        if "error" in outcome:
+            self._keep(f"no new plan from the statistics of step {pending.step}: "
+                       f"{outcome['error']}")
+            return
+        try:
+            plan = attempt(
+                "reading the new plan",
+                lambda: self._checked(PrecisionPlan.from_dict(outcome["plan"])),
+                self._topology.control,
+            )
+        except RemoteFailure as failure:
+            self._keep(str(failure))
+            return
+        self._apply(plan, step, waited_s)
+
+    def _outcome(self) -> dict[str, Any]:
+        """Rank 0: wait for the solver at most its time limit; others return nothing."""
+        if self._solver is None:
+            return {}
+        try:
+            plan = self._solver.result(self.config.time_limit_s + SOLVER_GRACE_S)
+        except SnipError as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        return {"plan": plan.to_dict()}
+
+    def _checked(self, plan: PrecisionPlan) -> PrecisionPlan:
+        plan.check_against([linear.name for linear in self.model.all_linears])
+        return plan
+
+    def _apply(self, plan: PrecisionPlan, step: int, waited_s: float) -> None:
+        """All ranks: set every linear; the plan's digest was checked when it was read."""
+        changed = changed_linears(self.plan, plan)
+        self.model.apply(plan.linears)
+        self.plan = plan
+        self.history.append((step, plan.digest))
+        if self._leader:
+            logger.info(
+                "step %d: %s plan of step %d applied: %s, efficiency %.3f (target %.3f), "
+                "objective %s, %d of %d linears changed, solved in %.2f s, waited %.2f s",
+                step,
+                plan.policy,
+                plan.step,
+                plan.status,
+                plan.efficiency,
+                plan.target,
+                "none" if plan.objective is None else f"{plan.objective:.4g}",
+                len(changed),
+                len(plan.linears),
+                plan.seconds,
+                waited_s,
+            )
+        applied = Applied(plan, step, len(changed), waited_s)
+        self._tell(lambda r: r.planned(applied))
+
+    def _keep(self, why: str) -> None:
+        if self._leader:
+            logger.warning("the plan of step %d stays: %s", self.plan.step, why)
+
+    def _tell(self, message: Callable[[Reporter], None]) -> None:
+        """Report; what goes wrong there (a full disk, say) never reaches training."""
+        try:
+            message(self._reporter)
+        except Exception as error:
+            logger.warning("reporting failed: %s: %s", type(error).__name__, error)
+
+    def _initial_plan(self) -> PrecisionPlan:
+        """All ranks: rank 0 makes the plan that the run starts with; the others hear of it."""
+        made = attempt("making the first plan", self._first_plan, self._topology.control)
+        plan = PrecisionPlan.from_dict(broadcast_json(made, self._topology.control))
+        return self._checked(plan)
+
+    def _first_plan(self) -> dict[str, Any] | None:
+        """Rank 0: the plan file, a policy that needs no statistics, or `initial_option`."""
+        if not self._leader:
+            return None
+        if self.config.plan_file is not None:
+            return self._checked(read_plan(self.config.plan_file)).to_dict()
+        settings = PlanSettings.from_config(self.config)
+        if self._measured:
+            settings = settings.model_copy(update={"policy": f"uniform-{self.config.initial_option}"})
+        problem = unmeasured_problem(self.model.all_linears, self.config)
+        return make_plan(problem, settings, None, step=0).to_dict()

@@ -1,0 +1,1 @@
+"""From statistics to divergences, equation by equation, and to the planner's problem."""

@@ -1,0 +1,218 @@
+"""Quality loss: both divergences in one number a linear and option, and the planner's problem.
+
+    Q[l, q] = loss[l, q] / sum_l loss[l, lowest]  +  lambda * weight[l, q] / sum_l weight[l, lowest]
+
+`lowest` is the uniform option of the lowest precision on offer, so Q of the uniform lowest plan
+is 1 + lambda whatever the units. The weight divergence enters as dW or as dW^2 (`weight_join`);
+squares add over linears when their errors are independent. An entry that is NaN, infinite or
+missing forbids that option for that linear, with a warning that names it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_snip.config import LossJoin, WeightJoin
+from megatron_snip.divergence.local_error import absolute_error, relative_error
+from megatron_snip.divergence.loss import loss_divergence
+from megatron_snip.divergence.weight import weight_divergence
+from megatron_snip.options import Option
+from megatron_snip.statistics.records import LinearStatistics, StatisticsTable
+
+logger = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class QualitySettings:
+    """How divergences join.
+
+    Attributes:
+        options: what every linear may choose.
+        lowest_format: the lowest precision on offer.
+        loss_join: see divergence/loss.py.
+        weight_join: `norm` takes dW, `square` takes dW^2.
+        weight_lambda: lambda.
+    """
+
+    options: tuple[Option, ...]
+    lowest_format: str
+    loss_join: LossJoin
+    weight_join: WeightJoin
+    weight_lambda: float
+
+
+@dataclass(frozen=True)
+class OptionDivergence:
+    """Divergences of one option at one linear; NaN where a value could not be measured.
+
+    Attributes:
+        loss_divergence: predicted loss change, in units of the loss.
+        weight_divergence: predicted change of the next update, relative to the update.
+        quality_loss: Q, or None if the option is forbidden.
+        abs_error: the min-abs-err baseline's measure.
+        rel_error: the min-rel-err baseline's measure.
+    """
+
+    loss_divergence: float
+    weight_divergence: float
+    quality_loss: float | None
+    abs_error: float
+    rel_error: float
+
+
+@dataclass(frozen=True)
+class LinearDivergence:
+    """All options of one linear.
+
+    Attributes:
+        name: layout-independent name.
+        stage: pipeline stage.
+        flops: FLOPs of its three GEMMs for one token.
+        options: by option, in the order offered.
+    """
+
+    name: str
+    stage: int
+    flops: float
+    options: dict[Option, OptionDivergence]
+
+
+@dataclass(frozen=True)
+class DivergenceTable:
+    """The divergences of a whole model at one step, the same on every rank."""
+
+    step: int
+    linears: tuple[LinearDivergence, ...]
+
+    def metrics(self) -> dict[str, dict[str, dict[str, float]]]:
+        """Return {linear: {option: {metric: value}}}: what baseline policies score by."""
+        return {
+            linear.name: {
+                str(option): {"abs_error": d.abs_error, "rel_error": d.rel_error}
+                for option, d in linear.options.items()
+            }
+            for linear in self.linears
+        }
+
+
+def divergence_table(table: StatisticsTable, settings: QualitySettings) -> DivergenceTable:
+    """Compute every option's divergences and quality loss at every linear."""
+    lowest = Option.uniform(settings.lowest_format)
+    loss_sum = _finite_sum(_loss(linear, lowest, settings) for linear in table.linears)
+    weight_sum = _finite_sum(_weight(linear, lowest, settings) for linear in table.linears)
+    rows = []
+    for linear in table.linears:
+        options = {}
+        for option in settings.options:
+            loss, weight = _loss(linear, option, settings), _weight(linear, option, settings)
+            quality = _share(loss, loss_sum) + settings.weight_lambda * _share(weight, weight_sum)
+            options[option] = OptionDivergence(
+                loss,
+                _or_nan(lambda o=option, s=linear: weight_divergence(s, o)),
+                _allowed(quality, linear.name, option),
+                _or_nan(lambda o=option, s=linear: absolute_error(s, o)),
+                _or_nan(lambda o=option, s=linear: relative_error(s, o)),
+            )
+        rows.append(LinearDivergence(linear.name, linear.stage, linear.flops_per_token, options))
+    return DivergenceTable(table.step, tuple(rows))
+
+
+def problem_dict(table: DivergenceTable, lowest_format: str, target: float) -> dict[str, Any]:
+    """Return the planner's problem, schema version 1, as plain built-in types."""
+    return {
+        "version": SCHEMA_VERSION,
+        "linears": [
+            {
+                "name": linear.name,
+                "stage": linear.stage,
+                "flops": linear.flops,
+                "options": {
+                    str(option): {
+                        "quality_loss": d.quality_loss,
+                        "saving": option.share_in(lowest_format),
+                    }
+                    for option, d in linear.options.items()
+                },
+            }
+            for linear in table.linears
+        ],
+        "target": target,
+    }
+
+
+def divergences_dict(table: DivergenceTable, statistics: StatisticsTable) -> dict[str, Any]:
+    """Return divergences and the statistics behind them as plain types (NaN becomes null)."""
+    raw = statistics.to_json()
+    by_name = {linear["name"]: linear for linear in raw["linears"]}
+    result: dict[str, Any] = {
+        "version": SCHEMA_VERSION,
+        "step": table.step,
+        "loss": raw["loss"],
+        "probe_step": raw["probe_step"],
+        "linears": [
+            {
+                "name": linear.name,
+                "stage": linear.stage,
+                "flops": linear.flops,
+                "options": {str(o): vars(d) for o, d in linear.options.items()},
+                "statistics": by_name[linear.name],
+            }
+            for linear in table.linears
+        ],
+    }
+    cleaned: dict[str, Any] = _without_nan(result)
+    return cleaned
+
+
+def _loss(linear: LinearStatistics, option: Option, settings: QualitySettings) -> float:
+    return _or_nan(lambda: loss_divergence(linear, option, settings.loss_join))
+
+
+def _weight(linear: LinearStatistics, option: Option, settings: QualitySettings) -> float:
+    value = _or_nan(lambda: weight_divergence(linear, option))
+    return value**2 if settings.weight_join == "square" else value
+
+
+def _or_nan(compute: Callable[[], float]) -> float:
+    try:
+        return compute()
+    except (KeyError, ValueError, OverflowError):  # not measured, or sqrt of a negative
+        return math.nan
+
+
+def _finite_sum(values: Any) -> float:
+    return math.fsum(v for v in values if math.isfinite(v))
+
+
+def _share(value: float, total: float) -> float:
+    if value == 0.0:
+        return 0.0
+    return value / total if total > 0 else math.nan
+
+
+def _allowed(quality: float, name: str, option: Option) -> float | None:
+    if math.isfinite(quality):
+        return quality
+    logger.warning(
+        "option %s is forbidden for %s at this refresh: its quality loss is %s",
+        option,
+        name,
+        quality,
+    )
+    return None
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _without_nan(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(v) for v in value]
+    return value

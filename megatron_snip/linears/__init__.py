@@ -1,0 +1,1 @@
+"""The three quantized GEMMs, their seam on Megatron's linears, and measuring passes."""

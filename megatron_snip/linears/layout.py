@@ -1,0 +1,175 @@
+"""From Megatron's parallel state and model to our records: topology, placements, global order.
+
+A transformer layer is a module on a `....layers.<i>` path that carries Megatron's global, 1-based
+`layer_number`; every ColumnParallelLinear and RowParallelLinear below it is planned. Experts of a
+layer share one name. The output layer and embeddings are outside of the layers and stay BF16.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+from megatron_snip.collectives import gather_json
+from megatron_snip.errors import UnsupportedError
+from megatron_snip.log import warn_once
+from megatron_snip.statistics.reduce import LinearInfo
+from megatron_snip.topology import DataAxis, LinearKind, Placement, TensorAxis, Topology
+from megatron_snip.types import linear_name
+
+logger = logging.getLogger(__name__)
+
+_LAYER = re.compile(r"^(?:.*\.)?(?P<block>[A-Za-z_]\w*)\.layers\.\d+$")
+_EXPERT = re.compile(r"\.local_experts\.(?P<expert>\d+)\.")
+_NOT_PLANNED = frozenset({"eh_proj"})  # joins embedding and hidden state in MTP; not a layer GEMM
+
+
+def current_topology() -> Topology:
+    """All ranks: read Megatron's initialized parallel state; makes one gloo group.
+
+    Raises:
+        UnsupportedError: if Megatron's model parallel groups are not initialized.
+    """
+    if not (dist.is_initialized() and parallel_state.model_parallel_is_initialized()):
+        raise UnsupportedError(
+            "Megatron's parallel state is not initialized; attach SNIP after "
+            "initialize_model_parallel"
+        )
+    data = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    expert_data = parallel_state.get_expert_data_parallel_group(check_initialized=False)
+    expert_tensor = parallel_state.get_expert_tensor_parallel_group(check_initialized=False)
+    world = dist.get_world_size()
+    return Topology(
+        rank=dist.get_rank(),
+        world_size=world,
+        stage=parallel_state.get_pipeline_model_parallel_rank(),
+        num_stages=parallel_state.get_pipeline_model_parallel_world_size(),
+        tensor=_axis(TensorAxis, parallel_state.get_tensor_model_parallel_group()),
+        expert_tensor=_axis(TensorAxis, expert_tensor),
+        data=_axis(DataAxis, data),
+        expert_data=_axis(DataAxis, expert_data),
+        control=dist.new_group(backend="gloo") if world > 1 else None,
+    )
+
+
+def _axis(kind: type[Any], group: dist.ProcessGroup | None) -> Any:
+    if group is None or group.size() == 1:
+        return kind()
+    return kind(rank=group.rank(), size=group.size(), group=group)
+
+
+def find_linears(
+    model: Sequence[torch.nn.Module], topology: Topology
+) -> list[tuple[torch.nn.Module, Placement]]:
+    """Return this rank's planned linears in model order.
+
+    Args:
+        model: Megatron's model chunks (several under interleaved pipelines), wrapped or not.
+        topology: this rank's place.
+    """
+    found = []
+    for chunk in model:
+        for path, layer in _layers(chunk):
+            match = _LAYER.match(path)
+            assert match is not None
+            for name, module in layer.named_modules():
+                if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                    if name.rsplit(".", 1)[-1] not in _NOT_PLANNED:
+                        number = int(layer.layer_number)  # type: ignore[arg-type]
+                        placement = _placement(module, name, number, match["block"], topology)
+                        found.append((module, placement))
+    return found
+
+
+def _layers(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the outermost transformer layers of a chunk with their paths."""
+    inside: str | None = None
+    for path, module in chunk.named_modules():
+        if inside is not None and path.startswith(inside):
+            continue
+        if _LAYER.match(path) and isinstance(getattr(module, "layer_number", None), int):
+            inside = path + "."
+            yield path, module
+
+
+def _placement(
+    module: Any, name: str, layer_number: int, block: str, topology: Topology
+) -> Placement:
+    config = module.config
+    kind: LinearKind = "column" if isinstance(module, ColumnParallelLinear) else "row"
+    expert_match = _EXPERT.search(f".{name}.")
+    expert, num_active = None, 1.0
+    if expert_match is not None:
+        num_local = _num_local_experts(config)
+        expert = parallel_state.get_expert_model_parallel_rank() * num_local
+        expert += int(expert_match["expert"])
+        num_active = float(config.moe_router_topk)
+        name = _EXPERT.sub(".", f".{name}.").strip(".")
+    gated = bool(config.gated_linear_unit) and name.endswith("linear_fc1")
+    placement = Placement(
+        name=linear_name(layer_number, name, block),
+        stage=topology.stage,
+        kind=kind,
+        in_features=module.input_size,
+        out_features=module.output_size,
+        tensor=topology.tensor if expert is None else topology.expert_tensor,
+        num_chunks=2 if gated else 1,
+        expert=expert,
+        num_active=num_active,
+    )
+    _check_shard(module, placement)
+    return placement
+
+
+def _num_local_experts(config: Any) -> int:
+    size = parallel_state.get_expert_model_parallel_world_size()
+    return int(config.num_moe_experts) // size
+
+
+def _check_shard(module: Any, placement: Placement) -> None:
+    """Warn where tiles of 128 straddle shards: then results depend slightly on the layout."""
+    if any(size % 128 for size in module.weight.shape) and placement.tensor.size > 1:
+        warn_once(
+            logger,
+            f"shard {tuple(module.weight.shape)} of {placement.name.split('.')[-1]} is not a "
+            "multiple of 128: the last tiles are short and differ from those of other "
+            "tensor-parallel sizes",
+        )
+
+
+def global_linears(placements: Sequence[Placement], topology: Topology) -> tuple[LinearInfo, ...]:
+    """All ranks: return every linear of the model, in the same order on all ranks.
+
+    Linears are ordered by block, layer and their place within the layer.
+
+    Raises:
+        UnsupportedError: if two stages claim the same linear.
+    """
+    own = []
+    for order, p in enumerate(placements):
+        info = LinearInfo.of(p)
+        own.append([order, vars(info)])
+    merged: dict[str, tuple[int, LinearInfo]] = {}
+    for ranks_linears in gather_json(own, topology.control):
+        for order, fields in ranks_linears:
+            info = LinearInfo(**fields)
+            known = merged.setdefault(info.name, (order, info))[1]
+            if known != info:
+                raise UnsupportedError(
+                    f"ranks disagree about {info.name}: {known} and {info}; linears are named by "
+                    "global layer_number, which must be unique"
+                )
+    return tuple(info for _, info in sorted(merged.values(), key=_model_order))
+
+
+def _model_order(entry: tuple[int, LinearInfo]) -> tuple[str, int, int]:
+    order, info = entry
+    block, rest = info.name.split(".layers.", 1)
+    return block, int(rest.split(".", 1)[0]), order

@@ -1,0 +1,189 @@
+"""Measuring passes: Megatron's own schedule run beside training, leaving no trace.
+
+A pass runs the step's forward-backward function over the first microbatches with gradient
+synchronization off. What it touches is put back: RNG states (torch, CUDA, Megatron's tracker,
+numpy, random), module buffers, gradient buffers (zeroed, as they are at this point of a training
+step), and the schedule hooks in the model's config.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.utils import get_model_config
+
+from megatron_snip.linears.replay import ReplayData
+from megatron_snip.linears.runtime import Runtime
+from megatron_snip.statistics.refresh import PassResult
+from megatron_snip.statistics.tap import Observer
+from megatron_snip.topology import Topology
+
+ForwardBackward = Callable[..., list[dict[str, Any]]]
+"""Megatron's forward-backward function (`get_forward_backward_func()`); keyword arguments only."""
+
+_HOOKS = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func")
+
+
+@dataclass
+class TrainingPass:
+    """One training step's forward-backward call, as Megatron is about to make it.
+
+    Attributes:
+        function: the schedule.
+        kwargs: its keyword arguments, with `data_iterator`, `model`, `num_microbatches`.
+        data: the step's data, replayable.
+    """
+
+    function: ForwardBackward
+    kwargs: dict[str, Any]
+    data: ReplayData = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.data = ReplayData(self.kwargs["data_iterator"])
+
+    @property
+    def chunks(self) -> list[torch.nn.Module]:
+        """The model chunks."""
+        model = self.kwargs["model"]
+        return list(model) if isinstance(model, list) else [model]
+
+    def train(self) -> list[dict[str, Any]]:
+        """Run the training step's own forward-backward on the data from its start."""
+        return self.function(**{**self.kwargs, "data_iterator": self.data.from_start()})
+
+
+class MeasuringPasses:
+    """Runs measuring passes over a training step's first microbatches; see `PassRunner`."""
+
+    def __init__(self, training: TrainingPass, runtime: Runtime, wanted_microbatches: int) -> None:
+        """Prepare.
+
+        Args:
+            training: the step's forward-backward call.
+            runtime: of the planned linears.
+            wanted_microbatches: how many to use; rounded up to what the interleaved schedule
+                accepts and at most the step's own number.
+        """
+        self._training = training
+        self._runtime = runtime
+        self._config = get_model_config(training.chunks[0])
+        self._count = self._allowed(wanted_microbatches, runtime.topology)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches a data rank in each pass."""
+        return self._count
+
+    @property
+    def grad_scale(self) -> float:
+        """1 / (data ranks * loss scale): Megatron divides by the microbatches itself."""
+        scale = 1.0
+        if self._config.grad_scale_func is not None:
+            scale = float(self._config.grad_scale_func(torch.ones(1)).item())
+        return 1.0 / (scale * self._runtime.topology.data.size)
+
+    def run(self, observer: Observer) -> PassResult:
+        """All ranks: run one pass under `observer`; see `PassRunner.run`."""
+        training = self._training
+        kwargs = {
+            **training.kwargs,
+            "data_iterator": training.data.from_start(),
+            "num_microbatches": self._count,
+            "forward_only": False,
+        }
+        with _no_trace(training.chunks, self._config), self._runtime.observing(observer):
+            results = training.function(**kwargs)
+        return _losses(results, self._runtime.topology)
+
+    def _allowed(self, wanted: int, topology: Topology) -> int:
+        available = int(self._training.kwargs["num_microbatches"])
+        group = 1
+        if len(self._training.chunks) > 1:
+            group = self._config.microbatch_group_size_per_vp_stage or topology.num_stages
+        return min(available, -(-wanted // group) * group)
+
+
+@contextmanager
+def _no_trace(chunks: Sequence[torch.nn.Module], config: Any) -> Iterator[None]:
+    """Put back all that a forward-backward changes, at the end of the block."""
+    rng = _rng_states()
+    buffers = [(b, b.clone()) for chunk in chunks for b in chunk.buffers()]
+    hooks = {name: getattr(config, name) for name in _HOOKS if hasattr(config, name)}
+    with ExitStack() as stack:
+        for chunk in chunks:
+            _gather_parameters(chunk)
+            if hasattr(chunk, "no_sync"):
+                stack.enter_context(chunk.no_sync())
+        for name in hooks:
+            setattr(config, name, None)
+        try:
+            yield
+        finally:
+            for name, hook in hooks.items():
+                setattr(config, name, hook)
+            _set_rng_states(rng)
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+            for chunk in chunks:
+                if hasattr(chunk, "zero_grad_buffer"):
+                    chunk.zero_grad_buffer()
+
+
+def _gather_parameters(chunk: Any) -> None:
+    """Finish an overlapped parameter all-gather, so that weights may be read and changed."""
+    if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
+        chunk.start_param_sync(force_sync=True)
+
+
+def _rng_states() -> dict[str, Any]:
+    tracker = get_cuda_rng_tracker()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "tracker": {name: _copied(state) for name, state in tracker.get_states().items()},
+        "numpy": np.random.get_state(),
+        "random": random.getstate(),
+    }
+
+
+def _copied(state: Any) -> Any:
+    """Copy a tracker's state: a tensor, or a generator whose own state moves on."""
+    if isinstance(state, torch.Generator):
+        return state.clone_state()
+    return state.clone()
+
+
+def _set_rng_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None:
+        torch.cuda.set_rng_state(states["cuda"])
+    if states["tracker"]:
+        get_cuda_rng_tracker().set_states(states["tracker"])
+    np.random.set_state(states["numpy"])
+    random.setstate(states["random"])
+
+
+def _losses(results: list[dict[str, Any]], topology: Topology) -> PassResult:
+    """Sum the microbatch losses that this rank computed; tensor rank 0 speaks for its group."""
+    if topology.tensor.rank != 0:
+        return PassResult(0.0, 0)
+    values = [_loss_value(next(iter(r.values()))) for r in results if isinstance(r, dict) and r]
+    return PassResult(sum(values), len(values))
+
+
+def _loss_value(reported: Any) -> float:
+    """Read Megatron's reported loss: a scalar, or (sum over tokens, number of tokens)."""
+    if isinstance(reported, tuple | list):
+        reported = torch.stack([torch.as_tensor(v, dtype=torch.float32) for v in reported])
+    tensor = torch.as_tensor(reported).detach().float().reshape(-1)
+    if tensor.numel() == 2:
+        return float(tensor[0] / tensor[1].clamp(min=1))
+    return float(tensor[0])

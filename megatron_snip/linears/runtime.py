@@ -1,0 +1,73 @@
+"""What all linears of a process share: the step, the mode, and who observes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron_snip.quantizers import StochasticStream
+from megatron_snip.statistics.tap import Observer
+from megatron_snip.streams import grad_output_stream
+from megatron_snip.topology import Placement, Topology
+
+
+class Mode(StrEnum):
+    """How linears run."""
+
+    PLAN = "plan"
+    """By their option."""
+    BF16 = "bf16"
+    """As Megatron runs them, whatever their option."""
+
+
+@dataclass
+class Runtime:
+    """Shared state of all planned linears of a process; the controller writes, linears read.
+
+    Attributes:
+        topology: this rank's place.
+        seed: the run's seed.
+        step: training step (0-based).
+        pass_number: counts the training passes begun, repeats of a step included.
+        mode: how linears run.
+        observer: watches every linear's forward and backward, or None.
+    """
+
+    topology: Topology
+    seed: int
+    step: int = 0
+    pass_number: int = 0
+    mode: Mode = Mode.PLAN
+    observer: Observer | None = None
+
+    def begin_pass(self, step: int) -> None:
+        """A training forward-backward of `step` begins; microbatches count from 0 again."""
+        self.step = step
+        self.pass_number += 1
+
+    @contextmanager
+    def observing(self, observer: Observer) -> Iterator[None]:
+        """Run linears in BF16 under `observer` inside the block."""
+        before = (self.mode, self.observer)
+        self.mode, self.observer = Mode.BF16, observer
+        try:
+            yield
+        finally:
+            self.mode, self.observer = before
+
+    @contextmanager
+    def running(self, mode: Mode) -> Iterator[None]:
+        """Run linears in `mode` inside the block."""
+        before, self.mode = self.mode, mode
+        try:
+            yield
+        finally:
+            self.mode = before
+
+    def stream(self, placement: Placement, local_microbatch: int) -> StochasticStream:
+        """Return the random numbers of a linear's grad_output in the current step."""
+        data = self.topology.data
+        microbatch = local_microbatch * data.size + data.rank
+        return grad_output_stream(self.seed, placement, self.step, microbatch)

@@ -1,0 +1,115 @@
+"""The seam: `_forward_impl` of ColumnParallelLinear and RowParallelLinear, overridden on the
+instance.
+
+Both classes call `self._forward_impl(input=..., weight=..., ...)` by keyword and do everything
+else (copy to or gather from the tensor-parallel region, reduce, bias) around it. A linear at bf16
+calls the original with everything passed on untouched, so it is bitwise Megatron's own; deleting
+the instance attribute puts the class's method back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_snip.linears.autograd import LinearCall, QuantizedLinear
+from megatron_snip.linears.runtime import Mode, Runtime
+from megatron_snip.log import warn_once
+from megatron_snip.options import BF16, Option
+from megatron_snip.quantizers import StochasticStream
+from megatron_snip.topology import Placement
+
+logger = logging.getLogger(__name__)
+
+_ATTRIBUTE = "_forward_impl"
+
+
+class PlannedLinear:
+    """One linear of the model under SNIP: its placement, its option and its override.
+
+    Attributes:
+        placement: name and shard.
+        module: Megatron's linear.
+        option: formats of its GEMMs; assign between steps only, on all ranks alike.
+    """
+
+    def __init__(self, module: torch.nn.Module, placement: Placement, runtime: Runtime) -> None:
+        self.placement = placement
+        self.module = module
+        self.option: Option = BF16
+        self._runtime = runtime
+        self._original: Callable[..., torch.Tensor] = getattr(module, _ATTRIBUTE)
+        self._pass_number = -1
+        self._backwards = 0
+
+    def install(self) -> None:
+        """Override the instance's `_forward_impl`. Doing so twice changes nothing."""
+        current = self.module.__dict__.get(_ATTRIBUTE)
+        if current is None:
+            setattr(self.module, _ATTRIBUTE, self._forward)
+        elif current != self._forward:
+            raise RuntimeError(
+                f"{self.placement.name}: {_ATTRIBUTE} is already overridden by "
+                f"{current!r}; undo that first"
+            )
+
+    def uninstall(self) -> None:
+        """Put the class's method back, unless someone else has overridden it since."""
+        if self.module.__dict__.get(_ATTRIBUTE) == self._forward:
+            delattr(self.module, _ATTRIBUTE)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        runtime = self._runtime
+        if runtime.observer is not None:
+            output = self._original(*args, **kwargs)
+            input, weight = _operands(args, kwargs)
+            sequence_parallel = bool(kwargs.get("sequence_parallel", False))
+            return runtime.observer.observe(
+                self.placement, input, weight, output, sequence_parallel
+            )
+        if self.option == BF16 or runtime.mode is Mode.BF16 or not self._quantizable(kwargs):
+            return self._original(*args, **kwargs)
+        input, weight = _operands(args, kwargs)
+        call = LinearCall(
+            option=self.option,
+            stream=self._next_stream,
+            sequence_parallel=bool(kwargs.get("sequence_parallel", False)),
+            allreduce_dgrad=bool(kwargs.get("allreduce_dgrad", False)),
+            fuse_wgrad=bool(kwargs.get("gradient_accumulation_fusion", False)),
+            tp_group=kwargs.get("tp_group") or self.placement.tensor.group,
+        )
+        output: torch.Tensor = QuantizedLinear.apply(  # type: ignore[no-untyped-call]
+            input, weight, kwargs.get("bias"), call
+        )
+        return output
+
+    def _quantizable(self, kwargs: dict[str, Any]) -> bool:
+        """Whether a call needs only what `QuantizedLinear` does; else say once why not."""
+        reason = None
+        if kwargs.get("grad_output_buffer") is not None:
+            reason = "its weight gradient is deferred"
+        elif int(kwargs.get("gtp_remat_size") or 1) > 1:
+            reason = "its weight is gathered inside the GEMM (gtp_remat_size > 1)"
+        if reason:
+            warn_once(
+                logger, f"{self.placement.name} stays in bf16 although planned otherwise: {reason}"
+            )
+        return reason is None
+
+    def _next_stream(self) -> StochasticStream:
+        """Return the stream of this backward; backwards of a pass come in microbatch order."""
+        if self._runtime.pass_number != self._pass_number:
+            self._pass_number, self._backwards = self._runtime.pass_number, 0
+        stream = self._runtime.stream(self.placement, self._backwards)
+        self._backwards += 1
+        return stream
+
+
+def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (input, weight), which Megatron passes by keyword."""
+    names = ("input", "weight")
+    found = dict(zip(names, args, strict=False)) | {n: kwargs[n] for n in names if n in kwargs}
+    return found["input"], found["weight"]

@@ -1,0 +1,136 @@
+"""What the controller tells the world; several reporters may listen, or none.
+
+The controller calls a reporter on the reporting rank only, in this order within a step:
+`refreshed` after measuring, `planned` when a plan is applied, `metrics` at the end of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_snip.divergence.quality import DivergenceTable, divergences_dict
+from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.reporting.run_directory import RunDirectory
+from megatron_snip.statistics.records import StatisticsTable
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """What a refresh measured.
+
+    Attributes:
+        step: training step (0-based).
+        statistics: the reduced statistics.
+        divergences: computed from them.
+        problem: the planner's problem as plain types, schema version 1.
+        seconds: wall time of the measurement.
+    """
+
+    step: int
+    statistics: StatisticsTable
+    divergences: DivergenceTable
+    problem: dict[str, Any]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A plan that every rank has applied.
+
+    Attributes:
+        plan: the plan.
+        step: training step (0-based) before which it was applied.
+        num_changed: linears whose option changed.
+        waited_s: seconds that training waited for the solver.
+    """
+
+    plan: PrecisionPlan
+    step: int
+    num_changed: int
+    waited_s: float
+
+
+class Reporter(Protocol):
+    """Listens to the controller."""
+
+    def refreshed(self, refresh: Refresh) -> None:
+        """A refresh has measured the model."""
+
+    def planned(self, applied: Applied) -> None:
+        """A plan has been applied."""
+
+    def metrics(self, step: int, values: dict[str, Any]) -> None:
+        """A training step has ended."""
+
+    def close(self) -> None:
+        """The run ends; nothing follows."""
+
+
+class NullReporter:
+    """Listens and does nothing."""
+
+    def refreshed(self, refresh: Refresh) -> None:
+        """Nothing."""
+
+    def planned(self, applied: Applied) -> None:
+        """Nothing."""
+
+    def metrics(self, step: int, values: dict[str, Any]) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class FileReporter:
+    """Writes to a run directory."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.directory = directory
+
+    def refreshed(self, refresh: Refresh) -> None:
+        """Write the problem and the divergences behind it."""
+        table = divergences_dict(refresh.divergences, refresh.statistics)
+        self.directory.divergences(refresh.step, table)
+        self.directory.problem(refresh.step, refresh.problem)
+
+    def planned(self, applied: Applied) -> None:
+        """Write the plan."""
+        self.directory.plan(applied.plan)
+
+    def metrics(self, step: int, values: dict[str, Any]) -> None:
+        """Append the step's metrics."""
+        self.directory.metrics({"step": step, **values})
+
+    def close(self) -> None:
+        """Flush and close the files."""
+        self.directory.close()
+
+
+class Reporters:
+    """Passes everything on to several reporters, in order."""
+
+    def __init__(self, reporters: Sequence[Reporter]) -> None:
+        self._reporters = tuple(reporters)
+
+    def refreshed(self, refresh: Refresh) -> None:
+        """Pass on."""
+        for reporter in self._reporters:
+            reporter.refreshed(refresh)
+
+    def planned(self, applied: Applied) -> None:
+        """Pass on."""
+        for reporter in self._reporters:
+            reporter.planned(applied)
+
+    def metrics(self, step: int, values: dict[str, Any]) -> None:
+        """Pass on."""
+        for reporter in self._reporters:
+            reporter.metrics(step, values)
+
+    def close(self) -> None:
+        """Close all."""
+        for reporter in self._reporters:
+            reporter.close()

@@ -1,0 +1,115 @@
+"""A run's directory: what was asked for, what was measured, what was decided.
+
+    config.yaml               the resolved settings
+    versions.json             of everything that decides numbers
+    metrics.jsonl             one JSON object a training step
+    problems/<step>.json      the planner's problem at each refresh
+    divergences/<step>.json   the divergences and statistics behind it
+    plans/<step>.json         the plan made from it
+
+Files are written whole (temporary file, fsync, rename); metrics.jsonl is appended line by line and
+flushed at every plan, so a killed run loses at most its last steps' lines and no decision.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from megatron_snip.planning.json_file import write_atomic
+from megatron_snip.planning.plan import PrecisionPlan, write_plan
+
+PACKAGES = (
+    "megatron-snip",
+    "megatron-core",
+    "torch",
+    "transformer-engine",
+    "ortools",
+    "numpy",
+    "wandb",
+)
+"""Distributions whose versions a run records."""
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of Python and of `PACKAGES` (None where not installed)."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+class RunDirectory:
+    """Writes a run's files; rank 0 only.
+
+    Attributes:
+        path: the directory; made (with parents) at construction.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        self._metrics: IO[str] | None = None
+
+    def start(self, config: dict[str, Any]) -> None:
+        """Write config.yaml and versions.json."""
+        write_atomic(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+        write_atomic(self.path / "versions.json", json.dumps(versions(), indent=1) + "\n")
+
+    def metrics(self, values: dict[str, Any]) -> None:
+        """Append one step's metrics; values that are not finite become null."""
+        if self._metrics is None:
+            self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
+        self._metrics.write(json.dumps({k: _finite(v) for k, v in values.items()}) + "\n")
+
+    def problem(self, step: int, problem: dict[str, Any]) -> Path:
+        """Write problems/<step>.json; return its path."""
+        return self._json("problems", step, problem)
+
+    def divergences(self, step: int, divergences: dict[str, Any]) -> Path:
+        """Write divergences/<step>.json; return its path."""
+        return self._json("divergences", step, divergences)
+
+    def plan(self, plan: PrecisionPlan) -> Path:
+        """Write plans/<step>.json and flush the metrics; return the plan's path."""
+        path = self._made("plans") / f"{plan.step}.json"
+        write_plan(plan, path)
+        self.flush()
+        return path
+
+    def flush(self) -> None:
+        """Put the metrics written so far on disk."""
+        if self._metrics is not None:
+            self._metrics.flush()
+            os.fsync(self._metrics.fileno())
+
+    def close(self) -> None:
+        """Flush and close."""
+        if self._metrics is not None:
+            self.flush()
+            self._metrics.close()
+            self._metrics = None
+
+    def _json(self, kind: str, step: int, value: dict[str, Any]) -> Path:
+        path = self._made(kind) / f"{step}.json"
+        write_atomic(path, json.dumps(value, allow_nan=False) + "\n")
+        return path
+
+    def _made(self, kind: str) -> Path:
+        directory = self.path / kind
+        directory.mkdir(exist_ok=True)
+        return directory
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,147 @@
+"""The errors of one linear in one format, measured exactly on one microbatch.
+
+For tokens t = 1..M, X [M, K], W [N, K], G = dL/dY [M, N], and Q the format's quantizer:
+
+    eY = Q(X) Q(W)^T - X W^T        forward error            [M, N]
+    eX = Q(G) Q(W)   - G W          input-gradient error     [rows, K], sampled tokens only
+    eW = Q(G)^T Q(X) - G^T X        weight-gradient error    [N, K]
+
+Tiles run along each GEMM's contraction dimension, so fprop, dgrad and wgrad each quantize their
+own operands (design: SNIP, arXiv:2602.01410, Sec. 3). Everything is FP32. Nothing here
+communicates; what a shard measures is a partial result whose sum over tensor-parallel ranks is
+formed by the recorder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_snip.matmul import matmul_fp32
+from megatron_snip.quantizers import StochasticStream, quantize_dequantize_operand
+from megatron_snip.types import Gemm, Operand
+
+@dataclass(frozen=True)
+class Operands:
+    """The three tensors of a linear in its backward, on this shard.
+
+    Attributes:
+        input: X [M, K].
+        weight: W [N, K].
+        grad_output: G [M, N].
+    """
+
+    input: torch.Tensor
+    weight: torch.Tensor
+    grad_output: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ExactProducts:
+    """What the three GEMMs give without quantization, shared by all formats.
+
+    Attributes:
+        output: Y [M, N] (of this shard).
+        input_gradient: G W at the sampled tokens, [rows, K].
+        weight_gradient: dW [N, K].
+    """
+
+    output: torch.Tensor
+    input_gradient: torch.Tensor
+    weight_gradient: torch.Tensor
+
+
+@dataclass(frozen=True)
+class FormatErrors:
+    """The errors of one format on this shard.
+
+    Attributes:
+        output: eY [M, N]; a partial sum for a row-parallel linear.
+        input_gradient: eX [rows, K]; a partial sum for a column-parallel linear.
+        weight_gradient: eW [N, K].
+        input_square: |Q(X) - X|^2, a scalar (tiles along K).
+        weight_square: |Q(W) - W|^2, a scalar.
+        grad_square: |Q(G) - G|^2, a scalar (tiles along N).
+    """
+
+    output: torch.Tensor
+    input_gradient: torch.Tensor
+    weight_gradient: torch.Tensor
+    input_square: torch.Tensor
+    weight_square: torch.Tensor
+    grad_square: torch.Tensor
+
+
+def exact_products(operands: Operands, rows: torch.Tensor) -> ExactProducts:
+    """Compute the three products without quantization, in FP32.
+
+    Args:
+        operands: the linear's tensors.
+        rows: [rows] int64, the sampled tokens.
+    """
+    x, w, g = operands.input, operands.weight, operands.grad_output
+    return ExactProducts(
+        output=matmul_fp32(x, w.t()),
+        input_gradient=matmul_fp32(g[rows], w),
+        weight_gradient=matmul_fp32(g.t(), x),
+    )
+
+
+def format_errors(
+    operands: Operands,
+    exact: ExactProducts,
+    format_name: str,
+    rows: torch.Tensor,
+    stream: StochasticStream,
+) -> FormatErrors:
+    """Measure one format.
+
+    Args:
+        operands: the linear's tensors.
+        exact: their products without quantization.
+        format_name: the format of all operands.
+        rows: [rows] int64, the sampled tokens (for eX).
+        stream: random numbers for G, where the format rounds it stochastically.
+    """
+    x, w, g = operands.input, operands.weight, operands.grad_output
+
+    def quantized(tensor: torch.Tensor, operand: Operand, gemm: Gemm) -> torch.Tensor:
+        return quantize_dequantize_operand(
+            tensor, format_name, operand, gemm, stream=stream, dtype=torch.float32
+        )
+
+    x_q = quantized(x, Operand.INPUT, Gemm.FPROP)
+    w_q = quantized(w, Operand.WEIGHT, Gemm.FPROP)
+    output = matmul_fp32(x_q, w_q.t()).sub_(exact.output)
+    input_square, weight_square = squared_norm(x_q.sub_(x)), squared_norm(w_q - w)
+
+    w_d = quantized(w, Operand.WEIGHT, Gemm.DGRAD)
+    g_q = quantized(g, Operand.GRAD_OUTPUT, Gemm.DGRAD)
+    input_gradient = matmul_fp32(g_q[rows], w_d).sub_(exact.input_gradient)
+    grad_square = squared_norm(g_q.sub_(g))
+
+    g_w = quantized(g, Operand.GRAD_OUTPUT, Gemm.WGRAD)
+    x_w = quantized(x, Operand.INPUT, Gemm.WGRAD)
+    weight_gradient = matmul_fp32(g_w.t(), x_w).sub_(exact.weight_gradient)
+    return FormatErrors(
+        output, input_gradient, weight_gradient, input_square, weight_square, grad_square
+    )
+
+
+def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares as an FP64 scalar on the tensor's device."""
+    return token_squares(tensor.reshape(1, -1) if tensor.dim() < 2 else tensor).sum()
+
+
+def token_squares(tensor: torch.Tensor) -> torch.Tensor:
+    """Return each row's sum of squares.
+
+    Args:
+        tensor: [rows, cols], any float dtype.
+
+    Returns:
+        [rows], FP64 (each row summed in FP32, which keeps 6 digits at 16k columns).
+    """
+    wide = tensor.float()
+    return torch.linalg.vector_norm(wide, dim=-1).double().square()

@@ -1,0 +1,212 @@
+"""Pass A: in every linear's backward, measure the errors of every format on offer.
+
+The model runs in BF16 (or whatever it trains in) as if SNIP were off; taps (tap.py) hand over
+X, W and G, and `measure.py` computes the errors. Communication happens in the same order on all
+tensor-parallel ranks even when one of them fails to measure: a failure is noted, zeros take part
+in the collectives, and the controller turns it into one decision for all ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megatron_snip.collectives import sum_over
+from megatron_snip.statistics.measure import (
+    Operands,
+    exact_products,
+    format_errors,
+    squared_norm,
+    token_squares,
+)
+from megatron_snip.statistics.observation import Observation
+from megatron_snip.statistics.sampling import sampled_rows
+from megatron_snip.statistics.tap import all_tokens, tap
+from megatron_snip.streams import grad_output_stream
+from megatron_snip.topology import Placement, Topology
+
+
+@dataclass(frozen=True)
+class MeasureSettings:
+    """What a refresh measures.
+
+    Attributes:
+        formats: names of the quantized formats on offer.
+        step: the training step (0-based).
+        seed: the run's seed.
+        num_rows: sampled tokens a microbatch.
+    """
+
+    formats: tuple[str, ...]
+    step: int
+    seed: int
+    num_rows: int
+
+
+@dataclass
+class _Local:
+    """What one shard measured; `outputs` and `input_gradients` may be partial sums."""
+
+    outputs: torch.Tensor  # [1 + F, M, N]: Y, then eY of each format
+    input_gradients: torch.Tensor  # [F, R, K]: eX of each format
+    first: torch.Tensor  # [F]
+    weight_norms: torch.Tensor  # [2]: |W|^2, |dW|^2
+    input_norm: torch.Tensor  # |X|^2
+    errors: torch.Tensor  # [F, 5]
+
+
+class Recorder:
+    """Collects an `Observation` a linear and microbatch.
+
+    Attributes:
+        observations: by `Placement.instance`, in microbatch order.
+        failure: the first error met while measuring on this rank, or None.
+    """
+
+    def __init__(
+        self,
+        settings: MeasureSettings,
+        topology: Topology,
+        sensitivity: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Start with nothing observed.
+
+        Args:
+            settings: what to measure.
+            topology: this rank's place.
+            sensitivity: D [N, K] of each trained linear's shard, by `Placement.instance`.
+        """
+        self.settings = settings
+        self.observations: dict[str, list[Observation]] = defaultdict(list)
+        self.failure: str | None = None
+        self._topology = topology
+        self._sensitivity = sensitivity
+
+    def observe(
+        self,
+        placement: Placement,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        output: torch.Tensor,
+        sequence_parallel: bool,
+    ) -> torch.Tensor:
+        """See `tap.Observer`."""
+
+        def on_backward(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> None:
+            with torch.no_grad():
+                tokens = all_tokens(x, placement.tensor, sequence_parallel)
+                operands = Operands(tokens, w, g.reshape(-1, g.shape[-1]))
+                self.record(placement, operands)
+
+        return tap(output, input, weight, on_backward)
+
+    def record(self, placement: Placement, operands: Operands) -> None:
+        """All ranks of the linear's tensor axis: measure one microbatch of one linear."""
+        seen = self.observations[placement.instance]
+        microbatch = len(seen) * self._topology.data.size + self._topology.data.rank
+        rows = self._rows(operands.input.shape[0], microbatch).to(operands.input.device)
+        try:
+            local = self._measure(placement, operands, rows, microbatch)
+        except Exception as error:
+            self.failure = self.failure or f"{placement.name}: {type(error).__name__}: {error}"
+            local = self._nothing(operands, rows)
+        seen.append(self._joined(placement, operands, rows, microbatch, local))
+
+    def _rows(self, num_tokens: int, microbatch: int) -> torch.Tensor:
+        s = self.settings
+        return sampled_rows(num_tokens, s.num_rows, s.seed, s.step, microbatch)
+
+    def _measure(
+        self, placement: Placement, operands: Operands, rows: torch.Tensor, microbatch: int
+    ) -> _Local:
+        sensitivity = self._sensitivity.get(placement.instance)
+        exact = exact_products(operands, rows)
+        outputs, input_gradients, first, errors = [exact.output], [], [], []
+        stream = grad_output_stream(self.settings.seed, placement, self.settings.step, microbatch)
+        for name in self.settings.formats:
+            e = format_errors(operands, exact, name, rows, stream)
+            outputs.append(e.output)
+            input_gradients.append(e.input_gradient)
+            first.append((operands.grad_output * e.output).sum(dtype=torch.float64))
+            wgrad = squared_norm(e.weight_gradient)
+            weighted = torch.zeros_like(wgrad)  # a frozen weight has no update to change
+            if sensitivity is not None:
+                weighted = squared_norm(e.weight_gradient * sensitivity)
+            errors.append(
+                torch.stack([e.input_square, e.weight_square, e.grad_square, wgrad, weighted])
+            )
+        weight_norms = [squared_norm(operands.weight), squared_norm(exact.weight_gradient)]
+        return _Local(
+            torch.stack(outputs),
+            torch.stack(input_gradients),
+            torch.stack(first),
+            torch.stack(weight_norms),
+            squared_norm(operands.input),
+            torch.stack(errors),
+        )
+
+    def _nothing(self, operands: Operands, rows: torch.Tensor) -> _Local:
+        """Zeros of the shapes that `_measure` gives, for the collectives of a failed rank."""
+        num_formats = len(self.settings.formats)
+        (tokens, k), n = operands.input.shape, operands.weight.shape[0]
+        device = operands.input.device
+
+        def wide(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=device)
+
+        return _Local(
+            torch.zeros((1 + num_formats, tokens, n), device=device),
+            torch.zeros((num_formats, rows.numel(), k), device=device),
+            wide(num_formats),
+            wide(2),
+            wide(),
+            wide(num_formats, 5),
+        )
+
+    def _joined(
+        self,
+        placement: Placement,
+        operands: Operands,
+        rows: torch.Tensor,
+        microbatch: int,
+        local: _Local,
+    ) -> Observation:
+        """Form the sums that need whole tensors, and weigh what every rank holds in full."""
+        column = placement.kind == "column"
+        axis = placement.tensor
+        share = 1.0 / axis.size
+        if column:
+            sum_over(local.input_gradients, axis.group)
+        else:
+            sum_over(local.outputs, axis.group)
+        # Held in full by every rank of the axis: X and eX (column), Y, eY and G (row).
+        input_share, output_share = (share, 1.0) if column else (1.0, share)
+        output_tokens = token_squares(local.outputs) * output_share  # [1 + F, M]
+        grad = token_squares(operands.grad_output) * output_share
+        errors = local.errors.clone()
+        errors[:, 0] *= input_share
+        errors[:, 2] *= output_share
+        norms = torch.stack(
+            [
+                local.input_norm * input_share,
+                local.weight_norms[0],
+                output_tokens[0].sum(),
+                grad.sum(),
+                local.weight_norms[1],
+            ]
+        )
+        return Observation(
+            microbatch=microbatch,
+            rows=rows,
+            first=local.first,
+            norms=norms,
+            errors=errors,
+            output_error=output_tokens[1:],
+            grad=grad,
+            input_gradient_error=token_squares(local.input_gradients) * input_share,
+            input_rows=operands.input[rows].clone(),
+            grad_rows=operands.grad_output[rows].clone(),
+        )

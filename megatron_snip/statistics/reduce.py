@@ -1,0 +1,215 @@
+"""From observations on each rank to one table that all ranks hold.
+
+1. Partial sums are added over each linear's tensor axis (one all-reduce an axis).
+2. Per token, products are formed:   fisher   = 1/2 sum_t |eY_t|^2 |G_t|^2 T / N
+                                     fwd^2    = sum_t |eY_t|^2 |dG_t / eps|^2 / N
+                                     bwd^2    = sum_t |eX_t|^2 |dX_t / eps|^2 / K
+3. One all-reduce of a float64 table [1 + linears, columns] over all ranks; the first row carries
+   the loss.
+
+G as seen in a pass over n microbatches is n times too small and, before the mean over data
+ranks, `data.size` times too large for the batch-mean loss of those microbatches; the former is
+already in G (Megatron divides each microbatch's loss by n), the latter is `grad_scale`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_snip.collectives import sum_over
+from megatron_snip.statistics.observation import Observation
+from megatron_snip.statistics.records import (
+    BASE_COLUMNS,
+    FORMAT_COLUMNS,
+    FormatStatistics,
+    LinearStatistics,
+    StatisticsTable,
+)
+from megatron_snip.topology import Placement, TensorAxis, Topology
+
+
+@dataclass(frozen=True)
+class LinearInfo:
+    """What all ranks know of a linear without measuring; the table's row order follows a list.
+
+    Attributes:
+        name: layout-independent name.
+        stage: pipeline stage.
+        in_features: K, global.
+        out_features: N, global.
+        flops_per_token: FLOPs of its three GEMMs.
+    """
+
+    name: str
+    stage: int
+    in_features: int
+    out_features: int
+    flops_per_token: float
+
+    @classmethod
+    def of(cls, placement: Placement) -> LinearInfo:
+        """The part of a placement that is the same on all ranks."""
+        return cls(
+            placement.name,
+            placement.stage,
+            placement.in_features,
+            placement.out_features,
+            placement.flops_per_token,
+        )
+
+
+@dataclass(frozen=True)
+class ReduceInputs:
+    """What one rank brings to the reduction.
+
+    Attributes:
+        step: training step (0-based).
+        formats: the formats measured, in the observations' order.
+        linears: every linear of the model, in the same order on all ranks.
+        placements: this rank's linears, by instance.
+        observations: what they showed, by instance.
+        update_square: |update_k|^2 of this rank's trained linears, by instance.
+        eps: the probe's step.
+        grad_scale: factor that turns the observed G into the gradient of the batch-mean loss.
+        num_microbatches: microbatches a data rank.
+        loss_sum: sum of this rank's microbatch losses (0 where it holds no loss).
+        loss_count: number of them.
+    """
+
+    step: int
+    formats: tuple[str, ...]
+    linears: tuple[LinearInfo, ...]
+    placements: Mapping[str, Placement]
+    observations: Mapping[str, list[Observation]]
+    update_square: Mapping[str, float]
+    eps: float
+    grad_scale: float
+    num_microbatches: int
+    loss_sum: float
+    loss_count: float
+
+
+def sum_over_tensor_axes(
+    placements: Mapping[str, Placement], observations: Mapping[str, list[Observation]]
+) -> None:
+    """All ranks of each tensor axis: add the observations' partial sums, in place."""
+    by_axis: dict[TensorAxis, list[Observation]] = defaultdict(list)
+    for instance in sorted(observations):
+        by_axis[placements[instance].tensor].extend(observations[instance])
+    for axis, seen in by_axis.items():
+        if axis.group is None or not seen:
+            continue
+        parts = [part for observation in seen for part in observation.parts()]
+        flat = sum_over(torch.cat([part.reshape(-1) for part in parts]), axis.group)
+        pieces = iter(flat.split([part.numel() for part in parts]))
+        for observation in seen:
+            observation.replace_parts(
+                [next(pieces).view(part.shape) for part in observation.parts()]
+            )
+
+
+def reduce_statistics(inputs: ReduceInputs, topology: Topology) -> StatisticsTable:
+    """All ranks: return the table of the whole model, the same on every rank."""
+    sum_over_tensor_axes(inputs.placements, inputs.observations)
+    table = _local_table(inputs, topology)
+    sum_over(table, topology.control)
+    return _decode(inputs, table)
+
+
+def _local_table(inputs: ReduceInputs, topology: Topology) -> torch.Tensor:
+    """Return this rank's contribution; every linear's tensor rank 0 speaks for its axis."""
+    width = len(BASE_COLUMNS) + len(inputs.formats) * len(FORMAT_COLUMNS)
+    table = torch.zeros((1 + len(inputs.linears), width), dtype=torch.float64)
+    index = {linear.name: 1 + i for i, linear in enumerate(inputs.linears)}
+    table[0, 0], table[0, 1] = inputs.loss_sum, inputs.loss_count
+    for instance, seen in inputs.observations.items():
+        placement = inputs.placements[instance]
+        if placement.tensor.rank != 0:
+            continue
+        row = table[index[placement.name]]
+        for observation in seen:
+            row += _row(placement, observation, inputs, topology).cpu()
+        if topology.data.rank == 0:
+            row[BASE_COLUMNS.index("update_square")] += inputs.update_square.get(instance, 0.0)
+    return table
+
+
+def _row(
+    placement: Placement, seen: Observation, inputs: ReduceInputs, topology: Topology
+) -> torch.Tensor:
+    """Return one observation's contribution to its linear's row, [columns] FP64."""
+    num_tokens = seen.grad.numel()
+    batch_tokens = num_tokens * inputs.num_microbatches * topology.data.size  # T
+    scale, scale_square = inputs.grad_scale, inputs.grad_scale**2
+    sampling = num_tokens / max(seen.rows.numel(), 1)  # from the sample to all tokens
+    assert seen.probe_grad is not None
+    assert seen.probe_input is not None
+    probe_grad = seen.probe_grad * (scale_square * sampling / inputs.eps**2)
+    probe_input = seen.probe_input * (sampling / inputs.eps**2)
+    base: dict[str, Any] = {
+        "microbatches": 1.0,
+        "tokens": float(num_tokens),
+        "input_square": seen.norms[0],
+        "weight_square": seen.norms[1],
+        "output_square": seen.norms[2],
+        "grad_square": seen.norms[3] * scale_square,
+        "wgrad_square": seen.norms[4] * scale_square,
+        "update_square": 0.0,
+        "probe_grad_square": probe_grad.sum(),
+        "probe_input_square": probe_input.sum(),
+    }
+    values = [base[name] for name in BASE_COLUMNS]
+    update_square = inputs.update_square.get(placement.instance, 1.0)  # 1: frozen, error is 0
+    for f in range(len(inputs.formats)):
+        first = seen.first[f] * scale
+        fisher = (seen.output_error[f] * seen.grad).sum() * scale_square
+        forward = (seen.output_error[f][seen.rows] * probe_grad).sum()
+        backward = (seen.input_gradient_error[f] * probe_input).sum() * scale_square
+        by_name: dict[str, Any] = {
+            "first": first,
+            "first_abs": first.abs(),
+            "first_square": first.square(),
+            "fisher": 0.5 * fisher * batch_tokens / placement.out_features,
+            "forward_square": forward / placement.out_features,
+            "backward_square": backward / placement.in_features,
+            "local_square": seen.errors[f, 4] * scale_square / update_square,
+            "output_error_square": seen.output_error[f].sum(),
+            "input_error_square": seen.errors[f, 0],
+            "weight_error_square": seen.errors[f, 1],
+            "grad_error_square": seen.errors[f, 2] * scale_square,
+            "wgrad_error_square": seen.errors[f, 3] * scale_square,
+        }
+        values += [by_name[name] for name in FORMAT_COLUMNS]
+    return torch.stack([torch.as_tensor(v, dtype=torch.float64).cpu() for v in values])
+
+
+def _decode(inputs: ReduceInputs, table: torch.Tensor) -> StatisticsTable:
+    rows: Sequence[Sequence[float]] = table.tolist()
+    num_base, num_format = len(BASE_COLUMNS), len(FORMAT_COLUMNS)
+    linears = []
+    for info, row in zip(inputs.linears, rows[1:], strict=True):
+        formats = {}
+        for f, name in enumerate(inputs.formats):
+            start = num_base + f * num_format
+            columns = row[start : start + num_format]
+            formats[name] = FormatStatistics(**dict(zip(FORMAT_COLUMNS, columns, strict=True)))
+        base = dict(zip(BASE_COLUMNS, row[:num_base], strict=True))
+        linears.append(
+            LinearStatistics(
+                info.name,
+                info.stage,
+                info.in_features,
+                info.out_features,
+                info.flops_per_token,
+                **base,
+                formats=formats,
+            )
+        )
+    loss_sum, loss_count = rows[0][0], rows[0][1]
+    loss = loss_sum / loss_count if loss_count else None
+    return StatisticsTable(inputs.step, loss, inputs.eps, tuple(linears))

@@ -1,0 +1,171 @@
+"""One refresh's measurement, in order: sensitivity, pass A, pass B, reduction.
+
+Called by all ranks together; every rank returns the same table, or every rank raises the same
+error. The passes themselves are run by the caller's `PassRunner`, which knows Megatron's
+schedules and puts every state it touches back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from megatron_snip.collectives import confirm, sum_over
+from megatron_snip.statistics.probe import Comparer, ProbedWeight, perturb, probe_step, restore
+from megatron_snip.statistics.recorder import MeasureSettings, Recorder
+from megatron_snip.statistics.records import StatisticsTable
+from megatron_snip.statistics.reduce import LinearInfo, ReduceInputs, reduce_statistics
+from megatron_snip.statistics.sensitivity import PlannedWeight, Sensitivity, gather_sensitivity
+from megatron_snip.statistics.tap import Observer
+from megatron_snip.topology import Placement, Topology
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What a measuring pass tells besides what the observer saw.
+
+    Attributes:
+        loss_sum: sum of the microbatch losses on this rank (0 where it computes none).
+        loss_count: number of microbatch losses in that sum.
+    """
+
+    loss_sum: float
+    loss_count: int
+
+
+class PassRunner(Protocol):
+    """Runs the statistics microbatches forward and backward; called by all ranks together."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches a data rank in each pass."""
+
+    @property
+    def grad_scale(self) -> float:
+        """Factor from G as the linears see it to the gradient of the batch-mean loss."""
+
+    def run(self, observer: Observer) -> PassResult:
+        """Run one pass with `observer` on every planned linear, all of them in BF16.
+
+        Gradients are discarded; RNG states, buffers and the data's order are as before.
+        """
+
+
+@dataclass(frozen=True)
+class RefreshInputs:
+    """What stays the same from refresh to refresh.
+
+    Attributes:
+        linears: every linear of the model, in the same order on all ranks.
+        placements: this rank's linears, by instance.
+        weights: those of them that train, by instance.
+        optimizer: Megatron's optimizer.
+        topology: this rank's place.
+        probe_relative_step: size of the probe relative to the weights.
+    """
+
+    linears: tuple[LinearInfo, ...]
+    placements: Mapping[str, Placement]
+    weights: Mapping[str, PlannedWeight]
+    optimizer: Any
+    topology: Topology
+    probe_relative_step: float
+
+
+def measure(inputs: RefreshInputs, settings: MeasureSettings, runner: PassRunner) -> StatisticsTable:
+    """All ranks: run both passes and return the model's statistics.
+
+    Raises:
+        RemoteFailure: on every rank, if measuring failed on any; weights are as before.
+    """
+    topology = inputs.topology
+    sensitivity = gather_sensitivity(inputs.weights, inputs.optimizer, topology)
+    recorder = Recorder(settings, topology, {i: s.d for i, s in sensitivity.items()})
+    result = runner.run(recorder)
+    confirm("pass A (statistics)", recorder.failure, topology.control)
+    update_square = _update_squares(inputs, sensitivity, recorder, runner)
+    eps = _probe_step(inputs, sensitivity, update_square)
+    _probe(inputs, settings, runner, recorder, sensitivity, update_square, eps)
+    return reduce_statistics(
+        ReduceInputs(
+            step=settings.step,
+            formats=settings.formats,
+            linears=inputs.linears,
+            placements=inputs.placements,
+            observations=recorder.observations,
+            update_square=update_square,
+            eps=eps,
+            grad_scale=runner.grad_scale,
+            num_microbatches=runner.num_microbatches,
+            loss_sum=result.loss_sum,
+            loss_count=result.loss_count,
+        ),
+        topology,
+    )
+
+
+def _update_squares(
+    inputs: RefreshInputs,
+    sensitivity: Mapping[str, Sensitivity],
+    recorder: Recorder,
+    runner: PassRunner,
+) -> dict[str, float]:
+    """|update_k|^2 by instance; the measured |dW|^2 where the optimizer has no moments yet."""
+    missing = [i for i, s in sensitivity.items() if s.update_square is None]
+    squares = {i: s.update_square for i, s in sensitivity.items() if s.update_square is not None}
+    for instance in missing:
+        placement = inputs.weights[instance].placement
+        seen = recorder.observations.get(instance, [])
+        total = sum((o.norms[4] for o in seen), torch.zeros((), dtype=torch.float64))
+        total = total.to(inputs.weights[instance].weight.device) * runner.grad_scale**2
+        sum_over(sum_over(total, placement.tensor.group), inputs.topology.data.group)
+        squares[instance] = float(total) or 1.0  # no gradient at all: nothing to normalize
+    return squares
+
+
+def _probe_step(
+    inputs: RefreshInputs,
+    sensitivity: Mapping[str, Sensitivity],
+    update_square: Mapping[str, float],
+) -> float:
+    """All ranks: agree on eps from the sums over all linears of all ranks."""
+    topology = inputs.topology
+    sums = torch.zeros(2, dtype=torch.float64)
+    for instance, s in sensitivity.items():
+        if inputs.weights[instance].placement.tensor.rank == 0 and topology.data.rank == 0:
+            sums[0] += s.weight_square
+            sums[1] += s.direction_square / update_square[instance]
+    sum_over(sums, topology.control)
+    return probe_step(inputs.probe_relative_step, float(sums[0]), float(sums[1]))
+
+
+def _probe(
+    inputs: RefreshInputs,
+    settings: MeasureSettings,
+    runner: PassRunner,
+    recorder: Recorder,
+    sensitivity: Mapping[str, Sensitivity],
+    update_square: Mapping[str, float],
+    eps: float,
+) -> None:
+    """All ranks: pass B. The weights are back whatever happens."""
+    comparer = Comparer(recorder.observations)
+    changed: list[ProbedWeight] = []
+    try:
+        for instance, planned in inputs.weights.items():
+            probed = ProbedWeight(
+                planned.placement,
+                planned.weight,
+                sensitivity[instance].d,
+                update_square[instance] ** 0.5,
+            )
+            perturb(probed, eps, settings.seed, settings.step)
+            changed.append(probed)
+        runner.run(comparer)
+    finally:
+        for probed in changed:
+            restore(probed)
+    confirm("pass B (probe)", comparer.failure, inputs.topology.control)

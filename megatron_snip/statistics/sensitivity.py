@@ -1,0 +1,138 @@
+"""D for every planned weight, whole on every rank that holds the weight, and |update|^2.
+
+With a distributed optimizer each data rank owns the moments of a range only; ranges are put into
+a zero-filled buffer of the weight's dtype and added over the data axis, which is exact (every
+element comes from one rank). The buffers are the refresh's one BF16 copy of the stage's weights;
+the probe later keeps the original weights in them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_snip.collectives import sum_over
+from megatron_snip.statistics.optimizer_state import AdamShard, adam_shards, is_sharded
+from megatron_snip.topology import DataAxis, Placement, TensorAxis, Topology
+
+
+@dataclass
+class PlannedWeight:
+    """A weight of this rank that SNIP plans for.
+
+    Attributes:
+        placement: which linear and shard.
+        weight: the parameter, [N, K] of this shard.
+    """
+
+    placement: Placement
+    weight: torch.nn.Parameter
+
+
+@dataclass
+class Sensitivity:
+    """How one weight's update depends on its gradient.
+
+    Attributes:
+        d: D [N, K], the weight's dtype; ones where the optimizer has no moments yet.
+        update_square: |update|^2 over the whole linear, or None where there are no moments (then
+            the gradient's own norm, known after pass A, takes its place).
+        direction_square: |D|^2 over the whole linear.
+        weight_square: |W|^2 over the whole linear.
+    """
+
+    d: torch.Tensor
+    update_square: float | None
+    direction_square: float
+    weight_square: float
+
+
+@torch.no_grad()
+def gather_sensitivity(
+    weights: Mapping[str, PlannedWeight], optimizer: Any, topology: Topology
+) -> dict[str, Sensitivity]:
+    """All ranks: return the sensitivity of each of this rank's weights, by instance.
+
+    Args:
+        weights: this rank's planned weights, by `Placement.instance`, the same keys in the same
+            order on all ranks of an axis.
+        optimizer: Megatron's (see optimizer_state.py).
+        topology: this rank's place.
+    """
+    shards = adam_shards(optimizer)
+    sharded = is_sharded(optimizer)
+    buffers: dict[str, torch.Tensor] = {}
+    scalars: dict[str, torch.Tensor] = {}
+    for instance, planned in weights.items():
+        axis = _data_axis(planned.placement, topology)
+        shard = shards.get(planned.weight)
+        buffers[instance], scalars[instance] = _own_part(planned.weight, shard)
+        if sharded:
+            sum_over(buffers[instance], axis.group)
+    _sum_scalars(weights, scalars, topology, sharded)
+    return {
+        instance: _finish(planned, buffers[instance], scalars[instance])
+        for instance, planned in weights.items()
+    }
+
+
+def _data_axis(placement: Placement, topology: Topology) -> DataAxis:
+    return topology.data if placement.expert is None else topology.expert_data
+
+
+def _own_part(
+    weight: torch.Tensor, shard: AdamShard | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (buffer with D in this rank's range, FP64 [elements with moments, |update|^2])."""
+    buffer = torch.zeros_like(weight.data)
+    scalars = torch.zeros(2, dtype=torch.float64, device=weight.device)
+    d = shard.sensitivity() if shard is not None else None
+    if shard is not None and d is not None:
+        update = shard.update()
+        assert update is not None
+        buffer.view(-1)[shard.start : shard.end].copy_(d)
+        scalars[0] = shard.end - shard.start
+        scalars[1] = torch.linalg.vector_norm(update).double().square()
+    return buffer, scalars
+
+
+def _sum_scalars(
+    weights: Mapping[str, PlannedWeight],
+    scalars: Mapping[str, torch.Tensor],
+    topology: Topology,
+    sharded: bool,
+) -> None:
+    """Add the scalars over the data axis (if the moments are sharded) and the tensor axis."""
+    by_axes: dict[tuple[DataAxis, TensorAxis], list[str]] = defaultdict(list)
+    for instance, planned in weights.items():
+        data = _data_axis(planned.placement, topology) if sharded else DataAxis()
+        by_axes[data, planned.placement.tensor].append(instance)
+    for (data, tensor), instances in by_axes.items():
+        stacked = torch.stack([scalars[i] for i in instances])
+        sum_over(sum_over(stacked, data.group), tensor.group)
+        for instance, row in zip(instances, stacked, strict=True):
+            scalars[instance].copy_(row)
+
+
+def _finish(
+    planned: PlannedWeight, buffer: torch.Tensor, scalars: torch.Tensor
+) -> Sensitivity:
+    known, update_square = (float(v) for v in scalars.tolist())
+    whole = known == planned.placement.in_features * planned.placement.out_features
+    if not whole:  # no moments yet, or for a part only: fall back to the plain gradient
+        buffer.fill_(1)
+    local = torch.stack([_square(buffer), _square(planned.weight.data)])
+    sum_over(local, planned.placement.tensor.group)
+    direction_square, weight_square = (float(v) for v in local.tolist())
+    usable = whole and update_square > 0
+    return Sensitivity(
+        buffer, update_square if usable else None, direction_square, weight_square
+    )
+
+
+def _square(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(tensor.float()).double().square()

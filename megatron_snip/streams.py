@@ -1,0 +1,57 @@
+"""Which random numbers a linear's shard uses: the same function of the global tensor everywhere.
+
+Tensor-parallel ranks draw different numbers for the columns that they alone hold and equal ones
+for what they all hold, so results do not depend on the layout.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_snip.quantizers.stream import StochasticStream, StreamKey, StreamLayout
+from megatron_snip.topology import Placement
+
+
+def grad_output_stream(
+    seed: int, placement: Placement, step: int, microbatch: int
+) -> StochasticStream:
+    """Return the stream of a linear's grad_output [M, N] in one microbatch.
+
+    Args:
+        seed: the run's seed.
+        placement: which linear and shard; `column` shards the columns of grad_output.
+        step: training step (0-based).
+        microbatch: global index of the microbatch (over data ranks) within the step.
+    """
+    layout = StreamLayout()
+    if placement.kind == "column":
+        layout = _sharded(placement, placement.out_features, placement.num_chunks)
+    return StochasticStream(StreamKey(seed, placement.instance, step, microbatch), layout)
+
+
+def random_signs(seed: int, placement: Placement, step: int) -> torch.Tensor:
+    """Return r = +-1 for every weight of the shard, [N, K] FP32 on the CPU.
+
+    Args:
+        seed: the run's seed.
+        placement: which linear and shard.
+        step: training step (0-based).
+    """
+    key = StreamKey(seed, placement.instance, step, 0, "probe")
+    local_out, local_in = placement.out_features, placement.in_features
+    if placement.kind == "column":
+        # Rows of W are sharded; drawing for W^T puts them where streams shard columns.
+        layout = _sharded(placement, placement.out_features, placement.num_chunks)
+        local_out //= placement.tensor.size
+        bits = StochasticStream(key, layout).bits16(range(local_in), range(local_out), local_out)
+        bits = bits.t()
+    else:
+        layout = _sharded(placement, placement.in_features, 1)
+        local_in //= placement.tensor.size
+        bits = StochasticStream(key, layout).bits16(range(local_out), range(local_in), local_in)
+    return torch.bitwise_and(bits, 1).to(torch.float32).mul_(2).sub_(1)
+
+
+def _sharded(placement: Placement, features: int, num_chunks: int) -> StreamLayout:
+    axis = placement.tensor
+    return StreamLayout.shard(features // axis.size, axis.rank, axis.size, num_chunks)

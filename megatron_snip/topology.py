@@ -1,0 +1,110 @@
+"""Where this rank stands in the parallel layout, and where a linear stands on this rank.
+
+Plain records: the groups are torch.distributed process groups (or None where the dimension has
+size 1), so that the statistics run without Megatron. `linears/layout.py` builds them from
+Megatron's parallel state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch.distributed import ProcessGroup
+
+LinearKind = Literal["column", "row"]
+
+
+@dataclass(frozen=True)
+class TensorAxis:
+    """One tensor-parallel dimension: of the dense linears, or of the experts (ETP).
+
+    Attributes:
+        rank: this rank's index in the group, 0 .. size - 1.
+        size: number of shards.
+        group: the process group, or None at size 1.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class DataAxis:
+    """Ranks that hold the same weights and see different tokens (DP x CP, or expert DP).
+
+    Attributes:
+        rank: this rank's index, 0 .. size - 1.
+        size: number of replicas.
+        group: the process group, or None at size 1.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The parallel layout as one rank sees it.
+
+    Attributes:
+        rank: global rank; rank 0 solves and writes.
+        world_size: number of ranks.
+        stage: pipeline-parallel rank.
+        num_stages: pipeline-parallel size.
+        tensor: tensor-parallel axis of the dense linears.
+        expert_tensor: tensor-parallel axis of the experts' linears.
+        data: ranks with the same dense weights and other tokens (DP x CP).
+        expert_data: the same for experts' weights.
+        control: a CPU (gloo) group of all ranks for votes, plans and small tables, or None when
+            there is one rank.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    stage: int = 0
+    num_stages: int = 1
+    tensor: TensorAxis = TensorAxis()
+    expert_tensor: TensorAxis = TensorAxis()
+    data: DataAxis = DataAxis()
+    expert_data: DataAxis = DataAxis()
+    control: ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One linear of this rank: its global name and shape, and which shard of it is here.
+
+    Attributes:
+        name: layout-independent name (`types.linear_name`); experts of a layer share it.
+        stage: pipeline stage that holds it.
+        kind: `column` shards out_features, `row` shards in_features.
+        in_features: K, global.
+        out_features: N, global.
+        tensor: the axis over which it is sharded.
+        num_chunks: 2 for a gated fc1, whose shard is [gate_r; up_r] of [gate; up]; else 1.
+        expert: global index of the expert, or None for a dense linear.
+        num_active: experts that see each token (1 for a dense linear); scales the FLOPs.
+    """
+
+    name: str
+    stage: int
+    kind: LinearKind
+    in_features: int
+    out_features: int
+    tensor: TensorAxis = TensorAxis()
+    num_chunks: int = 1
+    expert: int | None = None
+    num_active: float = 1.0
+
+    @property
+    def flops_per_token(self) -> float:
+        """FLOPs of fprop, dgrad and wgrad for one token: 6 N K (times the active experts)."""
+        return 6.0 * self.in_features * self.out_features * self.num_active
+
+    @property
+    def instance(self) -> str:
+        """The name, made distinct per expert."""
+        return self.name if self.expert is None else f"{self.name}#{self.expert}"
