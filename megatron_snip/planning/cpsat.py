@@ -1,0 +1,157 @@
+"""The CP-SAT model of a (reduced) task: one Boolean an option, exactly one a linear.
+
+    minimize   sum cost[i, j] x[i, j]
+    s.t.       sum_j x[i, j] = 1                                  for every linear i
+               sum coefficient[r, i, j] x[i, j] >= threshold[r]   for every row r
+
+CP-SAT counts in integers. Rows come in integers already (`scaling.py`); costs are scaled here:
+
+    cost is replaced by round((cost - least cost of its linear) / u),  u = (sum of ranges) / 2^48
+
+so that the true cost of an assignment differs from u * (integer cost) + const by at most
+`error` = n * u / 2 + the rounding of doubles. The bound that is returned is lowered by `error`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from ortools.sat.python import cp_model
+
+from megatron_snip.planning.table import Floats, Ints
+
+_COST_SUM = 2**48
+
+
+@dataclass(frozen=True, eq=False)
+class CoreRow:
+    """One linear constraint over all choices.
+
+    Attributes:
+        coefficients: by choice, int64; choices are numbered as in `Core`.
+        threshold: least sum.
+    """
+
+    coefficients: Ints
+    threshold: int
+
+
+@dataclass(frozen=True, eq=False)
+class Core:
+    """The choices that are still open.
+
+    Attributes:
+        starts: [m + 1], choices starts[i] .. starts[i+1]-1 belong to linear i.
+        cost: [c], of every choice.
+        rows: constraints.
+        hint: [m], a choice for each linear to start from (an index into choices).
+    """
+
+    starts: Ints
+    cost: Floats
+    rows: tuple[CoreRow, ...]
+    hint: Ints
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much work a solve may be.
+
+    Attributes:
+        seconds: wall-clock limit.
+        deterministic_s: CP-SAT's deterministic time limit, the same on every machine.
+        workers: threads.
+        seed: of the search.
+        gap: relative to `scale`: stop once the objective is proven this close.
+    """
+
+    seconds: float
+    deterministic_s: float
+    workers: int
+    seed: int
+    absolute_gap: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class CoreAnswer:
+    """What CP-SAT found.
+
+    Attributes:
+        choices: [m], the chosen choice of each linear, or None if none was found.
+        bound: proven lower bound on the cost of every assignment of the core; -inf if none,
+            +inf if there is provably no assignment.
+        proven: whether the search ended by itself (`choices` is best up to `error`).
+        error: the scaling error that `bound` already includes.
+    """
+
+    choices: NDArray[np.int64] | None
+    bound: float
+    proven: bool
+    error: float
+
+
+def solve_core(core: Core, effort: Effort) -> CoreAnswer:
+    """Solve a core with CP-SAT."""
+    model = cp_model.CpModel()
+    count = len(core.starts) - 1
+    literals = [model.new_bool_var("") for _ in range(len(core.cost))]
+    for i in range(count):
+        model.add_exactly_one(literals[core.starts[i] : core.starts[i + 1]])
+    for row in core.rows:
+        used = np.flatnonzero(row.coefficients)
+        terms = cp_model.LinearExpr.weighted_sum(
+            [literals[c] for c in used], row.coefficients[used].tolist()
+        )
+        model.add(terms >= row.threshold)
+    integers, unit, base = _integer_costs(core)
+    model.minimize(cp_model.LinearExpr.weighted_sum(literals, integers.tolist()))
+    hinted = np.zeros(len(literals), dtype=np.bool_)
+    hinted[core.hint] = True
+    for literal, value in zip(literals, hinted.tolist(), strict=True):
+        model.add_hint(literal, value)
+    solver = _solver(effort, unit)
+    status = solver.solve(model)
+    error = count * unit / 2 + 1e-15 * float(np.abs(core.cost).sum())
+    if status == cp_model.INFEASIBLE:
+        return CoreAnswer(None, np.inf, True, error)
+    bound = base + unit * solver.best_objective_bound - error
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return CoreAnswer(None, bound if np.isfinite(bound) else -np.inf, False, error)
+    values = np.array([solver.boolean_value(literal) for literal in literals])
+    return CoreAnswer(np.flatnonzero(values), bound, status == cp_model.OPTIMAL, error)
+
+
+def _integer_costs(core: Core) -> tuple[Ints, float, float]:
+    """Return integer costs (least of every linear 0), their unit, and what was taken off."""
+    sizes = np.diff(core.starts)
+    least = np.minimum.reduceat(core.cost, core.starts[:-1])
+    above = core.cost - np.repeat(least, sizes)
+    total = float(np.maximum.reduceat(above, core.starts[:-1]).sum())
+    unit = total / _COST_SUM if total > 0 else 1.0
+    integers: Ints = np.rint(above / unit).astype(np.int64)
+    return integers, unit, float(least.sum())
+
+
+def _solver(effort: Effort, unit: float) -> cp_model.CpSolver:
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = effort.workers
+    solver.parameters.random_seed = effort.seed
+    solver.parameters.max_time_in_seconds = max(effort.seconds, 0.0)
+    solver.parameters.max_deterministic_time = effort.deterministic_s
+    solver.parameters.absolute_gap_limit = max(effort.absolute_gap / unit, 0.0)
+    solver.parameters.relative_gap_limit = 0.0
+    return solver
+
+
+def choice_table(keep: NDArray[np.bool_]) -> tuple[Ints, Ints, Sequence[int]]:
+    """Number the kept entries of an [n, k] mask row by row.
+
+    Returns:
+        (row of each choice, column of each choice, starts as in `Core`).
+    """
+    rows, columns = np.nonzero(keep)
+    starts = np.concatenate(([0], np.cumsum(keep.sum(axis=1))))
+    return rows, columns, starts

@@ -1,0 +1,96 @@
+"""Baselines that lower whole linears in some order: random, by local error, by kind, by depth.
+
+Each names an order; `fill.py` holds the budget arithmetic. A linear goes from its gentlest option
+to its lowest one at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from megatron_snip.planning.policies.fill import fill, gentlest, lowest, within_changes
+from megatron_snip.planning.policies.policy import Decision, Request, metric_of
+from megatron_snip.planning.table import Table
+from megatron_snip.planning.task import Task
+from megatron_snip.types import natural_key, split_linear_name
+
+KIND_ORDER = ("linear_fc1", "linear_proj", "linear_qkv", "linear_fc2")
+"""Kinds of linears, the first to be lowered first. fc2 sees the outliers that gated activations
+make and qkv feeds the softmax, so they are protected longest; unknown kinds come first."""
+
+Order = Callable[[Request, Task], list[int]]
+
+
+class OrderedPolicy:
+    """Lowers linears in a given order until the target is reached."""
+
+    wants_bf16 = False
+
+    def __init__(self, name: str, order: Order) -> None:
+        self.name = name
+        self._order = order
+
+    def decide(self, request: Request) -> Decision:
+        """Lower as many linears as the rules ask for, in this policy's order; see `Policy`."""
+        task = request.rules.checked_task()
+        low, start = lowest(task), gentlest(task)
+        order = self._order(request, task)
+        gains = task.table.overall_row.coefficients
+        steps = [
+            (row, int(low[row])) for row in order if gains[row, low[row]] > gains[row, start[row]]
+        ]
+        columns = within_changes(task, fill(task, start, steps), order)
+        return Decision(columns, "feasible", None, task=task)
+
+
+def random_order(request: Request, task: Task) -> list[int]:
+    """Shuffle; the same seed and step give the same order."""
+    generator = np.random.default_rng([request.settings.seed, request.step])
+    return [int(row) for row in generator.permutation(len(task.table.options))]
+
+
+def error_order(policy: str, metric: str) -> Order:
+    """Return the order by a local quantization error of the lowest option, the smallest first."""
+
+    def order(request: Request, task: Task) -> list[int]:
+        low = lowest(task)
+        scores = [metric_of(request, policy, metric, row, int(low[row])) for row in range(len(low))]
+        return sorted(range(len(low)), key=lambda row: (scores[row], row))
+
+    return order
+
+
+def layer_type_order(request: Request, task: Task) -> list[int]:
+    """Order by kind of linear (`KIND_ORDER`), then as the model runs them."""
+    names = task.table.names
+    return sorted(
+        range(len(names)), key=lambda row: (_kind_rank(names[row]), natural_key(names[row]))
+    )
+
+
+def layer_id_order(request: Request, task: Task) -> list[int]:
+    """Order from the middle layer outwards, so that the first and last layers are protected."""
+    depth = _relative_depths(task.table)
+    names = task.table.names
+    return sorted(
+        range(len(names)), key=lambda row: (abs(depth[row] - 0.5), natural_key(names[row]))
+    )
+
+
+def _kind_rank(name: str) -> int:
+    kind = name.rsplit(".", 1)[-1]
+    return KIND_ORDER.index(kind) + 1 if kind in KIND_ORDER else 0
+
+
+def _relative_depths(table: Table) -> list[float]:
+    """Return layer / (number of layers - 1) of each linear; its place in the file if it has none."""
+    layers = []
+    for row, name in enumerate(table.names):
+        try:
+            layers.append(split_linear_name(name)[1])
+        except ValueError:
+            layers.append(row)
+    last = max(layers)
+    return [layer / last if last else 0.5 for layer in layers]
