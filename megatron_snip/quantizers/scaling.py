@@ -107,7 +107,7 @@ def stored_scales(decode: Tensor, fmt: Format, tensor_amax: Tensor | None = None
 
 def _two_level(amax: Tensor, element: ElementType, tensor_amax: Tensor) -> TileScales:
     tensor = tensor_scale(tensor_amax, element)
-    ratio = _divide(amax, element.max_value) / tensor
+    ratio = _divide(_poison(amax), element.max_value) / tensor
     stored = round_to_nearest_even(ratio.clamp_(LEAST_STORED_E4M3, E4M3.max_value), E4M3)
     encode = _divide_into(1.0, tensor) / stored
     return TileScales(encode=encode, decode=stored * tensor)
@@ -115,7 +115,12 @@ def _two_level(amax: Tensor, element: ElementType, tensor_amax: Tensor) -> TileS
 
 def _floor(amax: Tensor) -> Tensor:
     """Amax, at least AMAX_FLOOR, with Inf turned into NaN."""
-    return (amax + (amax - amax)).clamp_min_(AMAX_FLOOR)
+    return _poison(amax).clamp_min_(AMAX_FLOOR)
+
+
+def _poison(amax: Tensor) -> Tensor:
+    """Amax with Inf turned into NaN."""
+    return amax + (amax - amax)
 
 
 def _power_of_two_above(scale: Tensor) -> Tensor:
