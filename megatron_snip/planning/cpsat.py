@@ -14,7 +14,6 @@ so that the true cost of an assignment differs from u * (integer cost) + const b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -146,7 +145,7 @@ def _solver(effort: Effort, unit: float) -> cp_model.CpSolver:
     return solver
 
 
-def choice_table(keep: NDArray[np.bool_]) -> tuple[Ints, Ints, Sequence[int]]:
+def choice_table(keep: NDArray[np.bool_]) -> tuple[Ints, Ints, Ints]:
     """Number the kept entries of an [n, k] mask row by row.
 
     Returns:
@@ -154,4 +153,4 @@ def choice_table(keep: NDArray[np.bool_]) -> tuple[Ints, Ints, Sequence[int]]:
     """
     rows, columns = np.nonzero(keep)
     starts = np.concatenate(([0], np.cumsum(keep.sum(axis=1))))
-    return rows, columns, starts
+    return rows.astype(np.int64), columns.astype(np.int64), starts.astype(np.int64)

@@ -38,9 +38,8 @@ class OrderedPolicy:
         low, start = lowest(task), gentlest(task)
         order = self._order(request, task)
         gains = task.table.overall_row.coefficients
-        steps = [
-            (row, int(low[row])) for row in order if gains[row, low[row]] > gains[row, start[row]]
-        ]
+        gaining = [row for row in order if gains[row, low[row]] > gains[row, start[row]]]
+        steps = [(row, int(low[row])) for row in gaining]
         columns = within_changes(task, fill(task, start, steps), order)
         return Decision(columns, "feasible", None, task=task)
 
@@ -65,18 +64,16 @@ def error_order(policy: str, metric: str) -> Order:
 def layer_type_order(request: Request, task: Task) -> list[int]:
     """Order by kind of linear (`KIND_ORDER`), then as the model runs them."""
     names = task.table.names
-    return sorted(
-        range(len(names)), key=lambda row: (_kind_rank(names[row]), natural_key(names[row]))
-    )
+    keys = [(_kind_rank(name), natural_key(name)) for name in names]
+    return sorted(range(len(names)), key=keys.__getitem__)
 
 
 def layer_id_order(request: Request, task: Task) -> list[int]:
     """Order from the middle layer outwards, so that the first and last layers are protected."""
     depth = _relative_depths(task.table)
     names = task.table.names
-    return sorted(
-        range(len(names)), key=lambda row: (abs(depth[row] - 0.5), natural_key(names[row]))
-    )
+    keys = [(abs(depth[row] - 0.5), natural_key(name)) for row, name in enumerate(names)]
+    return sorted(range(len(names)), key=keys.__getitem__)
 
 
 def _kind_rank(name: str) -> int:
@@ -85,7 +82,7 @@ def _kind_rank(name: str) -> int:
 
 
 def _relative_depths(table: Table) -> list[float]:
-    """Return layer / (number of layers - 1) of each linear; its place in the file if it has none."""
+    """Return layer / last layer of each linear; the place in the file where a name has none."""
     layers = []
     for row, name in enumerate(table.names):
         try:

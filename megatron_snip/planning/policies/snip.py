@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_snip.planning.plan import Status
 from megatron_snip.planning.policies.policy import Decision, Request
 from megatron_snip.planning.solve import solve
 
@@ -16,5 +17,5 @@ class SnipPolicy:
         """Solve; see `Policy`."""
         task = request.rules.checked_task()
         found = solve(task, request.settings, request.hint, request.deadline)
-        status = "optimal" if found.optimal else "feasible"
+        status: Status = "optimal" if found.optimal else "feasible"
         return Decision(found.columns, status, found.bound, found.error, task)
