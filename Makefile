@@ -1,0 +1,70 @@
+# Two commands for newcomers: `make demo` and `make test`. Both make .venv and install the pinned
+# packages first; where that was done before, nothing is downloaded again.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+LOCK := requirements/lock.txt
+# The stamp's name follows what was installed, so a changed lock or setup.py installs anew.
+STAMP := $(VENV)/.installed-$(shell cat $(LOCK) setup.py 2>/dev/null | sha256sum | cut -c1-16)
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+RUN_DIR ?= runs/demo
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+# One thread a process: ranks share the cores, and results do not depend on the machine's count.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
+
+.PHONY: install
+install: $(STAMP)  ## make .venv and install the pinned packages
+
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "megatron-snip needs Python 3.11 or later; got $$($(PYTHON) --version). Set PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -r $(LOCK)
+	$(PIP) install -q --no-deps --no-build-isolation -e .
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+.PHONY: demo
+demo: $(STAMP)  ## train a small Llama with SNIP on two ranks and show what it did
+	$(BIN)/megatron-snip train --config configs/demo.yaml --run-dir $(RUN_DIR) $(DEMO_ARGS)
+
+.PHONY: test
+test: lint types unit distributed  ## lint, types and the whole CPU test suite
+
+.PHONY: lint
+lint: $(STAMP)  ## ruff, codespell
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+
+.PHONY: types
+types: $(STAMP)  ## mypy --strict
+	$(BIN)/mypy
+
+.PHONY: unit
+unit: $(STAMP)  ## tests of one process
+	$(BIN)/pytest tests/unit -n 2 $(PYTEST_ARGS)
+
+.PHONY: distributed
+distributed: $(STAMP)  ## tests of 2 and 4 gloo ranks
+	$(BIN)/pytest tests/distributed $(PYTEST_ARGS)
+
+.PHONY: lock
+lock: $(STAMP)  ## write requirements/lock.txt from what .venv holds
+	$(PIP) freeze --all --exclude-editable --exclude pip | sed 's/^\(torch==[^+]*\)+cpu$$/\1/' > $(LOCK)
+
+.PHONY: clean
+clean:  ## remove caches and build outputs (not .venv, not runs/)
+	rm -rf build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
