@@ -19,7 +19,7 @@ from megatron_snip.errors import SnipError
 T = TypeVar("T")
 
 
-class RemoteFailure(SnipError):  # noqa: N818 - a failure of another rank, not an error class
+class RemoteFailure(SnipError):
     """At least one rank failed; every rank raises this with the same message.
 
     Attributes:

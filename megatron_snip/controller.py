@@ -21,16 +21,19 @@ import torch
 
 from megatron_snip.collectives import RemoteFailure, attempt, broadcast_json
 from megatron_snip.config import SnipConfig
-from megatron_snip.divergence.quality import QualitySettings, divergence_table, problem_dict
-from megatron_snip.errors import SnipError, UsageError
+from megatron_snip.divergence.quality import (
+    QualitySettings,
+    divergence_table,
+    problem_dict,
+    unmeasured_problem_dict,
+)
+from megatron_snip.errors import SnipError
 from megatron_snip.linears.layout import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.passes import ForwardBackward, MeasuringPasses, TrainingPass
-from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan, changed_linears, read_plan
 from megatron_snip.planning.planner import make_plan
-from megatron_snip.planning.policies import is_measured
-from megatron_snip.planning.problem import PlanningProblem, unmeasured_problem
+from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.reporting.reporter import Applied, NullReporter, Refresh, Reporter
@@ -41,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 SOLVER_GRACE_S = 10.0
 """Seconds past the solver's own time limit after which training gives it up."""
+
+STATIC_POLICIES = ("uniform-", "random", "layer-type", "layer-id", "none")
+"""Beginnings of the policies that look at names and FLOPs only: planned once, never refreshed."""
 
 
 @dataclass(frozen=True)
@@ -155,8 +161,15 @@ class SnipController:
 
     # The steps of a cycle.
 
+    @property
+    def _static(self) -> bool:
+        """Whether the policy needs no statistics, so that its plan holds from the first step."""
+        return self.config.policy.startswith(STATIC_POLICIES)
+
     def _due(self, step: int) -> bool:
         c = self.config
+        if self._static and not (c.collect_only or c.freeze_plan):
+            return False
         if step < c.start_step or (c.stop_step is not None and step >= c.stop_step):
             return False
         return (step - c.start_step) % c.interval == 0
@@ -215,8 +228,9 @@ class SnipController:
         outcome = broadcast_json(self._outcome(), self._topology.control)
         waited_s = time.perf_counter() - begin
         if "error" in outcome:
-            self._keep(f"no new plan from the statistics of step {pending.step}: "
-                       f"{outcome['error']}")
+            self._keep(
+                f"no new plan from the statistics of step {pending.step}: {outcome['error']}"
+            )
             return
         try:
             plan = attempt(
@@ -292,7 +306,13 @@ class SnipController:
         if self.config.plan_file is not None:
             return self._checked(read_plan(self.config.plan_file)).to_dict()
         settings = PlanSettings.from_config(self.config)
-        if self._measured:
-            settings = settings.model_copy(update={"policy": f"uniform-{self.config.initial_option}"})
-        problem = unmeasured_problem(self.model.all_linears, self.config)
-        return make_plan(problem, settings, None, step=0).to_dict()
+        if not self._static:
+            initial = {"policy": f"uniform-{self.config.initial_option}", "max_changes": None}
+            settings = settings.model_copy(update=initial)
+        problem = unmeasured_problem_dict(
+            self.model.all_linears,
+            self.config.options,
+            self.config.lowest_format,
+            self.config.efficiency_target,
+        )
+        return make_plan(PlanningProblem.from_dict(problem), settings).to_dict()

@@ -7,6 +7,7 @@ reads them can tell "given" from "default" and let flags win over a YAML file.
 from __future__ import annotations
 
 import argparse
+import inspect
 import types
 import typing
 from typing import Any
@@ -34,7 +35,7 @@ def add_flags(
     for section in _sections(model):
         title = (section.__doc__ or section.__name__).splitlines()[0].rstrip(".")
         group = parser.add_argument_group(title)
-        for name in section.__annotations__:
+        for name in inspect.get_annotations(section):
             if name in model.model_fields:
                 _add_flag(group, model.model_fields[name], name, prefix, dest)
 
@@ -53,7 +54,7 @@ def given_values(
 def _sections(model: type[BaseModel]) -> list[type[BaseModel]]:
     """The classes that declare fields, in the order in which they are named as bases."""
     ordered = [*model.__bases__, model]
-    return [c for c in ordered if issubclass(c, BaseModel) and c.__dict__.get("__annotations__")]
+    return [c for c in ordered if issubclass(c, BaseModel) and inspect.get_annotations(c)]
 
 
 def _add_flag(

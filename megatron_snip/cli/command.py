@@ -32,7 +32,7 @@ class Command:
 
     def load(self) -> CommandModule:
         """Import and return the module that implements the subcommand."""
-        module: CommandModule = importlib.import_module(self.module)  # type: ignore[assignment]
+        module: CommandModule = importlib.import_module(self.module)
         return module
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from megatron_snip.divergence.loss import loss_divergence
 from megatron_snip.divergence.weight import weight_divergence
 from megatron_snip.options import Option
 from megatron_snip.statistics.records import LinearStatistics, StatisticsTable
+from megatron_snip.statistics.reduce import LinearInfo
 
 logger = logging.getLogger(__name__)
 
@@ -114,10 +115,10 @@ def divergence_table(table: StatisticsTable, settings: QualitySettings) -> Diver
             quality = _share(loss, loss_sum) + settings.weight_lambda * _share(weight, weight_sum)
             options[option] = OptionDivergence(
                 loss,
-                _or_nan(lambda o=option, s=linear: weight_divergence(s, o)),
+                _or_nan(weight_divergence, linear, option),
                 _allowed(quality, linear.name, option),
-                _or_nan(lambda o=option, s=linear: absolute_error(s, o)),
-                _or_nan(lambda o=option, s=linear: relative_error(s, o)),
+                _or_nan(absolute_error, linear, option),
+                _or_nan(relative_error, linear, option),
             )
         rows.append(LinearDivergence(linear.name, linear.stage, linear.flops_per_token, options))
     return DivergenceTable(table.step, tuple(rows))
@@ -146,6 +147,18 @@ def problem_dict(table: DivergenceTable, lowest_format: str, target: float) -> d
     }
 
 
+def unmeasured_problem_dict(
+    linears: Sequence[LinearInfo], options: Sequence[Option], lowest_format: str, target: float
+) -> dict[str, Any]:
+    """Return the problem before anything is measured: every option costs nothing."""
+    free = OptionDivergence(0.0, 0.0, 0.0, 0.0, 0.0)
+    rows = tuple(
+        LinearDivergence(i.name, i.stage, i.flops_per_token, dict.fromkeys(options, free))
+        for i in linears
+    )
+    return problem_dict(DivergenceTable(0, rows), lowest_format, target)
+
+
 def divergences_dict(table: DivergenceTable, statistics: StatisticsTable) -> dict[str, Any]:
     """Return divergences and the statistics behind them as plain types (NaN becomes null)."""
     raw = statistics.to_json()
@@ -171,17 +184,17 @@ def divergences_dict(table: DivergenceTable, statistics: StatisticsTable) -> dic
 
 
 def _loss(linear: LinearStatistics, option: Option, settings: QualitySettings) -> float:
-    return _or_nan(lambda: loss_divergence(linear, option, settings.loss_join))
+    return _or_nan(loss_divergence, linear, option, settings.loss_join)
 
 
 def _weight(linear: LinearStatistics, option: Option, settings: QualitySettings) -> float:
-    value = _or_nan(lambda: weight_divergence(linear, option))
+    value = _or_nan(weight_divergence, linear, option)
     return value**2 if settings.weight_join == "square" else value
 
 
-def _or_nan(compute: Callable[[], float]) -> float:
+def _or_nan(compute: Callable[..., float], *arguments: Any) -> float:
     try:
-        return compute()
+        return compute(*arguments)
     except (KeyError, ValueError, OverflowError):  # not measured, or sqrt of a negative
         return math.nan
 

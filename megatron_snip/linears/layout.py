@@ -22,12 +22,14 @@ from megatron_snip.errors import UnsupportedError
 from megatron_snip.log import warn_once
 from megatron_snip.statistics.reduce import LinearInfo
 from megatron_snip.topology import DataAxis, LinearKind, Placement, TensorAxis, Topology
-from megatron_snip.types import linear_name
+from megatron_snip.types import linear_name, split_linear_name
 
 logger = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"^(?:.*\.)?(?P<block>[A-Za-z_]\w*)\.layers\.\d+$")
 _EXPERT = re.compile(r"\.local_experts\.(?P<expert>\d+)\.")
+_DATA_FLOW = {"linear_qkv": 0, "linear_proj": 1, "linear_fc1": 2, "linear_fc2": 3}
+"""Order of the usual linears within a layer; modules register in another order."""
 _NOT_PLANNED = frozenset({"eh_proj"})  # joins embedding and hidden state in MTP; not a layer GEMM
 
 
@@ -79,13 +81,17 @@ def find_linears(
         for path, layer in _layers(chunk):
             match = _LAYER.match(path)
             assert match is not None
+            number = int(layer.layer_number)  # type: ignore[arg-type]
             for name, module in layer.named_modules():
-                if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                    if name.rsplit(".", 1)[-1] not in _NOT_PLANNED:
-                        number = int(layer.layer_number)  # type: ignore[arg-type]
-                        placement = _placement(module, name, number, match["block"], topology)
-                        found.append((module, placement))
+                if _is_planned(module, name):
+                    placement = _placement(module, name, number, match["block"], topology)
+                    found.append((module, placement))
     return found
+
+
+def _is_planned(module: torch.nn.Module, name: str) -> bool:
+    linear = isinstance(module, ColumnParallelLinear | RowParallelLinear)
+    return linear and name.rsplit(".", 1)[-1] not in _NOT_PLANNED
 
 
 def _layers(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -129,7 +135,7 @@ def _placement(
 
 
 def _num_local_experts(config: Any) -> int:
-    size = parallel_state.get_expert_model_parallel_world_size()
+    size = int(parallel_state.get_expert_model_parallel_world_size())
     return int(config.num_moe_experts) // size
 
 
@@ -147,7 +153,7 @@ def _check_shard(module: Any, placement: Placement) -> None:
 def global_linears(placements: Sequence[Placement], topology: Topology) -> tuple[LinearInfo, ...]:
     """All ranks: return every linear of the model, in the same order on all ranks.
 
-    Linears are ordered by block, layer and their place within the layer.
+    Linears are ordered by block, layer and the data's flow within the layer.
 
     Raises:
         UnsupportedError: if two stages claim the same linear.
@@ -169,7 +175,7 @@ def global_linears(placements: Sequence[Placement], topology: Topology) -> tuple
     return tuple(info for _, info in sorted(merged.values(), key=_model_order))
 
 
-def _model_order(entry: tuple[int, LinearInfo]) -> tuple[str, int, int]:
+def _model_order(entry: tuple[int, LinearInfo]) -> tuple[str, int, int, int]:
     order, info = entry
-    block, rest = info.name.split(".layers.", 1)
-    return block, int(rest.split(".", 1)[0]), order
+    block, layer_index, module = split_linear_name(info.name)
+    return block, layer_index, _DATA_FLOW.get(module.rsplit(".", 1)[-1], len(_DATA_FLOW)), order

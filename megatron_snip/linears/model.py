@@ -65,7 +65,7 @@ class PlannedModel:
     def weights(self) -> dict[str, PlannedWeight]:
         """This rank's planned weights that train, by instance, in model order."""
         return {
-            linear.placement.instance: PlannedWeight(linear.placement, linear.module.weight)  # type: ignore[arg-type]
+            linear.placement.instance: PlannedWeight(linear.placement, linear.weight)
             for linear in self.linears
-            if linear.module.weight.requires_grad  # type: ignore[union-attr]
+            if linear.weight.requires_grad
         }

@@ -111,10 +111,10 @@ class MeasuringPasses:
 
 
 @contextmanager
-def _no_trace(chunks: Sequence[torch.nn.Module], config: Any) -> Iterator[None]:
+def _no_trace(chunks: Sequence[Any], config: Any) -> Iterator[None]:
     """Put back all that a forward-backward changes, at the end of the block."""
     rng = _rng_states()
-    buffers = [(b, b.clone()) for chunk in chunks for b in chunk.buffers()]
+    buffers = [(b, b.clone()) for chunk in chunks for b in _buffers(chunk)]
     hooks = {name: getattr(config, name) for name in _HOOKS if hasattr(config, name)}
     with ExitStack() as stack:
         for chunk in chunks:
@@ -135,6 +135,11 @@ def _no_trace(chunks: Sequence[torch.nn.Module], config: Any) -> Iterator[None]:
             for chunk in chunks:
                 if hasattr(chunk, "zero_grad_buffer"):
                     chunk.zero_grad_buffer()
+
+
+def _buffers(chunk: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The module's buffers; DDP hides `Module.buffers` behind a list of its own."""
+    return torch.nn.Module.buffers(chunk)
 
 
 def _gather_parameters(chunk: Any) -> None:

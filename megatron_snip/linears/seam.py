@@ -1,10 +1,9 @@
-"""The seam: `_forward_impl` of ColumnParallelLinear and RowParallelLinear, overridden on the
-instance.
+"""The seam: `_forward_impl` of Megatron's linears, overridden on the instance.
 
-Both classes call `self._forward_impl(input=..., weight=..., ...)` by keyword and do everything
-else (copy to or gather from the tensor-parallel region, reduce, bias) around it. A linear at bf16
-calls the original with everything passed on untouched, so it is bitwise Megatron's own; deleting
-the instance attribute puts the class's method back.
+ColumnParallelLinear and RowParallelLinear call `self._forward_impl(input=..., weight=..., ...)`
+by keyword and do everything else (copy to or gather from the tensor-parallel region, reduce, bias)
+around it. A linear at bf16 calls the original with everything passed on untouched, so it is
+bitwise Megatron's own; deleting the instance attribute puts the class's method back.
 """
 
 from __future__ import annotations
@@ -45,6 +44,13 @@ class PlannedLinear:
         self._pass_number = -1
         self._backwards = 0
 
+    @property
+    def weight(self) -> torch.nn.Parameter:
+        """The module's weight, [N, K] of this shard."""
+        weight = self.module.weight
+        assert isinstance(weight, torch.nn.Parameter)
+        return weight
+
     def install(self) -> None:
         """Override the instance's `_forward_impl`. Doing so twice changes nothing."""
         current = self.module.__dict__.get(_ATTRIBUTE)
@@ -64,11 +70,13 @@ class PlannedLinear:
     def _forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         runtime = self._runtime
         if runtime.observer is not None:
-            output = self._original(*args, **kwargs)
             input, weight = _operands(args, kwargs)
-            sequence_parallel = bool(kwargs.get("sequence_parallel", False))
             return runtime.observer.observe(
-                self.placement, input, weight, output, sequence_parallel
+                self.placement,
+                input,
+                weight,
+                self._original(*args, **kwargs),
+                bool(kwargs.get("sequence_parallel", False)),
             )
         if self.option == BF16 or runtime.mode is Mode.BF16 or not self._quantizable(kwargs):
             return self._original(*args, **kwargs)

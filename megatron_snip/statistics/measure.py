@@ -22,6 +22,7 @@ from megatron_snip.matmul import matmul_fp32
 from megatron_snip.quantizers import StochasticStream, quantize_dequantize_operand
 from megatron_snip.types import Gemm, Operand
 
+
 @dataclass(frozen=True)
 class Operands:
     """The three tensors of a linear in its backward, on this shard.
@@ -143,5 +144,5 @@ def token_squares(tensor: torch.Tensor) -> torch.Tensor:
     Returns:
         [rows], FP64 (each row summed in FP32, which keeps 6 digits at 16k columns).
     """
-    wide = tensor.float()
-    return torch.linalg.vector_norm(wide, dim=-1).double().square()
+    norms: torch.Tensor = torch.linalg.vector_norm(tensor.float(), dim=-1)
+    return norms.double().square()

@@ -106,7 +106,7 @@ def sum_over_tensor_axes(
             continue
         parts = [part for observation in seen for part in observation.parts()]
         flat = sum_over(torch.cat([part.reshape(-1) for part in parts]), axis.group)
-        pieces = iter(flat.split([part.numel() for part in parts]))
+        pieces = iter(torch.split(flat, [part.numel() for part in parts]))
         for observation in seen:
             observation.replace_parts(
                 [next(pieces).view(part.shape) for part in observation.parts()]

@@ -75,7 +75,9 @@ class RefreshInputs:
     probe_relative_step: float
 
 
-def measure(inputs: RefreshInputs, settings: MeasureSettings, runner: PassRunner) -> StatisticsTable:
+def measure(
+    inputs: RefreshInputs, settings: MeasureSettings, runner: PassRunner
+) -> StatisticsTable:
     """All ranks: run both passes and return the model's statistics.
 
     Raises:

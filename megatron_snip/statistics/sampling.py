@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 
 
-def sampled_rows(num_tokens: int, count: int, seed: int, step: int, microbatch: int) -> torch.Tensor:
+def sampled_rows(
+    num_tokens: int, count: int, seed: int, step: int, microbatch: int
+) -> torch.Tensor:
     """Return the sorted indices of the sampled tokens.
 
     Args:

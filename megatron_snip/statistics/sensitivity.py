@@ -84,9 +84,7 @@ def _data_axis(placement: Placement, topology: Topology) -> DataAxis:
     return topology.data if placement.expert is None else topology.expert_data
 
 
-def _own_part(
-    weight: torch.Tensor, shard: AdamShard | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _own_part(weight: torch.Tensor, shard: AdamShard | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (buffer with D in this rank's range, FP64 [elements with moments, |update|^2])."""
     buffer = torch.zeros_like(weight.data)
     scalars = torch.zeros(2, dtype=torch.float64, device=weight.device)
@@ -118,9 +116,7 @@ def _sum_scalars(
             scalars[instance].copy_(row)
 
 
-def _finish(
-    planned: PlannedWeight, buffer: torch.Tensor, scalars: torch.Tensor
-) -> Sensitivity:
+def _finish(planned: PlannedWeight, buffer: torch.Tensor, scalars: torch.Tensor) -> Sensitivity:
     known, update_square = (float(v) for v in scalars.tolist())
     whole = known == planned.placement.in_features * planned.placement.out_features
     if not whole:  # no moments yet, or for a part only: fall back to the plain gradient
@@ -129,10 +125,9 @@ def _finish(
     sum_over(local, planned.placement.tensor.group)
     direction_square, weight_square = (float(v) for v in local.tolist())
     usable = whole and update_square > 0
-    return Sensitivity(
-        buffer, update_square if usable else None, direction_square, weight_square
-    )
+    return Sensitivity(buffer, update_square if usable else None, direction_square, weight_square)
 
 
 def _square(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(tensor.float()).double().square()
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor.float())
+    return norm.double().square()
