@@ -27,6 +27,7 @@ import copy
 import functools
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -465,6 +466,7 @@ class _Installed:
         self.undo = _Undo()
         self.mode = CudaOnCpu()
         self.noise = _TrackerNoise()
+        self.compile_was_off = False
 
 
 _installed: _Installed | None = None
@@ -494,14 +496,15 @@ def install(claim_cuda: bool = False, capability: tuple[int, int] = (8, 0)) -> b
         return True
     if torch.cuda.is_available():
         return False
-    # Megatron's fused helpers are torch.compile'd at import; without a GPU they need a C++
-    # compiler, and read this when they are decorated.
+    # Megatron's fused helpers are torch.compile'd at import, and without a GPU that needs a C++
+    # compiler. The variable is read when they are decorated, the setting when they are called.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     state = _Installed()
     _patch_torch(state.undo, claim_cuda, capability)
     _patch_gloo(state.undo)
     try:
         _patch_megatron(state.undo)
+        state.compile_was_off = _set_compile_off(True)
     except BaseException:
         state.undo.restore()
         raise
@@ -525,6 +528,7 @@ def uninstall() -> None:
         raise RuntimeError("leave the torch function modes entered after cpu.install() first")
     _installed.mode.__exit__(None, None, None)
     logging.getLogger(_TRACKER_LOGGER).removeFilter(_installed.noise)
+    _set_compile_off(_installed.compile_was_off)
     _installed.undo.restore()
     _installed = None
 
@@ -538,6 +542,15 @@ def installed(claim_cuda: bool = False) -> Iterator[bool]:
     finally:
         if not before:
             uninstall()
+
+
+def _set_compile_off(off: bool) -> bool:
+    """Switch torch.compile off or on where it is loaded; return what it was."""
+    if "torch._dynamo" not in sys.modules:
+        return off
+    settings = torch._dynamo.config
+    before, settings.disable = settings.disable, off
+    return before
 
 
 def _patch_torch(undo: _Undo, claim_cuda: bool, capability: tuple[int, int]) -> None:

@@ -1,0 +1,60 @@
+"""What test_trainer.py runs on ranks: short trainings, several layouts in one process."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_snip.patches import cpu
+from megatron_snip.reporting.reporter import NullReporter
+from megatron_snip.trainer.config import TrainConfig, make_train_config
+from megatron_snip.trainer.data import build_datasets
+from megatron_snip.trainer.hooks import PlainHook
+from megatron_snip.trainer.loop import train
+from megatron_snip.trainer.model import TrainingState, build_training_state
+from megatron_snip.trainer.parallel import destroy_parallel_state, initialize_parallel_state
+
+
+def run_layouts(layouts: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
+    """Train once a layout; return what each gave, by name."""
+    cpu.install()
+    return {name: run_layout(values, Path(folder) / name) for name, values in layouts.items()}
+
+
+def run_layout(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    config = make_train_config({**values, "run_dir": folder, "data_cache_path": folder / "data"})
+    initialize_parallel_state(config)
+    try:
+        state = build_training_state(config, dist.get_world_size())
+        datasets = build_datasets(config, dist.group.WORLD)
+        losses: list[float] = []
+        norms: list[float] = []
+
+        def listen(step: int, metrics: dict[str, Any]) -> None:
+            losses.append(metrics["loss"])
+            norms.append(metrics["grad_norm"])
+
+        result = train(config, state, datasets, PlainHook(NullReporter()), listen)
+        return {
+            "losses": losses,
+            "grad_norms": norms,
+            "first_validation_loss": result.first_validation_loss,
+            "validation_loss": result.validation_loss,
+            "weights": weights_digest(state),
+        }
+    finally:
+        destroy_parallel_state()
+
+
+def weights_digest(state: TrainingState) -> str:
+    """A hash of this rank's weights, bit by bit."""
+    total = hashlib.sha256()
+    for chunk in state.runner.model:
+        for parameter in chunk.parameters():
+            total.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
