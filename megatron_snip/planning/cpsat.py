@@ -46,13 +46,13 @@ class Core:
         starts: [m + 1], choices starts[i] .. starts[i+1]-1 belong to linear i.
         cost: [c], of every choice.
         rows: constraints.
-        hint: [m], a choice for each linear to start from (an index into choices).
+        hint: [m], a choice for each linear to start from (an index into choices), or None.
     """
 
     starts: Ints
     cost: Floats
     rows: tuple[CoreRow, ...]
-    hint: Ints
+    hint: Ints | None
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Effort:
         deterministic_s: CP-SAT's deterministic time limit, the same on every machine.
         workers: threads.
         seed: of the search.
-        gap: relative to `scale`: stop once the objective is proven this close.
+        absolute_gap: stop once the cost is proven to be this close to the best.
     """
 
     seconds: float
@@ -84,12 +84,14 @@ class CoreAnswer:
             +inf if there is provably no assignment.
         proven: whether the search ended by itself (`choices` is best up to `error`).
         error: the scaling error that `bound` already includes.
+        work: deterministic seconds used.
     """
 
     choices: NDArray[np.int64] | None
     bound: float
     proven: bool
     error: float
+    work: float
 
 
 def solve_core(core: Core, effort: Effort) -> CoreAnswer:
@@ -107,20 +109,21 @@ def solve_core(core: Core, effort: Effort) -> CoreAnswer:
         model.add(terms >= row.threshold)
     integers, unit, base = _integer_costs(core)
     model.minimize(cp_model.LinearExpr.weighted_sum(literals, integers.tolist()))
-    hinted = np.zeros(len(literals), dtype=np.bool_)
-    hinted[core.hint] = True
-    for literal, value in zip(literals, hinted.tolist(), strict=True):
-        model.add_hint(literal, value)
+    if core.hint is not None:
+        hinted = set(core.hint.tolist())
+        for c, literal in enumerate(literals):
+            model.add_hint(literal, c in hinted)
     solver = _solver(effort, unit)
     status = solver.solve(model)
     error = count * unit / 2 + 1e-15 * float(np.abs(core.cost).sum())
+    work = solver.response_proto.deterministic_time
     if status == cp_model.INFEASIBLE:
-        return CoreAnswer(None, np.inf, True, error)
+        return CoreAnswer(None, np.inf, True, error, work)
     bound = base + unit * solver.best_objective_bound - error
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return CoreAnswer(None, bound if np.isfinite(bound) else -np.inf, False, error)
+        return CoreAnswer(None, bound if np.isfinite(bound) else -np.inf, False, error, work)
     values = np.array([solver.boolean_value(literal) for literal in literals])
-    return CoreAnswer(np.flatnonzero(values), bound, status == cp_model.OPTIMAL, error)
+    return CoreAnswer(np.flatnonzero(values), bound, status == cp_model.OPTIMAL, error, work)
 
 
 def _integer_costs(core: Core) -> tuple[Ints, float, float]:
@@ -143,14 +146,3 @@ def _solver(effort: Effort, unit: float) -> cp_model.CpSolver:
     solver.parameters.absolute_gap_limit = max(effort.absolute_gap / unit, 0.0)
     solver.parameters.relative_gap_limit = 0.0
     return solver
-
-
-def choice_table(keep: NDArray[np.bool_]) -> tuple[Ints, Ints, Ints]:
-    """Number the kept entries of an [n, k] mask row by row.
-
-    Returns:
-        (row of each choice, column of each choice, starts as in `Core`).
-    """
-    rows, columns = np.nonzero(keep)
-    starts = np.concatenate(([0], np.cumsum(keep.sum(axis=1))))
-    return rows.astype(np.int64), columns.astype(np.int64), starts.astype(np.int64)
