@@ -68,7 +68,8 @@ class CudaOnCpu(TorchFunctionMode):
     """Rewrites torch calls that name a CUDA device, and BF16 products (see the module's text).
 
     A function mode belongs to the thread that entered it; autograd runs a CPU graph's backward
-    in the thread that calls it, so one thread is all that training needs.
+    in the thread that calls it, so one thread is all that training needs. But torch leaves a mode
+    while it handles a call, and `backward` is such a call: `_in_backward` enters it again.
     """
 
     def __torch_function__(
@@ -91,6 +92,27 @@ class CudaOnCpu(TorchFunctionMode):
                 kwargs["device"] = _on_cpu(kwargs["device"])
             kwargs.pop("pin_memory", None)
         return func(*args, **kwargs)
+
+
+def _in_backward(mode: CudaOnCpu) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a wrapper that runs autograd's engine, and so Python's backwards, under the mode."""
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            if mode in _active_modes():
+                return original(*args, **kwargs)
+            with mode:
+                return original(*args, **kwargs)
+
+        return run_backward
+
+    return wrapper
+
+
+def _active_modes() -> list[Any]:
+    modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return modes
 
 
 def _on_cpu(device: Any) -> Any:
@@ -500,7 +522,7 @@ def install(claim_cuda: bool = False, capability: tuple[int, int] = (8, 0)) -> b
     # compiler. The variable is read when they are decorated, the setting when they are called.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     state = _Installed()
-    _patch_torch(state.undo, claim_cuda, capability)
+    _patch_torch(state, claim_cuda, capability)
     _patch_gloo(state.undo)
     try:
         _patch_megatron(state.undo)
@@ -523,10 +545,9 @@ def uninstall() -> None:
     global _installed
     if _installed is None:
         return
-    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch's
-    if not stack or stack[-1] is not _installed.mode:
+    if _active_modes()[-1:] != [_installed.mode]:
         raise RuntimeError("leave the torch function modes entered after cpu.install() first")
-    _installed.mode.__exit__(None, None, None)
+    _installed.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     logging.getLogger(_TRACKER_LOGGER).removeFilter(_installed.noise)
     _set_compile_off(_installed.compile_was_off)
     _installed.undo.restore()
@@ -553,7 +574,9 @@ def _set_compile_off(off: bool) -> bool:
     return before
 
 
-def _patch_torch(undo: _Undo, claim_cuda: bool, capability: tuple[int, int]) -> None:
+def _patch_torch(state: _Installed, claim_cuda: bool, capability: tuple[int, int]) -> None:
+    undo = state.undo
+    undo.wrap(torch.autograd, "_engine_run_backward", _in_backward(state.mode))
     for name, answer in _cuda_answers(capability).items():
         undo.set(torch.cuda, name, answer)
     undo.set(torch.cuda.random, "get_rng_state", torch.cuda.get_rng_state)

@@ -29,8 +29,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 KILL_AFTER_S = 3.0
 """How long the other ranks may go on after one has failed."""
-LOG_TAIL = 4000
+LOG_TAIL = 40000
 """Characters of a rank's log that a failure shows."""
+ERROR_HEAD = 1500
+"""Characters of an exception's message that its rank's log keeps."""
 
 RANK_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -183,8 +185,10 @@ def _be_rank(rank: int, job: Mapping[str, Any], function: Any, listener: socket.
         result = json.dumps(function(**job["arguments"]))
         (folder / f"{rank}.json").write_text(result)
         status = 0
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        # Not print_exc: some of torch's messages are longer than all that a failure shows.
+        traceback.print_tb(error.__traceback__)
+        print(f"{type(error).__name__}: {str(error)[:ERROR_HEAD]}", file=sys.stderr)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

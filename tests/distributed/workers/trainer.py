@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megatron_snip.patches import cpu
 from megatron_snip.reporting.reporter import NullReporter
-from megatron_snip.trainer.config import TrainConfig, make_train_config
+from megatron_snip.trainer.config import make_train_config
 from megatron_snip.trainer.data import build_datasets
 from megatron_snip.trainer.hooks import PlainHook
 from megatron_snip.trainer.loop import train
@@ -23,7 +22,11 @@ from megatron_snip.trainer.parallel import destroy_parallel_state, initialize_pa
 def run_layouts(layouts: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
     """Train once a layout; return what each gave, by name."""
     cpu.install()
-    return {name: run_layout(values, Path(folder) / name) for name, values in layouts.items()}
+    results = {}
+    for name, values in layouts.items():
+        print("layout", name, flush=True)
+        results[name] = run_layout(values, Path(folder) / name)
+    return results
 
 
 def run_layout(values: dict[str, Any], folder: Path) -> dict[str, Any]:

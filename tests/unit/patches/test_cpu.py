@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 OWNERS = (
+    torch.autograd,
     torch.cuda,
     torch.cuda.random,
     torch.cuda.nvtx,
@@ -114,6 +115,25 @@ def test_cuda_words_mean_the_cpu() -> None:
     with torch.cuda.stream(stream):
         torch.cuda.current_stream().wait_stream(stream)
         assert torch.cuda.Event().query()
+
+
+class NamesCudaInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * torch.full((), 3.0, device="cuda")
+
+
+@pytest.mark.usefixtures("patched")
+def test_cuda_words_mean_the_cpu_in_python_backwards_too() -> None:
+    x = torch.ones(2, requires_grad=True)
+    NamesCudaInBackward.apply(x).sum().backward()
+    torch.autograd.backward(NamesCudaInBackward.apply(x), torch.ones(2))
+    (third,) = torch.autograd.grad(NamesCudaInBackward.apply(x).sum(), x)
+    assert x.grad is not None and x.grad.tolist() == [6.0, 6.0] and third.tolist() == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("claim", [False, True])

@@ -1,0 +1,222 @@
+"""A small GPTModel on synthetic tokens, in any layout, for checks that run on ranks.
+
+    with layout({"tensor_model_parallel_size": 2}) as trainer:
+        trainer.run(10, snip={"interval": 5})
+
+Weights, data and their order do not depend on the layout (see `trainer.initialize` and
+`trainer.data`), so what two layouts measure and decide can be compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_snip.config import SnipConfig
+from megatron_snip.controller import SnipController
+from megatron_snip.log import forget_warnings
+from megatron_snip.patches import cpu
+from megatron_snip.reporting.reporter import Applied, Refresh
+from megatron_snip.statistics.records import StatisticsTable
+from megatron_snip.trainer.config import TrainConfig, make_train_config
+from megatron_snip.trainer.data import Datasets
+from megatron_snip.trainer.hooks import PlainHook, TrainingHook
+from megatron_snip.trainer.loop import train_step
+from megatron_snip.trainer.model import TrainingState, build_training_state
+from megatron_snip.trainer.parallel import destroy_parallel_state, initialize_parallel_state
+
+SMALL: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 256,
+    "ffn_hidden_size": 512,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "seq_length": 64,
+    "global_batch_size": 4,
+    "train_iters": 40,
+    "lr_warmup_iters": 1,
+    "bf16": False,
+    "eval_iters": 0,
+    "run_dir": Path("unused"),
+}
+"""Shards of two tensor-parallel ranks are multiples of 128, so tiles never straddle them."""
+
+
+class SyntheticTokens:
+    """Samples that are functions of their index: runs of a noisy arithmetic progression."""
+
+    def __init__(self, length: int, vocabulary: int) -> None:
+        self._length = length
+        self._vocabulary = vocabulary
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(7919 * index + 1)
+        start, stride = torch.randint(1, self._vocabulary, (2,), generator=generator).tolist()
+        tokens = start + (stride % 7) * torch.arange(self._length + 1)
+        noise = torch.randint(0, 2, tokens.shape, generator=generator)
+        tokens = (tokens + noise) % self._vocabulary
+        return {
+            "tokens": tokens[:-1],
+            "labels": tokens[1:],
+            "loss_mask": torch.ones(self._length),
+            "position_ids": torch.arange(self._length),
+        }
+
+
+class Memory:
+    """A reporter that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.refreshes: list[Refresh] = []
+        self.applied: list[Applied] = []
+        self.values: list[dict[str, Any]] = []
+        self.closed = 0
+
+    def refreshed(self, refresh: Refresh) -> None:
+        self.refreshes.append(refresh)
+
+    def planned(self, applied: Applied) -> None:
+        self.applied.append(applied)
+
+    def metrics(self, step: int, values: dict[str, Any]) -> None:
+        self.values.append({"step": step, **values})
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Warnings(logging.Handler):
+    """Collects what the package logs as a warning."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@dataclass
+class Trainer:
+    """A built model and its optimizer, trained step by step.
+
+    Attributes:
+        config: what was built.
+        state: model, optimizer, scheduler.
+        losses: of every step made, the same on all ranks.
+        reporter: what the last controller told.
+        warnings: what the package warned of, since the model was built.
+    """
+
+    config: TrainConfig
+    state: TrainingState
+    losses: list[float] = field(default_factory=list)
+    reporter: Memory = field(default_factory=Memory)
+    warnings: list[str] = field(default_factory=list)
+    step: int = 0
+
+    @property
+    def samples(self) -> SyntheticTokens:
+        return SyntheticTokens(self.config.seq_length, 256)
+
+    def controller(self, snip: dict[str, Any], solver: Any = None) -> SnipController:
+        """Attach SNIP; all ranks are told what rank 0 is (the controller only needs rank 0)."""
+        self.reporter = Memory()
+        return SnipController(
+            SnipConfig(**snip),
+            list(self.state.runner.model),
+            self.state.optimizer,
+            self.reporter,
+            solver,
+        )
+
+    def plain(self) -> TrainingHook:
+        return PlainHook(Memory())
+
+    def advance(self, steps: int, hook: TrainingHook) -> None:
+        """Make `steps` training steps, as the trainer's own loop does."""
+        if self.step == 0:
+            self.state.runner.defer_gathers()
+        for _ in range(steps):
+            hook.begin_step(self.step)
+            metrics = train_step(self.step, self.config, self.state, self.samples, hook)
+            if self.step == 0:
+                self.state.runner.overlap_gathers()
+            self.losses.append(metrics["loss"])
+            hook.end_step(self.step, metrics)
+            self.step += 1
+
+    def run(self, steps: int, snip: dict[str, Any], solver: Any = None) -> SnipController:
+        """Train under SNIP and detach it."""
+        hook = self.controller(snip, solver)
+        self.advance(steps, hook)
+        hook.close()
+        return hook
+
+    def digests(self) -> dict[str, Any]:
+        """Bits of what training has made: losses, this rank's weights and optimizer state."""
+        return {
+            "losses": [loss.hex() for loss in self.losses],
+            "weights": digest([p for c in self.state.runner.model for p in c.parameters()]),
+            "optimizer": digest(optimizer_tensors(self.state.optimizer)),
+        }
+
+
+def optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:
+    """Every tensor of a (chained) Megatron optimizer: main weights and moments, in order."""
+    found: list[torch.Tensor] = []
+    for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
+        for group in part.optimizer.param_groups:
+            for param in group["params"]:
+                state = part.optimizer.state.get(param, {})
+                found.append(param)
+                found += [torch.as_tensor(state[key]) for key in sorted(state)]
+    return found
+
+
+def digest(tensors: list[torch.Tensor]) -> str:
+    """A hash of tensors, bit by bit."""
+    total = hashlib.sha256()
+    for tensor in tensors:
+        total.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+@contextmanager
+def layout(values: dict[str, Any]) -> Iterator[Trainer]:
+    """Build the small model in one layout; parallel groups are destroyed at the end."""
+    cpu.install()
+    config = make_train_config({**SMALL, **values})
+    initialize_parallel_state(config)
+    listener = Warnings()
+    logger = logging.getLogger("megatron_snip")
+    logger.addHandler(listener)
+    forget_warnings()
+    try:
+        state = build_training_state(config, dist.get_world_size())
+        yield Trainer(config, state, warnings=listener.texts)
+    finally:
+        logger.removeHandler(listener)
+        destroy_parallel_state()
+
+
+def statistics_json(table: StatisticsTable) -> dict[str, Any]:
+    """A table as {linear: {field or format.field: value}}."""
+    rows: dict[str, Any] = {}
+    for linear in table.linears:
+        row = {k: v for k, v in vars(linear).items() if isinstance(v, int | float)}
+        for name, statistics in linear.formats.items():
+            row |= {f"{name}.{k}": v for k, v in vars(statistics).items()}
+        rows[linear.name] = row
+    return {"loss": table.loss, "probe_step": table.probe_step, "linears": rows}
