@@ -72,6 +72,10 @@ class Topology:
     expert_data: DataAxis = DataAxis()
     control: ProcessGroup | None = None
 
+    def data_axis(self, placement: Placement) -> DataAxis:
+        """Ranks that hold the same weight as `placement` and see other tokens."""
+        return self.data if placement.expert is None else self.expert_data
+
 
 @dataclass(frozen=True)
 class Placement:

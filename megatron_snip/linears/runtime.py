@@ -68,6 +68,6 @@ class Runtime:
 
     def stream(self, placement: Placement, local_microbatch: int) -> StochasticStream:
         """Return the random numbers of a linear's grad_output in the current step."""
-        data = self.topology.data
+        data = self.topology.data_axis(placement)
         microbatch = local_microbatch * data.size + data.rank
         return grad_output_stream(self.seed, placement, self.step, microbatch)

@@ -106,7 +106,8 @@ class Recorder:
     def record(self, placement: Placement, operands: Operands) -> None:
         """All ranks of the linear's tensor axis: measure one microbatch of one linear."""
         seen = self.observations[placement.instance]
-        microbatch = len(seen) * self._topology.data.size + self._topology.data.rank
+        data = self._topology.data_axis(placement)
+        microbatch = len(seen) * data.size + data.rank
         rows = self._rows(operands.input.shape[0], microbatch).to(operands.input.device)
         try:
             local = self._measure(placement, operands, rows, microbatch)

@@ -127,24 +127,35 @@ def _local_table(inputs: ReduceInputs, topology: Topology) -> torch.Tensor:
     table = torch.zeros((1 + len(inputs.linears), width), dtype=torch.float64)
     index = {linear.name: 1 + i for i, linear in enumerate(inputs.linears)}
     table[0, 0], table[0, 1] = inputs.loss_sum, inputs.loss_count
+    batch_tokens = _batch_tokens(inputs, topology)
     for instance, seen in inputs.observations.items():
         placement = inputs.placements[instance]
         if placement.tensor.rank != 0:
             continue
         row = table[index[placement.name]]
         for observation in seen:
-            row += _row(placement, observation, inputs, topology).cpu()
-        if topology.data.rank == 0:
+            row += _row(placement, observation, inputs, batch_tokens)
+        if topology.data_axis(placement).rank == 0:
             row[BASE_COLUMNS.index("update_square")] += inputs.update_square.get(instance, 0.0)
     return table
 
 
+def _batch_tokens(inputs: ReduceInputs, topology: Topology) -> int:
+    """T, tokens of the measured microbatches over all data ranks; an expert sees only some."""
+    dense = [
+        observation.grad.numel()
+        for instance, seen in inputs.observations.items()
+        if inputs.placements[instance].expert is None
+        for observation in seen
+    ]
+    return max(dense, default=0) * inputs.num_microbatches * topology.data.size
+
+
 def _row(
-    placement: Placement, seen: Observation, inputs: ReduceInputs, topology: Topology
+    placement: Placement, seen: Observation, inputs: ReduceInputs, batch_tokens: int
 ) -> torch.Tensor:
-    """Return one observation's contribution to its linear's row, [columns] FP64."""
+    """Return one observation's contribution to its linear's row, [columns] FP64 on the CPU."""
     num_tokens = seen.grad.numel()
-    batch_tokens = num_tokens * inputs.num_microbatches * topology.data.size  # T
     scale, scale_square = inputs.grad_scale, inputs.grad_scale**2
     sampling = num_tokens / max(seen.rows.numel(), 1)  # from the sample to all tokens
     assert seen.probe_grad is not None
@@ -185,7 +196,11 @@ def _row(
             "wgrad_error_square": seen.errors[f, 3] * scale_square,
         }
         values += [by_name[name] for name in FORMAT_COLUMNS]
-    return torch.stack([torch.as_tensor(v, dtype=torch.float64).cpu() for v in values])
+    device = seen.grad.device
+    # One copy to the CPU a row: each would wait for the device.
+    return torch.stack(
+        [torch.as_tensor(v, dtype=torch.float64, device=device) for v in values]
+    ).cpu()
 
 
 def _decode(inputs: ReduceInputs, table: torch.Tensor) -> StatisticsTable:

@@ -123,7 +123,8 @@ def _update_squares(
         seen = recorder.observations.get(instance, [])
         total = sum((o.norms[4] for o in seen), torch.zeros((), dtype=torch.float64))
         total = total.to(inputs.weights[instance].weight.device) * runner.grad_scale**2
-        sum_over(sum_over(total, placement.tensor.group), inputs.topology.data.group)
+        data = inputs.topology.data_axis(placement)
+        sum_over(sum_over(total, placement.tensor.group), data.group)
         squares[instance] = float(total) or 1.0  # no gradient at all: nothing to normalize
     return squares
 
@@ -137,7 +138,8 @@ def _probe_step(
     topology = inputs.topology
     sums = torch.zeros(2, dtype=torch.float64)
     for instance, s in sensitivity.items():
-        if inputs.weights[instance].placement.tensor.rank == 0 and topology.data.rank == 0:
+        placement = inputs.weights[instance].placement
+        if placement.tensor.rank == 0 and topology.data_axis(placement).rank == 0:
             sums[0] += s.weight_square
             sums[1] += s.direction_square / update_square[instance]
     sum_over(sums, topology.control)

@@ -68,7 +68,7 @@ def gather_sensitivity(
     buffers: dict[str, torch.Tensor] = {}
     scalars: dict[str, torch.Tensor] = {}
     for instance, planned in weights.items():
-        axis = _data_axis(planned.placement, topology)
+        axis = topology.data_axis(planned.placement)
         shard = shards.get(planned.weight)
         buffers[instance], scalars[instance] = _own_part(planned.weight, shard)
         if sharded:
@@ -78,10 +78,6 @@ def gather_sensitivity(
         instance: _finish(planned, buffers[instance], scalars[instance])
         for instance, planned in weights.items()
     }
-
-
-def _data_axis(placement: Placement, topology: Topology) -> DataAxis:
-    return topology.data if placement.expert is None else topology.expert_data
 
 
 def _own_part(weight: torch.Tensor, shard: AdamShard | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,7 +103,7 @@ def _sum_scalars(
     """Add the scalars over the data axis (if the moments are sharded) and the tensor axis."""
     by_axes: dict[tuple[DataAxis, TensorAxis], list[str]] = defaultdict(list)
     for instance, planned in weights.items():
-        data = _data_axis(planned.placement, topology) if sharded else DataAxis()
+        data = topology.data_axis(planned.placement) if sharded else DataAxis()
         by_axes[data, planned.placement.tensor].append(instance)
     for (data, tensor), instances in by_axes.items():
         stacked = torch.stack([scalars[i] for i in instances])
