@@ -29,13 +29,16 @@ def grad_output_stream(
     return StochasticStream(StreamKey(seed, placement.instance, step, microbatch), layout)
 
 
-def random_signs(seed: int, placement: Placement, step: int) -> torch.Tensor:
-    """Return r = +-1 for every weight of the shard, [N, K] FP32 on the CPU.
+def random_signs(
+    seed: int, placement: Placement, step: int, device: torch.device | None = None
+) -> torch.Tensor:
+    """Return r = +-1 for every weight of the shard, [N, K] FP32.
 
     Args:
         seed: the run's seed.
         placement: which linear and shard.
         step: training step (0-based).
+        device: where to draw; the numbers are the same everywhere.
     """
     key = StreamKey(seed, placement.instance, step, 0, "probe")
     local_out, local_in = placement.out_features, placement.in_features
@@ -43,12 +46,13 @@ def random_signs(seed: int, placement: Placement, step: int) -> torch.Tensor:
         # Rows of W are sharded; drawing for W^T puts them where streams shard columns.
         layout = _sharded(placement, placement.out_features, placement.num_chunks)
         local_out //= placement.tensor.size
-        bits = StochasticStream(key, layout).bits16(range(local_in), range(local_out), local_out)
-        bits = bits.t()
+        rows, cols, num_cols = range(local_in), range(local_out), local_out
+        bits = StochasticStream(key, layout).bits16(rows, cols, num_cols, device).t()
     else:
         layout = _sharded(placement, placement.in_features, 1)
         local_in //= placement.tensor.size
-        bits = StochasticStream(key, layout).bits16(range(local_out), range(local_in), local_in)
+        rows, cols, num_cols = range(local_out), range(local_in), local_in
+        bits = StochasticStream(key, layout).bits16(rows, cols, num_cols, device)
     return torch.bitwise_and(bits, 1).to(torch.float32).mul_(2).sub_(1)
 
 

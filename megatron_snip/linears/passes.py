@@ -2,8 +2,9 @@
 
 A pass runs the step's forward-backward function over the first microbatches with gradient
 synchronization off. What it touches is put back: RNG states (torch, CUDA, Megatron's tracker,
-numpy, random), module buffers, gradient buffers (zeroed, as they are at this point of a training
-step), and the schedule hooks in the model's config.
+numpy, random), module buffers, gradients (DDP's buffers are zeroed, as they are at this point of a
+training step), the auxiliary losses that Megatron collects for its log, and the schedule hooks in
+the model's config.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import get_model_config
 
@@ -83,11 +85,26 @@ class MeasuringPasses:
 
     @property
     def grad_scale(self) -> float:
-        """1 / (data ranks * loss scale): Megatron divides by the microbatches itself."""
+        """1 / (data ranks * loss scale): Megatron divides by microbatches (and tokens) itself.
+
+        With `calculate_per_token_loss` it divides by the batch's tokens only after the backward;
+        then they are counted here, as if none were masked.
+        """
         scale = 1.0
         if self._config.grad_scale_func is not None:
-            scale = float(self._config.grad_scale_func(torch.ones(1)).item())
+            device = next(self._training.chunks[0].parameters()).device
+            scale = float(self._config.grad_scale_func(torch.ones(1, device=device)).item())
+        if self._config.calculate_per_token_loss:
+            kwargs = self._training.kwargs
+            samples = kwargs["micro_batch_size"] * self._count
+            tokens = kwargs["seq_length"] * samples
+            scale *= tokens / parallel_state.get_context_parallel_world_size()
         return 1.0 / (scale * self._runtime.topology.data.size)
+
+    def prepare(self) -> None:
+        """All ranks: gather the parameters whose gather overlaps with the forward."""
+        for chunk in self._training.chunks:
+            _gather_parameters(chunk)
 
     def run(self, observer: Observer) -> PassResult:
         """All ranks: run one pass under `observer`; see `PassRunner.run`."""
@@ -113,33 +130,84 @@ class MeasuringPasses:
 @contextmanager
 def _no_trace(chunks: Sequence[Any], config: Any) -> Iterator[None]:
     """Put back all that a forward-backward changes, at the end of the block."""
-    rng = _rng_states()
-    buffers = [(b, b.clone()) for chunk in chunks for b in _buffers(chunk)]
-    hooks = {name: getattr(config, name) for name in _HOOKS if hasattr(config, name)}
     with ExitStack() as stack:
+        stack.enter_context(_kept_rng())
+        stack.enter_context(_kept_tensors(chunks))
+        stack.enter_context(_kept_gradients(chunks))
+        stack.enter_context(_without_hooks(config))
         for chunk in chunks:
             _gather_parameters(chunk)
             if hasattr(chunk, "no_sync"):
                 stack.enter_context(chunk.no_sync())
-        for name in hooks:
-            setattr(config, name, None)
-        try:
-            yield
-        finally:
-            for name, hook in hooks.items():
-                setattr(config, name, hook)
-            _set_rng_states(rng)
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
-            for chunk in chunks:
-                if hasattr(chunk, "zero_grad_buffer"):
-                    chunk.zero_grad_buffer()
+        yield
+
+
+@contextmanager
+def _kept_rng() -> Iterator[None]:
+    states = _rng_states()
+    try:
+        yield
+    finally:
+        _set_rng_states(states)
+
+
+@contextmanager
+def _kept_tensors(chunks: Sequence[Any]) -> Iterator[None]:
+    """Keep modules' buffers and the losses collected for the log."""
+    tensors = [b for chunk in chunks for b in _buffers(chunk)] + _logged_losses()
+    values = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
+            for tensor in _logged_losses():
+                if not any(tensor is known for known in tensors):
+                    tensor.zero_()  # begun inside the block
+
+
+@contextmanager
+def _kept_gradients(chunks: Sequence[Any]) -> Iterator[None]:
+    """Keep `.grad`, and zero DDP's buffers, in which gradients end up in its place."""
+    grads = [(p, p.grad) for chunk in chunks for p in chunk.parameters()]
+    for parameter, _ in grads:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, grad in grads:
+            parameter.grad = grad
+        for chunk in chunks:
+            if hasattr(chunk, "zero_grad_buffer"):
+                chunk.zero_grad_buffer()
+
+
+@contextmanager
+def _without_hooks(config: Any) -> Iterator[None]:
+    hooks = {name: getattr(config, name) for name in _HOOKS if hasattr(config, name)}
+    for name in hooks:
+        setattr(config, name, None)
+    try:
+        yield
+    finally:
+        for name, hook in hooks.items():
+            setattr(config, name, hook)
 
 
 def _buffers(chunk: torch.nn.Module) -> Iterator[torch.Tensor]:
     """The module's buffers; DDP hides `Module.buffers` behind a list of its own."""
     return torch.nn.Module.buffers(chunk)
+
+
+def _logged_losses() -> list[torch.Tensor]:
+    """What Megatron adds up for its log in every forward (MoE's auxiliary losses, MTP's)."""
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    trackers = [*moe_utils.get_moe_layer_wise_logging_tracker().values()]
+    trackers.append(MTPLossLoggingHelper.tracker)
+    return [tracker["values"] for tracker in trackers if "values" in tracker]
 
 
 def _gather_parameters(chunk: Any) -> None:

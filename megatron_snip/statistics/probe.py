@@ -35,12 +35,14 @@ class ProbedWeight:
         weight: [N, K] of this shard; changed in place between `perturb` and `restore`.
         buffer: [N, K] of the weight's dtype: D (not normalized), then the original weight.
         update_norm: |update_k| over the whole linear, which normalizes D.
+        saved: whether `buffer` holds the original weight.
     """
 
     placement: Placement
     weight: torch.Tensor
     buffer: torch.Tensor
     update_norm: float
+    saved: bool = False
 
 
 def probe_step(relative_step: float, weight_square: float, direction_square: float) -> float:
@@ -65,20 +67,24 @@ def probe_step(relative_step: float, weight_square: float, direction_square: flo
 @torch.no_grad()
 def perturb(probed: ProbedWeight, eps: float, seed: int, step: int) -> float:
     """Add eps D r to one weight in place; return the applied over the intended square norm."""
-    signs = random_signs(seed, probed.placement, step).to(probed.weight.device)
+    signs = random_signs(seed, probed.placement, step, probed.weight.device)
     change = probed.buffer.float().mul_(signs).mul_(eps / probed.update_norm)
-    original = probed.weight.data.clone()
-    probed.weight.data.copy_(original.float().add_(change))
+    # The original is safe before the weight changes: whatever fails later can be undone.
+    probed.buffer.copy_(probed.weight.data)
+    probed.saved = True
+    original = probed.buffer.float()
+    probed.weight.data.copy_(original + change)
     intended = float(torch.linalg.vector_norm(change)) ** 2
     applied = float(torch.linalg.vector_norm(probed.weight.data.float() - original)) ** 2
-    probed.buffer.copy_(original)
     return applied / intended if intended > 0 else 1.0
 
 
 @torch.no_grad()
 def restore(probed: ProbedWeight) -> None:
-    """Put the original weight back, bitwise."""
-    probed.weight.data.copy_(probed.buffer)
+    """Put the original weight back, bitwise; nothing to do if it was not changed."""
+    if probed.saved:
+        probed.weight.data.copy_(probed.buffer)
+        probed.saved = False
 
 
 class Comparer:

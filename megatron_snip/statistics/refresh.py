@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_snip.collectives import confirm, sum_over
+from megatron_snip.collectives import attempt, confirm, sum_over
 from megatron_snip.statistics.probe import Comparer, ProbedWeight, perturb, probe_step, restore
 from megatron_snip.statistics.recorder import MeasureSettings, Recorder
 from megatron_snip.statistics.records import StatisticsTable
@@ -46,6 +46,9 @@ class PassRunner(Protocol):
     @property
     def grad_scale(self) -> float:
         """Factor from G as the linears see it to the gradient of the batch-mean loss."""
+
+    def prepare(self) -> None:
+        """Finish what is under way, so that weights may be read and changed."""
 
     def run(self, observer: Observer) -> PassResult:
         """Run one pass with `observer` on every planned linear, all of them in BF16.
@@ -84,6 +87,7 @@ def measure(
         RemoteFailure: on every rank, if measuring failed on any; weights are as before.
     """
     topology = inputs.topology
+    runner.prepare()
     sensitivity = gather_sensitivity(inputs.weights, inputs.optimizer, topology)
     recorder = Recorder(settings, topology, {i: s.d for i, s in sensitivity.items()})
     result = runner.run(recorder)
@@ -157,19 +161,19 @@ def _probe(
 ) -> None:
     """All ranks: pass B. The weights are back whatever happens."""
     comparer = Comparer(recorder.observations)
-    changed: list[ProbedWeight] = []
-    try:
-        for instance, planned in inputs.weights.items():
-            probed = ProbedWeight(
-                planned.placement,
-                planned.weight,
-                sensitivity[instance].d,
-                update_square[instance] ** 0.5,
-            )
+    weights = [
+        ProbedWeight(p.placement, p.weight, sensitivity[i].d, update_square[i] ** 0.5)
+        for i, p in inputs.weights.items()
+    ]
+
+    def perturb_all() -> None:
+        for probed in weights:
             perturb(probed, eps, settings.seed, settings.step)
-            changed.append(probed)
+
+    try:
+        attempt("perturbing the weights", perturb_all, inputs.topology.control)
         runner.run(comparer)
     finally:
-        for probed in changed:
+        for probed in weights:
             restore(probed)
     confirm("pass B (probe)", comparer.failure, inputs.topology.control)

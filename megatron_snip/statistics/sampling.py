@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from megatron_snip.quantizers import StreamKey
+
 
 def sampled_rows(
     num_tokens: int, count: int, seed: int, step: int, microbatch: int
@@ -26,5 +28,6 @@ def sampled_rows(
     """
     if count >= num_tokens:
         return torch.arange(num_tokens)
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_000_003 + microbatch)
+    word = StreamKey(seed, "", step, microbatch, "sampled rows").word
+    generator = torch.Generator().manual_seed(word >> 1)  # a seed has 63 bits
     return torch.randperm(num_tokens, generator=generator)[:count].sort().values
