@@ -78,6 +78,7 @@ def transformer_config(config: TrainConfig) -> TransformerConfig:
     """Return Megatron's record of the model and its layout."""
     compute = torch.bfloat16 if config.bf16 else torch.float32
     tp = config.tensor_model_parallel_size
+    interleaved = config.virtual_pipeline_size is not None
     return TransformerConfig(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -111,8 +112,10 @@ def transformer_config(config: TrainConfig) -> TransformerConfig:
         apply_rope_fusion=False,
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
-        batch_p2p_comm=True,
-        overlap_p2p_comm=False,
+        # Under an interleaved pipeline of two stages a batch would hold two messages between the
+        # same two ranks, and they could be taken for each other; unbatched, Megatron orders them.
+        batch_p2p_comm=not interleaved,
+        overlap_p2p_comm=interleaved,
     )
 
 
@@ -192,7 +195,8 @@ def _build_optimizer(
         use_distributed_optimizer=config.use_distributed_optimizer,
         overlap_param_gather=config.overlap_param_gather,
     )
-    return get_megatron_optimizer(settings, chunks, **_weight_decay_rule(settings))
+    rule = _weight_decay_rule(settings)
+    return get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False, **rule)
 
 
 def _weight_decay_rule(settings: OptimizerConfig) -> dict[str, Any]:
