@@ -20,12 +20,8 @@ from torch import Tensor
 
 from megatron_snip.formats import Format, ScaleType, get_format
 from megatron_snip.quantizers.hadamard import HadamardTransform
-from megatron_snip.quantizers.reference import (
-    Block,
-    QuantizedTensor,
-    quantize,
-    quantize_dequantize,
-)
+from megatron_snip.quantizers.reference import Block, QuantizedTensor
+from megatron_snip.quantizers.routes import quantize, quantize_dequantize
 from megatron_snip.quantizers.stream import StochasticStream
 from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand
 

@@ -49,7 +49,7 @@ class QuantizedTensor:
         """Return values * scales, rounded once more if `dtype` is narrower than FP32."""
         out = torch.empty(self.values.shape, dtype=dtype, device=self.values.device)
         grid = self.scales.flatten(0, -3) if self.scales.dim() > 2 else self.scales[None]
-        for source, scale, target in zip(_matrices(self.values), grid, _matrices(out), strict=True):
+        for source, scale, target in zip(matrices(self.values), grid, matrices(out), strict=True):
             for piece in pieces(_shape(source), self.block):
                 scale_into(piece.of(source), piece.of_grid(scale), piece.of(target))
         return out
@@ -80,8 +80,8 @@ def quantize(
     Raises:
         ValueError: on a dtype, shape, block or format that cannot be quantized.
     """
-    tile = _check(x, fmt, block, dim)
-    amax = _tensor_amax(x, fmt, tensor_amax)
+    tile = check(x, fmt, block, dim)
+    amax = tensor_amax_of(x, fmt, tensor_amax)
     values = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     grid = grid_shape(_shape(x), tile)
     scales = torch.empty((*x.shape[:-2], *grid), dtype=torch.float32, device=x.device)
@@ -115,9 +115,9 @@ def quantize_dequantize(
     Returns:
         x's shape, contiguous.
     """
-    tile = _check(x, fmt, block, dim)
+    tile = check(x, fmt, block, dim)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    _run(x, fmt, tile, stream, _tensor_amax(x, fmt, tensor_amax), out, None, dequantize=True)
+    _run(x, fmt, tile, stream, tensor_amax_of(x, fmt, tensor_amax), out, None, dequantize=True)
     return out
 
 
@@ -144,10 +144,10 @@ def _run(
     shape = _shape(x)
     if stream is not None:
         stream.layout.column_map(shape[1])  # refuse a layout that does not fit, even if x is empty
-    grids = [None] * _count(x) if scales is None else _matrices(scales)
+    grids = [None] * _count(x) if scales is None else matrices(scales)
     worker = _Worker(fmt, x.device)
     for index, (source, target, grid) in enumerate(
-        zip(_matrices(x), _matrices(out), grids, strict=True)
+        zip(matrices(x), matrices(out), grids, strict=True)
     ):
         for piece in pieces(shape, tile):
             bits = None
@@ -200,10 +200,7 @@ class _Worker:
 
 
 def tile_amax(magnitude: Tensor) -> Tensor:
-    """Largest magnitude of each tile: [R, r, C, c] -> [R, 1, C, 1]; NaN where there is a NaN.
-
-    `magnitude` may be overwritten.
-    """
+    """Largest magnitude of each tile: [R, r, C, c] -> [R, 1, C, 1]; NaN where there is a NaN."""
     width = magnitude.shape[3]
     while width % 2 == 0 and 1 < width <= _SHORT_TILE:
         # PyTorch reduces short runs element by element; halving them keeps its vector units busy
@@ -217,7 +214,8 @@ def tile_amax(magnitude: Tensor) -> Tensor:
 _SHORT_TILE = 32
 
 
-def _tensor_amax(x: Tensor, fmt: Format, given: Tensor | None) -> Tensor | None:
+def tensor_amax_of(x: Tensor, fmt: Format, given: Tensor | None) -> Tensor | None:
+    """The FP32 scalar that E4M3 scales need: `given`, or x's own; None for other scales."""
     if fmt.scale is not ScaleType.E4M3:
         return None
     if given is not None:
@@ -226,13 +224,13 @@ def _tensor_amax(x: Tensor, fmt: Format, given: Tensor | None) -> Tensor | None:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     parts = [
         piece.of(matrix).abs().amax()
-        for matrix in _matrices(x)
+        for matrix in matrices(x)
         for piece in pieces(_shape(x), (1, 1))
     ]
     return torch.stack(parts).amax().to(torch.float32)
 
 
-def _check(x: Tensor, fmt: Format, block: Block | int, dim: int) -> Block:
+def check(x: Tensor, fmt: Format, block: Block | int, dim: int) -> Block:
     """Return the tile's (rows, cols).
 
     Raises:
@@ -261,8 +259,8 @@ def _count(x: Tensor) -> int:
     return x.shape[:-2].numel()
 
 
-def _matrices(x: Tensor) -> list[Tensor]:
-    """The [rows, cols] matrices of [.., rows, cols], in order, as views."""
+def matrices(x: Tensor) -> list[Tensor]:
+    """Return the [rows, cols] matrices of [.., rows, cols], in order, as views."""
     flat = [x]
     while flat and flat[0].dim() > 2:
         flat = [part for tensor in flat for part in tensor.unbind(0)]
