@@ -27,12 +27,15 @@ from megatron_snip.divergence.quality import (
     problem_dict,
     unmeasured_problem_dict,
 )
-from megatron_snip.errors import SnipError
+from megatron_snip.errors import InfeasiblePlanError, SnipError, UsageError
 from megatron_snip.linears.layout import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.passes import ForwardBackward, MeasuringPasses, TrainingPass
+from megatron_snip.log import warn_once
+from megatron_snip.options import BF16
 from megatron_snip.planning.plan import PrecisionPlan, changed_linears, read_plan
 from megatron_snip.planning.planner import make_plan
+from megatron_snip.planning.policies import get_policy
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
@@ -94,7 +97,8 @@ class SnipController:
             solver: solves on rank 0; by default a process of its own.
 
         Raises:
-            UsageError: if the plan file or a pin does not fit the model.
+            UsageError: on every rank, if the policy is unknown, a pin or the plan file does not
+                fit the model, or no plan reaches the target.
         """
         self.config = config
         self._topology = current_topology()
@@ -102,12 +106,18 @@ class SnipController:
         self._optimizer = optimizer
         self._reporter: Reporter = reporter or NullReporter()
         self._leader = self._topology.rank == 0
-        self._solver = solver or (SolverProcess() if self._leader else None)
         self._pending: Pending | None = None
+        self._unsent: Exception | None = None
         self.history: list[tuple[int, str]] = []
         self.plan = self._initial_plan()
+        self._solver = None
+        if self._leader and self._replans:
+            self._solver = SolverProcess() if solver is None else solver
         self.model.install()
         self.model.apply(self.plan.linears)
+        if self._static:  # the only plan that this run will report
+            changed = sum(option != BF16 for option in self.plan.linears.values())
+            self._tell(lambda r: r.planned(Applied(self.plan, 0, changed, 0.0)))
 
     # What a training loop calls.
 
@@ -142,10 +152,10 @@ class SnipController:
         self._tell(lambda r: r.metrics(step, values))
 
     def close(self) -> None:
-        """All ranks: end the solver's process, put Megatron's methods back, close reports."""
+        """All ranks: put Megatron's methods back, end the solver's process, close reports."""
+        self.model.uninstall()
         if self._solver is not None:
             self._solver.close()
-        self.model.uninstall()
         self._tell(lambda r: r.close())
 
     @property
@@ -166,6 +176,12 @@ class SnipController:
         """Whether the policy needs no statistics, so that its plan holds from the first step."""
         return self.config.policy.startswith(STATIC_POLICIES)
 
+    @property
+    def _replans(self) -> bool:
+        """Whether refreshes lead to plans."""
+        c = self.config
+        return not (self._static or c.collect_only or c.freeze_plan)
+
     def _due(self, step: int) -> bool:
         c = self.config
         if self._static and not (c.collect_only or c.freeze_plan):
@@ -183,14 +199,15 @@ class SnipController:
             self._keep(f"the refresh at step {step} was given up: {failure}")
             return
         self._tell(lambda r: r.refreshed(refresh))
-        if self.config.collect_only or self.config.freeze_plan:
+        if not self._replans:
             return
         self._pending = Pending(step, step + self.config.lag)
         if self._solver is not None:
             try:
+                self._unsent = None
                 self._submit(refresh)
-            except SnipError as error:  # told to all ranks when the outcome is due
-                logger.warning("the solver could not be started: %s", error)
+            except Exception as error:  # told to all ranks when the outcome is due
+                self._unsent = error
 
     def _measure(self, step: int, training: TrainingPass, begin: float) -> Refresh:
         c = self.config
@@ -208,7 +225,7 @@ class SnipController:
         quality = QualitySettings(
             c.options, c.lowest_format, c.loss_join, c.weight_join, c.weight_lambda
         )
-        divergences = divergence_table(statistics, quality)
+        divergences = divergence_table(statistics, quality, warn=self._leader)
         problem = problem_dict(divergences, c.lowest_format, c.efficiency_target)
         return Refresh(step, statistics, divergences, problem, time.perf_counter() - begin)
 
@@ -225,7 +242,7 @@ class SnipController:
     def _conclude(self, pending: Pending, step: int) -> None:
         """All ranks: hear the outcome from rank 0 and apply the same plan, or keep the old one."""
         begin = time.perf_counter()
-        outcome = broadcast_json(self._outcome(), self._topology.control)
+        outcome = broadcast_json(self._outcome(self._solved), self._topology.control)
         waited_s = time.perf_counter() - begin
         if "error" in outcome:
             self._keep(
@@ -243,15 +260,23 @@ class SnipController:
             return
         self._apply(plan, step, waited_s)
 
-    def _outcome(self) -> dict[str, Any]:
-        """Rank 0: wait for the solver at most its time limit; others return nothing."""
-        if self._solver is None:
+    def _outcome(self, make: Callable[[], PrecisionPlan]) -> dict[str, Any]:
+        """Rank 0: {"plan"} or {"error", "usage"}, as all ranks will hear it; others nothing."""
+        if not self._leader:
             return {}
         try:
-            plan = self._solver.result(self.config.time_limit_s + SOLVER_GRACE_S)
-        except SnipError as error:
-            return {"error": f"{type(error).__name__}: {error}"}
-        return {"plan": plan.to_dict()}
+            return {"plan": make().to_dict()}
+        except Exception as error:  # whatever it was, all ranks hear of it
+            if isinstance(error, UsageError | InfeasiblePlanError):
+                return {"error": str(error), "usage": True}
+            return {"error": f"{type(error).__name__}: {error}", "usage": False}
+
+    def _solved(self) -> PrecisionPlan:
+        """Rank 0: wait for the solver, at most its time limit."""
+        if self._unsent is not None:
+            raise self._unsent
+        assert self._solver is not None
+        return self._solver.result(self.config.time_limit_s + SOLVER_GRACE_S)
 
     def _checked(self, plan: PrecisionPlan) -> PrecisionPlan:
         plan.check_against([linear.name for linear in self.model.all_linears])
@@ -291,28 +316,36 @@ class SnipController:
         try:
             message(self._reporter)
         except Exception as error:
-            logger.warning("reporting failed: %s: %s", type(error).__name__, error)
+            warn_once(logger, f"reporting failed: {type(error).__name__}: {error}")
 
     def _initial_plan(self) -> PrecisionPlan:
         """All ranks: rank 0 makes the plan that the run starts with; the others hear of it."""
-        made = attempt("making the first plan", self._first_plan, self._topology.control)
-        plan = PrecisionPlan.from_dict(broadcast_json(made, self._topology.control))
-        return self._checked(plan)
+        outcome = broadcast_json(self._outcome(self._first_plan), self._topology.control)
+        if "error" in outcome:
+            raise (UsageError if outcome["usage"] else SnipError)(outcome["error"])
+        return self._checked(PrecisionPlan.from_dict(outcome["plan"]))
 
-    def _first_plan(self) -> dict[str, Any] | None:
-        """Rank 0: the plan file, a policy that needs no statistics, or `initial_option`."""
-        if not self._leader:
-            return None
-        if self.config.plan_file is not None:
-            return self._checked(read_plan(self.config.plan_file)).to_dict()
+    def _first_plan(self) -> PrecisionPlan:
+        """Rank 0: the plan file, a policy that needs no statistics, or `initial_option`.
+
+        Rules that no plan can satisfy are found here and not at the first refresh.
+        """
+        get_policy(self.config.policy)
         settings = PlanSettings.from_config(self.config)
+        problem = PlanningProblem.from_dict(self._unmeasured())
+        if self._replans:
+            make_plan(problem, settings.model_copy(update={"policy": "greedy"}))
+        if self.config.plan_file is not None:
+            return self._checked(read_plan(self.config.plan_file))
         if not self._static:
             initial = {"policy": f"uniform-{self.config.initial_option}", "max_changes": None}
             settings = settings.model_copy(update=initial)
-        problem = unmeasured_problem_dict(
+        return make_plan(problem, settings)
+
+    def _unmeasured(self) -> dict[str, Any]:
+        return unmeasured_problem_dict(
             self.model.all_linears,
             self.config.options,
             self.config.lowest_format,
             self.config.efficiency_target,
         )
-        return make_plan(PlanningProblem.from_dict(problem), settings).to_dict()

@@ -20,7 +20,7 @@ from megatron_snip.config import LossJoin, WeightJoin
 from megatron_snip.divergence.local_error import absolute_error, relative_error
 from megatron_snip.divergence.loss import loss_divergence
 from megatron_snip.divergence.weight import weight_divergence
-from megatron_snip.options import Option
+from megatron_snip.options import BF16, Option
 from megatron_snip.statistics.records import LinearStatistics, StatisticsTable
 from megatron_snip.statistics.reduce import LinearInfo
 
@@ -102,8 +102,16 @@ class DivergenceTable:
         }
 
 
-def divergence_table(table: StatisticsTable, settings: QualitySettings) -> DivergenceTable:
-    """Compute every option's divergences and quality loss at every linear."""
+def divergence_table(
+    table: StatisticsTable, settings: QualitySettings, warn: bool = True
+) -> DivergenceTable:
+    """Compute every option's divergences and quality loss at every linear.
+
+    Args:
+        table: the statistics.
+        settings: how divergences join.
+        warn: whether to log what is forbidden; one rank of many is enough.
+    """
     lowest = Option.uniform(settings.lowest_format)
     loss_sum = _finite_sum(_loss(linear, lowest, settings) for linear in table.linears)
     weight_sum = _finite_sum(_weight(linear, lowest, settings) for linear in table.linears)
@@ -116,7 +124,7 @@ def divergence_table(table: StatisticsTable, settings: QualitySettings) -> Diver
             options[option] = OptionDivergence(
                 loss,
                 _or_nan(weight_divergence, linear, option),
-                _allowed(quality, linear.name, option),
+                _allowed(quality, linear.name, option, warn),
                 _or_nan(absolute_error, linear, option),
                 _or_nan(relative_error, linear, option),
             )
@@ -192,10 +200,14 @@ def _weight(linear: LinearStatistics, option: Option, settings: QualitySettings)
     return value**2 if settings.weight_join == "square" else value
 
 
-def _or_nan(compute: Callable[..., float], *arguments: Any) -> float:
+def _or_nan(
+    compute: Callable[..., float], linear: LinearStatistics, option: Option, *arguments: Any
+) -> float:
+    if linear.microbatches == 0 and option != BF16:  # no backward reached it
+        return math.nan
     try:
-        return compute(*arguments)
-    except (KeyError, ValueError, OverflowError):  # not measured, or sqrt of a negative
+        return compute(linear, option, *arguments)
+    except (KeyError, ValueError, OverflowError):  # not measured, or root of a negative
         return math.nan
 
 
@@ -209,15 +221,16 @@ def _share(value: float, total: float) -> float:
     return value / total if total > 0 else math.nan
 
 
-def _allowed(quality: float, name: str, option: Option) -> float | None:
+def _allowed(quality: float, name: str, option: Option, warn: bool) -> float | None:
     if math.isfinite(quality):
         return quality
-    logger.warning(
-        "option %s is forbidden for %s at this refresh: its quality loss is %s",
-        option,
-        name,
-        quality,
-    )
+    if warn:
+        logger.warning(
+            "option %s is forbidden for %s at this refresh: its quality loss is %s",
+            option,
+            name,
+            quality,
+        )
     return None
 
 

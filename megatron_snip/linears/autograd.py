@@ -92,7 +92,7 @@ class QuantizedLinear(torch.autograd.Function):
         dw = None
         if need_wgrad:
             x = x.reshape(-1, x.shape[-1])
-            dw = gemms.wgrad(g, x, call.option, stream)
+            dw = gemms.wgrad(g, x, call.option, stream, fp32_output=call.fuse_wgrad)
             dw = _accumulate(weight, ctx.main_grad, dw) if call.fuse_wgrad else dw.to(weight.dtype)
         db = g.sum(dim=0) if ctx.use_bias else None
         if reducing is not None:

@@ -56,19 +56,24 @@ def dgrad(
 
 
 def wgrad(
-    g: torch.Tensor, x: torch.Tensor, option: Option, stream: StochasticStream
+    g: torch.Tensor,
+    x: torch.Tensor,
+    option: Option,
+    stream: StochasticStream,
+    fp32_output: bool = False,
 ) -> torch.Tensor:
-    """Return dW [N, K]: FP32 if the option quantizes wgrad, else G's dtype.
+    """Return dW [N, K]: FP32 if the option quantizes wgrad or it is asked for, else G's dtype.
 
     Args:
         g: [M, N].
         x: [M, K].
         option: decides the format of both.
         stream: random numbers, where the format rounds G stochastically.
+        fp32_output: keep the accumulator's FP32, as GEMMs that add into `main_grad` do.
     """
     name = option[Gemm.WGRAD]
     if name == "bf16":
-        return g.t().matmul(x)
+        return matmul_fp32(g.t(), x) if fp32_output else g.t().matmul(x)
     g_q = _operand(g, name, Operand.GRAD_OUTPUT, Gemm.WGRAD, stream)
     x_q = _operand(x, name, Operand.INPUT, Gemm.WGRAD)
     return matmul_fp32(g_q.t(), x_q)

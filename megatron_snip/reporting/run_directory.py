@@ -8,7 +8,7 @@
     plans/<step>.json         the plan made from it
 
 Files are written whole (temporary file, fsync, rename); metrics.jsonl is appended line by line and
-flushed at every plan, so a killed run loses at most its last steps' lines and no decision.
+put on disk at every plan, so a killed run loses no line and a crashed machine no decision.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class RunDirectory:
     def metrics(self, values: dict[str, Any]) -> None:
         """Append one step's metrics; values that are not finite become null."""
         if self._metrics is None:
-            self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
+            # Line buffered: a killed run never leaves half a line for the next one to append to.
+            self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
         self._metrics.write(json.dumps({k: _finite(v) for k, v in values.items()}) + "\n")
 
     def problem(self, step: int, problem: dict[str, Any]) -> Path:
