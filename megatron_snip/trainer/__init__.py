@@ -4,8 +4,9 @@ Read it in this order:
 
     config     what to train: Megatron's own argument names, one frozen record
     sizes      the sizes must divide; the linears and stages that follow from them
-    launch     the front process: checks, starts the ranks, ends with one line when they fail
-    worker     one rank, from process group to the end of the run
+    checks     all that can be wrong before a run starts
+    launch     the front process: starts the ranks, ends with one line when they fail
+    worker     the process of a rank          session    its run, from process group to files
     corpus     text as byte tokens in Megatron's indexed format
     data       Megatron's GPTDataset, and the order of its samples
     model      GPTModel, DistributedDataParallel, optimizer, scheduler

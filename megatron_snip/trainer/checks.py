@@ -1,0 +1,162 @@
+"""Everything about a run that can be wrong before it starts, checked without torch or ranks.
+
+Each check raises a `UsageError` of one line. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from megatron_snip.config import SnipConfig
+from megatron_snip.errors import InfeasiblePlanError, UsageError
+from megatron_snip.log import warn_once
+from megatron_snip.planning.plan import read_plan
+from megatron_snip.planning.planner import make_plan
+from megatron_snip.planning.policies import UNIFORM, get_policy
+from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
+from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.trainer.config import TrainConfig
+from megatron_snip.trainer.sizes import check_ranks, linear_shapes, tile_warnings
+
+logger = logging.getLogger(__name__)
+
+TOKENS_LOOKED_AT = 1_000_000
+"""Tokens of the data whose ids are compared with vocab_size."""
+RUN_FILES = frozenset(
+    {
+        "config.yaml",
+        "data",
+        "data.json",
+        "data_index",
+        "divergences",
+        "metrics.jsonl",
+        "plans",
+        "problems",
+        "report.html",
+        "versions.json",
+        "wandb",
+    }
+)
+"""What a run directory holds; a folder with anything else in it is not overwritten."""
+
+_INDEX_HEADER = b"MMIDIDX\x00\x00"
+_INDEX_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+
+
+def check_run(config: TrainConfig, world_size: int) -> None:
+    """Refuse a run that cannot work; warn of what will work less well.
+
+    Args:
+        config: the run's settings.
+        world_size: number of ranks it will have.
+
+    Raises:
+        UsageError: one line that names what is wrong and what to do.
+    """
+    check_ranks(config, world_size)
+    check_run_dir(config.run_dir)
+    if config.data_path is not None:
+        check_data(config.data_path, config.vocab_size)
+    if config.snip.enabled:
+        check_plan(config)
+        for warning in tile_warnings(config):
+            warn_once(logger, warning)
+
+
+def check_run_dir(run_dir: Path) -> None:
+    """Refuse a folder that holds something else than a run.
+
+    Raises:
+        UsageError: names what is in the way.
+    """
+    if not run_dir.exists():
+        return
+    if not run_dir.is_dir():
+        raise UsageError(f"run_dir '{run_dir}' is a file; name a folder")
+    try:
+        foreign = sorted(p.name for p in run_dir.iterdir() if not _is_ours(p.name))
+    except OSError as error:
+        raise UsageError(f"cannot read run_dir '{run_dir}': {error.strerror}") from None
+    if foreign:
+        raise UsageError(
+            f"run_dir '{run_dir}' holds '{foreign[0]}', which is not of a run; name another "
+            "folder or empty it"
+        )
+
+
+def _is_ours(name: str) -> bool:
+    # Files being written start with a dot and the name they will have.
+    return name in RUN_FILES or any(name.startswith(f".{ours}") for ours in RUN_FILES)
+
+
+def check_data(prefix: Path, vocab_size: int | None) -> None:
+    """Refuse data that are missing, are not in Megatron's indexed format, or hold larger ids.
+
+    Raises:
+        UsageError: names the file.
+    """
+    if vocab_size is None:
+        raise UsageError("data_path needs vocab_size, the number of token ids in the data")
+    index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    for path in (index, data):
+        if not path.is_file():
+            raise UsageError(f"data_path: '{path}' does not exist (give the path without .bin)")
+    try:
+        with index.open("rb") as stream:
+            header = stream.read(len(_INDEX_HEADER) + 9)
+        if not header.startswith(_INDEX_HEADER) or len(header) < len(_INDEX_HEADER) + 9:
+            raise UsageError(f"data_path: '{index}' is not in Megatron's indexed format")
+        _, code = struct.unpack("<QB", header[len(_INDEX_HEADER) :])
+        if code not in _INDEX_DTYPES:
+            raise UsageError(f"data_path: '{index}' holds no integers (type code {code})")
+        tokens = np.fromfile(data, dtype=_INDEX_DTYPES[code], count=TOKENS_LOOKED_AT)
+    except OSError as error:
+        raise UsageError(f"data_path: cannot read '{prefix}': {error.strerror}") from None
+    if tokens.size == 0:
+        raise UsageError(f"data_path: '{data}' is empty")
+    if int(tokens.max()) >= vocab_size:
+        raise UsageError(
+            f"data_path: '{data}' holds token id {int(tokens.max())}, vocab_size is {vocab_size}"
+        )
+
+
+def check_plan(config: TrainConfig) -> None:
+    """Refuse SNIP settings that no plan for this model can meet.
+
+    Raises:
+        UsageError: unknown policy; pins that match nothing; a plan file that does not fit; an
+            efficiency target out of reach, with the best one that is not.
+    """
+    snip = config.snip
+    shapes = linear_shapes(config)
+    get_policy(snip.policy)
+    if snip.plan_file is not None:
+        read_plan(snip.plan_file).check_against([linear.name for linear in shapes])
+    settings = PlanSettings.from_config(snip)
+    if not snip.policy.startswith(UNIFORM) and snip.policy != "none":
+        # Any policy that heeds the target tells whether it can be met; this one needs no solver.
+        settings = settings.model_copy(update={"policy": "greedy"})
+    settings = settings.model_copy(update={"max_changes": None})
+    try:
+        make_plan(_problem(config, snip), settings)
+    except InfeasiblePlanError as error:
+        raise UsageError(f"snip: {error}") from None
+
+
+def _problem(config: TrainConfig, snip: SnipConfig) -> PlanningProblem:
+    """Return the planner's problem with every quality loss zero."""
+    options = {
+        str(option): OptionCost(quality_loss=0.0, saving=option.share_in(snip.lowest_format))
+        for option in snip.options
+    }
+    linears = tuple(
+        LinearChoices(
+            name=linear.name, stage=linear.stage, flops=linear.flops_per_token, options=options
+        )
+        for linear in linear_shapes(config)
+    )
+    return PlanningProblem(linears=linears, target=snip.efficiency_target)

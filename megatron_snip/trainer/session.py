@@ -1,0 +1,142 @@
+"""One rank's run: process group, model, data, hook, loop, files.
+
+Without a GPU the CPU patch is put in place first, and gloo carries the collectives. With GPUs the
+same code runs on NCCL, unpatched.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.logging import RichHandler
+
+from megatron_snip.controller import SnipController
+from megatron_snip.errors import UsageError
+from megatron_snip.patches import cpu
+from megatron_snip.planning.json_file import write_atomic
+from megatron_snip.reporting.reporter import FileReporter, NullReporter, Reporter
+from megatron_snip.reporting.run_directory import RunDirectory
+from megatron_snip.trainer.checks import RUN_FILES, check_run
+from megatron_snip.trainer.config import TrainConfig
+from megatron_snip.trainer.data import build_datasets
+from megatron_snip.trainer.hooks import PlainHook, TrainingHook
+from megatron_snip.trainer.loop import TrainingResult, train
+from megatron_snip.trainer.model import TrainingState, build_training_state
+from megatron_snip.trainer.parallel import (
+    destroy_parallel_state,
+    initialize_parallel_state,
+)
+from megatron_snip.trainer.progress import print_summary, show_progress
+
+
+def run_rank(config: TrainConfig) -> TrainingResult:
+    """Every rank of a launcher: train, write the run's files (rank 0), and leave.
+
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set.
+
+    Raises:
+        UsageError: if the number of ranks does not fit the settings, or data or plan do not.
+        SnipError: if a rank cannot go on; every rank raises.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    console = Console() if rank == 0 else None
+    set_up_logging(console)
+    check_run(config, world_size)
+    on_cpu = cpu.install()
+    with _process_group(config, on_cpu):
+        initialize_parallel_state(config)
+        state = build_training_state(config, world_size)
+        directory = _start_run(config) if rank == 0 else None
+        dist.barrier()
+        datasets = build_datasets(config, dist.group.WORLD)
+        if directory is not None:
+            write_atomic(directory.path / "data.json", json.dumps(datasets.source) + "\n")
+        with (
+            closing(make_hook(config, state, directory)) as hook,
+            show_progress(config, console) as listener,
+        ):
+            result = train(config, state, datasets, hook, listener)
+        if console is not None:
+            print_summary(config, result, console, _written(config.run_dir))
+        destroy_parallel_state()
+    return result
+
+
+def make_hook(
+    config: TrainConfig, state: TrainingState, directory: RunDirectory | None
+) -> TrainingHook:
+    """All ranks: return SNIP's controller if it is asked for; `directory` on rank 0 only."""
+    reporter: Reporter = NullReporter() if directory is None else FileReporter(directory)
+    if not config.snip.enabled:
+        return PlainHook(reporter)
+    return SnipController(config.snip, state.runner.model, state.optimizer, reporter)
+
+
+def set_up_logging(console: Console | None) -> None:
+    """Log to the console on rank 0, and only warnings of other ranks to stderr."""
+    handler: logging.Handler = logging.StreamHandler()
+    if console is not None and console.is_terminal:
+        # Lines then appear above the progress bar.
+        handler = RichHandler(console=console, show_path=False, show_time=False)
+    logging.basicConfig(
+        level=logging.WARNING if console is None else logging.INFO,
+        format="%(message)s" if isinstance(handler, RichHandler) else "%(levelname)s %(message)s",
+        handlers=[handler],
+        force=True,
+    )
+    for name in ("megatron", "torch"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+@contextmanager
+def _process_group(config: TrainConfig, on_cpu: bool) -> Iterator[None]:
+    """Join the process group; leave it at the end, but not after a failure.
+
+    After a failure other ranks may never come to leave it, and waiting for them would hide why.
+    """
+    if on_cpu:
+        _use_loopback()
+    else:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = config.distributed_backend or ("gloo" if on_cpu else "nccl")
+    if backend == "nccl" and on_cpu:
+        raise UsageError("distributed_backend nccl needs GPUs, and there are none; use gloo")
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    dist.init_process_group(backend, timeout=timeout)
+    yield
+    dist.destroy_process_group()
+
+
+def _use_loopback() -> None:
+    """Let gloo talk over the loopback interface where all ranks are on this machine."""
+    local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    if local and Path("/sys/class/net/lo").exists():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _start_run(config: TrainConfig) -> RunDirectory:
+    """Rank 0: replace a former run's files and write the settings."""
+    for name in RUN_FILES:
+        path = config.run_dir / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    directory = RunDirectory(config.run_dir)
+    directory.start(config.model_dump(mode="json"))
+    return directory
+
+
+def _written(run_dir: Path) -> list[Path]:
+    shown = ("config.yaml", "versions.json", "data.json", "metrics.jsonl", "plans", "problems")
+    return [run_dir / name for name in (*shown, "divergences") if (run_dir / name).exists()]
