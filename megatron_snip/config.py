@@ -56,6 +56,9 @@ class ScheduleFields(_Section):
     freeze_plan: bool = False
     """Keep the plan that the run starts with; refreshes still measure and write problems."""
 
+    eval_precision: Literal["plan", "bf16"] = "plan"
+    """What evaluations run in: the plan in force, or BF16 throughout."""
+
 
 class MeasureFields(_Section):
     """What a refresh measures."""

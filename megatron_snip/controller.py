@@ -14,13 +14,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from megatron_snip.collectives import RemoteFailure, attempt, broadcast_json
 from megatron_snip.config import SnipConfig
+from megatron_snip.controller_state import ControllerState, Pending
 from megatron_snip.divergence.quality import (
     QualitySettings,
     divergence_table,
@@ -31,6 +33,7 @@ from megatron_snip.errors import InfeasiblePlanError, SnipError, UsageError
 from megatron_snip.linears.layout import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.passes import ForwardBackward, MeasuringPasses, TrainingPass
+from megatron_snip.linears.runtime import Mode
 from megatron_snip.log import warn_once
 from megatron_snip.options import BF16
 from megatron_snip.planning.plan import PrecisionPlan, changed_linears, read_plan
@@ -42,6 +45,7 @@ from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.reporting.reporter import Applied, NullReporter, Refresh, Reporter
 from megatron_snip.statistics.recorder import MeasureSettings
 from megatron_snip.statistics.refresh import RefreshInputs, measure
+from megatron_snip.topology import Topology
 
 logger = logging.getLogger(__name__)
 
@@ -50,19 +54,6 @@ SOLVER_GRACE_S = 10.0
 
 STATIC_POLICIES = ("uniform-", "random", "layer-type", "layer-id", "none")
 """Beginnings of the policies that look at names and FLOPs only: planned once, never refreshed."""
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A problem that the solver is working on; the same on all ranks.
-
-    Attributes:
-        step: training step that was measured.
-        apply_at: training step before which the outcome is broadcast.
-    """
-
-    step: int
-    apply_at: int
 
 
 class SnipController:
@@ -86,6 +77,8 @@ class SnipController:
         optimizer: Any,
         reporter: Reporter | None = None,
         solver: SolverProcess | None = None,
+        state: ControllerState | None = None,
+        topology: Topology | None = None,
     ) -> None:
         """All ranks: attach to a built model.
 
@@ -93,28 +86,34 @@ class SnipController:
             config: the settings.
             model: Megatron's model chunks.
             optimizer: Megatron's optimizer.
-            reporter: told of everything; pass one on rank 0 and None elsewhere.
+            reporter: told of everything; pass one on the ranks that report and None elsewhere.
             solver: solves on rank 0; by default a process of its own.
+            state: go on from here (`state()` of the run that was stopped).
+            topology: this rank's place, where the caller has made it; by default Megatron's.
 
         Raises:
             UsageError: on every rank, if the policy is unknown, a pin or the plan file does not
                 fit the model, or no plan reaches the target.
         """
         self.config = config
-        self._topology = current_topology()
+        self._topology = current_topology() if topology is None else topology
         self.model = PlannedModel(model, self._topology, config.seed)
         self._optimizer = optimizer
         self._reporter: Reporter = reporter or NullReporter()
         self._leader = self._topology.rank == 0
         self._pending: Pending | None = None
         self._unsent: Exception | None = None
-        self.history: list[tuple[int, str]] = []
+        self._resumed = state
+        self._refreshed = None if state is None else state.refreshed
+        self.history: list[tuple[int, str]] = [] if state is None else list(state.history)
         self.plan = self._initial_plan()
         self._solver = None
         if self._leader and self._replans:
             self._solver = SolverProcess() if solver is None else solver
         self.model.install()
         self.model.apply(self.plan.linears)
+        if state is not None and state.pending is not None and self._replans:
+            self._resubmit(state.pending)
         if self._static:  # the only plan that this run will report
             changed = sum(option != BF16 for option in self.plan.linears.values())
             self._tell(lambda r: r.planned(Applied(self.plan, 0, changed, 0.0)))
@@ -150,6 +149,16 @@ class SnipController:
         """All ranks, after step `step`: report its metrics."""
         values = {**metrics, "lowest_precision_fraction": self.lowest_precision_fraction}
         self._tell(lambda r: r.metrics(step, values))
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Return the context in which an evaluation runs: the plan's precision, or BF16."""
+        if self.config.eval_precision == "bf16":
+            return self.model.runtime.running(Mode.BF16)
+        return nullcontext()
+
+    def state(self, step: int) -> ControllerState:
+        """Return what a checkpoint after `step` training steps keeps; the same on all ranks."""
+        return ControllerState(step, self.plan, tuple(self.history), self._refreshed, self._pending)
 
     def close(self) -> None:
         """All ranks: put Megatron's methods back, end the solver's process, close reports."""
@@ -188,11 +197,14 @@ class SnipController:
             return False
         if step < c.start_step or (c.stop_step is not None and step >= c.stop_step):
             return False
+        if step == self._refreshed:  # Megatron repeats a step whose result it doubts
+            return False
         return (step - c.start_step) % c.interval == 0
 
     def _refresh(self, step: int, training: TrainingPass) -> None:
         """All ranks: measure; then rank 0 starts the solver."""
         begin = time.perf_counter()
+        self._refreshed = step
         try:
             refresh = self._measure(step, training, begin)
         except (RemoteFailure, ValueError) as failure:
@@ -201,13 +213,8 @@ class SnipController:
         self._tell(lambda r: r.refreshed(refresh))
         if not self._replans:
             return
-        self._pending = Pending(step, step + self.config.lag)
-        if self._solver is not None:
-            try:
-                self._unsent = None
-                self._submit(refresh)
-            except Exception as error:  # told to all ranks when the outcome is due
-                self._unsent = error
+        metrics = refresh.divergences.metrics()
+        self._submit(Pending(step, step + self.config.lag, refresh.problem, metrics))
 
     def _measure(self, step: int, training: TrainingPass, begin: float) -> Refresh:
         c = self.config
@@ -229,15 +236,32 @@ class SnipController:
         problem = problem_dict(divergences, c.lowest_format, c.efficiency_target)
         return Refresh(step, statistics, divergences, problem, time.perf_counter() - begin)
 
-    def _submit(self, refresh: Refresh) -> None:
-        assert self._solver is not None
-        self._solver.submit(
-            PlanningProblem.from_dict(refresh.problem),
-            PlanSettings.from_config(self.config),
-            self.plan,
-            refresh.step,
-            refresh.divergences.metrics(),
-        )
+    def _submit(self, pending: Pending) -> None:
+        """All ranks: remember what is being solved; rank 0 starts the solver."""
+        self._pending = pending
+        self._unsent = None
+        if self._solver is None:
+            return
+        try:
+            self._solver.submit(
+                PlanningProblem.from_dict(pending.problem),
+                PlanSettings.from_config(self.config),
+                self.plan,
+                pending.step,
+                pending.metrics,
+            )
+        except Exception as error:  # told to all ranks when the outcome is due
+            self._unsent = error
+
+    def _resubmit(self, pending: Pending) -> None:
+        """All ranks: solve again what was being solved; stages are those of this layout."""
+        stages = {linear.name: linear.stage for linear in self.model.all_linears}
+        rows = pending.problem["linears"]
+        if {row["name"] for row in rows} != set(stages):
+            self._keep(f"the problem of step {pending.step} is of another model")
+            return
+        moved = [{**row, "stage": stages[row["name"]]} for row in rows]
+        self._submit(replace(pending, problem={**pending.problem, "linears": moved}))
 
     def _conclude(self, pending: Pending, step: int) -> None:
         """All ranks: hear the outcome from rank 0 and apply the same plan, or keep the old one."""
@@ -328,13 +352,18 @@ class SnipController:
     def _first_plan(self) -> PrecisionPlan:
         """Rank 0: the plan file, a policy that needs no statistics, or `initial_option`.
 
-        Rules that no plan can satisfy are found here and not at the first refresh.
+        A resumed run goes on with its plan, unless the plan file is to be kept or the policy
+        makes its plan from nothing but settings. Rules that no plan can satisfy are found here
+        and not at the first refresh.
         """
         get_policy(self.config.policy)
         settings = PlanSettings.from_config(self.config)
         problem = PlanningProblem.from_dict(self._unmeasured())
         if self._replans:
             make_plan(problem, settings.model_copy(update={"policy": "greedy"}))
+        keeps_file = self.config.plan_file is not None and self.config.freeze_plan
+        if self._resumed is not None and not (self._static or keeps_file):
+            return self._checked(self._resumed.plan)
         if self.config.plan_file is not None:
             return self._checked(read_plan(self.config.plan_file))
         if not self._static:

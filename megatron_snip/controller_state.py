@@ -1,0 +1,117 @@
+"""ControllerState: what a checkpoint keeps of SNIP, so that a run can go on as if never stopped.
+
+Plain built-in types both ways (`to_dict`, `from_dict`): the dict travels inside Megatron's
+checkpoints, which are read with `weights_only=True`, and in sidecar JSON files. Schema version 1:
+
+    {"version": 1, "step": int, "plan": {a plan file's object}, "history": [[step, digest], ...],
+     "refreshed": int | null,
+     "pending": null | {"step": int, "apply_at": int, "problem": {...}, "metrics": {...}}}
+
+A plan that was still being solved is kept as its problem: the resumed run submits it again and the
+outcome is applied at the same step. Everything else that a plan decides (stochastic rounding,
+probes, sampled rows) is a function of the seed and the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_snip.errors import UsageError
+from megatron_snip.planning.plan import PrecisionPlan
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A problem that the solver is working on; the same on all ranks.
+
+    Attributes:
+        step: training step that was measured.
+        apply_at: training step before which the outcome is broadcast.
+        problem: what is being solved, as plain types (a problem file's object).
+        metrics: what baseline policies score by: {linear: {option: {metric: value}}}.
+    """
+
+    step: int
+    apply_at: int
+    problem: dict[str, Any]
+    metrics: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain types."""
+        return {
+            "step": self.step,
+            "apply_at": self.apply_at,
+            "problem": self.problem,
+            "metrics": self.metrics,
+        }
+
+
+@dataclass(frozen=True)
+class ControllerState:
+    """A controller between two steps.
+
+    Attributes:
+        step: training steps done; the next one is number `step` (0-based).
+        plan: in force.
+        history: (step, digest) of every plan applied, in order.
+        refreshed: the last step whose refresh was begun, or None.
+        pending: what the solver is working on, or None.
+    """
+
+    step: int
+    plan: PrecisionPlan
+    history: tuple[tuple[int, str], ...] = ()
+    refreshed: int | None = None
+    pending: Pending | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the dict described above."""
+        return {
+            "version": SCHEMA_VERSION,
+            "step": self.step,
+            "plan": self.plan.to_dict(),
+            "history": [[step, digest] for step, digest in self.history],
+            "refreshed": self.refreshed,
+            "pending": None if self.pending is None else self.pending.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, value: Any, source: str = "SNIP state") -> ControllerState:
+        """Build from what `to_dict` returned.
+
+        Args:
+            value: the dict.
+            source: where it came from, for messages.
+
+        Raises:
+            UsageError: one line that names `source` and what is wrong.
+        """
+        version = value.get("version") if isinstance(value, dict) else None
+        if version != SCHEMA_VERSION:
+            raise UsageError(
+                f"{source}: version {version!r}; this megatron-snip reads version {SCHEMA_VERSION}"
+            )
+        try:
+            refreshed, pending = value["refreshed"], value["pending"]
+            return cls(
+                step=int(value["step"]),
+                plan=PrecisionPlan.from_dict(value["plan"], f"{source}, plan"),
+                history=tuple((int(step), str(digest)) for step, digest in value["history"]),
+                refreshed=None if refreshed is None else int(refreshed),
+                pending=None if pending is None else _pending(pending),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            detail = f"{type(error).__name__}: {error}"
+            raise UsageError(f"{source} is damaged ({detail})") from None
+
+
+def _pending(value: dict[str, Any]) -> Pending:
+    return Pending(
+        step=int(value["step"]),
+        apply_at=int(value["apply_at"]),
+        problem=dict(value["problem"]),
+        metrics=dict(value["metrics"]),
+    )
