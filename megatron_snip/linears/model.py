@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.layout import find_linears, global_linears
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.seam import PlannedLinear
@@ -28,13 +29,18 @@ class PlannedModel:
         """All ranks: find the linears and agree on their global order.
 
         Raises:
-            UnsupportedError: if ranks disagree about a linear.
+            UnsupportedError: if ranks disagree about a linear, or no rank has any.
         """
         self.chunks = list(model)
         self.runtime = Runtime(topology, seed)
         found = find_linears(model, topology)
         self.linears = [PlannedLinear(m, p, self.runtime) for m, p in found]
         self.all_linears: tuple[LinearInfo, ...] = global_linears([p for _, p in found], topology)
+        if not self.all_linears:
+            raise UnsupportedError(
+                "the model's layers have no ColumnParallelLinear or RowParallelLinear to plan; "
+                "Transformer Engine's linears are not supported: use --transformer-impl local"
+            )
 
     def install(self) -> None:
         """Override every linear; idempotent."""

@@ -4,7 +4,7 @@ A pass runs the step's forward-backward function over the first microbatches wit
 synchronization off. What it touches is put back: RNG states (torch, CUDA, Megatron's tracker,
 numpy, random), module buffers, gradients (DDP's buffers are zeroed, as they are at this point of a
 training step), the auxiliary losses that Megatron collects for its log, and the schedule hooks in
-the model's config.
+the model's config. Megatron's rerun state machine does not hear of a pass.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, rerun_state_machine
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import get_model_config
 
@@ -135,6 +135,7 @@ def _no_trace(chunks: Sequence[Any], config: Any) -> Iterator[None]:
         stack.enter_context(_kept_tensors(chunks))
         stack.enter_context(_kept_gradients(chunks))
         stack.enter_context(_without_hooks(config))
+        stack.enter_context(_unvalidated())
         for chunk in chunks:
             _gather_parameters(chunk)
             if hasattr(chunk, "no_sync"):
@@ -195,6 +196,24 @@ def _without_hooks(config: Any) -> Iterator[None]:
             setattr(config, name, hook)
 
 
+@contextmanager
+def _unvalidated() -> Iterator[None]:
+    """Keep a pass's losses from the rerun state machine.
+
+    It counts validations within a step (a repeated step measures nothing, so counts would differ),
+    remembers the largest loss, and ends the job for a NaN; the probe is no business of its.
+    """
+    machine = getattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", None)
+    if machine is None:  # nobody validates; asking for the machine would create one
+        yield
+        return
+    machine.validate_result = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        del machine.validate_result
+
+
 def _buffers(chunk: torch.nn.Module) -> Iterator[torch.Tensor]:
     """The module's buffers; DDP hides `Module.buffers` behind a list of its own."""
     return torch.nn.Module.buffers(chunk)
@@ -202,12 +221,21 @@ def _buffers(chunk: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 def _logged_losses() -> list[torch.Tensor]:
     """What Megatron adds up for its log in every forward (MoE's auxiliary losses, MTP's)."""
-    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    trackers = [*moe_utils.get_moe_layer_wise_logging_tracker().values()]
-    trackers.append(MTPLossLoggingHelper.tracker)
-    return [tracker["values"] for tracker in trackers if "values" in tracker]
+    tracker = MTPLossLoggingHelper.tracker
+    return _moe_losses() + ([tracker["values"]] if "values" in tracker else [])
+
+
+def _moe_losses() -> list[torch.Tensor]:
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:  # Megatron-Core before 0.18
+        from megatron.core.transformer.moe import moe_utils
+
+        trackers = moe_utils.get_moe_layer_wise_logging_tracker().values()
+        return [tracker["values"] for tracker in trackers if "values" in tracker]
+    return [entry.values for entry in get_moe_metrics_tracker().metrics.values()]
 
 
 def _gather_parameters(chunk: Any) -> None:

@@ -3,11 +3,13 @@
 Megatron gives an iterator only to the ranks that read data (None elsewhere) and one for each
 model chunk under interleaved pipelines. The first pass records what it takes; later passes and
 the training step replay it and then go on with the iterator itself, so the data's order is as if
-nothing had been measured.
+nothing had been measured. Each reader gets its own (shallow) copy, because Megatron's scripts put
+what they move to the device back into the microbatch.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,7 +31,7 @@ class Replay(Iterator[Any]):
             self._taken.append(next(self._source))
         item = self._taken[self._next]
         self._next += 1
-        return item
+        return copy.copy(item)
 
     def rewind(self) -> None:
         """Start again from the first microbatch taken."""
