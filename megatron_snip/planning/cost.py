@@ -56,7 +56,7 @@ def as_fraction(value: float) -> Fraction:
     return simple if float(simple) == value else Fraction(value)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LinearWork:
     """A linear's work under a cost model; see the file's equations.
 
@@ -89,14 +89,16 @@ class CostModel:
 
 
 @lru_cache(maxsize=65536)
-def _product(flops: float, saving: float) -> Fraction:
-    return as_fraction(flops) * as_fraction(saving)
+def _flops_and_savings(flops: float, savings: tuple[tuple[str, float], ...]) -> LinearWork:
+    """Linears of equal shape share one record, which saves most of a large model's arithmetic."""
+    exact = as_fraction(flops)
+    gains = {name: exact * as_fraction(saving) for name, saving in savings}
+    return LinearWork(exact, exact, gains, Fraction(0))
 
 
 def _flops_work(linear: LinearChoices) -> LinearWork:
-    flops = as_fraction(linear.flops)
-    gains = {name: _product(linear.flops, cost.saving) for name, cost in linear.options.items()}
-    return LinearWork(flops, flops, gains, Fraction(0))
+    savings = tuple((name, cost.saving) for name, cost in linear.options.items())
+    return _flops_and_savings(linear.flops, savings)
 
 
 def _seconds(linear: LinearChoices, name: str, cost: OptionCost) -> Fraction:

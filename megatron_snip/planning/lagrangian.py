@@ -53,12 +53,14 @@ class Dual:
     """The dual's maximum.
 
     Attributes:
-        bound: safe lower bound on the quality loss of any assignment.
+        prices: where it is.
+        bound: safe lower bound on the cost of any assignment.
         reduced: [n, k], by how much the bound grows if the choice is forced; inf where out.
         below: [n], columns that the prices ask for, erring on the side of too little gain.
         above: [n], the same, erring on the side of enough.
     """
 
+    prices: Prices
     bound: float
     reduced: Floats
     below: Ints
@@ -101,7 +103,7 @@ def _evaluate(menu: Menu, point: _Point) -> Dual:
     size = np.abs(menu.cost[rows, chosen]).sum() + np.abs(paid[rows, chosen]).sum()
     size += math.fsum(map(abs, terms)) + prices.change * menu.changed[rows, chosen].sum()
     bound = math.fsum(terms) - _ROUNDING * float(size)
-    return Dual(bound, value - best[:, None], point.below, point.above)
+    return Dual(prices, bound, value - best[:, None], point.below, point.above)
 
 
 class _Chooser:
@@ -135,8 +137,8 @@ class _Chooser:
         )
 
     def _by_stage(self, values: Floats) -> Floats:
-        sums: Floats = np.bincount(self.menu.stage, weights=values, minlength=self.num_stages)
-        return sums
+        sums = np.bincount(self.menu.stage, weights=values, minlength=self.num_stages)
+        return sums.astype(np.float64, copy=False)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,10 +1,11 @@
-"""Menu: a task's choices as plain arrays, without those that no best plan needs.
+"""Menu: a task's choices and constraints as plain arrays, without choices that nobody needs.
 
 A choice is dropped if another one of the same linear is at least as good in every respect (loss,
 gain, change) and comes first or is better in one of them.
 
-Where the rows of a task do not couple the stages, the task falls apart into one menu a stage, and
-each is solved alone: the bound is as tight as the sum of theirs, and the work grows linearly.
+Constraints are lines: sums of integers over some linears that must reach a threshold. The first
+ones are the stages' floors, one each; the last `num_common` ones span all linears (overall gain,
+changes). Where there are floors and no common lines, the menu falls apart into one a stage.
 """
 
 from __future__ import annotations
@@ -21,20 +22,32 @@ from megatron_snip.planning.task import Task
 
 @dataclass(frozen=True, eq=False)
 class Line:
-    """A constraint: the sum over linears of coefficients[l, x_l] is at least `threshold`."""
+    """A constraint: sum over i of coefficients[i, x of members[i]] >= threshold.
 
+    Attributes:
+        members: [s], positions in the menu.
+        coefficients: [s, k], int64.
+        threshold: least sum.
+    """
+
+    members: Ints
     coefficients: Ints
     threshold: int
+
+    def sum(self, columns: Ints) -> int:
+        """Return the sum under an assignment of the menu ([m] columns)."""
+        return int(self.coefficients[np.arange(len(self.members)), columns[self.members]].sum())
 
 
 @dataclass(frozen=True, eq=False)
 class Menu:
-    """The choices of some linears of a task and the constraints on them.
+    """The choices of some linears and the constraints on them.
 
     Attributes:
-        linears: [m], their rows in the task's table.
-        cost: [m, k], quality loss; inf where there is no choice.
-        lines: all constraints, in integers.
+        linears: [m], their positions in what the menu was cut from.
+        cost: [m, k], to be minimized; inf where there is no choice.
+        lines: all constraints, in integers: floors, then common ones.
+        num_common: how many of the last lines span all linears.
         gain: [m, k], as doubles in one unit for all linears.
         changed: [m, k], 1.0 where the choice is a counted change.
         stage: [m].
@@ -46,6 +59,7 @@ class Menu:
     linears: Ints
     cost: Floats
     lines: tuple[Line, ...]
+    num_common: int
     gain: Floats
     changed: Floats
     stage: Ints
@@ -58,86 +72,67 @@ class Menu:
         """0 .. m-1, to index arrays by linear."""
         return np.arange(len(self.linears))
 
+    @property
+    def floor_lines(self) -> tuple[Line, ...]:
+        """The stages' floors."""
+        return self.lines[: len(self.lines) - self.num_common]
+
+    @property
+    def common_lines(self) -> tuple[Line, ...]:
+        """Overall gain, if there is a least one, then changes, if they are limited."""
+        return self.lines[len(self.lines) - self.num_common :]
+
     def loss(self, columns: Ints) -> float:
-        """Return the sum of quality losses of an assignment ([m] columns)."""
+        """Return the cost of an assignment ([m] columns)."""
         return math.fsum(self.cost[self.positions, columns])
 
     def holds(self, columns: Ints) -> bool:
-        """Whether an assignment keeps to every constraint."""
+        """Whether an assignment uses choices of the menu only and keeps to every constraint."""
         if not np.isfinite(self.cost[self.positions, columns]).all():
             return False
-        sums = (int(line.coefficients[self.positions, columns].sum()) for line in self.lines)
-        return all(s >= line.threshold for s, line in zip(sums, self.lines, strict=True))
+        return all(line.sum(columns) >= line.threshold for line in self.lines)
 
     def without_superfluous(self, columns: Ints) -> Ints:
-        """Replace choices that are not in the menu by ones that are as good in every respect."""
-        gone = np.flatnonzero(~np.isfinite(self.cost[self.positions, columns]))
-        suits = np.isfinite(self.cost[gone])
+        """Replace choices that are not in the menu by ones that are as good in every respect.
+
+        Where there is none the result does not hold.
+        """
+        gone = ~np.isfinite(self.cost[self.positions, columns])
+        suits = np.isfinite(self.cost)
         for line in self.lines:
-            mine = line.coefficients[gone]
-            suits &= mine >= mine[np.arange(len(gone)), columns[gone]][:, None]
-        replaced = columns.copy()
-        replaced[gone] = np.where(suits, self.cost[gone], np.inf).argmin(axis=1)
-        return replaced
+            own = line.coefficients[np.arange(len(line.members)), columns[line.members]]
+            suits[line.members] &= line.coefficients >= own[:, None]
+        best: Ints = np.where(suits, self.cost, np.inf).argmin(axis=1)
+        return np.where(gone, best, columns)
 
 
-def make_menus(task: Task) -> list[Menu]:
-    """Return the menus that a task falls into: one a stage if nothing couples stages, else one."""
-    keep = task.allowed & ~_dominated(task)
-    if not _stages_are_independent(task):
-        return [_coupled_menu(task, keep)]
-    return [_stage_menu(task, keep, p) for p, rows in enumerate(task.table.members) if len(rows)]
-
-
-def _stages_are_independent(task: Task) -> bool:
-    """Whether floors are all there is: no limit on changes, and the overall least gain follows."""
-    floors = [f for f, rows in zip(task.floors, task.table.members, strict=True) if len(rows)]
-    known = [floor for floor in floors if floor is not None]
-    if task.max_changes is not None or len(known) < len(floors):
-        return False
-    return task.least is None or sum(known) >= task.least
-
-
-def _stage_menu(task: Task, keep: Mask, stage: int) -> Menu:
-    rows = task.table.members[stage]
-    coefficients = task.table.stage_row.coefficients[rows]
-    threshold = task.stage_thresholds[stage]
-    assert threshold is not None
-    return Menu(
-        linears=rows,
-        cost=np.where(keep, task.table.quality, np.inf)[rows],
-        lines=(Line(coefficients, threshold),),
-        gain=coefficients.astype(np.float64),
-        changed=np.zeros(coefficients.shape),
-        stage=np.zeros(len(rows), dtype=np.int64),
-        floors=np.array([-math.inf]),
-        least=float(threshold),
-        max_changes=math.inf,
-    )
-
-
-def _coupled_menu(task: Task, keep: Mask) -> Menu:
+def make_menu(task: Task) -> Menu:
+    """Return the menu of a task."""
     table = task.table
-    gain, floors = table.overall_row.coefficients.astype(np.float64), [-math.inf] * table.num_stages
-    lines = []
+    everyone = np.arange(len(table.options))
+    overall = table.overall_row.coefficients
+    gain, floors, lines = overall.astype(np.float64), [-math.inf] * table.num_stages, []
     if task.has_floors:
         reference = table.overall_row.scales[0].unit
         units = [float(scale.unit / reference) for scale in table.stage_row.scales]
         gain = table.stage_row.coefficients * np.array(units)[table.stage][:, None]
-        for p, threshold in enumerate(task.stage_thresholds):
-            if threshold is not None:
-                mine = (table.stage == p)[:, None]
-                lines.append(Line(np.where(mine, table.stage_row.coefficients, 0), threshold))
+        for p, members in enumerate(table.members):
+            threshold = task.stage_thresholds[p]
+            if threshold is not None and len(members):
+                lines.append(Line(members, table.stage_row.coefficients[members], threshold))
                 floors[p] = threshold * units[p]
-    least = task.overall_threshold
+    common = []
+    least = None if _overall_follows(task) else task.overall_threshold
     if least is not None:
-        lines.append(Line(table.overall_row.coefficients, least))
+        common.append(Line(everyone, overall, least))
     if task.max_changes is not None:
-        lines.append(Line(-task.changed, -task.max_changes))
+        common.append(Line(everyone, -task.changed, -task.max_changes))
+    keep = task.allowed & ~_dominated(task)
     return Menu(
-        linears=np.arange(len(table.options)),
+        linears=everyone,
         cost=np.where(keep, table.quality, np.inf),
-        lines=tuple(lines),
+        lines=(*lines, *common),
+        num_common=len(common),
         gain=gain,
         changed=task.changed.astype(np.float64),
         stage=table.stage,
@@ -145,6 +140,32 @@ def _coupled_menu(task: Task, keep: Mask) -> Menu:
         least=-math.inf if least is None else float(least),
         max_changes=math.inf if task.max_changes is None else float(task.max_changes),
     )
+
+
+def stage_menus(menu: Menu) -> list[Menu]:
+    """Cut a menu with floors into one a stage, each with its floor for its only line."""
+    return [
+        Menu(
+            linears=line.members,
+            cost=menu.cost[line.members],
+            lines=(Line(np.arange(len(line.members)), line.coefficients, line.threshold),),
+            num_common=1,
+            gain=line.coefficients.astype(np.float64),
+            changed=np.zeros(line.coefficients.shape),
+            stage=np.zeros(len(line.members), dtype=np.int64),
+            floors=np.array([-math.inf]),
+            least=float(line.threshold),
+            max_changes=math.inf,
+        )
+        for line in menu.floor_lines
+    ]
+
+
+def _overall_follows(task: Task) -> bool:
+    """Whether the stages' floors already imply the overall least gain."""
+    if task.least is None or not task.has_floors:
+        return task.least is None
+    return sum(floor for floor in task.floors if floor is not None) >= task.least
 
 
 def _dominated(task: Task) -> Mask:

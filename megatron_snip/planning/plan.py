@@ -174,7 +174,10 @@ class PrecisionPlan(BaseModel):
 
 def assignment_dict(linears: Mapping[str, Option]) -> dict[str, dict[str, str]]:
     """Return {name: {"fprop", "dgrad", "wgrad"}} as plans store it."""
-    return {name: {g.value: option[g] for g in Gemm} for name, option in linears.items()}
+    return {
+        name: {"fprop": option.fprop, "dgrad": option.dgrad, "wgrad": option.wgrad}
+        for name, option in linears.items()
+    }
 
 
 def assignment_digest(linears: Mapping[str, Option]) -> str:

@@ -116,7 +116,9 @@ def _plan(
     deadline: Deadline,
 ) -> PrecisionPlan:
     chosen = zip(table.names, table.options, decision.columns.tolist(), strict=True)
-    linears = {name: Option.parse(options[column]) for name, options, column in chosen}
+    texts = {name: options[column] for name, options, column in chosen}
+    option_of = {text: Option.parse(text) for text in set(texts.values())}
+    linears = {name: option_of[text] for name, text in texts.items()}
     loss = table.quality_loss(decision.columns)
     objective = None if math.isnan(loss) else loss
     bound = decision.bound

@@ -13,10 +13,11 @@ bf16 is special: it changes nothing, so it may be asked for (by a pin, or by the
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from megatron_snip.errors import UsageError
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.cost import CostModel, LinearWork, ratio
-from megatron_snip.planning.problem import PlanningProblem
+from megatron_snip.planning.problem import LinearChoices, PlanningProblem
 from megatron_snip.planning.scaling import Scale, choose_scale
 
 Ints = NDArray[np.int64]
@@ -32,6 +33,7 @@ Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 
+@lru_cache(maxsize=4096)
 def canonical(name: str) -> str:
     """Return the shortest spelling of an option; a name that is no option is returned as it is."""
     try:
@@ -157,13 +159,16 @@ class Table:
         coefficients = np.zeros(self.listed.shape, dtype=np.int64)
         scales = []
         for rows in groups:
-            distinct = {gain for i in rows for gain in self.gains[i]}
-            largest = _total(max(map(abs, self.gains[i])) for i in rows)
+            # Linears of equal shape share one tuple of gains: most of this is done once a shape.
+            shapes = {id(self.gains[i]): self.gains[i] for i in rows}
+            counts = Counter(id(self.gains[i]) for i in rows)
+            distinct = {gain for gains in shapes.values() for gain in gains}
+            largest = _total(max(map(abs, gains)) * counts[k] for k, gains in shapes.items())
             scale = choose_scale(tuple(distinct), largest)
-            integers = {gain: scale.coefficient(gain) for gain in distinct}
+            integers = {k: [scale.coefficient(gain) for gain in g] for k, g in shapes.items()}
             for i in rows:
-                gains = self.gains[i]
-                coefficients[i, : len(gains)] = [integers[gain] for gain in gains]
+                row = integers[id(self.gains[i])]
+                coefficients[i, : len(row)] = row
             scales.append(scale)
         return GainRow(coefficients, tuple(scales))
 
@@ -182,16 +187,15 @@ def make_table(problem: PlanningProblem, cost: CostModel, with_bf16: bool = Fals
     """
     work = tuple(cost.work(linear) for linear in problem.linears)
     options, gains = [], []
+    shared: dict[tuple[int, tuple[str, ...]], tuple[Fraction, ...]] = {}
     for linear, part in zip(problem.linears, work, strict=True):
-        names = [canonical(name) for name in linear.options]
-        if len(set(names)) < len(names):
-            raise UsageError(f"'{linear.name}' lists an option under two spellings: {names}")
-        row = [part.gains[name] for name in linear.options]
+        names = _canonical_names(linear)
+        row = list(part.gains.values())
         if with_bf16 and str(BF16) not in names:
-            names.append(str(BF16))
+            names = (*names, str(BF16))
             row.append(_unlisted_gain(linear.name, part, cost))
-        options.append(tuple(names))
-        gains.append(tuple(row))
+        options.append(names)
+        gains.append(shared.setdefault((id(part), names), tuple(row)))
     listed, quality = _arrays(problem, options)
     return Table(
         problem=problem,
@@ -203,6 +207,13 @@ def make_table(problem: PlanningProblem, cost: CostModel, with_bf16: bool = Fals
         work=work,
         gains=tuple(gains),
     )
+
+
+def _canonical_names(linear: LinearChoices) -> tuple[str, ...]:
+    names = tuple(map(canonical, linear.options))
+    if len(set(names)) < len(names):
+        raise UsageError(f"'{linear.name}' lists an option under two spellings: {', '.join(names)}")
+    return names
 
 
 def _unlisted_gain(name: str, work: LinearWork, cost: CostModel) -> Fraction:

@@ -1,9 +1,9 @@
 """Check a plan against its problem without a solver, without arrays and without the planner's code.
 
-Everything is recomputed from the problem file's numbers in rational arithmetic: which option each
-linear has, the objective, the efficiency overall and of every stage, the digest, and every rule in
-the settings. This is the executable specification of what a correct plan is; it shares nothing
-with the code that makes plans but the tolerance.
+Everything is recomputed from the problem file's numbers: which option each linear has, the
+objective, the efficiency overall and of every stage, the digest, and every rule in the settings.
+This is the executable specification of what a correct plan is; it shares nothing with the code
+that makes plans but the tolerance.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from fractions import Fraction
+from functools import lru_cache
 
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.cost import TOLERANCE
@@ -22,6 +22,11 @@ from megatron_snip.planning.settings import PlanSettings
 
 _UNHEEDING = ("none", "uniform-")
 _RELATIVE = 1e-9
+
+
+@lru_cache(maxsize=4096)
+def _parse(name: str) -> Option:
+    return Option.parse(name)
 
 
 @dataclass(frozen=True)
@@ -69,27 +74,25 @@ def find_violations(
 
 def _look_up(linear: LinearChoices, option: Option) -> _Chosen | None:
     for name, cost in linear.options.items():
-        if Option.parse(name) == option:
+        if _parse(name) == option:
             return _Chosen(linear, option, cost, offered=True)
     if option == BF16:  # changes nothing, so it needs no listing
         return _Chosen(linear, option, OptionCost(quality_loss=0.0, saving=0.0), offered=False)
     return None
 
 
-def _weight_and_gain(chosen: _Chosen, cost_model: str) -> tuple[Fraction, Fraction]:
+def _weight_and_gain(chosen: _Chosen, cost_model: str) -> tuple[float, float]:
     """Return what a linear can save and what it saves; see `planning/cost.py` for the words."""
     if cost_model == "flops":
-        flops = Fraction(chosen.linear.flops)
-        return flops, flops * Fraction(chosen.cost.saving)
-    seconds = [Fraction(cost.seconds or 0.0) for cost in chosen.linear.options.values()]
-    return max(seconds) - min(seconds), max(seconds) - Fraction(chosen.cost.seconds or 0.0)
+        return chosen.linear.flops, chosen.linear.flops * chosen.cost.saving
+    seconds = [cost.seconds or 0.0 for cost in chosen.linear.options.values()]
+    return max(seconds) - min(seconds), max(seconds) - (chosen.cost.seconds or 0.0)
 
 
-def _efficiency(chosen: list[_Chosen], cost_model: str) -> Fraction:
+def _efficiency(chosen: list[_Chosen], cost_model: str) -> float:
     pairs = [_weight_and_gain(each, cost_model) for each in chosen]
-    weight = sum((weight for weight, _ in pairs), Fraction(0))
-    gained = sum((gain for _, gain in pairs), Fraction(0))
-    return gained / weight if weight else Fraction(1)
+    weight = math.fsum(weight for weight, _ in pairs)
+    return math.fsum(gain for _, gain in pairs) / weight if weight else 1.0
 
 
 def _by_stage(chosen: list[_Chosen]) -> list[list[_Chosen]]:
@@ -113,24 +116,24 @@ def _check_numbers(
             yield f"objective {plan.objective}, recomputed {objective}"
         if plan.bound is not None and plan.bound > objective + _RELATIVE * scale:
             yield f"bound {plan.bound} is above the objective {objective}"
-    if abs(_efficiency(chosen, settings.cost) - Fraction(plan.efficiency)) > _RELATIVE:
+    if abs(_efficiency(chosen, settings.cost) - plan.efficiency) > _RELATIVE:
         yield f"efficiency {plan.efficiency} is not what the assignment gives"
     stages = _by_stage(chosen)
     if len(stages) != len(plan.stages):
         yield f"{len(plan.stages)} stages, the problem has {len(stages)}"
         return
     for p, (members, claimed) in enumerate(zip(stages, plan.stages, strict=True)):
-        if abs(_efficiency(members, settings.cost) - Fraction(claimed)) > _RELATIVE:
+        if abs(_efficiency(members, settings.cost) - claimed) > _RELATIVE:
             yield f"efficiency {claimed} of stage {p} is not what the assignment gives"
 
 
 def _check_pins(chosen: list[_Chosen], settings: PlanSettings) -> Iterator[str]:
     for glob, option in settings.pins:
         for each in chosen:
-            if fnmatchcase(each.linear.name, glob) and each.option != Option.parse(option):
+            if fnmatchcase(each.linear.name, glob) and each.option != _parse(option):
                 yield f"'{each.linear.name}' is pinned to {option} and has {each.option}"
     for each, option in _edges(chosen, settings):
-        if each.option != Option.parse(option):
+        if each.option != _parse(option):
             yield f"'{each.linear.name}' is in an edge layer kept in {option}, has {each.option}"
 
 
@@ -176,7 +179,7 @@ def _check_target(
     target = problem.target if settings.target is None else settings.target
     if plan.target != target:
         yield f"target {plan.target}, asked for {target}"
-    least = Fraction(target) - TOLERANCE
+    least = target - float(TOLERANCE)
     if _efficiency(chosen, settings.cost) < least:
         yield f"efficiency {plan.efficiency} is below the target {target}"
     if settings.pipeline_balance == "stage":
@@ -192,22 +195,22 @@ def _check_bottleneck(chosen: list[_Chosen], settings: PlanSettings) -> Iterator
     edges = {each.linear.name for each, _ in _edges(chosen, settings)}
     taken, least = [], []
     for members in _by_stage(chosen):
-        taken.append(sum((_time(each, each.cost, settings) for each in members), Fraction(0)))
-        fastest = Fraction(0)
+        taken.append(math.fsum(_time(each, each.cost, settings) for each in members))
+        fastest = []
         for each in members:
             costs = [c for c in each.linear.options.values() if c.quality_loss is not None]
             if _pinned(each, settings, edges):
                 costs = [each.cost]
-            fastest += min(_time(each, cost, settings) for cost in costs)
-        least.append(fastest)
-    if max(taken) > max(least) * (1 + TOLERANCE):
-        yield f"the slowest stage takes {float(max(taken))}, it could take {float(max(least))}"
+            fastest.append(min(_time(each, cost, settings) for cost in costs))
+        least.append(math.fsum(fastest))
+    if max(taken) > max(least) * (1 + float(TOLERANCE)):
+        yield f"the slowest stage takes {max(taken)}, it could take {max(least)}"
 
 
-def _time(each: _Chosen, cost: OptionCost, settings: PlanSettings) -> Fraction:
+def _time(each: _Chosen, cost: OptionCost, settings: PlanSettings) -> float:
     if settings.cost == "time":
-        return Fraction(cost.seconds or 0.0)
-    return Fraction(each.linear.flops) * (1 - Fraction(cost.saving) / 2)
+        return cost.seconds or 0.0
+    return each.linear.flops * (1 - cost.saving / 2)
 
 
 def _check_changes(
@@ -218,7 +221,7 @@ def _check_changes(
     changes = 0
     for each in chosen:
         before = previous.linears[each.linear.name]
-        listed = any(Option.parse(name) == before for name in each.linear.options)
+        listed = any(_parse(name) == before for name in each.linear.options)
         changes += listed and before != each.option
     if changes > settings.max_changes:
         yield f"{changes} linears change, at most {settings.max_changes} may"
