@@ -40,8 +40,11 @@ COL_LAUNCH = Launch(128, 64, 8)
 BLOCK_LAUNCH = Launch(128, 128, 8)
 """Square blocks of weights: one block a program."""
 
-BOTH_LAUNCH = Launch(128, 128, 16)
-"""Both directions at once: whole tiles both ways; 16 warps keep the block in registers."""
+BOTH_LAUNCH = Launch(128, 128, 8)
+"""Both directions at once: whole tiles both ways."""
+
+ROW_STEP, COL_STEP = 32, 32
+"""Rows, and columns, of the slices in which a program of both directions works."""
 
 NORMS_LAUNCH = Launch(32, 128, 4)
 """Sums only."""
@@ -158,7 +161,7 @@ def error_norms(
 
     Args:
         x: [rows, cols].
-        specs: (format, tile) pairs, rounded to nearest even.
+        specs: one or more (format, tile) pairs, rounded to nearest even.
         rowwise: one sum for each row instead of one in all.
         tensor_amax: for E4M3 scales.
         launch: block size; None takes the default.
@@ -166,15 +169,31 @@ def error_norms(
     Returns:
         FP64 [1 + len(specs)], or [1 + len(specs), rows]: squares first, then errors.
     """
-    grids = tuple(make_grid(fmt, block) for fmt, block in specs)
-    tall = max((grid.tile_rows for grid in grids), default=1)
-    wide = max((grid.tile_cols for grid in grids), default=1)
-    if launch is None:
-        launch = _cover(NORMS_LAUNCH if tall == 1 else BLOCK_LAUNCH, tall, wide)
+    groups = [specs[i : i + _GRIDS] for i in range(0, len(specs), _GRIDS)]
+    sums = [_error_norms(x, group, rowwise, tensor_amax, launch) for group in groups]
+    return torch.cat([sums[0], *(table[1:] for table in sums[1:])])
+
+
+_GRIDS = 4
+"""Formats that one read of x can serve."""
+
+
+def _error_norms(
+    x: Tensor,
+    specs: tuple[tuple[Format, Block], ...],
+    rowwise: bool,
+    tensor_amax: Tensor | None,
+    launch: Launch | None,
+) -> Tensor:
+    grids = [make_grid(fmt, block) for fmt, block in specs]
+    tall = max(grid.tile_rows for grid in grids)
+    wide = max(grid.tile_cols for grid in grids)
+    launch = launch or _cover(NORMS_LAUNCH if tall == 1 else BLOCK_LAUNCH, tall, wide)
     down, across = _blocks(x, launch)
     shape = (across, x.shape[0]) if rowwise else (down * across,)
     sums = torch.zeros((1 + len(grids), *shape), dtype=torch.float32, device=x.device)
     if x.numel():
+        named = {f"GRID_{i}": grids[min(i, len(grids) - 1)] for i in range(_GRIDS)}
         with _on(x):
             error_norms_kernel[(down * across,)](
                 x,
@@ -184,7 +203,8 @@ def error_norms(
                 sums,
                 R=launch.rows,
                 C=launch.cols,
-                GRIDS=grids,
+                **named,
+                COUNT=len(grids),
                 ROWS=rowwise,
                 num_warps=launch.num_warps,
             )
@@ -279,6 +299,8 @@ def _run_both(
             PAYLOAD=row[1] is not None,
             ROW_MODE=draws[0].mode,
             COL_MODE=draws[1].mode,
+            ROW_STEP=max(ROW_STEP, grids[0].tile_rows),
+            COL_STEP=max(COL_STEP, grids[1].tile_cols),
             NATIVE_CASTS=not interpreting(),
             num_warps=launch.num_warps,
         )

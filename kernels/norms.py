@@ -19,19 +19,32 @@ from megatron_snip.kernels.tile import quantize_tiles, spread
 
 
 @triton.jit
-def _store_sum(
-    values, sums_ptr, quantity, rows, cols, R: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr
-):
+def _store_sum(values, sums_ptr, quantity, at, ROWS: tl.constexpr):
     """Write a block's sums: table [quantity, col block, row] if ROWS, else [quantity, block]."""
-    pid = tl.program_id(0)
+    R: tl.constexpr = values.shape[0]
+    C: tl.constexpr = values.shape[1]
+    row0, col0, rows, cols = at
     across = tl.cdiv(cols, C)
     if ROWS:
-        r = (pid // across) * R + tl.arange(0, R)
-        spots = (quantity * across + pid % across).to(tl.int64) * rows + r
+        r = row0 + tl.arange(0, R)
+        spots = (quantity * across + col0 // C).to(tl.int64) * rows + r
         tl.store(sums_ptr + spots, tl.sum(values, 1), mask=r < rows)
     else:
-        spot = (quantity * across).to(tl.int64) * tl.cdiv(rows, R) + pid
+        spot = (quantity * across).to(tl.int64) * tl.cdiv(rows, R) + tl.program_id(0)
         tl.store(sums_ptr + spot, tl.sum(tl.sum(values, 1), 0))
+
+
+@triton.jit
+def _store_error(x, amax_ptr, sums_ptr, quantity, at, GRID: tl.constexpr, ROWS: tl.constexpr):
+    """Write the sums of the squared rounding error (to nearest even) of one grid."""
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    tensor_amax = 0.0
+    if GRID.scale == 2:
+        tensor_amax = tl.load(amax_ptr)
+    q, decode = quantize_tiles(x, 0, tensor_amax, GRID, False)
+    error = x - q * spread(decode, R, C, GRID)
+    _store_sum(error * error, sums_ptr, quantity, at, ROWS)
 
 
 @triton.jit
@@ -42,23 +55,30 @@ def error_norms_kernel(
     amax_ptr,  # FP32 scalar, read by E4M3 scales
     rows,
     cols,
-    sums_ptr,  # [1 + formats, ...] FP32: squares first, then errors
+    sums_ptr,  # [1 + COUNT, ...] FP32: squares first, then errors
     R: tl.constexpr,
     C: tl.constexpr,
-    GRIDS: tl.constexpr,
+    GRID_0: tl.constexpr,
+    GRID_1: tl.constexpr,
+    GRID_2: tl.constexpr,
+    GRID_3: tl.constexpr,
+    COUNT: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Sums of squares of x and of the rounding error (to nearest even) of every grid."""
+    """Sums of squares of x and of its rounding error on the first COUNT grids.
+
+    Grids come one by one because Triton 3.6 forgets the field names of tuples within tuples.
+    """
     at = block_at(rows, cols, R, C)
     x = load_block(x_ptr, x_row, x_col, at, R, C)
-    _store_sum(x * x, sums_ptr, 0, rows, cols, R, C, ROWS)
-    for i in tl.static_range(len(GRIDS)):
-        tensor_amax = 0.0
-        if GRIDS[i].scale == 2:
-            tensor_amax = tl.load(amax_ptr)
-        q, decode = quantize_tiles(x, 0, tensor_amax, GRIDS[i], False)
-        error = x - q * spread(decode, R, C, GRIDS[i])
-        _store_sum(error * error, sums_ptr, i + 1, rows, cols, R, C, ROWS)
+    _store_sum(x * x, sums_ptr, 0, at, ROWS)
+    _store_error(x, amax_ptr, sums_ptr, 1, at, GRID_0, ROWS)
+    if COUNT > 1:
+        _store_error(x, amax_ptr, sums_ptr, 2, at, GRID_1, ROWS)
+    if COUNT > 2:
+        _store_error(x, amax_ptr, sums_ptr, 3, at, GRID_2, ROWS)
+    if COUNT > 3:
+        _store_error(x, amax_ptr, sums_ptr, 4, at, GRID_3, ROWS)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Kernels that quantize a matrix in one read: one direction, or rows and tokens together.
 
-A program takes a block of whole tiles, keeps it in registers, and writes either the dequantized
-tensor (BF16 or FP32) or an E4M3 payload (uint8) with one FP32 decode scale a tile. `both` reads x
-once for two quantizations: along the row (fprop, dgrad) and along tokens (wgrad).
+A program takes a block of whole tiles and writes either the dequantized tensor (BF16 or FP32) or
+an E4M3 payload (uint8) with one FP32 decode scale a tile. `both` reads x from memory once for two
+quantizations: along the row (fprop, dgrad) and along tokens (wgrad).
 
 Every tensor is addressed through (row stride, col stride), so a transposed output is a matter of
 strides; offsets are 64-bit. The twin is `quantizers.reference`.
@@ -158,20 +158,32 @@ def quantize_both_kernel(
     PAYLOAD: tl.constexpr,
     ROW_MODE: tl.constexpr,
     COL_MODE: tl.constexpr,
+    ROW_STEP: tl.constexpr,
+    COL_STEP: tl.constexpr,
     NATIVE_CASTS: tl.constexpr,
 ):
-    """Quantize along the row and along tokens from one read of x."""
-    at = block_at(rows, cols, R, C)
-    x = load_block(x_ptr, x_row, x_col, at, R, C)
+    """Quantize along the row and along tokens from one read of x.
+
+    The block holds whole tiles both ways, too much for registers; so it is worked off in slices
+    of ROW_STEP rows and then in slices of COL_STEP columns. The second pass finds x in the first-
+    level cache (32 KiB of BF16), and small slices leave room for enough programs to hide latency.
+    """
+    row0, col0, _, _ = block_at(rows, cols, R, C)
     tensor_amax = 0.0
     if ROW_GRID.scale == 2 or COL_GRID.scale == 2:
         tensor_amax = tl.load(amax_ptr)
     place = (global_cols, local_chunk, global_chunk, col_start, row_start)
     a = (a_ptr, a_row, a_col, a_scale_ptr, a_scale_row, a_scale_col)
-    _quantize_block(
-        x, tensor_amax, row_key, place, a, at, ROW_GRID, PAYLOAD, ROW_MODE, NATIVE_CASTS
-    )
+    for step in range(0, R, ROW_STEP):
+        at = (row0 + step, col0, rows, cols)
+        x = load_block(x_ptr, x_row, x_col, at, ROW_STEP, C)
+        _quantize_block(
+            x, tensor_amax, row_key, place, a, at, ROW_GRID, PAYLOAD, ROW_MODE, NATIVE_CASTS
+        )
     b = (b_ptr, b_row, b_col, b_scale_ptr, b_scale_row, b_scale_col)
-    _quantize_block(
-        x, tensor_amax, col_key, place, b, at, COL_GRID, PAYLOAD, COL_MODE, NATIVE_CASTS
-    )
+    for step in range(0, C, COL_STEP):
+        at = (row0, col0 + step, rows, cols)
+        x = load_block(x_ptr, x_row, x_col, at, R, COL_STEP)
+        _quantize_block(
+            x, tensor_amax, col_key, place, b, at, COL_GRID, PAYLOAD, COL_MODE, NATIVE_CASTS
+        )

@@ -24,7 +24,6 @@ import triton.language as tl
 _EXPONENT = tl.constexpr(0x7F800000)
 _FLOOR = tl.constexpr(2.0**-100)
 _INF = tl.constexpr(float("inf"))
-_NAN = tl.constexpr(float("nan"))
 _STORED_LEAST = tl.constexpr(2.0**-6)
 _STORED_LARGEST = tl.constexpr(448.0)
 _STORED_LEAST_BITS = tl.constexpr((-6 + 127) << 23)
@@ -52,9 +51,9 @@ def round_stochastic(y, draws, least_bits: tl.constexpr, anchor: tl.constexpr, n
 @triton.jit
 def tile_scales(amax, tensor_amax, GRID: tl.constexpr):
     """(encode, decode) of tiles with largest magnitude `amax`; NaN for NaN and Inf."""
-    amax = tl.where(amax < _INF, amax, _NAN)
+    amax = tl.where(amax < _INF, amax, float("nan"))
     if GRID.scale == 2:
-        top = tl.where(tensor_amax < _INF, tl.maximum(tensor_amax, _FLOOR), _NAN)
+        top = tl.where(tensor_amax < _INF, tl.maximum(tensor_amax, _FLOOR), float("nan"))
         tensor = tl.div_rn(top, _STORED_LARGEST * GRID.largest)
         ratio = tl.div_rn(tl.div_rn(amax, GRID.largest), tensor)
         ratio = tl.clamp(ratio, _STORED_LEAST, _STORED_LARGEST, propagate_nan=tl.PropagateNan.ALL)
@@ -67,9 +66,9 @@ def tile_scales(amax, tensor_amax, GRID: tl.constexpr):
         if GRID.scale == 1:
             up = ((decode.to(tl.int32, bitcast=True) + 0x007FFFFF) & _EXPONENT).to(tl.int32)
             finite = floored < _INF
-            decode = tl.where(finite, up.to(tl.float32, bitcast=True), _NAN)
+            decode = tl.where(finite, up.to(tl.float32, bitcast=True), float("nan"))
             inverse = (0x7F000000 - up).to(tl.float32, bitcast=True)  # 2^-e from 2^e
-            encode = tl.where(finite, inverse, _NAN)
+            encode = tl.where(finite, inverse, float("nan"))
         else:
             encode = tl.div_rn(GRID.largest, floored)
     return encode, decode

@@ -200,7 +200,7 @@ def test_both_directions_from_one_read(names, streams):
 @pytest.mark.parametrize("block", ["row", "tokens", "weight"])
 def test_error_norms(rowwise, block):
     x = torch.randn(150, 300, dtype=torch.bfloat16, device=DEVICE)
-    names = ("fp8", "fp4", "mxfp4", "nvfp4")
+    names = ("fp8", "fp4", "mxfp4", "nvfp4", "mxfp8")  # more than one read serves
     shapes = {
         "row": lambda f: (1, f.tile),
         "tokens": lambda f: (f.tile, 1),
