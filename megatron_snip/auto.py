@@ -1,0 +1,13 @@
+"""`import megatron_snip.auto` as a script's first line: SNIP's seams, if its command line asks.
+
+The same as `python -m megatron_snip SCRIPT`, for scripts that are started in another way. It must
+come before anything that takes a function out of `megatron.training` by name.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from megatron_snip.patches.seams import install_for
+
+install_for(sys.argv[1:])

@@ -1,0 +1,88 @@
+"""`python -m megatron_snip [--cpu] SCRIPT ARGS...`: an unmodified Megatron-LM script, with SNIP.
+
+    python pretrain_gpt.py ARGS   ->   python -m megatron_snip pretrain_gpt.py ARGS --snip
+
+The script runs as `__main__` with its own `sys.argv` and its own directory first on `sys.path`, as
+Python would run it; Megatron is therefore the one that the script would import. Everything that
+Megatron's parser knows, `--snip-*` included, comes after the script's name.
+"""
+
+from __future__ import annotations
+
+import logging
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_snip.errors import UsageError
+
+CPU_FLAG = "--cpu"
+
+
+def is_script(words: Sequence[str]) -> bool:
+    """Whether the command line names a script to run and not a subcommand.
+
+    Args:
+        words: the command line; a subcommand's name has been ruled out by the caller.
+    """
+    rest = words[1:] if words[:1] == [CPU_FLAG] else words
+    if not rest:
+        return words[:1] == [CPU_FLAG]
+    first = rest[0]
+    return words[0] == CPU_FLAG or first.endswith(".py") or Path(first).is_file()
+
+
+def prepare_script(words: Sequence[str]) -> Path:
+    """Stand in for `python SCRIPT` and install the seams that the command line asks for.
+
+    Args:
+        words: `[--cpu] SCRIPT ARGS...`.
+
+    Returns:
+        The script, for `run_script`.
+
+    Raises:
+        UsageError: if there is no such script.
+        UnsupportedError: if Megatron has not the seams that `--snip` needs.
+    """
+    on_cpu = words[0] == CPU_FLAG
+    rest = list(words[1:] if on_cpu else words)
+    if not rest:
+        raise UsageError(f"{CPU_FLAG} wants a script: python -m megatron_snip {CPU_FLAG} SCRIPT")
+    script = Path(rest[0])
+    if not script.is_file():
+        raise UsageError(f"cannot find the script '{script}'")
+    _stand_in_for_python(script, rest)
+    _show_our_log()
+    if on_cpu:
+        from megatron_snip.patches import cpu
+
+        cpu.install(claim_cuda=True)
+    from megatron_snip.patches.seams import install_for
+
+    install_for(rest[1:])
+    return script
+
+
+def run_script(script: Path) -> int:
+    """Run a prepared script as `__main__`; what it raises, `SystemExit` included, is its own."""
+    runpy.run_path(str(script), run_name="__main__")
+    return 0
+
+
+def _stand_in_for_python(script: Path, argv: list[str]) -> None:
+    """Set what `python SCRIPT` would have set."""
+    sys.argv = argv
+    if not sys.flags.safe_path:  # python -P keeps scripts' directories out
+        sys.path[0] = str(script.resolve().parent)
+
+
+def _show_our_log() -> None:
+    """Print this package's log lines until somebody configures logging."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    handler.addFilter(lambda record: not logging.getLogger().handlers)
+    logger = logging.getLogger("megatron_snip")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
