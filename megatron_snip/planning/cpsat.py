@@ -145,4 +145,7 @@ def _solver(effort: Effort, unit: float) -> cp_model.CpSolver:
     solver.parameters.max_deterministic_time = effort.deterministic_s
     solver.parameters.absolute_gap_limit = max(effort.absolute_gap / unit, 0.0)
     solver.parameters.relative_gap_limit = 0.0
+    # Presolve merging at-most-ones with linear rows proves wrong optima in 9.15 when coefficients
+    # are large (google/or-tools issue 5293); without it the right ones, and no slower.
+    solver.parameters.presolve_inclusion_work_limit = 0
     return solver

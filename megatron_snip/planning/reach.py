@@ -21,6 +21,7 @@ from fractions import Fraction
 
 import numpy as np
 
+from megatron_snip.planning.cost import NOISE
 from megatron_snip.planning.table import Ints, Mask
 from megatron_snip.planning.task import Task
 
@@ -108,7 +109,7 @@ def bottleneck_floors(task: Task) -> tuple[Fraction | None, ...] | None:
     steps = _most_steps_within_least(task, moves, handout.history)
     handout = _Handout(task, moves, handout.key)
     handout.run(steps)
-    slowest = -min(key for key, _ in handout.heap)
+    slowest = -min(key for key, _ in handout.heap) * (1 + NOISE)
     return tuple((base - slowest) / table.rate for base in table.stage_bases)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_snip.planning.policies.fill import fill, within_changes
 from megatron_snip.planning.policies.policy import Decision, Request
+from megatron_snip.planning.solve import lower_bound
 from megatron_snip.planning.table import Ints
 from megatron_snip.planning.task import Task
 
@@ -31,7 +32,8 @@ class GreedyPolicy:
         filled = fill(task, start, [(row, column) for _, row, column in steps])
         order = list(dict.fromkeys(row for _, row, _ in steps))
         left = [row for row in range(len(start)) if row not in set(order)]
-        return Decision(within_changes(task, filled, order + left), "feasible", None, task=task)
+        columns = within_changes(task, filled, order + left)
+        return Decision(columns, "feasible", lower_bound(task), task=task)
 
 
 def hull_steps(task: Task, start: Ints) -> list[tuple[float, int, int]]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron_snip.planning.policies.fill import fill, gentlest, lowest, within_changes
 from megatron_snip.planning.policies.policy import Decision, Request, metric_of
+from megatron_snip.planning.solve import lower_bound
 from megatron_snip.planning.table import Table
 from megatron_snip.planning.task import Task
 from megatron_snip.types import natural_key, split_linear_name
@@ -41,7 +42,7 @@ class OrderedPolicy:
         gaining = [row for row in order if gains[row, low[row]] > gains[row, start[row]]]
         steps = [(row, int(low[row])) for row in gaining]
         columns = within_changes(task, fill(task, start, steps), order)
-        return Decision(columns, "feasible", None, task=task)
+        return Decision(columns, "feasible", lower_bound(task), task=task)
 
 
 def random_order(request: Request, task: Task) -> list[int]:

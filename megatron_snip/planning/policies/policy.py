@@ -6,6 +6,7 @@ the minimum gain and validates the result. A policy never sees a step's tensors,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -88,7 +89,7 @@ class Policy(Protocol):
 
 
 def metric_of(request: Request, policy: str, metric: str, row: int, column: int) -> float:
-    """Return a metric of one option of one linear.
+    """Return a metric of one option of one linear; inf where it was not finite when measured.
 
     Raises:
         UsageError: if the request carries no metrics or not this one.
@@ -100,10 +101,11 @@ def metric_of(request: Request, policy: str, metric: str, row: int, column: int)
         )
     name, option = request.table.names[row], request.table.options[row][column]
     by_option = {canonical(key): value for key, value in request.metrics.get(name, {}).items()}
-    value = by_option.get(option, {}).get(metric)
-    if value is None:
+    measured = by_option.get(option, {})
+    if metric not in measured:
         raise UsageError(
             f"policy '{policy}' needs '{metric}' of option '{option}' for '{name}', "
             "which the statistics do not hold"
         )
-    return float(value)
+    value = measured[metric]
+    return float(value) if value is not None and math.isfinite(value) else math.inf

@@ -1,0 +1,123 @@
+"""Random planning problems: ordinary, tied, and with scales that would upset a careless solver."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from megatron_snip.options import Option
+from megatron_snip.planning.plan import PrecisionPlan, assignment_digest
+from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
+from megatron_snip.planning.settings import PlanSettings
+
+OPTIONS = ("bf16", "fp8", "fp4-fp8-fp8", "fp4-fp4-fp8", "fp8-fp8-fp4", "fp4")
+BALANCES = ("none", "stage", "bottleneck")
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A problem, the rules, and the plan before."""
+
+    problem: PlanningProblem
+    settings: PlanSettings
+    previous: PrecisionPlan | None
+
+
+def random_instance(seed: int, num_linears: int | None = None) -> Instance:
+    """Return an instance; the same seed gives the same one.
+
+    Args:
+        seed: of the generator.
+        num_linears: by default few enough for enumeration. With a number, the instance is one
+            that HiGHS can judge: efficiencies come in steps above its feasibility tolerance of
+            1e-6, and there is no bottleneck balance.
+    """
+    r = random.Random(seed)
+    count = num_linears if num_linears is not None else r.randint(1, 7)
+    stages = r.randint(1, min(4, count))
+    names = r.sample(OPTIONS, r.randint(2, 4)) if num_linears is None else list(OPTIONS[1:])
+    small = num_linears is None
+    loss_of, flops_of = r.choice(LOSSES if small else LOSSES[:5]), r.choice(FLOPS)
+    saving_of = r.choice(SAVINGS)
+    with_seconds = small and r.random() < 0.3
+    if not small:
+        flops_of, saving_of = r.choice(FLOPS[:2]), SAVINGS[0]
+    linears = []
+    for i in range(count):
+        flops = flops_of(r)
+        options = {}
+        for name in names:
+            share = Option.parse(name).share_in("fp4")
+            forbidden = r.random() < 0.05
+            options[name] = OptionCost(
+                quality_loss=None if forbidden else loss_of(r, share),
+                saving=saving_of(r, share),
+                seconds=flops * r.uniform(0.2, 1.0) if with_seconds else None,
+            )
+        name = f"decoder.layers.{i}.mlp.linear_fc1"
+        stage = i * stages // count
+        linears.append(LinearChoices(name=name, stage=stage, flops=flops, options=options))
+    target = r.choice([0.0, 1.0, 0.5, 0.75, r.random(), r.random()])
+    problem = PlanningProblem(linears=tuple(linears), target=target)
+    previous = random_plan(problem, r) if r.random() < 0.4 else None
+    settings = PlanSettings(
+        pipeline_balance=r.choice(BALANCES if small else BALANCES[:2]),
+        pins=_pins(r, problem),
+        max_changes=r.randint(0, count) if previous is not None and r.random() < 0.7 else None,
+        cost="time" if with_seconds and r.random() < 0.5 else "flops",
+    )
+    return Instance(problem, settings, previous)
+
+
+def random_plan(problem: PlanningProblem, r: random.Random) -> PrecisionPlan:
+    """Return a plan that assigns every linear one of its options (or, rarely, a foreign one)."""
+    linears = {
+        linear.name: Option.parse(
+            r.choice([*linear.options, *(["fp8"] if r.random() < 0.1 else [])])
+        )
+        for linear in problem.linears
+    }
+    return PrecisionPlan(
+        step=0,
+        policy="snip",
+        status="feasible",
+        objective=None,
+        bound=None,
+        seconds=0.0,
+        target=0.0,
+        efficiency=0.0,
+        stages=(),
+        linears=linears,
+        digest=assignment_digest(linears),
+    )
+
+
+def _pins(r: random.Random, problem: PlanningProblem) -> tuple[tuple[str, str], ...]:
+    if r.random() < 0.7:
+        return ()
+    chosen = r.choice(problem.linears)
+    return ((chosen.name, r.choice(list(chosen.options))),)
+
+
+LOSSES = (
+    lambda r, share: r.random() * (0.1 + share),
+    lambda r, share: 10.0 ** r.uniform(-6, 6) * (0.01 + share),
+    lambda r, share: float(r.randint(0, 2)),
+    lambda r, share: 0.0,
+    lambda r, share: r.uniform(-1.0, 1.0),
+    lambda r, share: 1e-30 * (r.random() + share),
+)
+FLOPS = (
+    lambda r: float(r.randint(1, 9)),
+    lambda r: 6.0 * 4096 * 128 * r.randint(1, 64),
+    lambda r: r.random() + 1e-3,
+    lambda r: 10.0 ** r.uniform(0, 7),
+    lambda r: float(r.choice([0, 0, 1, 2])),
+    lambda r: 1.0,
+)
+SAVINGS = (
+    lambda r, share: share,
+    lambda r, share: share,
+    lambda r, share: r.random(),
+    lambda r, share: r.choice([0.0, 0.1, 0.37, 1.0]),
+)
