@@ -1,6 +1,7 @@
 """Quantizers: the plain PyTorch specification of every format, which is also the CPU path.
 
-Entry points: `quantize_dequantize_operand` and `quantize_operand` for a GEMM's operand,
+Entry points: `quantize_dequantize_operand` and `quantize_operand` for a GEMM's operand
+(`..._pair`: for two GEMMs at once),
 `quantize` and `quantize_dequantize` for a tensor with given tiles, `quantize_payload` for the
 bytes a native GEMM takes, `..._both` for two quantizations of one read, `error_norms` and
 `moments` for sums. On CUDA they run Triton kernels, elsewhere the PyTorch reference in this room;
@@ -17,6 +18,11 @@ from megatron_snip.quantizers.operand import (
     quantize_dequantize_operand,
     quantize_operand,
 )
+from megatron_snip.quantizers.pair import (
+    quantize_dequantize_pair,
+    quantize_payload_operand,
+    quantize_payload_pair,
+)
 from megatron_snip.quantizers.reference import QuantizedTensor
 from megatron_snip.quantizers.routes import (
     Payload,
@@ -31,6 +37,9 @@ from megatron_snip.quantizers.stream import StochasticStream, StreamKey, StreamL
 __all__ = [
     "quantize_dequantize_operand",
     "quantize_operand",
+    "quantize_payload_operand",
+    "quantize_dequantize_pair",
+    "quantize_payload_pair",
     "quantize_dequantize",
     "quantize",
     "quantize_payload",

@@ -89,8 +89,8 @@ def quantize_operand(
         ValueError: if stochastic rounding is due and there is no stream; on a Hadamard transform
             outside wgrad; on what `quantize` refuses.
     """
-    fmt = _resolve(format_name)
-    source, block, used = _prepare(x, fmt, operand, gemm, stream, rounding, hadamard)
+    fmt = resolve(format_name)
+    source, block, used = prepare(x, fmt, operand, gemm, stream, rounding, hadamard)
     return quantize(source, fmt, block, stream=used, tensor_amax=tensor_amax)
 
 
@@ -124,20 +124,21 @@ def quantize_dequantize_operand(
     Returns:
         x's shape.
     """
-    fmt = _resolve(format_name)
+    fmt = resolve(format_name)
     dtype = x.dtype if dtype is None else dtype
     if not fmt.quantized:
         return x.detach().to(dtype)
-    source, block, used = _prepare(x, fmt, operand, gemm, stream, rounding, hadamard)
+    source, block, used = prepare(x, fmt, operand, gemm, stream, rounding, hadamard)
     out = quantize_dequantize(source, fmt, block, stream=used, tensor_amax=tensor_amax, dtype=dtype)
     return out.view(x.shape)
 
 
-def _resolve(format_name: str | Format) -> Format:
+def resolve(format_name: str | Format) -> Format:
+    """Return the format that a name, or a format, stands for."""
     return format_name if isinstance(format_name, Format) else get_format(format_name)
 
 
-def _prepare(
+def prepare(
     x: Tensor,
     fmt: Format,
     operand: Operand,

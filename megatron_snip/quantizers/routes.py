@@ -164,7 +164,7 @@ def quantize_dequantize_both(
     Returns:
         Two [rows, cols] tensors, each bit for bit what `quantize_dequantize` returns.
     """
-    tiles = tuple(_check_matrix(x, f, b) for f, b in zip(formats, blocks, strict=True))
+    tiles = _check_both(x, formats, blocks, streams)
     if not all(_use_kernels(x, tile) for tile in tiles):
         first, second = (
             quantize_dequantize(x, fmt, tile, stream=stream, tensor_amax=tensor_amax, dtype=dtype)
@@ -174,7 +174,7 @@ def quantize_dequantize_both(
     pair: tuple[Tensor, Tensor] = _launch().quantize_dequantize_both(
         x,
         formats,
-        (tiles[0], tiles[1]),
+        tiles,
         dtype=dtype,
         draws=_both_draws(streams, x.shape[1]),
         tensor_amax=_shared_amax(x, formats, tensor_amax),
@@ -205,7 +205,7 @@ def quantize_payload_both(
         direction's, codes column-major and scales row-major: the layouts in which a GEMM takes x
         and x^T under 1 x 128 scales.
     """
-    tiles = tuple(_check_matrix(x, f, b) for f, b in zip(formats, blocks, strict=True))
+    tiles = _check_both(x, formats, blocks, streams)
     if not all(_use_kernels(x, tile, payload=True) for tile in tiles):
         row, col = (
             quantize_payload(
@@ -225,7 +225,7 @@ def quantize_payload_both(
     outputs = _launch().quantize_payload_both(
         x,
         formats,
-        (tiles[0], tiles[1]),
+        tiles,
         draws=_both_draws(streams, x.shape[1]),
         tensor_amax=_shared_amax(x, formats, tensor_amax),
     )
@@ -284,8 +284,6 @@ def _draws(stream: StochasticStream | None, cols: int) -> Draws:
 def _both_draws(
     streams: tuple[StochasticStream | None, StochasticStream | None], cols: int
 ) -> tuple[Draws, Draws]:
-    if streams[0] and streams[1] and streams[0].layout != streams[1].layout:
-        raise ValueError("both streams of one tensor must have the same layout")
     return _draws(streams[0], cols), _draws(streams[1], cols)
 
 
@@ -329,3 +327,15 @@ def _check_matrix(x: Tensor, fmt: Format, block: Block) -> Block:
     if x.dim() != 2:
         raise ValueError(f"this takes a matrix, got shape {tuple(x.shape)}; flatten first")
     return tile
+
+
+def _check_both(
+    x: Tensor,
+    formats: tuple[Format, Format],
+    blocks: tuple[Block, Block],
+    streams: tuple[StochasticStream | None, StochasticStream | None],
+) -> tuple[Block, Block]:
+    if streams[0] and streams[1] and streams[0].layout != streams[1].layout:
+        raise ValueError("both streams of one tensor must have the same layout")
+    first, second = (_check_matrix(x, f, b) for f, b in zip(formats, blocks, strict=True))
+    return first, second
