@@ -42,6 +42,7 @@ COMMANDS: dict[str, Command] = {
         Command("train", "train a Llama-style GPT with SNIP", "megatron_snip.cli.train"),
         Command("plan", "make a plan from a problem file", "megatron_snip.cli.plan"),
         Command("pareto", "quality loss against efficiency", "megatron_snip.cli.pareto"),
+        Command("calibrate", "measure seconds per GEMM and format", "megatron_snip.cli.calibrate"),
         Command("doctor", "what this machine can run, and why", "megatron_snip.cli.doctor"),
     )
 }

@@ -30,9 +30,8 @@ class GreedyPolicy:
         start: Ints = np.lexsort((-gains, loss), axis=1)[:, 0]
         steps = hull_steps(task, start)
         filled = fill(task, start, [(row, column) for _, row, column in steps])
-        order = list(dict.fromkeys(row for _, row, _ in steps))
-        left = [row for row in range(len(start)) if row not in set(order)]
-        columns = within_changes(task, filled, order + left)
+        order = list(dict.fromkeys([*(row for _, row, _ in steps), *range(len(start))]))
+        columns = within_changes(task, filled, order)
         return Decision(columns, "feasible", lower_bound(task), task=task)
 
 

@@ -1,0 +1,139 @@
+"""CalibrationTable: measured seconds per GEMM and format, and what they say about a problem.
+
+The file, schema version 1:
+
+    {"version": 1, "machine": str, "device": str, "date": str, "versions": {package: str},
+     "tokens": int,
+     "linears": [{"names": GLOB, "out_features": int, "in_features": int,
+                  "seconds": {FORMAT: {"fprop": number, "dgrad": number, "wgrad": number}}}]}
+
+A linear of a problem takes the first entry whose glob matches its name. Seconds are measured at
+`tokens` tokens, for 6 * tokens * out_features * in_features FLOPs; they are scaled to the linear's
+own FLOPs, so that a problem may count FLOPs for one token or for a batch.
+"""
+
+from __future__ import annotations
+
+import json
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from megatron_snip.config import explain
+from megatron_snip.errors import UsageError
+from megatron_snip.formats import FORMATS
+from megatron_snip.options import Option
+from megatron_snip.planning.json_file import read_json, write_atomic
+from megatron_snip.planning.problem import LinearChoices, PlanningProblem
+from megatron_snip.types import Gemm
+
+_STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+_Count = Annotated[int, Field(ge=1)]
+_Seconds = Annotated[float, Field(gt=0.0)]
+
+
+class CalibratedLinear(BaseModel):
+    """Seconds of one shape.
+
+    Attributes:
+        names: glob over linears' names, e.g. `*.mlp.linear_fc1`.
+        out_features: N.
+        in_features: K.
+        seconds: by format and GEMM.
+    """
+
+    model_config = _STRICT
+
+    names: Annotated[str, Field(min_length=1)]
+    out_features: _Count
+    in_features: _Count
+    seconds: dict[str, dict[str, _Seconds]]
+
+    @field_validator("seconds")
+    @classmethod
+    def _complete(cls, value: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+        for name, by_gemm in value.items():
+            if name not in FORMATS:
+                raise ValueError(f"unknown format '{name}'")
+            if set(by_gemm) != {gemm.value for gemm in Gemm}:
+                raise ValueError(f"format '{name}' needs seconds for fprop, dgrad and wgrad")
+        return value
+
+
+class CalibrationTable(BaseModel):
+    """See the file's description."""
+
+    model_config = _STRICT
+
+    version: Literal[1] = 1
+    machine: str
+    device: str
+    date: str
+    versions: dict[str, str]
+    tokens: _Count
+    linears: Annotated[tuple[CalibratedLinear, ...], Field(min_length=1)]
+
+    def seconds(self, linear: LinearChoices, option: Option) -> float:
+        """Return the time of a linear's three GEMMs under an option.
+
+        Raises:
+            UsageError: if no entry matches the linear or a format was not measured.
+        """
+        entry = next((e for e in self.linears if fnmatchcase(linear.name, e.names)), None)
+        if entry is None:
+            globs = ", ".join(entry.names for entry in self.linears)
+            raise UsageError(f"the calibration table has no entry for '{linear.name}' ({globs})")
+        missing = [name for name in option.formats if name not in entry.seconds]
+        if missing:
+            raise UsageError(
+                f"the calibration table has no seconds for '{missing[0]}' at '{entry.names}' "
+                f"(it has {', '.join(entry.seconds)})"
+            )
+        measured = sum(entry.seconds[option[gemm]][gemm.value] for gemm in Gemm)
+        flops = 6.0 * self.tokens * entry.out_features * entry.in_features
+        return measured * linear.flops / flops
+
+
+def read_calibration(path: Path) -> CalibrationTable:
+    """Read a table.
+
+    Raises:
+        UsageError: if the file is missing, not JSON, or breaks the schema; one line.
+    """
+    value: Any = read_json(path, "calibration table")
+    source = f"calibration table '{path}'"
+    if not isinstance(value, dict) or value.get("version") != 1:
+        raise UsageError(f"{source} is not of version 1")
+    if isinstance(value.get("linears"), list):
+        value = {**value, "linears": tuple(value["linears"])}
+    try:
+        return CalibrationTable.model_validate(value)
+    except ValidationError as error:
+        raise UsageError(f"{source}: {explain(error)}") from None
+
+
+def write_calibration(table: CalibrationTable, path: Path) -> None:
+    """Write a table atomically.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    write_atomic(path, json.dumps(table.model_dump(mode="json"), indent=1) + "\n")
+
+
+def with_seconds(problem: PlanningProblem, table: CalibrationTable) -> PlanningProblem:
+    """Return the problem with every option's seconds taken from a table.
+
+    Raises:
+        UsageError: if the table lacks a linear or a format, or an option is unknown.
+    """
+    linears = []
+    for linear in problem.linears:
+        options = {
+            name: cost.model_copy(update={"seconds": table.seconds(linear, Option.parse(name))})
+            for name, cost in linear.options.items()
+        }
+        linears.append(linear.model_copy(update={"options": options}))
+    return problem.model_copy(update={"linears": tuple(linears)})
