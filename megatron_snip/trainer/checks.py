@@ -6,6 +6,7 @@ Each check raises a `UsageError` of one line. Nothing is written.
 from __future__ import annotations
 
 import logging
+import os
 import struct
 from pathlib import Path
 
@@ -68,12 +69,15 @@ def check_run(config: TrainConfig, world_size: int) -> None:
 
 
 def check_run_dir(run_dir: Path) -> None:
-    """Refuse a folder that holds something else than a run.
+    """Refuse a folder that holds something else than a run, or that cannot be written.
 
     Raises:
         UsageError: names what is in the way.
     """
     if not run_dir.exists():
+        parent = next(p for p in run_dir.absolute().parents if p.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise UsageError(f"run_dir '{run_dir}' cannot be made in '{parent}'; name another")
         return
     if not run_dir.is_dir():
         raise UsageError(f"run_dir '{run_dir}' is a file; name a folder")
@@ -81,6 +85,8 @@ def check_run_dir(run_dir: Path) -> None:
         foreign = sorted(p.name for p in run_dir.iterdir() if not _is_ours(p.name))
     except OSError as error:
         raise UsageError(f"cannot read run_dir '{run_dir}': {error.strerror}") from None
+    if not os.access(run_dir, os.W_OK | os.X_OK):
+        raise UsageError(f"run_dir '{run_dir}' cannot be written; name another folder")
     if foreign:
         raise UsageError(
             f"run_dir '{run_dir}' holds '{foreign[0]}', which is not of a run; name another "

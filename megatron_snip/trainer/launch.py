@@ -60,8 +60,7 @@ def _run(file: Path, nproc_per_node: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # The launcher's own reports are for clusters; ours are below.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    _quiet_launcher()
     settings = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -82,6 +81,13 @@ def _run(file: Path, nproc_per_node: int) -> int:
         print(f"megatron-snip: ended by {error.sigval.name}", file=sys.stderr)
         return 128 + int(error.sigval)
     return 0
+
+
+def _quiet_launcher() -> None:
+    """Silence the launcher's own reports, which are for clusters; ours are below."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _explain(error: Any) -> int:

@@ -42,7 +42,8 @@ def train_as_rank(config: TrainConfig) -> None:
 
 def main(arguments: list[str]) -> int:
     """Be a rank that the front process has started; tell it why, if the run fails."""
-    signal.signal(signal.SIGTERM, _leave)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)
     _end_with_parent()
     try:
         values: dict[str, Any] = json.loads(Path(arguments[0]).read_text())

@@ -1,0 +1,106 @@
+"""TrainConfig: one record from YAML and flags."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from megatron_snip.__main__ import build_parser, main
+from megatron_snip.cli import train
+from megatron_snip.config import SnipConfig
+from megatron_snip.errors import UsageError
+from megatron_snip.flags import given_values
+from megatron_snip.trainer.config import TrainConfig, TrainFields, load_train_config
+
+CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
+
+
+def parse(*words: str) -> argparse.Namespace:
+    return build_parser("train").parse_args(["train", *words])
+
+
+def load(file: Path | None, *words: str) -> TrainConfig:
+    args = parse(*words)
+    return load_train_config(
+        file, given_values(args, TrainFields), given_values(args, SnipConfig, "snip_")
+    )
+
+
+def test_flags_win_over_the_file_field_by_field(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("num_layers: 8\nlr: 0.001\nsnip: {interval: 50, efficiency_target: 0.5}\n")
+    config = load(file, "--lr", "2e-3", "--snip-interval", "7", "--no-bf16", "--snip")
+    assert (config.num_layers, config.lr, config.bf16) == (8, 2e-3, False)
+    assert (config.snip.interval, config.snip.efficiency_target) == (7, 0.5)
+    assert config.snip.enabled
+
+
+def test_settings_survive_the_trip_to_the_ranks() -> None:
+    config = load(None, "--snip-formats", "fp8,fp4", "--snip-pins", "*.0.*=fp8", "--run-dir", "x")
+    again = TrainConfig(**config.model_dump(mode="json"))
+    assert again == config
+
+
+def test_defaults_that_follow_other_fields() -> None:
+    config = TrainConfig(hidden_size=384, num_attention_heads=6, seq_length=64)
+    assert config.ffn_width == 1024
+    assert config.query_groups == 6 and config.head_width == 64
+    assert config.longest_sequence == 64
+    assert config.token_ids == 257 and config.padded_vocab_size == 384
+    assert TrainConfig(make_vocab_size_divisible_by=1).padded_vocab_size == 257
+
+
+def test_virtual_stages_follow_from_layers_per_chunk() -> None:
+    sizes = {"num_layers": 8, "pipeline_model_parallel_size": 2}
+    assert TrainConfig(**sizes).virtual_pipeline_size is None
+    two = TrainConfig(**sizes, num_layers_per_virtual_pipeline_stage=2)
+    assert two.virtual_pipeline_size == 2
+    whole = TrainConfig(**sizes, num_layers_per_virtual_pipeline_stage=4)
+    assert whole.virtual_pipeline_size is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("hiden_size: 3", "unknown key 'hiden_size'"),
+        ("snip: {intervall: 3}", "unknown key 'snip.intervall'"),
+        ("snip: 3", "'snip' must hold a mapping"),
+        ("num_layers: 0", "num_layers: .* greater than or equal to 1, got 0"),
+        ("lr: fast", "lr: .* got 'fast'"),
+        ("snip: {efficiency_target: 1.5}", "efficiency_target: .* less than or equal to 1"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=message) as caught:
+        load(file)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
+def test_every_file_in_configs_loads(file: Path) -> None:
+    assert load(file).train_iters > 0
+
+
+def test_the_demo_is_what_it_says() -> None:
+    config = load(CONFIGS[0].parent / "demo.yaml")
+    assert config.tensor_model_parallel_size == 2 and config.num_layers >= 4
+    last = config.train_iters - config.snip.lag
+    refreshes = range(config.snip.start_step, last, config.snip.interval)
+    assert config.snip.enabled and len(refreshes) >= 4
+
+
+def test_help_teaches_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert caught.value.code == 0
+    assert "How the model and the data are spread over ranks" in shown
+    assert "--snip-efficiency-target" in shown and "torchrun" in shown
+    for name, field in TrainFields.model_fields.items():
+        assert "--" + name.replace("_", "-") in shown
+        assert field.description
+    assert train.EXAMPLES.split()[0] in shown
