@@ -169,7 +169,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, OutputFields):
             if not sep or not glob:
                 raise UsageError(f"pins: '{pin}' is not GLOB=OPTION, e.g. 'decoder.layers.0.*=fp8'")
             Option.parse(option)
-        if self.lag >= self.interval:
+        if self.lag >= self.interval and not (self.collect_only or self.freeze_plan):
             raise UsageError(
                 f"lag ({self.lag}) must be smaller than interval ({self.interval}), so that a "
                 "plan is applied before the next refresh starts"

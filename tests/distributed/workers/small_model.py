@@ -27,7 +27,6 @@ from megatron_snip.patches import cpu
 from megatron_snip.reporting.reporter import Applied, Refresh
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.trainer.config import TrainConfig, make_train_config
-from megatron_snip.trainer.data import Datasets
 from megatron_snip.trainer.hooks import PlainHook, TrainingHook
 from megatron_snip.trainer.loop import train_step
 from megatron_snip.trainer.model import TrainingState, build_training_state

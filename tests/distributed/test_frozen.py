@@ -1,0 +1,74 @@
+"""Measuring leaves no trace: under a frozen plan, training with refreshes is bitwise the same.
+
+BF16 compute, dropout on, FP4 with stochastic rounding in the plan; a refresh every 5 of 30 steps,
+the first before the optimizer has any state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.launch import run_ranks
+
+WORKER = "tests.distributed.workers.frozen:with_and_without"
+TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+ONE = {
+    "plain": {},
+    "full recompute": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+TWO = {
+    "tp": {TP: 2},
+    "tp sp": {TP: 2, "sequence_parallel": True},
+    "pp": {PP: 2, "num_layers": 2},
+    "vpp": {PP: 2, "num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1},
+    "dp distributed optimizer": {
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+    },
+}
+
+
+def check(result: dict[str, Any]) -> None:
+    with_refreshes, without = result["with"], result["without"]
+    assert with_refreshes["refreshes"] == [0, 5, 10, 15, 20, 25]
+    assert without["refreshes"] == []
+    assert all(value > 0 for value in with_refreshes["probed"])  # weights were perturbed
+    assert with_refreshes["options"] == without["options"] == ["fp4", "fp8"]
+    assert with_refreshes["warnings"] == without["warnings"] == []
+    for bits in ("losses", "weights", "optimizer"):
+        assert with_refreshes[bits] == without[bits], bits
+    assert len(set(without["losses"])) == 30  # it did train
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> list[dict[str, Any]]:
+    return run_ranks(1, WORKER, {"layouts": ONE}, timeout_s=200)
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, Any]]:
+    return run_ranks(2, WORKER, {"layouts": TWO}, timeout_s=280)
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_refreshes_leave_no_trace_on_one_rank(one_rank: list[dict[str, Any]], name: str) -> None:
+    check(one_rank[0][name])
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_refreshes_leave_no_trace_on_two_ranks(two_ranks: list[dict[str, Any]], name: str) -> None:
+    for result in two_ranks:
+        check(result[name])
+
+
+def test_dropout_draws_differ_where_they_should(one_rank: list[dict[str, Any]]) -> None:
+    """Recompute replays the same masks, so it is the same training; a new step draws new ones."""
+    plain, recomputed = one_rank[0]["plain"]["without"], one_rank[0]["full recompute"]["without"]
+    assert plain["losses"] == recomputed["losses"]
