@@ -69,5 +69,5 @@ SEAM = Seam(
     purpose="adds the --snip-* flags",
     target=Target("megatron.training.arguments", "add_megatron_arguments", ("parser",)),
     wrap=_wrap,
-    always=True,
+    when="always",
 )

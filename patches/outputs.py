@@ -21,6 +21,7 @@ from megatron_snip.topology import Topology
 logger = logging.getLogger(__name__)
 
 _PLAIN = (bool, int, float, str, type(None))
+"""Exact types of Megatron's arguments that YAML has a word for; enums are left out."""
 
 
 def output_directory(config: SnipConfig, save: str | None) -> Path:
@@ -62,7 +63,7 @@ def _files(config: SnipConfig, args: argparse.Namespace, topology: Topology) -> 
     if topology.rank != 0:
         return None
     directory = RunDirectory(output_directory(config, getattr(args, "save", None)))
-    megatron = {k: v for k, v in sorted(vars(args).items()) if isinstance(v, _PLAIN)}
+    megatron = {k: v for k, v in sorted(vars(args).items()) if type(v) in _PLAIN}
     directory.start({"snip": config.model_dump(mode="json"), "megatron": megatron})
     logger.info("SNIP's plans, problems and metrics go to %s", directory.path)
     return FileReporter(directory)

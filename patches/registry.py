@@ -1,8 +1,9 @@
 """Registry: installs the seams of a process, tells their state, and puts everything back.
 
-    install(enabled=False)   the seams that are always there (the argument parser)
-    install(enabled=True)    all of them; every target is checked before any is touched
-    uninstall()              the very objects are back, or nothing is touched and the error says why
+    install({"always"})             the argument parser
+    install({"always", "--snip"})   all that SNIP needs; all targets are checked before any changes
+    uninstall()                     the very objects are back, or nothing is touched and the error
+                                    says why
 
 Installing twice changes nothing. Only module attributes are replaced, by name, and Megatron looks
 each of them up by that name at the call.
@@ -10,12 +11,12 @@ each of them up by that name at the call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_snip.errors import SnipError, UnsupportedError
-from megatron_snip.patches.seam import Function, Seam
+from megatron_snip.patches.seam import Function, Seam, When
 from megatron_snip.patches.session import Session
 from megatron_snip.patches.target import check_version
 
@@ -56,18 +57,19 @@ class Registry:
         self.session = Session() if session is None else session
         self._applied: dict[str, Applied] = {}
 
-    def install(self, enabled: bool, strict_version: bool = False) -> None:
+    def install(self, asked: Collection[When], strict_version: bool = False) -> None:
         """Wrap what is not wrapped yet; a second call changes nothing.
 
         Args:
-            enabled: install the seams that `--snip` asks for, too.
+            asked: what seams are wanted for.
             strict_version: refuse releases of megatron-core that were not tested.
 
         Raises:
             UnsupportedError: if a target is missing or lacks a parameter, or the release is
                 refused; then nothing has been changed.
         """
-        wanted = [s for s in self.seams if (enabled or s.always) and s.name not in self._applied]
+        wanted = [s for s in self.seams if s.when in asked and s.name not in self._applied]
+        wanted = [s for s in wanted if not (s.optional and s.target.problem())]
         if not wanted:
             return
         check_version(strict_version)
@@ -105,4 +107,6 @@ class Registry:
             problem = seam.target.problem()
         except SnipError as error:
             problem = str(error)
-        return "ready" if problem is None else f"cannot be installed: {problem}"
+        if problem is None:
+            return "ready"
+        return "not needed" if seam.optional else f"cannot be installed: {problem}"

@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megatron_snip.patches.session import Session
 from megatron_snip.patches.target import Target
@@ -18,6 +18,9 @@ from megatron_snip.patches.target import Target
 Function = Callable[..., Any]
 Wrap = Callable[[Function, Session], Function]
 """Makes the wrapper of an original; the session is what all wrappers of a process share."""
+
+When = Literal["always", "--snip", "--cpu"]
+"""What a seam is installed for."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +32,16 @@ class Seam:
         purpose: what SNIP does there, in a few words.
         target: the function.
         wrap: makes the wrapper.
-        always: installed without `--snip` as well.
+        when: what it is installed for.
+        optional: not every release has the function, and those that have not need no seam.
     """
 
     name: str
     purpose: str
     target: Target
     wrap: Wrap
-    always: bool = False
-
-    @property
-    def condition(self) -> str:
-        """When it is installed, in words."""
-        return "always" if self.always else "--snip"
+    when: When = "--snip"
+    optional: bool = False
 
 
 def wrapping(original: Function) -> Callable[[Function], Function]:

@@ -14,12 +14,15 @@ from megatron_snip.patches import (
     checkpoint_load,
     checkpoint_save,
     checkpoint_sidecar,
+    cpu,
     evaluation,
+    fused_kernels,
     model_setup,
     step_end,
     train_step,
 )
 from megatron_snip.patches.registry import Registry
+from megatron_snip.patches.seam import When
 from megatron_snip.patches.settings import read_wish
 from megatron_snip.patches.target import Target
 
@@ -32,6 +35,7 @@ SEAMS = (
     checkpoint_save.SEAM,
     checkpoint_sidecar.SEAM,
     checkpoint_load.SEAM,
+    fused_kernels.SEAM,
 )
 """In the order of installation."""
 
@@ -56,7 +60,12 @@ def install_for(words: Sequence[str]) -> None:
     """
     wish = read_wish(words)
     REGISTRY.session.given = wish.given
-    REGISTRY.install(enabled=wish.enabled, strict_version=wish.strict_version)
+    asked: set[When] = {"always"}
+    if wish.enabled:
+        asked.add("--snip")
+    if cpu.is_installed():
+        asked.add("--cpu")
+    REGISTRY.install(asked, wish.strict_version)
 
 
 atexit.register(REGISTRY.session.end)  # Megatron may leave by sys.exit from deep inside training

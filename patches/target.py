@@ -62,10 +62,13 @@ class Target:
             for part in self.attribute.split(".")[:-1]:
                 owner = getattr(owner, part)
         except (ImportError, AttributeError) as error:
-            raise UnsupportedError(
-                f"{self} cannot be imported: {error} (megatron.training comes with a Megatron-LM "
-                "checkout, and with megatron-core's wheel from 0.17 on)"
-            ) from None
+            hint = ""
+            if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("megatron"):
+                hint = (
+                    " (megatron.training comes with a Megatron-LM checkout, and with "
+                    "megatron-core's wheel from 0.17 on)"
+                )
+            raise UnsupportedError(f"{self} cannot be imported: {error}{hint}") from None
         return owner
 
     def find(self) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ Megatron's parser knows, `--snip-*` included, comes after the script's name.
 from __future__ import annotations
 
 import logging
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -58,6 +59,8 @@ def prepare_script(words: Sequence[str]) -> Path:
     if on_cpu:
         from megatron_snip.patches import cpu
 
+        # Megatron insists on it under tensor parallelism, for the order of CUDA kernels.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         cpu.install(claim_cuda=True)
     from megatron_snip.patches.seams import install_for
 
