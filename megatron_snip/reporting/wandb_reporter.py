@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from megatron_snip.errors import UsageError
 from megatron_snip.reporting.reporter import Applied, Refresh
 
 FLUSH_INTERVAL_S = 0.5
+
+Mode = Literal["online", "offline", "disabled", "shared"]
 
 
 class WandbReporter:
@@ -43,10 +45,8 @@ class WandbReporter:
             project=project,
             dir=directory,
             config=config,
-            mode=os.environ.get("WANDB_MODE", "offline"),
-            settings=wandb.Settings(
-                silent=True, x_transaction_log_flush_interval=FLUSH_INTERVAL_S
-            ),
+            mode=_mode(),
+            settings=wandb.Settings(silent=True, x_transaction_log_flush_interval=FLUSH_INTERVAL_S),
         )
 
     def refreshed(self, refresh: Refresh) -> None:
@@ -88,3 +88,16 @@ class WandbReporter:
     def close(self) -> None:
         """Finish the run; nothing is logged after."""
         self._run.finish()
+
+
+def _mode() -> Mode:
+    """Return WANDB_MODE, or offline where it is not set.
+
+    Raises:
+        UsageError: if it is set to something that W&B does not know.
+    """
+    asked = os.environ.get("WANDB_MODE", "offline")
+    for mode in get_args(Mode):
+        if mode == asked:
+            return mode  # type: ignore[no-any-return]
+    raise UsageError(f"WANDB_MODE is '{asked}'; expected one of {', '.join(get_args(Mode))}")

@@ -24,8 +24,10 @@ from megatron_snip.controller import SnipController
 from megatron_snip.errors import UsageError
 from megatron_snip.patches import cpu
 from megatron_snip.planning.json_file import write_atomic
-from megatron_snip.reporting.reporter import FileReporter, NullReporter, Reporter
+from megatron_snip.reporting.reporter import FileReporter, NullReporter, Reporter, Reporters
 from megatron_snip.reporting.run_directory import RunDirectory
+from megatron_snip.reporting.summary import SummaryReporter
+from megatron_snip.reporting.wandb_reporter import WandbReporter
 from megatron_snip.trainer.checks import RUN_FILES, check_run
 from megatron_snip.trainer.config import TrainConfig
 from megatron_snip.trainer.data import build_datasets
@@ -58,25 +60,39 @@ def run_rank(config: TrainConfig) -> TrainingResult:
         state = build_training_state(config, world_size)
         directory = _start_run(config) if rank == 0 else None
         dist.barrier()
-        datasets = build_datasets(config, dist.group.WORLD)
+        datasets = build_datasets(config, _control_group())
         if directory is not None:
             write_atomic(directory.path / "data.json", json.dumps(datasets.source) + "\n")
+        summary = SummaryReporter()
+        reporter = make_reporter(config, directory, summary)
         with (
-            closing(make_hook(config, state, directory)) as hook,
+            closing(make_hook(config, state, reporter)) as hook,
             show_progress(config, console) as listener,
         ):
             result = train(config, state, datasets, hook, listener)
         if console is not None:
+            for table in summary.tables():  # a file or pipe has no width to fit
+                console.print(table, width=None if console.is_terminal else 120, soft_wrap=True)
             print_summary(config, result, console, _written(config.run_dir))
         destroy_parallel_state()
     return result
 
 
-def make_hook(
-    config: TrainConfig, state: TrainingState, directory: RunDirectory | None
-) -> TrainingHook:
-    """All ranks: return SNIP's controller if it is asked for; `directory` on rank 0 only."""
-    reporter: Reporter = NullReporter() if directory is None else FileReporter(directory)
+def make_reporter(
+    config: TrainConfig, directory: RunDirectory | None, summary: SummaryReporter
+) -> Reporter:
+    """Return who listens on this rank: files, the summary and W&B on rank 0, nobody elsewhere."""
+    if directory is None:
+        return NullReporter()
+    reporters: list[Reporter] = [FileReporter(directory), summary]
+    if config.snip.wandb:
+        settings = config.model_dump(mode="json")
+        reporters.append(WandbReporter(config.snip.wandb_project, directory.path, settings))
+    return Reporters(reporters)
+
+
+def make_hook(config: TrainConfig, state: TrainingState, reporter: Reporter) -> TrainingHook:
+    """All ranks: return SNIP's controller if it is asked for, else a hook that only reports."""
     if not config.snip.enabled:
         return PlainHook(reporter)
     return SnipController(config.snip, state.runner.model, state.optimizer, reporter)
@@ -117,6 +133,16 @@ def _process_group(config: TrainConfig, on_cpu: bool) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def _control_group() -> dist.ProcessGroup:
+    """All ranks: return a group of all of them that carries CPU tensors."""
+    world = dist.group.WORLD
+    assert world is not None, "the process group was joined before"
+    if dist.get_backend() == "gloo":
+        return world
+    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return group
+
+
 def _use_loopback() -> None:
     """Let gloo talk over the loopback interface where all ranks are on this machine."""
     local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
@@ -138,5 +164,4 @@ def _start_run(config: TrainConfig) -> RunDirectory:
 
 
 def _written(run_dir: Path) -> list[Path]:
-    shown = ("config.yaml", "versions.json", "data.json", "metrics.jsonl", "plans", "problems")
-    return [run_dir / name for name in (*shown, "divergences") if (run_dir / name).exists()]
+    return [run_dir / name for name in sorted(RUN_FILES) if (run_dir / name).exists()]
