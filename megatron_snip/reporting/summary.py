@@ -42,7 +42,7 @@ class SummaryReporter:
         if self.applied:
             found.append(plans_table(self.applied))
         if self.refresh is not None:
-            found.append(divergence_table(self.refresh, self.applied[-1] if self.applied else None))
+            found.append(linears_table(self.refresh, self.applied[-1] if self.applied else None))
         return found
 
 
@@ -65,7 +65,7 @@ def plans_table(applied: list[Applied]) -> Table:
     return table
 
 
-def divergence_table(refresh: Refresh, applied: Applied | None) -> Table:
+def linears_table(refresh: Refresh, applied: Applied | None) -> Table:
     """Return one row a linear: share of FLOPs, divergences by uniform option, and the choice.
 
     Args:

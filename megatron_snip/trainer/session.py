@@ -71,8 +71,9 @@ def run_rank(config: TrainConfig) -> TrainingResult:
         ):
             result = train(config, state, datasets, hook, listener)
         if console is not None:
-            for table in summary.tables():  # a file or pipe has no width to fit
-                console.print(table, width=None if console.is_terminal else 120, soft_wrap=True)
+            wide = console if console.is_terminal else Console(width=120)  # a pipe has no width
+            for table in summary.tables():
+                wide.print(table)
             print_summary(config, result, console, _written(config.run_dir))
         destroy_parallel_state()
     return result
