@@ -25,12 +25,11 @@ from triton.compiler import ASTSource
 from megatron_snip.formats import FORMATS, Format
 from megatron_snip.kernels.grid import make_grid
 from megatron_snip.kernels.launch import (
-    BLOCK_LAUNCH,
     COL_STEP,
-    NORMS_LAUNCH,
+    MOMENTS_LAUNCH,
     ROW_STEP,
-    Launch,
     default_launch,
+    norms_launch,
 )
 from megatron_snip.kernels.norms import error_norms_kernel, moments_kernel
 from megatron_snip.kernels.quantize import quantize_both_kernel, quantize_kernel
@@ -99,14 +98,15 @@ def variants() -> list[Variant]:
         _both("fp8 both payloads", fp8, "*u8"),
         _both("fp4 both payloads, stochastic", fp4, "*u8", mode=1),
         _both("fp4 both bf16, stochastic", fp4, "*bf16", mode=1),
-        _norms("error norms fp8+fp4 1x128", (1, 128), NORMS_LAUNCH),
-        _norms("error norms fp8+fp4 128x128", (128, 128), BLOCK_LAUNCH),
+        _norms("error norms fp8+fp4 1x128", (1, 128)),
+        _norms("error norms fp8+fp4 128x1", (128, 1)),
+        _norms("error norms fp8+fp4 128x128", (128, 128)),
         Variant(
             "moments",
             moments_kernel,
             {**_source("*bf16"), "rows": "i32:16", "cols": "i32:16", **_pointers("*fp32", 2)},
-            {"R": NORMS_LAUNCH.rows, "C": NORMS_LAUNCH.cols},
-            NORMS_LAUNCH.num_warps,
+            {"R": MOMENTS_LAUNCH.rows, "C": MOMENTS_LAUNCH.cols},
+            MOMENTS_LAUNCH.num_warps,
         ),
     ]
 
@@ -226,7 +226,8 @@ def _both(name: str, fmt: Format, out: str, mode: int = 0) -> Variant:
     return Variant(name, quantize_both_kernel, arguments, constants, launch.num_warps)
 
 
-def _norms(name: str, block: tuple[int, int], launch: Launch) -> Variant:
+def _norms(name: str, block: tuple[int, int]) -> Variant:
+    launch, steps = norms_launch(*block)
     arguments: Arguments = {
         **_source("*bf16"),
         "amax": "*fp32",
@@ -238,6 +239,7 @@ def _norms(name: str, block: tuple[int, int], launch: Launch) -> Variant:
     constants = {
         "R": launch.rows,
         "C": launch.cols,
+        "STEPS": steps,
         "GRID_0": fp8,
         "GRID_1": fp4,
         "GRID_2": fp4,

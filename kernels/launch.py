@@ -46,8 +46,17 @@ BOTH_LAUNCH = Launch(128, 128, 8)
 ROW_STEP, COL_STEP = 32, 32
 """Rows, and columns, of the slices in which a program of both directions works."""
 
-NORMS_LAUNCH = Launch(32, 128, 4)
-"""Sums only."""
+NORMS_LAUNCH = Launch(16, 128, 4)
+"""Error norms under row tiles: 16 elements a thread and as many sums a quantity."""
+
+NORMS_COL_LAUNCH = Launch(128, 32, 8)
+"""Error norms under token tiles."""
+
+NORMS_STEPS = 8
+"""Blocks that a program of error norms takes side by side, where x is that wide."""
+
+MOMENTS_LAUNCH = Launch(32, 128, 4)
+"""Largest magnitude and sum of squares."""
 
 
 def default_launch(*grids: Grid) -> Launch:
@@ -178,6 +187,15 @@ _GRIDS = 4
 """Formats that one read of x can serve."""
 
 
+def norms_launch(tall: int, wide: int) -> tuple[Launch, int]:
+    """(launch, blocks side by side) for error norms under tiles of at most `tall` x `wide`."""
+    if tall == 1:
+        return _cover(NORMS_LAUNCH, 1, wide), NORMS_STEPS
+    if wide == 1:
+        return _cover(NORMS_COL_LAUNCH, tall, 1), NORMS_STEPS
+    return _cover(BLOCK_LAUNCH, tall, wide), 1
+
+
 def _error_norms(
     x: Tensor,
     specs: tuple[tuple[Format, Block], ...],
@@ -188,8 +206,12 @@ def _error_norms(
     grids = [make_grid(fmt, block) for fmt, block in specs]
     tall = max(grid.tile_rows for grid in grids)
     wide = max(grid.tile_cols for grid in grids)
-    launch = launch or _cover(NORMS_LAUNCH if tall == 1 else BLOCK_LAUNCH, tall, wide)
-    down, across = _blocks(x, launch)
+    default, steps = norms_launch(tall, wide)
+    launch = launch or default
+    if x.shape[1] < steps * launch.cols:
+        steps = 1
+    down = triton.cdiv(x.shape[0], launch.rows)
+    across = triton.cdiv(x.shape[1], launch.cols * steps)
     shape = (across, x.shape[0]) if rowwise else (down * across,)
     sums = torch.zeros((1 + len(grids), *shape), dtype=torch.float32, device=x.device)
     if x.numel():
@@ -203,6 +225,7 @@ def _error_norms(
                 sums,
                 R=launch.rows,
                 C=launch.cols,
+                STEPS=steps,
                 **named,
                 COUNT=len(grids),
                 ROWS=rowwise,
@@ -211,7 +234,7 @@ def _error_norms(
     return sums.sum(1, dtype=torch.float64)
 
 
-def moments(x: Tensor, launch: Launch = NORMS_LAUNCH) -> tuple[Tensor, Tensor]:
+def moments(x: Tensor, launch: Launch = MOMENTS_LAUNCH) -> tuple[Tensor, Tensor]:
     """(largest magnitude, FP32 scalar, NaN if there is one; sum of squares, FP64 scalar)."""
     if not x.numel():
         zero = torch.zeros((), device=x.device)

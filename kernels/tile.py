@@ -84,6 +84,8 @@ def tile_amax(x, GRID: tl.constexpr):
         amax = tl.max(bits.reshape(R, C // GRID.tile_cols, GRID.tile_cols), 2)
     elif GRID.tile_cols == 1:
         amax = tl.max(bits.reshape(R // GRID.tile_rows, GRID.tile_rows, C), 1)
+    elif GRID.tile_rows == R and GRID.tile_cols == C:
+        amax = tl.full((1, 1), tl.max(bits), tl.int32)  # one tile: threads reduce their own first
     else:
         tiles = bits.reshape(
             R // GRID.tile_rows, GRID.tile_rows, C // GRID.tile_cols, GRID.tile_cols

@@ -8,6 +8,9 @@ sums, so they add over shards and microbatches; take roots last.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -16,6 +19,7 @@ from megatron_snip.kernels import dispatch
 from megatron_snip.quantizers import reference
 from megatron_snip.quantizers.reference import Block
 from megatron_snip.quantizers.routes import tensor_amax_of
+from megatron_snip.quantizers.tiling import PIECE_ELEMENTS
 
 
 @torch.no_grad()
@@ -57,13 +61,21 @@ def error_norms(
 def _reference(
     x: Tensor, specs: tuple[tuple[Format, Block], ...], amaxes: list[Tensor | None], rowwise: bool
 ) -> Tensor:
-    wide = x.to(torch.float32)
-    rows = [_row_squares(wide)]
-    for (fmt, block), amax in zip(specs, amaxes, strict=True):
-        error = reference.quantize_dequantize(x, fmt, block, tensor_amax=amax)
-        rows.append(_row_squares(torch.sub(wide, error, out=error)))
-    table = torch.stack(rows)
+    table = torch.empty((1 + len(specs), x.shape[0]), dtype=torch.float64, device=x.device)
+    for rows in _row_runs(x, math.lcm(*(block[0] for _, block in specs))):
+        part = x[rows].to(torch.float32)
+        table[0, rows] = _row_squares(part)
+        for i, ((fmt, block), amax) in enumerate(zip(specs, amaxes, strict=True)):
+            error = reference.quantize_dequantize(part, fmt, block, tensor_amax=amax)
+            table[1 + i, rows] = _row_squares(torch.sub(part, error, out=error))
     return table if rowwise else table.sum(1)
+
+
+def _row_runs(x: Tensor, tile_rows: int) -> Iterator[slice]:
+    """Runs of whole tiles' rows, few enough to stay in cache."""
+    step = max(1, PIECE_ELEMENTS // max(1, tile_rows * x.shape[1])) * tile_rows
+    for first in range(0, x.shape[0], step):
+        yield slice(first, first + step)
 
 
 def _row_squares(x: Tensor) -> Tensor:
@@ -95,6 +107,10 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
         from megatron_snip.kernels import launch  # imports Triton
 
         return launch.moments(x)
-    wide = x.to(torch.float32)
-    amax = wide.abs().amax() if x.numel() else torch.zeros((), device=x.device)
-    return amax, _row_squares(wide).sum()
+    amax = torch.zeros((), device=x.device)
+    square = torch.zeros((), dtype=torch.float64, device=x.device)
+    for rows in _row_runs(x, 1) if x.numel() else ():
+        part = x[rows].to(torch.float32)
+        amax = torch.maximum(amax, part.abs().amax())
+        square += _row_squares(part).sum()
+    return amax, square

@@ -1,15 +1,24 @@
 """Every kernel compiles for Hopper and Blackwell without a GPU, and no register spills."""
 
 import os
+from dataclasses import replace
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 if os.environ.get("TRITON_INTERPRET"):
     pytest.skip("compiling needs Triton without its interpreter", allow_module_level=True)
 
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from megatron_snip.formats import FORMATS
+from megatron_snip.kernels import launch
 from megatron_snip.kernels.compilation import compile_variant, main, variants
+from megatron_snip.quantizers import StochasticStream, StreamKey, StreamLayout
+from megatron_snip.quantizers.routes import _draws
 
 NAMES = [variant.name for variant in variants()]
 
@@ -34,3 +43,36 @@ def test_enough_programs_fit_to_hide_latency():
     used = compile_variant(chosen, 90)
     programs = 65536 // (used.registers * chosen.num_warps * 32)
     assert programs * chosen.num_warps * 32 >= 512 and used.spilled_bytes == 0
+
+
+class _Hopper:
+    """Stands in for the CUDA driver, as far as compiling for a launch asks."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_new_steps_and_streams_do_not_recompile(monkeypatch):
+    """Training launches with a new key every step; a compilation each time would stall it."""
+    kernel, compiled = launch.quantize_kernel, []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            return lambda *a, **k: compiled.append(kernel.warmup(*a, grid=grid, **k).hash)
+
+    monkeypatch.setattr(launch, "quantize_kernel", Recorder())
+    monkeypatch.setattr(driver, "_active", _Hopper())
+    x = torch.randn(64, 256).bfloat16()
+    key = StreamKey(0, "decoder.layers.0.mlp.linear_fc1", 0, 0)
+    for step in range(20):
+        stream = StochasticStream(replace(key, step=step), StreamLayout(row_start=3 * step))
+        draws = _draws(stream, 256)
+        launch.quantize_payload(x, FORMATS["fp4"], (1, 128), draws=draws)
+    assert len(compiled) == 20 and len(set(compiled)) == 1

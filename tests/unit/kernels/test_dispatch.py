@@ -1,6 +1,8 @@
 """Which path runs, and why."""
 
 import logging
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -74,3 +76,18 @@ def test_forcing_the_impossible_says_why(gpu):
 def test_explain_speaks_of_this_machine():
     choice = dispatch.explain()
     assert choice.path in Path and choice.reason
+
+
+def test_everything_on_the_cpu_works_without_triton():
+    script = """
+import sys
+sys.modules["triton"] = None  # importing it now fails
+import torch
+from megatron_snip.formats import FORMATS
+from megatron_snip.quantizers import error_norms, quantize_dequantize, quantize_payload
+x, fmt = torch.randn(4, 256), FORMATS["nvfp4"]
+quantize_dequantize(x, fmt, (1, 16))
+quantize_payload(x, fmt, (1, 16))
+error_norms(x, ((fmt, (1, 16)),))
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

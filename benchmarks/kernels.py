@@ -1,0 +1,420 @@
+"""How close the quantization kernels come to the device's copy bandwidth.
+
+    python -m benchmarks.kernels [--json FILE] [--sweep]     on a GPU: kernels
+    python -m benchmarks.kernels --cpu                       anywhere: the reference path
+
+Every figure is a ratio measured in one run: bytes a kernel must move over its time, against bytes
+over time of a plain copy of the same tensor (`copy_`, one read and one write). Tensors are larger
+than the caches, inputs rotate, data is random; times are medians of CUDA events. Before anything
+is timed, each kernel's output is compared with the CPU reference, bit for bit.
+
+Goals (ratios): 1. quantize >= 0.85 of the copy's bandwidth; 2. both directions from one read
+>= 0.80, and >= 1.3 times faster than two kernels; 3. stochastic over nearest <= 1.4 in time;
+4. error norms >= 0.80 of the copy's bandwidth, counting the bytes read. Where torchao is
+installed, its FP8 kernels run beside ours on the same tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import itertools
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from megatron_snip.formats import FORMATS
+from megatron_snip.quantizers import (
+    StochasticStream,
+    StreamKey,
+    error_norms,
+    moments,
+    quantize_dequantize,
+    quantize_dequantize_both,
+    quantize_payload,
+    quantize_payload_both,
+)
+
+FP8, FP4 = FORMATS["fp8"], FORMATS["fp4"]
+ROW, TOKENS, SQUARE = (1, 128), (128, 1), (128, 128)
+STREAM = StochasticStream(StreamKey(0, "decoder.layers.0.mlp.linear_fc1", 0, 0, "benchmark"))
+OTHER = StochasticStream(StreamKey(0, "decoder.layers.0.mlp.linear_fc1", 0, 0, "benchmark.b"))
+
+Work = Callable[[torch.Tensor], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something to time.
+
+    Attributes:
+        name: what the table shows.
+        work: runs it on a BF16 matrix.
+        bytes_per_element: what must be moved, scales included.
+        goal: least fraction of the copy's bandwidth, or None.
+    """
+
+    name: str
+    work: Work
+    bytes_per_element: float
+    goal: float | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A timed case.
+
+    Attributes:
+        name: the case's.
+        milliseconds: median time.
+        gigabytes_per_s: bytes that must be moved over that time.
+        copy_fraction: that over the copy's bandwidth in the same run.
+        goal: least copy_fraction, or None.
+    """
+
+    name: str
+    milliseconds: float
+    gigabytes_per_s: float
+    copy_fraction: float
+    goal: float | None
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Two cases against each other.
+
+    Attributes:
+        name: what is compared.
+        value: the ratio of times.
+        least: goal from below, or None.
+        most: goal from above, or None.
+    """
+
+    name: str
+    value: float
+    least: float | None = None
+    most: float | None = None
+
+    @property
+    def met(self) -> bool:
+        """Whether the goal is reached."""
+        above = self.least is None or self.value >= self.least
+        return above and (self.most is None or self.value <= self.most)
+
+
+def cases() -> list[Case]:
+    """What is timed; a scale costs 4 bytes for 128 elements of a 1-D tile."""
+    scale = 4 / 128
+    norms = ((FP8, ROW), (FP4, ROW))
+    bf16 = torch.bfloat16
+    return [
+        Case("fp8 1x128 to bf16", lambda x: quantize_dequantize(x, FP8, ROW, dtype=bf16), 4, 0.85),
+        Case("fp4 1x128 to bf16", lambda x: quantize_dequantize(x, FP4, ROW, dtype=bf16), 4, 0.85),
+        Case("fp8 1x128 payload", lambda x: _payload(x, FP8, ROW), 3 + scale, 0.85),
+        Case("fp4 1x128 payload", lambda x: _payload(x, FP4, ROW), 3 + scale, 0.85),
+        Case(
+            "fp4 128x1 to bf16", lambda x: quantize_dequantize(x, FP4, TOKENS, dtype=bf16), 4, 0.85
+        ),
+        Case(
+            "fp8 128x1 payload, transposed",
+            lambda x: quantize_payload(x, FP8, TOKENS, transpose=True),
+            3 + scale,
+            0.8,
+        ),
+        Case("fp8 128x128 payload", lambda x: quantize_payload(x, FP8, SQUARE), 3, 0.85),
+        Case(
+            "fp4 128x128 to bf16",
+            lambda x: quantize_dequantize(x, FP4, SQUARE, dtype=bf16),
+            4,
+            0.85,
+        ),
+        Case(
+            "mxfp4 1x32 to bf16",
+            lambda x: quantize_dequantize(x, FORMATS["mxfp4"], (1, 32), dtype=bf16),
+            4,
+            0.85,
+        ),
+        Case("fp8 both payloads", lambda x: _both(x, FP8), 4 + 2 * scale, 0.8),
+        Case(
+            "fp4 both payloads, stochastic", lambda x: _both(x, FP4, STREAM, OTHER), 4 + 2 * scale
+        ),
+        Case(
+            "fp4 both to bf16, stochastic",
+            lambda x: quantize_dequantize_both(
+                x, (FP4, FP4), (ROW, TOKENS), streams=(STREAM, OTHER), dtype=bf16
+            ),
+            6,
+        ),
+        Case(
+            "fp4 1x128 to bf16, stochastic",
+            lambda x: quantize_dequantize(x, FP4, ROW, stream=STREAM, dtype=bf16),
+            4,
+        ),
+        Case(
+            "fp4 1x128 payload, stochastic",
+            lambda x: _payload(x, FP4, ROW, STREAM),
+            3 + scale,
+        ),
+        Case("error norms fp8+fp4 1x128", lambda x: error_norms(x, norms, rowwise=True), 2, 0.8),
+        Case("moments", moments, 2, 0.8),
+    ]
+
+
+def ratios(results: dict[str, Result]) -> list[Ratio]:
+    """The comparisons that have goals of their own."""
+
+    def time_of(name: str) -> float:
+        return results[name].milliseconds
+
+    two = time_of("fp8 1x128 payload") + time_of("fp8 128x1 payload, transposed")
+    return [
+        Ratio("two kernels / both directions at once", two / time_of("fp8 both payloads"), 1.3),
+        Ratio(
+            "stochastic / nearest, to bf16",
+            time_of("fp4 1x128 to bf16, stochastic") / time_of("fp4 1x128 to bf16"),
+            most=1.4,
+        ),
+        Ratio(
+            "stochastic / nearest, payload",
+            time_of("fp4 1x128 payload, stochastic") / time_of("fp4 1x128 payload"),
+            most=1.4,
+        ),
+    ]
+
+
+def check_bits(device: torch.device) -> list[str]:
+    """Names of the cases whose output on `device` differs from the CPU's, on a ragged matrix."""
+    torch.manual_seed(0)
+    x = torch.randn(517, 1037).mul_(torch.exp2(torch.randint(-20, 20, (517, 1)))).bfloat16()
+    x[3, 5], x[100, 1000] = float("nan"), float("inf")
+    exact = [case for case in cases() if "norms" not in case.name and case.name != "moments"]
+    return [case.name for case in exact if not _same(case.work(x.to(device)), case.work(x))]
+
+
+def time_on_gpu(work: Work, inputs: list[torch.Tensor], repeats: int) -> float:
+    """Median seconds of `work` over rotating inputs, by CUDA events."""
+    make_event: Any = torch.cuda.Event
+    for x in inputs:
+        work(x)
+    spans = []
+    for i in range(repeats):
+        start, stop = make_event(enable_timing=True), make_event(enable_timing=True)
+        start.record()
+        work(inputs[i % len(inputs)])
+        stop.record()
+        spans.append((start, stop))
+    torch.cuda.synchronize()
+    milliseconds: list[float] = [start.elapsed_time(stop) for start, stop in spans]
+    return statistics.median(milliseconds) / 1e3
+
+
+def time_on_cpu(work: Work, inputs: list[torch.Tensor], repeats: int) -> float:
+    """Median seconds of `work` over rotating inputs, by the clock."""
+    work(inputs[0])
+    spans = []
+    for i in range(repeats):
+        start = time.perf_counter()
+        work(inputs[i % len(inputs)])
+        spans.append(time.perf_counter() - start)
+    return statistics.median(spans)
+
+
+def measure(
+    inputs: list[torch.Tensor],
+    repeats: int,
+    timer: Callable[[Work, list[torch.Tensor], int], float],
+) -> tuple[float, list[Result]]:
+    """Return the copy's bytes per second, and every case beside it."""
+    target = torch.empty_like(inputs[0])
+    numel = inputs[0].numel()
+    copy_rate = 4 * numel / timer(target.copy_, inputs, repeats)
+    results = []
+    for case in cases() + _torchao_cases(inputs[0].device):
+        seconds = timer(case.work, inputs, repeats)
+        rate = case.bytes_per_element * numel / seconds
+        results.append(Result(case.name, seconds * 1e3, rate / 1e9, rate / copy_rate, case.goal))
+    return copy_rate, results
+
+
+def sweep(x: torch.Tensor, repeats: int) -> dict[str, dict[str, float]]:
+    """Milliseconds of the main kernels in blocks of other shapes: kernel -> launch -> ms."""
+    from megatron_snip.kernels import launch as kernels
+
+    def row(launch: Any) -> Any:
+        return kernels.quantize_payload(x, FP8, ROW, launch=launch)
+
+    def tokens(launch: Any) -> Any:
+        return kernels.quantize_payload(x, FP8, TOKENS, transpose=True, launch=launch)
+
+    def square(launch: Any) -> Any:
+        return kernels.quantize_payload(x, FP8, SQUARE, launch=launch)
+
+    def both(launch: Any) -> Any:
+        return kernels.quantize_payload_both(x, (FP8, FP8), (ROW, TOKENS), launch=launch)
+
+    def norms(launch: Any) -> Any:
+        specs = ((FP8, ROW), (FP4, ROW))
+        return kernels.error_norms(x, specs, rowwise=True, launch=launch)
+
+    runs: list[tuple[str, Callable[[Any], Any], list[tuple[int, int]]]] = [
+        ("1x128", row, [(8, 128), (16, 128), (32, 128), (16, 256), (8, 512)]),
+        ("128x1, transposed", tokens, [(128, 32), (128, 64), (128, 128)]),
+        ("128x128", square, [(128, 128)]),
+        ("both", both, [(128, 128), (128, 256)]),
+        ("error norms", norms, [(8, 128), (16, 128), (32, 128), (16, 256)]),
+    ]
+    table: dict[str, dict[str, float]] = {}
+    for name, run, shapes in runs:
+        table[name] = {}
+        for shape, warps in itertools.product(shapes, (4, 8, 16)):
+            launch = kernels.Launch(*shape, warps)
+            work = functools.partial(_ignore_input, run, launch)
+            seconds = time_on_gpu(work, [x], repeats)
+            table[name][f"{shape[0]}x{shape[1]}, {warps} warps"] = seconds * 1e3
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run on the GPU, or on the CPU if asked; 1 if bits differ."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cpu", action="store_true", help="time the reference path, small")
+    parser.add_argument("--rows", type=int, help="rows of the matrix [16384; 2048 on the CPU]")
+    parser.add_argument("--cols", type=int, help="columns [8192; 1024 on the CPU]")
+    parser.add_argument("--repeats", type=int, help="timed runs a case [50; 3 on the CPU]")
+    parser.add_argument("--sweep", action="store_true", help="time other block sizes as well")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args(argv)
+    console = Console()
+    if not torch.cuda.is_available() and not options.cpu:
+        console.print("No CUDA device here, so no kernel is timed; --cpu times the reference path.")
+        return 0
+    device = torch.device("cpu" if options.cpu else "cuda")
+    small = options.cpu
+    shape = (options.rows or (2048 if small else 16384), options.cols or (1024 if small else 8192))
+    repeats = options.repeats or (3 if small else 50)
+    differing = [] if small else check_bits(device)
+    inputs = [torch.randn(shape, device=device).bfloat16() for _ in range(1 if small else 3)]
+    copy_rate, results = measure(inputs, repeats, time_on_cpu if small else time_on_gpu)
+    report = {
+        "machine": _machine(device),
+        "shape": list(shape),
+        "copy_gigabytes_per_s": copy_rate / 1e9,
+        "bits_differ": differing,
+        "results": [asdict(result) for result in results],
+        "ratios": [
+            {**asdict(r), "met": r.met} for r in ratios({result.name: result for result in results})
+        ],
+    }
+    if options.sweep and not small:
+        report["sweep_ms"] = sweep(inputs[0], repeats)
+    _show(console, report, goals=not small)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 1 if differing else 0
+
+
+def _show(console: Console, report: dict[str, Any], *, goals: bool) -> None:
+    rows, cols = report["shape"]
+    title = f"{report['machine']['device']}, {rows}x{cols} bf16"
+    table = Table(title=f"{title}, copy {report['copy_gigabytes_per_s']:.0f} GB/s")
+    for column in ("kernel", "ms", "ns/element", "GB/s", "of copy", "goal"):
+        table.add_column(column, justify="left" if column == "kernel" else "right")
+    for result in report["results"]:
+        goal = result["goal"] if goals else None
+        color = "" if goal is None else "green" if result["copy_fraction"] >= goal else "red"
+        table.add_row(
+            result["name"],
+            f"{result['milliseconds']:.3f}",
+            f"{result['milliseconds'] * 1e6 / (rows * cols):.3f}",
+            f"{result['gigabytes_per_s']:.0f}",
+            f"{result['copy_fraction']:.3f}",
+            "" if goal is None else f">= {goal}",
+            style=color,
+        )
+    for ratio in report["ratios"]:
+        bound = f">= {ratio['least']}" if ratio["least"] else f"<= {ratio['most']}"
+        color = "" if not goals else "green" if ratio["met"] else "red"
+        table.add_row(ratio["name"], "", "", "", f"{ratio['value']:.3f}", bound, style=color)
+    console.print(table)
+    for name, times in report.get("sweep_ms", {}).items():
+        best = sorted(times.items(), key=lambda item: item[1])[:4]
+        console.print(f"{name}: " + "; ".join(f"{launch} {ms:.3f} ms" for launch, ms in best))
+    if report["bits_differ"]:
+        console.print("[red]differ from the CPU reference:[/] " + ", ".join(report["bits_differ"]))
+
+
+def _machine(device: torch.device) -> dict[str, str]:
+    on_gpu = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else platform.machine() + " CPU",
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "triton": _version("triton"),
+        "torchao": _version("torchao"),
+        "python": platform.python_version(),
+    }
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def _torchao_cases(device: torch.device) -> list[Case]:
+    """The same work by torchao's FP8 kernels, where they can run."""
+    if device.type != "cuda":
+        return []
+    try:
+        kernels = importlib.import_module("torchao.prototype.blockwise_fp8_training.kernels")
+    except ImportError:
+        return []
+    return [
+        Case("torchao fp8 1x128", kernels.triton_fp8_blockwise_act_quant_lhs, 3 + 4 / 128),
+        Case(
+            "torchao fp8 128x1, transposed",
+            kernels.triton_fp8_blockwise_act_quant_transposed_lhs,
+            3 + 4 / 128,
+        ),
+        Case("torchao fp8 128x128", kernels.triton_fp8_blockwise_weight_quant_rhs, 3),
+    ]
+
+
+def _ignore_input(run: Callable[[Any], Any], launch: Any, _: torch.Tensor) -> Any:
+    return run(launch)
+
+
+def _payload(x: torch.Tensor, fmt: Any, block: Any, stream: Any = None) -> Any:
+    return quantize_payload(x, fmt, block, stream=stream, scales_col_major=True)
+
+
+def _both(x: torch.Tensor, fmt: Any, *streams: Any) -> Any:
+    return quantize_payload_both(x, (fmt, fmt), (ROW, TOKENS), streams=streams or (None, None))
+
+
+def _same(ours: Any, wanted: Any) -> bool:
+    """Bits alike, all NaN alike, tensor by tensor."""
+    if isinstance(ours, tuple):
+        return all(_same(a, b) for a, b in zip(ours, wanted, strict=True))
+    if not isinstance(ours, torch.Tensor):
+        return _same((ours.codes, ours.scales), (wanted.codes, wanted.scales))
+    return torch.equal(ours.cpu().float().nan_to_num(7e37), wanted.float().nan_to_num(7e37))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,39 @@
+"""The kernels' benchmark runs anywhere and writes what it measured."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import kernels
+
+
+def test_without_a_gpu_it_says_so(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert kernels.main([]) == 0
+    assert "No CUDA device" in capsys.readouterr().out
+
+
+def test_a_small_run_on_the_cpu(tmp_path):
+    file = tmp_path / "new" / "kernels.json"
+    size = ["--rows", "128", "--cols", "256", "--repeats", "1"]
+    assert kernels.main(["--cpu", *size, "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert report["copy_gigabytes_per_s"] > 0 and report["bits_differ"] == []
+    names = [case.name for case in kernels.cases()]
+    assert [result["name"] for result in report["results"]] == names
+    assert all(result["milliseconds"] > 0 for result in report["results"])
+    assert len(report["ratios"]) == 3
+
+
+def test_different_bits_are_found():
+    x = torch.randn(4, 4)
+    assert kernels._same(x, x) and not kernels._same((x, x), (x, x + 1))
+    assert kernels.check_bits(torch.device("cpu")) == []
+
+
+@pytest.mark.parametrize(("value", "met"), [(1.0, False), (1.3, True), (2.0, True)])
+def test_goals(value, met):
+    assert kernels.Ratio("", value, least=1.3).met is met
+    assert kernels.Ratio("", value, most=1.3).met is (value <= 1.3)
