@@ -97,7 +97,7 @@ def build_datasets(config: TrainConfig, group: ProcessGroup | None) -> Datasets:
 
     Args:
         config: the run's settings.
-        group: all ranks, or None without a process group.
+        group: all ranks, carrying CPU tensors; None without a process group.
 
     Raises:
         SnipError: on every rank, if the data cannot be prepared or hold no held-out part.
