@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from megatron_snip.errors import SnipError, UnsupportedError
+from megatron_snip.errors import UnsupportedError
 from megatron_snip.patches.seam import Function, Seam, When
 from megatron_snip.patches.session import Session
 from megatron_snip.patches.target import check_version
@@ -42,6 +42,20 @@ class Applied:
         while current is not None and current is not self.wrapper:
             current = getattr(current, "__wrapped__", None)
         return current is self.wrapper and not self.in_force
+
+
+@dataclass(frozen=True)
+class State:
+    """A seam's state.
+
+    Attributes:
+        word: `ready` to be installed, `installed`, `overwritten` by others since, `unusable`, or
+            `not needed` in this release.
+        detail: why, where the word leaves it open.
+    """
+
+    word: Literal["ready", "installed", "overwritten", "unusable", "not needed"]
+    detail: str = ""
 
 
 class Registry:
@@ -96,17 +110,16 @@ class Registry:
             setattr(applied.owner, applied.seam.target.name, applied.original)
         self._applied.clear()
 
-    def state(self, seam: Seam) -> str:
-        """Return a seam's state in words, for `megatron-snip doctor --patches`."""
+    def state(self, seam: Seam) -> State:
+        """Return a seam's state, for `megatron-snip doctor --patches`."""
         applied = self._applied.get(seam.name)
         if applied is not None:
             if applied.in_force:
-                return "installed"
-            return "installed, wrapped again by others" if applied.wrapped_over else "overwritten"
-        try:
-            problem = seam.target.problem()
-        except SnipError as error:
-            problem = str(error)
+                return State("installed")
+            if applied.wrapped_over:
+                return State("installed", "others have wrapped it again")
+            return State("overwritten", f"others have replaced {seam.target}")
+        problem = seam.target.problem()
         if problem is None:
-            return "ready"
-        return "not needed" if seam.optional else f"cannot be installed: {problem}"
+            return State("ready")
+        return State("not needed") if seam.optional else State("unusable", problem)

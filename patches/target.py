@@ -68,7 +68,7 @@ class Target:
                     " (megatron.training comes with a Megatron-LM checkout, and with "
                     "megatron-core's wheel from 0.17 on)"
                 )
-            raise UnsupportedError(f"{self} cannot be imported: {error}{hint}") from None
+            raise UnsupportedError(f"cannot import {self.module}: {error}{hint}") from None
         return owner
 
     def find(self) -> Callable[..., Any]:

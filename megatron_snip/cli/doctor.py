@@ -1,0 +1,156 @@
+"""`megatron-snip doctor`: what this machine can run, and why.
+
+Three questions: which versions are installed, which devices there are, and how each number format
+runs here. `--patches` adds every seam on Megatron with its state: whether the function is there,
+takes what SNIP gives it, and belongs to a release that was tested.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from megatron_snip.errors import SnipError
+from megatron_snip.formats import FORMATS, Format
+from megatron_snip.reporting.run_directory import versions
+from megatron_snip.version import __version__
+
+if TYPE_CHECKING:
+    from megatron_snip.patches.registry import State
+
+NATIVE = "native"
+SIMULATED = "simulated"
+
+
+@dataclass(frozen=True)
+class Support:
+    """How a format's GEMMs run here, and why."""
+
+    how: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class SeamState:
+    """One seam: what it is called, what it is installed for, what it does, and its state."""
+
+    name: str
+    when: str
+    purpose: str
+    target: str
+    state: State
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    parser.add_argument(
+        "--patches", action="store_true", help="also list every seam on Megatron and its state"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was found; return 0, or 1 if `--patches` finds a seam that cannot be used."""
+    console = Console()
+    _print_versions(console)
+    _print_devices(console)
+    _print_formats(console)
+    if not args.patches:
+        return 0
+    states = seam_states()
+    _print_seams(console, states)
+    return int(any(entry.state.word in ("unusable", "overwritten") for entry in states))
+
+
+def support(fmt: Format) -> Support:
+    """Return how the GEMMs of a format run on this machine."""
+    from megatron_snip.kernels import dispatch
+
+    if not fmt.quantized:
+        return Support(NATIVE, "as Megatron runs it")
+    choice = dispatch.explain()
+    return Support(
+        SIMULATED,
+        f"operands are quantized by {choice.path} ({choice.reason}), multiplied in FP32",
+    )
+
+
+def seam_states() -> list[SeamState]:
+    """Return all seams of the installed Megatron, those that are set on instances included."""
+    from megatron_snip.patches.registry import State
+    from megatron_snip.patches.seams import LINEAR_TARGETS, REGISTRY
+
+    states = [
+        SeamState(seam.name, seam.when, seam.purpose, str(seam.target), REGISTRY.state(seam))
+        for seam in REGISTRY.seams
+    ]
+    for target in LINEAR_TARGETS:
+        problem = target.problem()
+        state = State("ready") if problem is None else State("unusable", problem)
+        purpose = "quantizes, on each planned instance"
+        states.append(SeamState("linear", "--snip", purpose, str(target), state))
+    return states
+
+
+def _print_versions(console: Console) -> None:
+    table = _table("", "version")
+    for name, version in {**versions(), "megatron-snip": __version__}.items():
+        table.add_row(name, version or "not installed")
+    console.print(table)
+
+
+def _print_devices(console: Console) -> None:
+    import torch
+
+    cores = len(os.sched_getaffinity(0))
+    table = _table("device", "")
+    table.add_row("cpu", f"{cores} cores for this process, {torch.get_num_threads()} threads")
+    if not torch.cuda.is_available():
+        why = "this torch was built without CUDA" if torch.version.cuda is None else "no driver"
+        table.add_row("cuda", f"not available: {why}; python -m megatron_snip --cpu SCRIPT")
+    else:
+        for index in range(torch.cuda.device_count()):
+            found = torch.cuda.get_device_properties(index)
+            gib = found.total_memory / 2**30
+            capability = f"compute capability {found.major}.{found.minor}"
+            table.add_row(f"cuda:{index}", f"{found.name}, {capability}, {gib:.0f} GiB")
+    console.print(table)
+
+
+def _print_formats(console: Console) -> None:
+    table = _table("format", "bits", "GEMMs", "why")
+    for fmt in FORMATS.values():
+        found = support(fmt)
+        table.add_row(fmt.name, str(fmt.bits), found.how, found.reason)
+    console.print(table)
+
+
+def _print_seams(console: Console, states: list[SeamState]) -> None:
+    from megatron_snip.patches.target import TESTED, core_version, version_is_tested
+
+    try:
+        version = core_version()
+        tested = "tested" if version_is_tested(version) else "not tested"
+        tested += f", tested are {TESTED}"
+        console.print(f"megatron-core {version} ({tested})")
+    except SnipError as error:
+        console.print(str(error))
+    table = _table("seam", "for", "state", "what SNIP does there, and the function")
+    for entry in states:
+        told = f"{entry.purpose}\n{entry.target}"
+        table.add_row(entry.name, entry.when, entry.state.word, told)
+    console.print(table)
+    for detail in dict.fromkeys(e.state.detail for e in states if e.state.detail):
+        console.print(detail, markup=False)
+
+
+def _table(*columns: str) -> RichTable:
+    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
