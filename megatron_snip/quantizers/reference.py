@@ -219,7 +219,7 @@ def tensor_amax_of(x: Tensor, fmt: Format, given: Tensor | None) -> Tensor | Non
     if fmt.scale is not ScaleType.E4M3:
         return None
     if given is not None:
-        return given.to(torch.float32)
+        return given.to(device=x.device, dtype=torch.float32)
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     parts = [
