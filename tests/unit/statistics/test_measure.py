@@ -1,0 +1,108 @@
+"""Errors of one linear in one format, against NumPy in FP64."""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_snip.formats import FORMATS
+from megatron_snip.quantizers import StochasticStream, StreamKey
+from megatron_snip.statistics.measure import (
+    Operands,
+    exact_products,
+    format_errors,
+    squared_norm,
+    token_squares,
+)
+from tests.unit.statistics.equations import Linear, Microbatch, Scales, dequantized
+from tests.unit.statistics.equations import dequantized_grad as stochastic
+
+M, K, N = 160, 128, 256
+ROWS = torch.tensor([0, 3, 77, 159])
+QUANTIZED = [name for name, fmt in FORMATS.items() if fmt.quantized]
+
+
+def made(dtype: torch.dtype = torch.float32, tokens: int = M) -> Operands:
+    generator = torch.Generator().manual_seed(0)
+    x, w, g = (torch.randn(s, generator=generator) for s in ((tokens, K), (N, K), (tokens, N)))
+    return Operands(x.to(dtype), w.to(dtype), (g * 1e-4).to(dtype))
+
+
+def test_exact_products() -> None:
+    o = made()
+    exact = exact_products(o, ROWS)
+    x, w, g = (t.double() for t in (o.input, o.weight, o.grad_output))
+    torch.testing.assert_close(exact.output.double(), x @ w.T, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(exact.input_gradient.double(), g[ROWS] @ w, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(exact.weight_gradient.double(), g.T @ x, rtol=1e-5, atol=1e-7)
+    assert {t.dtype for t in vars(exact).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_errors_are_those_of_each_gemms_own_operands(name: str, dtype: torch.dtype) -> None:
+    o = made(dtype)
+    stream = StochasticStream(StreamKey(1, "linear", 2, 3))
+    found = format_errors(o, exact_products(o, ROWS), name, ROWS, stream)
+    x, w, g = (t.float().numpy() for t in (o.input, o.weight, o.grad_output))
+    fmt = FORMATS[name]
+    block, turned, t = fmt.weight_block, fmt.weight_block[::-1], fmt.tile
+    linear, scales = Linear("linear", w, w, 1.0), Scales(1, 1.0, 1.0, seed=1, step=2)
+    batch = Microbatch(3, x, g, x, g, ROWS.numpy())
+    g_d = stochastic(linear, batch, name, "dgrad", (1, t), scales)
+    g_w = stochastic(linear, batch, name, "wgrad", (t, 1), scales)
+    x_f, x_w = dequantized(x, name, (1, t)), dequantized(x, name, (t, 1))
+    w_f, w_d = dequantized(w, name, block), dequantized(w, name, turned)
+    wanted = {
+        "output": x_f @ w_f.T - x.astype("f8") @ w.T.astype("f8"),
+        "input_gradient": (g_d @ w_d - g.astype("f8") @ w.astype("f8"))[ROWS.numpy()],
+        "weight_gradient": g_w.T @ x_w - g.T.astype("f8") @ x.astype("f8"),
+        "input_square": ((x_f - x) ** 2).sum(),
+        "weight_square": ((w_f - w) ** 2).sum(),
+        "grad_square": ((g_d - g) ** 2).sum(),
+    }
+    for key, value in wanted.items():
+        got = getattr(found, key).double().numpy()
+        assert np.abs(got - value).max() < 1e-4 * np.abs(value).max(), key
+
+
+def test_the_operands_are_left_as_they_were() -> None:
+    o = made()
+    before = [t.clone() for t in vars(o).values()]
+    exact = exact_products(o, ROWS)
+    kept = exact.output.clone()
+    format_errors(o, exact, "fp4", ROWS, StochasticStream(StreamKey(0, "l", 0, 0)))
+    for tensor, copy in zip(vars(o).values(), before, strict=True):
+        assert torch.equal(tensor, copy)
+    assert torch.equal(exact.output, kept)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_linear_without_tokens_has_no_error(name: str) -> None:
+    """An expert may be chosen by no token of a microbatch."""
+    o, rows = made(tokens=0), torch.empty(0, dtype=torch.int64)
+    stream = StochasticStream(StreamKey(0, "l", 0, 0))
+    found = format_errors(o, exact_products(o, rows), name, rows, stream)
+    assert found.output.shape == (0, N)
+    assert found.input_gradient.shape == (0, K)
+    assert found.weight_gradient.abs().max() == 0
+    assert found.grad_square == 0
+    assert found.weight_square > 0
+
+
+def test_nan_reaches_the_sums() -> None:
+    o = made()
+    o.grad_output[5, 5] = float("nan")
+    stream = StochasticStream(StreamKey(0, "l", 0, 0))
+    found = format_errors(o, exact_products(o, ROWS), "fp8", ROWS, stream)
+    assert found.grad_square.isnan()
+    assert not found.weight_square.isnan()
+
+
+def test_norms_are_fp64_sums_of_squares() -> None:
+    x = torch.tensor([[3.0, 4.0], [0.0, 1e-15]])
+    assert token_squares(x).tolist() == pytest.approx([25.0, 1e-30], rel=1e-6, abs=0)
+    assert token_squares(x).dtype == torch.float64
+    assert squared_norm(x).item() == pytest.approx(25.0)
+    assert squared_norm(torch.tensor([3.0, 4.0])).item() == pytest.approx(25.0)
+    assert squared_norm(torch.tensor(3.0, dtype=torch.bfloat16)).item() == 9.0
+    assert token_squares(torch.full((1, 9), 1e18)).item() == pytest.approx(9e36)

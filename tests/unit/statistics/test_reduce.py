@@ -1,0 +1,103 @@
+"""From observations to the table, on one rank: every column against FP64 NumPy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_snip.statistics.observation import Observation
+from megatron_snip.statistics.records import BASE_COLUMNS, FORMAT_COLUMNS
+from megatron_snip.statistics.reduce import LinearInfo, ReduceInputs, reduce_statistics
+from megatron_snip.topology import DataAxis, Placement, Topology
+from tests.unit.statistics.toy import EPS, FORMATS, NAME, Toy, errors, row_of
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_chunks", "dtype", "tolerance"),
+    [
+        ("column", 1, torch.float32, 2e-5),
+        ("column", 2, torch.float32, 2e-5),
+        ("row", 1, torch.float32, 2e-5),
+        # The noise floor of BF16 is taken off the probe's changes.
+        ("row", 1, torch.bfloat16, 2e-2),
+    ],
+)
+def test_every_column_is_its_equation(
+    kind: str, num_chunks: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    toy = Toy.make(kind, num_chunks, dtype=dtype)  # type: ignore[arg-type]
+    table = toy.observed(Topology())
+    wanted = toy.wanted()
+    assert set(wanted) == {*BASE_COLUMNS} | {f"{f}.{c}" for f in FORMATS for c in FORMAT_COLUMNS}
+    found = errors(row_of(table), wanted)
+    assert max(found.values()) < tolerance, {k: e for k, e in found.items() if e > tolerance}
+    assert (table.step, table.probe_step, table.loss) == (11, EPS, 2.0)
+    assert table.linears[0].microbatches == 0  # this rank holds the other linear only
+
+
+def test_row_and_column_differ_only_in_who_holds_what() -> None:
+    column, row = (row_of(Toy.make(kind).observed(Topology())) for kind in ("column", "row"))  # type: ignore[arg-type]
+    assert column == pytest.approx(row, rel=1e-6)
+
+
+def observation(tokens: int, rows: int) -> Observation:
+    return Observation(
+        microbatch=0,
+        rows=torch.arange(rows),
+        first=torch.ones(1, dtype=torch.float64),
+        norms=torch.ones(5, dtype=torch.float64),
+        errors=torch.ones((1, 5), dtype=torch.float64),
+        output_error=torch.full((1, tokens), 2.0, dtype=torch.float64),
+        grad=torch.full((tokens,), 3.0, dtype=torch.float64),
+        input_gradient_error=torch.full((1, rows), 5.0, dtype=torch.float64),
+        probe_grad=torch.full((rows,), 7.0, dtype=torch.float64),
+        probe_input=torch.full((rows,), 11.0, dtype=torch.float64),
+    )
+
+
+def test_experts_count_the_tokens_of_the_whole_batch() -> None:
+    """T is the batch's, of which an expert sees a few; its weight's norm comes once a copy."""
+    dense = Placement("decoder.layers.0.self_attention.linear_proj", 0, "row", 4, 8)
+    experts = [
+        Placement("decoder.layers.0.mlp.experts.linear_fc1", 0, "column", 4, 8, expert=e)
+        for e in (2, 3)
+    ]
+    topology = Topology(data=DataAxis(1, 2), expert_data=DataAxis(0, 1))
+    observations = {
+        dense.instance: [observation(10, 5)],
+        experts[0].instance: [observation(4, 2)],
+        experts[1].instance: [observation(0, 0)],
+    }
+    placements = {p.instance: p for p in (dense, *experts)}
+    inputs = ReduceInputs(
+        step=0,
+        formats=("fp8",),
+        linears=(LinearInfo.of(dense), LinearInfo.of(experts[0])),
+        placements=placements,
+        observations=observations,
+        update_square=dict.fromkeys(placements, 0.25),
+        eps=0.5,
+        grad_scale=0.1,
+        num_microbatches=1,
+        loss_sum=0.0,
+        loss_count=0,
+    )
+    table = reduce_statistics(inputs, topology)
+    assert table.loss is None
+    first, second = table.linears
+    scale, batch_tokens = 0.1**2, 10 * 1 * 2
+    assert first.formats["fp8"].fisher == pytest.approx(0.5 * 10 * 6 * scale * batch_tokens / 8)
+    assert second.formats["fp8"].fisher == pytest.approx(0.5 * 4 * 6 * scale * batch_tokens / 8)
+    # 5 of 10 tokens sampled: twice their sum, over eps^2.
+    assert first.probe_input_square == pytest.approx(5 * 11 * 2 / 0.25)
+    backward = 5 * 5 * 11 * 2 / 0.25 * scale / 4
+    assert first.formats["fp8"].backward_square == pytest.approx(backward)
+    forward = 5 * 2 * 7 * 2 / 0.25 * scale / 8
+    assert first.formats["fp8"].forward_square == pytest.approx(forward)
+    assert first.update_square == 0.0  # data rank 0 speaks for dense weights
+    assert second.update_square == pytest.approx(0.5)
+    assert (second.microbatches, second.tokens) == (2, 4)
+
+
+def test_the_toy_is_where_the_tests_say() -> None:
+    assert Toy.make().placement(Topology()).name == NAME
