@@ -107,34 +107,48 @@ def solve_core(core: Core, effort: Effort) -> CoreAnswer:
             [literals[c] for c in used], row.coefficients[used].tolist()
         )
         model.add(terms >= row.threshold)
-    integers, unit, base = _integer_costs(core)
-    model.minimize(cp_model.LinearExpr.weighted_sum(literals, integers.tolist()))
+    costs = _integer_costs(core)
+    model.minimize(cp_model.LinearExpr.weighted_sum(literals, costs.integers.tolist()))
     if core.hint is not None:
         hinted = set(core.hint.tolist())
         for c, literal in enumerate(literals):
             model.add_hint(literal, c in hinted)
-    solver = _solver(effort, unit)
+    solver = _solver(effort, costs.unit)
     status = solver.solve(model)
-    error = count * unit / 2 + 1e-15 * float(np.abs(core.cost).sum())
     work = solver.response_proto.deterministic_time
     if status == cp_model.INFEASIBLE:
-        return CoreAnswer(None, np.inf, True, error, work)
-    bound = base + unit * solver.best_objective_bound - error
+        return CoreAnswer(None, np.inf, True, costs.error, work)
+    bound = costs.base + costs.unit * solver.best_objective_bound - costs.error
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return CoreAnswer(None, bound if np.isfinite(bound) else -np.inf, False, error, work)
+        return CoreAnswer(None, bound if np.isfinite(bound) else -np.inf, False, costs.error, work)
     values = np.array([solver.boolean_value(literal) for literal in literals])
-    return CoreAnswer(np.flatnonzero(values), bound, status == cp_model.OPTIMAL, error, work)
+    return CoreAnswer(np.flatnonzero(values), bound, status == cp_model.OPTIMAL, costs.error, work)
 
 
-def _integer_costs(core: Core) -> tuple[Ints, float, float]:
-    """Return integer costs (least of every linear 0), their unit, and what was taken off."""
+@dataclass(frozen=True, eq=False)
+class _Costs:
+    """Integer costs, the least of every linear being 0.
+
+    The true cost of an assignment is base + unit * (its integers' sum), up to `error`.
+    """
+
+    integers: Ints
+    unit: float
+    base: float
+    error: float
+
+
+def _integer_costs(core: Core) -> _Costs:
     sizes = np.diff(core.starts)
     least = np.minimum.reduceat(core.cost, core.starts[:-1])
     above = core.cost - np.repeat(least, sizes)
     total = float(np.maximum.reduceat(above, core.starts[:-1]).sum())
-    unit = total / _COST_SUM if total > 0 else 1.0
+    rounding = 1e-15 * float(np.abs(core.cost).sum())
+    if total == 0.0:
+        return _Costs(np.zeros(len(above), dtype=np.int64), 1.0, float(least.sum()), rounding)
+    unit = total / _COST_SUM
     integers: Ints = np.rint(above / unit).astype(np.int64)
-    return integers, unit, float(least.sum())
+    return _Costs(integers, unit, float(least.sum()), len(sizes) * unit / 2 + rounding)
 
 
 def _solver(effort: Effort, unit: float) -> cp_model.CpSolver:

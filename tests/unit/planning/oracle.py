@@ -91,14 +91,41 @@ def brute_force(
     return float(loss[good].min())
 
 
-def highs(
-    problem: PlanningProblem,
-    settings: PlanSettings,
-    previous: PrecisionPlan | None = None,
-    relative_gap: float = 0.0,
-    time_limit_s: float = 60.0,
-) -> float | None:
-    """Return the optimum that HiGHS finds (scipy.optimize.milp), or None if it is infeasible.
+@dataclass(frozen=True)
+class HighsModel:
+    """The integer program as scipy.optimize.milp takes it.
+
+    Attributes:
+        loss: objective, scaled so that its largest coefficient is 1 (HiGHS has absolute
+            tolerances).
+        scale: what it was divided by.
+        matrix: one row a linear, then one a constraint.
+        low: least row sums.
+        high: largest row sums.
+    """
+
+    loss: np.ndarray
+    scale: float
+    matrix: scipy.sparse.csr_matrix
+    low: np.ndarray
+    high: np.ndarray
+
+    def solve(self, relative_gap: float = 0.0, time_limit_s: float = 60.0) -> float | None:
+        """Return the objective of the best solution found; None if there is none."""
+        result = scipy.optimize.milp(
+            self.loss,
+            constraints=scipy.optimize.LinearConstraint(self.matrix, self.low, self.high),
+            bounds=scipy.optimize.Bounds(0, 1),
+            integrality=np.ones(len(self.loss)),
+            options={"mip_rel_gap": relative_gap, "time_limit": time_limit_s},
+        )
+        return None if result.x is None else float(result.fun) * self.scale
+
+
+def highs_model(
+    problem: PlanningProblem, settings: PlanSettings, previous: PrecisionPlan | None = None
+) -> HighsModel | None:
+    """Build the model; None if a linear has no choice.
 
     Heeds the target, stage balance, pins and the limit on changes; not the bottleneck.
     """
@@ -108,8 +135,8 @@ def highs(
     flat = [(i, choice) for i, menu in enumerate(menus) for choice in menu]
     owner = np.array([i for i, _ in flat])
     count = len(flat)
-    one = scipy.sparse.csr_matrix((np.ones(count), (owner, np.arange(count))))
-    rows, low, high = [one], [np.ones(len(menus))], [np.ones(len(menus))]
+    rows = [scipy.sparse.csr_matrix((np.ones(count), (owner, np.arange(count))))]
+    low, high = [np.ones(len(menus))], [np.ones(len(menus))]
     target = problem.target if settings.target is None else settings.target
     stage = np.array([problem.linears[i].stage for i in owner])
     groups = [np.ones(count, dtype=bool)]
@@ -128,14 +155,6 @@ def highs(
         low.append(np.array([-np.inf]))
         high.append(np.array([float(settings.max_changes)]))
     loss = np.array([choice.loss for _, choice in flat])
-    scale = float(np.abs(loss).max()) or 1.0  # HiGHS has absolute tolerances
-    result = scipy.optimize.milp(
-        loss / scale,
-        constraints=scipy.optimize.LinearConstraint(
-            scipy.sparse.vstack(rows).tocsr(), np.concatenate(low), np.concatenate(high)
-        ),
-        bounds=scipy.optimize.Bounds(0, 1),
-        integrality=np.ones(count),
-        options={"mip_rel_gap": relative_gap, "time_limit": time_limit_s},
-    )
-    return None if result.x is None else float(result.fun) * scale
+    scale = float(np.abs(loss).max()) or 1.0
+    matrix = scipy.sparse.vstack(rows).tocsr()
+    return HighsModel(loss / scale, scale, matrix, np.concatenate(low), np.concatenate(high))

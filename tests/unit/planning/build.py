@@ -1,0 +1,87 @@
+"""Short ways to write problems and plans in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megatron_snip.options import Option
+from megatron_snip.planning.cost import COST_MODELS
+from megatron_snip.planning.plan import PrecisionPlan, assignment_digest
+from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
+from megatron_snip.planning.rules import Rules, make_rules
+from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.planning.table import make_table
+
+Losses = Sequence[float | None]
+SAVING = {"bf16": 0.0, "fp8": 0.0, "fp4": 1.0, "fp4-fp8-fp8": 1 / 3}
+
+
+def name_of(layer: int, module: str = "mlp.linear_fc1") -> str:
+    return f"decoder.layers.{layer}.{module}"
+
+
+def problem_of(
+    losses: Sequence[Losses],
+    target: float = 0.5,
+    options: Sequence[str] = ("fp8", "fp4"),
+    stages: Sequence[int] | None = None,
+    flops: Sequence[float] | None = None,
+    seconds: Sequence[Sequence[float]] | None = None,
+) -> PlanningProblem:
+    """One linear a layer; losses[i][j] is the quality loss of option j at layer i."""
+    linears = []
+    for i, row in enumerate(losses):
+        costs = {
+            option: OptionCost(
+                quality_loss=row[j],
+                saving=SAVING[option],
+                seconds=None if seconds is None else seconds[i][j],
+            )
+            for j, option in enumerate(options)
+        }
+        linears.append(
+            LinearChoices(
+                name=name_of(i),
+                stage=0 if stages is None else stages[i],
+                flops=1.0 if flops is None else flops[i],
+                options=costs,
+            )
+        )
+    return PlanningProblem(linears=tuple(linears), target=target)
+
+
+def plan_of(options: Mapping[str, str] | Sequence[str], **changes: object) -> PrecisionPlan:
+    """A plan with given options, by name or by layer; its other fields are placeholders."""
+    if not isinstance(options, Mapping):
+        options = {name_of(i): option for i, option in enumerate(options)}
+    linears = {name: Option.parse(option) for name, option in options.items()}
+    values: dict[str, object] = {
+        "step": 0,
+        "policy": "snip",
+        "status": "feasible",
+        "objective": None,
+        "bound": None,
+        "seconds": 0.0,
+        "target": 0.0,
+        "efficiency": 0.0,
+        "stages": (0.0,),
+        "linears": linears,
+        "digest": assignment_digest(linears),
+    }
+    return PrecisionPlan(**(values | changes))
+
+
+def rules_of(
+    problem: PlanningProblem, previous: Sequence[str] | None = None, **settings: object
+) -> Rules:
+    """The rules for a problem, with a bf16 column where a pin needs one."""
+    chosen = PlanSettings(**settings)
+    table = make_table(problem, COST_MODELS[chosen.cost], with_bf16=True)
+    columns = None if previous is None else table.columns_of(previous)
+    target = problem.target if chosen.target is None else chosen.target
+    return make_rules(table, chosen, target, columns)
+
+
+def options_of(plan: PrecisionPlan) -> list[str]:
+    """The options of a plan, in order."""
+    return [str(option) for option in plan.linears.values()]

@@ -1,0 +1,114 @@
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_snip.errors import UsageError
+from megatron_snip.planning.problem import (
+    LinearChoices,
+    OptionCost,
+    PlanningProblem,
+    read_problem,
+    write_problem,
+)
+
+GOOD: dict[str, Any] = {
+    "version": 1,
+    "linears": [
+        {
+            "name": "decoder.layers.0.mlp.linear_fc1",
+            "stage": 0,
+            "flops": 10,
+            "options": {
+                "fp8": {"quality_loss": 0.0, "saving": 0},
+                "fp4": {"quality_loss": None, "saving": 1, "seconds": 0.5},
+            },
+        },
+        {
+            "name": "anything",
+            "stage": 2,
+            "flops": 1e30,
+            "options": {"int2": {"quality_loss": -1, "saving": 0.5}},
+        },
+    ],
+    "target": 0.75,
+}
+
+
+def test_a_file_comes_back_as_it_was(tmp_path: Path) -> None:
+    problem = PlanningProblem.from_dict(GOOD)
+    write_problem(problem, tmp_path / "p.json")
+    assert read_problem(tmp_path / "p.json") == problem
+    assert json.loads((tmp_path / "p.json").read_text()) == problem.to_dict()
+    assert problem.names == ("decoder.layers.0.mlp.linear_fc1", "anything")
+    assert problem.num_stages == 3
+    assert problem.linears[0].options["fp4"].quality_loss is None
+
+
+def change(path: list[Any], value: Any) -> dict[str, Any]:
+    """GOOD with one place set to a value, or removed (value is ...)."""
+    changed = copy.deepcopy(GOOD)
+    place = changed
+    for key in path[:-1]:
+        place = place[key]
+    if value is ...:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    return changed
+
+
+FC1 = "decoder.layers.0.mlp.linear_fc1"
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (change(["version"], 2), ["version 2", "reads version 1"]),
+        (change(["version"], True), ["version True"]),
+        (change(["version"], ...), ["version none"]),
+        (change(["extra"], 1), ["unknown key 'extra'"]),
+        (change(["linears", 0, "layer"], 1), ["unknown key", "layer", FC1]),
+        (change(["linears", 0, "options", "fp8", "loss"], 1), ["unknown key", "loss"]),
+        (change(["target"], 1.5), ["target", "1.5"]),
+        (change(["target"], "0.5"), ["target", "'0.5'"]),
+        (change(["target"], True), ["target", "True"]),
+        (change(["target"], ...), ["target"]),
+        (change(["linears"], []), ["linears"]),
+        (change(["linears"], {}), ["linears"]),
+        (change(["linears", 1, "name"], FC1), [FC1, "twice"]),
+        (change(["linears", 0, "name"], ""), ["name"]),
+        (change(["linears", 0, "stage"], -1), ["stage", "-1", FC1]),
+        (change(["linears", 0, "stage"], 1.5), ["stage", "1.5"]),
+        (change(["linears", 0, "stage"], 10**9), ["stage"]),
+        (change(["linears", 0, "flops"], -1), ["flops", "-1", FC1]),
+        (change(["linears", 0, "flops"], None), ["flops"]),
+        (change(["linears", 0, "flops"], 1e200), ["flops"]),
+        (change(["linears", 0, "options"], {}), ["options", FC1]),
+        (change(["linears", 0, "options", "fp4", "saving"], 1.1), ["fp4.saving", "1.1"]),
+        (change(["linears", 0, "options", "fp4", "quality_loss"], ...), ["quality_loss"]),
+        (change(["linears", 0, "options", "fp4", "quality_loss"], 1e200), ["quality_loss"]),
+        (change(["linears", 0, "options", "fp4", "quality_loss"], float("nan")), ["finite"]),
+        (change(["linears", 0, "options", "fp4", "seconds"], -1), ["seconds"]),
+        ([GOOD], ["JSON object", "list"]),
+    ],
+)
+def test_a_bad_problem_is_refused_in_one_line_that_names_the_place(
+    value: Any, words: list[str]
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        PlanningProblem.from_dict(value, "problem file 'p.json'")
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in ["problem file 'p.json'", *words]:
+        assert word in message
+
+
+def test_records_are_frozen_and_compare_by_value() -> None:
+    cost = OptionCost(quality_loss=1.0, saving=0.5)
+    linear = LinearChoices(name="a", stage=0, flops=1.0, options={"x": cost})
+    assert linear == LinearChoices(name="a", stage=0, flops=1.0, options={"x": cost})
+    with pytest.raises(ValueError, match="frozen"):
+        linear.stage = 1
