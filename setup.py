@@ -42,6 +42,7 @@ setup(
             "pytest-xdist",
             "hypothesis",
             "ml_dtypes",
+            "torchao>=0.18",
             "scipy",
             "ruff",
             "mypy",
