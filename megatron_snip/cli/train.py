@@ -33,6 +33,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags: the launcher's, the trainer's by group, SNIP's by group."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = "%(prog)s [--config FILE] [--nproc-per-node N] [--SETTING VALUE ...]"
     parser.epilog = EXAMPLES
     group = parser.add_argument_group("Where settings come from, and how many ranks")
     group.add_argument("--config", metavar="FILE", type=Path, help="YAML file with settings")
