@@ -68,7 +68,7 @@ def probe_step(relative_step: float, weight_square: float, direction_square: flo
 def perturb(probed: ProbedWeight, eps: float, seed: int, step: int) -> float:
     """Add eps D r to one weight in place; return the applied over the intended square norm."""
     signs = random_signs(seed, probed.placement, step, probed.weight.device)
-    change = probed.buffer.float().mul_(signs).mul_(eps / probed.update_norm)
+    change = (probed.buffer.float() * signs).mul_(eps / probed.update_norm)  # not the buffer
     # The original is safe before the weight changes: whatever fails later can be undone.
     probed.buffer.copy_(probed.weight.data)
     probed.saved = True
