@@ -80,7 +80,8 @@ def make_plan_report(
     target = problem.target if settings.target is None else settings.target
     rules = make_rules(table, settings, target, hint)
     decision = policy.decide(Request(rules, settings, hint, metrics, step, deadline))
-    decision = _worth_changing(decision, table, settings.min_gain, hint)
+    if policy.minimizes_loss or settings.min_gain > 0:
+        decision = _worth_changing(decision, table, settings.min_gain, hint)
     plan = _plan(decision, table, settings, target, step, deadline)
     faults = find_violations(plan, problem, settings, previous)
     if faults:

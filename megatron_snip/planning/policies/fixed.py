@@ -22,6 +22,7 @@ class UniformPolicy:
         self.option = canonical(option)
         self.name = f"uniform-{option}"
         self.wants_bf16 = self.option == str(BF16)
+        self.minimizes_loss = False
 
     def decide(self, request: Request) -> Decision:
         """Set every linear that is not pinned to the option; see `Policy`."""
@@ -35,6 +36,7 @@ class NonePolicy:
 
     name = "none"
     wants_bf16 = True
+    minimizes_loss = False
 
     def decide(self, request: Request) -> Decision:
         """Return the previous plan's columns; see `Policy`."""

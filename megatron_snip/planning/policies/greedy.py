@@ -21,6 +21,7 @@ class GreedyPolicy:
 
     name = "greedy"
     wants_bf16 = False
+    minimizes_loss = False
 
     def decide(self, request: Request) -> Decision:
         """Take the cheapest steps until the rules are met; see `Policy`."""

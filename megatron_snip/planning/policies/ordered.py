@@ -28,6 +28,7 @@ class OrderedPolicy:
     """Lowers linears in a given order until the target is reached."""
 
     wants_bf16 = False
+    minimizes_loss = False
 
     def __init__(self, name: str, order: Order) -> None:
         self.name = name
@@ -55,9 +56,10 @@ def error_order(policy: str, metric: str) -> Order:
     """Return the order by a local quantization error of the lowest option, the smallest first."""
 
     def order(request: Request, task: Task) -> list[int]:
-        low = lowest(task)
-        scores = [metric_of(request, policy, metric, row, int(low[row])) for row in range(len(low))]
-        return sorted(range(len(low)), key=lambda row: (scores[row], row))
+        low, gentle = lowest(task), gentlest(task)
+        rows = np.flatnonzero(low != gentle).tolist()  # pinned linears need no score
+        scores = {row: metric_of(request, policy, metric, row, int(low[row])) for row in rows}
+        return sorted(rows, key=lambda row: (scores[row], row))
 
     return order
 

@@ -74,10 +74,13 @@ class Policy(Protocol):
     Attributes:
         name: as users write it.
         wants_bf16: whether the table must hold bf16 even where the problem does not list it.
+        minimizes_loss: whether quality loss is what it minimizes, so that a plan that loses no
+            less than the previous one is not worth a change.
     """
 
     name: str
     wants_bf16: bool
+    minimizes_loss: bool
 
     def decide(self, request: Request) -> Decision:
         """Choose a column for every linear.

@@ -12,6 +12,7 @@ class SnipPolicy:
 
     name = "snip"
     wants_bf16 = False
+    minimizes_loss = True
 
     def decide(self, request: Request) -> Decision:
         """Solve; see `Policy`."""

@@ -1,0 +1,46 @@
+import pytest
+
+from megatron_snip.errors import InfeasiblePlanError, UsageError
+from megatron_snip.planning.planner import make_plan
+from megatron_snip.planning.settings import PlanSettings
+from tests.unit.planning.build import options_of, plan_of, problem_of
+
+PROBLEM = problem_of([[0.5, 1.0], [0.25, None]], target=0.75)
+
+
+@pytest.mark.parametrize(
+    ("policy", "objective", "efficiency"),
+    [("uniform-fp8", 0.75, 0.0), ("uniform-bf16", 0.0, 0.0), ("uniform-fp4", None, 1.0)],
+)
+def test_uniform_policies_heed_no_target(
+    policy: str, objective: float | None, efficiency: float
+) -> None:
+    plan = make_plan(PROBLEM, PlanSettings(policy=policy))
+    assert set(options_of(plan)) == {policy.removeprefix("uniform-")}
+    assert (plan.status, plan.target) == ("fixed", 0.0)
+    assert (plan.objective, plan.bound, plan.efficiency) == (objective, objective, efficiency)
+
+
+def test_uniform_policies_keep_pins() -> None:
+    plan = make_plan(PROBLEM, PlanSettings(policy="uniform-fp8", pins=(("*.layers.0.*", "bf16"),)))
+    assert options_of(plan) == ["bf16", "fp8"]
+    with pytest.raises(InfeasiblePlanError, match=r"pin \*=fp8; pin \*=fp4"):
+        make_plan(PROBLEM, PlanSettings(policy="uniform-fp8", pins=(("*", "fp8"), ("*", "fp4"))))
+
+
+def test_uniform_policies_need_their_option_on_offer() -> None:
+    with pytest.raises(UsageError, match="fp3"):
+        make_plan(PROBLEM, PlanSettings(policy="uniform-fp3"))
+
+
+def test_none_changes_nothing() -> None:
+    before = plan_of(["fp4", "bf16"])
+    plan = make_plan(PROBLEM, PlanSettings(policy="none"), before)
+    assert plan.digest == before.digest
+    assert plan.status == "fixed"
+    assert options_of(make_plan(PROBLEM, PlanSettings(policy="none"))) == ["bf16", "bf16"]
+
+
+def test_none_cannot_keep_what_the_problem_does_not_know() -> None:
+    with pytest.raises(UsageError, match="previous plan's option"):
+        make_plan(PROBLEM, PlanSettings(policy="none"), plan_of(["fp3", "fp8"]))
