@@ -89,10 +89,17 @@ def dequantized_grad(
 def base_row(linear: Linear, batches: Sequence[Microbatch], s: Scales) -> dict[str, float]:
     """The fields of `LinearStatistics` that do not depend on a format."""
     total: dict[str, float] = dict.fromkeys(
-        (
-            "microbatches tokens input_square weight_square output_square grad_square wgrad_square "
-            "probe_grad_square probe_input_square"
-        ).split(),
+        [
+            "microbatches",
+            "tokens",
+            "input_square",
+            "weight_square",
+            "output_square",
+            "grad_square",
+            "wgrad_square",
+            "probe_grad_square",
+            "probe_input_square",
+        ],
         0.0,
     )
     for b in batches:

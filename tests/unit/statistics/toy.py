@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from megatron_snip.statistics.probe import Comparer
-from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.recorder import MeasureSettings, Recorder
+from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.reduce import LinearInfo, ReduceInputs, reduce_statistics
 from megatron_snip.statistics.sampling import sampled_rows
 from megatron_snip.topology import LinearKind, Placement, Topology

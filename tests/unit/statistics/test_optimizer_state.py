@@ -1,0 +1,159 @@
+"""D and the update, against the real AdamW; optimizers of every make, by their attributes."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_snip.statistics.optimizer_state import AdamShard, adam_shards, is_sharded
+
+BETAS, EPS = (0.9, 0.95), 1e-8
+
+
+def trained(
+    steps: int, shape: tuple[int, ...] = (6, 4), weight_decay: float = 0.0
+) -> tuple[torch.nn.Parameter, torch.optim.AdamW, torch.Tensor]:
+    """A parameter after `steps` of AdamW (lr 1), its optimizer and the last update made."""
+    generator = torch.Generator().manual_seed(0)
+    param = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+    optimizer = torch.optim.AdamW([param], 1.0, BETAS, EPS, weight_decay=weight_decay)
+    before = param.detach().clone()
+    for _ in range(steps):
+        before = param.detach().clone()
+        param.grad = torch.randn(shape, generator=generator, dtype=torch.float64)
+        optimizer.step()
+    return param, optimizer, before - param.detach()
+
+
+def next_update(param: torch.nn.Parameter, optimizer: Any, grad: torch.Tensor) -> torch.Tensor:
+    """What the optimizer would subtract from the parameter for this gradient."""
+    twin, again = copy.deepcopy((param, optimizer))
+    (twin,) = again.param_groups[0]["params"]
+    before = twin.detach().clone()
+    twin.grad = grad
+    again.step()
+    return before - twin.detach()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 40])
+def test_d_is_the_slope_of_the_real_update(steps: int) -> None:
+    """D leaves out that g moves v as well: around g = 0 only v's decay is between the two."""
+    param, optimizer, _ = trained(steps)
+    h = 1e-6
+    up, down = (next_update(param, optimizer, torch.full_like(param, s * h)) for s in (1, -1))
+    slope = ((up - down) / (2 * h)).flatten()
+    d = adam_shards(optimizer)[param].sensitivity()
+    assert d is not None
+    beta2 = BETAS[1]
+    decay = (beta2 * (1 - beta2**steps) / (1 - beta2 ** (steps + 1))) ** 0.5
+    torch.testing.assert_close(d.double(), slope * decay, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+@pytest.mark.parametrize("weight_decay", [0.0])
+def test_the_update_is_the_one_last_made(steps: int, weight_decay: float) -> None:
+    _, optimizer, made = trained(steps, weight_decay=weight_decay)
+    ((param, shard),) = adam_shards(optimizer).items()
+    update = shard.update()
+    assert update is not None
+    assert (shard.start, shard.end, shard.step) == (0, param.numel(), steps)
+    torch.testing.assert_close(update.double(), made.flatten(), rtol=1e-5, atol=1e-7)
+
+
+def test_no_moments_no_sensitivity() -> None:
+    param, optimizer, _ = trained(0)
+    shard = adam_shards(optimizer)[param]
+    assert shard.sensitivity() is None
+    assert shard.update() is None
+    sgd = torch.optim.SGD([param], lr=0.1, momentum=0.9)
+    param.grad = torch.ones_like(param)
+    sgd.step()
+    assert adam_shards(sgd)[param].sensitivity() is None
+    plain = torch.optim.SGD([param], lr=0.1)
+    plain.step()
+    assert adam_shards(plain)[param].sensitivity() is None
+
+
+def test_a_second_moment_of_zero_stays_finite() -> None:
+    """A row of an embedding that no token has touched: D is large, not infinite."""
+    shard = AdamShard(0, 2, torch.zeros(2), torch.tensor([0.0, 1e-45]), 3, BETAS, EPS)
+    d, update = shard.sensitivity(), shard.update()
+    assert d is not None and update is not None
+    assert d.isfinite().all() and update.isfinite().all()
+
+
+def test_the_state_of_fused_adam_counts_steps_in_the_group() -> None:
+    param, optimizer, _ = trained(4)
+    wanted = adam_shards(optimizer)[param]
+    for state in optimizer.state.values():
+        del state["step"]
+    optimizer.param_groups[0]["step"] = 4
+    found = adam_shards(optimizer)[param]
+    assert found.step == 4
+    assert torch.equal(found.sensitivity(), wanted.sensitivity())  # type: ignore[arg-type]
+    optimizer.param_groups[0]["step"] = torch.tensor(4, dtype=torch.int32)  # capturable
+    assert adam_shards(optimizer)[param].step == 4
+
+
+def test_half_precision_parameters_are_found_through_their_copies() -> None:
+    main, inner, _ = trained(3)
+    other, _, _ = trained(0)
+    model = torch.nn.Parameter(torch.zeros(6, 4, dtype=torch.bfloat16))
+    wrapped = SimpleNamespace(
+        optimizer=inner,
+        float16_groups=[[model]],
+        fp32_from_float16_groups=[[main]],
+        fp32_from_fp32_groups=[[other]],
+    )
+    shards = adam_shards(wrapped)
+    assert set(shards) == {model}  # the inner optimizer does not step `other`
+    assert shards[model].step == 3
+    assert not is_sharded(wrapped)
+
+
+def distributed(inner: Any, model: torch.Tensor, start: int, end: int) -> Any:
+    """What Megatron's distributed optimizer shows of one parameter's range on this rank."""
+    return SimpleNamespace(
+        optimizer=inner,
+        model_param_group_index_map={model: (0, 0)},
+        _get_model_param_range_map=lambda param: {"param": SimpleNamespace(start=start, end=end)},
+    )
+
+
+def test_ranges_of_a_distributed_optimizer() -> None:
+    _, inner, _ = trained(3, shape=(10,))
+    model = torch.nn.Parameter(torch.zeros(6, 4))
+    optimizer = distributed(inner, model, 7, 17)
+    shard = adam_shards(optimizer)[model]
+    assert (shard.start, shard.end) == (7, 17)
+    d = shard.sensitivity()
+    assert d is not None
+    assert d.shape == (10,)
+    assert is_sharded(optimizer)
+
+
+def test_chained_optimizers_are_looked_through() -> None:
+    param, plain, _ = trained(2)
+    _, inner, _ = trained(3, shape=(10,))
+    model = torch.nn.Parameter(torch.zeros(6, 4))
+    fp32 = SimpleNamespace(optimizer=plain)
+    chained = SimpleNamespace(chained_optimizers=[fp32, distributed(inner, model, 0, 10)])
+    assert set(adam_shards(chained)) == {param, model}
+    assert is_sharded(chained)
+    assert not is_sharded(SimpleNamespace(chained_optimizers=[fp32]))
+
+
+def test_groups_keep_their_own_betas() -> None:
+    a, b = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    groups = [{"params": [a], "betas": (0.5, 0.5), "eps": 1e-3}, {"params": [b]}]
+    optimizer = torch.optim.AdamW(groups, 1.0, BETAS, EPS)
+    for param in (a, b):
+        param.grad = torch.ones(3)
+    optimizer.step()
+    shards = adam_shards(optimizer)
+    assert (shards[a].betas, shards[a].eps) == ((0.5, 0.5), 1e-3)
+    assert (shards[b].betas, shards[b].eps) == (BETAS, EPS)
