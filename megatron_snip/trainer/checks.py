@@ -16,8 +16,6 @@ from megatron_snip.config import SnipConfig
 from megatron_snip.errors import InfeasiblePlanError, UsageError
 from megatron_snip.log import warn_once
 from megatron_snip.planning.plan import read_plan
-from megatron_snip.planning.planner import make_plan
-from megatron_snip.planning.policies import UNIFORM, get_policy
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.trainer.config import TrainConfig
@@ -137,6 +135,10 @@ def check_plan(config: TrainConfig) -> None:
         UsageError: unknown policy; pins that match nothing; a plan file that does not fit; an
             efficiency target out of reach, with the best one that is not.
     """
+    # The solver's package takes a second to import, which --help need not wait for.
+    from megatron_snip.planning.planner import make_plan
+    from megatron_snip.planning.policies import UNIFORM, get_policy
+
     snip = config.snip
     shapes = linear_shapes(config)
     get_policy(snip.policy)
