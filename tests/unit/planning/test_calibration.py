@@ -1,0 +1,106 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_snip.errors import UsageError
+from megatron_snip.options import Option
+from megatron_snip.planning.calibration import (
+    CalibrationTable,
+    read_calibration,
+    with_seconds,
+    write_calibration,
+)
+from megatron_snip.planning.planner import make_plan
+from megatron_snip.planning.settings import PlanSettings
+from tests.unit.planning.build import options_of, problem_of
+
+TABLE: dict[str, Any] = {
+    "version": 1,
+    "machine": "a machine",
+    "device": "cpu",
+    "date": "2026-01-01T00:00:00+00:00",
+    "versions": {"torch": "2"},
+    "tokens": 2,
+    "linears": [
+        {
+            "names": "*.layers.0.*",
+            "out_features": 10,
+            "in_features": 5,
+            "seconds": {
+                "fp8": {"fprop": 3.0, "dgrad": 2.0, "wgrad": 1.0},
+                "fp4": {"fprop": 1.0, "dgrad": 0.5, "wgrad": 0.25},
+            },
+        },
+        {
+            "names": "*.layers.*",
+            "out_features": 1,
+            "in_features": 1,
+            "seconds": {
+                "fp8": {"fprop": 0.2, "dgrad": 0.2, "wgrad": 0.2},
+                "fp4": {"fprop": 0.2, "dgrad": 0.2, "wgrad": 0.1},
+            },
+        },
+    ],
+}
+PROBLEM = problem_of([[0.0, 1.0], [0.0, 0.5]], 0.5, flops=[1200.0, 12.0])
+
+
+def table(tmp_path: Path, value: dict[str, Any]) -> CalibrationTable:
+    (tmp_path / "t.json").write_text(json.dumps(value))
+    return read_calibration(tmp_path / "t.json")
+
+
+def test_a_table_comes_back_as_it_was(tmp_path: Path) -> None:
+    first = table(tmp_path, TABLE)
+    write_calibration(first, tmp_path / "again.json")
+    assert read_calibration(tmp_path / "again.json") == first
+    assert json.loads((tmp_path / "again.json").read_text()) == TABLE
+
+
+def test_seconds_come_from_the_first_match_and_scale_with_flops(tmp_path: Path) -> None:
+    measured = table(tmp_path, TABLE)
+    first, second = PROBLEM.linears
+    # 6 * 2 * 10 * 5 = 600 FLOPs were measured, the linear has twice as many.
+    assert measured.seconds(first, Option.parse("fp8")) == 12.0
+    assert measured.seconds(first, Option.parse("fp4-fp8-fp8")) == 8.0
+    assert measured.seconds(second, Option.parse("fp4")) == pytest.approx(0.5)
+
+
+def test_planning_by_time_follows_the_measured_seconds(tmp_path: Path) -> None:
+    problem = with_seconds(PROBLEM, table(tmp_path, TABLE))
+    plan = make_plan(problem, PlanSettings(cost="time"))
+    assert options_of(plan) == ["fp4", "fp8"]  # layer 1 hardly gains: 0.1 of 8.6 seconds
+    assert plan.efficiency == pytest.approx(8.5 / 8.6)
+    assert options_of(make_plan(problem, PlanSettings(cost="flops"))) == ["fp4", "fp8"]
+    late = make_plan(problem, PlanSettings(cost="time", target=0.99))
+    assert options_of(late) == ["fp4", "fp4"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"version": 2}, "version 1"),
+        ({"extra": 1}, "unknown key 'extra'"),
+        ({"tokens": 0}, "tokens"),
+        ({"linears": []}, "linears"),
+        ({"linears": [TABLE["linears"][0] | {"seconds": {"fp9": {}}}]}, "fp9"),
+        ({"linears": [TABLE["linears"][0] | {"seconds": {"fp8": {"fprop": 1.0}}}]}, "dgrad"),
+    ],
+)
+def test_bad_tables_are_refused_in_one_line(
+    tmp_path: Path, changes: dict[str, Any], word: str
+) -> None:
+    with pytest.raises(UsageError, match="calibration table") as caught:
+        table(tmp_path, TABLE | changes)
+    assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_was_not_measured_is_named(tmp_path: Path) -> None:
+    measured = table(tmp_path, TABLE | {"linears": TABLE["linears"][:1]})
+    with pytest.raises(UsageError, match=r"no entry for 'decoder\.layers\.1"):
+        with_seconds(PROBLEM, measured)
+    with pytest.raises(UsageError, match="no seconds for 'bf16'"):
+        measured.seconds(PROBLEM.linears[0], Option.parse("bf16"))

@@ -1,0 +1,59 @@
+import numpy as np
+import pytest
+
+from megatron_snip.planning.pareto import frontier
+from megatron_snip.planning.planner import make_plan
+from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
+from megatron_snip.planning.settings import PlanSettings
+from tests.unit.planning.build import problem_of
+
+RANDOM = np.random.default_rng(0)
+LOSSES = [[0.0, *sorted(map(float, RANDOM.random(2)))] for _ in range(20)]
+PROBLEM = problem_of(LOSSES, 0.5, ("fp8", "fp4-fp8-fp8", "fp4"), stages=[i // 5 for i in range(20)])
+
+
+@pytest.mark.parametrize("balance", ["none", "stage"])
+def test_every_point_is_what_planning_for_its_target_gives(balance: str) -> None:
+    settings = PlanSettings(pipeline_balance=balance)
+    points = frontier(PROBLEM, settings, [0.9, 0.1, 0.5, 0.5])
+    assert [point.target for point in points] == [0.1, 0.5, 0.9]
+    for point in points:
+        plan = make_plan(PROBLEM, settings.model_copy(update={"target": point.target}))
+        assert point.objective == pytest.approx(plan.objective)
+        assert (point.status, point.gap) == ("optimal", pytest.approx(0.0, abs=1e-9))
+        assert point.efficiency >= point.target
+        assert sum(point.options.values()) == 20
+
+
+def test_the_frontier_rises_with_the_target() -> None:
+    points = frontier(PROBLEM, PlanSettings(), [k / 20 for k in range(21)])
+    losses = [point.objective for point in points]
+    assert losses == sorted(losses)
+    assert losses[0] == 0.0
+    assert losses[-1] == pytest.approx(sum(row[2] for row in LOSSES))
+
+
+def test_targets_out_of_reach_are_marked() -> None:
+    problem = problem_of([[0.0, 1.0], [0.0, None]])
+    points = frontier(problem, PlanSettings(), [0.25, 0.75])
+    assert [point.status for point in points] == ["optimal", None]
+    assert points[1].objective is points[1].efficiency is points[1].gap is None
+
+
+def test_options_are_names_and_nothing_else() -> None:
+    options = {
+        "int8": OptionCost(quality_loss=0.0, saving=0.0),
+        "int2": OptionCost(quality_loss=1.0, saving=1.0),
+    }
+    linear = LinearChoices(name="a", stage=0, flops=1.0, options=options)
+    points = frontier(PlanningProblem(linears=(linear,), target=0.0), PlanSettings(), [0.0, 1.0])
+    assert [point.options for point in points] == [{"int8": 1}, {"int2": 1}]
+
+
+def test_other_policies_have_frontiers_above_snip_s() -> None:
+    targets = [0.2, 0.5, 0.8]
+    best = frontier(PROBLEM, PlanSettings(), targets)
+    for policy in ("greedy", "random"):
+        points = frontier(PROBLEM, PlanSettings(policy=policy), targets)
+        for point, lower in zip(points, best, strict=True):
+            assert point.objective >= lower.objective - 1e-12
