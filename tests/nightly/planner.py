@@ -1,0 +1,89 @@
+"""Thousands of random planning problems against enumeration, and hundreds against HiGHS.
+
+    python -m tests.nightly.planner [--instances 10000] [--seed 0]
+
+Instances cover every balance, pins, limits on changes, both cost models, forbidden options, ties,
+zeros, negative losses and losses over 12 decades. Exit status 1 and the seeds of the failures if
+the planner ever disagrees with a judge, returns a plan that the validator refuses, or proves a
+bound above the optimum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+
+from megatron_snip.errors import InfeasiblePlanError
+from megatron_snip.planning.planner import make_plan_report
+from megatron_snip.planning.validate import find_violations
+from tests.unit.planning.instances import Instance, random_instance
+from tests.unit.planning.oracle import brute_force, highs_model
+
+MEDIUM = (20, 60)
+"""Numbers of linears of the instances that HiGHS judges."""
+
+MEDIUM_SHARE = 0.03
+"""How many instances are medium ones."""
+
+
+def judge(instance: Instance, medium: bool) -> tuple[float | None, float]:
+    """Return the optimum (None: infeasible) and how far off it may be."""
+    if not medium:
+        wanted = brute_force(instance.problem, instance.settings, instance.previous)
+        return wanted, 0.0
+    model = highs_model(instance.problem, instance.settings, instance.previous)
+    if model is None:
+        return None, 0.0
+    return model.solve(), 2e-6 * model.scale  # HiGHS's absolute tolerances
+
+
+def complaint(instance: Instance, medium: bool) -> tuple[str, str]:
+    """Return (what happened, what is wrong with it or "")."""
+    wanted, tolerance = judge(instance, medium)
+    try:
+        report = make_plan_report(instance.problem, instance.settings, instance.previous)
+    except InfeasiblePlanError as error:
+        return "infeasible", "" if wanted is None else f"{error}, but {wanted} is feasible"
+    plan = report.plan
+    if wanted is None:
+        return plan.status, f"objective {plan.objective}, but the problem is infeasible"
+    losses = [c.quality_loss or 0.0 for x in instance.problem.linears for c in x.options.values()]
+    tolerance += 1e-9 * sum(map(abs, losses)) + 2 * report.scaling_error
+    faults = find_violations(plan, instance.problem, instance.settings, instance.previous)
+    if plan.objective > wanted + tolerance:
+        faults.append(f"objective {plan.objective}, optimum {wanted}")
+    if not medium and plan.objective < wanted - tolerance:
+        faults.append(f"objective {plan.objective} below the optimum {wanted}")
+    if plan.bound > wanted + tolerance:
+        faults.append(f"bound {plan.bound} above the optimum {wanted}")
+    if not medium and plan.status != "optimal":
+        faults.append(f"status {plan.status} on a small problem")
+    return plan.status, "; ".join(faults)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--instances", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0, help="of the first instance")
+    args = parser.parse_args()
+    counts: Counter[str] = Counter()
+    failures = 0
+    start = time.monotonic()
+    period = round(1 / MEDIUM_SHARE)
+    for seed in range(args.seed, args.seed + args.instances):
+        medium = seed % period == 0
+        size = MEDIUM[seed // period % len(MEDIUM)] if medium else None
+        status, wrong = complaint(random_instance(seed, num_linears=size), medium)
+        counts[("medium " if medium else "") + status] += 1
+        if wrong:
+            failures += 1
+            print(f"seed {seed}: {wrong}", flush=True)
+    seconds = time.monotonic() - start
+    print(f"{args.instances} instances in {seconds:.0f} s: {failures} failures; {dict(counts)}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
