@@ -1,0 +1,107 @@
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_snip.__main__ import main
+from megatron_snip.cli.pareto import parse_targets
+from megatron_snip.errors import UsageError
+from megatron_snip.planning.problem import write_problem
+from tests.unit.planning.build import problem_of
+
+PROBLEM = problem_of([[0.0, 1.0], [0.0, 2.0], [0.0, 3.0], [0.0, None]], target=0.5)
+
+
+@pytest.fixture
+def problem(tmp_path: Path) -> str:
+    path = tmp_path / "problem.json"
+    write_problem(PROBLEM, path)
+    return str(path)
+
+
+def test_ranges_include_both_ends_and_are_exact() -> None:
+    assert parse_targets("0:1:0.05") == [k / 20 for k in range(21)]
+    assert parse_targets("0.1:0.5:0.3") == [0.1, 0.4]
+    assert parse_targets("0.75, 0.5") == [0.75, 0.5]
+    assert parse_targets("1") == [1.0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "a",
+        "0:1",
+        "0:1:0",
+        "0:1:-1",
+        "1:0:0.1",
+        "0:1:1e-9",
+        "0:2:0.5",
+        "-0.1",
+        "nan",
+        "inf",
+        "0:1:0.1,0.2",
+    ],
+)
+def test_other_targets_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--targets"):
+        parse_targets(text)
+
+
+def test_the_frontier_as_table_csv_plot_and_json(
+    problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["pareto", problem, "--targets", "0:1:0.25"]
+    files = ["--csv", str(tmp_path / "p.csv"), "--plot", str(tmp_path / "p.png")]
+    assert main([*words, *files]) == 0
+    text = capsys.readouterr().out
+    rows = [line.split() for line in text.splitlines() if line.split()[:1] == ["0.75"]]
+    assert rows[0][1:3] == ["optimal", "6"]
+    assert "infeasible" in text
+    with (tmp_path / "p.csv").open() as stream:
+        points = list(csv.DictReader(stream))
+    assert [float(point["target"]) for point in points] == [0.0, 0.25, 0.5, 0.75, 1.0]
+    losses = [float(point["objective"]) for point in points[:-1]]
+    assert losses == pytest.approx([0.0, 1.0, 3.0, 6.0])
+    assert (points[2]["fp4"], points[2]["fp8"]) == ("2", "2")
+    assert (points[4]["status"], points[4]["objective"]) == ("infeasible", "")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    assert main([*words, "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert [point["status"] for point in plain] == ["optimal"] * 4 + ["infeasible"]
+    assert plain[1]["options"] == {"fp4": 1, "fp8": 3}
+
+
+def test_nothing_within_reach_exits_with_3(
+    problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["pareto", problem, "--targets", "0.9,1"]) == 3
+    assert capsys.readouterr().out.count("infeasible") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "word"),
+    [
+        (["--targets", "0:1"], "--targets"),
+        (["--policy", "uniform-fp8"], "no frontier"),
+        (["--policy", "min-abs-err"], "no frontier"),
+        (["--csv", "/absent/folder/p.csv"], "cannot write"),
+        (["--plot", "/absent/folder/p.png"], "cannot write"),
+        (["--plot", "p.unknown"], "cannot write"),
+        (["--pin", "x=fp8"], "no linear's name matches"),
+    ],
+)
+def test_bad_input_exits_with_2_and_one_line(
+    problem: str,
+    words: list[str],
+    word: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["pareto", problem, *words]) == 2
+    captured = capsys.readouterr()
+    assert word in captured.err
+    assert captured.err.count("\n") == 1

@@ -1,0 +1,207 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_snip.__main__ import main
+from megatron_snip.planning.plan import PrecisionPlan, read_plan, write_plan
+from megatron_snip.planning.problem import PlanningProblem, write_problem
+from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.planning.validate import find_violations
+from tests.unit.planning.build import name_of, options_of, plan_of, problem_of
+
+PROBLEM = problem_of(
+    [[0.0, 1.0], [0.0, 2.0], [0.0, 3.0], [0.0, 4.0]], target=0.5, stages=[0, 0, 1, 1]
+)
+
+
+@pytest.fixture
+def problem(tmp_path: Path) -> str:
+    path = tmp_path / "problem.json"
+    write_problem(PROBLEM, path)
+    return str(path)
+
+
+@pytest.fixture
+def previous(tmp_path: Path) -> str:
+    path = tmp_path / "previous.json"
+    write_plan(plan_of(["fp8", "fp8", "fp4", "fp4"]), path)
+    return str(path)
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> PrecisionPlan:
+    """Run `plan ... --json`; return the plan that it prints."""
+    assert main(["plan", *words, "--json"]) == 0
+    captured = capsys.readouterr()
+    return PrecisionPlan.from_dict(json.loads(captured.out))
+
+
+def test_json_is_the_plan_and_nothing_else(
+    problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = plan(capsys, problem)
+    assert options_of(made) == ["fp4", "fp4", "fp8", "fp8"]
+    assert find_violations(made, PROBLEM, PlanSettings()) == []
+
+
+def test_the_table_says_what_was_chosen_and_how_good_it_is(
+    problem: str, previous: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", problem, "--pipeline-balance", "stage", "--previous", previous]) == 0
+    text = capsys.readouterr().out
+    lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    assert "fp4" in lines[name_of(0)]
+    assert lines[name_of(0)].split()[-1] == "fp8"  # what it was before
+    assert "optimal" in lines["status"]
+    assert lines["objective"].split()[1] == "4"
+    assert "gap" in lines["bound"]
+    assert "integer scaling error" in lines["bound"]
+    assert lines["efficiency"].split()[1] == "0.500000"
+    assert lines["stages"].split()[1:] == ["0.500000,", "0.500000"]
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (["--target", "0.25"], ["fp4", "fp8", "fp8", "fp8"]),
+        (["--pipeline-balance", "stage"], ["fp4", "fp8", "fp4", "fp8"]),
+        (["--pin", "*.layers.0.*=fp8"], ["fp8", "fp4", "fp4", "fp8"]),
+        (["--pin", "*.layers.0.*=fp8", "--pin", "*.1.*=bf16"], ["fp8", "bf16", "fp4", "fp4"]),
+        (["--first-layers", "1=bf16", "--last-layers", "1=fp4"], ["bf16", "fp4", "fp8", "fp4"]),
+        (["--policy", "uniform-fp8"], ["fp8"] * 4),
+        (["--policy", "layer-id"], ["fp8", "fp4", "fp4", "fp8"]),
+        (
+            ["--time-limit", "5", "--seed", "3", "--workers", "1", "--gap", "0"],
+            ["fp4"] * 2 + ["fp8"] * 2,
+        ),
+    ],
+)
+def test_flags_reach_the_planner(
+    problem: str, words: list[str], options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert options_of(plan(capsys, problem, *words)) == options
+
+
+def test_changes_are_limited_and_must_pay(
+    problem: str, previous: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = [problem, "--previous", previous]
+    assert options_of(plan(capsys, *base)) == ["fp4", "fp4", "fp8", "fp8"]
+    assert options_of(plan(capsys, *base, "--max-changes", "2")) == ["fp4", "fp8", "fp4", "fp8"]
+    kept = plan(capsys, *base, "--min-gain", "0.9", "--step", "40")
+    assert (kept.status, kept.step) == ("kept", 40)
+    assert options_of(kept) == ["fp8", "fp8", "fp4", "fp4"]
+
+
+def test_the_plan_is_written_where_asked(
+    problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    made = plan(capsys, problem, "--output", str(path))
+    assert read_plan(path) == made
+
+
+def test_infeasible_rules_exit_with_3_and_say_why(
+    problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", problem, "--target", "0.9", "--pin", "*.layers.1.*=fp8"]
+    assert main(words) == 3
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    for word in ("target 0.9", "pin *.layers.1.*=fp8", "best reachable target is 0.75"):
+        assert word in captured.err
+    assert captured.err.count("\n") == 1
+    assert main([*words, "--json"]) == 3
+    assert json.loads(capsys.readouterr().out) == {
+        "version": 1,
+        "status": "infeasible",
+        "conflicts": ["target 0.9", "pin *.layers.1.*=fp8"],
+        "best_target": 0.75,
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "word"),
+    [
+        (["--target", "1.5"], "target"),
+        (["--target", "nan"], "target"),
+        (["--target", "high"], "target"),
+        (["--pin", "fp8"], "GLOB=OPTION"),
+        (["--pin", "=fp8"], "GLOB=OPTION"),
+        (["--pin", "encoder.*=fp8"], "no linear's name matches"),
+        (["--pin", "*=fp5"], "fp5"),
+        (["--first-layers", "x=fp8"], "first_layers"),
+        (["--first-layers", "2"], "N=OPTION"),
+        (["--max-changes", "2"], "needs --previous"),
+        (["--min-gain", "0.1"], "needs --previous"),
+        (["--previous", "absent.json"], "absent.json"),
+        (["--policy", "best"], "unknown policy 'best'"),
+        (["--policy", "min-abs-err"], "--statistics"),
+        (["--statistics", "absent.json"], "absent.json"),
+        (["--calibration", "absent.json"], "absent.json"),
+        (["--cost", "time"], "calibrate"),
+        (["--pipeline-balance", "some"], "invalid choice"),
+        (["--time-limit", "0"], "time_limit"),
+        (["--step", "-3"], "step"),
+        (["--output", "/absent/folder/plan.json"], "cannot write"),
+        (["--unknown"], "--unknown"),
+    ],
+)
+def test_bad_input_exits_with_2_and_one_line(
+    problem: str, words: list[str], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", problem, *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("megatron-snip: error: ")
+    assert word in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_a_bad_problem_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bad.json"
+    for text in ("", "{}", '{"version": 1, "linears": [], "target": NaN}'):
+        path.write_text(text)
+        assert main(["plan", str(path)]) == 2
+        assert "bad.json" in capsys.readouterr().err
+    assert main(["plan", str(tmp_path / "absent.json")]) == 2
+
+
+def run_directory(tmp_path: Path) -> Path:
+    """A run's problem with its statistics beside it."""
+    (tmp_path / "problems").mkdir()
+    (tmp_path / "divergences").mkdir()
+    write_problem(PROBLEM, tmp_path / "problems" / "20.json")
+    rows: list[dict[str, Any]] = []
+    for name, error in zip(PROBLEM.names, (4.0, 3.0, 2.0, 1.0), strict=True):
+        rows.append(
+            {"name": name, "options": {"fp4": {"abs_error": error, "rel_error": 1 / error}}}
+        )
+    statistics = {"version": 1, "step": 20, "linears": rows}
+    (tmp_path / "divergences" / "20.json").write_text(json.dumps(statistics))
+    return tmp_path / "problems" / "20.json"
+
+
+def test_local_errors_come_from_the_run_s_statistics(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run_directory(tmp_path)
+    by_abs = plan(capsys, str(path), "--policy", "min-abs-err")
+    assert options_of(by_abs) == ["fp8", "fp8", "fp4", "fp4"]
+    moved = tmp_path / "elsewhere.json"
+    (tmp_path / "divergences" / "20.json").rename(moved)
+    by_rel = plan(capsys, str(path), "--policy", "min-rel-err", "--statistics", str(moved))
+    assert options_of(by_rel) == ["fp4", "fp4", "fp8", "fp8"]
+
+
+def test_large_models_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "large.json"
+    linears = problem_of([[0.0, 1.0]] * 1600, target=0.5).linears
+    write_problem(PlanningProblem(linears=linears, target=0.5), path)
+    assert main(["plan", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert name_of(0) not in text
+    row = next(line for line in text.splitlines() if "linear_fc1" in line)
+    assert row.split() == ["linear_fc1", "800", "800"]
