@@ -65,7 +65,7 @@ def test_virtual_stages_follow_from_layers_per_chunk() -> None:
     ("text", "message"),
     [
         ("hiden_size: 3", "unknown key 'hiden_size'"),
-        ("snip: {intervall: 3}", "unknown key 'snip.intervall'"),
+        ("snip: {interval_s: 3}", "unknown key 'snip.interval_s'"),
         ("snip: 3", "'snip' must hold a mapping"),
         ("num_layers: 0", "num_layers: .* greater than or equal to 1, got 0"),
         ("lr: fast", "lr: .* got 'fast'"),
