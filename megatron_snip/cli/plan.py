@@ -154,8 +154,10 @@ def _summary(report: PlanReport, settings: PlanSettings) -> list[str]:
         f"policy      {plan.policy}",
         f"status      {plan.status}",
         f"objective   {objective} (quality loss)",
-        f"bound       {bound}, gap {gap}, integer scaling error at most {report.scaling_error:.1e}",
+        f"bound       {bound}, gap {gap}",
         f"efficiency  {plan.efficiency:.6f} of {settings.cost} (target {plan.target:g})",
+        f"scaling     integer rounding is off by at most {report.scaling_error:.1e} in quality "
+        f"loss, {report.efficiency_error:.1e} in efficiency",
         f"stages      {', '.join(f'{efficiency:.6f}' for efficiency in plan.stages)}",
         f"seconds     {plan.seconds:.3f}",
         f"digest      {plan.digest}",

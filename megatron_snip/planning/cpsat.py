@@ -121,8 +121,10 @@ def solve_core(core: Core, effort: Effort) -> CoreAnswer:
     bound = costs.base + costs.unit * solver.best_objective_bound - costs.error
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return CoreAnswer(None, bound if np.isfinite(bound) else -np.inf, False, costs.error, work)
-    values = np.array([solver.boolean_value(literal) for literal in literals])
-    return CoreAnswer(np.flatnonzero(values), bound, status == cp_model.OPTIMAL, costs.error, work)
+    choices = np.flatnonzero([solver.boolean_value(literal) for literal in literals])
+    scaled = costs.base + costs.unit * float(costs.integers[choices].sum())
+    assert abs(scaled - core.cost[choices].sum()) <= costs.error, "the scaling error was misstated"
+    return CoreAnswer(choices, bound, status == cp_model.OPTIMAL, costs.error, work)
 
 
 @dataclass(frozen=True, eq=False)

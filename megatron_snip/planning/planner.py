@@ -26,10 +26,13 @@ class PlanReport:
         plan: the plan.
         scaling_error: bound on how far integer scaling may have moved objective and bound, in
             units of quality loss; `plan.bound` already allows for it.
+        efficiency_error: bound on how far below its target the efficiency may be for the same
+            reason; 0 where FLOPs and savings share a unit, as real ones do.
     """
 
     plan: PrecisionPlan
     scaling_error: float
+    efficiency_error: float
 
 
 def make_plan(
@@ -86,7 +89,7 @@ def make_plan_report(
     faults = find_violations(plan, problem, settings, previous)
     if faults:
         raise PlanningError(f"policy '{settings.policy}' made an invalid plan: {faults[0]}")
-    return PlanReport(plan, decision.error)
+    return PlanReport(plan, decision.error, table.efficiency_error)
 
 
 def _columns(table: Table, previous: PrecisionPlan | None) -> Ints | None:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from megatron_snip.errors import UsageError
 from megatron_snip.options import BF16, Option
-from megatron_snip.planning.cost import CostModel, LinearWork, ratio
+from megatron_snip.planning.cost import TOLERANCE, CostModel, LinearWork, ratio
 from megatron_snip.planning.problem import LinearChoices, PlanningProblem
 from megatron_snip.planning.scaling import Scale, choose_scale
 
@@ -78,6 +78,11 @@ class Table:
     stage: Ints
     work: tuple[LinearWork, ...]
     gains: tuple[tuple[Fraction, ...], ...]
+
+    @property
+    def efficiency_error(self) -> float:
+        """How far below its target integer scaling may let an accepted plan's efficiency be."""
+        return float(self.overall_row.scales[0].error(len(self.options)) / (self.weight or 1))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -165,6 +170,11 @@ class Table:
             distinct = {gain for gains in shapes.values() for gain in gains}
             largest = _total(max(map(abs, gains)) * counts[k] for k, gains in shapes.items())
             scale = choose_scale(tuple(distinct), largest)
+            if scale.error(len(rows)) > TOLERANCE * largest:
+                raise UsageError(
+                    f"{len(rows)} linears whose FLOPs share no unit cannot be planned to "
+                    f"{float(TOLERANCE):g}; round the FLOPs to whole numbers"
+                )
             integers = {k: [scale.coefficient(gain) for gain in g] for k, g in shapes.items()}
             for i in rows:
                 row = integers[id(self.gains[i])]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_snip.errors import UsageError
+from megatron_snip.planning import scaling
 from megatron_snip.planning.cost import COST_MODELS
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.planning.table import canonical, make_table
@@ -82,3 +83,18 @@ def test_integer_gains_follow_the_exact_ones() -> None:
     assert table.overall_row.coefficients.tolist() == [[0, 3, 1], [1, 0, 0]]
     assert table.stage_row.coefficients.tolist() == [[0, 3, 1], [1, 0, 0]]
     assert [scale.exact for scale in table.stage_row.scales] == [True, True, True]
+
+
+def test_the_efficiency_error_is_zero_where_gains_share_a_unit_and_stated_elsewhere() -> None:
+    assert make_table(ragged(), FLOPS).efficiency_error == 0.0
+    odd = problem_of([[0.0, 1.0]] * 3, flops=[math.pi, math.e, 1e-9 * math.sqrt(2)])
+    assert 0.0 < make_table(odd, FLOPS).efficiency_error <= 3 * 2.0**-46
+
+
+def test_more_linears_than_integers_can_tell_apart_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scaling, "MAX_SUM", 2**20)
+    odd = problem_of([[0.0, 1.0]] * 3, flops=[math.pi, math.e, math.sqrt(2)])
+    with pytest.raises(UsageError, match="share no unit"):
+        _ = make_table(odd, FLOPS).overall_row
