@@ -6,6 +6,8 @@ Every field is a flag: `efficiency_target` is `--snip-efficiency-target` on the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -162,13 +164,13 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, OutputFields):
 
     @model_validator(mode="after")
     def _check_words(self) -> SnipConfig:
-        lowest_precision(self.formats)
-        Option.parse(self.initial_option)
+        _named("formats", partial(lowest_precision, self.formats))
+        _named("initial_option", partial(Option.parse, self.initial_option))
         for pin in self.pins:
             glob, sep, option = pin.partition("=")
             if not sep or not glob:
                 raise UsageError(f"pins: '{pin}' is not GLOB=OPTION, e.g. 'decoder.layers.0.*=fp8'")
-            Option.parse(option)
+            _named("pins", partial(Option.parse, option))
         if self.lag >= self.interval and not (self.collect_only or self.freeze_plan):
             raise UsageError(
                 f"lag ({self.lag}) must be smaller than interval ({self.interval}), so that a "
@@ -191,6 +193,14 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, OutputFields):
         """`pins` as (glob, option) pairs, in order."""
         pairs = (pin.rsplit("=", 1) for pin in self.pins)
         return tuple((glob, Option.parse(option)) for glob, option in pairs)
+
+
+def _named(field: str, check: Callable[[], object]) -> None:
+    """Run a check of a field's value; its message begins with the field's name."""
+    try:
+        check()
+    except UsageError as error:
+        raise UsageError(f"{field}: {error}") from None
 
 
 def explain(error: ValidationError, flag: str = "") -> str:

@@ -52,11 +52,23 @@ def add_snip_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, SnipConfig, PREFIX, DEST)
 
 
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Escape stray percent signs: with one of them in Megatron's texts (0.19) --help fails."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        if action.help and action.help is not argparse.SUPPRESS:
+            try:
+                formatter._expand_help(action)
+            except (ValueError, TypeError, KeyError):
+                action.help = action.help.replace("%", "%%")
+
+
 def _wrap(original: Function, session: Session) -> Function:
     @wrapping(original)
     def add_megatron_arguments(*args: Any, **kwargs: Any) -> Any:
         parser = original(*args, **kwargs)
         add_snip_arguments(parser)
+        _mend_help(parser)
         if cpu.is_installed():
             set_cpu_defaults(parser)
         return parser

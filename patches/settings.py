@@ -97,11 +97,11 @@ def _values(flags: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if flags.get(_CONFIG) is not None:
         path = Path(flags[_CONFIG])
-        values = read_yaml(path)
         try:
+            values = read_yaml(path)
             make_config(values)
         except UsageError as error:
-            raise UsageError(f"--{PREFIX}config '{path}': {error}") from None
+            raise UsageError(f"--{PREFIX}config {path}: {error}") from None
     return values | given_values(argparse.Namespace(**flags), SnipConfig, DEST)
 
 

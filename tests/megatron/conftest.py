@@ -1,0 +1,27 @@
+"""This tier needs `megatron.training`: megatron-core from 0.17 on, which wants Python 3.12."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.fleet import Fleet
+from tests.megatron.lab import Lab
+
+HAS_TRAINING = (
+    importlib.util.find_spec("megatron.core") is not None
+    and importlib.util.find_spec("megatron.training") is not None
+)
+
+collect_ignore_glob = [] if HAS_TRAINING else ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    fleet = Fleet()
+    folder: Path = tmp_path_factory.mktemp("lab")
+    yield Lab(fleet, folder)
+    fleet.close()

@@ -1,0 +1,213 @@
+"""Runs `python -m megatron_snip` on N ranks, again and again, without importing Megatron each time.
+
+A fresh interpreter imports torch and Megatron once and serves requests on its standard input: for
+each it forks the ranks of a job, and every rank does what `python -m megatron_snip ARGS` does, in a
+process of its own. Ranks find each other as torchrun's do, by environment variables.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_snip.__main__ import main
+from megatron_snip.patches import cpu
+from tests.distributed.launch import RANK_ENVIRONMENT, ROOT, free_port
+
+LOG_TAIL = 6000
+"""Characters of a rank's log that a failure shows."""
+GRACE_S = 5.0
+"""How long the other ranks may go on after one has failed."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a job ended.
+
+    Attributes:
+        statuses: exit status of each rank; -9 for one that was killed.
+        logs: what each rank printed.
+        results: what the script wrote, by rank; None for a rank that did not come to it.
+    """
+
+    statuses: tuple[int, ...]
+    logs: tuple[str, ...]
+    results: tuple[dict[str, Any] | None, ...]
+
+    @property
+    def report(self) -> str:
+        """Every rank's end, for a failure's message."""
+        ends = zip(self.statuses, self.logs, strict=True)
+        return "\n".join(
+            f"---- rank {rank}: status {status} ----\n{log[-LOG_TAIL:]}"
+            for rank, (status, log) in enumerate(ends)
+        )
+
+    def finished(self) -> list[dict[str, Any]]:
+        """Every rank's results; fails if a rank did not end well."""
+        assert all(status == 0 for status in self.statuses), self.report
+        assert all(result is not None for result in self.results), self.report
+        return [result for result in self.results if result is not None]
+
+
+class Fleet:
+    """The server, from this side of the pipe."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, **RANK_ENVIRONMENT, "PYTHONWARNINGS": "ignore"}
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.megatron.fleet"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=ROOT,
+            start_new_session=True,  # a process group of its own: ending it ends the ranks only
+        )
+
+    def run(
+        self,
+        ranks: int,
+        words: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        plain: bool = False,
+        timeout_s: float = 200.0,
+    ) -> Run:
+        """Run `python -m megatron_snip WORDS` on `ranks` ranks.
+
+        Args:
+            ranks: how many.
+            words: the command line.
+            environment: variables on top of this process' own.
+            plain: run `python WORDS` instead, with nothing but the CPU patch.
+            timeout_s: after which the ranks are ended, with their stacks in the logs.
+        """
+        with tempfile.TemporaryDirectory(prefix="fleet-") as folder:
+            job = {
+                "ranks": ranks,
+                "words": list(words),
+                "environment": dict(environment or {}),
+                "plain": plain,
+                "timeout_s": timeout_s,
+                "folder": folder,
+                "port": free_port(),
+            }
+            assert self._server.stdin is not None and self._server.stdout is not None
+            self._server.stdin.write(json.dumps(job) + "\n")
+            self._server.stdin.flush()
+            reply = self._server.stdout.readline()
+            assert reply, "the fleet's server has ended"
+            logs = [
+                (Path(folder) / f"{rank}.log").read_text(errors="replace") for rank in range(ranks)
+            ]
+            files = [Path(folder) / f"{rank}.json" for rank in range(ranks)]
+            results = [json.loads(f.read_text()) if f.exists() else None for f in files]
+            return Run(tuple(json.loads(reply)), tuple(logs), tuple(results))
+
+    def close(self) -> None:
+        """End the server and whatever is left of its ranks."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._server.pid, signal.SIGKILL)
+        self._server.wait()
+
+
+# ---- below: the server, and the ranks that it forks --------------------------------------------
+
+
+def serve() -> None:
+    """Answer every request with the ranks' exit statuses, one line of JSON each way."""
+    import megatron.training.training  # noqa: F401  what takes long to import
+
+    import megatron_snip.patches.attach  # noqa: F401
+
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # nothing that is printed here may look like a reply
+    for line in sys.stdin:
+        job = json.loads(line)
+        children: dict[int, int] = {}
+        for rank in range(job["ranks"]):
+            pid = os.fork()
+            if pid == 0:
+                _be_rank(rank, job)
+            children[pid] = rank
+        print(json.dumps(_wait(children, job)), file=replies, flush=True)
+
+
+def _wait(children: dict[int, int], job: Mapping[str, Any]) -> list[int]:
+    statuses = [-signal.SIGALRM] * job["ranks"]
+    deadline = time.monotonic() + job["timeout_s"] + GRACE_S
+    while children and time.monotonic() < deadline:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            time.sleep(0.02)
+            continue
+        rank = children.pop(pid, None)
+        if rank is None:
+            continue
+        statuses[rank] = os.waitstatus_to_exitcode(status)
+        if statuses[rank] != 0:
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+    for pid, rank in children.items():
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        statuses[rank] = -signal.SIGKILL
+    return statuses
+
+
+def _be_rank(rank: int, job: Mapping[str, Any]) -> None:
+    """Be one rank; never returns."""
+    log = os.open(Path(job["folder"]) / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(job["timeout_s"], exit=True)
+    os.environ.update(
+        job["environment"],
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(job["ranks"]),
+        LOCAL_WORLD_SIZE=str(job["ranks"]),
+        MASTER_PORT=str(job["port"]),
+        TINY_RESULTS=job["folder"],
+    )
+    status = 1
+    try:
+        status = _run_plainly(job["words"]) if job["plain"] else main(job["words"])
+    except SystemExit as end:
+        status = int(end.code or 0) if isinstance(end.code, int | None) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _run_plainly(words: list[str]) -> int:
+    """Run a script with the CPU patch and nothing else of this package."""
+    cpu.install(claim_cuda=True)
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    serve()

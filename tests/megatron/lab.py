@@ -1,0 +1,150 @@
+"""The tiny training of this tier, under several layouts; runs are made once and shared by tests."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.launch import ROOT
+from tests.megatron.fleet import Fleet, Run
+
+SCRIPT = str(ROOT / "tests" / "megatron" / "pretrain_tiny.py")
+
+ITERATIONS = 10
+
+MODEL = f"""
+    --num-layers 4 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4
+    --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8
+    --train-iters {ITERATIONS} --lr 3e-3 --lr-warmup-iters 2 --bf16
+    --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 1
+    --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
+    --hidden-dropout 0 --attention-dropout 0 --log-interval 1 --eval-interval 5 --eval-iters 1
+    --num-workers 0
+"""
+
+CPU = """
+    --transformer-impl local --distributed-backend gloo --use-cpu-initialization
+    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion
+    --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm
+"""
+"""What `--cpu` makes the default."""
+
+SNIP = ["--snip", "--snip-interval", "4", "--snip-start-step", "2", "--snip-lag", "2"]
+SNIP += ["--snip-efficiency-target", "0.5"]
+"""Refreshes at steps 2 and 6; plans are applied before steps 4 and 8."""
+
+FROZEN = [*SNIP, "--snip-freeze-plan"]
+"""Measures as often, and stays in BF16."""
+
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "one": (1, []),
+    "tp2": (2, ["--tensor-model-parallel-size", "2"]),
+    "pp2": (2, ["--pipeline-model-parallel-size", "2"]),
+    "dp2": (
+        2,
+        ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"],
+    ),
+    "vpp2": (
+        2,
+        [
+            *["--pipeline-model-parallel-size", "2"],
+            *["--num-virtual-stages-per-pipeline-rank", "2"],
+        ],
+    ),
+    "ep2": (
+        2,
+        [
+            *["--num-experts", "4", "--expert-model-parallel-size", "2"],
+            *["--moe-ffn-hidden-size", "128", "--moe-router-topk", "2"],
+            "--moe-router-force-load-balancing",
+        ],
+    ),
+}
+"""Ranks and flags."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What distinguishes a run.
+
+    Attributes:
+        layout: a key of LAYOUTS.
+        flags: after the model's and the layout's.
+        environment: variables for the script.
+        plain: without this package's runner.
+    """
+
+    layout: str
+    flags: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+    plain: bool = False
+
+
+class Lab:
+    """Runs cases, each once."""
+
+    def __init__(self, fleet: Fleet, folder: Path) -> None:
+        self._fleet = fleet
+        self.folder = folder
+        self._runs: dict[Case, Run] = {}
+
+    def run(
+        self,
+        layout: str,
+        flags: Sequence[str] = (),
+        environment: dict[str, str] | None = None,
+        plain: bool = False,
+    ) -> Run:
+        """Return how a case ended; it is run at the first call."""
+        case = Case(layout, tuple(flags), tuple(sorted((environment or {}).items())), plain)
+        if case not in self._runs:
+            ranks, parallel = LAYOUTS[layout]
+            start = [SCRIPT, *CPU.split()] if plain else ["--cpu", SCRIPT]
+            words = [*start, *MODEL.split(), *parallel, *flags]
+            self._runs[case] = self._fleet.run(ranks, words, dict(case.environment), plain)
+        return self._runs[case]
+
+    def output(self, name: str) -> Path:
+        """A directory for one run's files."""
+        return self.folder / name
+
+    def planned(self, layout: str) -> tuple[Run, Path]:
+        """The run with SNIP that most tests look at, saving at step 7, and its `--save`."""
+        save = self.output(f"planned-{layout}")
+        return self.run(layout, [*SNIP, *saving(save)]), save
+
+
+def saving(directory: Path, at: int = 7) -> list[str]:
+    """Flags that save after `at` iterations (and at the end)."""
+    return ["--save", str(directory), "--save-interval", str(at)]
+
+
+def weights(run: Run) -> list[str]:
+    """The digest of every rank's weights at the end of a run that ended well."""
+    return [result["weights"] for result in run.finished()]
+
+
+def logged(run: Run, what: str = "lm loss") -> dict[int, str]:
+    """{iteration: value} as the last rank's log line printed it."""
+    pattern = re.compile(rf"iteration +(\d+)/.*?\| {what}: (\S+)")
+    return {int(number): value for number, value in pattern.findall(run.logs[-1])}
+
+
+def snip_lines(run: Run) -> list[str]:
+    """Lines of this package's log on rank 0."""
+    return [line for line in run.logs[0].splitlines() if "megatron_snip" in line]
+
+
+def applied_plans(run: Run) -> list[tuple[int, int]]:
+    """(step of application, step measured) of every plan that rank 0's log tells of."""
+    pattern = re.compile(r"step (\d+): \S+ plan of step (\d+) applied")
+    return [(int(a), int(b)) for a, b in pattern.findall(run.logs[0])]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,153 @@
+"""A pretraining script as a user of Megatron-LM would write it: a tiny GPT on made-up text.
+
+It knows nothing of SNIP. Every rank writes what it ended with to the folder in TINY_RESULTS; it
+ends itself by SIGKILL in the iteration after TINY_KILL_AFTER, as a lost machine would, lets
+Megatron doubt the losses of iteration TINY_DOUBT (0-based), so that it repeats that step, and with
+TINY_RESTART trains a second time in the same process, as in-process restart does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.training import get_args, pretrain
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.training.training import destroy_global_state
+
+MODELS: list[torch.nn.Module] = []
+LOSSES: list[str] = []
+EVALUATED: list[str] = []
+
+
+class MadeUpText(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Sequences that a small model can learn: each token is one or two after the one before."""
+
+    def __init__(self, samples: int, length: int, vocabulary: int) -> None:
+        self.samples, self.length, self.vocabulary = samples, length, vocabulary
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        noise = torch.Generator().manual_seed(index)
+        tokens = torch.zeros(self.length + 1, dtype=torch.int64)
+        tokens[0] = torch.randint(self.vocabulary, (), generator=noise)
+        jumps = torch.randint(1, 3, (self.length,), generator=noise)
+        tokens[1:] = tokens[0] + jumps.cumsum(0)
+        tokens %= self.vocabulary
+        return {
+            "tokens": tokens[:-1],
+            "labels": tokens[1:],
+            "loss_mask": torch.ones(self.length),
+            "position_ids": torch.arange(self.length),
+        }
+
+
+def model_provider(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> GPTModel:
+    args = get_args()
+    config = core_transformer_config_from_args(args) if config is None else config
+    spec = get_gpt_layer_local_spec(num_experts=args.num_experts, normalization=args.normalization)
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
+    MODELS.append(model)
+    return model
+
+
+def loss_func(mask: torch.Tensor, output: torch.Tensor, training: bool) -> Any:
+    loss = torch.sum(output.view(-1).float() * mask.view(-1))
+    tokens = mask.sum().to(torch.int)
+    if training:
+        doubted = get_args().curr_iteration == int(os.environ.get("TINY_DOUBT", "-1"))
+        get_rerun_state_machine().validate_result(
+            result=loss.detach().clone(),  # the schedule divides the loss in place
+            rejection_func=lambda _: doubted,
+            message="doubtful loss",
+            fatal=False,
+        )
+    (LOSSES if training else EVALUATED).append(loss.item().hex())
+    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
+
+
+def forward_step(data_iterator: Any, model: Any) -> Any:
+    after = int(os.environ.get("TINY_KILL_AFTER", "0"))
+    if after and model.training and get_args().curr_iteration >= after:
+        os.kill(os.getpid(), signal.SIGKILL)
+    batch = next(data_iterator)
+    for key in batch:  # as Megatron's own scripts do, into the very dict that was handed out
+        batch[key] = batch[key].cuda(non_blocking=True)
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    training = get_attr_wrapped_model(model, "training")
+    return output, partial(loss_func, batch["loss_mask"], training=training)
+
+
+def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
+    args = get_args()
+    return tuple(MadeUpText(max(n, 1), args.seq_length, args.vocab_size) for n in samples)
+
+
+def write_results() -> None:
+    digest = hashlib.sha256()
+    for model in MODELS:
+        for parameter in model.parameters():
+            digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    results = {"weights": digest.hexdigest(), "losses": LOSSES, "evaluated": EVALUATED}
+    folder = Path(os.environ["TINY_RESULTS"])
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(results))
+
+
+def train() -> None:
+    arguments = parse_and_validate_args()
+    pretrain(
+        pretrain_cfg_container_from_args(arguments),
+        train_valid_test_dataset_provider=datasets_provider,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
+        model_provider=model_provider,
+    )
+
+
+def forget() -> None:
+    """What Megatron's in-process restart does between two trainings."""
+    destroy_global_state()
+    torch.distributed.destroy_process_group()
+    for seen in (MODELS, LOSSES, EVALUATED):
+        seen.clear()
+    os.environ["MASTER_PORT"] = os.environ["TINY_RESTART"]
+
+
+if __name__ == "__main__":
+    datasets_provider.is_distributed = True
+    train()
+    if "TINY_RESTART" in os.environ:
+        forget()
+        train()
+    write_results()

@@ -1,0 +1,113 @@
+"""Saving, being killed, and going on: in Megatron's own checkpoints, in either format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_snip.controller_state import ControllerState
+from tests.megatron.fleet import Run
+from tests.megatron.lab import (
+    SNIP,
+    Lab,
+    applied_plans,
+    logged,
+    saving,
+    snip_lines,
+    weights,
+)
+
+
+def killed(lab: Lab, layout: str, *flags: str) -> Path:
+    """Train, save after step 7 with a refresh in flight, and lose every rank in step 8."""
+    directory = lab.output(f"killed-{layout}-{'-'.join(flags)}")
+    run = lab.run(layout, [*SNIP, *saving(directory), *flags], {"TINY_KILL_AFTER": "7"})
+    assert all(status != 0 for status in run.statuses), run.report
+    assert (directory / "latest_checkpointed_iteration.txt").read_text().strip() == "7"
+    return directory
+
+
+def resumed(lab: Lab, layout: str, load: Path, *flags: str) -> Run:
+    output = lab.output(f"resumed-{layout}-from-{load.name}-{len(flags)}")
+    return lab.run(layout, [*SNIP, "--load", str(load), "--snip-output-dir", str(output), *flags])
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
+def test_a_killed_run_goes_on_bitwise(lab: Lab, layout: str) -> None:
+    """The plan in force, the problem being solved and the schedule are those of the whole run."""
+    whole, _ = lab.planned(layout)
+    again = resumed(lab, layout, killed(lab, layout))
+    assert weights(again) == weights(whole)
+    assert any("16 linears go on at step 7" in line for line in snip_lines(again))
+    assert applied_plans(again) == [(8, 6)]
+    assert logged(again, "grad norm") == {
+        i: norm for i, norm in logged(whole, "grad norm").items() if i > 7
+    }
+
+
+def test_torch_format_carries_the_state(lab: Lab) -> None:
+    whole, _ = lab.planned("tp2")
+    flags = ("--ckpt-format", "torch")
+    again = resumed(lab, "tp2", killed(lab, "tp2", *flags), *flags)
+    assert weights(again) == weights(whole)
+    assert applied_plans(again) == [(8, 6)]
+
+
+@pytest.mark.parametrize("layout", ["one", "pp2"])
+def test_other_parallel_sizes_keep_the_plan(lab: Lab, layout: str) -> None:
+    """Saved by two tensor-parallel ranks: linears are named alike everywhere."""
+    load = killed(lab, "tp2")
+    again = resumed(lab, layout, load)
+    again.finished()
+    assert any("go on at step 7 with the snip plan of step 2" in x for x in snip_lines(again))
+    assert applied_plans(again) == [(8, 6)]
+    new = lab.output(f"resumed-{layout}-from-{load.name}-0") / "plans" / "6.json"
+    old = lab.planned("tp2")[1] / "snip" / "plans" / "6.json"
+    assert json.loads(new.read_text())["digest"] == json.loads(old.read_text())["digest"]
+    assert len(json.loads(new.read_text())["stages"]) == (2 if layout == "pp2" else 1)
+
+
+def test_a_checkpoint_without_snip_starts_from_the_initial_plan(lab: Lab) -> None:
+    directory = lab.output("without")
+    lab.run("one", saving(directory)).finished()
+    again = resumed(lab, "one", directory, "--ckpt-step", "7")
+    again.finished()
+    assert any("the checkpoint of iteration 7 has no SNIP state" in x for x in snip_lines(again))
+    assert any("start from the uniform-bf16 plan" in x for x in snip_lines(again))
+
+
+def test_a_checkpoint_with_snip_loads_without(lab: Lab) -> None:
+    load = killed(lab, "tp2")
+    again = lab.run("tp2", ["--load", str(load)])
+    again.finished()
+    assert not snip_lines(again)
+
+
+def test_finetuning_starts_anew(lab: Lab) -> None:
+    again = resumed(lab, "tp2", killed(lab, "tp2"), "--finetune")
+    assert applied_plans(again) == [(4, 2), (8, 6)], again.report
+
+
+def test_a_frozen_plan_file_wins_over_the_checkpoints(lab: Lab) -> None:
+    plan = lab.planned("tp2")[1] / "snip" / "plans" / "6.json"
+    flags = ("--snip-plan", str(plan), "--snip-freeze-plan")
+    again = resumed(lab, "tp2", killed(lab, "tp2"), *flags)
+    again.finished()
+    assert any("go on at step 7 with the snip plan of step 6" in x for x in snip_lines(again))
+    assert applied_plans(again) == []
+
+
+def test_the_state_is_plain_and_the_same_on_all_ranks(lab: Lab) -> None:
+    """Legacy files hold it once a rank; they are read as `weights_only` reads them."""
+    load = killed(lab, "tp2", "--ckpt-format", "torch")
+    files = sorted((load / "iter_0000007").glob("mp_rank_*/model_optim_rng.pt"))
+    states = [torch.load(f, map_location="cpu", weights_only=False)["snip"] for f in files]
+    assert len(states) == 2 and states[0] == states[1]
+    assert json.loads(json.dumps(states[0])) == states[0]
+    state = ControllerState.from_dict(states[0])
+    assert state.step == 7 and state.refreshed == 6
+    assert state.pending is not None and state.pending.apply_at == 8
+    assert [step for step, _ in state.history] == [4]

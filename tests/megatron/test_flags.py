@@ -1,0 +1,90 @@
+"""The flags in Megatron's own parser; what is refused is so in one line, with status 2."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron.training import arguments
+
+from megatron_snip.config import SnipConfig
+from megatron_snip.flags import flag_name
+from megatron_snip.patches.seams import REGISTRY, install_for
+from megatron_snip.patches.settings import snip_config
+from tests.megatron.lab import CPU, MODEL, SNIP, Lab
+
+WORDS = [*MODEL.split(), *CPU.split()]
+
+
+@pytest.fixture
+def parse(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    def run(*flags: str) -> Any:
+        monkeypatch.setattr(sys, "argv", ["pretrain.py", *WORDS, *flags])
+        install_for(sys.argv[1:])
+        return arguments.parse_args()
+
+    yield run
+    REGISTRY.uninstall()
+
+
+def test_every_setting_is_a_flag_of_megatrons_parser(
+    parse: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse("--help")
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    for field in SnipConfig.model_fields:
+        flag = "--snip" if field == "enabled" else flag_name("snip-", field)
+        assert flag in text
+    assert "--snip-config" in text and "--tensor-model-parallel-size" in text
+
+
+def test_parsing_again_and_again_gives_the_same(parse: Any) -> None:
+    """Fault tolerance and in-process restart parse in the same process."""
+    flags = [*SNIP, "--snip-formats", "fp8,nvfp4"]
+    found = [snip_config(parse(*flags), {}) for _ in range(3)]
+    assert found[0] == found[1] == found[2]
+    assert found[0].enabled and found[0].interval == 4 and found[0].formats == ("fp8", "nvfp4")
+
+
+def test_without_flags_the_namespace_is_megatrons(
+    parse: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", *WORDS])
+    plain = vars(arguments.parse_args())
+    assert vars(parse()) == plain
+
+
+def test_yaml_settings_and_flags_over_them(parse: Any, tmp_path: Path) -> None:
+    file = tmp_path / "snip.yaml"
+    file.write_text("enabled: true\nefficiency_target: 0.25\ninterval: 30\n")
+    config = snip_config(parse("--snip-config", str(file), "--snip-interval", "40"), {})
+    assert config.enabled and config.efficiency_target == 0.25 and config.interval == 40
+
+
+REFUSED = {
+    "wrong-value": (["--snip-efficiency-target", "2"], "--snip-efficiency-target"),
+    "not-a-number": (["--snip-interval", "often"], "--snip-interval"),
+    "lag": (["--snip-lag", "4"], "--snip-lag (4) must be smaller"),
+    "format": (["--snip-formats", "fp8,fp5"], "--snip-formats"),
+    "pin": (["--snip-pins", "decoder.layers.9.*=fp8"], "decoder.layers.9.*"),
+    "policy": (["--snip-policy", "best"], "best"),
+    "plan": (["--snip-plan", "none.json"], "none.json"),
+    "yaml": (["--snip-config", "none.yaml"], "--snip-config"),
+    "cuda-graphs": (["--cuda-graph-impl", "local"], "--cuda-graph-impl none"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_run_is_refused_in_one_line(lab: Lab, name: str) -> None:
+    flags, named = REFUSED[name]
+    output = lab.output(f"refused-{name}")
+    run = lab.run("one", [*SNIP, "--snip-output-dir", str(output), *flags])
+    assert run.statuses == (2,), run.report
+    lines = [x for x in run.logs[0].splitlines() if x.startswith("megatron-snip: error:")]
+    assert len(lines) == 1 and named in lines[0], run.report
+    assert "Traceback" not in run.logs[0]

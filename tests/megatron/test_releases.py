@@ -1,0 +1,67 @@
+"""Every seam in every supported release: importable, and taking what SNIP gives by name.
+
+Releases older than the installed one come unpacked, one folder each, below MEGATRON_RELEASES.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron.core.package_info import __version__ as installed
+
+from tests.distributed.launch import RANK_ENVIRONMENT, ROOT
+
+FOLDER = Path(os.environ.get("MEGATRON_RELEASES", "/nonexistent"))
+RELEASES = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
+WITHOUT_TRAINING = "0.16.1"
+"""Its wheel has no megatron.training; that came with checkouts alone."""
+
+PROBE = """
+import json
+from megatron_snip.patches import cpu
+cpu.install(claim_cuda=True)
+from megatron_snip.cli.doctor import seam_states
+from megatron_snip.patches.target import core_version
+states = [[s.name, s.target, s.state.word, s.state.detail] for s in seam_states()]
+print("PROBE" + json.dumps({"version": core_version(), "states": states}))
+"""
+
+
+def probe(release: str) -> dict[str, Any]:
+    paths = [str(ROOT)]
+    if not installed.startswith(release):
+        folder = FOLDER / release
+        if not folder.is_dir():
+            pytest.skip(f"megatron-core {release} is not unpacked below {FOLDER}")
+        paths.insert(0, str(folder))
+    environment = {**os.environ, **RANK_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROBE],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    lines = [x for x in done.stdout.splitlines() if x.startswith("PROBE")]
+    assert lines, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(lines[0].removeprefix("PROBE"))
+    return found
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_seams(release: str) -> None:
+    found = probe(release)
+    assert found["version"].startswith(release)
+    states = {(name, target): word for name, target, word, _ in found["states"]}
+    details = "\n".join(detail for *_, detail in found["states"] if detail)
+    for (name, target), word in states.items():
+        in_wheel = target.startswith("megatron.core") or release != WITHOUT_TRAINING
+        wanted = "not needed" if name == "fused-kernels" else "ready" if in_wheel else "unusable"
+        assert word == wanted, f"{target}: {word}\n{details}"

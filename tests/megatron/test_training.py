@@ -1,0 +1,151 @@
+"""Megatron's own `pretrain`, through `python -m megatron_snip --cpu SCRIPT`, on 1 and 2 ranks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.distributed.launch import free_port
+from tests.megatron.lab import (
+    FROZEN,
+    ITERATIONS,
+    SNIP,
+    Lab,
+    applied_plans,
+    logged,
+    read_lines,
+    snip_lines,
+    weights,
+)
+
+LAYOUTS = ("tp2", "pp2", "dp2")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_without_snip_a_run_is_bitwise_plain_megatron(lab: Lab, layout: str) -> None:
+    plain = lab.run(layout, plain=True)
+    off = lab.run(layout)
+    assert weights(off) == weights(plain)
+    assert [r["losses"] for r in off.finished()] == [r["losses"] for r in plain.finished()]
+    assert not snip_lines(off)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_measuring_without_planning_changes_no_bit(lab: Lab, layout: str) -> None:
+    output = lab.output(f"frozen-{layout}")
+    frozen = lab.run(layout, [*FROZEN, "--snip-output-dir", str(output)])
+    assert weights(frozen) == weights(lab.run(layout))
+    assert logged(frozen) == logged(lab.run(layout))
+    assert logged(frozen, "grad norm") == logged(lab.run(layout), "grad norm")
+    assert sorted(p.name for p in (output / "problems").iterdir()) == ["2.json", "6.json"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_plans_are_made_and_run(lab: Lab, layout: str) -> None:
+    run, save = lab.planned(layout)
+    assert applied_plans(run) == [(4, 2), (8, 6)], run.report
+    plan = json.loads((save / "snip" / "plans" / "2.json").read_text())
+    assert plan["efficiency"] >= 0.5
+    assert len(plan["linears"]) == 16
+    losses = {i: float(value) for i, value in logged(run).items()}
+    assert losses[ITERATIONS] < losses[1] - 0.5
+    # Until the first plan the run is plain Megatron; from then on linears run in FP4.
+    before, after = logged(lab.run(layout)), logged(run)
+    assert [after[i] for i in range(1, 5)] == [before[i] for i in range(1, 5)]
+    assert after[5] != before[5]
+
+
+def test_layouts_make_the_same_kind_of_plan(lab: Lab) -> None:
+    """Every layout names the same linears, and counts each once."""
+    names = set()
+    for layout in LAYOUTS:
+        _, save = lab.planned(layout)
+        plan = json.loads((save / "snip" / "plans" / "2.json").read_text())
+        names.add(tuple(sorted(plan["linears"])))
+    assert len(names) == 1
+    assert "decoder.layers.3.self_attention.linear_qkv" in names.pop()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rank_0_writes_the_run_directory(lab: Lab, layout: str) -> None:
+    """By default `snip/` below --save; losses come from the last rank."""
+    run, save = lab.planned(layout)
+    directory = save / "snip"
+    present = {p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()}
+    assert {"config.yaml", "versions.json", "divergences/6.json", "problems/6.json"} <= present
+    metrics = read_lines(directory / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == list(range(ITERATIONS))
+    for m, shown in zip(metrics, logged(run).values(), strict=True):
+        # Megatron's second log line is the mean of the first two iterations.
+        assert f"{m['loss']:.6E}" == shown or m["step"] == 1
+        assert m["grad_norm"] > 0 and m["lr"] >= 0 and m["tokens_per_s"] > 0
+    assert [m["step"] for m in metrics if "validation_loss" in m] == [4, 9]
+    fractions = [m["lowest_precision_fraction"] for m in metrics]
+    assert fractions[:4] == [0.0] * 4 and min(fractions[4:]) >= 0.5
+
+
+@pytest.mark.parametrize("layout", ["vpp2", "ep2"])
+def test_interleaved_pipelines_and_experts_are_planned(lab: Lab, layout: str) -> None:
+    output = lab.output(f"planned-{layout}")
+    run = lab.run(layout, [*SNIP, "--snip-output-dir", str(output)])
+    run.finished()
+    assert applied_plans(run) == [(4, 2), (8, 6)], run.report
+    names = json.loads((output / "plans" / "2.json").read_text())["linears"]
+    assert len(names) == 16
+    fc1 = "mlp.experts.linear_fc1" if layout == "ep2" else "mlp.linear_fc1"
+    assert f"decoder.layers.3.{fc1}" in names
+
+
+def test_recomputed_activations_change_no_bit(lab: Lab) -> None:
+    recompute = ["--recompute-granularity", "full", "--recompute-method", "uniform"]
+    flags = [*SNIP, *recompute, "--recompute-num-layers", "1"]
+    run = lab.run("tp2", [*flags, "--snip-output-dir", str(lab.output("recompute"))])
+    planned, _ = lab.planned("tp2")
+    assert weights(run) == weights(planned)
+
+
+def test_a_repeated_step_measures_once_and_draws_the_same_numbers(lab: Lab) -> None:
+    """Megatron's rerun state machine repeats step 6, a refresh's, and compares the losses."""
+    flags = [*SNIP, "--snip-output-dir", str(lab.output("repeated"))]
+    run = lab.run("pp2", flags, {"TINY_DOUBT": "6"})
+    planned, _ = lab.planned("pp2")
+    assert "unexpected result is reproducible" in run.logs[1], run.report
+    assert "not reproducible" not in run.logs[1]
+    assert weights(run) == weights(planned)
+    once, repeated = len(planned.finished()[1]["losses"]), len(run.finished()[1]["losses"])
+    assert repeated == once + 4  # the step's microbatches again, and no measuring pass
+
+
+def test_evaluation_can_run_in_bf16(lab: Lab) -> None:
+    output = str(lab.output("eval-bf16"))
+    flags = [*SNIP, "--snip-eval-precision", "bf16", "--snip-output-dir", output]
+    run = lab.run("tp2", flags)
+    planned, _ = lab.planned("tp2")
+    assert weights(run) == weights(planned)
+    ours, theirs = run.finished()[0]["evaluated"], planned.finished()[0]["evaluated"]
+    assert len(ours) == len(theirs) > 0
+    assert all(a != b for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_second_training_in_the_process_is_the_first_again(lab: Lab) -> None:
+    """In-process restart: arguments are parsed again and the model is another."""
+    environment = {"TINY_RESTART": str(free_port())}
+    output = str(lab.output("restart"))
+    run = lab.run("tp2", [*SNIP, "--snip-output-dir", output], environment)
+    planned, _ = lab.planned("tp2")
+    assert weights(run) == weights(planned)
+    assert applied_plans(run) == [(4, 2), (8, 6)] * 2
+
+
+def test_pins_keep_megatrons_bf16_layers(lab: Lab) -> None:
+    """--first-last-layers-bf16 wants FP8 in Megatron itself; here its layers become pins."""
+    output = lab.output("pins")
+    pins = "decoder.layers.0.*=bf16,decoder.layers.1.mlp.linear_fc2=fp8"
+    flags = [*SNIP, "--snip-pins", pins, "--snip-output-dir", str(output)]
+    lab.run("one", flags).finished()
+    chosen = json.loads((output / "plans" / "6.json").read_text())["linears"]
+    for name, option in chosen.items():
+        if name.startswith("decoder.layers.0."):
+            assert set(option.values()) == {"bf16"}
+    assert set(chosen["decoder.layers.1.mlp.linear_fc2"].values()) == {"fp8"}

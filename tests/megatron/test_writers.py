@@ -1,0 +1,58 @@
+"""Megatron's own W&B run and TensorBoard writer, on the last rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.lab import SNIP, Lab, saving, weights
+
+
+@pytest.fixture(scope="module")
+def written(lab: Lab) -> Path:
+    """A run on two pipeline stages with both writers."""
+    folder = lab.output("writers")
+    flags = [
+        *SNIP,
+        *saving(folder),
+        *["--tensorboard-dir", str(folder / "tensorboard")],
+        *["--wandb-project", "tiny", "--wandb-exp-name", "writers"],
+    ]
+    run = lab.run("pp2", flags, {"WANDB_MODE": "offline", "WANDB_SILENT": "true"})
+    assert weights(run) == weights(lab.planned("pp2")[0])
+    return folder
+
+
+def test_tensorboard_shows_snip_beside_megatron(written: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(written / "tensorboard"))
+    events.Reload()
+    scalars = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
+    assert "lm loss" in scalars
+    # Iterations are Megatron's: the plan applied before step 4 stands at iteration 5.
+    changed = {e.step: e.value for e in scalars["snip/planning/changed_linears"]}
+    assert next(step for step, value in changed.items() if value > 0) == 5
+    refreshes = {e.step: e.value for e in scalars["snip/statistics/refresh_s"]}
+    assert [step for step, value in refreshes.items() if value > 0] == [3, 7]
+    fractions = {e.step: e.value for e in scalars["snip/linears/lowest_precision_fraction"]}
+    assert fractions[4] == 0.0 and fractions[5] >= 0.5
+
+
+def test_wandb_has_one_run_that_shows_both(written: Path) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal import datastore
+
+    (file,) = (written / "wandb").rglob("*.wandb")
+    store = datastore.DataStore()
+    store.open_for_scan(str(file))
+    keys: set[str] = set()
+    settings: set[str] = set()
+    while (data := store.scan_data()) is not None:
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        keys |= {item.key or "/".join(item.nested_key) for item in record.history.item}
+        settings |= {item.key or "/".join(item.nested_key) for item in record.config.update}
+    assert {"snip/planning/efficiency", "snip/statistics/refresh_s", "lm loss"} <= keys
+    assert "snip" in settings
