@@ -10,7 +10,9 @@ from megatron_snip.planning.search import Search, SolverSettings, round_up
 from tests.unit.planning.build import problem_of, rules_of
 from tests.unit.planning.instances import random_instance
 
-SOLVER = SolverSettings(workers=1, seed=0, deadline=Deadline(60.0))
+
+def solver() -> SolverSettings:
+    return SolverSettings(workers=1, seed=0, deadline=Deadline(600.0))
 
 
 def search(menu: Menu) -> Search:
@@ -33,7 +35,7 @@ def test_the_incumbent_only_improves_and_the_bound_only_rises() -> None:
         found = search(menu)
         loss, bound = found.loss, found.bound
         assert menu.holds(found.best)
-        found.improve(5.0, SOLVER)
+        found.improve(5.0, solver())
         assert menu.holds(found.best)
         assert found.loss == menu.loss(found.best) <= loss
         assert bound <= found.bound <= found.loss
@@ -47,7 +49,7 @@ def test_without_work_the_incumbent_stays() -> None:
     assert menu is not None
     found = search(menu)
     loss = found.loss
-    assert found.improve(0.0, SOLVER) == 0.0
+    assert found.improve(0.0, solver()) == 0.0
     assert found.loss == loss
     expired = SolverSettings(1, 0, Deadline(0.0))
     assert found.improve(5.0, expired) == 0.0
@@ -69,7 +71,7 @@ def test_choices_outside_the_core_cannot_improve_the_incumbent() -> None:
             richest = np.where(np.isfinite(cost), menu.gain, -np.inf).argmax(axis=1)
             if forced.holds(richest):
                 other = Search(forced, [richest])
-                other.improve(5.0, SOLVER)
+                other.improve(5.0, solver())
                 assert other.loss >= found.loss - found.tolerance, seed
                 dropped += 1
     assert dropped > 20

@@ -38,9 +38,9 @@ def test_searching_stages_apart_finds_what_searching_them_together_finds() -> No
         if most_gain(rules.task()) is None:
             continue
         task = rules.checked_task()
-        apart = solve(task, PlanSettings(), None, Deadline(60.0))
+        apart = solve(task, PlanSettings(), None, Deadline(600.0))
         whole = Search(make_menu(task), [most_gain(task)])
-        whole.improve(5.0, solve_module.SolverSettings(1, 0, Deadline(60.0)))
+        whole.improve(5.0, solve_module.SolverSettings(1, 0, Deadline(600.0)))
         loss = task.table.quality_loss(apart.columns)
         assert apart.optimal
         assert whole.optimal
@@ -66,8 +66,8 @@ def test_past_the_fixed_work_the_search_goes_on_only_for_the_gap(
         if most_gain(rules.task()) is None:
             continue
         task = rules.checked_task()
-        rough = solve(task, PlanSettings(gap=1e9), None, Deadline(60.0))
-        close = solve(task, PlanSettings(gap=1e-6), None, Deadline(60.0))
+        rough = solve(task, PlanSettings(gap=1e9), None, Deadline(600.0))
+        close = solve(task, PlanSettings(gap=1e-6), None, Deadline(600.0))
         losses = [task.table.quality_loss(found.columns) for found in (rough, close)]
         size = float(np.abs(task.table.quality[np.arange(40), close.columns]).sum())
         assert losses[1] - close.bound <= 1e-6 * max(abs(losses[1]), 1e-3 * size)
@@ -79,6 +79,6 @@ def test_past_the_fixed_work_the_search_goes_on_only_for_the_gap(
 def test_a_good_hint_is_taken_up() -> None:
     rules = rules_of(problem_of(LOSSES, target=0.5))
     task = rules.checked_task()
-    best = solve(task, PlanSettings(), None, Deadline(60.0))
+    best = solve(task, PlanSettings(), None, Deadline(600.0))
     again = solve(task, PlanSettings(), best.columns, Deadline(0.0))
     assert task.table.quality_loss(again.columns) == task.table.quality_loss(best.columns)

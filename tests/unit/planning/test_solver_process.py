@@ -18,7 +18,7 @@ from megatron_snip.planning.solver_process import SolverProcess, spare_threads
 from tests.unit.planning.build import plan_of, problem_of
 
 PROBLEM = problem_of([[0.0, 1.0], [0.0, 2.0], [0.0, 3.0]], target=0.3)
-LONG_S = 60.0
+LONG_S = 200.0
 
 
 def faulty(body: str) -> list[str]:

@@ -10,7 +10,9 @@ from megatron_snip.planning.task import Task
 from tests.unit.planning.build import rules_of
 from tests.unit.planning.instances import random_instance
 
-SOLVER = SolverSettings(workers=1, seed=0, deadline=Deadline(120.0))
+
+def solver() -> SolverSettings:
+    return SolverSettings(workers=1, seed=0, deadline=Deadline(600.0))
 
 
 def coupled_task(seed: int, num_linears: int, balance: str, changes: int) -> Task | None:
@@ -31,8 +33,8 @@ def test_pricing_what_couples_stages_agrees_with_solving_them_together(balance: 
         if not menu.floor_lines or not menu.common_lines:
             continue
         whole, apart = Search(menu, [start]), CoupledSearch(menu, [start])
-        whole.improve(5.0, SOLVER)
-        apart.improve(5.0, SOLVER)
+        whole.improve(5.0, solver())
+        apart.improve(5.0, solver())
         assert whole.optimal
         assert apart.optimal
         assert apart.loss == pytest.approx(whole.loss, rel=1e-9, abs=whole.tolerance)
@@ -50,7 +52,7 @@ def test_the_priced_bound_is_at_least_the_relaxation_s() -> None:
             continue
         search = CoupledSearch(make_menu(task), [most_gain(task)])
         relaxed = search.bound
-        search._generate(5.0, SOLVER, 0.0)
+        search._generate(5.0, solver(), 0.0)
         assert relaxed <= search.bound <= search.loss
         raised += search.bound > relaxed + search.tolerance
     assert raised >= 2
