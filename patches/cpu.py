@@ -440,6 +440,23 @@ def _load_with_own_steps(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_state_dict
 
 
+def _set_but_keep_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`DistributedOptimizer._set_main_param_and_optimizer_states` for tensors without `step`.
+
+    It copies every entry of an optimizer's state, and torch's AdamW has one more, `step`, that the
+    fully reshardable format keeps elsewhere.
+    """
+
+    @functools.wraps(original)
+    def set_states(self: Any, model_param: Any, tensors: Any) -> Any:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        own = {"step": state["step"]} if "step" in state else {}
+        return original(self, model_param, {**own, **tensors})
+
+    return set_states
+
+
 def _helpers_are_built() -> bool:
     """Whether the wheel brought the dataset helpers compiled, and no way to compile them."""
     import megatron.core.datasets as datasets
@@ -620,5 +637,7 @@ def _patch_megatron(undo: _Undo) -> None:
         owner = distrib_optimizer.DistributedOptimizer
         undo.wrap(owner, "state_dict", _state_dict_before_first_step)
         undo.wrap(owner, "load_state_dict", _load_with_own_steps)
+        if hasattr(owner, "_set_main_param_and_optimizer_states"):
+            undo.wrap(owner, "_set_main_param_and_optimizer_states", _set_but_keep_step)
     if _helpers_are_built():
         undo.set(dataset_utils, "compile_helpers", _constant(None))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,11 @@ from megatron_snip.log import warn_once
 from megatron_snip.planning.plan import read_plan
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.trainer.checkpoint_folder import (
+    CheckpointFolder,
+    check_loadable,
+    order_changes,
+)
 from megatron_snip.trainer.config import TrainConfig
 from megatron_snip.trainer.sizes import check_ranks, linear_shapes, tile_warnings
 
@@ -57,7 +63,8 @@ def check_run(config: TrainConfig, world_size: int) -> None:
         UsageError: one line that names what is wrong and what to do.
     """
     check_ranks(config, world_size)
-    check_run_dir(config.run_dir)
+    check_run_dir(config.run_dir, [p for p in (config.save, config.load) if p is not None])
+    check_checkpoints(config)
     if config.data_path is not None:
         check_data(config.data_path, config.vocab_size)
     if config.snip.enabled:
@@ -66,25 +73,29 @@ def check_run(config: TrainConfig, world_size: int) -> None:
             warn_once(logger, warning)
 
 
-def check_run_dir(run_dir: Path) -> None:
+def check_run_dir(run_dir: Path, checkpoints: Sequence[Path] = ()) -> None:
     """Refuse a folder that holds something else than a run, or that cannot be written.
+
+    Args:
+        run_dir: the folder.
+        checkpoints: folders that may lie in it.
 
     Raises:
         UsageError: names what is in the way.
     """
     if not run_dir.exists():
-        parent = next(p for p in run_dir.absolute().parents if p.exists())
-        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            raise UsageError(f"run_dir '{run_dir}' cannot be made in '{parent}'; name another")
+        _check_can_be_made("run_dir", run_dir)
         return
     if not run_dir.is_dir():
         raise UsageError(f"run_dir '{run_dir}' is a file; name a folder")
     try:
-        foreign = sorted(p.name for p in run_dir.iterdir() if not _is_ours(p.name))
+        names = sorted(p.name for p in run_dir.iterdir())
     except OSError as error:
         raise UsageError(f"cannot read run_dir '{run_dir}': {error.strerror}") from None
     if not os.access(run_dir, os.W_OK | os.X_OK):
         raise UsageError(f"run_dir '{run_dir}' cannot be written; name another folder")
+    kept = {p for path in checkpoints for p in (path.absolute(), *path.absolute().parents)}
+    foreign = [n for n in names if not _is_ours(n) and run_dir.absolute() / n not in kept]
     if foreign:
         raise UsageError(
             f"run_dir '{run_dir}' holds '{foreign[0]}', which is not of a run; name another "
@@ -95,6 +106,74 @@ def check_run_dir(run_dir: Path) -> None:
 def _is_ours(name: str) -> bool:
     # Files being written start with a dot and the name they will have.
     return name in RUN_FILES or any(name.startswith(f".{ours}") for ours in RUN_FILES)
+
+
+def _check_can_be_made(name: str, folder: Path) -> None:
+    parent = next(p for p in folder.absolute().parents if p.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{name} '{folder}' cannot be made in '{parent}'; name another")
+
+
+def check_checkpoints(config: TrainConfig) -> None:
+    """Refuse folders of checkpoints that this run cannot go on from, or must not write to.
+
+    Raises:
+        UsageError: names the setting and the folder.
+    """
+    for name, needed in (
+        ("save_interval", "save"),
+        ("ckpt_step", "load"),
+        ("exit_on_missing_checkpoint", "load"),
+    ):
+        if getattr(config, name) and getattr(config, needed) is None:
+            raise UsageError(f"{name} needs {needed}, a folder of checkpoints")
+    step = resume_step(config)
+    if step:
+        _check_resume(config, step)
+    if config.save is None:
+        return
+    if not config.save.exists():
+        _check_can_be_made("save", config.save)
+    elif not config.save.is_dir() or not os.access(config.save, os.W_OK | os.X_OK):
+        raise UsageError(f"save '{config.save}' is not a folder that can be written; name another")
+    latest = CheckpointFolder(config.save).latest()
+    if latest is not None and config.save != config.load:
+        raise UsageError(
+            f"save '{config.save}' holds checkpoints of another run, up to step {latest}; go on "
+            f"from them (--load {config.save}) or name another folder"
+        )
+
+
+def resume_step(config: TrainConfig) -> int:
+    """Return how many training steps the run goes on after; 0 for a fresh start.
+
+    Raises:
+        UsageError: if the checkpoint that is asked for is not there.
+    """
+    if config.load is None:
+        return 0
+    folder = CheckpointFolder(config.load)
+    if config.ckpt_step is not None:
+        folder.check_whole(config.ckpt_step)
+        return config.ckpt_step
+    latest = folder.latest()
+    if latest is None and config.exit_on_missing_checkpoint:
+        raise UsageError(f"load '{config.load}' holds no checkpoint")
+    return latest or 0
+
+
+def _check_resume(config: TrainConfig, step: int) -> None:
+    assert config.load is not None
+    folder = CheckpointFolder(config.load)
+    saved, now = folder.saved_run(step), config.model_dump(mode="json")
+    check_loadable(saved, now, folder.of_step(step))
+    changes = order_changes(saved.config, now)
+    if changes:
+        warn_once(
+            logger,
+            f"load: the samples of a step are others than the checkpoint's run would see "
+            f"({', '.join(changes)})",
+        )
 
 
 def check_data(prefix: Path, vocab_size: int | None) -> None:

@@ -208,16 +208,50 @@ class DataFields(_Section):
     """Global batches of held-out data in an evaluation, always the same ones; 0 for none."""
 
 
+class CheckpointFields(_Section):
+    """Checkpoints: stopping, and going on as if never stopped."""
+
+    save: Path | None = None
+    """Folder for checkpoints: every save_interval steps, at the end, and on SIGTERM or SIGUSR1,
+    which then end the run after the step in progress."""
+
+    save_interval: Count | None = None
+    """Steps between two checkpoints; by default only at the end and on a signal."""
+
+    load: Path | None = None
+    """Folder of checkpoints to go on from; without one in it the run starts at step 0, so the
+    same folder as save's lets one command both start and resume."""
+
+    ckpt_step: Count | None = None
+    """Load the checkpoint after so many steps instead of the latest."""
+
+    exit_on_missing_checkpoint: bool = False
+    """Refuse to start at step 0 when load holds no checkpoint."""
+
+    dist_ckpt_optim_fully_reshardable: bool = False
+    """Write use_distributed_optimizer's state so that any layout can read it, which gathers it on
+    every rank; otherwise only the number of data-parallel ranks may change."""
+
+    exit_interval: Count | None = None
+    """Stop after a step that is a multiple of this, with a checkpoint if save is given."""
+
+
 class RunFields(_Section):
     """What is written, and where."""
 
     run_dir: Path = Path("runs/train")
     """Directory of the run: config.yaml, versions.json, metrics.jsonl and what SNIP writes. A
-    former run's files in it are replaced."""
+    former run's files in it are replaced, or continued by a run that goes on from a checkpoint."""
 
 
 class TrainFields(
-    ModelFields, ParallelFields, TrainingFields, OptimizerFields, DataFields, RunFields
+    ModelFields,
+    ParallelFields,
+    TrainingFields,
+    OptimizerFields,
+    DataFields,
+    CheckpointFields,
+    RunFields,
 ):
     """Every field that is a flag without prefix."""
 

@@ -5,6 +5,7 @@ On every rank the loop calls, for each step and in this order:
     begin_step(step)                            before anything of the step
     forward_backward(step, function, ...)       in place of Megatron's forward-backward function
     end_step(step, metrics)                     after optimizer, scheduler and evaluation
+    state(step + 1)                             where a checkpoint is written
 
 and `close()` once, at the end or after a failure. `SnipController` is such a hook; `PlainHook` is
 the one for training without SNIP.
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from megatron_snip.controller_state import ControllerState
 from megatron_snip.reporting.reporter import Reporter
 
 ForwardBackward = Callable[..., list[dict[str, Any]]]
@@ -43,6 +45,9 @@ class TrainingHook(Protocol):
 
     def end_step(self, step: int, metrics: dict[str, Any]) -> None:
         """Hear (and write) how the step went; see `loop.train` for the metrics."""
+
+    def state(self, step: int) -> ControllerState | None:
+        """Return what a checkpoint after `step` training steps keeps; the same on all ranks."""
 
     @property
     def lowest_precision_fraction(self) -> float:
@@ -73,6 +78,10 @@ class PlainHook:
         """Pass the metrics on."""
         fraction = self.lowest_precision_fraction
         self._reporter.metrics(step, {**metrics, "lowest_precision_fraction": fraction})
+
+    def state(self, step: int) -> ControllerState | None:
+        """Nothing to keep."""
+        return None
 
     def close(self) -> None:
         """Close the reporter."""

@@ -3,11 +3,13 @@
 A user types one command. Outside of torchrun it starts `nproc_per_node` ranks on this machine, each
 `python -m megatron_snip.trainer.worker CONFIG.json`, waits, and turns what went wrong into what a
 user can read: bad input is one line and exit code 2; a crash is the traceback of the rank that
-failed first and exit code 1; a signal ends all ranks and gives 128 + its number.
+failed first and exit code 1; a signal ends all ranks and gives 128 + its number, or, where they
+have saved a checkpoint before they left, 75 (EX_TEMPFAIL: run it again to go on).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -22,6 +24,9 @@ from megatron_snip.trainer.config import TrainConfig
 from megatron_snip.trainer.failure import Failure, read_failure
 
 LOOPBACK = "127.0.0.1"
+SAVED_AND_STOPPED = 75
+"""Exit status of a run that a signal has ended after a checkpoint."""
+_STOPPED = "stopped"
 
 
 def under_torchrun() -> bool:
@@ -52,10 +57,39 @@ def launch(config: TrainConfig, nproc_per_node: int) -> int:
     with tempfile.TemporaryDirectory(prefix="megatron-snip-") as folder:
         file = Path(folder) / "config.json"
         file.write_text(json.dumps(config.model_dump(mode="json")))
-        return _run(file, nproc_per_node)
+        status = _run(file, nproc_per_node, _patience(config))
+        return SAVED_AND_STOPPED if status == 0 and _has_stopped(file.parent) else status
 
 
-def _run(file: Path, nproc_per_node: int) -> int:
+def write_stopped(folder: Path, reason: str) -> None:
+    """A rank, to the front process: the run has ended on a signal, with a checkpoint.
+
+    Args:
+        folder: of the settings that the front process has named.
+        reason: the signal's name.
+    """
+    (folder / _STOPPED).write_text(reason)
+
+
+def _has_stopped(folder: Path) -> bool:
+    return (folder / _STOPPED).exists()
+
+
+def _patience(config: TrainConfig) -> dict[str, Any]:
+    """Return the launcher's settings that give ranks time to save, where it has such settings."""
+    from torch.distributed.launcher.api import LaunchConfig
+
+    if config.save is None:
+        return {}
+    wanted = {
+        "signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        "shutdown_timeout": 60 * config.distributed_timeout_minutes,
+    }
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}  # newer than torch 2.6
+    return {name: value for name, value in wanted.items() if name in known}
+
+
+def _run(file: Path, nproc_per_node: int, patience: dict[str, Any]) -> int:
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -71,6 +105,7 @@ def _run(file: Path, nproc_per_node: int) -> int:
         local_addr=LOOPBACK,  # a machine's own name need not resolve
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=str(file.parent)),
+        **patience,
     )
     command = ("-u", "-m", "megatron_snip.trainer.worker", str(file))
     try:
@@ -78,6 +113,8 @@ def _run(file: Path, nproc_per_node: int) -> int:
     except ChildFailedError as error:
         return _explain(error)
     except SignalException as error:
+        if _has_stopped(file.parent):
+            return SAVED_AND_STOPPED
         print(f"megatron-snip: ended by {error.sigval.name}", file=sys.stderr)
         return 128 + int(error.sigval)
     return 0

@@ -5,6 +5,7 @@
         zero gradients -> hook.forward_backward -> optimizer -> scheduler
         evaluate where it is due
         hook.end_step
+        save where it is due, and stop where that was asked for
 
 Reported losses are means over tokens, microbatches and data-parallel ranks, the same number on
 every rank. An evaluation runs forward over the same held-out batches each time.
@@ -21,11 +22,13 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
+from megatron_snip.trainer.checkpoint import Progress
 from megatron_snip.trainer.config import TrainConfig
 from megatron_snip.trainer.data import Batch, DataRank, Datasets, Samples, step_batches
 from megatron_snip.trainer.hooks import TrainingHook
 from megatron_snip.trainer.model import TrainingState
 from megatron_snip.trainer.runner import DataIterator, StepRunner
+from megatron_snip.trainer.saver import Saver
 from megatron_snip.trainer.step import mean_loss
 
 
@@ -34,11 +37,12 @@ class TrainingResult:
     """How a run ended.
 
     Attributes:
-        steps: training steps made.
-        loss: of the last step.
+        steps: training steps done, with those before a checkpoint.
+        loss: of the last step; NaN if there was nothing left to do.
         first_validation_loss: before the first step; None where eval_iters is 0.
         validation_loss: after the last step; None where eval_iters is 0.
         seconds: wall time of the loop.
+        stopped: why the run ended before its last step, e.g. `SIGTERM`; None if it did not.
     """
 
     steps: int
@@ -46,6 +50,7 @@ class TrainingResult:
     first_validation_loss: float | None
     validation_loss: float | None
     seconds: float
+    stopped: str | None = None
 
 
 Listener = Callable[[int, dict[str, Any]], None]
@@ -58,8 +63,10 @@ def train(
     datasets: Datasets,
     hook: TrainingHook,
     listener: Listener,
+    start: Progress | None = None,
+    saver: Saver | None = None,
 ) -> TrainingResult:
-    """All ranks: train for `train_iters` steps.
+    """All ranks: train until `train_iters` steps are done.
 
     The metrics of a step are: loss, before its update; grad_norm, global and before clipping; lr;
     tokens_per_s, of the step itself (refreshes within its forward-backward included, evaluation
@@ -71,17 +78,26 @@ def train(
         datasets: training and held-out samples.
         hook: acts around every step.
         listener: told of every step, on every rank.
+        start: go on from here, with model, optimizer and scheduler as they were then.
+        saver: asked after every step whether to stop.
     """
     begin = time.perf_counter()
     state.runner.defer_gathers()
-    first = validation = evaluate(state.runner, datasets.valid, config.eval_iters)
+    if start is None:
+        first = validation = evaluate(state.runner, datasets.valid, config.eval_iters)
+        start = Progress()
+    else:
+        first, validation = start.first_validation_loss, start.validation_loss
     metrics: dict[str, Any] = {"loss": math.nan}
-    for step in range(config.train_iters):
+    done, stopped = start.step, None
+    while done < config.train_iters and stopped is None:
+        step = done
         hook.begin_step(step)
         metrics = train_step(step, config, state, datasets.train, hook)
-        if step == 0:
+        if step == start.step:
             state.runner.overlap_gathers()
-            metrics |= {} if first is None else {"validation_loss": first}
+        if step == 0 and first is not None:
+            metrics["validation_loss"] = first
         if (step + 1) % config.eval_interval == 0 or step + 1 == config.train_iters:
             validation = evaluate(state.runner, datasets.valid, config.eval_iters)
             if step > 0 and validation is not None:
@@ -89,8 +105,11 @@ def train(
         hook.end_step(step, metrics)
         fraction = hook.lowest_precision_fraction
         listener(step, {**metrics, "lowest_precision_fraction": fraction})
+        done = step + 1
+        if saver is not None:
+            stopped = saver.after_step(done, first, validation)
     seconds = time.perf_counter() - begin
-    return TrainingResult(config.train_iters, metrics["loss"], first, validation, seconds)
+    return TrainingResult(done, metrics["loss"], first, validation, seconds, stopped)
 
 
 def train_step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,8 +77,15 @@ def print_summary(
     config: TrainConfig, result: TrainingResult, console: Console, written: list[Path]
 ) -> None:
     """Print how the run ended and where its files are."""
-    words = f"{result.steps} steps in {result.seconds:.0f} s, training loss {result.loss:.4f}"
-    console.print(words)
+    if math.isnan(result.loss) and result.steps >= config.train_iters:
+        console.print(f"nothing left to do: {result.steps} steps are done")
+        return
+    end = f", stopped by {result.stopped}" if result.stopped else ""
+    console.print(
+        f"{result.steps} steps in {result.seconds:.0f} s, training loss {result.loss:.4f}{end}"
+    )
+    if result.stopped and config.save is not None:
+        console.print(f"to go on: the same command with --load {config.save}", soft_wrap=True)
     if result.validation_loss is not None and result.first_validation_loss is not None:
         console.print(
             f"validation loss {result.first_validation_loss:.4f} before training, "

@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.logging import RichHandler
 
+from megatron_snip.collectives import broadcast_json
 from megatron_snip.controller import SnipController
 from megatron_snip.errors import UsageError
 from megatron_snip.patches import cpu
@@ -28,7 +29,8 @@ from megatron_snip.reporting.reporter import FileReporter, NullReporter, Reporte
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.reporting.summary import SummaryReporter
 from megatron_snip.reporting.wandb_reporter import WandbReporter
-from megatron_snip.trainer.checks import RUN_FILES, check_run
+from megatron_snip.trainer.checkpoint import Checkpoints, Progress
+from megatron_snip.trainer.checks import RUN_FILES, check_run, resume_step
 from megatron_snip.trainer.config import TrainConfig
 from megatron_snip.trainer.data import build_datasets
 from megatron_snip.trainer.hooks import PlainHook, TrainingHook
@@ -39,6 +41,9 @@ from megatron_snip.trainer.parallel import (
     initialize_parallel_state,
 )
 from megatron_snip.trainer.progress import print_summary, show_progress
+from megatron_snip.trainer.resume import keep_steps_before
+from megatron_snip.trainer.saver import Saver
+from megatron_snip.trainer.stop import StopRequests
 
 
 def run_rank(config: TrainConfig) -> TrainingResult:
@@ -57,25 +62,42 @@ def run_rank(config: TrainConfig) -> TrainingResult:
     on_cpu = cpu.install()
     with _process_group(config, on_cpu):
         initialize_parallel_state(config)
-        state = build_training_state(config, world_size)
-        directory = _start_run(config) if rank == 0 else None
-        dist.barrier()
-        datasets = build_datasets(config, _control_group())
-        if directory is not None:
-            write_atomic(directory.path / "data.json", json.dumps(datasets.source) + "\n")
-        summary = SummaryReporter()
-        reporter = make_reporter(config, directory, summary)
-        with (
-            closing(make_hook(config, state, reporter)) as hook,
-            show_progress(config, console) as listener,
-        ):
-            result = train(config, state, datasets, hook, listener)
-        if console is not None:
-            wide = console if console.is_terminal else Console(width=120)  # a pipe has no width
-            for table in summary.tables():
-                wide.print(table)
-            print_summary(config, result, console, _written(config.run_dir))
+        result = run_session(config, console)
         destroy_parallel_state()
+    return result
+
+
+def run_session(config: TrainConfig, console: Console | None) -> TrainingResult:
+    """All ranks, within Megatron's groups: build, load, train, save, write the run's files.
+
+    Args:
+        config: the run's settings, checked.
+        console: where rank 0 shows how it goes; None shows nothing.
+    """
+    control = _control_group()
+    state = build_training_state(config, dist.get_world_size())
+    checkpoints = Checkpoints(config, state, control)
+    step = broadcast_json(resume_step(config), control)
+    start = checkpoints.load(step) if step else None
+    directory = _start_run(config, step) if dist.get_rank() == 0 else None
+    dist.barrier()
+    datasets = build_datasets(config, control)
+    if directory is not None:
+        write_atomic(directory.path / "data.json", json.dumps(datasets.source) + "\n")
+    summary = SummaryReporter()
+    reporter = make_reporter(config, directory, summary)
+    with (
+        _stop_requests(config, control) as requests,
+        closing(make_hook(config, state, reporter, start)) as hook,
+        show_progress(config, console) as listener,
+    ):
+        saver = Saver(config, checkpoints, requests, hook.state)
+        result = train(config, state, datasets, hook, listener, start, saver)
+    if console is not None:
+        wide = console if console.is_terminal else Console(width=120)  # a pipe has no width
+        for table in summary.tables():
+            wide.print(table)
+        print_summary(config, result, console, _written(config.run_dir))
     return result
 
 
@@ -92,11 +114,24 @@ def make_reporter(
     return Reporters(reporters)
 
 
-def make_hook(config: TrainConfig, state: TrainingState, reporter: Reporter) -> TrainingHook:
-    """All ranks: return SNIP's controller if it is asked for, else a hook that only reports."""
+def make_hook(
+    config: TrainConfig,
+    state: TrainingState,
+    reporter: Reporter,
+    start: Progress | None = None,
+) -> TrainingHook:
+    """All ranks: return SNIP's controller if it is asked for, else a hook that only reports.
+
+    Args:
+        config: the run's settings.
+        state: the model and its optimizer.
+        reporter: told of everything.
+        start: go on from here.
+    """
     if not config.snip.enabled:
         return PlainHook(reporter)
-    return SnipController(config.snip, state.runner.model, state.optimizer, reporter)
+    snip = None if start is None else start.snip
+    return SnipController(config.snip, state.runner.model, state.optimizer, reporter, state=snip)
 
 
 def set_up_logging(console: Console | None) -> None:
@@ -151,14 +186,25 @@ def _use_loopback() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def _start_run(config: TrainConfig) -> RunDirectory:
-    """Rank 0: replace a former run's files and write the settings."""
-    for name in RUN_FILES:
-        path = config.run_dir / name
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+def _stop_requests(
+    config: TrainConfig, group: dist.ProcessGroup
+) -> AbstractContextManager[StopRequests]:
+    """Return what listens for signals; without a folder to save in they end the run at once."""
+    requests = StopRequests(group)
+    return nullcontext(requests) if config.save is None else requests
+
+
+def _start_run(config: TrainConfig, step: int) -> RunDirectory:
+    """Rank 0: replace a former run's files, or keep those of its first `step` steps."""
+    if step:
+        keep_steps_before(config.run_dir, step)
+    else:
+        for name in RUN_FILES:
+            path = config.run_dir / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
     directory = RunDirectory(config.run_dir)
     directory.start(config.model_dump(mode="json"))
     return directory

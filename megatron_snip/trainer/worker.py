@@ -15,18 +15,24 @@ import traceback
 import warnings
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_snip.errors import SnipError, UsageError
 from megatron_snip.trainer.config import TrainConfig, make_train_config
 from megatron_snip.trainer.failure import write_failure
-from megatron_snip.trainer.launch import set_environment
+from megatron_snip.trainer.launch import set_environment, write_stopped
+
+if TYPE_CHECKING:
+    from megatron_snip.trainer.loop import TrainingResult
 
 _SET_PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux's prctl."""
 
 
-def train_as_rank(config: TrainConfig) -> None:
+SIGNAL_NAMES = frozenset(number.name for number in signal.Signals)
+
+
+def train_as_rank(config: TrainConfig) -> TrainingResult:
     """Every rank of a launcher: prepare the process and run; see `session.run_rank`.
 
     Raises:
@@ -37,7 +43,7 @@ def train_as_rank(config: TrainConfig) -> None:
     _quiet_upstream()
     from megatron_snip.trainer.session import run_rank
 
-    run_rank(config)
+    return run_rank(config)
 
 
 def main(arguments: list[str]) -> int:
@@ -46,8 +52,11 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, _leave)
     _end_with_parent()
     try:
-        values: dict[str, Any] = json.loads(Path(arguments[0]).read_text())
-        train_as_rank(make_train_config(values))
+        file = Path(arguments[0])
+        values: dict[str, Any] = json.loads(file.read_text())
+        result = train_as_rank(make_train_config(values))
+        if result.stopped in SIGNAL_NAMES:
+            write_stopped(file.parent, result.stopped)
     except UsageError as error:
         write_failure("usage", str(error))
         return 2

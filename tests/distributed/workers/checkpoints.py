@@ -1,0 +1,89 @@
+"""What test_checkpoints.py runs on ranks: whole runs, stopped runs, and runs that go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_snip.patches import cpu
+from megatron_snip.trainer import session
+from megatron_snip.trainer.checks import check_run
+from megatron_snip.trainer.config import TrainConfig, make_train_config
+from megatron_snip.trainer.model import TrainingState, build_training_state
+from megatron_snip.trainer.parallel import destroy_parallel_state, initialize_parallel_state
+from tests.distributed.workers.trainer import weights_digest
+
+
+def run_all(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Run one after the other; return what each gave, by name."""
+    cpu.install()
+    results = {}
+    for name, values in runs.items():
+        print("run", name, flush=True)
+        results[name] = run_one(make_train_config(values))
+    return results
+
+
+def run_one(config: TrainConfig) -> dict[str, Any]:
+    """One run of the trainer, as `session.run_rank` makes it."""
+    check_run(config, dist.get_world_size())
+    dist.barrier()  # all have looked at the folders before one writes
+    initialize_parallel_state(config)
+    states: list[TrainingState] = []
+    building = session.build_training_state
+
+    def build(*args: Any) -> TrainingState:
+        states.append(build_training_state(*args))
+        return states[0]
+
+    session.build_training_state = build
+    try:
+        result = session.run_session(config, None)
+    finally:
+        session.build_training_state = building
+        destroy_parallel_state()
+    return {
+        "steps": result.steps,
+        "stopped": result.stopped,
+        "first_validation_loss": result.first_validation_loss,
+        "validation_loss": result.validation_loss,
+        "weights": weights_digest(states[0]),
+        "metrics": read_metrics(config.run_dir),
+    }
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The run's metrics without wall times."""
+    dist.barrier()
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    timed = ("tokens_per_s", "wall_s", "refresh_s", "wait_s")
+    return [{k: v for k, v in row.items() if k not in timed} for row in rows]
+
+
+def signal_one_rank(values: dict[str, Any], number: int, rank: int) -> dict[str, Any]:
+    """Send a signal to one rank in its second step; all are to stop after that step."""
+    cpu.install()
+    training = session.train
+
+    def train(config: Any, state: Any, datasets: Any, hook: Any, *rest: Any) -> Any:
+        begin = hook.begin_step
+
+        def begin_step(step: int) -> None:
+            if step == 1 and dist.get_rank() == rank:
+                os.kill(os.getpid(), number)
+            begin(step)
+
+        hook.begin_step = begin_step
+        return training(config, state, datasets, hook, *rest)
+
+    session.train = train
+    result = run_one(make_train_config(values))
+    # The handlers of before are back.
+    result["handler"] = signal.getsignal(number) is signal.SIG_DFL
+    return result
