@@ -1,0 +1,189 @@
+"""The cycle on two ranks: it closes, replays, resumes; what fails leaves the old plan in force."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_snip.planning.plan import read_plan
+from megatron_snip.planning.problem import read_problem
+from tests.distributed.launch import run_ranks
+
+WORKERS = "tests.distributed.workers.controller"
+TP = {"tensor_model_parallel_size": 2}
+PP = {"pipeline_model_parallel_size": 2}
+REASONS = {
+    "crash": "ended without an answer",
+    "garbage": "sent garbage",
+    "hang": "did not answer within 0.3 s",
+    "infeasible": "target",
+    "another model": "linears of the model that are missing",
+    "damaged": "does not match its linears",
+    "bug": "ZeroDivisionError: a bug",
+    "submit": "ZeroDivisionError: a bug",
+}
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    arguments = {"layout_values": TP, "folder": str(tmp_path_factory.mktemp("faults"))}
+    return run_ranks(2, f"{WORKERS}:solver_faults", arguments, timeout_s=200)
+
+
+@pytest.mark.parametrize("fault", REASONS)
+def test_a_failing_solver_leaves_the_old_plan_in_force(
+    faults: list[dict[str, Any]], fault: str
+) -> None:
+    leader, other = (result[fault] for result in faults)
+    for result in (leader, other):
+        assert result["kept"]
+        assert result["options"] == ["bf16"]
+        assert result["history"] == []
+        assert result["finite"]
+    (warning,) = leader["warnings"]
+    assert warning.startswith("the plan of step 0 stays: ")
+    assert REASONS[fault] in warning
+    assert other["warnings"] == []
+
+
+@pytest.mark.parametrize("fault", REASONS)
+def test_the_next_refresh_succeeds(faults: list[dict[str, Any]], fault: str) -> None:
+    leader, other = (result[fault] for result in faults)
+    assert leader["final history"] == other["final history"] == [[6, leader["digest"]]]
+    assert leader["applied"] and other["applied"]
+    assert leader["late warnings"] == other["late warnings"] == []
+
+
+@pytest.fixture(scope="module")
+def other_faults(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("refusals")
+    arguments = {"layouts": {"tp": TP, "pp": PP}, "folder": str(folder)}
+    return run_ranks(2, f"{WORKERS}:other_faults", arguments, timeout_s=200)
+
+
+@pytest.mark.parametrize("layout", ["tp", "pp"])
+def test_a_rank_that_cannot_measure_costs_a_refresh_and_nothing_else(
+    other_faults: list[dict[str, Any]], layout: str
+) -> None:
+    results = [dict(result["measuring"][layout]) for result in other_faults]
+    for rank, result in enumerate(results):
+        plain = result.pop("none")
+        assert set(result) == {"pass A", "perturb"}
+        for fault in result.values():
+            assert {key: fault[key] for key in plain} == plain
+            assert fault["history"] == []
+            assert fault["refreshes"] == 0
+            assert len(fault["warnings"]) == (1 if rank == 0 else 0)
+    warning = results[0]["pass A"]["warnings"][0]
+    assert "the refresh at step 1 was given up: pass A (statistics) failed on rank 1" in warning
+    assert "RuntimeError: out of memory" in warning
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cycles")
+
+
+@pytest.fixture(scope="module")
+def cycles(folder: Path) -> list[dict[str, Any]]:
+    arguments = {"layout_values": TP, "folder": str(folder)}
+    return run_ranks(2, f"{WORKERS}:cycles", arguments, timeout_s=200)
+
+
+def test_plans_are_applied_lag_steps_after_they_were_measured(cycles: list[dict[str, Any]]) -> None:
+    for result in (r["whole"] for r in cycles):
+        assert [step for step, _ in result["history"]] == [2, 6]
+        assert result["history"][-1][1] == result["digest"]
+        assert result["installed"]
+        assert result["warnings"] == []
+    assert cycles[0]["whole"]["history"] == cycles[1]["whole"]["history"]
+
+
+def test_a_run_replays_bit_by_bit(cycles: list[dict[str, Any]]) -> None:
+    for result in cycles:
+        for key in ("losses", "weights", "optimizer", "history"):
+            assert result["again"][key] == result["whole"][key]
+
+
+def test_a_run_resumes_with_its_problem_in_flight(cycles: list[dict[str, Any]]) -> None:
+    for result in cycles:
+        for key in ("losses", "weights", "optimizer", "history", "digest"):
+            assert result["resumed"][key] == result["whole"][key]
+
+
+def test_collecting_changes_nothing(cycles: list[dict[str, Any]]) -> None:
+    for result in cycles:
+        watched, plain = result["collect only"], result["plain"]
+        assert {key: watched[key] for key in plain} == plain
+        assert watched["refreshes"] == [1, 5]
+        assert watched["history"] == []
+        assert set(watched["fractions"]) == {0.0}
+
+
+def test_a_static_policy_plans_once(cycles: list[dict[str, Any]]) -> None:
+    for result in (r["static"] for r in cycles):
+        assert result["refreshes"] == []
+        assert result["planned"] == [[0, 0, 8]]
+        assert result["history"] == []
+        assert set(result["fractions"]) == {0.0}  # fp8, where fp4 is the lowest on offer
+
+
+def test_no_refresh_starts_at_stop_step(cycles: list[dict[str, Any]]) -> None:
+    stopped = cycles[0]["stopped"]
+    assert stopped["refreshes"] == [1]
+    assert [step for step, _ in stopped["history"]] == [2]
+
+
+def test_reporters_hear_of_all_in_order(cycles: list[dict[str, Any]]) -> None:
+    again = cycles[0]["again"]
+    assert again["refreshes"] == [1, 5]
+    assert [(step, measured) for step, measured, _ in again["planned"]] == [(2, 1), (6, 5)]
+    assert again["planned"][0][2] == 8  # from bf16, all change
+    assert again["fractions"][:2] == [0.0, 0.0]
+    assert all(fraction >= 0.5 for fraction in again["fractions"][2:])
+    assert again["closed"] == 1
+
+
+def test_the_run_directory_holds_what_was_decided(
+    cycles: list[dict[str, Any]], folder: Path
+) -> None:
+    run = folder / "whole"
+    kinds = ("divergences", "plans", "problems")
+    for kind in kinds:
+        assert sorted(p.name for p in (run / kind).iterdir()) == ["1.json", "5.json"]
+    digests = [digest for _, digest in cycles[0]["whole"]["history"]]
+    for step, digest in zip((1, 5), digests, strict=True):
+        plan = read_plan(run / "plans" / f"{step}.json")
+        problem = read_problem(run / "problems" / f"{step}.json")
+        assert (plan.step, plan.digest) == (step, digest)
+        assert plan.policy == "snip"
+        assert plan.efficiency >= plan.target == problem.target == 0.5
+        assert list(plan.linears) == list(problem.names)
+        divergences = json.loads((run / "divergences" / f"{step}.json").read_text())
+        assert [row["name"] for row in divergences["linears"]] == list(problem.names)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    metrics = [json.loads(line) for line in lines]
+    assert [m["step"] for m in metrics] == list(range(9))
+    wanted = {"step", "loss", "tokens_per_s", "lowest_precision_fraction"}
+    assert all(wanted <= set(m) for m in metrics)
+
+
+def test_what_cannot_work_is_refused_on_every_rank(other_faults: list[dict[str, Any]]) -> None:
+    first, second = (result["refusals"] for result in other_faults)
+    assert first == second
+    wanted = {
+        "policy": "unknown policy 'clever'; known: snip",
+        "pin": "no linear's name matches",
+        "target": "0.1",
+        "option": "mxfp8 is not among the options",
+        "plan file": "linears that the model does not have: decoder.layers.9.mlp.linear_fc1",
+        "missing plan file": "cannot read plan file",
+    }
+    for case, text in wanted.items():
+        kind, message = first[case]
+        assert kind == "UsageError", (case, kind, message)
+        assert text in message, (case, message)
+        assert "\n" not in message

@@ -1,0 +1,310 @@
+"""What test_controller.py runs on ranks: whole cycles, with faults put in from outside."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_snip import controller as controller_module
+from megatron_snip.config import SnipConfig
+from megatron_snip.controller import SnipController
+from megatron_snip.controller_state import ControllerState
+from megatron_snip.errors import SnipError
+from megatron_snip.options import Option
+from megatron_snip.planning.plan import PrecisionPlan, assignment_digest, write_plan
+from megatron_snip.planning.planner import make_plan
+from megatron_snip.planning.solver_process import SolverProcess, worker_command
+from megatron_snip.reporting.reporter import FileReporter
+from megatron_snip.reporting.run_directory import RunDirectory
+from megatron_snip.statistics import recorder, refresh
+from tests.distributed.workers.small_model import Trainer, layout
+
+MODEL: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 128,
+    "ffn_hidden_size": 128,
+    "num_attention_heads": 2,
+    "seq_length": 16,
+    "global_batch_size": 2,
+}
+SNIP: dict[str, Any] = {
+    "interval": 4,
+    "start_step": 1,
+    "lag": 1,
+    "probe_rows": 8,
+    "efficiency_target": 0.5,
+    "time_limit_s": 20.0,
+}
+"""Refreshes at steps 1 and 5; their outcomes are due before steps 2 and 6."""
+
+FAULTY_CHILD = """
+import os, sys, time
+mode, healed, *worker = sys.argv[1:]
+if os.path.exists(healed):
+    os.execv(worker[0], worker)
+if mode == "crash":
+    sys.exit(3)
+sys.stdin.readline()
+if mode == "hang":
+    time.sleep(600)
+print("this is no plan", flush=True)
+"""
+
+
+class FakeSolver:
+    """Answers with `outcome` until it is healed, then with real plans made on the spot."""
+
+    def __init__(self, outcome: Callable[..., PrecisionPlan]) -> None:
+        self.healed = False
+        self._outcome = outcome
+        self._arguments: tuple[Any, ...] = ()
+
+    def submit(self, *arguments: Any) -> None:
+        self._arguments = arguments
+
+    def result(self, timeout_s: float) -> PrecisionPlan:
+        return (make_plan if self.healed else self._outcome)(*self._arguments)
+
+    def close(self) -> None:
+        pass
+
+
+def infeasible(problem: Any, settings: Any, *rest: Any) -> PrecisionPlan:
+    """Plan with every linear pinned to the other format: the target is out of reach."""
+    pins = {"pins": (("*", "fp8"),)}
+    return make_plan(problem, settings.model_copy(update=pins), *rest)
+
+
+def of_another_model(*arguments: Any) -> PrecisionPlan:
+    plan = make_plan(*arguments)
+    linears = dict(list(plan.linears.items())[1:])
+    digest = assignment_digest(linears)
+    return plan.model_copy(update={"linears": linears, "digest": digest})
+
+
+def damaged(*arguments: Any) -> PrecisionPlan:
+    return make_plan(*arguments).model_copy(update={"digest": "0" * 64})
+
+
+def raising(*arguments: Any) -> PrecisionPlan:
+    raise ZeroDivisionError("a bug")
+
+
+FAKES = {
+    "infeasible": infeasible,
+    "another model": of_another_model,
+    "damaged": damaged,
+    "bug": raising,
+}
+
+
+def solver_faults(layout_values: dict[str, Any], folder: str) -> dict[str, Any]:
+    """One fault at a time: refresh, fail, go on, heal, refresh again."""
+    results = {}
+    for fault in ("crash", "garbage", "hang", *FAKES, "submit"):
+        with layout({**MODEL, **layout_values}) as trainer:
+            results[fault] = _with_fault(trainer, fault, Path(folder))
+    return results
+
+
+def _with_fault(trainer: Trainer, fault: str, folder: Path) -> dict[str, Any]:
+    healed = folder / f"{fault}.healed"
+    solver: Any = None
+    if dist.get_rank() == 0:
+        if fault in FAKES:
+            solver = FakeSolver(FAKES[fault])
+        elif fault == "submit":
+            solver = FakeSolver(make_plan)
+            solver.submit = lambda *_: raising()
+        else:
+            child = [sys.executable, "-c", FAULTY_CHILD, fault, str(healed), *worker_command()]
+            solver = SolverProcess(child)
+    grace = controller_module.SOLVER_GRACE_S
+    limit = {"time_limit_s": 0.2} if fault == "hang" else {}
+    controller = trainer.controller({**SNIP, **limit}, solver)
+    if fault == "hang":
+        controller_module.SOLVER_GRACE_S = 0.1
+    try:
+        before = controller.plan.digest
+        trainer.advance(4, controller)
+        after = {
+            "kept": controller.plan.digest == before,
+            "options": sorted({str(p.option) for p in controller.model.linears}),
+            "warnings": list(trainer.warnings),
+            "history": list(controller.history),
+        }
+        controller_module.SOLVER_GRACE_S = grace
+        if fault == "hang":  # a real child needs its time to start
+            controller.config = SnipConfig(**SNIP)
+        healed.touch()
+        if isinstance(solver, FakeSolver):
+            solver.healed = True
+            solver.__dict__.pop("submit", None)
+        trainer.advance(4, controller)
+    finally:
+        controller_module.SOLVER_GRACE_S = grace
+        controller.close()
+    return {
+        **after,
+        "finite": all(math.isfinite(loss) for loss in trainer.losses),
+        "late warnings": trainer.warnings[len(after["warnings"]) :],
+        "final history": controller.history,
+        "digest": controller.plan.digest,
+        "applied": assignment_digest(_options(controller)) == controller.plan.digest,
+    }
+
+
+def _options(controller: SnipController) -> dict[str, Option]:
+    """What this rank's linears really run, and the plan's word for the others."""
+    mine = {p.placement.name: p.option for p in controller.model.linears}
+    return {name: mine.get(name, option) for name, option in controller.plan.linears.items()}
+
+
+def other_faults(layouts: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
+    """`measuring_faults` of several layouts and `refusals` of the first, in one process group."""
+    return {
+        "measuring": {name: measuring_faults(values) for name, values in layouts.items()},
+        "refusals": refusals(next(iter(layouts.values())), folder),
+    }
+
+
+def measuring_faults(layout_values: dict[str, Any]) -> dict[str, Any]:
+    """The last rank fails in pass A, or in the perturbation; also training without SNIP."""
+    results = {}
+    for fault in ("none", "pass A", "perturb"):
+        with layout({**MODEL, **layout_values}) as trainer:
+            if fault == "none":
+                trainer.advance(4, trainer.plain())
+                results[fault] = trainer.digests()
+                continue
+            with _failing(fault):
+                controller = trainer.controller({**SNIP, "stop_step": 5})
+                trainer.advance(4, controller)
+                controller.close()
+            results[fault] = {
+                **trainer.digests(),
+                "history": controller.history,
+                "warnings": trainer.warnings,
+                "refreshes": len(trainer.reporter.refreshes),
+            }
+    return results
+
+
+@contextmanager
+def _failing(where: str) -> Iterator[None]:
+    module: Any = recorder if where == "pass A" else refresh
+    name = "format_errors" if where == "pass A" else "perturb"
+    original = getattr(module, name)
+    calls: list[int] = []
+
+    def fail_late(*args: Any) -> Any:
+        calls.append(1)
+        if dist.get_rank() == dist.get_world_size() - 1 and len(calls) == 3:
+            raise RuntimeError("out of memory")
+        return original(*args)
+
+    setattr(module, name, fail_late)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+def cycles(layout_values: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Runs that succeed: twice the same, stopped and resumed, watched only, and static."""
+    whole = _run(layout_values, SNIP, Path(folder) / "whole")
+    return {
+        "whole": whole,
+        "again": _run(layout_values, SNIP, None),
+        "resumed": _resumed(layout_values),
+        "collect only": _run(layout_values, {**SNIP, "collect_only": True}, None),
+        "plain": _plain(layout_values),
+        "static": _run(layout_values, {**SNIP, "policy": "uniform-fp8"}, None),
+        "stopped": _run(layout_values, {**SNIP, "stop_step": 5}, None),
+    }
+
+
+def _run(
+    layout_values: dict[str, Any], snip: dict[str, Any], folder: Path | None
+) -> dict[str, Any]:
+    with layout({**MODEL, **layout_values}) as trainer:
+        controller = trainer.controller(snip)
+        if folder is not None and dist.get_rank() == 0:
+            controller._reporter = FileReporter(RunDirectory(folder))
+        installed = all("_forward_impl" in p.module.__dict__ for p in controller.model.linears)
+        trainer.advance(9, controller)
+        controller.close()
+        left = any("_forward_impl" in p.module.__dict__ for p in controller.model.linears)
+        return {
+            **trainer.digests(),
+            "history": controller.history,
+            "digest": controller.plan.digest,
+            "refreshes": [r.step for r in trainer.reporter.refreshes],
+            "planned": [(a.step, a.plan.step, a.num_changed) for a in trainer.reporter.applied],
+            "fractions": [v["lowest_precision_fraction"] for v in trainer.reporter.values],
+            "installed": installed and not left,
+            "closed": trainer.reporter.closed,
+            "warnings": trainer.warnings,
+        }
+
+
+def _plain(layout_values: dict[str, Any]) -> dict[str, Any]:
+    with layout({**MODEL, **layout_values}) as trainer:
+        trainer.advance(9, trainer.plain())
+        return trainer.digests()
+
+
+def _resumed(layout_values: dict[str, Any]) -> dict[str, Any]:
+    """Stop after step 1, while its problem is being solved, and go on with a new controller."""
+    with layout({**MODEL, **layout_values}) as trainer:
+        first = trainer.controller(SNIP)
+        trainer.advance(2, first)
+        text = json.dumps(first.state(trainer.step).to_dict())
+        first.close()
+        second = SnipController(
+            SnipConfig(**SNIP),
+            list(trainer.state.runner.model),
+            trainer.state.optimizer,
+            state=ControllerState.from_dict(json.loads(text)),
+        )
+        trainer.advance(7, second)
+        second.close()
+        return {**trainer.digests(), "history": second.history, "digest": second.plan.digest}
+
+
+def refusals(layout_values: dict[str, Any], folder: str) -> dict[str, Any]:
+    """What cannot work is refused before training: the same error on every rank."""
+    misfit = Path(folder) / "misfit.json"
+    with layout({**MODEL, **layout_values}) as trainer:
+        controller = trainer.controller({"policy": "uniform-fp4"})
+        plan = controller.plan
+        controller.close()
+        if dist.get_rank() == 0:
+            linears = {**plan.linears, "decoder.layers.9.mlp.linear_fc1": Option.uniform("fp4")}
+            digest = assignment_digest(linears)
+            write_plan(plan.model_copy(update={"linears": linears, "digest": digest}), misfit)
+        dist.barrier()
+        cases: dict[str, dict[str, Any]] = {
+            "policy": {"policy": "clever"},
+            "pin": {"pins": ("decoder.layers.7.*=fp8",)},
+            "target": {"pins": ("*=fp8",), "efficiency_target": 0.1},
+            "option": {"initial_option": "mxfp8"},
+            "plan file": {"plan_file": misfit},
+            "missing plan file": {"plan_file": Path(folder) / "nowhere.json"},
+        }
+        return {name: _refusal(trainer, snip) for name, snip in cases.items()}
+
+
+def _refusal(trainer: Trainer, snip: dict[str, Any]) -> tuple[str, str]:
+    try:
+        trainer.controller(snip).close()
+    except SnipError as error:
+        return type(error).__name__, str(error)
+    return "", ""
