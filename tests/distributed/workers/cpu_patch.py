@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import megatron.core.models.gpt  # noqa: F401  # imported once, before the ranks are forked
 import torch
 import torch.distributed as dist
 
