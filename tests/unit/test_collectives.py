@@ -1,0 +1,49 @@
+"""Without a process group everything is what one rank alone would do."""
+
+import pytest
+import torch
+
+from megatron_snip.collectives import (
+    RemoteFailure,
+    attempt,
+    broadcast_json,
+    confirm,
+    gather_json,
+    sum_over,
+)
+
+
+def test_values_take_the_way_through_json_even_alone() -> None:
+    """Tuples become lists on one rank as on many, so nothing works by chance."""
+    assert gather_json({"a": (1, 2)}, None) == [{"a": [1, 2]}]
+    assert broadcast_json({"a": (1, 2)}, None) == {"a": [1, 2]}
+    with pytest.raises(TypeError):
+        gather_json({1, 2}, None)
+    with pytest.raises(TypeError):
+        broadcast_json(object(), None)
+
+
+def test_one_rank_fails_as_many_do() -> None:
+    def fail() -> None:
+        raise KeyError("reason")
+
+    with pytest.raises(RemoteFailure, match="trying failed on rank 0: KeyError: 'reason'") as error:
+        attempt("trying", fail, None)
+    assert error.value.failures == {0: "KeyError: 'reason'"}
+    assert attempt("trying", lambda: 5, None) == 5
+    confirm("trying", None, None)
+    with pytest.raises(RemoteFailure, match="trying failed on rank 0: why"):
+        confirm("trying", "why", None)
+
+
+def test_an_interrupt_is_not_a_failure() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        attempt("trying", interrupt, None)
+
+
+def test_a_sum_over_nobody_is_the_tensor_itself() -> None:
+    x = torch.ones(3)
+    assert sum_over(x, None) is x

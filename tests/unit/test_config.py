@@ -1,0 +1,192 @@
+"""SnipConfig: defaults, checks, YAML and flags, all the same object."""
+
+from __future__ import annotations
+
+import argparse
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic.fields import FieldInfo
+
+from megatron_snip.config import SnipConfig, make_config, read_yaml
+from megatron_snip.errors import UsageError
+from megatron_snip.flags import add_flags, flag_name, given_values
+from megatron_snip.options import Option
+
+OTHER: dict[str, Any] = {
+    "enabled": True,
+    "interval": 50,
+    "start_step": 7,
+    "lag": 3,
+    "stop_step": 900,
+    "collect_only": True,
+    "freeze_plan": True,
+    "eval_precision": "bf16",
+    "stat_microbatches": 4,
+    "probe_rows": 64,
+    "probe_relative_step": 0.01,
+    "loss_join": "first_plus_fisher",
+    "weight_join": "square",
+    "weight_lambda": 0.5,
+    "policy": "random",
+    "efficiency_target": 0.25,
+    "formats": ["bf16", "fp8", "fp4"],
+    "granularity": "gemm",
+    "pipeline_balance": "stage",
+    "initial_option": "fp8",
+    "pins": ["decoder.layers.0.*=fp8", "*.linear_fc2=fp8-fp4-fp4"],
+    "max_changes": 5,
+    "min_gain": 0.05,
+    "plan_file": "runs/plan.json",
+    "seed": 11,
+    "time_limit_s": 2.5,
+    "solver_workers": 2,
+    "output_dir": "runs/out",
+    "wandb": True,
+    "wandb_project": "mine",
+}
+"""A value for every field that is not its default."""
+
+
+def from_flags(*words: str) -> SnipConfig:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, SnipConfig, "snip-", "snip_")
+    return make_config(given_values(parser.parse_args(words), SnipConfig, "snip_"))
+
+
+def as_words(values: dict[str, Any]) -> list[str]:
+    words = []
+    for name, value in values.items():
+        flag = "--snip" if name == "enabled" else flag_name("snip-", name)
+        if value is True:
+            words.append(flag)
+        else:
+            words += [flag, ",".join(value) if isinstance(value, list) else str(value)]
+    return words
+
+
+def other_values() -> dict[str, Any]:
+    """OTHER, and another value than the default for simple fields that it does not name."""
+    values = dict(OTHER)
+    for name, field in SnipConfig.model_fields.items():
+        if name not in values:
+            values[name] = another(field)
+    return values
+
+
+def another(field: FieldInfo) -> Any:
+    default, kind = field.default, field.annotation
+    if typing.get_origin(kind) is typing.Literal:
+        return next(choice for choice in typing.get_args(kind) if choice != default)
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int | float):
+        return default + 1
+    return f"{default or ''}other"
+
+
+def test_every_field_is_tried() -> None:
+    defaults = SnipConfig()
+    config = SnipConfig(**other_values())
+    assert [name for name, value in config if value == getattr(defaults, name)] == []
+
+
+def test_yaml_flags_and_python_make_equal_objects(tmp_path: Path) -> None:
+    file = tmp_path / "snip.yaml"
+    values = other_values()
+    file.write_text(yaml.safe_dump(values))
+    from_yaml = make_config(read_yaml(file))
+    assert from_yaml == SnipConfig(**values) == from_flags(*as_words(values))
+    assert make_config(from_yaml.model_dump(mode="json")) == from_yaml
+    assert hash(from_yaml.formats) == hash(("bf16", "fp8", "fp4"))  # frozen all the way
+
+
+def test_nothing_given_is_the_default() -> None:
+    assert from_flags() == make_config({}) == SnipConfig()
+    assert not SnipConfig().enabled
+
+
+def test_flags_switch_off_what_a_file_switched_on() -> None:
+    assert from_flags("--snip", "--no-snip", "--no-snip-wandb") == SnipConfig()
+
+
+def test_unknown_keys_are_refused() -> None:
+    with pytest.raises(UsageError, match="snip settings: unknown key 'interwal'"):
+        make_config({"interwal": 5})
+    with pytest.raises(SystemExit):
+        from_flags("--snip-interwal", "5")
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"efficiency_target": 1.5}, "efficiency_target: .*less than or equal to 1.*got 1.5"),
+        ({"efficiency_target": -0.1}, "efficiency_target: .*greater than or equal to 0"),
+        ({"efficiency_target": float("nan")}, "efficiency_target"),
+        ({"interval": 0}, "interval: .*got 0"),
+        ({"interval": "often"}, "interval: .*got 'often'"),
+        ({"interval": 2, "lag": 2}, r"lag \(2\) must be smaller than interval \(2\)"),
+        ({"formats": "fp8,int8"}, "unknown format 'int8'"),
+        ({"formats": ()}, "no formats given"),
+        ({"granularity": "layer"}, "granularity: .*'linear' or 'gemm'"),
+        ({"initial_option": "fp8-fp4"}, "is not an option"),
+        ({"pins": "decoder.layers.0.*"}, "is not GLOB=OPTION"),
+        ({"pins": "=fp8"}, "is not GLOB=OPTION"),
+        ({"pins": "*=int4"}, "unknown format 'int4'"),
+        ({"probe_relative_step": 0.0}, "probe_relative_step"),
+        ({"seed": -1}, "seed"),
+        ({"time_limit_s": 0}, "time_limit_s"),
+        ({"enabled": "perhaps"}, "enabled"),
+    ],
+)
+def test_bad_values_end_in_one_line_that_names_them(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said) as error:
+        make_config(values)
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_that_makes_no_plans_has_no_lag() -> None:
+    assert make_config({"interval": 1, "collect_only": True}).interval == 1
+    assert make_config({"interval": 1, "freeze_plan": True}).interval == 1
+
+
+def test_what_follows_from_the_fields() -> None:
+    config = SnipConfig(formats=("fp4", "fp8"), pins=("a.*=fp8", "b=c=fp4"))
+    assert [str(option) for option in config.options] == ["fp8", "fp4"]
+    assert config.lowest_format == "fp4"
+    assert config.pin_pairs == (
+        ("a.*", Option.uniform("fp8")),
+        ("b=c", Option.uniform("fp4")),
+    )
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(Exception, match="frozen"):
+        SnipConfig().interval = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "5", "{1: 2}", "a: b: c", "\x00"])
+def test_yaml_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=str(file)) as error:
+        read_yaml(file)
+    assert "\n" not in str(error.value)
+
+
+def test_an_empty_file_is_no_settings(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text("# nothing\n")
+    assert read_yaml(file) == {}
+    with pytest.raises(UsageError, match="cannot read"):
+        read_yaml(tmp_path / "missing.yaml")
+
+
+def test_yaml_makes_no_objects(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text("a: !!python/object/apply:os.getcwd []\n")
+    with pytest.raises(UsageError, match="not valid YAML"):
+        read_yaml(file)

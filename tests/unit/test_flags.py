@@ -1,0 +1,52 @@
+"""Flags made from a model: names, help, and what was given."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from megatron_snip.config import SnipConfig
+from megatron_snip.flags import add_flags, flag_name, given_values
+
+
+def parser(prefix: str = "snip-", dest: str = "snip_") -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="x")
+    add_flags(made, SnipConfig, prefix, dest)
+    return made
+
+
+def test_every_field_is_a_flag_with_help() -> None:
+    actions = {a.dest: a for a in parser()._actions}
+    for name, field in SnipConfig.model_fields.items():
+        action = actions[f"snip_{name}"]
+        flag = "--snip" if name == "enabled" else "--snip-" + name.replace("_", "-")
+        assert flag in action.option_strings
+        assert field.description, f"{name} has no text under it"
+        words = str(action.help).replace("%%", "%").split("[default:")[0].split()
+        assert words == field.description.split()
+        assert "[default: " in str(action.help)
+
+
+def test_the_help_can_be_printed_and_is_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    text = parser().format_help()
+    for title in ("When SNIP measures and plans", "What a refresh measures"):
+        assert title in text
+    for name in SnipConfig.model_fields:
+        if name != "enabled":
+            assert flag_name("snip-", name) in text
+    assert "{linear,gemm}" in text
+    assert "[default: fp8,fp4]" in text
+
+
+def test_only_what_was_given_is_there() -> None:
+    namespace = parser().parse_args(["--snip-interval", "5", "--no-snip-collect-only"])
+    assert vars(namespace) == {"snip_interval": "5", "snip_collect_only": False}
+    assert given_values(namespace, SnipConfig, "snip_") == {"interval": "5", "collect_only": False}
+    assert given_values(argparse.Namespace(interval=3), SnipConfig, "snip_") == {}
+
+
+def test_prefixes_keep_flags_apart() -> None:
+    namespace = parser("", "").parse_args(["--interval", "5"])
+    assert given_values(namespace, SnipConfig) == {"interval": "5"}

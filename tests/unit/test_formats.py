@@ -1,0 +1,65 @@
+"""The table of formats, against ml_dtypes where it knows the element type."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from megatron_snip.errors import UsageError
+from megatron_snip.formats import E2M0, E2M1, E4M3, FORMATS, ElementType, get_format
+from megatron_snip.formats import lowest_precision as lowest
+
+
+def values(element: ElementType) -> list[float]:
+    """Every non-negative value, from the fields alone."""
+    found, exponent = {0.0}, element.min_exponent
+    steps = 2**element.mantissa_bits
+    found |= {m / steps * 2.0**exponent for m in range(steps)}  # subnormal
+    while 2.0**exponent <= element.max_value:
+        found |= {(1 + m / steps) * 2.0**exponent for m in range(steps)}
+        exponent += 1
+    return sorted(value for value in found if value <= element.max_value)
+
+
+@pytest.mark.parametrize(
+    ("element", "dtype", "bits"),
+    [(E4M3, ml_dtypes.float8_e4m3fn, 8), (E2M1, ml_dtypes.float4_e2m1fn, 4)],
+)
+def test_element_types_are_the_published_ones(element: ElementType, dtype: type, bits: int) -> None:
+    codes = np.arange(2 ** (bits - 1), dtype=np.uint8).view(dtype).astype(np.float64)
+    assert values(element) == sorted(set(codes[np.isfinite(codes)].tolist()))
+
+
+def test_the_stress_format_is_e2m0() -> None:
+    assert values(E2M0) == [0.0, 1.0, 2.0, 4.0]
+
+
+def test_tiles_and_scales_are_those_of_the_sources() -> None:
+    facts = {
+        name: (f.bits, f.tile, f.weight_block, str(f.scale), f.stochastic_grad)
+        for name, f in FORMATS.items()
+        if f.quantized
+    }
+    assert facts == {
+        "fp8": (8, 128, (128, 128), "fp32", False),
+        "fp4": (4, 128, (128, 128), "fp32", True),
+        "mxfp8": (8, 32, (1, 32), "e8m0", False),
+        "mxfp4": (4, 32, (1, 32), "e8m0", True),
+        "nvfp4": (4, 16, (1, 16), "e4m3", True),
+        "fp3": (3, 128, (128, 128), "fp32", True),
+    }
+    assert not get_format("bf16").quantized
+
+
+def test_the_lowest_precision_is_that_of_fewest_bits() -> None:
+    assert lowest(("fp8", "fp4", "bf16")).name == "fp4"
+    assert lowest(("nvfp4", "mxfp4")).name == "nvfp4"  # the first of equals
+    assert lowest(("bf16",)).name == "bf16"
+    with pytest.raises(UsageError, match="no formats given"):
+        lowest(())
+
+
+def test_unknown_formats_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="unknown format 'int8'; known: bf16, fp8, fp4"):
+        get_format("int8")

@@ -1,0 +1,118 @@
+"""Rooms import only from their left, and only the rooms that may touch Megatron do."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "megatron_snip"
+
+ORDER: tuple[tuple[str, ...], ...] = (
+    ("version",),
+    ("errors", "log"),
+    ("formats", "types"),
+    ("options",),
+    ("config", "flags", "matmul", "topology", "collectives"),
+    ("kernels",),
+    ("quantizers",),
+    ("streams",),
+    ("statistics",),
+    ("divergence",),
+    ("planning",),
+    ("reporting",),  # reads the records of what is left of it
+    ("linears",),
+    ("controller_state",),
+    ("controller",),
+    ("patches",),
+    ("trainer",),
+    ("cli",),
+    ("__init__", "__main__", "auto"),
+)
+"""Left to right; rooms of one line do not know each other."""
+RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
+WITH_MEGATRON = {"linears", "patches", "trainer"}
+WITHOUT_TORCH = {"version", "errors", "log", "formats", "types", "options", "config", "flags"}
+WITHOUT_TORCH |= {"planning", "controller_state"}
+WITH_ORTOOLS = {"planning"}
+
+
+def sources() -> Iterator[tuple[str, Path]]:
+    """(room, file) of every source file; two rooms are links to folders beside the package."""
+    for entry in sorted(PACKAGE.iterdir()):
+        if entry.is_dir():
+            files = sorted(entry.resolve().rglob("*.py"))
+            yield from ((entry.name, file) for file in files if "__pycache__" not in file.parts)
+        elif entry.suffix == ".py":
+            yield entry.stem, entry
+
+
+def imported(file: Path) -> Iterator[str]:
+    """Dotted names of all imports in a file, those inside of functions included."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            assert node.module is not None
+            if node.module == "megatron_snip":
+                yield from (f"megatron_snip.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+
+
+def edges() -> dict[tuple[str, str], set[str]]:
+    """{(room, imported top-level package or room): files}."""
+    found: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for room, file in sources():
+        for name in imported(file):
+            first, _, rest = name.partition(".")
+            target = f"megatron_snip.{rest.split('.')[0]}" if first == "megatron_snip" else first
+            found[room, target].add(file.name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def graph() -> dict[tuple[str, str], set[str]]:
+    return edges()
+
+
+def test_every_room_has_its_place() -> None:
+    rooms = {room for room, _ in sources()}
+    assert rooms == set(RANK)
+    assert {"statistics", "kernels", "patches", "controller"} < rooms
+
+
+def test_rooms_import_only_from_their_left(graph: dict[tuple[str, str], set[str]]) -> None:
+    wrong = {}
+    for (room, target), files in graph.items():
+        if not target.startswith("megatron_snip.") or target == f"megatron_snip.{room}":
+            continue
+        name = target.removeprefix("megatron_snip.")
+        if name in ("__version__", "__file__", ""):
+            continue
+        if RANK[name] >= RANK[room]:
+            wrong[f"{room} imports {name}"] = sorted(files)
+    assert wrong == {}
+
+
+def test_megatron_is_known_to_three_rooms_only(graph: dict[tuple[str, str], set[str]]) -> None:
+    rooms = {room for room, target in graph if target == "megatron"}
+    assert rooms <= WITH_MEGATRON
+    assert "linears" in rooms  # the reader of imports does find them
+
+
+def test_torch_stays_out_of_planning_and_settings(graph: dict[tuple[str, str], set[str]]) -> None:
+    assert {room for room, target in graph if target == "torch"}.isdisjoint(WITHOUT_TORCH)
+
+
+def test_the_solver_is_known_to_planning_only(graph: dict[tuple[str, str], set[str]]) -> None:
+    assert {room for room, target in graph if target == "ortools"} == WITH_ORTOOLS
+
+
+def test_nothing_is_pickled(graph: dict[tuple[str, str], set[str]]) -> None:
+    assert not {room for room, target in graph if target in ("pickle", "dill", "cloudpickle")}

@@ -1,0 +1,82 @@
+"""A shard's random numbers are its part of the whole tensor's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_snip.streams import grad_output_stream, random_signs
+from megatron_snip.topology import LinearKind, Placement, TensorAxis
+from megatron_snip.types import Gemm, Operand
+
+ROWS = 32
+
+
+def placement(kind: LinearKind, num_chunks: int = 1) -> Placement:
+    return Placement("decoder.layers.1.mlp.linear_fc1", 0, kind, 64, 96, num_chunks=num_chunks)
+
+
+def shards(whole: Placement, size: int) -> list[Placement]:
+    return [replace(whole, tensor=TensorAxis(rank, size)) for rank in range(size)]
+
+
+def bits(of: Placement, cols: int) -> torch.Tensor:
+    stream = grad_output_stream(3, of, 5, 2).for_role(Operand.GRAD_OUTPUT, Gemm.DGRAD)
+    return stream.bits16(range(ROWS), range(cols), cols)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_column_shards_draw_their_columns(size: int) -> None:
+    whole = placement("column")
+    parts = [bits(shard, 96 // size) for shard in shards(whole, size)]
+    assert torch.equal(torch.cat(parts, 1), bits(whole, 96))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_gated_shards_draw_from_both_halves(size: int) -> None:
+    whole = placement("column", num_chunks=2)
+    gate, up = bits(whole, 96).chunk(2, 1)
+    for rank, shard in enumerate(shards(whole, size)):
+        wanted = torch.cat([gate.chunk(size, 1)[rank], up.chunk(size, 1)[rank]], 1)
+        assert torch.equal(bits(shard, 96 // size), wanted)
+
+
+def test_row_shards_hold_all_of_grad_output_and_draw_alike() -> None:
+    whole = placement("row")
+    for shard in shards(whole, 2):
+        assert torch.equal(bits(shard, 96), bits(whole, 96))
+
+
+@pytest.mark.parametrize(("kind", "chunks"), [("column", 1), ("column", 2), ("row", 1)])
+def test_signs_of_shards_make_up_those_of_the_weight(kind: LinearKind, chunks: int) -> None:
+    whole = placement(kind, chunks)
+    dim = 0 if kind == "column" else 1
+    signs = random_signs(7, whole, 4)
+    assert signs.shape == (96, 64)
+    assert signs.dtype == torch.float32
+    for rank, shard in enumerate(shards(whole, 2)):
+        wanted = torch.cat([c.chunk(2, dim)[rank] for c in signs.chunk(chunks, dim)], dim)
+        assert torch.equal(random_signs(7, shard, 4), wanted)
+
+
+def test_signs_are_fair_and_differ_by_seed_step_and_linear() -> None:
+    one = replace(placement("row"), in_features=1024, out_features=1024)
+    signs = random_signs(0, one, 0)
+    assert set(signs.unique().tolist()) == {-1.0, 1.0}
+    assert abs(signs.mean()) < 5 / 1024  # five standard deviations
+    others = (
+        random_signs(1, one, 0),
+        random_signs(0, one, 1),
+        random_signs(0, replace(one, name="decoder.layers.2.mlp.linear_fc1"), 0),
+        grad_output_stream(0, one, 0, 0).bits16(range(1024), range(1024), 1024).sign().float(),
+    )
+    for other in others:
+        assert abs((signs * other).mean()) < 5 / 1024
+
+
+def test_experts_draw_apart() -> None:
+    one, two = (replace(placement("row"), expert=e) for e in (0, 1))
+    assert not torch.equal(bits(one, 96), bits(two, 96))
+    assert not torch.equal(random_signs(0, one, 0), random_signs(0, two, 0))

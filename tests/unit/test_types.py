@@ -1,0 +1,45 @@
+"""Names of linears and the operands of GEMMs."""
+
+import pytest
+
+from megatron_snip.types import (
+    GEMM_OPERANDS,
+    Gemm,
+    Operand,
+    linear_name,
+    natural_key,
+    split_linear_name,
+)
+
+
+def test_names_count_layers_from_zero_and_megatron_from_one() -> None:
+    assert linear_name(18, "mlp.linear_fc1") == "decoder.layers.17.mlp.linear_fc1"
+    assert linear_name(1, "eh_proj", block="mtp") == "mtp.layers.0.eh_proj"
+    with pytest.raises(ValueError, match="1-based, got 0"):
+        linear_name(0, "mlp.linear_fc1")
+
+
+@pytest.mark.parametrize("block", ["decoder", "mtp.layers_x.transformer", "encoder"])
+def test_names_come_apart_again(block: str) -> None:
+    name = linear_name(5, "self_attention.linear_qkv", block)
+    assert split_linear_name(name) == (block, 4, "self_attention.linear_qkv")
+
+
+@pytest.mark.parametrize("name", ["", "linear_fc1", "decoder.layers.x.mlp", "decoder.layers.3"])
+def test_what_is_no_name_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="is not a linear's name"):
+        split_linear_name(name)
+
+
+def test_numbers_in_names_sort_as_numbers() -> None:
+    names = [f"decoder.layers.{i}.mlp.linear_fc1" for i in (10, 2, 0, 33)]
+    assert sorted(names, key=natural_key) == [names[2], names[1], names[0], names[3]]
+
+
+def test_each_gemm_contracts_two_of_three_tensors() -> None:
+    pairs = {gemm: set(operands) for gemm, operands in GEMM_OPERANDS.items()}
+    assert pairs == {
+        Gemm.FPROP: {Operand.INPUT, Operand.WEIGHT},
+        Gemm.DGRAD: {Operand.GRAD_OUTPUT, Operand.WEIGHT},
+        Gemm.WGRAD: {Operand.GRAD_OUTPUT, Operand.INPUT},
+    }
