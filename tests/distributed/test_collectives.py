@@ -1,0 +1,27 @@
+"""JSON between ranks, and one decision for all."""
+
+from __future__ import annotations
+
+from tests.distributed.launch import run_ranks
+
+
+def test_values_and_failures_reach_every_rank() -> None:
+    results = run_ranks(3, "tests.distributed.workers.collectives:all_checks", timeout_s=60)
+    gathered = [
+        {"rank": r, "text": "x" * (3 + 40 * r), "e": "\u00e9", "none": None} for r in range(3)
+    ]
+    for rank, result in enumerate(results):
+        assert result["gathered"] == gathered
+        assert result["broadcast"] == {"from": 0, "big": list(range(5000))}
+        assert result["sum"] == [3.0, 3.0]
+        assert result["attempt"] == 10 * rank
+        assert result["one failed"] == {
+            "message": "trying failed on rank 2: ValueError: only here",
+            "ranks": [2],
+        }
+        assert result["all failed"] == {
+            "message": "asking failed on rank 0: no 0; rank 1: no 1; rank 2: no 2",
+            "ranks": [0, 1, 2],
+        }
+        assert result["still in step"] == [0, 1, 2]
+    assert [result.get("subgroup") for result in results] == [None, 1, 1]
