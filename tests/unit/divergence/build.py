@@ -1,0 +1,47 @@
+"""Statistics made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_snip.statistics.records import FormatStatistics, LinearStatistics, StatisticsTable
+
+
+def linear(index: int = 0, stage: int = 0, **formats: FormatStatistics) -> LinearStatistics:
+    return LinearStatistics(
+        f"decoder.layers.{index}.mlp.linear_fc2",
+        stage,
+        in_features=512,
+        out_features=256,
+        flops_per_token=6.0 * 512 * 256,
+        microbatches=2.0,
+        tokens=128.0,
+        input_square=100.0,
+        weight_square=400.0,
+        output_square=1.0,
+        grad_square=25.0,
+        wgrad_square=1.0,
+        update_square=1.0,
+        formats=formats or {"fp8": errors(1.0), "fp4": errors(16.0)},
+    )
+
+
+def errors(size: float, **changes: Any) -> FormatStatistics:
+    """Statistics whose divergences are simple multiples of `size`."""
+    values = {
+        "first": -2.0 * size,
+        "first_abs": 3.0 * size,
+        "first_square": 5.0 * size,
+        "fisher": 7.0 * size,
+        "forward_square": 9.0 * size**2,
+        "backward_square": 16.0 * size**2,
+        "local_square": 144.0 * size**2,
+        "input_error_square": 1.0 * size**2,
+        "weight_error_square": 4.0 * size**2,
+        "grad_error_square": 0.25 * size**2,
+    }
+    return FormatStatistics(**{**values, **changes})
+
+
+def table(*linears: LinearStatistics) -> StatisticsTable:
+    return StatisticsTable(30, 2.5, 0.125, linears)

@@ -1,0 +1,218 @@
+"""Q, the table, what is forbidden, and the problem that the planner gets."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from typing import Any
+
+import pytest
+
+from megatron_snip.config import LossJoin, WeightJoin
+from megatron_snip.divergence.quality import (
+    QualitySettings,
+    divergence_table,
+    divergences_dict,
+    problem_dict,
+    unmeasured_problem_dict,
+)
+from megatron_snip.options import Option, enumerate_options
+from megatron_snip.planning.problem import PlanningProblem
+from megatron_snip.statistics.records import LinearStatistics
+from megatron_snip.statistics.reduce import LinearInfo
+from tests.unit.divergence.build import errors, linear, table
+
+FP8, FP4, BF16 = (Option.uniform(name) for name in ("fp8", "fp4", "bf16"))
+
+
+def settings(
+    formats: tuple[str, ...] = ("fp8", "fp4"),
+    loss_join: LossJoin = "fisher",
+    weight_join: WeightJoin = "norm",
+    weight_lambda: float = 0.1,
+) -> QualitySettings:
+    options = enumerate_options(formats, "linear")
+    return QualitySettings(options, "fp4", loss_join, weight_join, weight_lambda)
+
+
+def two() -> list[LinearStatistics]:
+    return [
+        linear(0, fp8=errors(1.0), fp4=errors(16.0)),
+        linear(1, stage=1, fp8=errors(2.0), fp4=errors(48.0)),
+    ]
+
+
+def test_q_is_each_part_over_its_sum_under_the_lowest_precision() -> None:
+    found = divergence_table(table(*two()), settings())
+    first, second = found.linears
+    loss_sum, weight_sum = 7.0 * (16 + 48), 13.0 * (16 + 48)
+    assert first.options[FP8].quality_loss == pytest.approx(7 / loss_sum + 0.1 * 13 / weight_sum)
+    assert first.options[FP4].quality_loss == pytest.approx(1.1 * 16 / 64)
+    assert second.options[FP4].quality_loss == pytest.approx(1.1 * 48 / 64)
+    assert first.options[FP8].loss_divergence == 7.0
+    assert first.options[FP8].weight_divergence == pytest.approx(13.0)
+    assert (found.step, second.stage, second.name) == (30, 1, "decoder.layers.1.mlp.linear_fc2")
+
+
+@pytest.mark.parametrize("weight_lambda", [0.0, 0.1, 2.0])
+@pytest.mark.parametrize("weight_join", ["norm", "square"])
+@pytest.mark.parametrize("loss_join", ["fisher", "first_plus_fisher"])
+def test_the_uniform_lowest_plan_costs_one_plus_lambda(
+    loss_join: LossJoin, weight_join: WeightJoin, weight_lambda: float
+) -> None:
+    found = divergence_table(
+        table(*two()), settings(("fp8", "fp4"), loss_join, weight_join, weight_lambda)
+    )
+    total = sum(row.options[FP4].quality_loss or math.nan for row in found.linears)
+    assert total == pytest.approx(1.0 + weight_lambda)
+
+
+def test_units_of_loss_and_gradients_do_not_matter() -> None:
+    def scaled(factor: float) -> list[float | None]:
+        rows = [linear(i, fp8=errors(factor), fp4=errors((4 + i) * factor)) for i in range(3)]
+        found = divergence_table(table(*rows), settings())
+        return [d.quality_loss for row in found.linears for d in row.options.values()]
+
+    assert scaled(1.0) == pytest.approx(scaled(1e-9))
+
+
+def test_squares_weigh_large_divergences_more() -> None:
+    norm, square = (
+        divergence_table(table(*two()), settings(weight_join=j)) for j in ("norm", "square")
+    )  # type: ignore[arg-type]
+    share = [
+        t.linears[1].options[FP4].quality_loss - 48 / 64  # type: ignore[operator]
+        for t in (norm, square)
+    ]
+    assert share[0] == pytest.approx(0.1 * 48 / 64)
+    assert share[1] == pytest.approx(0.1 * 48**2 / (16**2 + 48**2))
+    # The record keeps dW itself either way.
+    assert (
+        norm.linears[1].options[FP4].weight_divergence
+        == square.linears[1].options[FP4].weight_divergence
+        == pytest.approx(13 * 48)
+    )
+
+
+def test_bf16_costs_nothing() -> None:
+    found = divergence_table(table(*two()), settings(("bf16", "fp8", "fp4")))
+    assert [row.options[BF16].quality_loss for row in found.linears] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"fisher": math.nan},
+        {"fisher": math.inf},
+        {"local_square": math.nan},
+        {"backward_square": math.inf},
+        {"forward_square": -1e9},
+    ],
+)
+def test_what_is_not_finite_is_forbidden_by_name(
+    bad: dict[str, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = two()
+    rows[0] = linear(0, fp8=errors(1.0, **bad), fp4=errors(16.0))
+    with caplog.at_level(logging.WARNING):
+        found = divergence_table(table(*rows), settings())
+    assert found.linears[0].options[FP8].quality_loss is None
+    others = [found.linears[0].options[FP4], *found.linears[1].options.values()]
+    assert all(d.quality_loss is not None and math.isfinite(d.quality_loss) for d in others)
+    (record,) = caplog.records
+    assert "option fp8 is forbidden for decoder.layers.0.mlp.linear_fc2" in record.getMessage()
+
+
+def test_a_linear_that_is_off_at_the_lowest_does_not_spoil_the_others() -> None:
+    rows = two()
+    rows[0] = linear(0, fp8=errors(1.0), fp4=errors(16.0, fisher=math.inf))
+    found = divergence_table(table(*rows), settings())
+    assert found.linears[0].options[FP4].quality_loss is None
+    assert found.linears[1].options[FP4].quality_loss == pytest.approx(1.0 + 0.1 * 48 / 64)
+
+
+def test_formats_and_linears_that_were_not_measured_are_forbidden() -> None:
+    never = LinearStatistics("decoder.layers.7.mlp.linear_fc1", 0, 128, 128, 1.0)
+    rows = [linear(0, fp8=errors(1.0)), two()[1], never]
+    found = divergence_table(table(*rows), settings(("bf16", "fp8", "fp4")))
+    assert found.linears[0].options[FP4].quality_loss is None
+    assert found.linears[0].options[FP8].quality_loss is not None
+    zeros = LinearStatistics(
+        "decoder.layers.8.mlp.linear_fc1",
+        0,
+        128,
+        128,
+        1.0,
+        formats=dict.fromkeys(("fp8", "fp4"), errors(0.0)),
+    )
+    found = divergence_table(table(*two(), zeros), settings(("bf16", "fp8", "fp4")))
+    unseen = found.linears[2].options  # no backward reached it: zeros are no measurement
+    assert [unseen[o].quality_loss for o in (BF16, FP8, FP4)] == [0.0, None, None]
+
+
+def test_only_the_rank_that_warns_warns(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [linear(0, fp8=errors(1.0, fisher=math.nan), fp4=errors(2.0))]
+    found = divergence_table(table(*rows), settings(), warn=False)
+    assert found.linears[0].options[FP8].quality_loss is None
+    assert caplog.records == []
+
+
+def nothing_is_hurt() -> list[LinearStatistics]:
+    """A model whose every error is zero."""
+    return [linear(i, fp8=errors(0.0), fp4=errors(0.0)) for i in range(2)]
+
+
+def test_where_nothing_is_hurt_everything_is_free() -> None:
+    found = divergence_table(table(*nothing_is_hurt()), settings())
+    values = [d.quality_loss for row in found.linears for d in row.options.values()]
+    assert values == [0.0] * 4
+
+
+@pytest.mark.parametrize("granularity", ["linear", "gemm"])
+def test_the_planner_accepts_the_problem(granularity: Any) -> None:
+    rows = two()
+    rows[0] = linear(0, fp8=errors(1.0, fisher=math.nan), fp4=errors(16.0))
+    options = enumerate_options(("fp8", "fp4"), granularity)
+    chosen = QualitySettings(options, "fp4", "fisher", "norm", 0.1)
+    found = divergence_table(table(*rows), chosen)
+    raw = problem_dict(found, "fp4", target=0.75)
+    problem = PlanningProblem.from_dict(json.loads(json.dumps(raw, allow_nan=False)))
+    assert problem.to_dict() == raw
+    assert problem.names == tuple(row.name for row in rows)
+    assert [row.stage for row in problem.linears] == [0, 1]
+    first = problem.linears[0].options
+    assert list(first) == [str(option) for option in options]
+    assert first["fp8"].quality_loss is None
+    assert (first["fp8"].saving, first["fp4"].saving) == (0.0, 1.0)
+    if granularity == "gemm":
+        assert first["fp4-fp8-fp4"].saving == pytest.approx(2 / 3)
+    assert problem.target == 0.75
+
+
+def test_before_anything_is_measured_all_is_free() -> None:
+    info = LinearInfo("decoder.layers.0.mlp.linear_fc2", 3, 512, 256, 6.0 * 512 * 256)
+    raw = unmeasured_problem_dict([info], [FP8, FP4], "fp4", 0.5)
+    (row,) = PlanningProblem.from_dict(raw).linears
+    assert (row.name, row.stage, row.flops) == (info.name, 3, info.flops_per_token)
+    assert [option.quality_loss for option in row.options.values()] == [0.0, 0.0]
+
+
+def test_the_record_holds_divergences_and_statistics_without_nan() -> None:
+    rows = [linear(0, fp8=errors(1.0, fisher=math.nan), fp4=errors(16.0))]
+    statistics = table(*rows)
+    found = divergences_dict(divergence_table(statistics, settings(), warn=False), statistics)
+    again = json.loads(json.dumps(found, allow_nan=False))
+    assert (again["version"], again["step"], again["loss"]) == (1, 30, 2.5)
+    (row,) = again["linears"]
+    assert row["options"]["fp8"]["loss_divergence"] is None
+    assert row["options"]["fp8"]["weight_divergence"] == pytest.approx(13.0)
+    assert row["options"]["fp8"]["quality_loss"] is None
+    assert row["statistics"]["formats"]["fp8"]["fisher"] is None
+    assert row["statistics"]["formats"]["fp4"]["fisher"] == 7 * 16
+
+
+def test_baselines_get_their_metrics() -> None:
+    metrics = divergence_table(table(*two()), settings()).metrics()
+    row = metrics["decoder.layers.0.mlp.linear_fc2"]["fp8"]
+    assert row == {"abs_error": pytest.approx(7.0), "rel_error": pytest.approx(0.6)}
