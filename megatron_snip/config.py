@@ -20,6 +20,7 @@ from megatron_snip.options import Granularity, Option, enumerate_options
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
+Backend = Literal["auto", "simulate", "native", "te"]
 LossJoin = Literal["fisher", "first_plus_fisher", "mean_first_plus_fisher"]
 WeightJoin = Literal["norm", "square"]
 PipelineBalance = Literal["none", "stage", "bottleneck"]
@@ -103,6 +104,11 @@ class PlanFields(_Section):
     granularity: Granularity = "linear"
     """`linear`: one format a linear (the paper's). `gemm`: fprop, dgrad and wgrad each choose."""
 
+    backend: Backend = "auto"
+    """Who runs the linears: `simulate` (Megatron's own, any format on any machine), `native`
+    (FP8 tensor cores), `te` (Transformer Engine's recipes), `auto` (te for Transformer Engine's
+    linears, simulate for Megatron's). docs/backends.md lists what runs where."""
+
     pipeline_balance: PipelineBalance = "none"
     """`stage`: every pipeline stage reaches the target; `bottleneck`: first make the slowest
     stage as fast as possible; `none`: only the whole model reaches the target."""
@@ -140,6 +146,10 @@ class OutputFields(_Section):
     output_dir: Path | None = None
     """Directory for plans, problems, divergences and metrics."""
 
+    precision_log: bool = False
+    """At every plan change log what each linear resolved to (option, recipe, backend, weight
+    storage), and write it as JSON beside the plans."""
+
     wandb: bool = False
     """Log to Weights & Biases (offline unless WANDB_MODE says otherwise)."""
 
@@ -167,7 +177,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, OutputFields):
         _named("formats", partial(lowest_precision, self.formats))
         _named("initial_option", partial(Option.parse, self.initial_option))
         for pin in self.pins:
-            glob, sep, option = pin.partition("=")
+            glob, sep, option = pin.rpartition("=")
             if not sep or not glob:
                 raise UsageError(f"pins: '{pin}' is not GLOB=OPTION, e.g. 'decoder.layers.0.*=fp8'")
             _named("pins", partial(Option.parse, option))

@@ -33,9 +33,11 @@ from megatron_snip.errors import InfeasiblePlanError, SnipError, UsageError
 from megatron_snip.linears.layout import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.passes import ForwardBackward, MeasuringPasses, TrainingPass
+from megatron_snip.linears.runnable import nearest, offered, restricted, told_changes
 from megatron_snip.linears.runtime import Mode
 from megatron_snip.log import warn_once
-from megatron_snip.options import BF16
+from megatron_snip.options import BF16, Option
+from megatron_snip.planning.assigned import Work, assigned_plan
 from megatron_snip.planning.plan import PrecisionPlan, changed_linears, read_plan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.policies import get_policy
@@ -94,13 +96,16 @@ class SnipController:
         Raises:
             UsageError: on every rank, if the policy is unknown, a pin or the plan file does not
                 fit the model, or no plan reaches the target.
+            UnsupportedError: on every rank, if the backend cannot run the model's linears or the
+                lowest precision on offer.
         """
         self.config = config
         self._topology = current_topology() if topology is None else topology
-        self.model = PlannedModel(model, self._topology, config.seed)
+        self.model = PlannedModel(model, self._topology, config.seed, config.backend)
         self._optimizer = optimizer
         self._reporter: Reporter = reporter or NullReporter()
         self._leader = self._topology.rank == 0
+        self._options = self._offered_options()
         self._pending: Pending | None = None
         self._unsent: Exception | None = None
         self._resumed = state
@@ -227,13 +232,14 @@ class SnipController:
             topology=self._topology,
             probe_relative_step=c.probe_relative_step,
         )
-        formats = tuple(name for name in c.formats if name != "bf16")
+        on_offer = {name for option in self._options for name in option.formats}
+        formats = tuple(name for name in c.formats if name != "bf16" and name in on_offer)
         statistics = measure(inputs, MeasureSettings(formats, step, c.seed, c.probe_rows), runner)
         quality = QualitySettings(
-            c.options, c.lowest_format, c.loss_join, c.weight_join, c.weight_lambda
+            self._options, c.lowest_format, c.loss_join, c.weight_join, c.weight_lambda
         )
         divergences = divergence_table(statistics, quality, warn=self._leader)
-        problem = problem_dict(divergences, c.lowest_format, c.efficiency_target)
+        problem = self._restricted(problem_dict(divergences, c.lowest_format, c.efficiency_target))
         return Refresh(step, statistics, divergences, problem, time.perf_counter() - begin)
 
     def _submit(self, pending: Pending) -> None:
@@ -261,7 +267,9 @@ class SnipController:
             self._keep(f"the problem of step {pending.step} is of another model")
             return
         moved = [{**row, "stage": stages[row["name"]]} for row in rows]
-        self._submit(replace(pending, problem={**pending.problem, "linears": moved}))
+        self.model.runnable.learn(Option.parse(text) for row in moved for text in row["options"])
+        problem = self._restricted({**pending.problem, "linears": moved})
+        self._submit(replace(pending, problem=problem))
 
     def _conclude(self, pending: Pending, step: int) -> None:
         """All ranks: hear the outcome from rank 0 and apply the same plan, or keep the old one."""
@@ -301,6 +309,34 @@ class SnipController:
             raise self._unsent
         assert self._solver is not None
         return self._solver.result(self.config.time_limit_s + SOLVER_GRACE_S)
+
+    def _offered_options(self) -> tuple[Option, ...]:
+        """All ranks: what linears may choose from here; rank 0 warns of what they may not."""
+        c, runnable = self.config, self.model.runnable
+        if c.collect_only:  # statistics are wanted of what other machines can run, too
+            return c.options
+        runnable.learn((*c.options, Option.uniform(c.lowest_format)))
+        names = [linear.name for linear in self.model.all_linears]
+        options, warnings = offered(runnable, c.options, names, c.lowest_format)
+        if self._leader:
+            for text in warnings:
+                logger.warning(text)
+            for text in self.model.approximations(options):
+                logger.info(text)
+        return options
+
+    def _runnable(self, plan: PrecisionPlan) -> PrecisionPlan:
+        """All ranks: bring a plan from elsewhere to what can run here; rank 0 says what changed."""
+        runnable = self.model.runnable
+        runnable.learn((*plan.linears.values(), *self._options))
+        linears = nearest(runnable, plan.linears, self._options)
+        if linears == plan.linears:
+            return plan
+        if self._leader:
+            for text in told_changes(runnable, plan.linears, linears):
+                logger.warning("the %s plan of step %d: %s", plan.policy, plan.step, text)
+        work = [Work(i.name, i.stage, i.flops_per_token) for i in self.model.all_linears]
+        return assigned_plan(linears, work, self.config.lowest_format, plan.policy, plan.step)
 
     def _checked(self, plan: PrecisionPlan) -> PrecisionPlan:
         plan.check_against([linear.name for linear in self.model.all_linears])
@@ -347,7 +383,7 @@ class SnipController:
         outcome = broadcast_json(self._outcome(self._first_plan), self._topology.control)
         if "error" in outcome:
             raise (UsageError if outcome["usage"] else SnipError)(outcome["error"])
-        return self._checked(PrecisionPlan.from_dict(outcome["plan"]))
+        return self._runnable(self._checked(PrecisionPlan.from_dict(outcome["plan"])))
 
     def _first_plan(self) -> PrecisionPlan:
         """Rank 0: the plan file, a policy that needs no statistics, or `initial_option`.
@@ -372,9 +408,15 @@ class SnipController:
         return make_plan(problem, settings)
 
     def _unmeasured(self) -> dict[str, Any]:
-        return unmeasured_problem_dict(
-            self.model.all_linears,
-            self.config.options,
-            self.config.lowest_format,
-            self.config.efficiency_target,
+        return self._restricted(
+            unmeasured_problem_dict(
+                self.model.all_linears,
+                self._options,
+                self.config.lowest_format,
+                self.config.efficiency_target,
+            )
         )
+
+    def _restricted(self, problem: dict[str, Any]) -> dict[str, Any]:
+        """Return the problem with what every linear can run; in full where nothing will run it."""
+        return problem if self.config.collect_only else restricted(self.model.runnable, problem)

@@ -1,8 +1,9 @@
 """From Megatron's parallel state and model to our records: topology, placements, global order.
 
 A transformer layer is a module on a `....layers.<i>` path that carries Megatron's global, 1-based
-`layer_number`; every ColumnParallelLinear and RowParallelLinear below it is planned. Experts of a
-layer share one name. The output layer and embeddings are outside of the layers and stay BF16.
+`layer_number`; every ColumnParallelLinear and RowParallelLinear below it is planned, Megatron's own
+or Transformer Engine's. Experts of a layer share one name; a grouped linear holds several. The
+output layer and embeddings are outside of the layers and stay BF16.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 
 from megatron_snip.collectives import gather_json
 from megatron_snip.errors import UnsupportedError
+from megatron_snip.linears.te_modules import is_grouped, te_kind, weights_of
 from megatron_snip.log import warn_once
 from megatron_snip.statistics.reduce import LinearInfo
 from megatron_snip.topology import DataAxis, LinearKind, Placement, TensorAxis, Topology
@@ -70,7 +72,7 @@ def _axis(kind: type[Any], group: dist.ProcessGroup | None) -> Any:
 def find_linears(
     model: Sequence[torch.nn.Module], topology: Topology
 ) -> list[tuple[torch.nn.Module, Placement]]:
-    """Return this rank's planned linears in model order.
+    """Return this rank's planned linears in model order; a grouped one once an expert.
 
     Args:
         model: Megatron's model chunks (several under interleaved pipelines), wrapped or not.
@@ -84,14 +86,20 @@ def find_linears(
             number = int(layer.layer_number)  # type: ignore[arg-type]
             for name, module in layer.named_modules():
                 if _is_planned(module, name):
-                    placement = _placement(module, name, number, match["block"], topology)
-                    found.append((module, placement))
+                    for place in _placements(module, name, number, match["block"], topology):
+                        found.append((module, place))
     return found
 
 
 def _is_planned(module: torch.nn.Module, name: str) -> bool:
-    linear = isinstance(module, ColumnParallelLinear | RowParallelLinear)
-    return linear and name.rsplit(".", 1)[-1] not in _NOT_PLANNED
+    return _kind(module) is not None and name.rsplit(".", 1)[-1] not in _NOT_PLANNED
+
+
+def _kind(module: torch.nn.Module) -> LinearKind | None:
+    """How a linear is sharded; None for what is no linear."""
+    if isinstance(module, ColumnParallelLinear):
+        return "column"
+    return "row" if isinstance(module, RowParallelLinear) else te_kind(module)
 
 
 def _layers(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -105,33 +113,45 @@ def _layers(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
             yield path, module
 
 
-def _placement(
+def _placements(
     module: Any, name: str, layer_number: int, block: str, topology: Topology
-) -> Placement:
+) -> list[Placement]:
+    """Return where a module's weights stand: one, or one for each expert that it holds."""
     config = module.config
-    kind: LinearKind = "column" if isinstance(module, ColumnParallelLinear) else "row"
+    kind = _kind(module)
+    assert kind is not None
+    experts: list[int | None] = [None]
     expert_match = _EXPERT.search(f".{name}.")
-    expert, num_active = None, 1.0
     if expert_match is not None:
-        num_local = _num_local_experts(config)
-        expert = parallel_state.get_expert_model_parallel_rank() * num_local
-        expert += int(expert_match["expert"])
-        num_active = float(config.moe_router_topk)
+        experts = [_first_local_expert(config) + int(expert_match["expert"])]
         name = _EXPERT.sub(".", f".{name}.").strip(".")
+    elif is_grouped(module):
+        first = _first_local_expert(config)
+        experts = list(range(first, first + len(weights_of(module))))
+    is_expert = experts[0] is not None
+    tensor = topology.expert_tensor if is_expert else topology.tensor
+    shape = tuple(weights_of(module)[0].shape)
     gated = bool(config.gated_linear_unit) and name.endswith("linear_fc1")
-    placement = Placement(
-        name=linear_name(layer_number, name, block),
-        stage=topology.stage,
-        kind=kind,
-        in_features=module.input_size,
-        out_features=module.output_size,
-        tensor=topology.tensor if expert is None else topology.expert_tensor,
-        num_chunks=2 if gated else 1,
-        expert=expert,
-        num_active=num_active,
-    )
-    _check_shard(module, placement)
-    return placement
+    _check_shard(shape, name, tensor)
+    return [
+        Placement(
+            name=linear_name(layer_number, name, block),
+            stage=topology.stage,
+            kind=kind,
+            in_features=shape[1] * (tensor.size if kind == "row" else 1),
+            out_features=shape[0] * (tensor.size if kind == "column" else 1),
+            tensor=tensor,
+            num_chunks=2 if gated else 1,
+            expert=expert,
+            num_active=float(config.moe_router_topk) if is_expert else 1.0,
+        )
+        for expert in experts
+    ]
+
+
+def _first_local_expert(config: Any) -> int:
+    """The global index of this rank's first expert."""
+    return int(parallel_state.get_expert_model_parallel_rank()) * _num_local_experts(config)
 
 
 def _num_local_experts(config: Any) -> int:
@@ -139,14 +159,13 @@ def _num_local_experts(config: Any) -> int:
     return int(config.num_moe_experts) // size
 
 
-def _check_shard(module: Any, placement: Placement) -> None:
+def _check_shard(shape: tuple[int, ...], name: str, tensor: TensorAxis) -> None:
     """Warn where tiles of 128 straddle shards: then results depend slightly on the layout."""
-    if any(size % 128 for size in module.weight.shape) and placement.tensor.size > 1:
+    if any(size % 128 for size in shape) and tensor.size > 1:
         warn_once(
             logger,
-            f"shard {tuple(module.weight.shape)} of {placement.name.split('.')[-1]} is not a "
-            "multiple of 128: the last tiles are short and differ from those of other "
-            "tensor-parallel sizes",
+            f"shard {shape} of {name.split('.')[-1]} is not a multiple of 128: the last tiles are "
+            "short and differ from those of other tensor-parallel sizes",
         )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron_snip.linears.autograd import LinearCall, QuantizedLinear
+from megatron_snip.linears.backends import Backend
 from megatron_snip.linears.runtime import Mode, Runtime
 from megatron_snip.log import warn_once
 from megatron_snip.options import BF16, Option
@@ -35,6 +36,8 @@ class PlannedLinear:
         option: formats of its GEMMs; assign between steps only, on all ranks alike.
     """
 
+    backend = Backend.SIMULATE
+
     def __init__(self, module: torch.nn.Module, placement: Placement, runtime: Runtime) -> None:
         self.placement = placement
         self.module = module
@@ -50,6 +53,15 @@ class PlannedLinear:
         weight = self.module.weight
         assert isinstance(weight, torch.nn.Parameter)
         return weight
+
+    @property
+    def recipe(self) -> str:
+        """What runs the GEMMs, for people."""
+        return "megatron" if self.option == BF16 else "simulated"
+
+    def refusal(self, option: Option) -> str | None:
+        """Return why this linear cannot run `option` here: it simulates every one."""
+        return None
 
     def install(self) -> None:
         """Override the instance's `_forward_impl`. Doing so twice changes nothing."""
