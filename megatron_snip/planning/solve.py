@@ -26,7 +26,7 @@ from megatron_snip.planning.stages import CoupledSearch
 from megatron_snip.planning.table import Ints
 from megatron_snip.planning.task import Task
 
-POLISH_WORK_S = 2.0
+POLISH_WORK_S = 0.5
 """Deterministic seconds spent on finding and proving the optimum, over all parts."""
 
 

@@ -98,3 +98,28 @@ def test_without_time_there_is_no_answer_but_a_bound() -> None:
     answer = solve_core(given, Effort(20.0, 0.0, 1, 0))
     assert not answer.proven
     assert answer.bound < np.inf
+
+
+def test_equal_linears_are_counted_and_keep_what_the_hint_says_where_they_can() -> None:
+    # 300 linears of three options each in convex position: hopeless to tell apart one by one.
+    gains, costs = np.tile([0, 1, 3], 300), np.tile([0.0, 1 / 9, 1.0], 300)
+    random = np.random.default_rng(0)
+    hint = np.arange(300) * 3 + random.integers(0, 3, 300)
+    given = Core(np.arange(0, 901, 3), costs, (CoreRow(gains, 630),), hint)
+    answer = solve_core(given, EFFORT)
+    assert answer.proven
+    # 630 = 3 a + b with a + b <= 300 and a + b / 9 least: a = 165, b = 135.
+    assert costs[answer.choices].sum() == pytest.approx(165 + 135 / 9)
+    assert gains[answer.choices].sum() >= 630
+    taken, hinted = answer.choices % 3, hint % 3
+    for option in range(3):
+        both = ((taken == option) & (hinted == option)).sum()
+        assert both == min((taken == option).sum(), (hinted == option).sum())
+
+
+def test_simple_costs_have_no_scaling_error() -> None:
+    cost = np.array([0.0, 1.0, 1 / 3, 2 / 3, 0.5, 2.0])
+    given = Core(np.array([0, 2, 4, 6]), cost, (CoreRow(np.array([0, 1] * 3), 2),), None)
+    answer = solve_core(given, EFFORT)
+    assert answer.error <= 1e-14
+    assert cost[answer.choices].sum() == pytest.approx(1 + 2 / 3 + 0.5)
