@@ -43,6 +43,8 @@ COMMANDS: dict[str, Command] = {
         Command("plan", "make a plan from a problem file", "megatron_snip.cli.plan"),
         Command("pareto", "quality loss against efficiency", "megatron_snip.cli.pareto"),
         Command("calibrate", "measure seconds per GEMM and format", "megatron_snip.cli.calibrate"),
+        Command("export", "a plan as Megatron's precision file", "megatron_snip.cli.export"),
+        Command("import", "a plan from Megatron's precision file", "megatron_snip.cli.import_"),
         Command("doctor", "what this machine can run, and why", "megatron_snip.cli.doctor"),
     )
 }

@@ -114,10 +114,7 @@ def restricted(runnable: Runnable, problem: dict[str, Any]) -> dict[str, Any]:
 def nearest(
     runnable: Runnable, linears: Mapping[str, Option], candidates: Sequence[Option]
 ) -> dict[str, Option]:
-    """Return an assignment that can run: each option itself, or the nearest that loses nothing.
-
-    The nearest is, among `candidates` and BF16, one that has at least as many bits in every GEMM,
-    and the fewest bits in total; the first of them on a tie.
+    """Return an assignment that can run: each option itself, or the nearest (see `at_least`).
 
     Args:
         runnable: has learned the options of `linears` and `candidates`.
@@ -126,13 +123,21 @@ def nearest(
     """
     result = {}
     for name, option in linears.items():
-        fits = [
-            other
-            for other in (option, *candidates, BF16)
-            if name not in runnable.refused(other) and _loses_nothing(other, option)
-        ]
-        result[name] = fits[0] if fits[0] == option else min(fits, key=_bits)
+        fits = [o for o in (option, *candidates) if name not in runnable.refused(o)]
+        result[name] = at_least(option, fits)
     return result
+
+
+def at_least(option: Option, candidates: Sequence[Option]) -> Option:
+    """Return `option` if it is a candidate, else the nearest one that loses nothing, else BF16.
+
+    That is one with at least as many bits in every GEMM and the fewest bits in total; the first of
+    them on a tie.
+    """
+    if option in candidates:
+        return option
+    fits = [other for other in (*candidates, BF16) if _loses_nothing(other, option)]
+    return min(fits, key=_bits)
 
 
 def told_changes(

@@ -1,0 +1,143 @@
+"""`megatron-snip export`: a plan as Megatron's own precision file.
+
+Megatron-LM reads the file with `--te-precision-config-file` and runs Transformer Engine's linears
+by it, without SNIP. Options become recipes as docs/backends.md lists them for the GPUs at hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from megatron_snip.cli.stages import add_stage_flags, stages_from
+from megatron_snip.errors import UsageError
+from megatron_snip.options import Option
+from megatron_snip.planning.json_file import write_atomic
+from megatron_snip.planning.plan import PrecisionPlan, read_plan
+from megatron_snip.planning.te_config import config_text, export_configs, num_layers, stage_paths
+from megatron_snip.planning.te_recipe import TERecipe
+
+EXAMPLES = """\
+examples:
+  megatron-snip export runs/demo/plans/20.json --capability 10.0 --te-precision-config OUT.yaml
+  megatron-snip export PLAN.json --capability 9.0 --pipeline-stages 4 --te-precision-config OUT.yaml
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLES
+    parser.add_argument("plan", metavar="PLAN.json", type=Path, help="the plan")
+    parser.add_argument(
+        "--te-precision-config",
+        metavar="OUT.yaml",
+        type=Path,
+        required=True,
+        help="the file to write; OUT.stage0.yaml and so on where pipeline stages need different "
+        "ones",
+    )
+    parser.add_argument(
+        "--capability",
+        metavar="X.Y",
+        help="compute capability of the GPUs that will train: 9.0 Hopper, 10.0 Blackwell "
+        "[this machine's]",
+    )
+    parser.add_argument(
+        "--nearest",
+        action="store_true",
+        help="give options that cannot run there the nearest precision that loses nothing",
+    )
+    add_stage_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the files and say what they hold; return 0.
+
+    Raises:
+        UsageError: for bad input, or options that cannot run on these GPUs.
+    """
+    plan = read_plan(args.plan)
+    capability = _capability(args.capability)
+    recipes, changes = _recipes(plan, capability, args.nearest)
+    stages = stages_from(args, num_layers(plan.linears))
+    configs = export_configs(plan.linears, recipes, stages)
+    paths = stage_paths(args.te_precision_config, len(configs))
+    shown = ".".join(map(str, capability))
+    comment = (
+        f"The {plan.policy} plan of step {plan.step} (digest {plan.digest[:12]}) for Transformer\n"
+        f"Engine on compute capability {shown}; read by Megatron's --te-precision-config-file."
+    )
+    for path, config in zip(paths, configs, strict=True):
+        _write(path, config_text(config, comment))
+        print(f"wrote {path}: {len(config['matchers'])} matchers")
+    for line in changes:
+        print(f"warning: {line}")
+    for option, recipe in recipes.items():
+        count = sum(other == option for other in plan.linears.values())
+        print(f"  {option}: {recipe} ({count} linears)")
+    if not all(recipe.is_uniform for recipe in recipes.values()):
+        print("Recipes that differ by GEMM need megatron-snip installed where the job runs.")
+    if len(paths) > 1:
+        print(
+            "Pipeline stages need different files: give each rank that of its own stage, or train "
+            "with SNIP itself (--snip-plan-file PLAN.json --snip-freeze-plan)."
+        )
+    return 0
+
+
+def _capability(text: str | None) -> tuple[int, int]:
+    if text is None:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UsageError(
+                "this machine has no GPU; say which GPUs the file is for: --capability 9.0 "
+                "(Hopper) or 10.0 (Blackwell)"
+            )
+        return torch.cuda.get_device_capability()
+    match = re.fullmatch(r"(\d+)\.(\d+)", text)
+    if match is None:
+        raise UsageError(f"--capability must be like 9.0 or 10.0, got '{text}'")
+    return int(match[1]), int(match[2])
+
+
+def _recipes(
+    plan: PrecisionPlan, capability: tuple[int, int], nearest: bool
+) -> tuple[dict[Option, TERecipe], list[str]]:
+    """Return the recipe of every option of the plan, and what had to be exchanged."""
+    from megatron_snip.linears.backends import Backend, Machine, refusal, te_recipe
+    from megatron_snip.linears.runnable import at_least
+
+    machine = Machine(capability, te_version="any", te_per_gemm=True)
+    recipes, changes, refused = {}, [], {}
+    for option in dict.fromkeys(plan.linears.values()):
+        reason = refusal(Backend.TE, option, machine)
+        if reason is None:
+            recipes[option] = te_recipe(option, machine)
+            continue
+        refused[option] = reason
+        runnable = [o for o in _uniform() if refusal(Backend.TE, o, machine) is None]
+        instead = at_least(option, runnable)
+        recipes[option] = te_recipe(instead, machine)
+        changes.append(f"{option} becomes {instead}: {reason}")
+    if refused and not nearest:
+        raise UsageError(
+            f"Transformer Engine cannot run {'; '.join(refused.values())}; give --nearest to take "
+            "the nearest precision that it can"
+        )
+    return recipes, changes
+
+
+def _uniform() -> list[Option]:
+    from megatron_snip.formats import FORMATS
+
+    return [Option.uniform(name) for name in FORMATS]
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_atomic(path, text)
+    except OSError as error:
+        raise UsageError(f"cannot write '{path}': {error.strerror or error}") from None

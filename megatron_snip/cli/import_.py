@@ -1,0 +1,120 @@
+"""`megatron-snip import`: a plan from Megatron's own precision file.
+
+The file's globs are matched against the linears of a problem (one that a run wrote, e.g. with
+`--snip-collect-only`), as Megatron matches them against its modules: the first match decides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from megatron_snip.cli.stages import add_stage_flags, stages_from
+from megatron_snip.config import read_yaml
+from megatron_snip.errors import UsageError
+from megatron_snip.formats import lowest_precision
+from megatron_snip.options import Option
+from megatron_snip.planning.assigned import Work, assigned_plan
+from megatron_snip.planning.plan import PrecisionPlan, write_plan
+from megatron_snip.planning.problem import PlanningProblem, read_problem
+from megatron_snip.planning.te_config import Stages, import_options, num_layers
+
+EXAMPLES = """\
+examples:
+  megatron-snip import OUT.yaml --problem runs/demo/problems/0.json --output plan.json
+  megatron-snip import A.stage0.yaml A.stage1.yaml --problem P.json --pipeline-stages 2
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLES
+    parser.add_argument(
+        "files",
+        metavar="FILE.yaml",
+        type=Path,
+        nargs="+",
+        help="what --te-precision-config-file takes: one file, or one a pipeline stage in order",
+    )
+    parser.add_argument(
+        "--problem",
+        metavar="PROBLEM.json",
+        type=Path,
+        required=True,
+        help="names and sizes of the model's linears: problems/<step>.json of a run",
+    )
+    parser.add_argument(
+        "--base",
+        metavar="OPTION",
+        default="bf16",
+        help="what the run does by default: bf16, or fp8, mxfp8, nvfp4 where it has --fp8-format "
+        "or --fp4-format; it stays where the file does not override it [bf16]",
+    )
+    parser.add_argument(
+        "--sequential-experts",
+        action="store_true",
+        help="experts are modules of their own (no --moe-grouped-gemm)",
+    )
+    parser.add_argument("--output", metavar="PLAN.json", type=Path, help="write the plan here")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON, nothing else")
+    add_stage_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Make the plan and print it; return 0.
+
+    Raises:
+        UsageError: for bad input, or recipes that are no format of a plan.
+    """
+    problem = read_problem(args.problem)
+    stages = stages_from(args, num_layers(problem.names))
+    linears = _linears(args, problem, stages)
+    plan = _plan(linears, problem)
+    if args.output is not None:
+        _write(plan, args.output)
+    if args.json:
+        sys.stdout.write(plan.to_json())
+        return 0
+    for option, count in Counter(map(str, plan.linears.values())).most_common():
+        print(f"  {option}: {count} linears")
+    print(f"share of FLOPs in the lowest precision: {plan.efficiency:.4f}")
+    if args.output is not None:
+        print(f"wrote {args.output}")
+    return 0
+
+
+def _linears(
+    args: argparse.Namespace, problem: PlanningProblem, stages: Stages
+) -> dict[str, Option]:
+    files: list[Path] = args.files
+    base = Option.parse(args.base)
+    if len(files) not in (1, stages.num_stages):
+        raise UsageError(
+            f"{len(files)} files for {stages.num_stages} pipeline stages; give one file, or one "
+            "for each"
+        )
+    configs: list[dict[str, Any]] = [read_yaml(path) for path in files]
+    result: dict[str, Option] = {}
+    for name in problem.names:
+        which = 0 if len(files) == 1 else stages.local(name)[0]
+        source, sequential = f"'{files[which]}'", bool(args.sequential_experts)
+        result |= import_options(configs[which], [name], stages, base, source, sequential)
+    return result
+
+
+def _plan(linears: dict[str, Option], problem: PlanningProblem) -> PrecisionPlan:
+    formats = (name for option in linears.values() for name in option.formats)
+    used = [name for name in dict.fromkeys(formats) if name != "bf16"] or ["fp8"]
+    work = [Work(each.name, each.stage, each.flops) for each in problem.linears]
+    return assigned_plan(linears, work, lowest_precision(tuple(used)).name, "imported")
+
+
+def _write(plan: PrecisionPlan, path: Path) -> None:
+    try:
+        write_plan(plan, path)
+    except OSError as error:
+        raise UsageError(f"cannot write '{path}': {error.strerror or error}") from None

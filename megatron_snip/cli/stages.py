@@ -1,0 +1,56 @@
+"""Flags that `export` and `import` share: how layers are dealt out to pipeline stages."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_snip.errors import UsageError
+from megatron_snip.planning.te_config import Stages
+
+
+def add_stage_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the pipeline's layout."""
+    group = parser.add_argument_group("pipeline")
+    group.add_argument(
+        "--pipeline-stages", metavar="P", default="1", help="pipeline-parallel size [1]"
+    )
+    group.add_argument(
+        "--chunks-per-stage",
+        metavar="V",
+        default="1",
+        help="model chunks of a stage under interleaved pipelines [1]",
+    )
+    group.add_argument(
+        "--chunk-layers",
+        metavar="N,N,...",
+        help="layers of each model chunk in the data's order, where they are uneven",
+    )
+
+
+def stages_from(args: argparse.Namespace, num_layers: int) -> Stages:
+    """Return the layout.
+
+    Args:
+        args: parsed flags.
+        num_layers: of the decoder.
+
+    Raises:
+        UsageError: if a flag is no number, or the layers do not add up.
+    """
+    num_stages = _count("--pipeline-stages", args.pipeline_stages)
+    per_stage = _count("--chunks-per-stage", args.chunks_per_stage)
+    if args.chunk_layers is None:
+        return Stages.even(num_layers, num_stages, per_stage)
+    chunks = tuple(_count("--chunk-layers", text) for text in args.chunk_layers.split(","))
+    if len(chunks) != num_stages * per_stage or sum(chunks) != num_layers:
+        raise UsageError(
+            f"--chunk-layers gives {sum(chunks)} layers in {len(chunks)} chunks; the model has "
+            f"{num_layers} in {num_stages * per_stage}"
+        )
+    return Stages(num_stages, chunks)
+
+
+def _count(flag: str, text: str) -> int:
+    if not text.strip().isdigit() or int(text) < 1:
+        raise UsageError(f"{flag} must be a number of at least 1, got '{text}'")
+    return int(text)
