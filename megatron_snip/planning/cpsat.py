@@ -90,7 +90,7 @@ class CoreAnswer:
         choices: [m], the chosen choice of each linear, or None if none was found.
         bound: proven lower bound on the cost of every assignment of the core; -inf if none,
             +inf if there is provably no assignment.
-        proven: whether the search ended by itself (`choices` is best up to `error`).
+        proven: whether `choices` is best up to `error`.
         error: the scaling error that `bound` already includes.
         work: deterministic seconds used.
     """
@@ -135,7 +135,9 @@ def solve_core(core: Core, effort: Effort) -> CoreAnswer:
     choices = _choices(core, groups, {c: solver.value(v) for c, v in variables.items()})
     scaled = costs.base + costs.unit * float(costs.integers[choices].sum())
     assert abs(scaled - core.cost[choices].sum()) <= costs.error, "the scaling error was misstated"
-    return CoreAnswer(choices, bound, status == cp_model.OPTIMAL, costs.error, work)
+    # A search that a gap limit ends is called optimal, too.
+    proven = status == cp_model.OPTIMAL and solver.objective_value < solver.best_objective_bound + 1
+    return CoreAnswer(choices, bound, proven, costs.error, work)
 
 
 def _range(core: Core, linear: int) -> tuple[int, int]:

@@ -123,3 +123,18 @@ def test_simple_costs_have_no_scaling_error() -> None:
     answer = solve_core(given, EFFORT)
     assert answer.error <= 1e-14
     assert cost[answer.choices].sum() == pytest.approx(1 + 2 / 3 + 0.5)
+
+
+def test_stopping_at_a_gap_is_no_proof_of_the_optimum() -> None:
+    random = np.random.default_rng(4)
+    count = 60
+    gains = random.integers(2**20, 2**21, count)
+    cost = gains * random.uniform(0.99, 1.01, count)
+    both = np.stack([np.zeros(count), cost], axis=1).reshape(-1)
+    line = CoreRow(np.stack([np.zeros(count, dtype=np.int64), gains], axis=1).reshape(-1), 2**25)
+    given = Core(np.arange(0, 2 * count + 1, 2), both, (line,), None)
+    rough = solve_core(given, Effort(20.0, 5.0, 1, 0, absolute_gap=0.1 * 2**25))
+    loss = both[rough.choices].sum()
+    assert loss - rough.bound <= 0.1 * 2**25 + rough.error
+    assert rough.bound < loss - 2 * rough.error
+    assert not rough.proven
