@@ -144,11 +144,13 @@ class CheckpointFolder:
         content = {"version": SCHEMA_VERSION, "step": step, "world_size": run.world_size}
         text = json.dumps({**content, "config": run.config}, indent=1)
         write_atomic(partial / SETTINGS, text + "\n")
+        replaced = self.path / f".iter_{step:07d}.replaced.partial"
         if folder.exists():  # of a run that this one went back before
-            shutil.rmtree(folder)
+            os.rename(folder, replaced)
         os.rename(partial, folder)
         # Its fsync of the folder makes the rename durable as well.
         write_atomic(self.path / POINTER, f"{step}\n")
+        shutil.rmtree(replaced, ignore_errors=True)
         return folder
 
     def saved_run(self, step: int) -> SavedRun:

@@ -74,6 +74,8 @@ def _quiet_upstream() -> None:
     # Told once a module: Transformer Engine and Apex are absent, some settings are deprecated.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", message=r".torch\.distributed\..* is deprecated")
+    # Megatron's checkpoints describe their tensors in torch's older way.
+    warnings.filterwarnings("ignore", message=r"Please use DTensor instead")
     # The distributed optimizer looks at .grad of its views of FP32 parameters.
     warnings.filterwarnings(
         "ignore", message=r"The \.grad attribute of a Tensor that is not a leaf"

@@ -13,7 +13,8 @@ from megatron_snip.__main__ import main
 from megatron_snip.errors import UsageError
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan, assignment_digest, write_plan
-from megatron_snip.trainer.checks import check_data, check_run, check_run_dir
+from megatron_snip.trainer.checkpoint_folder import CheckpointFolder, SavedRun
+from megatron_snip.trainer.checks import check_data, check_run, check_run_dir, resume_step
 from megatron_snip.trainer.config import TrainConfig
 from megatron_snip.trainer.corpus import _write_indexed
 from megatron_snip.trainer.sizes import linear_shapes
@@ -135,3 +136,63 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert said.out == "" and said.err.count("\n") == 1
     assert said.err.startswith("megatron-snip: error: ")
     assert not (tmp_path / "run").exists()
+
+
+# ---- checkpoints ------------------------------------------------------------------------------
+
+
+def checkpoint(folder: Path, step: int, **values: Any) -> Path:
+    """A folder with one checkpoint that looks whole."""
+    place = CheckpointFolder(folder)
+    (place.begin(step) / "metadata.json").write_text("{}")
+    place.finish(step, SavedRun(TrainConfig(**values).model_dump(mode="json"), 1))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"save_interval": 5}, "save_interval needs save"),
+        ({"ckpt_step": 5}, "ckpt_step needs load"),
+        ({"exit_on_missing_checkpoint": True}, "exit_on_missing_checkpoint needs load"),
+        ({"load": "none", "exit_on_missing_checkpoint": True}, "load '.*none' holds no checkpoint"),
+        ({"load": "there", "ckpt_step": 30}, "iter_0000030' is not a whole checkpoint"),
+        ({"load": "there", "hidden_size": 512}, "of another model: hidden_size 256 -> 512"),
+        ({"save": "there"}, "holds checkpoints of another run, up to step 20; go on .*--load"),
+        ({"save": "file"}, "save '.*file' is not a folder"),
+        ({"save": "file/below"}, "save '.*below' cannot be made in"),
+    ],
+)
+def test_folders_of_checkpoints_are_checked(
+    tmp_path: Path, values: dict[str, Any], message: str
+) -> None:
+    checkpoint(tmp_path / "there", 20)
+    (tmp_path / "file").write_text("")
+    placed = {k: tmp_path / v if k in ("save", "load") else v for k, v in values.items()}
+    with pytest.raises(UsageError, match=message):
+        check_run(TrainConfig(run_dir=tmp_path / "run", **placed), 1)
+
+
+def test_where_a_run_goes_on(tmp_path: Path) -> None:
+    there = checkpoint(tmp_path / "there", 20)
+    assert resume_step(TrainConfig()) == 0
+    assert resume_step(TrainConfig(load=tmp_path / "not yet")) == 0
+    assert resume_step(TrainConfig(load=there)) == 20
+    checkpoint(there, 40)
+    assert resume_step(TrainConfig(load=there)) == 40
+    assert resume_step(TrainConfig(load=there, ckpt_step=20)) == 20
+
+
+def test_checkpoints_may_lie_in_the_run_directory_and_only_where_they_are_named(
+    tmp_path: Path,
+) -> None:
+    folder = checkpoint(tmp_path / "run" / "deep" / "checkpoints", 20)
+    check_run(TrainConfig(run_dir=tmp_path / "run", save=folder, load=folder), 1)
+    with pytest.raises(UsageError, match="holds 'deep', which is not of a run"):
+        check_run(TrainConfig(run_dir=tmp_path / "run"), 1)
+
+
+def test_another_order_of_samples_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    there = checkpoint(tmp_path / "there", 20)
+    check_run(TrainConfig(run_dir=tmp_path / "run", load=there, seed=4321), 1)
+    assert "(seed 1234 -> 4321)" in caplog.text
