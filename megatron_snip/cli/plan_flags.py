@@ -20,7 +20,8 @@ def add_rule_flags(parser: argparse.ArgumentParser) -> None:
         "--pipeline-balance",
         choices=("none", "stage", "bottleneck"),
         help="where the target must hold: overall (none), in every pipeline stage (stage), or "
-        "overall after the slowest stage was made as fast as possible (bottleneck) [none]",
+        "overall after the slowest stage was made as fast as possible, whatever that costs in "
+        "quality (bottleneck) [none]",
     )
     rules.add_argument(
         "--pin",

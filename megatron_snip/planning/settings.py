@@ -36,7 +36,9 @@ class PlanSettings(BaseModel):
     pipeline_balance: Balance = "none"
     """`none`: the target holds overall. `stage`: it holds in every pipeline stage.
     `bottleneck`: the slowest stage is made as fast as the other rules allow, then the quality
-    loss is minimized without making it slower; the target holds overall."""
+    loss is minimized without making it slower; the target holds overall. So the slowest stage
+    goes to its fastest options unless pins or max_changes hold it back, and the target is no more
+    than a floor; stages with less work keep gentler options for as long as they have time."""
 
     pins: tuple[tuple[str, str], ...] = ()
     """(glob, option) pairs: every linear whose name matches keeps that option. Two pins that
