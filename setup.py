@@ -33,7 +33,8 @@ setup(
         "psutil",
     ],
     extras_require={
-        "wandb": ["wandb>=0.19"],
+        "wandb": ["wandb>=0.19", "matplotlib>=3.8"],
+        "tensorboard": ["tensorboard>=2.16", "matplotlib>=3.8"],
         "report": ["matplotlib>=3.8", "jinja2>=3.1"],
         "te": ["transformer-engine[pytorch]>=2.8"],
         "dev": [

@@ -42,6 +42,7 @@ COMMANDS: dict[str, Command] = {
         Command("train", "train a Llama-style GPT with SNIP", "megatron_snip.cli.train"),
         Command("plan", "make a plan from a problem file", "megatron_snip.cli.plan"),
         Command("pareto", "quality loss against efficiency", "megatron_snip.cli.pareto"),
+        Command("report", "a run, or several compared, as a page", "megatron_snip.cli.report"),
         Command("calibrate", "measure seconds per GEMM and format", "megatron_snip.cli.calibrate"),
         Command("export", "a plan as Megatron's precision file", "megatron_snip.cli.export"),
         Command("import", "a plan from Megatron's precision file", "megatron_snip.cli.import_"),

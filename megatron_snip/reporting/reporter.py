@@ -1,14 +1,16 @@
 """What the controller tells the world; several reporters may listen, or none.
 
-The controller calls a reporter on the reporting rank only, in this order within a step:
-`refreshed` after measuring, `planned` when a plan is applied, `metrics` at the end of the step.
+The controller calls a reporter on the reporting rank only, in this order within a step: `planned`
+when a plan is applied, `refreshed` after measuring, `event` whenever something is out of the
+ordinary, `metrics` at the end of the step.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from megatron_snip.divergence.quality import DivergenceTable, divergences_dict
 from megatron_snip.planning.plan import PrecisionPlan
@@ -52,6 +54,26 @@ class Applied:
     waited_s: float
 
 
+EventKind = Literal["kept", "guard", "fallback"]
+"""kept: a refresh or a solve came to nothing and the old plan stays; guard: the loss guard saw a
+spike or a NaN; fallback: a plan was put in force because of that."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something out of the ordinary.
+
+    Attributes:
+        step: training step (0-based).
+        kind: see `EventKind`.
+        message: one line for people.
+    """
+
+    step: int
+    kind: EventKind
+    message: str
+
+
 class Reporter(Protocol):
     """Listens to the controller."""
 
@@ -60,6 +82,9 @@ class Reporter(Protocol):
 
     def planned(self, applied: Applied) -> None:
         """A plan has been applied."""
+
+    def event(self, event: Event) -> None:
+        """Something out of the ordinary has happened."""
 
     def metrics(self, step: int, values: dict[str, Any]) -> None:
         """A training step has ended."""
@@ -77,6 +102,9 @@ class NullReporter:
     def planned(self, applied: Applied) -> None:
         """Nothing."""
 
+    def event(self, event: Event) -> None:
+        """Nothing."""
+
     def metrics(self, step: int, values: dict[str, Any]) -> None:
         """Nothing."""
 
@@ -85,24 +113,39 @@ class NullReporter:
 
 
 class FileReporter:
-    """Writes to a run directory."""
+    """Writes to a run directory; see `run_directory.py` for what a step's line holds."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
+        self._told: dict[str, Any] = {}
+        self._since = time.perf_counter()
 
     def refreshed(self, refresh: Refresh) -> None:
         """Write the problem and the divergences behind it."""
+        self._told["refresh_s"] = refresh.seconds
         table = divergences_dict(refresh.divergences, refresh.statistics)
         self.directory.divergences(refresh.step, table)
         self.directory.problem(refresh.step, refresh.problem)
 
     def planned(self, applied: Applied) -> None:
         """Write the plan."""
+        self._told |= {
+            "plan_step": applied.plan.step,
+            "changed_linears": applied.num_changed,
+            "wait_s": applied.waited_s,
+        }
         self.directory.plan(applied.plan)
 
+    def event(self, event: Event) -> None:
+        """Keep it for the step's line."""
+        told = {"kind": event.kind, "message": event.message}
+        self._told["events"] = [*self._told.get("events", []), told]
+
     def metrics(self, step: int, values: dict[str, Any]) -> None:
-        """Append the step's metrics."""
-        self.directory.metrics({"step": step, **values})
+        """Append the step's metrics, with what was told since the last ones and the time since."""
+        now = time.perf_counter()
+        self.directory.metrics({"step": step, **values, "wall_s": now - self._since, **self._told})
+        self._told, self._since = {}, now
 
     def close(self) -> None:
         """Flush and close the files."""
@@ -124,6 +167,11 @@ class Reporters:
         """Pass on."""
         for reporter in self._reporters:
             reporter.planned(applied)
+
+    def event(self, event: Event) -> None:
+        """Pass on."""
+        for reporter in self._reporters:
+            reporter.event(event)
 
     def metrics(self, step: int, values: dict[str, Any]) -> None:
         """Pass on."""

@@ -7,6 +7,20 @@
     divergences/<step>.json   the divergences and statistics behind it
     plans/<step>.json         the plan made from it
 
+A line of metrics.jsonl holds `step` (0-based), what the training loop measured (loss, grad_norm,
+lr, tokens_per_s, validation_loss where there was one), `lowest_precision_fraction` (share of linear
+FLOPs in the lowest precision) and `wall_s`, the seconds since the line before (evaluations and
+checkpoints included). Where they happened, also:
+
+    refresh_s         seconds that the refresh of this step took (part of wall_s)
+    plan_step         the plan applied before this step: plans/<plan_step>.json
+    changed_linears   linears whose option that plan changed
+    wait_s            seconds that training waited for it (part of wall_s)
+    events            [{"kind": "kept" | "guard" | "fallback", "message": str}]
+
+A resumed run appends; where it went back, later lines of a step replace earlier ones, and lines of
+steps not yet made again are void (`run_record.py` reads them so).
+
 Files are written whole (temporary file, fsync, rename); metrics.jsonl is appended line by line and
 put on disk at every plan, so a killed run loses no line and a crashed machine no decision.
 """

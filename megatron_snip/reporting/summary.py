@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from megatron_snip.options import Option
-from megatron_snip.reporting.reporter import Applied, Refresh
+from megatron_snip.reporting.reporter import Applied, Event, Refresh
 
 
 class SummaryReporter:
@@ -29,6 +29,9 @@ class SummaryReporter:
     def planned(self, applied: Applied) -> None:
         """Keep it."""
         self.applied.append(applied)
+
+    def event(self, event: Event) -> None:
+        """Nothing: it was logged."""
 
     def metrics(self, step: int, values: dict[str, Any]) -> None:
         """Nothing."""
