@@ -1,0 +1,136 @@
+"""The autograd function on one rank: gradients, bias, main_grad, frozen weights, recompute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatron_snip.linears import gemms
+from megatron_snip.linears.autograd import LinearCall, QuantizedLinear
+from megatron_snip.options import Option
+from megatron_snip.quantizers import StochasticStream, StreamKey
+
+FP4 = Option.uniform("fp4")
+STREAM = StochasticStream(StreamKey(0, "linear", 0, 0))
+
+
+def call(option: Option = FP4, fuse: bool = False, drawn: list[int] | None = None) -> LinearCall:
+    def stream() -> StochasticStream:
+        if drawn is not None:
+            drawn.append(1)
+        return STREAM
+
+    return LinearCall(option, stream, False, False, fuse, None)
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((8, 3, 64), (48, 64), (48,), (8, 3, 48))
+    return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+
+
+def run(*args: Any) -> torch.Tensor:
+    result: torch.Tensor = QuantizedLinear.apply(*args)  # type: ignore[no-untyped-call]
+    return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_those_of_the_gemms(dtype: torch.dtype) -> None:
+    x, w, b, g = tensors(dtype)
+    x, w, b = (t.requires_grad_() for t in (x, w, b))
+    y = run(x, w, b, call())
+    y.backward(g)
+    flat_x, flat_g = x.detach().reshape(24, 64), g.reshape(24, 48)
+    plain = gemms.fprop(flat_x, w.detach(), FP4).view(8, 3, 48)
+    assert torch.equal(y, plain + b)
+    assert y.dtype == dtype
+    assert x.grad is not None and w.grad is not None and b.grad is not None
+    assert torch.equal(x.grad, gemms.dgrad(flat_g, w.detach(), FP4, STREAM).view(8, 3, 64))
+    assert torch.equal(w.grad, gemms.wgrad(flat_g, flat_x, FP4, STREAM).to(dtype))
+    assert torch.equal(b.grad, flat_g.sum(0))
+    assert w.grad.dtype == dtype
+
+
+def test_random_numbers_are_drawn_once_a_backward() -> None:
+    x, w, _, g = tensors()
+    drawn: list[int] = []
+    y = run(x.requires_grad_(), w.requires_grad_(), None, call(drawn=drawn))
+    assert drawn == []
+    y.backward(g)
+    assert drawn == [1]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputing_the_forward_changes_nothing(reentrant: bool) -> None:
+    grads = []
+    for recompute in (False, True):
+        x, w, _, g = tensors()
+        x, w = x.requires_grad_(), w.requires_grad_()
+        drawn: list[int] = []
+        arguments = (x, w, None, call(drawn=drawn))
+        y = checkpoint(run, *arguments, use_reentrant=reentrant) if recompute else run(*arguments)
+        y.backward(g)
+        assert drawn == [1]
+        grads.append((y.detach(), x.grad, w.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_a_frozen_weight_gets_no_gradient_and_passes_one_on() -> None:
+    x, w, _, g = tensors()
+    x.requires_grad_()
+    run(x, w, None, call()).backward(g)
+    assert w.grad is None
+    wanted = gemms.dgrad(g.reshape(24, 48), w, FP4, STREAM).view(8, 3, 64)
+    assert x.grad is not None
+    assert torch.equal(x.grad, wanted)
+
+
+@pytest.mark.parametrize("option", ["fp4", "fp4-fp4-bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_gradients_are_added_in_fp32(option: str, dtype: torch.dtype) -> None:
+    """Two microbatches into main_grad; autograd gets a dummy that DDP's hook skips."""
+    x, w, _, g = tensors(dtype)
+    parameter: Any = torch.nn.Parameter(w)
+    parameter.main_grad = torch.ones(w.shape)
+    parameter.grad_added_to_main_grad = False
+    chosen = Option.parse(option)
+    for _ in range(2):
+        run(x.clone().requires_grad_(), parameter, None, call(chosen, fuse=True)).backward(g)
+    one = gemms.wgrad(g.reshape(24, 48), x.reshape(24, 64), chosen, STREAM, fp32_output=True)
+    assert torch.equal(parameter.main_grad, 1 + one + one)
+    assert parameter.grad_added_to_main_grad is True
+    assert parameter.grad is not None  # its hooks must run
+    assert parameter.grad.dtype == dtype
+
+
+def test_dummies_are_zeros_where_they_are_added_all_the_same() -> None:
+    """A tied embedding's main_grad gets `.grad` on top of what was added (zero_out_wgrad)."""
+    x, w, _, g = tensors()
+    parameter: Any = torch.nn.Parameter(w)
+    parameter.main_grad = torch.zeros(w.shape)
+    parameter.grad_added_to_main_grad, parameter.zero_out_wgrad = False, True
+    run(x, parameter, None, call(fuse=True)).backward(g)
+    assert parameter.grad is not None
+    assert parameter.grad.abs().max() == 0
+
+
+def test_without_ddp_s_flag_there_is_no_dummy() -> None:
+    x, w, _, g = tensors()
+    parameter: Any = torch.nn.Parameter(w)
+    parameter.main_grad = torch.zeros(w.shape)
+    run(x, parameter, None, call(fuse=True)).backward(g)
+    assert parameter.grad is None
+    assert parameter.main_grad.abs().max() > 0
+
+
+def test_x_and_w_are_saved_as_they_are() -> None:
+    """No quantized or gathered copy waits for the backward."""
+    x, w, b, _ = tensors()
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        run(x.requires_grad_(), w.requires_grad_(), b.requires_grad_(), call())
+    kept = {t.untyped_storage().data_ptr() for t in saved}
+    assert kept <= {t.untyped_storage().data_ptr() for t in (x, w, b)}

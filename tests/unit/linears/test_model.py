@@ -1,0 +1,68 @@
+"""All linears of a model together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_snip.errors import UnsupportedError
+from megatron_snip.linears.model import PlannedModel
+from megatron_snip.options import BF16, Option
+from megatron_snip.topology import Topology
+from tests.unit.linears.conftest import MakeModel
+
+FP8 = Option.uniform("fp8")
+
+
+def overridden(model: PlannedModel) -> list[bool]:
+    return ["_forward_impl" in linear.module.__dict__ for linear in model.linears]
+
+
+def test_install_apply_undo(make_model: MakeModel) -> None:
+    model = PlannedModel([make_model()], Topology(), seed=3)
+    assert len(model.linears) == len(model.all_linears) == 8
+    assert overridden(model) == [False] * 8
+    model.install()
+    model.install()
+    assert overridden(model) == [True] * 8
+    plan = {info.name: FP8 if "fc1" in info.name else BF16 for info in model.all_linears}
+    assert model.apply(plan) == 2
+    assert model.apply(plan) == 0
+    assert {p.placement.name for p in model.linears if p.option == FP8} == {
+        name for name, option in plan.items() if option == FP8
+    }
+    model.uninstall()
+    model.uninstall()
+    assert overridden(model) == [False] * 8
+
+
+def test_a_plan_that_misses_a_linear_is_an_error(make_model: MakeModel) -> None:
+    model = PlannedModel([make_model()], Topology(), seed=0)
+    plan = {info.name: FP8 for info in model.all_linears[1:]}
+    with pytest.raises(KeyError):
+        model.apply(plan)
+
+
+def test_weights_are_those_that_train(make_model: MakeModel) -> None:
+    model = PlannedModel([make_model()], Topology(), seed=0)
+    model.linears[2].module.weight.requires_grad_(False)  # type: ignore[union-attr]
+    weights = model.weights()
+    assert len(weights) == 7
+    assert model.linears[2].placement.instance not in weights
+    for instance, planned in weights.items():
+        assert planned.placement.instance == instance
+        assert isinstance(planned.weight, torch.nn.Parameter)
+
+
+def test_a_model_without_linears_is_refused() -> None:
+    with pytest.raises(UnsupportedError):
+        PlannedModel([torch.nn.Linear(2, 2)], Topology(), seed=0)
+
+
+def test_state_dicts_do_not_know_of_the_seam(make_model: MakeModel) -> None:
+    built = make_model()
+    before = list(built.state_dict())
+    model = PlannedModel([built], Topology(), seed=0)
+    model.install()
+    assert list(built.state_dict()) == before
+    model.uninstall()

@@ -1,0 +1,62 @@
+"""Modes, observers and streams shared by all linears."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_snip.linears.runtime import Mode, Runtime
+from megatron_snip.topology import DataAxis, Placement, Topology
+
+PLACEMENT = Placement("decoder.layers.0.mlp.linear_fc2", 0, "row", 64, 48)
+OBSERVER: Any = object()
+
+
+def test_observing_runs_bf16_and_ends_even_on_an_error() -> None:
+    runtime = Runtime(Topology(), seed=0)
+    seen = []
+
+    def fail() -> None:
+        with runtime.observing(OBSERVER):
+            seen.append((runtime.mode, runtime.observer))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert seen == [(Mode.BF16, OBSERVER)]
+    assert (runtime.mode, runtime.observer) == (Mode.PLAN, None)
+
+
+def test_modes_nest() -> None:
+    runtime = Runtime(Topology(), seed=0)
+    with runtime.running(Mode.BF16):
+        with runtime.observing(OBSERVER):
+            pass
+        assert (runtime.mode, runtime.observer) == (Mode.BF16, None)
+    assert runtime.mode is Mode.PLAN
+
+
+def test_streams_count_microbatches_over_data_ranks() -> None:
+    def key(rank: int, microbatch: int, step: int = 4) -> Any:
+        runtime = Runtime(Topology(data=DataAxis(rank, 3), expert_data=DataAxis(rank, 2)), seed=9)
+        runtime.begin_pass(step)
+        return runtime.stream(PLACEMENT, microbatch).key
+
+    assert (key(1, 2).microbatch, key(1, 2).step, key(1, 2).seed) == (7, 4, 9)
+    assert len({key(r, m).word for r in range(3) for m in range(4)}) == 12
+
+
+def test_experts_count_over_their_own_data_ranks() -> None:
+    topology = Topology(data=DataAxis(2, 4), expert_data=DataAxis(1, 2))
+    expert = Placement("decoder.layers.0.mlp.experts.linear_fc2", 0, "row", 64, 48, expert=5)
+    assert Runtime(topology, seed=0).stream(expert, 3).key.microbatch == 7
+
+
+def test_every_pass_has_its_number() -> None:
+    runtime = Runtime(Topology(), seed=0)
+    numbers = []
+    for step in (0, 0, 1):
+        runtime.begin_pass(step)
+        numbers.append((runtime.step, runtime.pass_number))
+    assert numbers == [(0, 1), (0, 2), (1, 3)]

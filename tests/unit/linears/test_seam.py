@@ -1,0 +1,167 @@
+"""The override on the instance: put on, taken off, passed through, refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_snip.linears import gemms
+from megatron_snip.linears.runtime import Mode, Runtime
+from megatron_snip.linears.seam import PlannedLinear
+from megatron_snip.log import forget_warnings
+from megatron_snip.options import Option
+from megatron_snip.topology import Placement, Topology
+
+PLACEMENT = Placement("decoder.layers.0.mlp.linear_fc2", 0, "row", 64, 48)
+FP4 = Option.uniform("fp4")
+
+
+class Linear(torch.nn.Module):
+    """What the seam sees of Megatron's linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(48, 64))
+        self.calls: list[dict[str, Any]] = []
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **kwargs: Any) -> Any:
+        self.calls.append(kwargs)
+        return input @ weight.t()
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
+        return self._forward_impl(input=x, weight=self.weight, bias=None, **kwargs)
+
+
+def planned() -> tuple[Linear, PlannedLinear, Runtime]:
+    torch.manual_seed(0)
+    module, runtime = Linear(), Runtime(Topology(), seed=0)
+    linear = PlannedLinear(module, PLACEMENT, runtime)
+    linear.install()
+    return module, linear, runtime
+
+
+def test_installing_and_undoing_twice_changes_nothing() -> None:
+    module, linear, _ = planned()
+    installed = module.__dict__["_forward_impl"]
+    linear.install()
+    assert module.__dict__["_forward_impl"] is installed
+    linear.uninstall()
+    linear.uninstall()
+    assert "_forward_impl" not in module.__dict__
+    linear.install()
+    assert "_forward_impl" in module.__dict__
+
+
+def test_another_s_override_is_neither_displaced_nor_removed() -> None:
+    module, linear, _ = planned()
+    linear.uninstall()
+    module._forward_impl = lambda **_: torch.zeros(1)  # type: ignore[method-assign]
+    theirs = module._forward_impl
+    with pytest.raises(RuntimeError, match="is already overridden"):
+        linear.install()
+    linear.uninstall()
+    assert module.__dict__["_forward_impl"] is theirs
+
+
+def test_bf16_passes_everything_on_untouched() -> None:
+    module, _, _ = planned()
+    x = torch.randn(5, 64)
+    kwargs = {"sequence_parallel": False, "tp_group": None, "something_new": 7}
+    assert torch.equal(module(x, **kwargs), x @ module.weight.t())
+    assert module.calls == [{"bias": None, **kwargs}]
+
+
+def test_an_option_replaces_the_gemms() -> None:
+    module, linear, _ = planned()
+    linear.option = FP4
+    x = torch.randn(5, 64)
+    assert torch.equal(module(x), gemms.fprop(x, module.weight.detach(), FP4))
+    assert module.calls == []
+
+
+def test_modes_and_observers_run_the_original() -> None:
+    module, linear, runtime = planned()
+    linear.option = FP4
+    x = torch.randn(5, 64)
+    plain = x @ module.weight.t()
+    with runtime.running(Mode.BF16):
+        assert torch.equal(module(x), plain)
+
+    class Observer:
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def observe(self, placement: Any, *args: Any) -> torch.Tensor:
+            self.seen.append((placement, *args))
+            return args[2] + 1
+
+    observer = Observer()
+    with runtime.observing(observer):
+        assert torch.equal(module(x, sequence_parallel=True), plain + 1)
+    (seen,) = observer.seen
+    assert seen[0] is PLACEMENT
+    assert seen[1] is x
+    assert seen[2] is module.weight
+    assert seen[4] is True
+    assert torch.equal(module(x), gemms.fprop(x, module.weight.detach(), FP4))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "why"),
+    [
+        ({"grad_output_buffer": []}, "its weight gradient is deferred"),
+        ({"gtp_remat_size": 2}, "its weight is gathered inside the GEMM"),
+    ],
+)
+def test_what_the_emulation_does_not_do_stays_bf16_and_says_so_once(
+    kwargs: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    forget_warnings()
+    module, linear, _ = planned()
+    linear.option = FP4
+    x = torch.randn(5, 64)
+    for _ in range(2):
+        assert torch.equal(module(x, **kwargs), x @ module.weight.t())
+    (record,) = caplog.records
+    assert why in record.getMessage() and PLACEMENT.name in record.getMessage()
+    assert torch.equal(module(x, gtp_remat_size=1), gemms.fprop(x, module.weight.detach(), FP4))
+
+
+def backward(module: Linear, microbatches: int) -> list[torch.Tensor]:
+    grads = []
+    for _ in range(microbatches):
+        x = torch.ones(5, 64, requires_grad=True)
+        module(x).backward(torch.linspace(-1, 1, 5 * 48).view(5, 48))
+        assert x.grad is not None
+        grads.append(x.grad)
+    return grads
+
+
+def test_microbatches_draw_apart_and_a_repeated_step_replays() -> None:
+    module, linear, runtime = planned()
+    linear.option = FP4
+    runtime.begin_pass(3)
+    first = backward(module, 2)
+    assert not torch.equal(first[0], first[1])
+    runtime.begin_pass(3)
+    again = backward(module, 2)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    runtime.begin_pass(4)
+    other = backward(module, 2)
+    assert not torch.equal(first[0], other[0])
+
+
+def test_forwards_without_a_backward_count_for_nothing() -> None:
+    """An evaluation between two microbatches leaves the streams alone."""
+    module, linear, runtime = planned()
+    linear.option = FP4
+    runtime.begin_pass(3)
+    plain = backward(module, 2)
+    runtime.begin_pass(3)
+    first = backward(module, 1)
+    with torch.no_grad():
+        module(torch.ones(5, 64))
+    assert torch.equal(backward(module, 1)[0], plain[1])
+    assert torch.equal(first[0], plain[0])
