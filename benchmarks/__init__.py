@@ -1,0 +1,1 @@
+"""Benchmarks: one command each, JSON and a table, ratios measured within one run."""

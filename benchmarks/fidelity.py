@@ -1,0 +1,338 @@
+"""Do the divergences predict what quantizing a linear really does? Brute force is the truth.
+
+    python -m benchmarks.fidelity [--quick] [--bf16] [--json FILE] [--plot FILE]
+
+For each model shape and checkpoint, each linear (and each of its GEMMs) is quantized alone and the
+same microbatches are run again (benchmarks/lab.py); the loss change and the change of the real
+AdamW update are compared with what one refresh predicts from its two passes, and with what others
+would go by. Loss changes on held-out text that the statistics have not seen are compared as well,
+against the number of microbatches that the statistics used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from scipy.stats import pearsonr, spearmanr
+
+from benchmarks.lab import Lab, open_lab
+from benchmarks.machine import write_result
+from megatron_snip.config import SnipConfig
+from megatron_snip.divergence.local_error import absolute_error, relative_error
+from megatron_snip.options import Option
+from megatron_snip.statistics.records import FormatStatistics, LinearStatistics, StatisticsTable
+
+Score = Callable[[LinearStatistics, FormatStatistics], float]
+
+LOSS_SCORES: dict[str, Score] = {
+    "first + fisher": lambda _, f: f.first + f.fisher,
+    "|first| + fisher": lambda _, f: abs(f.first) + f.fisher,
+    "fisher only": lambda _, f: f.fisher,
+    "first order only": lambda _, f: f.first,
+}
+"""What predicts a loss change (signed where the score is)."""
+
+WEIGHT_SCORES: dict[str, Score] = {
+    "fwd^2 + bwd^2 + loc^2": lambda _, f: math.sqrt(
+        f.forward_square + f.backward_square + f.local_square
+    ),
+    "loc only": lambda _, f: math.sqrt(f.local_square),
+}
+"""What predicts the change of the next update."""
+
+
+def local_scores(format_name: str) -> dict[str, Score]:
+    """What others go by: local quantization errors and norm bounds."""
+    option = Option.uniform(format_name)
+    return {
+        "min-abs-err": lambda s, _: absolute_error(s, option),
+        "min-rel-err": lambda s, _: relative_error(s, option),
+        "norm bound": _norm_bound,
+    }
+
+
+def _norm_bound(s: LinearStatistics, f: FormatStatistics) -> float:
+    """|G| (|X| |Q(W)-W| + |Q(X)-X| |W|): bounds |<G, eY>| by Frobenius norms alone."""
+    weight = math.sqrt(s.weight_square / max(s.microbatches, 1))
+    weight_error = math.sqrt(f.weight_error_square / max(s.microbatches, 1))
+    error = math.sqrt(s.input_square) * weight_error + math.sqrt(f.input_error_square) * weight
+    return math.sqrt(s.grad_square) * error
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How one prediction agrees with the truth over all linears.
+
+    Attributes:
+        spearman: rank correlation.
+        pearson_log: Pearson correlation of logarithms of magnitudes.
+        median_ratio: median of prediction over truth.
+    """
+
+    spearman: float
+    pearson_log: float
+    median_ratio: float
+
+
+def agreement(predicted: np.ndarray, truth: np.ndarray) -> Agreement:
+    """Compare two vectors; entries where either is 0 count for the ranks only."""
+    both = (predicted != 0) & (truth != 0)
+    logs = np.log(np.abs(predicted[both])), np.log(np.abs(truth[both]))
+    enough = both.sum() > 2
+    return Agreement(
+        float(spearmanr(predicted, truth)[0]),
+        float(pearsonr(*logs)[0]) if enough else math.nan,
+        float(np.median(predicted[both] / truth[both])) if enough else math.nan,
+    )
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much to measure.
+
+    Attributes:
+        shapes: overrides of the lab's model.
+        checkpoints: training steps at which to measure.
+        formats: formats to judge.
+        batches: microbatches of the same-batch truth and of the statistics.
+        unseen: held-out microbatches of the unseen truth.
+        counts: numbers of statistics microbatches for the unseen truth.
+    """
+
+    shapes: tuple[dict[str, Any], ...]
+    checkpoints: tuple[int, ...]
+    formats: tuple[str, ...]
+    batches: int
+    unseen: int
+    counts: tuple[int, ...]
+
+
+QUICK = Size(({"num_layers": 4},), (40, 80, 120), ("fp4",), 2, 8, (1, 2, 4))
+FULL = Size(
+    (
+        {"num_layers": 6},
+        {"num_layers": 3, "hidden_size": 256, "ffn_hidden_size": 512, "num_query_groups": 2},
+    ),
+    (60, 150, 300),
+    ("fp4", "fp8"),
+    4,
+    32,
+    (1, 4, 16),
+)
+
+
+def judge(lab: Lab, snip: SnipConfig, size: Size, tick: Callable[[], None]) -> dict[str, Any]:
+    """Return the agreements at the lab's present checkpoint, and the raw points."""
+    batches = lab.microbatches(size.batches)
+    start = time.perf_counter()
+    table = lab.statistics(batches, snip)
+    seconds = time.perf_counter() - start
+    base_loss, base_gradients = lab.gradients(batches)
+    base_updates = lab.updates(base_gradients)
+
+    def truth(name: str, option: Option) -> tuple[float, float]:
+        loss, gradients = lab.gradients(batches, {name: option})
+        changed = lab.updates(gradients)
+        total = sum(
+            float((changed[k] - u).square().sum() / u.square().sum())
+            for k, u in base_updates.items()
+        )
+        tick()
+        return loss - base_loss, math.sqrt(total)
+
+    found: dict[str, Any] = {"step": lab.step, "loss": base_loss, "refresh_s": seconds}
+    for name in size.formats:
+        whole = np.array([truth(linear, Option.uniform(name)) for linear in lab.names])
+        gemms = [
+            np.array([truth(linear, only)[1] for linear in lab.names])
+            for only in (
+                Option(name, "bf16", "bf16"),
+                Option("bf16", name, "bf16"),
+                Option("bf16", "bf16", name),
+            )
+        ]
+        found[name] = _agreements(table, name, whole, gemms)
+        found[name]["unseen"] = _unseen(lab, snip, size, name, tick)
+    return found
+
+
+def _scores(table: StatisticsTable, name: str, score: Score) -> np.ndarray:
+    return np.array([score(s, s.formats[name]) for s in table.linears])
+
+
+def _agreements(
+    table: StatisticsTable, name: str, whole: np.ndarray, gemms: list[np.ndarray]
+) -> dict[str, Any]:
+    locals_ = local_scores(name)
+    parts: dict[str, Score] = {
+        "fprop": lambda _, f: math.sqrt(f.forward_square),
+        "dgrad": lambda _, f: math.sqrt(f.backward_square),
+        "wgrad": lambda _, f: math.sqrt(f.local_square),
+    }
+    return {
+        "loss": {
+            key: asdict(agreement(_scores(table, name, score), whole[:, 0]))
+            for key, score in (LOSS_SCORES | locals_).items()
+        },
+        "weight": {
+            key: asdict(agreement(_scores(table, name, score), whole[:, 1]))
+            for key, score in (WEIGHT_SCORES | locals_).items()
+        },
+        "weight_by_gemm": {
+            gemm: asdict(agreement(_scores(table, name, score), true))
+            for (gemm, score), true in zip(parts.items(), gemms, strict=True)
+        },
+        "points": {
+            "loss": [
+                whole[:, 0].tolist(),
+                _scores(table, name, LOSS_SCORES["first + fisher"]).tolist(),
+            ],
+            "weight": [
+                whole[:, 1].tolist(),
+                _scores(table, name, WEIGHT_SCORES["fwd^2 + bwd^2 + loc^2"]).tolist(),
+            ],
+        },
+    }
+
+
+def _unseen(
+    lab: Lab, snip: SnipConfig, size: Size, name: str, tick: Callable[[], None]
+) -> dict[str, Any]:
+    """Loss changes on held-out text against statistics of growing numbers of microbatches."""
+    held_out = lab.microbatches(size.unseen, held_out=True)
+    base = lab.losses(held_out)
+    forward = Option(name, "bf16", "bf16")  # only fprop changes the loss
+    changes = []
+    for linear in lab.names:
+        changes.append(lab.losses(held_out, {linear: forward}) - base)
+        tick()
+    matrix = np.array(changes)
+    true = matrix.mean(axis=1)
+    growth = {}
+    for count in size.counts:
+        table = lab.statistics(lab.microbatches(count), snip)
+        growth[str(count)] = {
+            key: asdict(agreement(_scores(table, name, score), true))
+            for key, score in LOSS_SCORES.items()
+        }
+    noise = matrix.std(axis=1, ddof=1) / math.sqrt(matrix.shape[1])
+    return {"by_microbatches": growth, "truth": true.tolist(), "truth_noise": noise.tolist()}
+
+
+def summarize(results: list[dict[str, Any]], formats: tuple[str, ...]) -> dict[str, Any]:
+    """Return the headline numbers: medians over checkpoints, and the worst."""
+    first = formats[0]
+    loss = [r[first]["loss"]["first + fisher"]["spearman"] for r in results]
+    weight = [r[first]["weight"]["fwd^2 + bwd^2 + loc^2"]["spearman"] for r in results]
+    unseen = [list(r[first]["unseen"]["by_microbatches"].values())[-1] for r in results]
+    best = {key: float(np.median([u[key]["spearman"] for u in unseen])) for key in LOSS_SCORES}
+    return {
+        "format": first,
+        "loss_spearman": float(np.median(loss)),
+        "loss_spearman_worst": float(np.min(loss)),
+        "weight_spearman": float(np.median(weight)),
+        "weight_spearman_worst": float(np.min(weight)),
+        "loss_spearman_unseen": best["first + fisher"],
+        "loss_spearman_unseen_by_score": best,
+    }
+
+
+def _count_ticks(size: Size) -> int:
+    layers = sum(4 * shape["num_layers"] for shape in size.shapes)
+    return layers * len(size.checkpoints) * len(size.formats) * 5
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run, print a table, write JSON and a plot."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--quick", action="store_true", help="one shape, within 5 minutes")
+    parser.add_argument("--bf16", action="store_true", help="BF16 compute instead of FP32")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a scatter plot (PNG) here")
+    args = parser.parse_args(argv)
+    size = QUICK if args.quick else FULL
+    console = Console(stderr=True)
+    step = 0.03 if args.bf16 else 0.003
+    snip = SnipConfig(formats=size.formats, probe_relative_step=step)
+    results: list[dict[str, Any]] = []
+    with Progress(console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("brute force", total=_count_ticks(size))
+        for shape in size.shapes:
+            values = {**shape, "bf16": args.bf16, "train_iters": size.checkpoints[-1] + 64}
+            with open_lab(values) as lab:
+                for checkpoint in size.checkpoints:
+                    lab.train(checkpoint - lab.step)
+                    result = judge(lab, snip, size, lambda: progress.advance(task))
+                    results.append({"shape": shape, **result})
+    summary = summarize(results, size.formats)
+    _show(results, size, summary)
+    report = {"compute": "bf16" if args.bf16 else "fp32", **summary, "checkpoints": results}
+    if args.json:
+        write_result(args.json, report)
+    if args.plot:
+        _plot(results, size.formats, args.plot)
+    return 0
+
+
+def _show(results: list[dict[str, Any]], size: Size, summary: dict[str, Any]) -> None:
+    console = Console(width=110)
+    for kind in ("loss", "weight"):
+        table = Table(title=f"{kind} divergence against brute force, Spearman", title_justify="left")
+        table.add_column("prediction")
+        for result in results:
+            table.add_column(f"L{result['shape']['num_layers']} step {result['step']}")
+        for name in size.formats:
+            for key in results[0][name][kind]:
+                cells = [f"{r[name][kind][key]['spearman']:.2f}" for r in results]
+                table.add_row(f"{name} {key}", *cells)
+        console.print(table)
+    for key in ("loss_spearman", "weight_spearman", "loss_spearman_unseen"):
+        console.print(f"{key} {summary[key]:.3f}")
+
+
+def _plot(results: list[dict[str, Any]], formats: tuple[str, ...], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.5))
+    for axis, kind in zip(axes, ("loss", "weight"), strict=True):
+        for result in results:
+            for name in formats:
+                true, predicted = (np.array(v) for v in result[name]["points"][kind])
+                label = f"L{result['shape']['num_layers']} step {result['step']} {name}"
+                axis.scatter(true, predicted, s=14, alpha=0.7, label=label)
+        if kind == "loss":
+            axis.set_xscale("symlog", linthresh=1e-5)
+            axis.set_yscale("symlog", linthresh=1e-5)
+        else:
+            axis.set_xscale("log")
+            axis.set_yscale("log")
+        axis.set_xlabel(f"measured {kind} change")
+        axis.set_ylabel("predicted")
+        axis.set_title(f"{kind} divergence, one linear at a time")
+    axes[1].legend(fontsize=6)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""A small Megatron model on real text in one process, and the truth about it by brute force.
+
+The truth of an option at a linear is found by setting that linear (or one of its GEMMs) to the
+option, every other linear to bf16, and running the same microbatches forward and backward through
+Megatron's own schedule: the change of the loss, and the change of the update that the real AdamW
+would make next from its present moments,
+
+    weight change = sqrt( sum_k |update_k(q) - update_k|^2 / |update_k|^2 )    over all linears k.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_snip.config import SnipConfig
+from megatron_snip.linears.layout import current_topology
+from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.passes import MeasuringPasses, TrainingPass
+from megatron_snip.options import BF16, Option
+from megatron_snip.patches import cpu
+from megatron_snip.statistics.optimizer_state import adam_shards
+from megatron_snip.statistics.recorder import MeasureSettings
+from megatron_snip.statistics.records import StatisticsTable
+from megatron_snip.statistics.refresh import RefreshInputs, measure
+from megatron_snip.trainer.config import TrainConfig, make_train_config
+from megatron_snip.trainer.data import Batch, DataRank, Datasets, build_datasets, step_batches
+from megatron_snip.trainer.hooks import PlainHook
+from megatron_snip.trainer.loop import train_step
+from megatron_snip.trainer.model import TrainingState, build_training_state
+from megatron_snip.trainer.parallel import destroy_parallel_state, initialize_parallel_state
+
+BASE: dict[str, Any] = {
+    "hidden_size": 128,
+    "ffn_hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_query_groups": 4,
+    "seq_length": 128,
+    "micro_batch_size": 8,
+    "global_batch_size": 8,
+    "lr": 3.0e-3,
+    "min_lr": 3.0e-4,
+    "lr_warmup_iters": 10,
+    "eval_interval": 10**6,
+    "eval_iters": 64,
+}
+"""A model that one core trains in minutes; a microbatch is 1024 byte tokens."""
+
+
+@dataclass
+class Lab:
+    """A model in training.
+
+    Attributes:
+        config: what was built.
+        state: model, optimizer, scheduler.
+        datasets: training and held-out text.
+        model: its planned linears.
+        step: training steps made.
+    """
+
+    config: TrainConfig
+    state: TrainingState
+    datasets: Datasets
+    model: PlannedModel
+    step: int = 0
+
+    @property
+    def names(self) -> list[str]:
+        """The linears, in model order."""
+        return [linear.name for linear in self.model.all_linears]
+
+    def train(self, steps: int, options: Mapping[str, Option] | None = None) -> list[float]:
+        """Train on, every linear at its option (bf16 by default); return the losses."""
+        self.model.apply(self._assignment(options))
+        losses = []
+        for _ in range(steps):
+            self.model.runtime.begin_pass(self.step)
+            hook = PlainHook(_Silent())
+            metrics = train_step(self.step, self.config, self.state, self.datasets.train, hook)
+            losses.append(metrics["loss"])
+            self.step += 1
+        return losses
+
+    def microbatches(self, count: int, held_out: bool = False, first: int = 0) -> list[Batch]:
+        """Return `count` microbatches that training has not seen yet.
+
+        Args:
+            count: how many.
+            held_out: from the held-out text instead of the steps to come.
+            first: how many of them to skip.
+        """
+        size = self.config.micro_batch_size
+        rank = DataRank(0, 1, size, self.config.global_batch_size // size)
+        samples = self.datasets.valid if held_out else self.datasets.train
+        assert samples is not None
+        start = (0 if held_out else self.step) + first
+        found: list[Batch] = []
+        step = start
+        while len(found) < count:
+            found += step_batches(samples, rank, step)
+            step += 1
+        return found[:count]
+
+    def losses(
+        self, batches: Sequence[Batch], options: Mapping[str, Option] | None = None
+    ) -> np.ndarray:
+        """Return the loss of each microbatch, forward only."""
+        self.model.apply(self._assignment(options))
+        with torch.no_grad():
+            reports = self._run(batches, forward_only=True)
+        return np.array([_mean(report) for report in reports])
+
+    def gradients(
+        self, batches: Sequence[Batch], options: Mapping[str, Option] | None = None
+    ) -> tuple[float, dict[str, torch.Tensor]]:
+        """Return the mean loss and each linear's gradient of it, FP64."""
+        self.model.apply(self._assignment(options))
+        self.state.runner.zero_gradients()
+        self.model.runtime.begin_pass(self.step)
+        reports = self._run(batches, forward_only=False)
+        found = {
+            p.placement.name: p.weight.main_grad.double().clone()  # type: ignore[attr-defined]
+            for p in self.model.linears
+        }
+        self.state.runner.zero_gradients()
+        return float(np.mean([_mean(report) for report in reports])), found
+
+    def updates(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the update direction that AdamW would take next, by torch's own AdamW in FP64."""
+        shards = adam_shards(self.state.optimizer)
+        found = {}
+        for planned in self.model.linears:
+            shard, name = shards[planned.weight], planned.placement.name
+            assert shard.exp_avg is not None
+            assert shard.exp_avg_sq is not None
+            zero = torch.zeros_like(gradients[name]).reshape(-1).requires_grad_()
+            zero.grad = gradients[name].reshape(-1).clone()
+            adam = torch.optim.AdamW(
+                [zero], lr=1.0, betas=shard.betas, eps=shard.eps, weight_decay=0.0
+            )
+            adam.state[zero] = {
+                "step": torch.tensor(float(shard.step)),
+                "exp_avg": shard.exp_avg.double().reshape(-1).clone(),
+                "exp_avg_sq": shard.exp_avg_sq.double().reshape(-1).clone(),
+            }
+            adam.step()
+            found[name] = -zero.detach()
+        return found
+
+    def statistics(self, batches: Sequence[Batch], snip: SnipConfig) -> StatisticsTable:
+        """Measure as a refresh does, on these microbatches."""
+        training = TrainingPass(
+            self.state.runner.function, self._arguments(batches, forward_only=False)
+        )
+        topology = self.model.runtime.topology
+        runner = MeasuringPasses(training, self.model.runtime, len(batches))
+        inputs = RefreshInputs(
+            linears=self.model.all_linears,
+            placements={p.placement.instance: p.placement for p in self.model.linears},
+            weights=self.model.weights(),
+            optimizer=self.state.optimizer,
+            topology=topology,
+            probe_relative_step=snip.probe_relative_step,
+        )
+        formats = tuple(name for name in snip.formats if name != "bf16")
+        settings = MeasureSettings(formats, self.step, snip.seed, snip.probe_rows)
+        return measure(inputs, settings, runner)
+
+    def _assignment(self, options: Mapping[str, Option] | None) -> dict[str, Option]:
+        return {name: (options or {}).get(name, BF16) for name in self.names}
+
+    def _arguments(self, batches: Sequence[Batch], forward_only: bool) -> dict[str, Any]:
+        arguments = self.state.runner.arguments(iter(batches), forward_only=forward_only)
+        return {**arguments, "num_microbatches": len(batches)}
+
+    def _run(self, batches: Sequence[Batch], forward_only: bool) -> list[dict[str, Any]]:
+        function = self.state.runner.function
+        return function(**self._arguments(batches, forward_only))
+
+
+@contextmanager
+def open_lab(values: Mapping[str, Any]) -> Iterator[Lab]:
+    """Build a model in this process (a single rank); everything is undone at the end.
+
+    Args:
+        values: of `TrainConfig`, over `BASE`; `train_iters` bounds the data prepared.
+    """
+    installed = cpu.install()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        config = make_train_config({**BASE, "run_dir": Path(folder), **values})
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        stack.callback(dist.destroy_process_group)
+        initialize_parallel_state(config)
+        stack.callback(destroy_parallel_state)
+        state = build_training_state(config, 1)
+        datasets = build_datasets(config, None)
+        model = PlannedModel(list(state.runner.model), current_topology(), config.snip.seed)
+        model.install()
+        stack.callback(model.uninstall)
+        yield Lab(config, state, datasets, model)
+    if installed:
+        cpu.uninstall()
+
+
+class _Silent:
+    """A reporter for losses that the lab returns itself."""
+
+    def refreshed(self, refresh: Any) -> None: ...
+
+    def planned(self, applied: Any) -> None: ...
+
+    def metrics(self, step: int, values: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _mean(report: dict[str, Any]) -> float:
+    total, count = next(iter(report.values())).tolist()
+    return total / count

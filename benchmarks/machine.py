@@ -1,0 +1,47 @@
+"""Which machine and software a result comes from, and where results are written."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_snip.reporting.run_directory import versions
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> dict[str, Any]:
+    """Return date, processor, cores, GPU (or None) and versions."""
+    gpu = torch.cuda.get_device_name() if torch.version.cuda and _has_gpu() else None
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "gpu": gpu,
+        "versions": versions(),
+    }
+
+
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    """Write a result with its machine as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")
+
+
+def _has_gpu() -> bool:
+    return Path("/dev/nvidiactl").exists()  # torch.cuda may be redirected to the CPU
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
