@@ -132,7 +132,8 @@ def _placements(
     tensor = topology.expert_tensor if is_expert else topology.tensor
     shape = tuple(weights_of(module)[0].shape)
     gated = bool(config.gated_linear_unit) and name.endswith("linear_fc1")
-    _check_shard(shape, name, tensor)
+    chunk = (shape[0] // 2, *shape[1:]) if gated else shape  # gate and up are split one by one
+    _check_shard(chunk, name, tensor)
     return [
         Placement(
             name=linear_name(layer_number, name, block),

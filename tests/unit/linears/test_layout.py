@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -118,15 +116,22 @@ def test_a_linear_that_is_claimed_twice_is_refused() -> None:
 def test_shards_that_cut_tiles_are_warned_of_once(
     make_model: MakeModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model: Any = make_model(hidden_size=128, ffn_hidden_size=128)
+    two = Topology(tensor=TensorAxis(0, 2))
     forget_warnings()
-    find_linears([model], Topology(tensor=TensorAxis(0, 2)))
+    find_linears([make_model(hidden_size=128, ffn_hidden_size=128)], two)
     assert caplog.records == []
+    find_linears([make_model(hidden_size=128, ffn_hidden_size=192)], two)  # [192; 192] of 384
+    assert [r.getMessage()[:31] for r in caplog.records] == [
+        "shard (192, 128) of linear_fc1 ",
+        "shard (128, 192) of linear_fc2 ",
+    ]
+    caplog.clear()
+    forget_warnings()
     small = make_model()
     find_linears([small], Topology())
     assert caplog.records == []  # with one rank there is nothing to differ from
     for _ in range(2):
-        find_linears([small], Topology(tensor=TensorAxis(0, 2)))
+        find_linears([small], two)
     texts = [record.getMessage() for record in caplog.records]
     assert len(texts) == len(set(texts)) == 4  # one a kind, whatever the number of layers
     assert all("is not a multiple of 128" in text for text in texts)
