@@ -36,6 +36,8 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from megatron_snip.patches import torch_adam
+
 logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
@@ -398,65 +400,6 @@ def _norm_under_sequence_parallel(original: Callable[..., Any]) -> Callable[...,
     return __new__
 
 
-def _state_dict_before_first_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`DistributedOptimizer.state_dict` for an optimizer that has not stepped yet.
-
-    torch's AdamW makes its state at the first step, and Megatron asserts that there is one; a
-    state of step 0 and zero moments is what that first step would make.
-    """
-
-    @functools.wraps(original)
-    def state_dict(self: Any) -> Any:
-        inner = self.optimizer
-        if inner is not None and not inner.state:
-            for parameter in (p for group in inner.param_groups for p in group["params"]):
-                inner.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-        return original(self)
-
-    return state_dict
-
-
-def _load_with_own_steps(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`DistributedOptimizer.load_state_dict` that restores AdamW's step count.
-
-    Depending on its version Megatron leaves it at 0 (wrong bias correction) or gives one tensor
-    to all parameters, which torch's AdamW then increments once per parameter.
-    """
-
-    @functools.wraps(original)
-    def load_state_dict(self: Any, state_dict: Any) -> Any:
-        steps = {float(g["step"]) for g in state_dict["optimizer"]["param_groups"] if "step" in g}
-        result = original(self, state_dict)
-        if len(steps) == 1:
-            (step,) = steps
-            for state in self.optimizer.state.values():
-                state["step"] = torch.tensor(step)
-        return result
-
-    return load_state_dict
-
-
-def _set_but_keep_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`DistributedOptimizer._set_main_param_and_optimizer_states` for tensors without `step`.
-
-    It copies every entry of an optimizer's state, and torch's AdamW has one more, `step`, that the
-    fully reshardable format keeps elsewhere.
-    """
-
-    @functools.wraps(original)
-    def set_states(self: Any, model_param: Any, tensors: Any) -> Any:
-        group, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        own = {"step": state["step"]} if "step" in state else {}
-        return original(self, model_param, {**own, **tensors})
-
-    return set_states
-
-
 def _helpers_are_built() -> bool:
     """Whether the wheel brought the dataset helpers compiled, and no way to compile them."""
     import megatron.core.datasets as datasets
@@ -617,7 +560,7 @@ def _patch_gloo(undo: _Undo) -> None:
 
 def _patch_megatron(undo: _Undo) -> None:
     from megatron.core.datasets import utils as dataset_utils
-    from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import random as tensor_parallel_random
     from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import moe_utils
@@ -633,11 +576,7 @@ def _patch_megatron(undo: _Undo) -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         # 0.16.1 asks `te_general_gemm is not None` without defining it when TE is absent.
         undo.set(moe_utils, "te_general_gemm", None)
-    if not distrib_optimizer.HAVE_APEX_OR_TE:
-        owner = distrib_optimizer.DistributedOptimizer
-        undo.wrap(owner, "state_dict", _state_dict_before_first_step)
-        undo.wrap(owner, "load_state_dict", _load_with_own_steps)
-        if hasattr(owner, "_set_main_param_and_optimizer_states"):
-            undo.wrap(owner, "_set_main_param_and_optimizer_states", _set_but_keep_step)
+    for name, wrapper in torch_adam.wrappers().items():
+        undo.wrap(DistributedOptimizer, name, wrapper)
     if _helpers_are_built():
         undo.set(dataset_utils, "compile_helpers", _constant(None))

@@ -23,7 +23,7 @@ from rich.logging import RichHandler
 from megatron_snip.collectives import broadcast_json
 from megatron_snip.controller import SnipController
 from megatron_snip.errors import UsageError
-from megatron_snip.patches import cpu
+from megatron_snip.patches import cpu, torch_adam
 from megatron_snip.planning.json_file import write_atomic
 from megatron_snip.reporting.reporter import FileReporter, NullReporter, Reporter, Reporters
 from megatron_snip.reporting.run_directory import RunDirectory
@@ -60,6 +60,8 @@ def run_rank(config: TrainConfig) -> TrainingResult:
     set_up_logging(console)
     check_run(config, world_size)
     on_cpu = cpu.install()
+    if not on_cpu:
+        torch_adam.install()
     with _process_group(config, on_cpu):
         initialize_parallel_state(config)
         result = run_session(config, console)

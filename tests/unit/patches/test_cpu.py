@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,43 +205,3 @@ def test_the_norm_serves_sequence_parallelism_and_marks_its_parameters(
     config.memory_efficient_layer_norm = True
     with pytest.raises(AssertionError):  # Megatron's own checks still hold
         torch_norm.WrappedTorchNorm(config, 8)
-
-
-def adamw(steps: int) -> torch.optim.AdamW:
-    torch.manual_seed(1)
-    parameters = [torch.nn.Parameter(torch.randn(3)) for _ in range(2)]
-    optimizer = torch.optim.AdamW(parameters, lr=0.1)
-    for _ in range(steps):
-        step(optimizer)
-    return optimizer
-
-
-def step(optimizer: torch.optim.AdamW) -> None:
-    for parameter in optimizer.param_groups[0]["params"]:
-        parameter.grad = parameter.detach().sin()
-    optimizer.step()
-
-
-def test_state_made_before_the_first_step_is_what_the_first_step_makes() -> None:
-    plain, early = adamw(0), adamw(0)
-    cpu._state_dict_before_first_step(lambda self: None)(SimpleNamespace(optimizer=early))
-    assert len(early.state) == 2
-    step(plain)
-    step(early)
-    for a, b in zip(plain.param_groups[0]["params"], early.param_groups[0]["params"], strict=True):
-        assert torch.equal(a, b)
-        assert plain.state[a]["step"] == early.state[b]["step"] == 1
-
-
-def test_a_loaded_step_count_belongs_to_each_parameter() -> None:
-    optimizer = adamw(3)
-
-    def upstream(self: Any, state_dict: Any) -> None:
-        shared = torch.tensor(0.0)  # one tensor for all, and the wrong count
-        for state in self.optimizer.state.values():
-            state["step"] = shared
-
-    loaded = {"optimizer": {"param_groups": [{"step": 3.0}]}}
-    cpu._load_with_own_steps(upstream)(SimpleNamespace(optimizer=optimizer), loaded)
-    step(optimizer)
-    assert [s["step"].item() for s in optimizer.state.values()] == [4.0, 4.0]
