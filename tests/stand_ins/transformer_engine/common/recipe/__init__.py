@@ -1,0 +1,66 @@
+"""Recipes: compared by value, told apart by class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class Format(Enum):
+    E2M1 = "e2m1"
+    E4M3 = "e4m3"
+    E5M2 = "e5m2"
+    HYBRID = "hybrid"
+
+
+class Recipe:
+    """Base: `word` is how this stand-in calls what a recipe quantizes to."""
+
+    word = ""
+
+    def custom(self) -> bool:
+        return isinstance(self, CustomRecipe)
+
+
+@dataclass
+class DelayedScaling(Recipe):
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "max"
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+
+@dataclass
+class Float8CurrentScaling(Recipe):
+    fp8_format: Format = Format.HYBRID
+    word = "tensorwise"
+
+
+@dataclass
+class Float8BlockScaling(Recipe):
+    fp8_format: Format = Format.E4M3
+    word = "blockwise"
+
+
+@dataclass
+class MXFP8BlockScaling(Recipe):
+    fp8_format: Format = Format.E4M3
+    word = "mxfp8"
+
+
+@dataclass
+class NVFP4BlockScaling(Recipe):
+    fp4_format: Format = Format.E2M1
+    word = "nvfp4"
+
+
+@dataclass
+class CustomRecipe(Recipe):
+    qfactory: Callable[..., Any]
+    quantization_alignment: int = 128
+    word = "custom"

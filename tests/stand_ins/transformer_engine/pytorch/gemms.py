@@ -1,0 +1,81 @@
+"""The three GEMMs of a linear on rows and columns of quantized operands.
+
+Y  = X.rows W.rows^T      dX = G.rows W.columns      dW = G.columns^T X.columns
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformer_engine.pytorch.quantizers import Quantized, Quantizer
+
+
+@dataclass
+class Call:
+    weight: Quantized
+    input_quantizer: Quantizer
+    grad_quantizer: Quantizer
+    tp_group: Any
+    parallel_mode: str | None
+    sequence_parallel: bool
+    main_grad: torch.Tensor | None
+    overwrite: bool
+
+
+class LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
+        column, row = call.parallel_mode == "column", call.parallel_mode == "row"
+        full = gathered(x, call.tp_group) if column and call.sequence_parallel else x
+        quantized = call.input_quantizer.quantize(full)
+        ctx.save_for_backward(quantized.columns, call.weight.columns, weight)
+        ctx.call = call
+        out = (quantized.rows @ call.weight.rows.t()).to(x.dtype)
+        if row and call.tp_group is not None:
+            out = scattered(out, call.tp_group) if call.sequence_parallel else summed(out, call)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        call: Call = ctx.call
+        x, w, weight = ctx.saved_tensors
+        g = grads[0]
+        column, row = call.parallel_mode == "column", call.parallel_mode == "row"
+        if row and call.sequence_parallel:
+            g = gathered(g, call.tp_group)
+        quantized = call.grad_quantizer.quantize(g)
+        dx = (quantized.rows @ w).to(g.dtype)
+        if column and call.tp_group is not None:
+            dx = scattered(dx, call.tp_group) if call.sequence_parallel else summed(dx, call)
+        dw = quantized.columns.reshape(-1, g.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+        if call.main_grad is None:
+            return dx, dw.to(weight.dtype), None
+        if call.overwrite:
+            call.main_grad.copy_(dw)
+        else:
+            call.main_grad.add_(dw)
+        if hasattr(weight, "grad_added_to_main_grad"):
+            weight.grad_added_to_main_grad = True
+        return dx, torch.zeros_like(weight), None
+
+
+def gathered(x: torch.Tensor, group: Any) -> torch.Tensor:
+    pieces = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(pieces, x.contiguous(), group=group)
+    return torch.cat(pieces)
+
+
+def scattered(x: torch.Tensor, group: Any) -> torch.Tensor:
+    total = x.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return total.chunk(group.size())[group.rank()].contiguous()
+
+
+def summed(x: torch.Tensor, call: Call) -> torch.Tensor:
+    total = x.contiguous().clone()
+    if call.tp_group.size() > 1:
+        dist.all_reduce(total, group=call.tp_group)
+    return total

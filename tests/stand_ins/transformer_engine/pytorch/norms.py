@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def normalized(
+    x: torch.Tensor,
+    kind: str,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    zero_centered: bool,
+) -> torch.Tensor:
+    gain = weight.float() + (1.0 if zero_centered else 0.0)
+    wide = x.float()
+    if kind == "RMSNorm":
+        out = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * gain
+    else:
+        assert bias is not None
+        centered = wide - wide.mean(-1, keepdim=True)
+        out = centered * torch.rsqrt(centered.pow(2).mean(-1, keepdim=True) + eps) * gain
+        out = out + bias.float()
+    return out.to(x.dtype)
+
+
+class _Norm(torch.nn.Module):
+    kind = ""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype = torch.float32,
+        zero_centered_gamma: bool = False,
+        **unused: Any,
+    ) -> None:
+        super().__init__()
+        start = torch.zeros if zero_centered_gamma else torch.ones
+        self.weight = torch.nn.Parameter(start(hidden_size, dtype=params_dtype))
+        self.bias = None
+        if self.kind == "LayerNorm":
+            self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=params_dtype))
+        for parameter in self.parameters():
+            parameter.sequence_parallel = sequence_parallel
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return normalized(x, self.kind, self.weight, self.bias, self.eps, self.zero_centered_gamma)
+
+
+class RMSNorm(_Norm):
+    kind = "RMSNorm"
+
+
+class LayerNorm(_Norm):
+    kind = "LayerNorm"

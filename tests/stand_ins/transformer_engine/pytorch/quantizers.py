@@ -1,0 +1,94 @@
+"""Quantizers: one rounding for rows, one for columns; weights can be kept and refreshed."""
+
+from __future__ import annotations
+
+import torch
+
+MANTISSA_BITS = {"tensorwise": 2, "blockwise": 3, "mxfp8": 4, "nvfp4": 1}
+
+
+def rounded(tensor: torch.Tensor, word: str) -> torch.Tensor:
+    """Round to a few mantissa bits, FP32."""
+    if word not in MANTISSA_BITS:
+        return tensor.float()
+    mantissa, exponent = torch.frexp(tensor.float())
+    grid = 2.0 ** (MANTISSA_BITS[word] + 1)
+    return torch.ldexp(torch.round(mantissa * grid) / grid, exponent)
+
+
+class Quantized:
+    """A tensor as rows and as columns, and the quantizer that made it."""
+
+    def __init__(self, quantizer: Quantizer, tensor: torch.Tensor) -> None:
+        self.quantizer = quantizer
+        self.quantize_(tensor)
+
+    def quantize_(self, tensor: torch.Tensor) -> None:
+        """Refresh in place, by the quantizer that made it."""
+        self.rows = rounded(tensor, self.quantizer.row_word)
+        self.columns = rounded(tensor, self.quantizer.column_word)
+
+
+class Quantizer:
+    word = ""
+
+    @property
+    def row_word(self) -> str:
+        return self.word
+
+    @property
+    def column_word(self) -> str:
+        return self.word
+
+    def quantize(self, tensor: torch.Tensor) -> Quantized:
+        return Quantized(self, tensor)
+
+
+class IdentityQuantizer(Quantizer):
+    word = "bf16"
+
+
+class Float8BlockQuantizer(Quantizer):
+    word = "blockwise"
+
+
+class MXFP8Quantizer(Quantizer):
+    word = "mxfp8"
+
+
+class Float8CurrentScalingQuantizer(Quantizer):
+    word = "tensorwise"
+
+
+class NVFP4Quantizer(Quantizer):
+    word = "nvfp4"
+
+
+class HybridQuantizer(Quantizer):
+    def __init__(self, *, rowwise_quantizer: Quantizer, columnwise_quantizer: Quantizer) -> None:
+        if not all(isinstance(q, Quantizer) for q in (rowwise_quantizer, columnwise_quantizer)):
+            raise TypeError("HybridQuantizer composes two quantizers")
+        if rowwise_quantizer is columnwise_quantizer:
+            raise ValueError("HybridQuantizer composes two distinct quantizers")
+        self.rowwise_quantizer = rowwise_quantizer
+        self.columnwise_quantizer = columnwise_quantizer
+
+    @property
+    def row_word(self) -> str:
+        return self.rowwise_quantizer.row_word
+
+    @property
+    def column_word(self) -> str:
+        return self.columnwise_quantizer.column_word
+
+
+BY_WORD: dict[str, type[Quantizer]] = {
+    cls.word: cls
+    for cls in (
+        IdentityQuantizer,
+        Float8BlockQuantizer,
+        MXFP8Quantizer,
+        Float8CurrentScalingQuantizer,
+        NVFP4Quantizer,
+    )
+}

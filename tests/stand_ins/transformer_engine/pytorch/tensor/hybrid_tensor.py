@@ -1,0 +1,3 @@
+from transformer_engine.pytorch.quantizers import HybridQuantizer
+
+__all__ = ["HybridQuantizer"]
