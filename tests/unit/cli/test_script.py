@@ -1,0 +1,120 @@
+"""`python -m megatron_snip SCRIPT ARGS`: as Python would run the script."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_snip.__main__ import main
+from megatron_snip.cli.script import is_script
+from tests.distributed.launch import ROOT
+
+MEGATRON = """
+import argparse
+
+def add_megatron_arguments(parser):
+    parser.add_argument("--distributed-backend", default="nccl")
+    return parser
+
+def parse_args():
+    return add_megatron_arguments(argparse.ArgumentParser()).parse_args()
+"""
+
+SCRIPT = """
+import json, sys
+import torch
+from megatron.training import arguments
+import neighbour
+print(json.dumps({
+    "name": __name__,
+    "file": __file__,
+    "argv": sys.argv,
+    "path": sys.path[0],
+    "main": sys.modules["__main__"].__dict__ is globals(),
+    "args": vars(arguments.parse_args()),
+    "cuda": torch.cuda.is_available(),
+}))
+sys.exit(7)
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder like Megatron-LM's: a script, its neighbours, and `megatron.training`."""
+    training = tmp_path / "megatron" / "training"
+    training.mkdir(parents=True)
+    (training / "__init__.py").write_text("")
+    (training / "arguments.py").write_text(MEGATRON)
+    (tmp_path / "neighbour.py").write_text("")
+    (tmp_path / "pretrain.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_snip", *words],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_script_runs_as_main_with_its_own_path_and_arguments(
+    checkout: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    script = str(checkout / "pretrain.py")
+    done = run("--cpu", script, "--distributed-backend", "x", cwd=elsewhere)
+    assert done.returncode == 7, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == {
+        "name": "__main__",
+        "file": script,
+        "argv": [script, "--distributed-backend", "x"],
+        "path": str(checkout),
+        "main": True,
+        "args": {"distributed_backend": "x"},
+        "cuda": True,  # the CPU patch answers; scripts assert it
+    }
+
+
+def test_a_missing_seam_is_one_line(checkout: Path) -> None:
+    done = run("pretrain.py", "--snip", cwd=checkout)
+    assert done.returncode == 1
+    assert done.stderr.startswith("megatron-snip: cannot import megatron.training.training")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_first_word_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train").write_text("")
+    (tmp_path / "script").write_text("")
+    assert is_script(["pretrain.py", "--snip"])
+    assert is_script(["script"])  # a file without a suffix
+    assert is_script(["--cpu", "pretrain.py"]) and is_script(["--cpu"])
+    assert not is_script(["nonsense"]) and not is_script(["--version"])
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["none.py"], "cannot find the script 'none.py'"),
+        (["--cpu"], "--cpu wants a script"),
+        (["nonsense"], "invalid choice: 'nonsense'"),
+    ],
+)
+def test_bad_command_lines_are_one_line(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and text in lines[0]

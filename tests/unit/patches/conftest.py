@@ -1,0 +1,15 @@
+"""Fixtures of the seams' tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.patches.fake_megatron import FakeMegatron
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeMegatron:
+    """A `megatron.training` for the length of a test."""
+    megatron = FakeMegatron()
+    megatron.install(monkeypatch)
+    return megatron

@@ -1,0 +1,186 @@
+"""A `megatron.training` of a few lines, with the real one's signatures, for tests of the seams.
+
+The wheel of megatron-core 0.16.1 has no `megatron.training`; these modules stand in its place. Each
+function returns what tells that it was called, and with what.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+ARGS: dict[str, Any] = {
+    "iteration": 0,
+    "curr_iteration": 5,
+    "seq_length": 8,
+    "log_interval": 2,
+    "num_layers": 4,
+    "ckpt_format": "torch_dist",
+    "rank": 0,
+    "save": None,
+}
+
+
+class FakeMegatron:
+    """The modules, and what the tests set in them.
+
+    Attributes:
+        args: Megatron's global namespace.
+        calls: what was called, in order, with its arguments.
+        loss: what `train_step` reports.
+    """
+
+    def __init__(self) -> None:
+        self.args = argparse.Namespace(**ARGS)
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.repeats = 1
+        self.loaded: dict[str, Any] | None = {"iteration": 3}
+        self.release = False
+        self.arguments = ModuleType("megatron.training.arguments")
+        self.training = ModuleType("megatron.training.training")
+        self.checkpointing = ModuleType("megatron.training.checkpointing")
+        self.global_vars = ModuleType("megatron.training.global_vars")
+        self._fill()
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        package = ModuleType("megatron.training")
+        package.__path__ = []  # type: ignore[attr-defined]
+        modules = (package, self.arguments, self.training, self.checkpointing, self.global_vars)
+        for module in modules:
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def add_legacy_kernels(self, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+        """The module that 0.16 has, on a machine without nvcc."""
+
+        def load(args: Any) -> None:
+            raise FileNotFoundError("nvcc")
+
+        module = ModuleType("megatron.legacy.fused_kernels")
+        self._set(module, load)
+        package = ModuleType("megatron.legacy")
+        package.__path__ = []  # type: ignore[attr-defined]
+        for added in (package, module):
+            monkeypatch.setitem(sys.modules, added.__name__, added)
+        return module
+
+    def _fill(self) -> None:
+        fake: Any = self
+
+        def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+            parser.add_argument("--lr", type=float, default=0.1, help="50% of what it was")
+            parser.add_argument("--distributed-backend", default="nccl")
+            return parser
+
+        def setup_model_and_optimizer(
+            model_type: Any,
+            model_provider_func: Any = None,
+            checkpointing_context: Any = None,
+            *,
+            cfg_container: Any = None,
+        ) -> Any:
+            fake.calls.append(("setup", (model_type,), {"cfg_container": cfg_container}))
+            return ["model"], "optimizer", "scheduler"
+
+        def train_step(
+            forward_step_func: Any,
+            data_iterator: Any,
+            model: Any,
+            optimizer: Any,
+            opt_param_scheduler: Any,
+            config: Any,
+            forward_backward_func: Any,
+            iteration: Any = None,
+            pg_collection: Any = None,
+        ) -> Any:
+            for _ in range(fake.repeats):
+                reports = forward_backward_func(data_iterator=data_iterator, model=model)
+            return {"lm loss": reports}, 0, False, False, 0, 2.5, None, 0
+
+        def post_training_step_callbacks(
+            model: Any,
+            optimizer: Any,
+            opt_param_scheduler: Any,
+            iteration: int,
+            prof: Any,
+            num_floating_point_operations_since_last_log_event: float,
+            nsys_nvtx_context: Any = None,
+        ) -> float:
+            return num_floating_point_operations_since_last_log_event + 1.0
+
+        def evaluate(forward_step_func: Any, data_iterator: Any, model: Any) -> Any:
+            return {"lm loss": 1.5}, None, False
+
+        def save_checkpoint_and_time(
+            iteration: int, model: Any, non_persistent_ckpt: bool = False
+        ) -> str:
+            return f"saved {iteration}"
+
+        def generate_state_dict(args: Any, model: Any, iteration: Any = None) -> dict[str, Any]:
+            return {"model": model}
+
+        def _load_base_checkpoint(load_dir: Any, args: Any, rank0: bool = False) -> Any:
+            return fake.loaded, str(load_dir), fake.release, "global"
+
+        def get_checkpoint_name(path: str, iteration: int, return_base_dir: bool = False) -> str:
+            return f"{path}/iter_{iteration:07d}"
+
+        self._set(self.arguments, add_megatron_arguments)
+        self._set(
+            self.training,
+            setup_model_and_optimizer,
+            train_step,
+            post_training_step_callbacks,
+            evaluate,
+            save_checkpoint_and_time,
+        )
+        self._set(
+            self.checkpointing, generate_state_dict, _load_base_checkpoint, get_checkpoint_name
+        )
+        self._set(self.global_vars, lambda: self.args, name="get_args")
+        self._set(self.global_vars, lambda: None, name="get_tensorboard_writer")
+        self._set(self.global_vars, lambda: None, name="get_wandb_writer")
+
+    @staticmethod
+    def _set(module: ModuleType, *functions: Any, name: str | None = None) -> None:
+        for function in functions:
+            setattr(module, name or function.__name__, function)
+
+
+class FakeController:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.plan = SimpleNamespace(step=0)
+
+    def begin_step(self, step: int) -> None:
+        self.told.append(("begin", step))
+
+    def forward_backward(self, step: int, function: Any, **kwargs: Any) -> Any:
+        self.told.append(("forward-backward", step))
+        return function(**kwargs)
+
+    def end_step(self, step: int, metrics: dict[str, Any]) -> None:
+        self.told.append(("end", step, metrics))
+
+    def evaluating(self) -> Any:
+        controller = self
+
+        class Context:
+            def __enter__(self) -> None:
+                controller.told.append("evaluating")
+
+            def __exit__(self, *exc: object) -> None:
+                controller.told.append("evaluated")
+
+        return Context()
+
+    def state(self, step: int) -> Any:
+        return SimpleNamespace(to_dict=lambda: {"version": 1, "step": step})
+
+    def close(self) -> None:
+        self.told.append("closed")

@@ -1,0 +1,72 @@
+"""What a command line installs, in the process and by `import megatron_snip.auto`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_snip.errors import UnsupportedError
+from megatron_snip.patches import cpu, target
+from megatron_snip.patches.seams import REGISTRY, SEAMS, install_for
+from tests.unit.patches.fake_megatron import FakeMegatron
+
+
+@pytest.fixture(autouse=True)
+def undone(fake: FakeMegatron) -> Iterator[None]:
+    yield
+    REGISTRY.uninstall()
+
+
+def installed() -> set[str]:
+    return {seam.name for seam in SEAMS if REGISTRY.state(seam).word == "installed"}
+
+
+def test_names_are_unique_and_targets_too() -> None:
+    assert len({seam.name for seam in SEAMS}) == len(SEAMS)
+    assert len({str(seam.target) for seam in SEAMS}) == len(SEAMS)
+
+
+def test_without_the_flag_only_the_parser() -> None:
+    install_for(["--lr", "0.1"])
+    assert installed() == {"arguments"}
+
+
+def test_with_the_flag_all_that_snip_needs() -> None:
+    install_for(["--lr", "0.1", "--snip", "--snip-interval", "9"])
+    assert installed() == {seam.name for seam in SEAMS if seam.when != "--cpu"}
+    assert REGISTRY.session.given["snip_interval"] == "9"
+    install_for(["--lr", "0.1", "--snip"])  # again does no harm
+    assert installed() == {seam.name for seam in SEAMS if seam.when != "--cpu"}
+
+
+def test_the_import_reads_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", "--snip"])
+    monkeypatch.delitem(sys.modules, "megatron_snip.auto", raising=False)
+    importlib.import_module("megatron_snip.auto")
+    assert "train-step" in installed()
+
+
+def test_a_strict_user_refuses_unknown_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "core_version", lambda: "0.25.0")
+    with pytest.raises(UnsupportedError, match=r"0\.25\.0 was not tested"):
+        install_for(["--snip", "--snip-strict-version"])
+    assert installed() == set()
+    install_for(["--snip"])
+    assert "train-step" in installed()
+
+
+def test_cuda_kernels_are_left_unbuilt_on_a_cpu(
+    fake: FakeMegatron, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.16 builds them with nvcc at every start."""
+    kernels = fake.add_legacy_kernels(monkeypatch)
+    install_for([])
+    with pytest.raises(FileNotFoundError):
+        kernels.load("args")
+    monkeypatch.setattr(cpu, "is_installed", lambda: True)
+    install_for([])
+    assert kernels.load("args") is None
+    assert "fused-kernels" in installed()
