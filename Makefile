@@ -16,6 +16,15 @@ RUN_DIR ?= runs/demo
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 
+# megatron.training is in megatron-core's wheel from 0.17 on, which wants Python 3.12; its tests have
+# a venv of their own, with older releases unpacked beside it.
+MEGATRON_PYTHON ?= $(shell sh tests/megatron/find_python.sh)
+MEGATRON_VENV ?= .venv-megatron
+MEGATRON_LOCK := requirements/megatron.txt
+MEGATRON_RELEASES := 0.16.1 0.17.1 0.18.2
+MEGATRON_STAMP := $(MEGATRON_VENV)/.installed-$(shell cat $(MEGATRON_LOCK) | sha256sum | cut -c1-16)
+MEGATRON_PIP := $(MEGATRON_VENV)/bin/python -m pip --disable-pip-version-check
+
 # One thread a process: ranks share the cores, and results do not depend on the machine's count.
 export OMP_NUM_THREADS ?= 1
 
@@ -59,6 +68,26 @@ unit: $(STAMP)  ## tests of one process
 .PHONY: distributed
 distributed: $(STAMP)  ## tests of 2 and 4 gloo ranks
 	$(BIN)/pytest tests/distributed $(PYTEST_ARGS)
+
+.PHONY: test-megatron
+test-megatron:  ## train with Megatron's own pretrain (Python 3.12)
+	@if [ -e $(MEGATRON_STAMP) ] || [ -n "$(MEGATRON_PYTHON)" ]; then \
+	  $(MAKE) --no-print-directory $(MEGATRON_STAMP) && \
+	  MEGATRON_RELEASES=$(abspath $(MEGATRON_VENV))/releases \
+	    $(MEGATRON_VENV)/bin/python -m pytest tests/megatron $(PYTEST_ARGS); \
+	else \
+	  echo "test-megatron: SKIPPED: found no Python 3.12 or later, on PATH or in pyenv"; \
+	fi
+
+$(MEGATRON_STAMP):
+	$(MEGATRON_PYTHON) -m venv $(MEGATRON_VENV)
+	$(MEGATRON_PIP) install -q -r $(MEGATRON_LOCK)
+	@for release in $(MEGATRON_RELEASES); do \
+	  $(MEGATRON_PIP) install -q --upgrade --no-deps \
+	    --target $(MEGATRON_VENV)/releases/$$release megatron-core==$$release; \
+	done
+	@rm -f $(MEGATRON_VENV)/.installed-*
+	@touch $@
 
 .PHONY: lock
 lock: $(STAMP)  ## write requirements/lock.txt from what .venv holds

@@ -76,12 +76,14 @@ class Case:
         flags: after the model's and the layout's.
         environment: variables for the script.
         plain: without this package's runner.
+        script: the script.
     """
 
     layout: str
     flags: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
     plain: bool = False
+    script: str = SCRIPT
 
 
 class Lab:
@@ -98,12 +100,14 @@ class Lab:
         flags: Sequence[str] = (),
         environment: dict[str, str] | None = None,
         plain: bool = False,
+        script: str = SCRIPT,
     ) -> Run:
         """Return how a case ended; it is run at the first call."""
-        case = Case(layout, tuple(flags), tuple(sorted((environment or {}).items())), plain)
+        variables = tuple(sorted((environment or {}).items()))
+        case = Case(layout, tuple(flags), variables, plain, script)
         if case not in self._runs:
             ranks, parallel = LAYOUTS[layout]
-            start = [SCRIPT, *CPU.split()] if plain else ["--cpu", SCRIPT]
+            start = [script, *CPU.split()] if plain else ["--cpu", script]
             words = [*start, *MODEL.split(), *parallel, *flags]
             self._runs[case] = self._fleet.run(ranks, words, dict(case.environment), plain)
         return self._runs[case]

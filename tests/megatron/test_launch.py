@@ -1,0 +1,50 @@
+"""The ways into a script: torchrun's `-m megatron_snip`, and `import megatron_snip.auto`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from tests.distributed.launch import RANK_ENVIRONMENT, ROOT, free_port
+from tests.megatron.lab import LAYOUTS, MODEL, SCRIPT, SNIP, Lab, weights
+
+
+def test_torchrun_runs_what_the_other_tests_run(lab: Lab) -> None:
+    """Fresh interpreters, from a directory that is neither the script's nor the package's."""
+    folder = lab.output("torchrun")
+    folder.mkdir()
+    ranks, parallel = LAYOUTS["tp2"]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    launcher += ["--master-port", str(free_port())]
+    words = ["-m", "megatron_snip", "--cpu", SCRIPT, *MODEL.split(), *parallel, *SNIP]
+    environment = {**os.environ, **RANK_ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    environment |= {"TINY_RESULTS": str(folder), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, *launcher, *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = [json.loads((folder / f"{rank}.json").read_text())["weights"] for rank in range(ranks)]
+    assert found == weights(lab.planned("tp2")[0])
+    assert (folder / "snip" / "plans" / "6.json").is_file()  # no --save: the current directory
+
+
+def test_one_import_does_the_same(lab: Lab) -> None:
+    output = str(lab.output("auto"))
+    script = SCRIPT.replace("pretrain_tiny", "pretrain_auto")
+    run = lab.run("tp2", [*SNIP, "--snip-output-dir", output], script=script, plain=True)
+    assert weights(run) == weights(lab.planned("tp2")[0])
+
+
+def test_one_import_without_the_flag_changes_nothing(lab: Lab) -> None:
+    script = SCRIPT.replace("pretrain_tiny", "pretrain_auto")
+    run = lab.run("tp2", script=script, plain=True)
+    assert weights(run) == weights(lab.run("tp2", plain=True))
+    assert "megatron_snip" not in run.logs[0]
