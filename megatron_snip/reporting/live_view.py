@@ -116,7 +116,7 @@ def sparkline(values: Sequence[float], width: int, blocks: str = _BLOCKS) -> str
 
 
 def _cell(option: Option, mixed: bool) -> Text:
-    """Return the formats in color: one word, or where some are mixed fprop, dgrad, wgrad in bits."""
+    """Return the formats in color: one word, or the bits of fprop, dgrad, wgrad where some mix."""
     text = Text()
     if not mixed:
         return text.append(f" {option} ".ljust(7), style=_style(option.fprop))

@@ -8,7 +8,7 @@ ordinary, `metrics` at the end of the step.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -153,32 +153,40 @@ class FileReporter:
 
 
 class Reporters:
-    """Passes everything on to several reporters, in order."""
+    """Passes everything on to several reporters, in order.
+
+    One that fails does not keep it from the others; the first error is raised afterwards.
+    """
 
     def __init__(self, reporters: Sequence[Reporter]) -> None:
         self._reporters = tuple(reporters)
 
     def refreshed(self, refresh: Refresh) -> None:
         """Pass on."""
-        for reporter in self._reporters:
-            reporter.refreshed(refresh)
+        self._each(lambda reporter: reporter.refreshed(refresh))
 
     def planned(self, applied: Applied) -> None:
         """Pass on."""
-        for reporter in self._reporters:
-            reporter.planned(applied)
+        self._each(lambda reporter: reporter.planned(applied))
 
     def event(self, event: Event) -> None:
         """Pass on."""
-        for reporter in self._reporters:
-            reporter.event(event)
+        self._each(lambda reporter: reporter.event(event))
 
     def metrics(self, step: int, values: dict[str, Any]) -> None:
         """Pass on."""
-        for reporter in self._reporters:
-            reporter.metrics(step, values)
+        self._each(lambda reporter: reporter.metrics(step, values))
 
     def close(self) -> None:
         """Close all."""
+        self._each(lambda reporter: reporter.close())
+
+    def _each(self, message: Callable[[Reporter], None]) -> None:
+        errors = []
         for reporter in self._reporters:
-            reporter.close()
+            try:
+                message(reporter)
+            except Exception as error:  # a full disk must not silence the dashboard
+                errors.append(error)
+        if errors:
+            raise errors[0]

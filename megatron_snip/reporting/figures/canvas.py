@@ -26,6 +26,9 @@ from matplotlib.ticker import MaxNLocator
 PIXELS_PER_INCH = 96
 """CSS pixels in an inch."""
 
+_MOST_SHAPES = 600
+"""Cells of a mesh that are stored as shapes; as pixels, thousands take a hundredth of the room."""
+
 
 @dataclass(frozen=True)
 class Theme:
@@ -133,10 +136,27 @@ HALF = Canvas(512)
 NARROW = Canvas(348, narrow=True)
 
 
+def mesh_style(canvas: Canvas, rows: int, cells: int, gap: bool) -> dict[str, Any]:
+    """Return how `pcolormesh` draws cells: parted while few, stored as pixels where many.
+
+    Args:
+        canvas: what they are drawn on.
+        rows: of cells; above 40 lines between them would hide them.
+        cells: in all.
+        gap: whether cells are parted at all; without, they are drawn over the seams between them.
+    """
+    if cells > _MOST_SHAPES:
+        return {"rasterized": True, "edgecolors": "none", "antialiased": False}
+    if gap and rows <= 40:
+        return {"edgecolors": canvas.theme.surface, "linewidth": 1.5}
+    return {"edgecolors": "face", "linewidth": 0.3}
+
+
 def svg(figure: Figure) -> bytes:
     """Return the figure as SVG on a transparent ground; call within its canvas's style."""
     stream = io.BytesIO()
-    figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
+    dpi = 2 * PIXELS_PER_INCH  # of what is stored as pixels
+    figure.savefig(stream, format="svg", dpi=dpi, transparent=True, metadata={"Date": None})
     return stream.getvalue()
 
 

@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from numpy.typing import NDArray
 
 from megatron_snip.reporting.divergence_record import DivergenceRecord, Kind
-from megatron_snip.reporting.figures.canvas import Canvas, short
+from megatron_snip.reporting.figures.canvas import Canvas, mesh_style, short
 from megatron_snip.reporting.linear_grid import LinearGrid, make_grid
 
 TITLES: dict[Kind, str] = {
@@ -68,15 +68,11 @@ def _map(
 ) -> Any:
     theme = canvas.theme
     axes.set_facecolor(theme.faint)
-    small = table.size <= 2000
     drawn = axes.pcolormesh(
         np.ma.masked_where(~(table > 0), table),
         cmap="viridis",
         norm=scale,
-        edgecolors=theme.surface if small else "none",
-        linewidth=1.5 if small else 0.0,
-        antialiased=small,
-        rasterized=not small,
+        **mesh_style(canvas, table.shape[0], table.size, gap=True),
     )
     axes.set_ylim(table.shape[0], 0)
     every = max(1, -(-len(grid.rows) // 20))

@@ -14,14 +14,11 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from megatron_snip.options import Option
-from megatron_snip.reporting.figures.canvas import Canvas, step_ticks
+from megatron_snip.reporting.figures.canvas import Canvas, mesh_style, step_ticks
 from megatron_snip.reporting.figures.palette import NAMES, format_legend, format_map
 from megatron_snip.reporting.linear_grid import LinearGrid, make_grid
 from megatron_snip.reporting.run_record import PlanSpan
 from megatron_snip.types import Gemm
-
-_MANY_CELLS = 4000
-"""Cells above which a panel is stored as pixels, which keeps a report of a large model small."""
 
 
 def gemms_shown(options: Iterable[Option]) -> tuple[Gemm, ...]:
@@ -138,7 +135,6 @@ def _cells(
 ) -> None:
     theme = canvas.theme
     axes.set_facecolor(theme.faint)
-    small = cells.size <= _MANY_CELLS
     axes.pcolormesh(
         edges,
         np.arange(cells.shape[0] + 1),
@@ -146,10 +142,7 @@ def _cells(
         cmap=format_map(theme),
         vmin=-0.5,
         vmax=len(NAMES) - 0.5,
-        edgecolors=theme.surface if gap and small else "none",
-        linewidth=1.5 if gap and small else 0.0,
-        antialiased=gap and small,
-        rasterized=not small,
+        **mesh_style(canvas, cells.shape[0], cells.size, gap),
     )
     axes.set_ylim(cells.shape[0], 0)
     axes.set_xlim(edges[0], edges[-1])

@@ -24,7 +24,7 @@ from megatron_snip.config import SnipConfig
 from megatron_snip.controller import SnipController
 from megatron_snip.log import forget_warnings
 from megatron_snip.patches import cpu
-from megatron_snip.reporting.reporter import Applied, Refresh
+from megatron_snip.reporting.reporter import Applied, Event, Refresh
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.trainer.config import TrainConfig, make_train_config
 from megatron_snip.trainer.hooks import PlainHook, TrainingHook
@@ -80,6 +80,7 @@ class Memory:
         self.refreshes: list[Refresh] = []
         self.applied: list[Applied] = []
         self.values: list[dict[str, Any]] = []
+        self.events: list[Event] = []
         self.closed = 0
 
     def refreshed(self, refresh: Refresh) -> None:
@@ -87,6 +88,9 @@ class Memory:
 
     def planned(self, applied: Applied) -> None:
         self.applied.append(applied)
+
+    def event(self, event: Event) -> None:
+        self.events.append(event)
 
     def metrics(self, step: int, values: dict[str, Any]) -> None:
         self.values.append({"step": step, **values})
