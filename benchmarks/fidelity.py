@@ -293,7 +293,9 @@ def main(argv: list[str] | None = None) -> int:
 def _show(results: list[dict[str, Any]], size: Size, summary: dict[str, Any]) -> None:
     console = Console(width=110)
     for kind in ("loss", "weight"):
-        table = Table(title=f"{kind} divergence against brute force, Spearman", title_justify="left")
+        table = Table(
+            title=f"{kind} divergence against brute force, Spearman", title_justify="left"
+        )
         table.add_column("prediction")
         for result in results:
             table.add_column(f"L{result['shape']['num_layers']} step {result['step']}")
