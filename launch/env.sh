@@ -1,0 +1,52 @@
+# shellcheck shell=bash
+# Environment of a training job: every variable with its reason. torchrun.sh and slurm.sbatch source
+# this file; what is set already stays as it is.
+
+# ---- what the scripts read -----------------------------------------------------------------------
+
+# The Python that has megatron-snip installed.
+export SNIP_PYTHON="${SNIP_PYTHON:-python3}"
+
+# Ranks on a node: one a GPU. Without GPUs say how many gloo ranks to start.
+if [ -z "${SNIP_RANKS_PER_NODE:-}" ]; then
+  SNIP_RANKS_PER_NODE="${SLURM_GPUS_ON_NODE:-$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)}"
+  if [ "$SNIP_RANKS_PER_NODE" -lt 1 ]; then SNIP_RANKS_PER_NODE=1; fi
+fi
+export SNIP_RANKS_PER_NODE
+
+# Nodes of the job, and which of them this is (0-based). slurm.sbatch sets the first, Slurm the second.
+export SNIP_NODES="${SNIP_NODES:-1}"
+export SNIP_NODE_RANK="${SNIP_NODE_RANK:-${SLURM_NODEID:-0}}"
+
+# Folder of checkpoints: the job goes on from the latest one in it and saves to it, also on SIGUSR1.
+# Empty: no checkpoints but those that the command line asks for.
+export SNIP_CHECKPOINTS="${SNIP_CHECKPOINTS:-}"
+
+# Container of the job's steps under Slurm: an image for pyxis, or an apptainer file (*.sif). Empty:
+# none. Mounts are SOURCE:TARGET[,SOURCE:TARGET...]; the working directory is always mounted,
+# data and checkpoints elsewhere are not.
+export SNIP_CONTAINER="${SNIP_CONTAINER:-}"
+export SNIP_CONTAINER_MOUNTS="${SNIP_CONTAINER_MOUNTS:-}"
+
+# Network interface between nodes, e.g. eth0. Gloo (plans, votes, checkpoint metadata) and NCCL's first
+# contact otherwise take the one that the host's name resolves to, which other nodes may not reach.
+if [ -n "${SNIP_INTERFACE:-}" ]; then
+  export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$SNIP_INTERFACE}"
+  export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-$SNIP_INTERFACE}"
+fi
+
+# ---- what torch and Megatron read ----------------------------------------------------------------
+
+# Tensor parallelism relies on communication kernels being launched before the GEMMs that they
+# overlap with; one hardware queue keeps that order, and Megatron insists on it.
+export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+
+# torch starts a thread a core in every rank otherwise, and ranks share the cores.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+# A killed job keeps its last log lines.
+export PYTHONUNBUFFERED="${PYTHONUNBUFFERED:-1}"
+
+# Seconds between torchrun's SIGTERM and SIGKILL to its ranks (30 by default): time to write a
+# checkpoint when a job is cancelled. Slurm's own KillWait may be shorter.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"

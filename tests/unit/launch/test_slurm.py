@@ -1,0 +1,139 @@
+"""launch/slurm.sbatch: what it prints, and when it queues its job again.
+
+Slurm's commands are stand-ins here; tests/slurm/ runs the same file on a real cluster.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.unit.launch.shell import LAUNCH, commands, flag, run_script, stand_in
+
+JOB = {
+    "SLURM_JOB_ID": "10042",
+    "SLURM_JOB_NAME": "mine",
+    "SLURM_JOB_NUM_NODES": "4",
+    "SLURM_JOB_NODELIST": "n[1-4]",
+}
+SCONTROL = """
+case $1 in
+  show) printf 'n1\\nn2\\n' ;;
+  requeue) echo "requeued $2" ;;
+esac
+"""
+
+
+def dry_run(folder: Path, *words: str, **environment: str) -> list[list[str]]:
+    stand_in(folder, "scontrol", SCONTROL)
+    done = run_script("slurm.sbatch", "--dry-run", *words, folder=folder, environment=environment)
+    return commands(done)
+
+
+def test_a_dry_run_shows_the_step_and_what_a_node_runs(tmp_path: Path) -> None:
+    step, node = dry_run(tmp_path, "train", "--config", "a b.yaml", **JOB)
+    assert step[:2] == ["srun", "--kill-on-bad-exit=1"]
+    assert "--ntasks-per-node=1" in step
+    begin = step.index("bash")
+    assert step[begin:] == ["bash", str(LAUNCH / "torchrun.sh"), "train", "--config", "a b.yaml"]
+    assert (flag(node, "--nnodes"), flag(node, "--node-rank")) == ("4", "0")
+    assert (flag(node, "--master-addr"), flag(node, "--master-port")) == ("n1", "20042")
+    checkpoints = str(tmp_path / "runs" / "mine-10042" / "checkpoints")
+    assert node[-4:] == ["--save", checkpoints, "--load", checkpoints]
+
+
+def test_a_dry_run_needs_no_slurm(tmp_path: Path) -> None:
+    done = run_script("slurm.sbatch", "--dry-run", "pretrain_gpt.py", "--snip", folder=tmp_path)
+    _, node = commands(done)
+    assert flag(node, "--master-addr") == "node0"
+    assert "SIGUSR1" in node
+
+
+def test_an_address_from_outside_wins(tmp_path: Path) -> None:
+    _, node = dry_run(tmp_path, "train", **JOB, MASTER_ADDR="a", MASTER_PORT="7")
+    assert (flag(node, "--master-addr"), flag(node, "--master-port")) == ("a", "7")
+
+
+def test_containers_are_one_variable(tmp_path: Path) -> None:
+    (plain, _) = dry_run(tmp_path, "train", **JOB)
+    assert not any("container" in word or word == "apptainer" for word in plain)
+    (pyxis, _) = dry_run(
+        tmp_path, "train", **JOB, SNIP_CONTAINER="image:1", SNIP_CONTAINER_MOUNTS="/data:/data"
+    )
+    assert "--container-image=image:1" in pyxis
+    mounts = f"{tmp_path}:{tmp_path},{LAUNCH}:{LAUNCH},/data:/data"
+    assert f"--container-mounts={mounts}" in pyxis
+    assert f"--container-workdir={tmp_path}" in pyxis
+    (file, _) = dry_run(tmp_path, "train", **JOB, SNIP_CONTAINER="image.sif")
+    begin = file.index("apptainer")
+    assert file[begin : begin + 3] == ["apptainer", "exec", "--nv"]
+    assert file.index("image.sif") + 1 == file.index("bash")
+
+
+def run_job(
+    folder: Path, srun: str, script: Path = LAUNCH / "slurm.sbatch", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the batch script with an `srun` of our own; scancel signals it as Slurm would."""
+    stand_in(folder, "scontrol", SCONTROL.replace("show)", f"show) {environment.get('SHOW', '')}"))
+    stand_in(folder, "srun", f"echo $$ > srun.pid\n{srun}")
+    stand_in(folder, "scancel", 'echo "scancel $*"; kill -USR1 "$(cat srun.pid)"')
+    checkpoints = folder / "c"
+    checkpoints.mkdir(exist_ok=True)
+    variables = {**JOB, "SNIP_CHECKPOINTS": str(checkpoints), **environment}
+    return run_script(str(script), "train", folder=folder, environment=variables)
+
+
+SAVE = "echo 40 > c/latest_checkpointed_iteration.txt; exit 0"
+WARN = "kill -USR1 $PPID; "
+"""Slurm's warning to the batch script, from inside the step."""
+
+
+def until_signal(action: str) -> str:
+    return f"trap '{action}' USR1; {WARN} while :; do sleep 0.05; done"
+
+
+def test_a_finished_job_is_not_queued_again(tmp_path: Path) -> None:
+    done = run_job(tmp_path, SAVE)
+    assert done.returncode == 0, done.stderr
+    assert "requeued" not in done.stdout
+
+
+def test_near_its_time_limit_it_saves_and_is_queued_again(tmp_path: Path) -> None:
+    done = run_job(tmp_path, until_signal(SAVE))
+    assert done.returncode == 0, done.stderr
+    assert "scancel --signal=USR1 10042" in done.stdout
+    assert done.stdout.rstrip().endswith("requeued 10042")
+
+
+def test_without_progress_it_ends(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "latest_checkpointed_iteration.txt").write_text("40\n")
+    done = run_job(tmp_path, until_signal(SAVE))
+    assert done.returncode == 1
+    assert "no step was saved" in done.stderr
+    assert "requeued" not in done.stdout
+
+
+@pytest.mark.parametrize("srun", ["exit 9", until_signal(SAVE.replace("exit 0", "exit 9"))])
+def test_a_failed_step_fails_the_job(tmp_path: Path, srun: str) -> None:
+    done = run_job(tmp_path, srun)
+    assert done.returncode == 9
+    assert "status 9" in done.stderr
+    assert "requeued" not in done.stdout
+
+
+def test_slurms_copy_of_the_script_finds_the_others(tmp_path: Path) -> None:
+    copy = tmp_path / "slurm_script"
+    copy.write_text((LAUNCH / "slurm.sbatch").read_text())
+    show = f'[ "$2" = hostnames ] || echo "   Command={LAUNCH}/slurm.sbatch train";'
+    done = run_job(tmp_path, 'echo "step: $*"', script=copy, SHOW=show)
+    assert done.returncode == 0, done.stderr
+    assert f"bash {LAUNCH}/torchrun.sh train" in done.stdout
+
+
+def test_each_node_counts_its_own_ranks(tmp_path: Path) -> None:
+    tell = 'echo "step: ${SNIP_RANKS_PER_NODE-own} ${SNIP_NODE_RANK-own} $SNIP_NODES"'
+    assert "step: own own 4" in run_job(tmp_path, tell, SLURM_GPUS_ON_NODE="8").stdout
+    assert "step: 3 own 4" in run_job(tmp_path, tell, SNIP_RANKS_PER_NODE="3").stdout

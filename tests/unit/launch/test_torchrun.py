@@ -1,0 +1,95 @@
+"""launch/torchrun.sh: the command that it prints and runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import parse_args
+
+from tests.unit.launch.shell import commands, flag, run_script, stand_in
+
+TWO_NODES = {
+    "SNIP_NODES": "2",
+    "SNIP_NODE_RANK": "1",
+    "SNIP_RANKS_PER_NODE": "4",
+    "MASTER_ADDR": "host a",
+    "MASTER_PORT": "1234",
+}
+
+
+def dry_run(folder: Path, *words: str, **environment: str) -> list[str]:
+    done = run_script("torchrun.sh", "--dry-run", *words, folder=folder, environment=environment)
+    (command,) = commands(done)
+    return command
+
+
+def test_one_node_needs_no_address(tmp_path: Path) -> None:
+    words = ["train", "--config", "a file.yaml", "--snip-pin", "decoder.*=fp8"]
+    command = dry_run(tmp_path, *words, SNIP_RANKS_PER_NODE="2", SNIP_PYTHON="/a python")
+    assert command[:3] == ["/a python", "-m", "torch.distributed.run"]
+    read = parse_args(command[3:])
+    assert (read.nproc_per_node, read.standalone, read.nnodes) == ("2", True, "1:1")
+    assert (read.module, read.training_script) == (True, "megatron_snip")
+    assert read.training_script_args == words
+
+
+def test_several_nodes_meet_at_the_first_in_their_order(tmp_path: Path) -> None:
+    read = parse_args(dry_run(tmp_path, "pretrain_gpt.py", "--snip", **TWO_NODES)[3:])
+    assert (read.rdzv_backend, read.standalone) == ("static", False)
+    assert (read.nnodes, read.node_rank, read.nproc_per_node) == ("2", 1, "4")
+    assert (read.master_addr, read.master_port) == ("host a", 1234)
+    assert read.training_script_args == ["pretrain_gpt.py", "--snip"]
+
+
+@pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
+def test_several_nodes_without_an_address_are_refused(tmp_path: Path, missing: str) -> None:
+    environment = {name: value for name, value in TWO_NODES.items() if name != missing}
+    done = run_script("torchrun.sh", "train", folder=tmp_path, environment=environment)
+    assert done.returncode != 0
+    assert missing in done.stderr
+
+
+def test_slurm_names_the_node(tmp_path: Path) -> None:
+    environment = {k: v for k, v in TWO_NODES.items() if k != "SNIP_NODE_RANK"}
+    assert flag(dry_run(tmp_path, "train", **environment, SLURM_NODEID="1"), "--node-rank") == "1"
+
+
+def test_both_programs_save_and_go_on_in_one_folder(tmp_path: Path) -> None:
+    folder = {"SNIP_CHECKPOINTS": "/c"}
+    both = ["--save", "/c", "--load", "/c"]
+    assert dry_run(tmp_path, "train", **folder)[-5:] == ["train", *both]
+    script = dry_run(tmp_path, "--cpu", "dir/pretrain_gpt.py", "--snip", **folder)
+    signals = ["--exit-signal-handler", "--exit-signal", "SIGUSR1"]
+    begin = script.index("--cpu")
+    assert script[begin:] == ["--cpu", "dir/pretrain_gpt.py", "--snip", *both, *signals]
+
+
+@pytest.mark.parametrize("words", [["--save", "x"], ["--load=x"]])
+def test_a_second_folder_is_refused(tmp_path: Path, words: list[str]) -> None:
+    done = run_script(
+        "torchrun.sh",
+        "--dry-run",
+        "train",
+        *words,
+        folder=tmp_path,
+        environment={"SNIP_CHECKPOINTS": "/c"},
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "SNIP_CHECKPOINTS (/c)" in done.stderr
+    assert dry_run(tmp_path, "train", *words)[-len(words) :] == words  # their own to say
+
+
+@pytest.mark.parametrize("words", [[], ["--dry-run"], ["--cpu"], ["plan"], ["--snip"]])
+def test_other_words_show_the_usage(tmp_path: Path, words: list[str]) -> None:
+    done = run_script("torchrun.sh", *words, folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: torchrun.sh")
+
+
+def test_torchrun_survives_the_signal_and_its_status_is_the_scripts(tmp_path: Path) -> None:
+    stand_in(tmp_path, "python3", 'kill -USR1 $$; printf "%s|" "$OMP_NUM_THREADS" "$@"; exit 7')
+    done = run_script("torchrun.sh", "train", "--lr", "1 2", folder=tmp_path)
+    assert done.returncode == 7
+    assert done.stdout.startswith("1|-m|torch.distributed.run|")
+    assert done.stdout.endswith("|train|--lr|1 2|")
