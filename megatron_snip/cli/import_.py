@@ -20,7 +20,12 @@ from megatron_snip.options import Option
 from megatron_snip.planning.assigned import Work, assigned_plan
 from megatron_snip.planning.plan import PrecisionPlan, write_plan
 from megatron_snip.planning.problem import PlanningProblem, read_problem
-from megatron_snip.planning.te_config import Stages, import_options, num_layers
+from megatron_snip.planning.te_config import (
+    Stages,
+    evaluates_otherwise,
+    import_options,
+    num_layers,
+)
 
 EXAMPLES = """\
 examples:
@@ -72,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
     """
     problem = read_problem(args.problem)
     stages = stages_from(args, num_layers(problem.names))
-    linears = _linears(args, problem, stages)
+    configs = [read_yaml(path) for path in args.files]
+    linears = _linears(args, configs, problem, stages)
     plan = _plan(linears, problem)
     if args.output is not None:
         _write(plan, args.output)
@@ -82,13 +88,21 @@ def run(args: argparse.Namespace) -> int:
     for option, count in Counter(map(str, plan.linears.values())).most_common():
         print(f"  {option}: {count} linears")
     print(f"share of FLOPs in the lowest precision: {plan.efficiency:.4f}")
+    if any(map(evaluates_otherwise, configs)):
+        print(
+            "warning: evaluation recipes are left out: a plan holds in training and evaluation; "
+            "--snip-eval-precision bf16 evaluates in BF16"
+        )
     if args.output is not None:
         print(f"wrote {args.output}")
     return 0
 
 
 def _linears(
-    args: argparse.Namespace, problem: PlanningProblem, stages: Stages
+    args: argparse.Namespace,
+    configs: list[dict[str, Any]],
+    problem: PlanningProblem,
+    stages: Stages,
 ) -> dict[str, Option]:
     files: list[Path] = args.files
     base = Option.parse(args.base)
@@ -97,7 +111,6 @@ def _linears(
             f"{len(files)} files for {stages.num_stages} pipeline stages; give one file, or one "
             "for each"
         )
-    configs: list[dict[str, Any]] = [read_yaml(path) for path in files]
     result: dict[str, Option] = {}
     for name in problem.names:
         which = 0 if len(files) == 1 else stages.local(name)[0]

@@ -203,6 +203,12 @@ def import_options(
     return result
 
 
+def evaluates_otherwise(config: Mapping[str, Any]) -> bool:
+    """Return whether a file that was imported has evaluation recipes, which no plan can hold."""
+    each = (config.get("configs") or {}).values()
+    return any(_EVALUATION in one and one[_EVALUATION] != one.get(_TRAINING) for one in each)
+
+
 def _parts(config: Mapping[str, Any], source: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Return the configs and the enabled matchers as (pattern, config)."""
     configs, matchers = config.get("configs") or {}, config.get("matchers") or {}
