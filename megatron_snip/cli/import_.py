@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     """
     problem = read_problem(args.problem)
     stages = stages_from(args, num_layers(problem.names))
-    configs = [read_yaml(path) for path in args.files]
+    configs = _configs(args.files, stages)
     linears = _linears(args, configs, problem, stages)
     plan = _plan(linears, problem)
     if args.output is not None:
@@ -98,6 +98,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _configs(files: list[Path], stages: Stages) -> list[dict[str, Any]]:
+    if len(files) not in (1, stages.num_stages):
+        raise UsageError(
+            f"{len(files)} files for {stages.num_stages} pipeline stages; give one file, or one "
+            "for each"
+        )
+    return [read_yaml(path) for path in files]
+
+
 def _linears(
     args: argparse.Namespace,
     configs: list[dict[str, Any]],
@@ -106,11 +115,6 @@ def _linears(
 ) -> dict[str, Option]:
     files: list[Path] = args.files
     base = Option.parse(args.base)
-    if len(files) not in (1, stages.num_stages):
-        raise UsageError(
-            f"{len(files)} files for {stages.num_stages} pipeline stages; give one file, or one "
-            "for each"
-        )
     result: dict[str, Option] = {}
     for name in problem.names:
         which = 0 if len(files) == 1 else stages.local(name)[0]

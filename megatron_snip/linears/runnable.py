@@ -86,8 +86,8 @@ def offered(
         if len(refused) < len(names):
             kept.append(option)
         if refused:
-            linears = "no linear" if option not in kept else f"{len(refused)} linears not"
-            warnings.append(f"{option} is offered to {linears}: {_why(refused)}")
+            which = "any linear" if option not in kept else _linears(len(refused))
+            warnings.append(f"{option} is not offered to {which}: {_why(refused)}")
     if not any(option.share_in(lowest_format) for option in kept):
         reason = _why(runnable.refused(Option.uniform(lowest_format)))
         raise UnsupportedError(
@@ -146,7 +146,7 @@ def told_changes(
     """Return a line for each pair of options that `nearest` exchanged, with the reason."""
     pairs = Counter((before[name], after[name]) for name in before if before[name] != after[name])
     return [
-        f"{count} linears run {new} in place of {old}: {_why(runnable.refused(old))}"
+        f"{new} in place of {old} for {_linears(count)}: {_why(runnable.refused(old))}"
         for (old, new), count in pairs.items()
     ]
 
@@ -157,6 +157,10 @@ def _loses_nothing(new: Option, old: Option) -> bool:
 
 def _bits(option: Option) -> int:
     return sum(get_format(name).bits for name in option.formats)
+
+
+def _linears(count: int) -> str:
+    return "1 linear" if count == 1 else f"{count} linears"
 
 
 def _why(refused: Mapping[str, str]) -> str:

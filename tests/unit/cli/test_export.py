@@ -1,0 +1,140 @@
+"""`megatron-snip export` and `import`: plans as precision files and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from megatron_snip.__main__ import main
+from megatron_snip.planning.plan import read_plan, write_plan
+from megatron_snip.planning.problem import write_problem
+from tests.unit.planning.build import name_of, plan_of, problem_of
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_plan(plan_of(["fp4", "fp8", "bf16", "fp4"]), Path("plan.json"))
+    write_problem(problem_of([[0.0, 1.0]] * 4, flops=[1.0, 2.0, 3.0, 4.0]), Path("problem.json"))
+    return tmp_path
+
+
+def export(*words: str) -> int:
+    return main(["export", "plan.json", "--te-precision-config", "out.yaml", *words])
+
+
+def imported(*words: str) -> dict[str, str]:
+    problem = ["--problem", "problem.json", "--output", "back.json"]
+    assert main(["import", *words, *problem]) == 0
+    return {name: str(option) for name, option in read_plan(Path("back.json")).linears.items()}
+
+
+def failure(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(words) == 2
+    text = capsys.readouterr().err.strip()
+    assert "\n" not in text
+    return text
+
+
+def test_a_plan_for_blackwell(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export("--capability", "10.0") == 0
+    text = capsys.readouterr().out
+    assert "wrote out.yaml: 4 matchers" in text
+    assert "fp4: nvfp4 (2 linears)" in text and "fp8: mxfp8 (1 linears)" in text
+    config = yaml.safe_load(Path("out.yaml").read_text())
+    recipe = config["configs"]["fp4"]["training_recipe"]
+    assert recipe["fp4_quantization_recipe"] == "nvfp4"
+    # What comes back names the formats that Transformer Engine runs.
+    assert imported("out.yaml") == {
+        name_of(0): "nvfp4",
+        name_of(1): "mxfp8",
+        name_of(2): "bf16",
+        name_of(3): "nvfp4",
+    }
+    back = read_plan(Path("back.json"))
+    assert back.policy == "imported" and back.efficiency == pytest.approx(0.5)
+
+
+def test_fp4_does_not_run_on_hopper(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["export", "plan.json", "--te-precision-config", "out.yaml", "--capability", "9.0"]
+    text = failure(words, capsys)
+    assert "fp4 on compute capability 9.0: NVFP4 GEMMs need 10.0" in text and "--nearest" in text
+    assert not Path("out.yaml").exists()
+    assert export("--capability", "9.0", "--nearest") == 0
+    text = capsys.readouterr().out
+    assert "warning: fp4 becomes fp8: fp4 on compute capability 9.0" in text
+    assert list(imported("out.yaml").values()) == ["fp8", "fp8", "bf16", "fp8"]
+
+
+def test_options_by_gemm_need_this_package(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_plan(plan_of(["fp4-fp8-fp8", "fp4", "fp8-fp8-bf16", "fp8"]), Path("plan.json"))
+    assert export("--capability", "10.0") == 0
+    assert "need megatron-snip installed" in capsys.readouterr().out
+    back = list(imported("out.yaml").values())
+    assert back == ["nvfp4-mxfp8-mxfp8", "nvfp4", "mxfp8-mxfp8-bf16", "mxfp8"]
+
+
+def test_stages_have_files_of_their_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export("--capability", "10.0", "--pipeline-stages", "2") == 0
+    assert "give each rank that of its own stage" in capsys.readouterr().out
+    files = ["out.stage0.yaml", "out.stage1.yaml"]
+    assert not Path("out.yaml").exists()
+    back = imported(*files, "--pipeline-stages", "2")
+    assert list(back.values()) == ["nvfp4", "mxfp8", "bf16", "nvfp4"]
+    capsys.readouterr()
+    words = ["import", "out.stage0.yaml", "x.yaml", "--problem", "problem.json"]
+    assert "2 files for 1 pipeline stages" in failure(words, capsys)
+
+
+def test_uneven_chunks(folder: Path) -> None:
+    layout = ["--pipeline-stages", "2", "--chunk-layers", "1,3"]
+    assert export("--capability", "10.0", *layout) == 0
+    first = yaml.safe_load(Path("out.stage0.yaml").read_text())
+    assert [m["pattern"] for m in first["matchers"].values()] == [name_of(0)]
+    files = ["out.stage0.yaml", "out.stage1.yaml"]
+    assert list(imported(*files, *layout).values()) == ["nvfp4", "mxfp8", "bf16", "nvfp4"]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--capability", "ten"], "--capability must be like 9.0"),
+        (["--capability", "10.0", "--pipeline-stages", "3"], "4 layers do not divide"),
+        (["--capability", "10.0", "--pipeline-stages", "two"], "--pipeline-stages must be"),
+        (["--capability", "10.0", "--chunk-layers", "1,2"], "3 layers in 2 chunks"),
+        (["--capability", "8.0", "--nearest", "--chunk-layers", "x"], "--chunk-layers must be"),
+    ],
+)
+def test_bad_flags(
+    folder: Path, words: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ["export", "plan.json", "--te-precision-config", "out.yaml"]
+    assert why in failure([*base, *words], capsys)
+
+
+def test_without_a_gpu_the_capability_is_asked_for(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = ["export", "plan.json", "--te-precision-config", "out.yaml"]
+    assert "--capability 9.0" in failure(words, capsys)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 3))
+    assert export() == 0
+    assert "compute capability 10.3" in Path("out.yaml").read_text()
+
+
+def test_files_that_cannot_be_written_or_read(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["export", "plan.json", "--te-precision-config", "no/such/out.yaml"]
+    assert "cannot write 'no/such/out.yaml'" in failure([*words, "--capability", "10.0"], capsys)
+    words = ["import", "missing.yaml", "--problem", "problem.json"]
+    assert "missing.yaml" in failure(words, capsys)
+    Path("bad.yaml").write_text("configs: [1\n")
+    assert "bad.yaml" in failure(["import", "bad.yaml", "--problem", "problem.json"], capsys)
