@@ -66,8 +66,8 @@ def _split(name: str) -> tuple[str, int, str]:
 
 def _row_label(block: str, layer: int, several: bool) -> str:
     if layer < 0:
-        return block
-    return f"{block} {layer}" if several else str(layer)
+        return _short(block)
+    return f"{_short(block)} {layer}" if several else str(layer)
 
 
 def _column_labels(modules: list[str]) -> tuple[str, ...]:
@@ -77,4 +77,9 @@ def _column_labels(modules: list[str]) -> tuple[str, ...]:
         shorter = [label.removeprefix(prefix) for label in labels]
         if len(set(shorter)) == len(labels):
             labels = shorter
-    return tuple(labels)
+    return tuple(map(_short, labels))
+
+
+def _short(label: str) -> str:
+    """Return a label that leaves room for the picture; longer ones lose their middle."""
+    return label if len(label) <= 24 else f"{label[:11]}..{label[-11:]}"

@@ -4,6 +4,7 @@
     follow       reads and draws until the runs have made their steps, or until it is interrupted
 
 Where there is no terminal, `follow` prints a line for every plan and event, and the last step.
+Names and messages come from files; what they hold is neither markup nor a terminal's command here.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.reporting.linear_grid import make_grid
 from megatron_snip.reporting.live_run import LiveRun
-from megatron_snip.reporting.metrics_log import MetricsLog, PlanMark
-from megatron_snip.reporting.report.words import choices, number, percent, seconds
+from megatron_snip.reporting.metrics_log import EventMark, MetricsLog, PlanMark
+from megatron_snip.reporting.report.words import choices, number, percent, printable, seconds
 
 INTERVAL_S = 1.0
 _BLOCKS = "".join(chr(0x2581 + eighth) for eighth in range(8))
@@ -67,14 +68,13 @@ def live_view(run: LiveRun, ascii_only: bool = False) -> RenderableType:
         ascii_only: the terminal has no block characters.
     """
     if not run.metrics.rows:
-        return Panel(Text("waiting for the first step"), title=str(run.path), title_align="left")
+        return Panel(Text("waiting for the first step"), title=_title(run), title_align="left")
     parts: list[RenderableType] = [_progress(run), _numbers(run, ascii_only)]
     if run.plan is not None and run.mark is not None:
         parts += [Text(), _plan_line(run.plan, run.mark), plan_grid(run.plan.linears)]
     for event in run.metrics.events[-3:]:
-        parts.append(Text(f"step {event.step}: {event.kind}: {event.message}", style="red"))
-    state = "finished" if run.finished else "running"
-    return Panel(Group(*parts), title=f"{run.path} ({state})", title_align="left")
+        parts.append(Text(_event_line(event), style="red"))
+    return Panel(Group(*parts), title=_title(run), title_align="left")
 
 
 def plan_grid(linears: dict[str, Option]) -> Table:
@@ -90,7 +90,7 @@ def plan_grid(linears: dict[str, Option]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("layer", justify="right", style="dim")
     for column in grid.columns:
-        table.add_column(column, no_wrap=True)
+        table.add_column(Text(printable(column)), no_wrap=True)
     rows = list(range(len(grid.rows)))
     half = _MAX_ROWS // 2
     shown = rows if len(rows) <= _MAX_ROWS else [*rows[:half], -1, *rows[-half:]]
@@ -99,7 +99,7 @@ def plan_grid(linears: dict[str, Option]) -> Table:
             table.add_row("...")
             continue
         line = [cells.get((row, column), Text()) for column in range(len(grid.columns))]
-        table.add_row(grid.rows[row], *line)
+        table.add_row(Text(printable(grid.rows[row])), *line)
     return table
 
 
@@ -127,6 +127,16 @@ def _cell(option: Option, mixed: bool) -> Text:
 
 def _style(name: str) -> str:
     return f"white on {_COLORS.get(FORMATS[name].bits, 'red')}"
+
+
+def _title(run: LiveRun) -> Text:
+    if not run.metrics.rows:
+        return Text(printable(str(run.path)))
+    return Text(printable(f"{run.path} ({'finished' if run.finished else 'running'})"))
+
+
+def _event_line(event: EventMark) -> str:
+    return printable(f"step {event.step}: {event.kind}: {event.message}")
 
 
 def _progress(run: LiveRun) -> RenderableType:
@@ -210,7 +220,7 @@ def _tell(run: LiveRun, console: Console, since: tuple[int, int]) -> tuple[int, 
             _print(console, f"{run.path}: step {mark.step}: {_plan_line(plan, mark)}")
     for event in events:
         if event.step > since[1]:
-            _print(console, f"{run.path}: step {event.step}: {event.kind}: {event.message}")
+            _print(console, f"{run.path}: {_event_line(event)}")
     last_plan = plans[-1].step if plans else -1
     return last_plan, events[-1].step if events else -1
 

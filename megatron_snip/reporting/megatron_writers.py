@@ -33,12 +33,12 @@ class MegatronWriters(StepReporter):
         Args:
             tensorboard: `torch.utils.tensorboard.SummaryWriter`, or None.
             wandb: the `wandb` module with a run under way, or None.
-            config: SNIP's settings, shown in the W&B run's config.
+            config: SNIP's settings, shown in the W&B run's config and as text in TensorBoard.
             interval: iterations between two reports of training metrics (Megatron's own interval).
         """
         writers: list[StepWriter] = []
         if tensorboard is not None:
-            writers.append(TensorBoardWriter(tensorboard))
+            writers.append(TensorBoardWriter(tensorboard, config))
         if wandb is not None:
             wandb.config.update({"snip": dict(config)}, allow_val_change=True)
             writers.append(WandbWriter(wandb))

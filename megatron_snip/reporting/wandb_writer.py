@@ -15,7 +15,6 @@ import io
 import logging
 from typing import Any
 
-from megatron_snip.log import warn_once
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.reporting.media import (
     PLAN_COLUMNS,
@@ -41,6 +40,7 @@ class WandbWriter:
 
     def __init__(self, wandb: Any) -> None:
         self._wandb = wandb
+        self._behind = False
 
     def write(self, report: StepReport) -> None:
         """Log a step."""
@@ -48,12 +48,16 @@ class WandbWriter:
         if run is None:
             return
         if report.index < run.step:
-            warn_once(
-                logger,
-                f"the W&B run is at step {run.step} and training at {report.index}: "
-                "steps that it has already are left out",
-            )
+            if not self._behind:
+                logger.warning(
+                    "the W&B run is at step %d and training at %d: "
+                    "steps that it has already are left out",
+                    run.step,
+                    report.index,
+                )
+            self._behind = True
             return
+        self._behind = False
         row: dict[str, Any] = dict(report.scalars)
         if report.refresh is not None:
             row |= self._divergences(report.refresh)

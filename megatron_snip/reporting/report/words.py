@@ -58,3 +58,8 @@ def choices(linears: Mapping[str, Option]) -> str:
 def plural(count: int, noun: str) -> str:
     """Return 1 plan, 2 plans."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def printable(text: str) -> str:
+    """Return text with every character that a terminal would obey written out as its escape."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
