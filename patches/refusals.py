@@ -162,8 +162,6 @@ REFUSALS: tuple[Refusal, ...] = (
 
 UNPLANNED_MODULES: dict[str, str] = {
     "GroupedMLP": "the experts' weights are no linears; drop --moe-grouped-gemm",
-    "TEGroupedMLP": "grouped experts of Transformer Engine are not supported; "
-    "use --transformer-impl local",
     "TEFusedMLP": "fused operations do not call the linears; "
     "drop --use-transformer-engine-op-fuser",
 }

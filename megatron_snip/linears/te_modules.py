@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megatron_snip.errors import UnsupportedError
 from megatron_snip.topology import LinearKind
 
 _EXTENSION = "megatron.core.extensions.transformer_engine"
@@ -52,9 +53,18 @@ def is_grouped(module: torch.nn.Module) -> bool:
 
 
 def weights_of(module: Any) -> list[torch.nn.Parameter]:
-    """Return the weights, [N, K] of this shard each: one, or one an expert."""
+    """Return the weights, [N, K] of this shard each: one, or one an expert.
+
+    Raises:
+        UnsupportedError: if all experts' weights are one tensor.
+    """
     if not is_grouped(module):
         return [module.weight]
+    if getattr(module, "single_grouped_weight", False):
+        raise UnsupportedError(
+            "experts whose weights are one tensor cannot be planned; drop "
+            "--moe-single-grouped-weight"
+        )
     return [getattr(module, f"weight{i}") for i in range(module.num_gemms)]
 
 

@@ -18,6 +18,7 @@ A grouped linear holds several experts, which share one recipe: one `TEModule`, 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -39,9 +40,12 @@ from megatron_snip.linears.te_modules import (
     weights_of,
 )
 from megatron_snip.linears.te_shapes import unfit
+from megatron_snip.log import warn_once
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.te_recipe import TERecipe
 from megatron_snip.topology import Placement
+
+logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "te_quant_params"
 
@@ -106,6 +110,9 @@ class TEModule:
         if self._hooks:
             return
         self._original = getattr(self.module, _ATTRIBUTE)
+        if self._original is not None:
+            warn_once(logger, "plans take the place of --te-precision-config-file")
+        forget_quantizers(self.module)  # a checkpoint may have brought some along
         setattr(self.module, _ATTRIBUTE, self._plan)
         self._hooks = [
             self.module.register_forward_pre_hook(self._before, with_kwargs=True),
