@@ -44,6 +44,7 @@ COMMANDS: dict[str, Command] = {
         Command("pareto", "quality loss against efficiency", "megatron_snip.cli.pareto"),
         Command("report", "a run, or several compared, as a page", "megatron_snip.cli.report"),
         Command("calibrate", "measure seconds per GEMM and format", "megatron_snip.cli.calibrate"),
+        Command("compare", "train under every policy, one table", "megatron_snip.cli.compare"),
         Command("export", "a plan as Megatron's precision file", "megatron_snip.cli.export"),
         Command("import", "a plan from Megatron's precision file", "megatron_snip.cli.import_"),
         Command("doctor", "what this machine can run, and why", "megatron_snip.cli.doctor"),

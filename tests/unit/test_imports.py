@@ -17,7 +17,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("errors", "log"),
     ("formats", "types"),
     ("options",),
-    ("config", "flags", "matmul", "topology", "collectives"),
+    ("argument_file", "config", "flags", "matmul", "topology", "collectives"),
     ("kernels",),
     ("quantizers",),
     ("streams",),
@@ -30,6 +30,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("controller",),
     ("patches",),
     ("trainer",),
+    ("comparison",),
     ("cli",),
     ("__init__", "__main__", "auto"),
 )
@@ -37,7 +38,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 WITH_MEGATRON = {"linears", "patches", "trainer"}
 WITHOUT_TORCH = {"version", "errors", "log", "formats", "types", "options", "config", "flags"}
-WITHOUT_TORCH |= {"planning", "controller_state"}
+WITHOUT_TORCH |= {"argument_file", "planning", "controller_state"}
 WITH_ORTOOLS = {"planning"}
 
 

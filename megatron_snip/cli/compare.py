@@ -1,0 +1,177 @@
+"""`megatron-snip compare`: the same training under every policy, and one table.
+
+Exit status: 0; 1 if runs failed; 2 on bad input; 130 when interrupted (run it again to go on).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from megatron_snip.comparison.pool import Event, Pool
+from megatron_snip.comparison.process import TrainingProcess
+from megatron_snip.comparison.run import Run
+from megatron_snip.comparison.schedule import Schedule, make_schedule
+from megatron_snip.comparison.settings import (
+    ComparisonConfig,
+    ComparisonFields,
+    load_comparison,
+)
+from megatron_snip.comparison.store import Store
+from megatron_snip.comparison.table import Table, make_tables
+from megatron_snip.comparison.text import columns, markdown, to_json
+from megatron_snip.flags import add_flags, given_values
+from megatron_snip.planning.json_file import write_atomic
+
+INTERRUPTED = 130
+
+EXAMPLES = """\
+Every contender trains from the same checkpoint on the same samples; gaps to BF16 are taken pair by
+pair. Runs that have finished are not made again, so the same command goes on where it was stopped,
+and more seeds, targets or policies only add to what is there. docs/comparison.md says more.
+
+examples:
+  megatron-snip compare --config configs/compare.yaml
+  megatron-snip compare --config configs/compare.yaml --lowest fp3,fp4 --targets 0.75,0.9
+  megatron-snip compare --config configs/compare.yaml --modes scratch --seeds 5
+  megatron-snip compare --config configs/compare.yaml --list
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLES
+    group = parser.add_argument_group("Where settings come from, and what to do")
+    group.add_argument("--config", metavar="FILE", type=Path, help="YAML file with settings")
+    group.add_argument("--list", action="store_true", help="list the runs and what is done; only")
+    group.add_argument("--table", action="store_true", help="tables of finished runs; run nothing")
+    add_flags(parser, ComparisonFields)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Make the runs that are missing, then the tables; return the exit status.
+
+    Raises:
+        UsageError: for bad input, or if the output cannot be written.
+    """
+    config = load_comparison(args.config, given_values(args, ComparisonFields))
+    schedule, store = make_schedule(config), Store(config.output)
+    for entry in schedule.runs:
+        store.config_of(entry)  # refuse a setting that some run cannot have before the first one
+    if args.list:
+        _list(schedule, store)
+        return 0
+    if args.table:
+        _show(_write(schedule, store))
+        return 0
+    return _run(config, schedule, store)
+
+
+def _run(config: ComparisonConfig, schedule: Schedule, store: Store) -> int:
+    status = 0
+    with store.locked() as lock:
+        pool = Pool(
+            store,
+            lambda run: TrainingProcess(
+                store.config_file(run), store.log(run), config.threads, lock
+            ),
+            config.jobs,
+            _Teller(schedule, store),
+        )
+        former = signal.signal(signal.SIGTERM, _interrupt)
+        try:
+            pool.run(schedule.runs)
+        except KeyboardInterrupt:
+            status = INTERRUPTED
+        finally:
+            signal.signal(signal.SIGTERM, former)
+        _show(_write(schedule, store))
+    for key, problem in pool.failed.items():
+        print(f"megatron-snip: run {key} failed: {problem}", file=sys.stderr)
+    if status == INTERRUPTED:
+        print("megatron-snip: interrupted; the same command goes on", file=sys.stderr)
+    return status or (1 if pool.failed else 0)
+
+
+class _Teller:
+    """Prints a line a run, and keeps the tables up to date."""
+
+    def __init__(self, schedule: Schedule, store: Store) -> None:
+        self._schedule = schedule
+        self._store = store
+        self._begin = time.monotonic()
+        self._made = 0
+
+    def __call__(self, event: Event) -> None:
+        self._made += 1
+        width = len(str(event.total))
+        words = [f"[{event.done:>{width}}/{event.total}] {event.run.name}"]
+        if event.outcome is None:
+            words.append("FAILED")
+        elif event.outcome.validation_losses:
+            words.append(f"validation {event.outcome.validation_loss:.4f}")
+        pace = (time.monotonic() - self._begin) / self._made
+        words += [
+            f"{event.seconds:.0f} s",
+            f"{pace * (event.total - event.done) / 60:.0f} min left",
+        ]
+        print("  ".join(words), flush=True)
+        if event.outcome is not None and event.run.kind == "branch":
+            _write(self._schedule, self._store, pictures=False)
+
+
+def _write(schedule: Schedule, store: Store, pictures: bool = True) -> tuple[Table, ...]:
+    """Write tables (and pictures) of what has finished; return the tables."""
+    found = {run.key: store.outcome(run) for run in schedule.runs}
+    outcomes = {key: outcome for key, outcome in found.items() if outcome is not None}
+    tables = make_tables(schedule.entries, outcomes)
+    if not tables:
+        return tables
+    write_atomic(store.path / "table.md", markdown(tables))
+    write_atomic(store.path / "comparison.json", json.dumps(to_json(tables), indent=1) + "\n")
+    if pictures and find_spec("matplotlib") is not None:
+        from megatron_snip.comparison.curves import draw_table  # heavy and optional
+
+        for table in tables:
+            image = draw_table(table, schedule.entries, outcomes)
+            name = f"{table.mode}-{table.lowest}-{100 * table.target:g}.png"
+            if image is not None:
+                (store.path / name).write_bytes(image)
+    return tables
+
+
+def _show(tables: tuple[Table, ...]) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    for table in tables:
+        head, *rows = columns(table)
+        shown = RichTable(box=box.SIMPLE, title=table.title, title_justify="left")
+        for k, heading in enumerate(head):
+            shown.add_column(heading, justify="left" if k == 0 else "right")
+        for row in rows:
+            shown.add_row(*row)
+        console.print(shown)
+
+
+def _list(schedule: Schedule, store: Store) -> None:
+    for run in schedule.runs:
+        print(f"{'done' if store.finished(run) else '-':<5}{_steps(run):>12}  {run.key}")
+
+
+def _steps(run: Run) -> str:
+    return f"{run.first_step}..{run.last_step}"
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt

@@ -1,0 +1,1 @@
+"""The proof by experiment: the same training under every policy, run by run, and one table."""

@@ -1,0 +1,110 @@
+"""Contender: one way of choosing precision that takes part in a comparison.
+
+    bf16, fp8, ...    a format's name: every linear in that format
+    lowest            every linear in the lowest format of the table in question
+    random ...        the planner's policies (planning/policies), a linear at a time
+    snip-linear       snip, one format a linear (the paper's)
+    snip-gemm         snip, fprop, dgrad and wgrad each choose
+
+A configuration adds others, such as snip with another lambda, as a name and the settings of SNIP
+that it changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_snip.config import make_config
+from megatron_snip.errors import UsageError
+from megatron_snip.formats import FORMATS
+
+BASELINE = "bf16"
+"""What gaps are counted from."""
+
+LOWEST = "lowest"
+
+MEASURED = ("snip", "greedy", "min-")
+"""Beginnings of the policies that plan from statistics."""
+
+SETTINGS = frozenset(
+    {"policy", "granularity", "loss_join", "weight_join", "weight_lambda", "pins"},
+)
+"""What may differ between contenders: who plans and how divergences join, nothing else."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A name and what it sets.
+
+    Attributes:
+        name: as tables list it.
+        settings: SNIP's settings that it changes; `policy` is always among them.
+    """
+
+    name: str
+    settings: Mapping[str, Any] = field(hash=False)
+
+    @property
+    def policy(self) -> str:
+        """Who makes its plans."""
+        return str(self.settings["policy"])
+
+    @property
+    def uniform(self) -> str | None:
+        """The format that every linear takes, or None; such a contender heeds no target."""
+        prefix = "uniform-"
+        return self.policy.removeprefix(prefix) if self.policy.startswith(prefix) else None
+
+    @property
+    def measured(self) -> bool:
+        """Whether its plans need statistics."""
+        return self.policy.startswith(MEASURED)
+
+
+POLICIES = ("random", "layer-id", "layer-type", "min-abs-err", "min-rel-err", "greedy")
+
+BUILT_IN: dict[str, Contender] = {
+    **{name: Contender(name, {"policy": f"uniform-{name}"}) for name in FORMATS},
+    **{name: Contender(name, {"policy": name}) for name in POLICIES},
+    "snip-linear": Contender("snip-linear", {"policy": "snip", "granularity": "linear"}),
+    "snip-gemm": Contender("snip-gemm", {"policy": "snip", "granularity": "gemm"}),
+}
+"""Contenders that need no configuration."""
+
+DEFAULT = (BASELINE, "fp8", LOWEST, *POLICIES, "snip-linear", "snip-gemm")
+"""Who takes part unless told otherwise."""
+
+
+def make_contender(name: str, settings: Mapping[str, Any]) -> Contender:
+    """Return a contender that a configuration describes.
+
+    Raises:
+        UsageError: if it changes what contenders have in common, or a value is no good.
+    """
+    foreign = sorted(set(settings) - SETTINGS)
+    if foreign:
+        raise UsageError(
+            f"contender '{name}' sets '{foreign[0]}'; it may set {', '.join(sorted(SETTINGS))}"
+        )
+    values = {"policy": "snip", **settings}
+    if name in BUILT_IN or name == LOWEST:
+        raise UsageError(f"contender '{name}' exists already; give yours another name")
+    make_config(values)
+    return Contender(name, values)
+
+
+def resolve(name: str, lowest: str, added: Mapping[str, Contender]) -> Contender:
+    """Return the contender called `name` in the table of a lowest format.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    if name == LOWEST:
+        return BUILT_IN[lowest]
+    found = added.get(name) or BUILT_IN.get(name)
+    if found is None:
+        known = (*DEFAULT, *added)
+        raise UsageError(f"unknown contender '{name}'; known: {', '.join(known)}, any format")
+    return found
