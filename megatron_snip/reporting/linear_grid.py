@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_snip.reporting.labels import label_of
 from megatron_snip.types import split_linear_name
 
 Floats = NDArray[np.float64]
@@ -66,8 +67,8 @@ def _split(name: str) -> tuple[str, int, str]:
 
 def _row_label(block: str, layer: int, several: bool) -> str:
     if layer < 0:
-        return _short(block)
-    return f"{_short(block)} {layer}" if several else str(layer)
+        return label_of(block)
+    return f"{label_of(block)} {layer}" if several else str(layer)
 
 
 def _column_labels(modules: list[str]) -> tuple[str, ...]:
@@ -77,9 +78,4 @@ def _column_labels(modules: list[str]) -> tuple[str, ...]:
         shorter = [label.removeprefix(prefix) for label in labels]
         if len(set(shorter)) == len(labels):
             labels = shorter
-    return tuple(map(_short, labels))
-
-
-def _short(label: str) -> str:
-    """Return a label that leaves room for the picture; longer ones lose their middle."""
-    return label if len(label) <= 24 else f"{label[:11]}..{label[-11:]}"
+    return tuple(map(label_of, labels))

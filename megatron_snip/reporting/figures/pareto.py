@@ -12,6 +12,7 @@ from megatron_snip.planning.pareto import ParetoPoint
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.reporting.figures.canvas import Canvas
 from megatron_snip.reporting.figures.training import run_color
+from megatron_snip.reporting.labels import label_of
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def pareto_curves(canvas: Canvas, frontiers: Sequence[Frontier]) -> Figure:
             for p in frontier.points
             if p.efficiency is not None and p.objective is not None
         ]
-        label = "best plan at each target" if len(frontiers) == 1 else frontier.name
+        label = "best plan at each target" if len(frontiers) == 1 else label_of(frontier.name)
         axes.plot(
             [efficiency for efficiency, _ in reached],
             [objective for _, objective in reached],

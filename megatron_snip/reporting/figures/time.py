@@ -11,6 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from megatron_snip.reporting.figures.canvas import Canvas, step_ticks
 from megatron_snip.reporting.figures.training import run_color
+from megatron_snip.reporting.labels import label_of
 from megatron_snip.reporting.phases import Phases
 from megatron_snip.reporting.run_record import RunRecord
 
@@ -38,7 +39,7 @@ def time_bars(canvas: Canvas, names: Sequence[str], phases: Sequence[Phases]) ->
         label = "solver, beside training" if k == 0 else None
         axes.barh(k + 0.34, parts.solve, 0.18, label=label, linewidth=0.7, zorder=2, **solver)
     axes.set_ylim(len(phases) - 0.3, -0.4)
-    axes.set_yticks(range(len(phases)), names if len(phases) > 1 else [""])
+    axes.set_yticks(range(len(phases)), list(map(label_of, names)) if len(phases) > 1 else [""])
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_locator(MaxNLocator(5 if canvas.narrow else 8))
     axes.set_xlabel("seconds")
@@ -59,7 +60,7 @@ def step_seconds(canvas: Canvas, runs: Sequence[RunRecord]) -> Figure:
     for k, run in enumerate(runs):
         color = canvas.theme.lines[2] if len(runs) == 1 else run_color(k, canvas.theme)
         steps, seconds = run.metrics.column("wall_s")
-        label = "wall time" if len(runs) == 1 else run.name
+        label = "wall time" if len(runs) == 1 else label_of(run.name)
         axes.plot(steps, seconds, color=color, linewidth=1.2, label=label)
         at, _ = run.metrics.column("refresh_s")
         marked = np.isin(steps, at)

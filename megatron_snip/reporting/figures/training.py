@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from megatron_snip.reporting.figures.canvas import Canvas, Theme, step_ticks
 from megatron_snip.reporting.figures.palette import format_color
+from megatron_snip.reporting.labels import label_of
 from megatron_snip.reporting.run_record import RunRecord
 
 _MARKED = 60
@@ -62,7 +63,9 @@ def precision_share(canvas: Canvas, runs: Sequence[RunRecord]) -> Figure:
         if len(runs) == 1 and run.snip is not None:
             color = format_color(run.snip.lowest_format, canvas.theme)
         steps, shares = run.metrics.column("lowest_precision_fraction")
-        name = run.lowest_format if len(runs) == 1 else f"{run.name} ({run.lowest_format})"
+        name = (
+            run.lowest_format if len(runs) == 1 else f"{label_of(run.name)} ({run.lowest_format})"
+        )
         axes.plot(*_staircase(steps, shares), color=color, linewidth=1.8, label=name)
     targets = {run.target: k for k, run in reversed(list(enumerate(runs))) if run.target}
     for target, k in targets.items():
@@ -83,7 +86,7 @@ def _draw_run(canvas: Canvas, axes: Any, run: RunRecord, index: int, alone: bool
     if alone:
         _mark_changes(canvas, axes, run, changes)
     steps, losses = run.metrics.column("loss")
-    label = "training" if alone else run.name
+    label = "training" if alone else label_of(run.name)
     axes.plot(steps, losses, color=color, linewidth=1.4, label=label, zorder=3)
     steps, losses = run.metrics.column("validation_loss")
     seen = np.isfinite(losses)

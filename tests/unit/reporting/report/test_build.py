@@ -14,6 +14,8 @@ from megatron_snip.reporting.report.build import Report, distinct_names, make_re
 from megatron_snip.reporting.reporter import Event
 from tests.unit.reporting.runs import KINDS, Shape, config, write_run
 
+pytestmark = pytest.mark.filterwarnings("error:constrained_layout")  # labels left no room
+
 HOSTILE = "<img src=x onerror=alert(1)>\"'&{{ 7*7 }}</script>"
 COMMON = ["frontier", "loss", "share", "step-time", "time"]
 OWN = ["divergences", "plan", "plan-history", "stages"]

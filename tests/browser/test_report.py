@@ -1,0 +1,139 @@
+"""The report as people see it: in a browser, on a desk and on a phone, by day and by night.
+
+Skipped where there is no Chromium; `make test-browser` installs one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megatron_snip.reporting.report.build import make_report, read_runs
+from megatron_snip.reporting.reporter import Event
+from tests.browser.chromium import Chromium, colors, find_chromium
+from tests.unit.reporting.runs import Shape, config, write_run
+
+PROGRAM = find_chromium()
+pytestmark = [
+    pytest.mark.skipif(
+        PROGRAM is None, reason="no Chromium on PATH; `make test-browser` installs it"
+    ),
+    pytest.mark.filterwarnings("error:constrained_layout"),  # labels left no room
+]
+
+SCREENS = {"desk": (1280, 900), "tablet": (800, 1100), "phone": (360, 740)}
+BOXES = """[...document.querySelectorAll('figure img')].map(image => {
+  const box = image.getBoundingClientRect();
+  return [box.x + scrollX, box.y + scrollY, box.width, box.height];
+})"""
+HOSTILE = (
+    "<img src='http://127.0.0.1:9/x' onerror=document.title=1><script>document.title=2</script>"
+)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    assert PROGRAM is not None
+    browser = Chromium(PROGRAM, tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs compared, one of them with long and hostile words in its files."""
+    folder = tmp_path_factory.mktemp("runs")
+    runs = [
+        write_run(folder / "by-linear", Shape(config(), stages=2)),
+        write_run(
+            folder / ("a-name-as-long-as-users-make-them-" * 4),
+            Shape(
+                config(granularity="gemm", wandb_project=HOSTILE),
+                events=(Event(9, "fallback", HOSTILE + "x" * 300),),
+            ),
+        ),
+    ]
+    return make_report(read_runs(runs)).write(folder / "report")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("screen", SCREENS)
+def test_every_figure_is_drawn_within_the_screen(
+    browser: Chromium, page: Path, screen: str, dark: bool
+) -> None:
+    width, height = SCREENS[screen]
+    browser.open(page, width, height, dark)
+    shot = browser.screenshot()
+    assert browser.evaluate("document.documentElement.scrollWidth") == width == shot.width
+    boxes = browser.evaluate(BOXES)
+    assert len(boxes) == 13
+    for x, y, box_width, box_height in boxes:
+        assert x >= 0 and x + box_width <= width
+        assert box_width > 0.75 * min(width, 460) and box_height > 80
+        drawn = shot.crop((round(x), round(y), round(x + box_width), round(y + box_height)))
+        assert colors(drawn) >= 4  # ground, text, lines, something shown
+    assert browser.complaints() == []
+    assert is_dark(shot) == dark
+
+
+def test_nothing_is_asked_of_the_network_and_nothing_runs(browser: Chromium, page: Path) -> None:
+    browser.open(page, *SCREENS["desk"], dark=False)
+    asked = [url for url in browser.requests() if not url.startswith("data:")]
+    assert asked == [page.as_uri()]
+    assert HOSTILE in browser.evaluate("document.body.textContent")
+    assert "by-linear" in browser.evaluate("document.title")
+
+
+def test_every_picture_has_words_for_those_who_do_not_see_it(browser: Chromium, page: Path) -> None:
+    browser.open(page, *SCREENS["phone"], dark=False)
+    tree = browser.call("Accessibility.getFullAXTree")["nodes"]
+    images = [node for node in tree if node.get("role", {}).get("value") == "image"]
+    assert len(images) == 13
+    assert all(len(node["name"]["value"]) > 30 for node in images)
+
+
+def test_tables_open_and_scroll_within_themselves(browser: Chromium, page: Path) -> None:
+    width, height = SCREENS["phone"]
+    browser.open(page, width, height, dark=True)
+    before = browser.screenshot().height
+    browser.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    assert browser.screenshot().height > before
+    assert browser.evaluate("document.documentElement.scrollWidth") == width
+    wide = "[...document.querySelectorAll('.scroll')].some(s => s.scrollWidth > s.clientWidth)"
+    assert browser.evaluate(wide)
+
+
+def test_text_stands_out_from_its_ground(browser: Chromium, page: Path) -> None:
+    """WCAG 2.1, 1.4.3: a contrast of at least 4.5."""
+    colors_of = """['.caption', 'h1', 'td', 'th', '.kicker', 'summary'].map(selector => {
+      const element = document.querySelector(selector);
+      let ground = element;
+      while (getComputedStyle(ground).backgroundColor === 'rgba(0, 0, 0, 0)')
+        ground = ground.parentElement;
+      return [getComputedStyle(element).color, getComputedStyle(ground).backgroundColor];
+    })"""
+    for dark in (False, True):
+        browser.open(page, *SCREENS["desk"], dark)
+        for text, ground in browser.evaluate(colors_of):
+            assert contrast(rgb(text), rgb(ground)) >= 4.5, (dark, text, ground)
+
+
+def is_dark(shot: Image.Image) -> bool:
+    return float(np.asarray(shot.convert("L")).mean()) < 100
+
+
+def rgb(text: str) -> tuple[float, ...]:
+    return tuple(float(part) / 255 for part in text[text.index("(") + 1 : -1].split(",")[:3])
+
+
+def contrast(one: tuple[float, ...], two: tuple[float, ...]) -> float:
+    def luminance(color: tuple[float, ...]) -> float:
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in color]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(one), luminance(two)))
+    return (high + 0.05) / (low + 0.05)
