@@ -186,6 +186,7 @@ class Linear(TransformerEngineBaseModule):
             parallel_mode, self.tp_size, in_features, out_features
         )
         self.use_bias, self.return_bias = bias, return_bias
+        self.save_original_input = False
         dtype = params_dtype or torch.get_default_dtype()
         weight = torch.empty(self.out_features, self.in_features, dtype=dtype)
         self.weight = torch.nn.Parameter(weight)
@@ -270,6 +271,7 @@ class GroupedLinear(TransformerEngineBaseModule):
             parallel_mode, tp_size, in_features, out_features
         )
         self.use_bias, self.return_bias = bias, return_bias
+        self.save_original_input = False
         dtype = params_dtype or torch.get_default_dtype()
         for i in range(num_gemms):
             weight = torch.nn.Parameter(

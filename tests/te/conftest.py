@@ -1,0 +1,48 @@
+"""Megatron with Transformer Engine's linears on one rank; the stand-in of it, on a CPU.
+
+These tests run in a process of their own, in which the stand-in is found before Megatron is
+imported (tests/unit/linears/test_te_stand_in.py starts it):
+
+    SNIP_TE_STAND_IN=1 pytest tests/te
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+collect_ignore_glob = ["test_*.py"]
+
+if os.environ.get("SNIP_TE_STAND_IN") == "1":
+    collect_ignore_glob = []
+
+    import tests.stand_ins.on_path  # noqa: F401 - before anything that imports Megatron
+
+    @pytest.fixture(scope="session", autouse=True)
+    def megatron() -> Iterator[None]:
+        """Parallel state of size 1 under the CPU patch, as on a Blackwell GPU."""
+        import torch.distributed as dist
+        from megatron.core import parallel_state
+
+        from megatron_snip.patches import cpu
+
+        cpu.install(claim_cuda=True, capability=(10, 0))
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        yield
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+    @pytest.fixture(autouse=True)
+    def capability(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        """What a test changes of the machine is put back, warnings are told again."""
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        from megatron_snip.log import forget_warnings
+
+        forget_warnings()
+        FP8GlobalStateManager.entered = 0
+        yield
+        assert not FP8GlobalStateManager.enabled

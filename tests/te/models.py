@@ -1,0 +1,151 @@
+"""Small models with the same weights, of Transformer Engine's linears or of Megatron's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.passes import TrainingPass
+from megatron_snip.options import BF16, Option
+
+SEQUENCE, BATCH = 16, 2
+"""32 tokens a microbatch: what every recipe of Transformer Engine accepts."""
+
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "none",
+    "moe_ffn_hidden_size": 96,
+}
+
+
+def build(te: bool = True, grouped: bool = False, **changes: Any) -> GPTModel:
+    """A model of two layers; keywords go to its TransformerConfig."""
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    torch.manual_seed(1)
+    values = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "ffn_hidden_size": 96,
+        "num_attention_heads": 2,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "use_cpu_initialization": True,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    config = TransformerConfig(**{**values, **changes})
+    spec_of = get_gpt_layer_with_transformer_engine_spec if te else get_gpt_layer_local_spec
+    extra = {} if te else {"normalization": config.normalization}
+    spec = spec_of(num_experts=config.num_moe_experts, moe_grouped_gemm=grouped, **extra)
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=32,
+        max_sequence_length=SEQUENCE,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+
+
+_FUSED = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.linear_qkv.layer_norm_bias": "input_layernorm.bias",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_bias": "pre_mlp_layernorm.bias",
+}
+
+
+def local_name(name: str) -> str:
+    """How a parameter of Transformer Engine's linears is called in Megatron's own."""
+    for fused, plain in _FUSED.items():
+        name = name.replace(fused, plain)
+    if ".experts.linear_" in name:  # ...experts.linear_fc1.weight2
+        head, tail = name.rsplit(".weight", 1)
+        expert, module = head.rsplit(".experts.", 1)
+        return f"{expert}.experts.local_experts.{tail}.{module}.weight"
+    return name
+
+
+@torch.no_grad()
+def copy_weights(te: GPTModel, local: GPTModel) -> None:
+    """Give both models the same random weights, norms' included."""
+    generator = torch.Generator().manual_seed(5)
+    there = dict(local.named_parameters())
+    for name, parameter in te.named_parameters():
+        noise = torch.empty_like(parameter).normal_(0.0, 0.1, generator=generator)
+        parameter.copy_(noise + 1.0 if name.endswith("norm_weight") else noise)
+        there.pop(local_name(name)).copy_(parameter)
+    assert not there
+
+
+def batches(seed: int = 3) -> Iterator[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        tokens = torch.randint(0, 32, (BATCH, SEQUENCE + 1), generator=generator)
+        yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+
+def forward_step(data: Any, model: Any) -> Any:
+    batch = next(data)
+    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+    output = model(batch["tokens"], positions, None, labels=batch["labels"])
+
+    def loss(values: torch.Tensor) -> Any:
+        mean = values.float().mean()
+        return mean, {"lm loss": mean.detach().clone()}
+
+    return output, loss
+
+
+def training(model: Any, num_microbatches: int = 2, **changes: Any) -> TrainingPass:
+    """A step's forward-backward on the same data each time."""
+    kwargs = {
+        "forward_step_func": forward_step,
+        "data_iterator": batches(),
+        "model": [model],
+        "num_microbatches": num_microbatches,
+        "seq_length": SEQUENCE,
+        "micro_batch_size": BATCH,
+        "forward_only": False,
+    }
+    return TrainingPass(get_forward_backward_func(), {**kwargs, **changes})
+
+
+def losses(model: Any, num_microbatches: int = 2) -> list[float]:
+    """Run a step; gradients add up in `.grad`."""
+    results = training(model, num_microbatches).train()
+    return [float(next(iter(result.values()))) for result in results]
+
+
+def by_name(model: PlannedModel) -> dict[str, Any]:
+    """Modules of the linears."""
+    return {linear.placement.name: linear.module for linear in model.linears}
+
+
+def plan(model: PlannedModel, choose: Callable[[str], str]) -> dict[str, Option]:
+    """A plan that gives every linear the option that `choose` finds for its name."""
+    return {info.name: Option.parse(choose(info.name)) for info in model.all_linears}
+
+
+def everything(model: PlannedModel, option: Option = BF16) -> dict[str, Option]:
+    return {info.name: option for info in model.all_linears}
