@@ -140,6 +140,31 @@ class PlanFields(_Section):
     """Threads of the solver; 1 makes it deterministic."""
 
 
+class GuardFields(_Section):
+    """How training is kept safe from SNIP."""
+
+    guard: bool = True
+    """Watch the loss after a plan change: where it is NaN or jumps, make the step again with the
+    last good plan, go on with that, and measure anew."""
+
+    guard_steps: Annotated[int, Field(ge=1)] = 50
+    """Steps after a plan change in which the guard watches."""
+
+    guard_rise: Annotated[float, Field(gt=0.0)] = 0.2
+    """Least rise of the loss, as a share of its level before the change, that is a jump."""
+
+    guard_sigmas: Annotated[float, Field(ge=0.0)] = 6.0
+    """Least rise of the loss, in standard deviations of its step-to-step noise, that is a jump."""
+
+    guard_patience: Annotated[int, Field(ge=1)] = 10
+    """Steps in a row with such a loss after which the plan goes, even if the step is no better
+    without it."""
+
+    timeout: Annotated[float, Field(gt=0.0)] | None = None
+    """Seconds that a rank waits for another one within a refresh; then the refresh is given up on
+    all ranks. By default the process group's own timeout, which ends the job."""
+
+
 class OutputFields(_Section):
     """What is written, and where."""
 
@@ -157,7 +182,7 @@ class OutputFields(_Section):
     """The W&B project to log to."""
 
 
-class SnipConfig(ScheduleFields, MeasureFields, PlanFields, OutputFields):
+class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputFields):
     """All settings of SNIP; see the groups for the fields.
 
     Raises:

@@ -44,6 +44,12 @@ OTHER: dict[str, Any] = {
     "seed": 11,
     "time_limit_s": 2.5,
     "solver_workers": 2,
+    "guard": False,
+    "guard_steps": 20,
+    "guard_rise": 0.4,
+    "guard_sigmas": 8.0,
+    "guard_patience": 3,
+    "timeout": 45.0,
     "output_dir": "runs/out",
     "wandb": True,
     "wandb_project": "mine",
@@ -61,8 +67,8 @@ def as_words(values: dict[str, Any]) -> list[str]:
     words = []
     for name, value in values.items():
         flag = "--snip" if name == "enabled" else flag_name("snip-", name)
-        if value is True:
-            words.append(flag)
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
         else:
             words += [flag, ",".join(value) if isinstance(value, list) else str(value)]
     return words
