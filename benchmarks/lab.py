@@ -166,14 +166,13 @@ class Lab:
         runner = MeasuringPasses(training, self.model.runtime, len(batches))
         inputs = RefreshInputs(
             linears=self.model.all_linears,
-            placements={p.placement.instance: p.placement for p in self.model.linears},
             weights=self.model.weights(),
             optimizer=self.state.optimizer,
             topology=topology,
             probe_relative_step=snip.probe_relative_step,
         )
         formats = tuple(name for name in snip.formats if name != "bf16")
-        settings = MeasureSettings(formats, self.step, snip.seed, snip.probe_rows)
+        settings = MeasureSettings(formats, self.step, snip.seed, snip.probe_rows, snip.probes)
         return measure(inputs, settings, runner)
 
     def _assignment(self, options: Mapping[str, Option] | None) -> dict[str, Option]:

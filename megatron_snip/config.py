@@ -21,7 +21,7 @@ from megatron_snip.options import Granularity, Option, enumerate_options
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 Backend = Literal["auto", "simulate", "native", "te"]
-LossJoin = Literal["fisher", "first_plus_fisher", "mean_first_plus_fisher"]
+LossJoin = Literal["fisher", "first_plus_fisher", "mean_first_plus_fisher", "aligned_fisher"]
 WeightJoin = Literal["norm", "square"]
 PipelineBalance = Literal["none", "stage", "bottleneck"]
 
@@ -72,6 +72,10 @@ class MeasureFields(_Section):
     probe_rows: Annotated[int, Field(ge=1)] = 128
     """Tokens a microbatch whose activations and gradients the probe (pass B) compares."""
 
+    probes: Annotated[int, Field(ge=1, le=64)] = 1
+    """Probes that a refresh averages, each a forward-backward of its own: the noise of the
+    second-order part of the weight divergence falls with their square root."""
+
     probe_relative_step: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.03
     """Size of the probe's weight perturbation relative to the weights' norm. 0.03 stands clear
     of BF16 rounding; 0.001 suits FP32 compute."""
@@ -79,7 +83,8 @@ class MeasureFields(_Section):
     loss_join: LossJoin = "fisher"
     """How the loss divergence joins its parts: `fisher` (second order alone),
     `first_plus_fisher` (|sum of first order| + fisher), `mean_first_plus_fisher` (mean over
-    microbatches of |first order| + fisher)."""
+    microbatches of |first order| + fisher), `aligned_fisher` (second order along the error's own
+    direction)."""
 
     weight_join: WeightJoin = "norm"
     """Whether the weight divergence enters the quality loss as a norm or as its square."""

@@ -226,7 +226,6 @@ class SnipController:
         runner = MeasuringPasses(training, self.model.runtime, c.stat_microbatches)
         inputs = RefreshInputs(
             linears=self.model.all_linears,
-            placements={p.placement.instance: p.placement for p in self.model.linears},
             weights=self.model.weights(),
             optimizer=self._optimizer,
             topology=self._topology,
@@ -234,7 +233,8 @@ class SnipController:
         )
         on_offer = {name for option in self._options for name in option.formats}
         formats = tuple(name for name in c.formats if name != "bf16" and name in on_offer)
-        statistics = measure(inputs, MeasureSettings(formats, step, c.seed, c.probe_rows), runner)
+        settings = MeasureSettings(formats, step, c.seed, c.probe_rows, c.probes)
+        statistics = measure(inputs, settings, runner)
         quality = QualitySettings(
             self._options, c.lowest_format, c.loss_join, c.weight_join, c.weight_lambda
         )

@@ -30,7 +30,7 @@ def grad_output_stream(
 
 
 def random_signs(
-    seed: int, placement: Placement, step: int, device: torch.device | None = None
+    seed: int, placement: Placement, step: int, draw: int = 0, device: torch.device | None = None
 ) -> torch.Tensor:
     """Return r = +-1 for every weight of the shard, [N, K] FP32.
 
@@ -38,9 +38,10 @@ def random_signs(
         seed: the run's seed.
         placement: which linear and shard.
         step: training step (0-based).
+        draw: which of the step's probes.
         device: where to draw; the numbers are the same everywhere.
     """
-    key = StreamKey(seed, placement.instance, step, 0, "probe")
+    key = StreamKey(seed, placement.instance, step, draw, "probe")
     local_out, local_in = placement.out_features, placement.in_features
     if placement.kind == "column":
         # Rows of W are sharded; drawing for W^T puts them where streams shard columns.

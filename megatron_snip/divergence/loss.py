@@ -2,6 +2,7 @@
 
     first    = sum_t <G_t, eY_t>                         first order, signed
     fisher   = 1/2 sum_t |eY_t|^2 |G_t|^2 T / N          second order, H ~ Fisher
+    aligned_fisher = 1/2 sum_t <G_t, eY_t>^2 T           the same along the error's own direction
 
 Only the forward GEMM changes the current step's loss; dgrad and wgrad reach later losses through
 the weights, which is the weight divergence. Over several microbatches the signed first-order
@@ -22,6 +23,7 @@ JOINS: dict[LossJoin, Callable[[FormatStatistics], float]] = {
     "fisher": lambda s: s.fisher,
     "first_plus_fisher": lambda s: abs(s.first) + s.fisher,
     "mean_first_plus_fisher": lambda s: s.first_abs + s.fisher,
+    "aligned_fisher": lambda s: s.aligned_fisher,
 }
 """How first and second order join; every way returns a loss change, in units of the loss."""
 

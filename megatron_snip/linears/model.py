@@ -92,11 +92,10 @@ class PlannedModel:
         return changed
 
     def weights(self) -> dict[str, PlannedWeight]:
-        """This rank's planned weights that train, by instance, in model order."""
+        """This rank's planned weights, by instance, in model order."""
         return {
             linear.placement.instance: PlannedWeight(linear.placement, linear.weight)
             for linear in self.linears
-            if linear.weight.requires_grad
         }
 
     def approximations(self, options: Sequence[Option]) -> list[str]:

@@ -3,13 +3,12 @@
 For tokens t = 1..M, X [M, K], W [N, K], G = dL/dY [M, N], and Q the format's quantizer:
 
     eY = Q(X) Q(W)^T - X W^T        forward error            [M, N]
-    eX = Q(G) Q(W)   - G W          input-gradient error     [rows, K], sampled tokens only
     eW = Q(G)^T Q(X) - G^T X        weight-gradient error    [N, K]
 
 Tiles run along each GEMM's contraction dimension, so fprop, dgrad and wgrad each quantize their
-own operands (design: SNIP, arXiv:2602.01410, Sec. 3). Everything is FP32. Nothing here
-communicates; what a shard measures is a partial result whose sum over tensor-parallel ranks is
-formed by the recorder.
+own operands (SNIP, arXiv:2602.01410, Sec. 3). Of dgrad's errors only Q(G) - G at the sampled tokens
+is kept, for `coupling.py`. Everything is FP32. Nothing here communicates; what a shard measures is
+a partial result whose sum over tensor-parallel ranks is formed by the recorder.
 """
 
 from __future__ import annotations
@@ -44,12 +43,10 @@ class ExactProducts:
 
     Attributes:
         output: Y [M, N] (of this shard).
-        input_gradient: G W at the sampled tokens, [rows, K].
         weight_gradient: dW [N, K].
     """
 
     output: torch.Tensor
-    input_gradient: torch.Tensor
     weight_gradient: torch.Tensor
 
 
@@ -59,32 +56,26 @@ class FormatErrors:
 
     Attributes:
         output: eY [M, N]; a partial sum for a row-parallel linear.
-        input_gradient: eX [rows, K]; a partial sum for a column-parallel linear.
         weight_gradient: eW [N, K].
+        grad_rows: Q(G) - G at the sampled tokens (tiles along N), [rows, N].
         input_square: |Q(X) - X|^2, a scalar (tiles along K).
         weight_square: |Q(W) - W|^2, a scalar.
         grad_square: |Q(G) - G|^2, a scalar (tiles along N).
     """
 
     output: torch.Tensor
-    input_gradient: torch.Tensor
     weight_gradient: torch.Tensor
+    grad_rows: torch.Tensor
     input_square: torch.Tensor
     weight_square: torch.Tensor
     grad_square: torch.Tensor
 
 
-def exact_products(operands: Operands, rows: torch.Tensor) -> ExactProducts:
-    """Compute the three products without quantization, in FP32.
-
-    Args:
-        operands: the linear's tensors.
-        rows: [rows] int64, the sampled tokens.
-    """
+def exact_products(operands: Operands) -> ExactProducts:
+    """Compute fprop and wgrad without quantization, in FP32."""
     x, w, g = operands.input, operands.weight, operands.grad_output
     return ExactProducts(
         output=matmul_fp32(x, w.t()),
-        input_gradient=matmul_fp32(g[rows], w),
         weight_gradient=matmul_fp32(g.t(), x),
     )
 
@@ -102,7 +93,7 @@ def format_errors(
         operands: the linear's tensors.
         exact: their products without quantization.
         format_name: the format of all operands.
-        rows: [rows] int64, the sampled tokens (for eX).
+        rows: [rows] int64, the sampled tokens.
         stream: random numbers for G, where the format rounds it stochastically.
     """
     x, w, g = operands.input, operands.weight, operands.grad_output
@@ -117,16 +108,15 @@ def format_errors(
     output = matmul_fp32(x_q, w_q.t()).sub_(exact.output)
     input_square, weight_square = squared_norm(x_q.sub_(x)), squared_norm(w_q - w)
 
-    w_d = quantized(w, Operand.WEIGHT, Gemm.DGRAD)
-    g_q = quantized(g, Operand.GRAD_OUTPUT, Gemm.DGRAD)
-    input_gradient = matmul_fp32(g_q[rows], w_d).sub_(exact.input_gradient)
-    grad_square = squared_norm(g_q.sub_(g))
+    g_error = quantized(g, Operand.GRAD_OUTPUT, Gemm.DGRAD).sub_(g)
+    grad_square, grad_rows = squared_norm(g_error), g_error[rows]
+    del g_error
 
     g_w = quantized(g, Operand.GRAD_OUTPUT, Gemm.WGRAD)
     x_w = quantized(x, Operand.INPUT, Gemm.WGRAD)
     weight_gradient = matmul_fp32(g_w.t(), x_w).sub_(exact.weight_gradient)
     return FormatErrors(
-        output, input_gradient, weight_gradient, input_square, weight_square, grad_square
+        output, weight_gradient, grad_rows, input_square, weight_square, grad_square
     )
 
 

@@ -6,8 +6,9 @@ With W_k -> W_k + eps * D_k * r_k, r random signs and D_k normalized by |update_
     E |dX_t / eps|^2 = sum_{k below} |D_k dX_t / dW_k|^2 (backprop is the transpose)
 
 so one forward-backward gives every linear the sensitivity of all weights' next updates to an
-error in its output (dG) and in its input gradient (dX), without a Hessian. This takes the place
-of the two noise injections of SNIP (arXiv:2602.01410, Sec. 4).
+error in its output (dG) and in its input gradient (dX), without a Hessian; `coupling.py` joins
+them with the errors. This takes the place of the two noise injections of SNIP (arXiv:2602.01410,
+Sec. 4).
 
 Weights come back bitwise: the buffer that held D holds the original values meanwhile.
 """
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_snip.statistics.observation import Observation
+from megatron_snip.statistics.observation import Observation, ProbedRows
 from megatron_snip.statistics.tap import all_tokens, tap
 from megatron_snip.streams import random_signs
 from megatron_snip.topology import Placement
@@ -65,9 +66,15 @@ def probe_step(relative_step: float, weight_square: float, direction_square: flo
 
 
 @torch.no_grad()
-def perturb(probed: ProbedWeight, eps: float, seed: int, step: int) -> float:
-    """Add eps D r to one weight in place; return the applied over the intended square norm."""
-    signs = random_signs(seed, probed.placement, step, probed.weight.device)
+def perturb(
+    probed: ProbedWeight, eps: float, seed: int, step: int, draw: int = 0
+) -> tuple[float, float]:
+    """Add eps D r to one weight in place.
+
+    Returns:
+        (square norm of what was added after rounding to the weight's dtype, of what was meant).
+    """
+    signs = random_signs(seed, probed.placement, step, draw, probed.weight.device)
     change = (probed.buffer.float() * signs).mul_(eps / probed.update_norm)  # not the buffer
     # The original is safe before the weight changes: whatever fails later can be undone.
     probed.buffer.copy_(probed.weight.data)
@@ -76,7 +83,7 @@ def perturb(probed: ProbedWeight, eps: float, seed: int, step: int) -> float:
     probed.weight.data.copy_(original + change)
     intended = float(torch.linalg.vector_norm(change)) ** 2
     applied = float(torch.linalg.vector_norm(probed.weight.data.float() - original)) ** 2
-    return applied / intended if intended > 0 else 1.0
+    return applied, intended
 
 
 @torch.no_grad()
@@ -94,7 +101,14 @@ class Comparer:
         failure: the first error met on this rank, or None.
     """
 
-    def __init__(self, observations: Mapping[str, list[Observation]]) -> None:
+    def __init__(self, observations: Mapping[str, list[Observation]], num_probes: int = 1) -> None:
+        """Start before the first microbatch.
+
+        Args:
+            observations: what pass A kept, by instance, in microbatch order.
+            num_probes: over how many probes the changes are averaged.
+        """
+        self._share = 1.0 / num_probes
         self.failure: str | None = None
         self._observations = observations
         self._seen: dict[str, int] = {}
@@ -124,27 +138,29 @@ class Comparer:
         index = self._seen.get(placement.instance, 0)
         self._seen[placement.instance] = index + 1
         seen = self._observations[placement.instance][index]
-        assert seen.input_rows is not None
-        assert seen.grad_rows is not None
-        column = placement.kind == "column"
-        share = 1.0 / placement.tensor.size
-        input_change = _squared_changes(x[seen.rows], seen.input_rows)
-        grad_change = _squared_changes(g[seen.rows], seen.grad_rows)
-        seen.probe_input = input_change * (share if column else 1.0)
-        seen.probe_grad = grad_change * (1.0 if column else share)
-        seen.input_rows = seen.grad_rows = None
+        if x.shape[0] != seen.grad.numel():
+            return  # an expert was sent other tokens than in pass A: nothing to compare
+        assert seen.sampled is not None
+        input_change, input_noise = _change(x[seen.rows], seen.sampled.input)
+        grad_change, grad_noise = _change(g[seen.rows], seen.sampled.grad)
+        seen.probed = ProbedRows(input_change, grad_change, input_noise, grad_noise)
+        column, share = placement.kind == "column", 1.0 / placement.tensor.size
+        parts = (input_change.square(), input_noise, grad_change.square(), grad_noise)
+        shares = (share, share, 1.0, 1.0) if column else (1.0, 1.0, share, share)
+        for i, (part, weight) in enumerate(zip(parts, shares, strict=True)):
+            if part is not None:
+                seen.probe[i] += part.sum(dtype=torch.float64) * (weight * self._share)
 
 
-def _squared_changes(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """Return |new_t - old_t|^2 per row, less what rounding alone would give.
+def _change(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return new - old, FP32, and the variance that rounding alone gives it.
 
-    A BF16 or FP16 value carries a rounding error of variance ulp^2 / 12; two of them are
-    compared. The floor is subtracted from the row's sum and the result kept non-negative.
+    A BF16 or FP16 value carries a rounding error of variance ulp^2 / 12, and two are compared;
+    an FP32 value's is far below any signal (None).
     """
-    change = (new.float() - old.float()).square().sum(dim=-1, dtype=torch.float64)
+    change = new.float() - old.float()
     if new.dtype == torch.float32:
-        return change
+        return change, None
     bits = -math.log2(torch.finfo(new.dtype).eps)
     ulp = torch.exp2(torch.frexp(old.float())[1].float() - 1 - bits)
-    floor = (ulp.square() / 6).where(old != 0, 0).sum(dim=-1, dtype=torch.float64)
-    return (change - floor).clamp_(min=0)
+    return change, (ulp.square() / 6).where(old != 0, 0)

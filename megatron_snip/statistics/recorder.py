@@ -22,7 +22,7 @@ from megatron_snip.statistics.measure import (
     squared_norm,
     token_squares,
 )
-from megatron_snip.statistics.observation import Observation
+from megatron_snip.statistics.observation import Observation, SampledRows
 from megatron_snip.statistics.sampling import sampled_rows
 from megatron_snip.statistics.tap import all_tokens, tap
 from megatron_snip.streams import grad_output_stream
@@ -38,24 +38,26 @@ class MeasureSettings:
         step: the training step (0-based).
         seed: the run's seed.
         num_rows: sampled tokens a microbatch.
+        num_probes: probes (passes B) that are averaged.
     """
 
     formats: tuple[str, ...]
     step: int
     seed: int
     num_rows: int
+    num_probes: int = 1
 
 
 @dataclass
 class _Local:
-    """What one shard measured; `outputs` and `input_gradients` may be partial sums."""
+    """What one shard measured; `outputs` are partial sums for a row-parallel linear."""
 
     outputs: torch.Tensor  # [1 + F, M, N]: Y, then eY of each format
-    input_gradients: torch.Tensor  # [F, R, K]: eX of each format
-    first: torch.Tensor  # [F]
+    first: torch.Tensor  # [F, M]: <G_t, eY_t> of this shard
     weight_norms: torch.Tensor  # [2]: |W|^2, |dW|^2
     input_norm: torch.Tensor  # |X|^2
     errors: torch.Tensor  # [F, 5]
+    grad_rows: torch.Tensor  # [F, R, N]: Q(G) - G at the sampled tokens
 
 
 class Recorder:
@@ -124,14 +126,14 @@ class Recorder:
         self, placement: Placement, operands: Operands, rows: torch.Tensor, microbatch: int
     ) -> _Local:
         sensitivity = self._sensitivity.get(placement.instance)
-        exact = exact_products(operands, rows)
-        outputs, input_gradients, first, errors = [exact.output], [], [], []
+        exact = exact_products(operands)
+        outputs, first, errors, grad_rows = [exact.output], [], [], []
         stream = grad_output_stream(self.settings.seed, placement, self.settings.step, microbatch)
         for name in self.settings.formats:
             e = format_errors(operands, exact, name, rows, stream)
             outputs.append(e.output)
-            input_gradients.append(e.input_gradient)
-            first.append((operands.grad_output * e.output).sum(dtype=torch.float64))
+            grad_rows.append(e.grad_rows)
+            first.append((operands.grad_output * e.output).sum(dim=-1, dtype=torch.float64))
             wgrad = squared_norm(e.weight_gradient)
             weighted = torch.zeros_like(wgrad)  # a frozen weight has no update to change
             if sensitivity is not None:
@@ -142,17 +144,17 @@ class Recorder:
         weight_norms = [squared_norm(operands.weight), squared_norm(exact.weight_gradient)]
         return _Local(
             torch.stack(outputs),
-            torch.stack(input_gradients),
             torch.stack(first),
             torch.stack(weight_norms),
             squared_norm(operands.input),
             torch.stack(errors),
+            torch.stack(grad_rows),
         )
 
     def _nothing(self, operands: Operands, rows: torch.Tensor) -> _Local:
         """Zeros of the shapes that `_measure` gives, for the collectives of a failed rank."""
         num_formats = len(self.settings.formats)
-        (tokens, k), n = operands.input.shape, operands.weight.shape[0]
+        tokens, n = operands.input.shape[0], operands.weight.shape[0]
         device = operands.input.device
 
         def wide(*shape: int) -> torch.Tensor:
@@ -160,11 +162,11 @@ class Recorder:
 
         return _Local(
             torch.zeros((1 + num_formats, tokens, n), device=device),
-            torch.zeros((num_formats, rows.numel(), k), device=device),
-            wide(num_formats),
+            wide(num_formats, tokens),
             wide(2),
             wide(),
             wide(num_formats, 5),
+            torch.zeros((num_formats, rows.numel(), n), device=device),
         )
 
     def _joined(
@@ -177,13 +179,10 @@ class Recorder:
     ) -> Observation:
         """Form the sums that need whole tensors, and weigh what every rank holds in full."""
         column = placement.kind == "column"
-        axis = placement.tensor
-        share = 1.0 / axis.size
-        if column:
-            sum_over(local.input_gradients, axis.group)
-        else:
-            sum_over(local.outputs, axis.group)
-        # Held in full by every rank of the axis: X and eX (column), Y, eY and G (row).
+        share = 1.0 / placement.tensor.size
+        if not column:
+            sum_over(local.outputs, placement.tensor.group)
+        # Held in full by every rank of the axis: X (column), Y, eY and G (row).
         input_share, output_share = (share, 1.0) if column else (1.0, share)
         output_tokens = token_squares(local.outputs) * output_share  # [1 + F, M]
         grad = token_squares(operands.grad_output) * output_share
@@ -199,6 +198,7 @@ class Recorder:
                 local.weight_norms[1],
             ]
         )
+        x, g = operands.input, operands.grad_output
         return Observation(
             microbatch=microbatch,
             rows=rows,
@@ -207,7 +207,7 @@ class Recorder:
             errors=errors,
             output_error=output_tokens[1:],
             grad=grad,
-            input_gradient_error=token_squares(local.input_gradients) * input_share,
-            input_rows=operands.input[rows].clone(),
-            grad_rows=operands.grad_output[rows].clone(),
+            couplings=errors.new_zeros((len(errors), 3, 2)),
+            probe=errors.new_zeros(4),
+            sampled=SampledRows(x[rows].clone(), g[rows].clone(), local.grad_rows),
         )

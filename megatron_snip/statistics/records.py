@@ -8,6 +8,7 @@ gradient of the batch-mean loss; `divergence/` turns them into divergences. Symb
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +23,10 @@ class FormatStatistics:
         first: sum over tokens of <G, eY>: signed first-order loss change.
         first_abs: sum over microbatches of |first of the microbatch|.
         first_square: sum over microbatches of (first of the microbatch)^2.
-        fisher: 1/2 sum_t |eY_t|^2 |G_t|^2 T / N: second-order loss change.
-        forward_square: fwd^2, update change through eY (probe).
+        fisher: 1/2 sum_t |eY_t|^2 |G_t|^2 T / N: second-order loss change, directions at random.
+        aligned_fisher: 1/2 sum_t <G_t, eY_t>^2 T: the same with the errors' own directions.
+        forward_channel_square: fwd^2, update change through eY (probe), channels apart.
+        forward_whole_square: the same with channels together: less bias, more noise.
         backward_square: bwd^2, update change through eX (probe).
         local_square: loc^2 = |D * eW|^2, update change through eW.
         output_error_square: sum |eY|^2.
@@ -37,7 +40,9 @@ class FormatStatistics:
     first_abs: float = 0.0
     first_square: float = 0.0
     fisher: float = 0.0
-    forward_square: float = 0.0
+    aligned_fisher: float = 0.0
+    forward_channel_square: float = 0.0
+    forward_whole_square: float = 0.0
     backward_square: float = 0.0
     local_square: float = 0.0
     output_error_square: float = 0.0
@@ -45,6 +50,12 @@ class FormatStatistics:
     weight_error_square: float = 0.0
     grad_error_square: float = 0.0
     wgrad_error_square: float = 0.0
+
+    @property
+    def forward_square(self) -> float:
+        """fwd^2: the larger of its two estimates (the channels' is a floor); NaN if either is."""
+        pair = self.forward_channel_square, self.forward_whole_square
+        return math.nan if any(map(math.isnan, pair)) else max(pair)
 
 
 @dataclass(frozen=True)
@@ -65,8 +76,11 @@ class LinearStatistics:
         grad_square: sum |G|^2.
         wgrad_square: sum over microbatches of |dW|^2.
         update_square: |update|^2 of the optimizer's current step direction.
-        probe_grad_square: sum over sampled tokens of |dG / eps|^2.
-        probe_input_square: sum over sampled tokens of |dX / eps|^2.
+        probe_tokens: how many of them the probe compared.
+        probe_input_square: sum over tokens of |dX / eps|^2 (from the sample), noise included.
+        probe_input_noise: the part of it that rounding alone gives.
+        probe_grad_square: sum over tokens of |dG / eps|^2 (from the sample), noise included.
+        probe_grad_noise: the part of it that rounding alone gives.
         formats: per format name.
     """
 
@@ -83,8 +97,11 @@ class LinearStatistics:
     grad_square: float = 0.0
     wgrad_square: float = 0.0
     update_square: float = 0.0
-    probe_grad_square: float = 0.0
+    probe_tokens: float = 0.0
     probe_input_square: float = 0.0
+    probe_input_noise: float = 0.0
+    probe_grad_square: float = 0.0
+    probe_grad_noise: float = 0.0
     formats: dict[str, FormatStatistics] = field(default_factory=dict)
 
 

@@ -1,9 +1,8 @@
 """From observations on each rank to one table that all ranks hold.
 
 1. Partial sums are added over each linear's tensor axis (one all-reduce an axis).
-2. Per token, products are formed:   fisher   = 1/2 sum_t |eY_t|^2 |G_t|^2 T / N
-                                     fwd^2    = sum_t |eY_t|^2 |dG_t / eps|^2 / N
-                                     bwd^2    = sum_t |eX_t|^2 |dX_t / eps|^2 / K
+2. Per token, products are formed:   fisher         = 1/2 sum_t |eY_t|^2 |G_t|^2 T / N
+                                     aligned_fisher = 1/2 sum_t <G_t, eY_t>^2 T
 3. One all-reduce of a float64 table [1 + linears, columns] over all ranks; the first row carries
    the loss.
 
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from megatron_snip.collectives import sum_over
+from megatron_snip.statistics.coupling import coherent_square
 from megatron_snip.statistics.observation import Observation
 from megatron_snip.statistics.records import (
     BASE_COLUMNS,
@@ -31,6 +31,11 @@ from megatron_snip.statistics.records import (
     StatisticsTable,
 )
 from megatron_snip.topology import Placement, TensorAxis, Topology
+
+_COUPLINGS = ("forward_channel_square", "forward_whole_square", "backward_square")
+_PLAIN = tuple(name for name in FORMAT_COLUMNS if name not in _COUPLINGS)
+_FORMAT_WIDTH = len(_PLAIN) + 2 * len(_COUPLINGS)
+"""Columns of a format in the reduced table: couplings travel in two parts each (coupling.py)."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,7 @@ def reduce_statistics(inputs: ReduceInputs, topology: Topology) -> StatisticsTab
 
 def _local_table(inputs: ReduceInputs, topology: Topology) -> torch.Tensor:
     """Return this rank's contribution; every linear's tensor rank 0 speaks for its axis."""
-    width = len(BASE_COLUMNS) + len(inputs.formats) * len(FORMAT_COLUMNS)
+    width = len(BASE_COLUMNS) + len(inputs.formats) * _FORMAT_WIDTH
     table = torch.zeros((1 + len(inputs.linears), width), dtype=torch.float64)
     index = {linear.name: 1 + i for i, linear in enumerate(inputs.linears)}
     table[0, 0], table[0, 1] = inputs.loss_sum, inputs.loss_count
@@ -157,11 +162,8 @@ def _row(
     """Return one observation's contribution to its linear's row, [columns] FP64 on the CPU."""
     num_tokens = seen.grad.numel()
     scale, scale_square = inputs.grad_scale, inputs.grad_scale**2
-    sampling = num_tokens / max(seen.rows.numel(), 1)  # from the sample to all tokens
-    assert seen.probe_grad is not None
-    assert seen.probe_input is not None
-    probe_grad = seen.probe_grad * (scale_square * sampling / inputs.eps**2)
-    probe_input = seen.probe_input * (sampling / inputs.eps**2)
+    per_step = 1.0 / inputs.eps**2
+    whole = per_step * num_tokens / max(seen.rows.numel(), 1)  # from the sample to all tokens
     base: dict[str, Any] = {
         "microbatches": 1.0,
         "tokens": float(num_tokens),
@@ -171,23 +173,25 @@ def _row(
         "grad_square": seen.norms[3] * scale_square,
         "wgrad_square": seen.norms[4] * scale_square,
         "update_square": 0.0,
-        "probe_grad_square": probe_grad.sum(),
-        "probe_input_square": probe_input.sum(),
+        "probe_tokens": float(seen.rows.numel()),
+        "probe_input_square": seen.probe[0] * whole,
+        "probe_input_noise": seen.probe[1] * whole,
+        "probe_grad_square": seen.probe[2] * whole * scale_square,
+        "probe_grad_noise": seen.probe[3] * whole * scale_square,
     }
     values = [base[name] for name in BASE_COLUMNS]
     update_square = inputs.update_square.get(placement.instance, 1.0)  # 1: frozen, error is 0
     for f in range(len(inputs.formats)):
-        first = seen.first[f] * scale
+        first = seen.first[f].sum() * scale
         fisher = (seen.output_error[f] * seen.grad).sum() * scale_square
-        forward = (seen.output_error[f][seen.rows] * probe_grad).sum()
-        backward = (seen.input_gradient_error[f] * probe_input).sum() * scale_square
+        aligned = seen.first[f].square().sum() * scale_square
+        couplings = seen.couplings[f] * (per_step * scale_square)
         by_name: dict[str, Any] = {
             "first": first,
             "first_abs": first.abs(),
             "first_square": first.square(),
             "fisher": 0.5 * fisher * batch_tokens / placement.out_features,
-            "forward_square": forward / placement.out_features,
-            "backward_square": backward / placement.in_features,
+            "aligned_fisher": 0.5 * aligned * batch_tokens,
             "local_square": seen.errors[f, 4] * scale_square / update_square,
             "output_error_square": seen.output_error[f].sum(),
             "input_error_square": seen.errors[f, 0],
@@ -195,7 +199,7 @@ def _row(
             "grad_error_square": seen.errors[f, 2] * scale_square,
             "wgrad_error_square": seen.errors[f, 3] * scale_square,
         }
-        values += [by_name[name] for name in FORMAT_COLUMNS]
+        values += [by_name[name] for name in _PLAIN] + list(couplings.flatten())
     device = seen.grad.device
     # One copy to the CPU a row: each would wait for the device.
     return torch.stack(
@@ -205,15 +209,15 @@ def _row(
 
 def _decode(inputs: ReduceInputs, table: torch.Tensor) -> StatisticsTable:
     rows: Sequence[Sequence[float]] = table.tolist()
-    num_base, num_format = len(BASE_COLUMNS), len(FORMAT_COLUMNS)
+    num_base = len(BASE_COLUMNS)
     linears = []
     for info, row in zip(inputs.linears, rows[1:], strict=True):
+        base = dict(zip(BASE_COLUMNS, row[:num_base], strict=True))
+        all_sampled = base["probe_tokens"] == base["tokens"]
         formats = {}
         for f, name in enumerate(inputs.formats):
-            start = num_base + f * num_format
-            columns = row[start : start + num_format]
-            formats[name] = FormatStatistics(**dict(zip(FORMAT_COLUMNS, columns, strict=True)))
-        base = dict(zip(BASE_COLUMNS, row[:num_base], strict=True))
+            start = num_base + f * _FORMAT_WIDTH
+            formats[name] = _format(row[start : start + _FORMAT_WIDTH], all_sampled)
         linears.append(
             LinearStatistics(
                 info.name,
@@ -228,3 +232,11 @@ def _decode(inputs: ReduceInputs, table: torch.Tensor) -> StatisticsTable:
     loss_sum, loss_count = rows[0][0], rows[0][1]
     loss = loss_sum / loss_count if loss_count else None
     return StatisticsTable(inputs.step, loss, inputs.eps, tuple(linears))
+
+
+def _format(columns: Sequence[float], all_sampled: bool) -> FormatStatistics:
+    values = dict(zip(_PLAIN, columns, strict=False))
+    parts = columns[len(_PLAIN) :]
+    for name, diagonal, off in zip(_COUPLINGS, parts[::2], parts[1::2], strict=True):
+        values[name] = coherent_square(diagonal, off, all_sampled)
+    return FormatStatistics(**values)

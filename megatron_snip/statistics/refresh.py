@@ -7,6 +7,7 @@ schedules and puts every state it touches back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,13 +15,14 @@ from typing import Any, Protocol
 import torch
 
 from megatron_snip.collectives import attempt, confirm, sum_over
+from megatron_snip.statistics.coupling import couple
 from megatron_snip.statistics.probe import Comparer, ProbedWeight, perturb, probe_step, restore
 from megatron_snip.statistics.recorder import MeasureSettings, Recorder
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.reduce import LinearInfo, ReduceInputs, reduce_statistics
 from megatron_snip.statistics.sensitivity import PlannedWeight, Sensitivity, gather_sensitivity
 from megatron_snip.statistics.tap import Observer
-from megatron_snip.topology import Placement, Topology
+from megatron_snip.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -63,19 +65,22 @@ class RefreshInputs:
 
     Attributes:
         linears: every linear of the model, in the same order on all ranks.
-        placements: this rank's linears, by instance.
-        weights: those of them that train, by instance.
+        weights: this rank's linears, frozen ones included, by instance.
         optimizer: Megatron's optimizer.
         topology: this rank's place.
         probe_relative_step: size of the probe relative to the weights.
     """
 
     linears: tuple[LinearInfo, ...]
-    placements: Mapping[str, Placement]
     weights: Mapping[str, PlannedWeight]
     optimizer: Any
     topology: Topology
     probe_relative_step: float
+
+    @property
+    def trained(self) -> dict[str, PlannedWeight]:
+        """The linears whose weights the optimizer updates."""
+        return {i: w for i, w in self.weights.items() if w.weight.requires_grad}
 
 
 def measure(
@@ -88,19 +93,19 @@ def measure(
     """
     topology = inputs.topology
     runner.prepare()
-    sensitivity = gather_sensitivity(inputs.weights, inputs.optimizer, topology)
+    sensitivity = gather_sensitivity(inputs.trained, inputs.optimizer, topology)
     recorder = Recorder(settings, topology, {i: s.d for i, s in sensitivity.items()})
     result = runner.run(recorder)
     confirm("pass A (statistics)", recorder.failure, topology.control)
     update_square = _update_squares(inputs, sensitivity, recorder, runner)
     eps = _probe_step(inputs, sensitivity, update_square)
-    _probe(inputs, settings, runner, recorder, sensitivity, update_square, eps)
+    eps = _probe(inputs, settings, runner, recorder, sensitivity, update_square, eps)
     return reduce_statistics(
         ReduceInputs(
             step=settings.step,
             formats=settings.formats,
             linears=inputs.linears,
-            placements=inputs.placements,
+            placements={i: w.placement for i, w in inputs.weights.items()},
             observations=recorder.observations,
             update_square=update_square,
             eps=eps,
@@ -158,22 +163,53 @@ def _probe(
     sensitivity: Mapping[str, Sensitivity],
     update_square: Mapping[str, float],
     eps: float,
-) -> None:
-    """All ranks: pass B. The weights are back whatever happens."""
-    comparer = Comparer(recorder.observations)
-    weights = [
-        ProbedWeight(p.placement, p.weight, sensitivity[i].d, update_square[i] ** 0.5)
-        for i, p in inputs.weights.items()
-    ]
+) -> float:
+    """All ranks: pass B, as often as asked for; return eps as it was really applied.
 
-    def perturb_all() -> None:
-        for probed in weights:
-            perturb(probed, eps, settings.seed, settings.step)
+    What rounding to the weights' dtype adds to the perturbation, or swallows of it, changes its
+    size over all linears; the estimates are slopes, so they are divided by the size it had.
+    """
+    control = inputs.topology.control
+    sizes = torch.zeros(2, dtype=torch.float64)
+    for draw in range(settings.num_probes):
+        if draw > 0:  # the buffers held D, and hold the weights since
+            sensitivity = gather_sensitivity(inputs.trained, inputs.optimizer, inputs.topology)
+        weights = [
+            ProbedWeight(p.placement, p.weight, sensitivity[i].d, update_square[i] ** 0.5)
+            for i, p in inputs.trained.items()
+        ]
+        comparer = Comparer(recorder.observations, settings.num_probes)
 
-    try:
-        attempt("perturbing the weights", perturb_all, inputs.topology.control)
-        runner.run(comparer)
-    finally:
-        for probed in weights:
-            restore(probed)
-    confirm("pass B (probe)", comparer.failure, inputs.topology.control)
+        def perturb_all(weights: list[ProbedWeight] = weights, draw: int = draw) -> None:
+            for probed in weights:
+                pair = perturb(probed, eps, settings.seed, settings.step, draw)
+                if inputs.topology.data_axis(probed.placement).rank == 0:
+                    sizes.add_(torch.tensor(pair, dtype=torch.float64))
+
+        try:
+            attempt("perturbing the weights", perturb_all, control)
+            runner.run(comparer)
+        finally:
+            for probed in weights:
+                restore(probed)
+        confirm("pass B (probe)", comparer.failure, control)
+        confirm("pass B (probe)", _couple(inputs, settings, recorder), control)
+    applied, intended = sum_over(sizes, control).tolist()
+    return eps * math.sqrt(applied / intended) if intended > 0 and applied > 0 else eps
+
+
+def _couple(inputs: RefreshInputs, settings: MeasureSettings, recorder: Recorder) -> str | None:
+    """All ranks: join the errors with what the probe changed; return why it failed, or None."""
+    failure = None
+    for instance, seen in recorder.observations.items():
+        planned = inputs.weights[instance]
+        for observation in seen:
+            reason = couple(
+                planned.placement,
+                planned.weight.data,
+                observation,
+                settings.formats,
+                settings.num_probes,
+            )
+            failure = failure or reason
+    return failure

@@ -52,7 +52,7 @@ FOUR = {
 }
 RTOL = 1e-3
 FLIPPED_RTOL = 2e-2
-FLIPPED_SHARE = 0.01
+FLIPPED_SHARE = 0.02
 SIGNED = ("first", "first_abs", "first_square")
 """Sums of terms of both signs: what is left of them is compared with the size of the terms."""
 
@@ -96,6 +96,8 @@ def error_of(key: str, found: float, row: dict[str, float]) -> float:
     if field in SIGNED:
         size = math.sqrt(row[f"{form}.output_error_square"] * row["grad_square"])
         size = size**2 if field == "first_square" else size
+    if field == "forward_whole_square":  # its terms cancel; it counts where it is the larger one
+        size = max(size, row[f"{form}.forward_channel_square"])
     return abs(found - row[key]) / size if found != row[key] else 0.0
 
 
@@ -106,7 +108,10 @@ def test_the_reference_has_something_to_compare(reference: dict[str, Any]) -> No
         zeros = [key for key, value in row.items() if value == 0 and key != "stage"]
         # Nothing flows from below into the first linear of the model that its weights change,
         # and the first linear's own input is changed by no planned weight.
-        assert set(zeros) <= {"probe_input_square", "fp8.backward_square", "fp4.backward_square"}
+        # In FP32 compute rounding is no noise, and a negative sum over pairs counts as none.
+        known = {"probe_input_square", "probe_input_noise", "probe_grad_noise"}
+        known |= {f"{f}.{p}_square" for f in ("fp8", "fp4") for p in ("backward", "forward_whole")}
+        assert set(zeros) <= known
         assert row["microbatches"] == 2
         assert row["tokens"] == 512
     assert len(set(plain["plan"].values())) > 1

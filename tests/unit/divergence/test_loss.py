@@ -1,7 +1,10 @@
 """Loss divergence: what fprop's format does to the loss."""
 
+from typing import get_args
+
 import pytest
 
+from megatron_snip.config import LossJoin
 from megatron_snip.divergence.loss import JOINS, loss_divergence
 from megatron_snip.options import Option
 from tests.unit.divergence.build import errors, linear
@@ -9,14 +12,19 @@ from tests.unit.divergence.build import errors, linear
 
 @pytest.mark.parametrize(
     ("join", "wanted"),
-    [("fisher", 7.0), ("first_plus_fisher", 2.0 + 7.0), ("mean_first_plus_fisher", 3.0 + 7.0)],
+    [
+        ("fisher", 7.0),
+        ("first_plus_fisher", 2.0 + 7.0),
+        ("mean_first_plus_fisher", 3.0 + 7.0),
+        ("aligned_fisher", 8.0),
+    ],
 )
 def test_the_named_ways_to_join(join: str, wanted: float) -> None:
     assert loss_divergence(linear(), Option.uniform("fp8"), join) == wanted  # type: ignore[arg-type]
 
 
 def test_every_way_of_the_settings_is_there() -> None:
-    assert set(JOINS) == {"fisher", "first_plus_fisher", "mean_first_plus_fisher"}
+    assert set(JOINS) == set(get_args(LossJoin))
 
 
 def test_only_the_forward_gemm_counts() -> None:

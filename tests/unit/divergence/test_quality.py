@@ -107,7 +107,7 @@ def test_bf16_costs_nothing() -> None:
         {"fisher": math.inf},
         {"local_square": math.nan},
         {"backward_square": math.inf},
-        {"forward_square": -1e9},
+        {"backward_square": -1e9},
     ],
 )
 def test_what_is_not_finite_is_forbidden_by_name(

@@ -59,13 +59,17 @@ class Linear:
 
 @dataclass(frozen=True)
 class Scales:
-    """Attributes: `batch_tokens` T; `grad` from g to the batch mean's gradient; `eps`; `seed`."""
+    """Attributes: `batch_tokens` T; `grad` from g to the batch mean's gradient; `eps`; `seed`.
+
+    `bits` of mantissa that X and G are stored with, or None where their rounding does not count.
+    """
 
     batch_tokens: int
     grad: float
     eps: float
     seed: int
     step: int
+    bits: int | None = None
 
 
 def dequantized(x: Array, name: str, block: tuple[int, int]) -> Array:
@@ -97,8 +101,11 @@ def base_row(linear: Linear, batches: Sequence[Microbatch], s: Scales) -> dict[s
             "output_square",
             "grad_square",
             "wgrad_square",
-            "probe_grad_square",
+            "probe_tokens",
             "probe_input_square",
+            "probe_input_noise",
+            "probe_grad_square",
+            "probe_grad_noise",
         ],
         0.0,
     )
@@ -112,17 +119,36 @@ def base_row(linear: Linear, batches: Sequence[Microbatch], s: Scales) -> dict[s
         total["output_square"] += ((x @ w.T) ** 2).sum()
         total["grad_square"] += (g**2).sum()
         total["wgrad_square"] += ((g.T @ x) ** 2).sum()
-        total["probe_grad_square"] += change_g.sum()
-        total["probe_input_square"] += change_x.sum()
+        whole = len(x) / len(b.rows) / s.eps**2  # the sample stands for all tokens
+        total["probe_tokens"] += len(b.rows)
+        total["probe_input_square"] += (change_x**2).sum() * whole
+        total["probe_input_noise"] += rounding_variance(b.x, b, s).sum() * whole
+        total["probe_grad_square"] += (change_g**2).sum() * whole
+        total["probe_grad_noise"] += rounding_variance(b.g, b, s).sum() * whole * s.grad**2
     return total | {"update_square": linear.update_square}
 
 
 def probe_changes(b: Microbatch, s: Scales) -> tuple[Array, Array]:
-    """(|dG_t / eps|^2, |dX_t / eps|^2) of the sampled tokens, scaled up to all tokens."""
-    share = len(b.x) / len(b.rows)
-    change_g = (b.g_probe.astype("f8") - b.g)[b.rows] * s.grad / s.eps
-    change_x = (b.x_probe.astype("f8") - b.x)[b.rows] / s.eps
-    return (change_g**2).sum(1) * share, (change_x**2).sum(1) * share
+    """(dG, dX) of the sampled tokens, of the batch mean's gradient."""
+    change_g = (b.g_probe.astype("f8") - b.g)[b.rows] * s.grad
+    return change_g, (b.x_probe.astype("f8") - b.x)[b.rows]
+
+
+def rounding_variance(x: Array, b: Microbatch, s: Scales) -> Array:
+    """Variance of the difference of two roundings to a format of `bits` stored bits of mantissa."""
+    if s.bits is None:
+        return np.zeros_like(x[b.rows], dtype="f8")
+    exponents = np.floor(np.log2(np.abs(x[b.rows]).astype("f8")))
+    return 2.0 ** (2 * (exponents - s.bits)) / 6
+
+
+def coherent(terms: Array, noise: Array, tokens: int) -> Array:
+    """sum_c (sum over all tokens)^2 from a sample: pairs of equal and of unequal tokens apart."""
+    sampled = len(terms)
+    pairs = np.einsum("tc,uc->tu", terms, terms)
+    equal = np.trace(pairs) - noise.sum()
+    rest = tokens * (tokens - 1) / (sampled * (sampled - 1))
+    return np.array([equal * tokens / sampled, (pairs.sum() - np.trace(pairs)) * rest])
 
 
 def format_row(
@@ -130,11 +156,12 @@ def format_row(
 ) -> dict[str, float]:
     """The fields of `FormatStatistics`."""
     fmt, w = FORMATS[name], linear.w.astype(np.float64)
-    n, k = w.shape
+    n = len(w)
     tile, (rows, cols) = fmt.tile, fmt.weight_block
     w_f = dequantized(linear.w, name, (rows, cols))
     w_d = dequantized(linear.w, name, (cols, rows))
     total: dict[str, float] = {}
+    parts = dict.fromkeys(("forward_channel", "forward_whole", "backward"), np.zeros(2))
 
     def add(key: str, value: float) -> None:
         total[key] = total.get(key, 0.0) + float(value)
@@ -146,22 +173,36 @@ def format_row(
         g_d = dequantized_grad(linear, b, name, "dgrad", (1, tile), s)
         g_w = dequantized_grad(linear, b, name, "wgrad", (tile, 1), s)
         e_y = x_f @ w_f.T - x @ w.T
-        e_x = (g_d @ w_d - g @ w) * s.grad
         e_w = (g_w.T @ x_w - g.T @ x) * s.grad
         g = g * s.grad
         first = (g * e_y).sum()
-        change_g, change_x = probe_changes(b, s)
         add("first", first)
         add("first_abs", abs(first))
         add("first_square", first**2)
         fisher = ((e_y**2).sum(1) * (g**2).sum(1)).sum()
         add("fisher", 0.5 * fisher * s.batch_tokens / n)
-        add("forward_square", ((e_y[b.rows] ** 2).sum(1) * change_g).sum() / n)
-        add("backward_square", ((e_x[b.rows] ** 2).sum(1) * change_x).sum() / k)
+        add("aligned_fisher", 0.5 * ((g * e_y).sum(1) ** 2).sum() * s.batch_tokens)
+        d_g, d_x = probe_changes(b, s)
+        noise_g = rounding_variance(b.g, b, s) * s.grad**2
+        noise_x = rounding_variance(b.x, b, s)
+        by_w, by_x = (x @ (w_f - w).T)[b.rows], (d_g @ w) * (x_f - x)[b.rows]
+        forward = coherent(d_g * by_w, noise_g * by_w**2, len(x))
+        forward = forward + coherent(by_x, 0 * by_x, len(x))
+        per_token = (d_g * by_w).sum(1) + by_x.sum(1)
+        by_w = (g @ (w_d - w))[b.rows]
+        by_g = (d_x @ w.T) * (g_d - b.g)[b.rows] * s.grad
+        backward = coherent(d_x * by_w, noise_x * by_w**2, len(x))
+        backward = backward + coherent(by_g, 0 * by_g, len(x))
+        parts["forward_channel"] = parts["forward_channel"] + forward
+        whole = coherent(per_token[:, None], np.zeros(1), len(x))
+        parts["forward_whole"] = parts["forward_whole"] + whole
+        parts["backward"] = parts["backward"] + backward
         add("local_square", ((linear.d * e_w) ** 2).sum() / linear.update_square)
         add("output_error_square", (e_y**2).sum())
         add("input_error_square", ((x_f - x) ** 2).sum())
         add("weight_error_square", ((w_f - w) ** 2).sum())
         add("grad_error_square", ((g_d - b.g) ** 2).sum() * s.grad**2)
         add("wgrad_error_square", (e_w**2).sum())
+    for key, pair in parts.items():  # what a sample's pairs take away is chance
+        total[f"{key}_square"] = float(np.maximum(pair, 0).sum() / s.eps**2)
     return total

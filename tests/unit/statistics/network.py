@@ -106,20 +106,20 @@ class Network:
         placements = self.placements
         return RefreshInputs(
             linears=tuple(LinearInfo.of(p) for p in placements),
-            placements={p.instance: p for p in placements},
             weights={
                 p.instance: PlannedWeight(p, w)
                 for p, w in zip(placements, self.weights, strict=True)
-                if w.requires_grad
             },
             optimizer=self.optimizer,
             topology=Topology(),
             probe_relative_step=relative_step,
         )
 
-    def measure(self, step: int = 0, rows: int = TOKENS, **kwargs: Any) -> StatisticsTable:
+    def measure(
+        self, step: int = 0, rows: int = TOKENS, probes: int = 1, **kwargs: Any
+    ) -> StatisticsTable:
         """Run both passes; `step` decides the probe's signs."""
-        settings = MeasureSettings(("fp8", "fp4"), step, seed=1, num_rows=rows)
+        settings = MeasureSettings(("fp8", "fp4"), step, seed=1, num_rows=rows, num_probes=probes)
         return measure(self.refresh_inputs(**kwargs), settings, self)
 
     def jacobians(self, microbatch: int) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_snip.statistics.observation import Observation
+from megatron_snip.statistics.observation import Observation, SampledRows
 from megatron_snip.statistics.probe import Comparer, ProbedWeight, perturb, probe_step, restore
 from megatron_snip.streams import random_signs
 from megatron_snip.topology import Placement, TensorAxis
@@ -26,12 +26,13 @@ def probed(dtype: torch.dtype) -> ProbedWeight:
 def test_a_weight_moves_by_eps_d_r_and_comes_back_bitwise(dtype: torch.dtype) -> None:
     one = probed(dtype)
     before, d = one.weight.clone(), one.buffer.clone()
-    share = perturb(one, eps=0.3, seed=5, step=2)
+    applied, intended = perturb(one, eps=0.3, seed=5, step=2)
     signs = random_signs(5, PLACEMENT, 2)
     wanted = before.double() + 0.3 * d.double() * signs.double() / 3.0
     tolerance = {"rtol": torch.finfo(dtype).eps, "atol": 1e-7}
     torch.testing.assert_close(one.weight.double(), wanted, **tolerance)
-    assert share == pytest.approx(1.0, abs=1e-5 if dtype == torch.float32 else 0.02)
+    assert intended == pytest.approx((0.3 * d.double() / 3.0).square().sum().item(), rel=1e-5)
+    assert applied / intended == pytest.approx(1.0, abs=1e-5 if dtype == torch.float32 else 0.02)
     restore(one)
     assert torch.equal(one.weight, before)
     restore(one)  # nothing left to undo
@@ -47,7 +48,19 @@ def test_a_weight_that_was_not_perturbed_is_not_restored() -> None:
 
 def test_rounding_that_swallows_the_step_shows() -> None:
     one = probed(torch.bfloat16)
-    assert perturb(one, eps=1e-5, seed=0, step=0) < 0.2
+    applied, intended = perturb(one, eps=1e-5, seed=0, step=0)
+    assert applied < 0.2 * intended
+
+
+def test_every_probe_draws_its_own_signs() -> None:
+    changes = []
+    for draw in (0, 1, 0):
+        one = probed(torch.float32)
+        before = one.weight.clone()
+        perturb(one, eps=0.3, seed=5, step=2, draw=draw)
+        changes.append(one.weight - before)
+    assert torch.equal(changes[0], changes[2])
+    assert 0.4 < (changes[0].sign() == changes[1].sign()).float().mean() < 0.6
 
 
 def test_the_step_is_relative_to_all_weights() -> None:
@@ -63,8 +76,21 @@ def test_a_probe_without_a_direction_is_refused(bad: float) -> None:
 
 
 def observation(x: torch.Tensor, g: torch.Tensor, rows: torch.Tensor) -> Observation:
-    empty = torch.zeros(0, dtype=torch.float64)
-    return Observation(0, rows, empty, empty, empty, empty, empty, empty, x[rows], g[rows])
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.float64)
+
+    return Observation(
+        microbatch=0,
+        rows=rows,
+        first=empty(0, len(x)),
+        norms=empty(5),
+        errors=empty(0, 5),
+        output_error=empty(0, len(x)),
+        grad=empty(len(x)),
+        couplings=empty(0, 3, 2),
+        probe=empty(4),
+        sampled=SampledRows(x[rows], g[rows], torch.zeros((0, len(rows), g.shape[1]))),
+    )
 
 
 def compared(
@@ -81,37 +107,62 @@ def compared(
     return seen
 
 
-def test_changes_of_the_sampled_rows_are_squared_and_shared() -> None:
+def test_changes_of_the_sampled_rows_are_kept_and_their_squares_shared() -> None:
     x, g = torch.randn(10, 64), torch.randn(10, 48)
     seen = compared(PLACEMENT, x, g, dx=0.5, dg=2.0)
-    assert seen.probe_input is not None and seen.probe_grad is not None
-    assert seen.probe_input.tolist() == pytest.approx([64 * 0.25] * 3, rel=1e-4)
-    assert seen.probe_grad.tolist() == pytest.approx([48 * 4.0] * 3, rel=1e-4)
-    assert seen.input_rows is None and seen.grad_rows is None  # memory is given back
+    assert seen.probed is not None
+    torch.testing.assert_close(seen.probed.input_change, torch.full((3, 64), 0.5))
+    torch.testing.assert_close(seen.probed.grad_change, torch.full((3, 48), 2.0))
+    assert seen.probed.input_noise is None and seen.probed.grad_noise is None  # FP32
+    assert seen.probe.tolist() == pytest.approx([3 * 64 * 0.25, 0, 3 * 48 * 4.0, 0], rel=1e-4)
     axis = TensorAxis(rank=0, size=2)  # G of a row-parallel linear is on both ranks
     seen = compared(Placement("l", 0, "row", 128, 48, axis), x, g, 0.5, 2.0)
-    assert seen.probe_input is not None and seen.probe_grad is not None
-    assert seen.probe_input.tolist() == pytest.approx([64 * 0.25] * 3, rel=1e-4)
-    assert seen.probe_grad.tolist() == pytest.approx([48 * 2.0] * 3, rel=1e-4)
+    assert seen.probe.tolist() == pytest.approx([3 * 64 * 0.25, 0, 3 * 48 * 2.0, 0], rel=1e-4)
+    seen = compared(Placement("l", 0, "column", 64, 96, axis), x, g, 0.5, 2.0)
+    assert seen.probe.tolist() == pytest.approx([3 * 32 * 0.25, 0, 3 * 48 * 4.0, 0], rel=1e-4)
 
 
-def test_bf16_rounding_alone_is_no_change() -> None:
-    """The floor is what two roundings of the same value differ by on average."""
+def test_changes_are_averaged_over_probes() -> None:
+    x, g = torch.randn(10, 64), torch.randn(10, 48)
+    seen = observation(x, g, torch.tensor([0, 2, 9]))
+    w = torch.zeros((48, 64), requires_grad=True)
+    for change in (1.0, 3.0):
+        comparer = Comparer({PLACEMENT.instance: [seen]}, num_probes=2)
+        y = comparer.observe(PLACEMENT, x + change, w, x @ w.t(), sequence_parallel=False)
+        y.backward(g)
+        assert comparer.failure is None
+    assert seen.probe[0].item() == pytest.approx(3 * 64 * (1.0 + 9.0) / 2, rel=1e-4)
+
+
+def test_bf16_rounding_alone_is_told_from_change() -> None:
+    """The noise is what two roundings of the same value differ by on average."""
     generator = torch.Generator().manual_seed(0)
     exact = torch.randn((10, 4096), generator=generator)
     noise = torch.randn((10, 4096), generator=generator) * 2.0**-5
     rounded = exact.to(torch.bfloat16)
     far = (exact + noise).to(torch.bfloat16)
-    rows = torch.arange(10)
     placement = Placement("l", 0, "column", 4096, 8)
-    seen = observation(rounded, torch.zeros((10, 8), dtype=torch.bfloat16), rows)
+    seen = observation(rounded, torch.zeros((10, 8), dtype=torch.bfloat16), torch.arange(10))
     comparer = Comparer({"l": [seen]})
     w = torch.zeros((8, 4096), dtype=torch.bfloat16, requires_grad=True)
     y = comparer.observe(placement, far, w, far @ w.t(), sequence_parallel=False)
     y.backward(torch.zeros_like(y))
-    assert seen.probe_input is not None
-    wanted = noise.double().square().sum(1)
-    assert (seen.probe_input / wanted).mean().item() == pytest.approx(1.0, abs=0.01)
+    wanted = noise.double().square().sum().item()
+    change, rounding = seen.probe[:2].tolist()
+    assert change - rounding == pytest.approx(wanted, rel=0.01)
+    assert change == pytest.approx(wanted + rounding, rel=0.01)
+    assert rounding > 0.003 * wanted  # or this test would see nothing
+
+
+def test_an_expert_that_was_sent_other_tokens_is_not_compared() -> None:
+    x, g = torch.randn(10, 64), torch.randn(10, 48)
+    seen = observation(x, g, torch.tensor([0, 2, 9]))
+    comparer = Comparer({PLACEMENT.instance: [seen]})
+    w = torch.zeros((48, 64), requires_grad=True)
+    y = comparer.observe(PLACEMENT, x[:7], w, x[:7] @ w.t(), sequence_parallel=False)
+    y.backward(g[:7])
+    assert comparer.failure is None
+    assert seen.probed is None and seen.probe.tolist() == [0.0] * 4
 
 
 def test_a_failure_is_noted() -> None:

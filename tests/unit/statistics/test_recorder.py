@@ -26,13 +26,14 @@ def test_an_observation_holds_sums_and_sampled_rows() -> None:
     (seen,) = recorder.observations[PLACEMENT.instance]
     rows = sampled_rows(40, 6, 9, 4, 0)
     assert torch.equal(seen.rows, rows)
-    assert seen.input_rows is not None
-    assert torch.equal(seen.input_rows, o.input[rows])
-    assert seen.input_rows.untyped_storage().nbytes() == 6 * 128 * 4  # not a view of all of X
-    assert seen.grad_rows is not None
-    assert torch.equal(seen.grad_rows, o.grad_output[rows])
-    assert seen.output_error.shape == (2, 40)
-    assert seen.input_gradient_error.shape == (2, 6)
+    assert seen.sampled is not None
+    assert torch.equal(seen.sampled.input, o.input[rows])
+    assert seen.sampled.input.untyped_storage().nbytes() == 6 * 128 * 4  # not a view of all of X
+    assert torch.equal(seen.sampled.grad, o.grad_output[rows])
+    assert seen.sampled.grad_error.shape == (2, 6, 256)
+    assert seen.sampled.grad_error.untyped_storage().nbytes() == 2 * 6 * 256 * 4
+    assert seen.output_error.shape == seen.first.shape == (2, 40)
+    assert seen.couplings.shape == (2, 3, 2)
     torch.testing.assert_close(seen.grad, o.grad_output.double().square().sum(1), rtol=1e-6, atol=0)
     assert torch.allclose(seen.errors[:, 4], 4 * seen.errors[:, 3], rtol=1e-5)  # D = 2
     assert seen.microbatch == 0

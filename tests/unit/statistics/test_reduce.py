@@ -44,14 +44,13 @@ def observation(tokens: int, rows: int) -> Observation:
     return Observation(
         microbatch=0,
         rows=torch.arange(rows),
-        first=torch.ones(1, dtype=torch.float64),
+        first=torch.full((1, tokens), 2.0, dtype=torch.float64),
         norms=torch.ones(5, dtype=torch.float64),
         errors=torch.ones((1, 5), dtype=torch.float64),
         output_error=torch.full((1, tokens), 2.0, dtype=torch.float64),
         grad=torch.full((tokens,), 3.0, dtype=torch.float64),
-        input_gradient_error=torch.full((1, rows), 5.0, dtype=torch.float64),
-        probe_grad=torch.full((rows,), 7.0, dtype=torch.float64),
-        probe_input=torch.full((rows,), 11.0, dtype=torch.float64),
+        couplings=torch.tensor([[[3.0, 2.0], [4.0, -9.0], [1.0, 6.0]]], dtype=torch.float64),
+        probe=torch.tensor([11.0, 1.0, 13.0, 2.0], dtype=torch.float64),
     )
 
 
@@ -89,11 +88,17 @@ def test_experts_count_the_tokens_of_the_whole_batch() -> None:
     assert first.formats["fp8"].fisher == pytest.approx(0.5 * 10 * 6 * scale * batch_tokens / 8)
     assert second.formats["fp8"].fisher == pytest.approx(0.5 * 4 * 6 * scale * batch_tokens / 8)
     # 5 of 10 tokens sampled: twice their sum, over eps^2.
-    assert first.probe_input_square == pytest.approx(5 * 11 * 2 / 0.25)
-    backward = 5 * 5 * 11 * 2 / 0.25 * scale / 4
-    assert first.formats["fp8"].backward_square == pytest.approx(backward)
-    forward = 5 * 2 * 7 * 2 / 0.25 * scale / 8
-    assert first.formats["fp8"].forward_square == pytest.approx(forward)
+    assert first.probe_input_square == pytest.approx(11 * 2 / 0.25)
+    assert first.probe_input_noise == pytest.approx(1 * 2 / 0.25)
+    assert first.probe_grad_square == pytest.approx(13 * 2 / 0.25 * scale)
+    assert first.probe_grad_noise == pytest.approx(2 * 2 / 0.25 * scale)
+    # Couplings stand for all tokens already.
+    assert first.formats["fp8"].forward_channel_square == pytest.approx(5 / 0.25 * scale)
+    assert first.formats["fp8"].forward_whole_square == pytest.approx(4 / 0.25 * scale)
+    assert first.formats["fp8"].forward_square == pytest.approx(5 / 0.25 * scale)
+    assert first.formats["fp8"].backward_square == pytest.approx(7 / 0.25 * scale)
+    aligned = 0.5 * 10 * 2**2 * scale * batch_tokens
+    assert first.formats["fp8"].aligned_fisher == pytest.approx(aligned)
     assert first.update_square == 0.0  # data rank 0 speaks for dense weights
     assert second.update_square == pytest.approx(0.5)
     assert (second.microbatches, second.tokens) == (2, 4)
