@@ -4,7 +4,8 @@
 
 The script runs as `__main__` with its own `sys.argv` and its own directory first on `sys.path`, as
 Python would run it; Megatron is therefore the one that the script would import. Everything that
-Megatron's parser knows, `--snip-*` included, comes after the script's name.
+Megatron's parser knows, `--snip-*` included, comes after the script's name; `@FILE` there stands
+for the words in a file.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_snip.argument_file import expand
 from megatron_snip.errors import UsageError
 
 CPU_FLAG = "--cpu"
@@ -44,11 +46,11 @@ def prepare_script(words: Sequence[str]) -> Path:
         The script, for `run_script`.
 
     Raises:
-        UsageError: if there is no such script.
+        UsageError: if there is no such script, or no such `@FILE`.
         UnsupportedError: if Megatron has not the seams that `--snip` needs.
     """
     on_cpu = words[0] == CPU_FLAG
-    rest = list(words[1:] if on_cpu else words)
+    rest = expand(words[1:] if on_cpu else words)
     if not rest:
         raise UsageError(f"{CPU_FLAG} wants a script: python -m megatron_snip {CPU_FLAG} SCRIPT")
     script = Path(rest[0])

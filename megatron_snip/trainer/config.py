@@ -337,14 +337,20 @@ def make_train_config(values: dict[str, Any]) -> TrainConfig:
 
 
 def load_train_config(
-    file: Path | None, flags: dict[str, Any], snip_flags: dict[str, Any]
+    file: Path | None,
+    flags: dict[str, Any],
+    snip_flags: dict[str, Any],
+    defaults: dict[str, Any] | None = None,
+    snip_file: Path | None = None,
 ) -> TrainConfig:
-    """Join a YAML file and flags; flags win, field by field.
+    """Join YAML files and flags; flags win, field by field.
 
     Args:
         file: the YAML file, or None for flags alone.
         flags: values of TrainFields.
         snip_flags: values of SnipConfig.
+        defaults: values of TrainFields where neither says anything.
+        snip_file: a YAML file of SnipConfig alone; wins over `file`.
 
     Raises:
         UsageError: one line naming the file or field and what is wrong.
@@ -353,4 +359,6 @@ def load_train_config(
     section = values.get("snip") or {}
     if not isinstance(section, dict):
         raise UsageError(f"'snip' must hold a mapping of settings, got {type(section).__name__}")
-    return make_train_config({**values, **flags, "snip": {**section, **snip_flags}})
+    snip = {} if snip_file is None else read_yaml(snip_file)
+    section = {**section, **snip, **snip_flags}
+    return make_train_config({**(defaults or {}), **values, **flags, "snip": section})

@@ -1,28 +1,320 @@
-"""Every file in configs/ loads."""
+"""Every file in configs/ loads, is the model that was published, and can be planned for."""
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
+from megatron_snip.__main__ import build_parser
+from megatron_snip.argument_file import read_argument_file
+from megatron_snip.cli.train import read_settings
 from megatron_snip.config import SnipConfig, make_config, read_yaml
-from megatron_snip.trainer.config import load_train_config
+from megatron_snip.errors import UsageError
+from megatron_snip.linears.layout import current_topology, find_linears
+from megatron_snip.options import Option
+from megatron_snip.patches import cpu
+from megatron_snip.planning.planner import make_plan
+from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
+from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.topology import Placement
+from megatron_snip.trainer.checks import check_run
+from megatron_snip.trainer.config import TrainConfig, load_train_config, make_train_config
+from megatron_snip.trainer.model import transformer_config
+from megatron_snip.trainer.sizes import linear_shapes, stage_of_layer
+from megatron_snip.types import split_linear_name
 
 FOLDER = Path(__file__).parents[2] / "configs"
 FILES = sorted(path for path in FOLDER.rglob("*") if path.is_file())
+COMPARISONS = sorted(FOLDER.glob("compare*.yaml"))  # tests/unit/comparison loads them
+RUNS = sorted(set(FOLDER.glob("*.yaml")) - set(COMPARISONS))
+INTENTS = sorted(path.stem for path in (FOLDER / "snip").iterdir())
 
 
-def test_there_are_some() -> None:
-    assert any(path.name == "demo.yaml" for path in FILES)
+@dataclass(frozen=True)
+class Published:
+    """A model as its authors describe it.
+
+    Attributes:
+        parameters: of the published weights.
+        layers, hidden, ffn, heads, groups, vocabulary: of its configuration.
+        parallel: files of parallel sizes, and GPUs.
+        experts, active: of a mixture of experts.
+    """
+
+    parameters: int
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+    vocabulary: int
+    parallel: dict[str, int]
+    experts: int = 1
+    active: int = 1
+
+    @property
+    def linear_flops_per_token(self) -> float:
+        """6 FLOPs for each weight that a token meets: q, k, v, o, and the experts' three."""
+        head = self.hidden // self.heads
+        attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.groups * head
+        mlp = 3 * self.hidden * self.ffn * self.active
+        return 6.0 * self.layers * (attention + mlp)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(FOLDER)))
-def test_it_loads(path: Path) -> None:
-    assert path.suffix == ".yaml", "configs/ holds YAML"
+DATA = {"data": 8}
+MODELS = {
+    "tinyllama-1.1b": Published(1_100_048_384, 22, 2048, 5632, 32, 4, 32000, DATA),
+    "open-llama-3b": Published(3_426_473_600, 26, 3200, 8640, 32, 32, 32000, DATA),
+    "open-llama-7b": Published(6_738_415_616, 32, 4096, 11008, 32, 32, 32000, DATA),
+    "llama-70b": Published(
+        70_553_706_496,
+        80,
+        8192,
+        28672,
+        64,
+        8,
+        128256,
+        {"llama-70b-8gpus": 8, "llama-70b-64gpus": 64},
+    ),
+    "mixtral-8x7b": Published(
+        46_702_792_704,
+        32,
+        4096,
+        14336,
+        32,
+        8,
+        32000,
+        {"mixtral-8x7b-8gpus": 8},
+        experts=8,
+        active=2,
+    ),
+}
+DENSE = [(name, layout) for name, m in MODELS.items() if m.experts == 1 for layout in m.parallel]
+EXPERTS = "mixtral-8x7b"
+
+
+def argument_file(folder: str, name: str) -> str:
+    return f"@{FOLDER / folder / name}.args"
+
+
+def settings(name: str, layout: str | None = None, *words: str) -> TrainConfig:
+    """Read files as `megatron-snip train` does."""
+    files = [argument_file("models", name)]
+    if layout is not None:
+        files.append(argument_file("parallel", layout))
+    return read_settings(build_parser("train").parse_args(["train", *files, *words]))
+
+
+# ---- files ------------------------------------------------------------------------------------
+
+
+def test_every_file_is_looked_at() -> None:
+    yaml = {
+        *(path.name for path in (*RUNS, *COMPARISONS)),
+        *(f"snip/{name}.yaml" for name in INTENTS),
+    }
+    layouts = {layout for model in MODELS.values() for layout in model.parallel}
+    arguments = {f"models/{name}.args" for name in MODELS}
+    arguments |= {f"parallel/{name}.args" for name in layouts}
+    assert {str(path.relative_to(FOLDER)) for path in FILES} == yaml | arguments
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_a_run_loads(path: Path) -> None:
     values = read_yaml(path)
-    assert values
-    if set(values) <= set(SnipConfig.model_fields):
-        make_config(values)  # SNIP's settings alone
-    else:
-        load_train_config(path, {}, {})
+    run = values.get("train", values)  # a comparison holds the settings of its runs
+    config = make_train_config({**run, "run_dir": "runs/never-made"})
+    check_run(config, config.model_parallel_size)
+
+
+def test_the_demo_plans() -> None:
+    assert load_train_config(FOLDER / "demo.yaml", {}, {}).snip.enabled
+
+
+@cache
+def intent(name: str) -> SnipConfig:
+    return make_config(read_yaml(FOLDER / "snip" / f"{name}.yaml"))
+
+
+def test_intents_go_from_careful_to_bold() -> None:
+    assert INTENTS == ["aggressive", "balanced", "collect-only", "conservative"]
+    careful, middle, bold = map(intent, ("conservative", "balanced", "aggressive"))
+    assert careful.efficiency_target < middle.efficiency_target < bold.efficiency_target
+    assert careful.interval > middle.interval > bold.interval
+    assert careful.start_step > middle.start_step > bold.start_step
+    assert all(config.enabled for config in (careful, middle, bold))
+    watching = intent("collect-only")
+    assert watching.enabled and watching.collect_only
+
+
+# ---- models -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def megatron() -> Iterator[None]:
+    installed = cpu.install()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        if installed:
+            cpu.uninstall()
+
+
+def on_meta(config: TrainConfig, **changes: Any) -> GPTModel:
+    """Build Megatron's whole model without memory for it."""
+    transformer = transformer_config(config)
+    changes |= {"use_cpu_initialization": True, "perform_initialization": False}
+    for name, value in changes.items():
+        setattr(transformer, name, value)
+    spec = get_gpt_layer_local_spec(
+        num_experts=changes.get("num_moe_experts"), normalization="RMSNorm"
+    )
+    with torch.device("meta"):
+        model = GPTModel(
+            transformer,
+            spec,
+            vocab_size=config.padded_vocab_size,
+            max_sequence_length=config.longest_sequence,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=not config.untie_embeddings_and_output_weights,
+        )
+    assert all(parameter.is_meta for parameter in model.parameters())
+    return model
+
+
+def parameters(model: GPTModel) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def placements(model: GPTModel) -> dict[str, Placement]:
+    """Linears by name; the experts of a layer share one."""
+    return {place.name: place for _, place in find_linears([model], current_topology())}
+
+
+def assert_planned(linears: list[tuple[str, float, int]], snip: SnipConfig) -> None:
+    """Plan for (name, FLOPs, stage) with made-up quality losses, and count the plan's FLOPs."""
+
+    def loss(name: str, option: Option) -> float:
+        bold = option.share_in(snip.lowest_format)
+        return bold * (1.0 + zlib.crc32(name.encode()) % 97)
+
+    choices = tuple(
+        LinearChoices(
+            name=name,
+            stage=stage,
+            flops=flops,
+            options={
+                str(option): OptionCost(
+                    quality_loss=loss(name, option), saving=option.share_in(snip.lowest_format)
+                )
+                for option in snip.options
+            },
+        )
+        for name, flops, stage in linears
+    )
+    problem = PlanningProblem(linears=choices, target=snip.efficiency_target)
+    balanced = PlanSettings.from_config(snip).model_copy(update={"pipeline_balance": "stage"})
+    plan = make_plan(problem, balanced)
+    for stage in {stage for _, _, stage in linears}:
+        own = [(name, flops) for name, flops, at in linears if at == stage]
+        share = sum(flops * plan.linears[name].share_in("fp4") for name, flops in own) / sum(
+            flops for _, flops in own
+        )
+        # Of stages of equal layers none needs much more than the target.
+        assert snip.efficiency_target - 1e-9 <= share < snip.efficiency_target + 0.1
+
+
+@pytest.mark.parametrize(("name", "layout"), DENSE)
+def test_a_dense_model_is_the_published_one(name: str, layout: str, megatron: None) -> None:
+    model, gpus = MODELS[name], MODELS[name].parallel[layout]
+    config = settings(name, layout, "--run-dir", "runs/never-made")
+    check_run(config, gpus)
+    # Megatron pads to a multiple of make_vocab_size_divisible_by x tensor ranks: to the same.
+    unit = config.make_vocab_size_divisible_by * config.tensor_model_parallel_size
+    assert config.padded_vocab_size == model.vocabulary
+    assert model.vocabulary % unit == 0
+    shapes = {linear.name: linear for linear in linear_shapes(config)}
+    assert sum(s.flops_per_token for s in shapes.values()) == model.linear_flops_per_token
+    if layout == next(iter(model.parallel)):
+        alone = config.model_copy(
+            update={
+                "tensor_model_parallel_size": 1,
+                "pipeline_model_parallel_size": 1,
+                "num_layers_per_virtual_pipeline_stage": None,
+            }
+        )
+        built = on_meta(alone)
+        assert parameters(built) == model.parameters
+        found = placements(built)
+        assert found.keys() == shapes.keys()
+        assert all(found[n].flops_per_token == s.flops_per_token for n, s in shapes.items())
+    linears = [(s.name, s.flops_per_token, s.stage) for s in shapes.values()]
+    assert_planned(linears, intent("balanced"))
+
+
+def test_settings_of_every_intent_reach_a_plan() -> None:
+    config = settings("tinyllama-1.1b")
+    linears = [(s.name, s.flops_per_token, s.stage) for s in linear_shapes(config)]
+    for name in INTENTS:
+        assert_planned(linears, intent(name))
+
+
+def test_both_programs_read_the_same_settings() -> None:
+    file = str(FOLDER / "snip" / "aggressive.yaml")
+    config = settings("tinyllama-1.1b", None, "--snip-config", file, "--snip-interval", "70")
+    expected = intent("aggressive").model_copy(update={"interval": 70})
+    assert config.snip == expected
+
+
+def test_experts_are_the_published_ones(megatron: None) -> None:
+    model = MODELS[EXPERTS]
+    words = read_argument_file(FOLDER / "models" / f"{EXPERTS}.args")
+    experts = int(words[words.index("--num-experts") + 1])
+    active = int(words[words.index("--moe-router-topk") + 1])
+    assert (experts, active) == (model.experts, model.active)
+    built = on_meta(
+        settings_without_experts(words),
+        num_moe_experts=experts,
+        moe_router_topk=active,
+        moe_ffn_hidden_size=int(words[words.index("--moe-ffn-hidden-size") + 1]),
+    )
+    assert parameters(built) == model.parameters
+    found = placements(built)
+    assert sum(p.flops_per_token for p in found.values()) == model.linear_flops_per_token
+    assert_planned([(n, p.flops_per_token, 0) for n, p in found.items()], intent("balanced"))
+    layers = {split_linear_name(name)[1] for name in found}
+    assert layers == set(range(model.layers))
+
+
+def settings_without_experts(words: list[str]) -> TrainConfig:
+    """Read the dense part of a mixture of experts."""
+    at = [i for i, w in enumerate(words) if w == "--num-experts" or w.startswith("--moe-")]
+    dense = [w for i, w in enumerate(words) if not {i, i - 1} & set(at)]
+    arguments = build_parser("train").parse_args(["train", "--megatron-defaults", *dense])
+    return read_settings(arguments)
+
+
+def test_the_embedded_trainer_says_who_trains_experts() -> None:
+    with pytest.raises(UsageError, match=r"no experts; run your Megatron-LM script"):
+        settings(EXPERTS)
+
+
+def test_stages_hold_equal_layers() -> None:
+    config = settings("llama-70b", "llama-70b-64gpus")
+    stages = [stage_of_layer(config, layer) for layer in range(config.num_layers)]
+    assert [stages.count(stage) for stage in range(4)] == [20] * 4

@@ -73,7 +73,8 @@ def test_the_script_runs_as_main_with_its_own_path_and_arguments(
 ) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     script = str(checkout / "pretrain.py")
-    done = run("--cpu", script, "--distributed-backend", "x", cwd=elsewhere)
+    (elsewhere / "words.args").write_text("--distributed-backend x  # from a file\n")
+    done = run("--cpu", script, "@words.args", cwd=elsewhere)
     assert done.returncode == 7, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found == {

@@ -14,7 +14,7 @@ from megatron_snip.errors import UsageError
 from megatron_snip.flags import given_values
 from megatron_snip.trainer.config import TrainConfig, TrainFields, load_train_config
 
-CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
+DEMO = Path(__file__).parents[3] / "configs" / "demo.yaml"
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -80,13 +80,8 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, text: str, message: s
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
-def test_every_file_in_configs_loads(file: Path) -> None:
-    assert load(file).train_iters > 0
-
-
 def test_the_demo_is_what_it_says() -> None:
-    config = load(CONFIGS[0].parent / "demo.yaml")
+    config = load(DEMO)
     assert config.tensor_model_parallel_size == 2 and config.num_layers >= 4
     last = config.train_iters - config.snip.lag
     refreshes = range(config.snip.start_step, last, config.snip.interval)
