@@ -20,6 +20,7 @@ numbers, so it travels in checkpoints, and ranks that hear the same losses reach
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -170,7 +171,7 @@ def _level(losses: Sequence[float]) -> float:
 
 
 def _spread(losses: Sequence[float]) -> float:
-    steps = [abs(b - a) for a, b in zip(losses, losses[1:], strict=False)]
+    steps = [abs(b - a) for a, b in itertools.pairwise(losses)]
     return _NORMAL * statistics.median(steps) if steps else 0.0
 
 
