@@ -28,6 +28,7 @@ SPELLED_OUT = {
     "weight_lambda",
     "stat_microbatches",
     "probe_rows",
+    "probes",
     "probe_relative_step",
 }
 """SNIP's settings whose defaults follow the evidence: a run with another default is another run."""
@@ -149,9 +150,25 @@ class _Place:
         last = b.base_steps + b.steps
         return {
             **self.shared,
+            **(self._cooldown() if b.cooldown else {}),
             "seed": self.config.train_config().seed + offset,
             "train_iters": last,
             "eval_interval": b.eval_interval or last,
+        }
+
+    def _cooldown(self) -> dict[str, Any]:
+        """A linear schedule that passes through the base's rate where the branches begin.
+
+        Megatron's falls from `lr` after `w` warm-up steps to 0 after `D`: at step b it is
+        lr (D - b) / (D - w). With b the first step of the branches this is the base's rate.
+        """
+        b, train = self.branching, self.config.train_config()
+        decay, warm_up = b.base_steps + b.steps, train.lr_warmup_iters
+        return {
+            "lr": train.lr * (decay - warm_up) / (decay - b.base_steps),
+            "min_lr": 0.0,
+            "lr_decay_style": "linear",
+            "lr_decay_iters": decay,
         }
 
     def _snip(self) -> dict[str, Any]:

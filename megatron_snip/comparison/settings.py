@@ -63,6 +63,12 @@ class Branching(BaseModel):
     eval_interval: Count | None = None
     """Steps between evaluations; by default there is one at the end."""
 
+    cooldown: bool = False
+    """The learning rate of the branches falls linearly from the base's, which is constant, to
+    zero at their end. At a constant rate two runs that differ by a rounding drift apart within
+    tens of steps, and the loss at any one step is mostly that drift; at the end of a cooldown it
+    is the loss of the valley that the weights are in."""
+
 
 class ComparisonFields(BaseModel):
     """What is compared."""
@@ -165,7 +171,12 @@ def make_comparison(values: dict[str, Any]) -> ComparisonConfig:
         config.contender(name, config.lowest[0])
     if BASELINE not in config.policies:
         raise UsageError(f"policies must hold '{BASELINE}', which gaps are counted from")
-    config.train_config()
+    train = config.train_config()
+    for mode in config.modes:
+        if config.branching(mode).cooldown and train.lr_decay_style != "constant":
+            raise UsageError(
+                f"{mode}.cooldown needs train.lr_decay_style constant, got {train.lr_decay_style}"
+            )
     return config
 
 

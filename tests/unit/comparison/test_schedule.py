@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+import pytest
+
 from megatron_snip.comparison.contender import DEFAULT
 from megatron_snip.comparison.run import Run
 from megatron_snip.comparison.schedule import Schedule, make_schedule
@@ -119,6 +121,21 @@ def test_base_and_branch_follow_one_learning_rate_schedule() -> None:
     config = comparison(train={**TRAIN, "lr_decay_style": "cosine"})
     runs = make_schedule(config).runs
     assert {settings(run)["lr_decay_iters"] for run in runs} == {10}
+
+
+def test_a_cooldown_goes_from_the_bases_rate_to_zero() -> None:
+    config = comparison(forks={"base_steps": 6, "steps": 4, "cooldown": True}, seeds=1)
+    base, branch = (settings(run) for run in make_schedule(config).runs[:2])
+    assert (base["lr"], base["lr_decay_style"]) == (3e-3, "constant")
+    assert branch["lr_decay_style"] == "linear"
+
+    def rate(step: int) -> float:
+        warm_up, decay = branch["lr_warmup_iters"], branch["lr_decay_iters"]
+        return float(branch["lr"] * (1 - (step - warm_up) / (decay - warm_up)))
+
+    assert rate(6) == pytest.approx(3e-3)
+    assert rate(8) == pytest.approx(1.5e-3)
+    assert rate(10) == pytest.approx(branch["min_lr"])
 
 
 def test_a_key_depends_on_settings_and_on_what_is_needed_and_on_nothing_else() -> None:

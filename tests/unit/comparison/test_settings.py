@@ -39,6 +39,7 @@ def test_flags_win_over_the_file_and_lists_are_comma_separated(tmp_path: Path) -
         ({"train": {"hidden_sise": 64}}, "hidden_sise"),
         ({"contenders": {"mine": {"seed": 1}}}, "sets 'seed'"),
         ({"forks": {"steps": 0}}, "forks.steps"),
+        ({"forks": {"cooldown": True}}, "cooldown needs train.lr_decay_style constant, got cosine"),
     ],
 )
 def test_bad_settings_are_one_line(values: dict[str, Any], message: str) -> None:
