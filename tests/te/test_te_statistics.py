@@ -1,0 +1,192 @@
+"""What observers see of Transformer Engine's linears is what they see of Megatron's own.
+
+Same weights, same data; what the stand-in computes forward and backward is plain PyTorch, so X, W
+and G differ by the order of sums alone. Statistics are functions of the three; that those of a
+whole refresh agree too, on ranks that share tokens and weights, is tested with the trainer in
+tests/distributed/test_te.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.passes import MeasuringPasses
+from megatron_snip.options import Option
+from megatron_snip.statistics.tap import all_tokens, tap
+from megatron_snip.topology import Placement, Topology
+from tests.te.models import EXPERTS, build, copy_weights, everything, losses, training
+
+Seen = dict[str, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]
+"""X [M, K], W and G [M, N] of every linear (of every expert), by instance, in order."""
+
+RTOL = 2e-5
+
+
+class Keeper:
+    """An observer that keeps X, W and G."""
+
+    def __init__(self) -> None:
+        self.seen: Seen = defaultdict(list)
+
+    def observe(
+        self,
+        placement: Placement,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        output: torch.Tensor,
+        sequence_parallel: bool,
+    ) -> torch.Tensor:
+        def on_backward(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> None:
+            tokens = all_tokens(x, placement.tensor, sequence_parallel)
+            found = (tokens.clone(), w.detach().clone(), g.reshape(-1, g.shape[-1]).clone())
+            self.seen[placement.instance].append(found)
+
+        return tap(output, input, weight, on_backward)
+
+
+def observed(model: Any, under: PlannedModel, microbatches: int = 2) -> Seen:
+    keeper = Keeper()
+    result = MeasuringPasses(training(model, microbatches), under.runtime, microbatches).run(keeper)
+    assert result.loss_count == microbatches
+    return keeper.seen
+
+
+def both(change: Any = None, grouped: bool = False, **changes: Any) -> tuple[Seen, Seen]:
+    te, local = build(grouped=grouped, **changes), build(te=False, **changes)
+    copy_weights(te, local)
+    found = []
+    for model in (te, local):
+        if change is not None:
+            change(model)
+        under = PlannedModel([model], Topology(), seed=0)
+        under.install()
+        found.append(observed(model, under))
+        under.uninstall()
+    return found[0], found[1]
+
+
+def agree(te: Seen, local: Seen) -> None:
+    assert set(te) == set(local)
+    for instance, each in te.items():
+        assert len(each) == len(local[instance])
+        for mine, theirs in zip(each, local[instance], strict=True):
+            for a, b in zip(mine, theirs, strict=True):
+                assert a.shape == b.shape
+                if b.numel():
+                    atol = RTOL * b.abs().max().item()
+                    torch.testing.assert_close(a, b, rtol=RTOL, atol=atol, msg=instance)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"normalization": "LayerNorm"},
+        {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu},
+        {"num_query_groups": 1, "layernorm_zero_centered_gamma": False},
+        EXPERTS,
+        {**EXPERTS, "grouped": True},
+    ],
+    ids=["RMSNorm", "LayerNorm", "ungated", "grouped queries", "sequential", "grouped experts"],
+)
+def test_observers_see_what_they_see_of_megatrons_own_linears(changes: dict[str, Any]) -> None:
+    te, local = both(**changes)
+    assert len(te) == (20 if "num_moe_experts" in changes else 8)
+    assert {len(each) for each in te.values()} == {2}
+    agree(te, local)
+
+
+def test_the_norm_shows_in_the_input() -> None:
+    """X is what the GEMM multiplies; without its norm the sum of squares would be another."""
+    te, _ = both()
+    for layer in range(2):
+        x, _, _ = te[f"decoder.layers.{layer}.mlp.linear_fc1"][0]
+        assert x.square().mean().item() == pytest.approx(1.0, rel=0.1)  # gains are about 1
+
+
+def all_tokens_alike(model: Any) -> None:
+    """Then the router gives all of them the same two of four experts."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("pre_mlp_layernorm.weight"):
+                parameter.zero_()
+            if name.endswith("pre_mlp_layernorm.bias"):
+                parameter.fill_(1.0)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_experts_without_tokens_show_no_rows(grouped: bool) -> None:
+    changes = {**EXPERTS, "normalization": "LayerNorm", "grouped": grouped}
+    te, local = both(all_tokens_alike, **changes)
+    agree(te, local)
+    for layer in range(2):
+        for module in ("linear_fc1", "linear_fc2"):
+            prefix = f"decoder.layers.{layer}.mlp.experts.{module}"
+            each = [te[instance] for instance in te if instance.startswith(prefix)]
+            sizes = sorted(tuple(len(x) for x, _, _ in microbatches) for microbatches in each)
+            assert sizes == [(0, 0), (0, 0), (32, 32), (32, 32)]
+
+
+def test_weight_gradients_flow_as_without_an_observer() -> None:
+    """The tap is an identity: gradients under an observer are bitwise those without."""
+    for changes in ({}, {**EXPERTS, "grouped": True}):
+        model = build(**changes)
+        losses(model)
+        plain = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        under = PlannedModel([model], Topology(), seed=0)
+        under.install()
+        model.zero_grad()
+        with under.runtime.observing(Keeper()):
+            losses(model)
+        for name, parameter in model.named_parameters():
+            assert (parameter.grad is None) == (name not in plain), name
+            if parameter.grad is not None:
+                assert torch.equal(parameter.grad, plain[name]), name
+        under.uninstall()
+
+
+def equal(a: Seen, b: Seen) -> bool:
+    return set(a) == set(b) and all(
+        torch.equal(x, y)
+        for instance in a
+        for mine, theirs in zip(a[instance], b[instance], strict=True)
+        for x, y in zip(mine, theirs, strict=True)
+    )
+
+
+def test_what_is_seen_does_not_depend_on_the_plan_in_force() -> None:
+    model = build()
+    under = PlannedModel([model], Topology(), seed=0)
+    under.install()
+    plain = observed(model, under)
+    under.apply(everything(under, Option.uniform("nvfp4")))
+    planned_losses = losses(model)
+    assert equal(observed(model, under), plain)
+    model.zero_grad()
+    assert losses(model) == planned_losses  # and the plan goes on
+    under.uninstall()
+
+
+def test_recomputed_forwards_are_seen_once() -> None:
+    recompute = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    assert equal(both()[0], both(**recompute)[0])
+
+
+def test_forwards_without_gradients_show_nothing() -> None:
+    model = build()
+    under = PlannedModel([model], Topology(), seed=0)
+    under.install()
+    keeper = Keeper()
+    with under.runtime.observing(keeper), torch.no_grad():
+        losses_of = training(model, forward_only=True).train()
+    assert len(losses_of) == 2 and not keeper.seen
+    under.uninstall()
