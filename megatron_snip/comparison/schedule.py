@@ -31,7 +31,7 @@ SPELLED_OUT = {
     "probes",
     "probe_relative_step",
 }
-"""SNIP's settings whose defaults follow the evidence: a run with another default is another run."""
+"""SNIP's settings whose defaults follow the evidence: a plan under another default is another."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class _Place:
         }
         values = {
             **self._branch_values(),
-            "snip": _settled(snip),
+            "snip": _settled(snip, True),
             "exit_interval": b.base_steps + 1,
         }
         name = f"{self.mode}-{self.lowest}-s{self.seed}-measure"
@@ -191,11 +191,11 @@ class _Place:
             values |= {"freeze_plan": True, "stop_step": 0}
         elif contender.measured and b.interval is not None:
             values |= {"start_step": b.base_steps + b.interval, "interval": b.interval}
-        return _settled(values)
+        return _settled(values, contender.measured)
 
 
-def _settled(values: dict[str, Any]) -> dict[str, Any]:
-    """Return SNIP's settings that are not defaults, and those of `SPELLED_OUT`."""
+def _settled(values: dict[str, Any], measured: bool) -> dict[str, Any]:
+    """Return SNIP's settings that are not defaults, and where they count those of `SPELLED_OUT`."""
     config = make_config(values)
-    always = config.model_dump(mode="json", include=SPELLED_OUT)
+    always = config.model_dump(mode="json", include=SPELLED_OUT if measured else set())
     return {**config.model_dump(mode="json", exclude_defaults=True), **always}

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_snip.comparison.contender import DEFAULT
 from megatron_snip.comparison.run import Run
-from megatron_snip.comparison.schedule import Schedule, make_schedule
+from megatron_snip.comparison.schedule import SPELLED_OUT, Schedule, make_schedule
 from megatron_snip.trainer.checkpoint_folder import ORDER_FIELDS
 from megatron_snip.trainer.config import make_train_config
 from tests.unit.comparison.build import TRAIN, comparison
@@ -172,3 +172,10 @@ def test_a_contender_of_the_configuration_differs_by_its_settings() -> None:
     run = make_schedule(config).entries[-1].run
     assert make_train_config(dict(run.values)).snip.weight_lambda == 0.01
     assert run.measurement is not None
+
+
+def test_what_measuring_depends_on_is_spelled_out_where_something_is_measured() -> None:
+    schedule = make_schedule(comparison(seeds=1))
+    for run in schedule.runs:
+        spelled = SPELLED_OUT <= run.values.get("snip", {}).keys()
+        assert spelled == (run.kind == "measure" or run.measurement is not None)
