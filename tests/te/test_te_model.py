@@ -1,0 +1,180 @@
+"""Whole models under `--snip-backend`: which linears, which options, which plans."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_snip.config import Backend, SnipConfig
+from megatron_snip.controller import SnipController
+from megatron_snip.errors import UnsupportedError, UsageError
+from megatron_snip.linears import te_support
+from megatron_snip.linears.model import PlannedModel
+from megatron_snip.options import Option
+from megatron_snip.planning.assigned import Work, assigned_plan
+from megatron_snip.planning.plan import write_plan
+from megatron_snip.topology import Topology
+from tests.te.models import EXPERTS, build, by_name, losses, plan
+
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    """Warnings, as they come."""
+    texts: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            texts.append(record.getMessage())
+
+    listener = Listener(logging.WARNING)
+    logger = logging.getLogger("megatron_snip")
+    logger.addHandler(listener)
+    yield texts
+    logger.removeHandler(listener)
+
+
+def on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+
+
+def controller(model: Any, **settings: Any) -> SnipController:
+    """One that never measures: it needs no optimizer and no solver."""
+    values = {"freeze_plan": True, "start_step": 1000, **settings}
+    return SnipController(SnipConfig(**values), [model], None, topology=Topology())
+
+
+def plan_file(tmp_path: Path, model: Any, option: str) -> Path:
+    under = PlannedModel([model], Topology(), seed=0)
+    work = [Work(i.name, i.stage, i.flops_per_token) for i in under.all_linears]
+    path = tmp_path / "plan.json"
+    write_plan(assigned_plan(plan(under, lambda _: option), work, "fp4", "snip"), path)
+    return path
+
+
+@pytest.mark.parametrize("backend", ["simulate", "native"])
+def test_transformer_engines_linears_have_one_backend(backend: Backend) -> None:
+    with pytest.raises(UnsupportedError, match=f"--snip-backend {backend}"):
+        PlannedModel([build()], Topology(), 0, backend)
+    for fitting in ("auto", "te"):
+        assert len(PlannedModel([build()], Topology(), 0, fitting).linears) == 8  # type: ignore[arg-type]
+
+
+def test_megatrons_own_linears_are_not_run_by_transformer_engine() -> None:
+    with pytest.raises(UnsupportedError, match="use --transformer-impl transformer_engine"):
+        PlannedModel([build(te=False)], Topology(), 0, "te")
+    under = PlannedModel([build(te=False)], Topology(), 0, "auto")
+    assert {linear.backend for linear in under.linears} == {"simulate"}
+
+
+def test_what_runs_as_something_else_is_said() -> None:
+    under = PlannedModel([build()], Topology(), 0)
+    lines = under.approximations([Option.uniform(f) for f in ("bf16", "mxfp8", "fp8", "fp4")])
+    assert [line.split(":")[0] for line in lines] == ["fp8 runs as mxfp8", "fp4 runs as nvfp4"]
+    local = PlannedModel([build(te=False)], Topology(), 0)
+    assert local.approximations([Option.uniform("fp4")]) == []
+
+
+def test_a_lowest_precision_that_the_machine_lacks_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on(monkeypatch, HOPPER)
+    with pytest.raises(UnsupportedError, match=r"no linear of this model can run fp4.*9\.0"):
+        controller(build(), formats=("fp8", "fp4"))
+    assert controller(build(), formats=("bf16", "fp8"))._options == (
+        Option.uniform("bf16"),
+        Option.uniform("fp8"),
+    )
+
+
+def test_options_by_gemm_are_offered_where_they_run(
+    monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    settings = {"formats": ("mxfp8", "nvfp4"), "granularity": "gemm"}
+    assert len(controller(build(), **settings)._options) == 8
+    assert logged == []
+    monkeypatch.setattr(te_support, "has_per_gemm", lambda: False)
+    options = controller(build(), **settings)._options
+    assert options == (Option.uniform("mxfp8"), Option.uniform("nvfp4"))
+    assert len(logged) == 6
+    assert all("2.20.2 has no quantizers by GEMM" in text for text in logged)
+
+
+def test_a_plan_from_elsewhere_is_mapped_and_the_change_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, logged: list[str]
+) -> None:
+    on(monkeypatch, HOPPER)
+    model = build()
+    path = plan_file(tmp_path, model, "fp4")
+    run = controller(model, plan_file=path, formats=("bf16", "fp8"))
+    assert set(run.plan.linears.values()) == {Option.uniform("fp8")}
+    (text,) = logged
+    assert "fp8 in place of fp4 for 8 linears" in text and "NVFP4 GEMMs need 10.0" in text
+    losses(model)
+    assert {w for m in by_name(run.model).values() for w in m.seen} == {("blockwise",) * 3}
+    run.close()
+
+
+def test_a_plan_that_runs_is_kept_as_it_is(tmp_path: Path, logged: list[str]) -> None:
+    model = build()
+    path = plan_file(tmp_path, model, "fp4")
+    run = controller(model, plan_file=path, formats=("fp8", "fp4"))
+    assert set(run.plan.linears.values()) == {Option.uniform("fp4")}
+    assert logged == []
+    losses(model)
+    assert {w for m in by_name(run.model).values() for w in m.seen} == {("nvfp4",) * 3}
+    run.close()
+    losses(model)
+    assert all(m.seen[-1] == ("bf16",) * 3 for m in by_name(run.model).values())
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_experts_stay_bf16_unless_the_run_pads_their_tokens(
+    grouped: bool, tmp_path: Path, logged: list[str]
+) -> None:
+    """Megatron pads an expert's tokens only where the whole run quantizes."""
+    model = build(grouped=grouped, **EXPERTS)
+    path = plan_file(tmp_path, model, "nvfp4")
+    run = controller(model, plan_file=path, formats=("mxfp8", "nvfp4"))
+    experts = {n for n in run.plan.linears if ".experts." in n}
+    assert len(experts) == 4
+    assert {run.plan.linears[n] for n in experts} == {Option.uniform("bf16")}
+    assert {run.plan.linears[n] for n in set(run.plan.linears) - experts} == {
+        Option.uniform("nvfp4")
+    }
+    assert any("nvfp4 is not offered to 4 linears" in text for text in logged)
+    assert any("bf16 in place of nvfp4 for 4 linears" in text for text in logged)
+    assert all("--fp8-format or --fp4-format" in text for text in logged)
+    losses(model)
+    for name, module in by_name(run.model).items():
+        assert set(module.seen) == {("bf16" if ".experts." in name else "nvfp4",) * 3}, name
+    run.close()
+    with pytest.raises(UsageError, match=r"nvfp4 is not among the options of .*experts"):
+        controller(model, formats=("mxfp8", "nvfp4"), initial_option="nvfp4")
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_experts_of_a_padded_run_take_part(grouped: bool, logged: list[str]) -> None:
+    model = build(grouped=grouped, fp8="e4m3", fp8_recipe="mxfp8", **EXPERTS)
+    run = controller(model, formats=("bf16", "mxfp8"), initial_option="mxfp8")
+    assert set(run.plan.linears.values()) == {Option.uniform("mxfp8")}
+    losses(model)
+    for name, module in by_name(run.model).items():
+        assert set(module.seen) == {("mxfp8",) * 3}, name
+    assert logged == []
+    run.close()
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_experts_of_a_layer_are_one_row(grouped: bool) -> None:
+    run = controller(build(grouped=grouped, **EXPERTS), formats=("mxfp8", "nvfp4"))
+    names = list(run.plan.linears)
+    assert len(names) == 8 and len(run.model.linears) == 4 + 4 * 4
+    fc1 = [name for name in names if name.endswith("mlp.experts.linear_fc1")]
+    assert fc1 == [f"decoder.layers.{i}.mlp.experts.linear_fc1" for i in range(2)]
