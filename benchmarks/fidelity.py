@@ -45,6 +45,7 @@ LOSS_SCORES: dict[str, Score] = {
     "|first| + fisher": lambda _, f: abs(f.first) + f.fisher,
     "fisher only": lambda _, f: f.fisher,
     "first order only": lambda _, f: f.first,
+    "aligned fisher only": lambda _, f: f.aligned_fisher,
 }
 """What predicts a loss change (signed where the score is)."""
 
@@ -55,6 +56,9 @@ WEIGHT_SCORES: dict[str, Score] = {
     "loc only": lambda _, f: math.sqrt(f.local_square),
 }
 """What predicts the change of the next update."""
+
+LOSS, WEIGHT = "first + fisher", "fwd^2 + bwd^2 + loc^2"
+"""The predictions that SNIP's statistics stand for."""
 
 
 def local_scores(format_name: str) -> dict[str, Score]:
@@ -113,6 +117,7 @@ class Size:
         batches: microbatches of the same-batch truth and of the statistics.
         unseen: held-out microbatches of the unseen truth.
         counts: numbers of statistics microbatches for the unseen truth.
+        probes: numbers of probes averaged; the first is the default of a refresh.
     """
 
     shapes: tuple[dict[str, Any], ...]
@@ -121,6 +126,7 @@ class Size:
     batches: int
     unseen: int
     counts: tuple[int, ...]
+    probes: tuple[int, ...] = (1, 4)
 
 
 QUICK = Size(({"num_layers": 4},), (40, 80, 120), ("fp4",), 2, 8, (1, 2, 4))
@@ -132,7 +138,7 @@ FULL = Size(
     (60, 150, 300),
     ("fp4", "fp8"),
     4,
-    32,
+    16,
     (1, 4, 16),
 )
 
@@ -143,6 +149,10 @@ def judge(lab: Lab, snip: SnipConfig, size: Size, tick: Callable[[], None]) -> d
     start = time.perf_counter()
     table = lab.statistics(batches, snip)
     seconds = time.perf_counter() - start
+    more = {
+        count: lab.statistics(batches, snip.model_copy(update={"probes": count}))
+        for count in size.probes[1:]
+    }
     base_loss, base_gradients = lab.gradients(batches)
     base_updates = lab.updates(base_gradients)
 
@@ -168,6 +178,11 @@ def judge(lab: Lab, snip: SnipConfig, size: Size, tick: Callable[[], None]) -> d
             )
         ]
         found[name] = _agreements(table, name, whole, gemms)
+        for count, averaged in more.items():
+            score = _scores(averaged, name, WEIGHT_SCORES[WEIGHT])
+            found[name]["weight"][f"{WEIGHT}, {count} probes"] = asdict(
+                agreement(score, whole[:, 1])
+            )
         found[name]["unseen"] = _unseen(lab, snip, size, name, tick)
     return found
 
@@ -201,11 +216,11 @@ def _agreements(
         "points": {
             "loss": [
                 whole[:, 0].tolist(),
-                _scores(table, name, LOSS_SCORES["first + fisher"]).tolist(),
+                _scores(table, name, LOSS_SCORES[LOSS]).tolist(),
             ],
             "weight": [
                 whole[:, 1].tolist(),
-                _scores(table, name, WEIGHT_SCORES["fwd^2 + bwd^2 + loc^2"]).tolist(),
+                _scores(table, name, WEIGHT_SCORES[WEIGHT]).tolist(),
             ],
         },
     }
@@ -238,8 +253,13 @@ def _unseen(
 def summarize(results: list[dict[str, Any]], formats: tuple[str, ...]) -> dict[str, Any]:
     """Return the headline numbers: medians over checkpoints, and the worst."""
     first = formats[0]
-    loss = [r[first]["loss"]["first + fisher"]["spearman"] for r in results]
-    weight = [r[first]["weight"]["fwd^2 + bwd^2 + loc^2"]["spearman"] for r in results]
+    loss = [r[first]["loss"][LOSS]["spearman"] for r in results]
+    weights = {
+        key: [r[first]["weight"][key]["spearman"] for r in results]
+        for key in results[0][first]["weight"]
+        if key.startswith(WEIGHT)
+    }
+    weight = weights[WEIGHT]
     unseen = [list(r[first]["unseen"]["by_microbatches"].values())[-1] for r in results]
     best = {key: float(np.median([u[key]["spearman"] for u in unseen])) for key in LOSS_SCORES}
     return {
@@ -248,7 +268,8 @@ def summarize(results: list[dict[str, Any]], formats: tuple[str, ...]) -> dict[s
         "loss_spearman_worst": float(np.min(loss)),
         "weight_spearman": float(np.median(weight)),
         "weight_spearman_worst": float(np.min(weight)),
-        "loss_spearman_unseen": best["first + fisher"],
+        "weight_spearman_by_probes": {k: float(np.median(v)) for k, v in weights.items()},
+        "loss_spearman_unseen": best[LOSS],
         "loss_spearman_unseen_by_score": best,
     }
 

@@ -187,6 +187,11 @@ class Lab:
         return function(**self._arguments(batches, forward_only))
 
 
+def on_gpu() -> bool:
+    """Whether models train on a GPU; said by the build and the driver, not by what is patched."""
+    return bool(torch.version.cuda) and Path("/dev/nvidiactl").exists()
+
+
 @contextmanager
 def open_lab(values: Mapping[str, Any]) -> Iterator[Lab]:
     """Build a model in this process (a single rank); everything is undone at the end.
@@ -194,10 +199,12 @@ def open_lab(values: Mapping[str, Any]) -> Iterator[Lab]:
     Args:
         values: of `TrainConfig`, over `BASE`; `train_iters` bounds the data prepared.
     """
-    installed = cpu.install()
+    installed = False if on_gpu() else cpu.install()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         config = make_train_config({**BASE, "run_dir": Path(folder), **values})
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            "nccl" if on_gpu() else "gloo", store=dist.HashStore(), rank=0, world_size=1
+        )
         stack.callback(dist.destroy_process_group)
         initialize_parallel_state(config)
         stack.callback(destroy_parallel_state)

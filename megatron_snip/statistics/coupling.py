@@ -95,8 +95,8 @@ def couple(
     sum_over(products.over_n if placement.kind == "column" else products.over_k, group)
     input_share, output_share = _shares(placement)
     tokens, whole = seen.grad.numel(), []
-    for f, name in enumerate(formats):
-        terms = _terms(products, sampled, probed, f, name)
+    for f in range(len(formats)):
+        terms = _terms(products, sampled, probed, f)
         channels = coherent_parts(terms.output, terms.output_noise, tokens) * output_share
         channels += coherent_parts(terms.input, None, tokens) * input_share
         backward = coherent_parts(terms.back_input, terms.back_input_noise, tokens) * input_share
@@ -143,16 +143,12 @@ def _weight_error(weight: torch.Tensor, name: str, gemm: Gemm) -> torch.Tensor:
     return quantized.sub_(weight)
 
 
-def _terms(
-    products: _Products, sampled: SampledRows, probed: ProbedRows, f: int, name: str
-) -> _Terms:
-    x = sampled.input
-    rounded = quantize_dequantize_operand(x, name, Operand.INPUT, Gemm.FPROP, dtype=torch.float32)
+def _terms(products: _Products, sampled: SampledRows, probed: ProbedRows, f: int) -> _Terms:
     by_output, by_input = products.over_k[1 + f], products.over_n[1 + f]
     return _Terms(
         output=probed.grad_change * by_output,
         output_noise=_scaled(probed.grad_noise, by_output),
-        input=products.over_n[0] * rounded.sub_(x),
+        input=products.over_n[0] * sampled.input_error[f],
         back_input=probed.input_change * by_input,
         back_input_noise=_scaled(probed.input_noise, by_input),
         back_output=products.over_k[0] * sampled.grad_error[f],

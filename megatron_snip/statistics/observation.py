@@ -19,11 +19,13 @@ class SampledRows:
     Attributes:
         input: X [R, K] of this shard.
         grad: G [R, N] of this shard.
+        input_error: [F, R, K], Q(X) - X of this shard with tiles along K, FP32.
         grad_error: [F, R, N], Q(G) - G of this shard with tiles along N, FP32.
     """
 
     input: torch.Tensor
     grad: torch.Tensor
+    input_error: torch.Tensor
     grad_error: torch.Tensor
 
 

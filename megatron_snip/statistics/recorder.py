@@ -57,7 +57,8 @@ class _Local:
     weight_norms: torch.Tensor  # [2]: |W|^2, |dW|^2
     input_norm: torch.Tensor  # |X|^2
     errors: torch.Tensor  # [F, 5]
-    grad_rows: torch.Tensor  # [F, R, N]: Q(G) - G at the sampled tokens
+    input_rows: torch.Tensor  # [F, R, K]: Q(X) - X at the sampled tokens
+    grad_rows: torch.Tensor  # [F, R, N]: Q(G) - G there
 
 
 class Recorder:
@@ -127,11 +128,12 @@ class Recorder:
     ) -> _Local:
         sensitivity = self._sensitivity.get(placement.instance)
         exact = exact_products(operands)
-        outputs, first, errors, grad_rows = [exact.output], [], [], []
+        outputs, first, errors, input_rows, grad_rows = [exact.output], [], [], [], []
         stream = grad_output_stream(self.settings.seed, placement, self.settings.step, microbatch)
         for name in self.settings.formats:
             e = format_errors(operands, exact, name, rows, stream)
             outputs.append(e.output)
+            input_rows.append(e.input_rows)
             grad_rows.append(e.grad_rows)
             first.append((operands.grad_output * e.output).sum(dim=-1, dtype=torch.float64))
             wgrad = squared_norm(e.weight_gradient)
@@ -148,13 +150,14 @@ class Recorder:
             torch.stack(weight_norms),
             squared_norm(operands.input),
             torch.stack(errors),
+            torch.stack(input_rows),
             torch.stack(grad_rows),
         )
 
     def _nothing(self, operands: Operands, rows: torch.Tensor) -> _Local:
         """Zeros of the shapes that `_measure` gives, for the collectives of a failed rank."""
         num_formats = len(self.settings.formats)
-        tokens, n = operands.input.shape[0], operands.weight.shape[0]
+        tokens, (n, k) = operands.input.shape[0], operands.weight.shape
         device = operands.input.device
 
         def wide(*shape: int) -> torch.Tensor:
@@ -166,6 +169,7 @@ class Recorder:
             wide(2),
             wide(),
             wide(num_formats, 5),
+            torch.zeros((num_formats, rows.numel(), k), device=device),
             torch.zeros((num_formats, rows.numel(), n), device=device),
         )
 
@@ -209,5 +213,5 @@ class Recorder:
             grad=grad,
             couplings=errors.new_zeros((len(errors), 3, 2)),
             probe=errors.new_zeros(4),
-            sampled=SampledRows(x[rows].clone(), g[rows].clone(), local.grad_rows),
+            sampled=SampledRows(x[rows], g[rows], local.input_rows, local.grad_rows),
         )

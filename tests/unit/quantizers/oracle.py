@@ -51,14 +51,15 @@ def scales(tile: np.ndarray, fmt: Format, tensor_amax: np.float32) -> tuple[np.f
 
 
 def quantize(
-    x: np.ndarray, fmt: Format, block: tuple[int, int]
+    x: np.ndarray, fmt: Format, block: tuple[int, int], tensor_amax: np.float32 | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (values, decode scales, dequantized) of a [rows, cols] float32 matrix."""
     rows, cols = x.shape
     grid_shape = (-(-rows // block[0]), -(-cols // block[1]))
     values, decodes = np.zeros_like(x), np.zeros(grid_shape, np.float32)
     dequantized = np.zeros_like(x)
-    tensor_amax = np.float32(np.abs(x).max()) if x.size else np.float32(0)
+    if tensor_amax is None:
+        tensor_amax = np.float32(np.abs(x).max()) if x.size else np.float32(0)
     for i in range(grid_shape[0]):
         for j in range(grid_shape[1]):
             span = np.s_[

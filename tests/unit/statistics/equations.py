@@ -72,20 +72,26 @@ class Scales:
     bits: int | None = None
 
 
-def dequantized(x: Array, name: str, block: tuple[int, int]) -> Array:
-    """Round to nearest even in `name`."""
-    return oracle.quantize(x, FORMATS[name], block)[2].astype(np.float64)
+def dequantized(x: Array, name: str, block: tuple[int, int], whole: Array | None = None) -> Array:
+    """Round to nearest even in `name`; `whole` has the largest value where x is a part of it."""
+    amax = None if whole is None else np.float32(np.abs(whole).max())
+    return oracle.quantize(x, FORMATS[name], block, amax)[2].astype(np.float64)
 
 
 def dequantized_grad(
     linear: Linear, batch: Microbatch, name: str, gemm: str, block: tuple[int, int], s: Scales
 ) -> Array:
-    """Quantize G as the format says, with the stream of the whole tensor."""
+    """Quantize G as the format says (for dgrad the sampled tokens), with the linear's stream."""
+    g = batch.g[batch.rows] if gemm == "dgrad" else batch.g
     if not FORMATS[name].stochastic_grad:
-        return dequantized(batch.g, name, block)
+        return dequantized(g, name, block, batch.g)
     key = StreamKey(s.seed, linear.name, s.step, batch.index, f"grad_output.{gemm}")
     out = quantize_dequantize(
-        torch.from_numpy(batch.g), FORMATS[name], block, stream=StochasticStream(key)
+        torch.from_numpy(g),
+        FORMATS[name],
+        block,
+        stream=StochasticStream(key),
+        tensor_amax=torch.from_numpy(np.abs(batch.g).max(keepdims=True)),
     )
     return out.double().numpy()
 
@@ -190,7 +196,7 @@ def format_row(
         forward = forward + coherent(by_x, 0 * by_x, len(x))
         per_token = (d_g * by_w).sum(1) + by_x.sum(1)
         by_w = (g @ (w_d - w))[b.rows]
-        by_g = (d_x @ w.T) * (g_d - b.g)[b.rows] * s.grad
+        by_g = (d_x @ w.T) * (g_d - b.g[b.rows]) * s.grad
         backward = coherent(d_x * by_w, noise_x * by_w**2, len(x))
         backward = backward + coherent(by_g, 0 * by_g, len(x))
         parts["forward_channel"] = parts["forward_channel"] + forward
@@ -201,7 +207,7 @@ def format_row(
         add("output_error_square", (e_y**2).sum())
         add("input_error_square", ((x_f - x) ** 2).sum())
         add("weight_error_square", ((w_f - w) ** 2).sum())
-        add("grad_error_square", ((g_d - b.g) ** 2).sum() * s.grad**2)
+        add("grad_error_square", ((g_w - b.g) ** 2).sum() * s.grad**2)
         add("wgrad_error_square", (e_w**2).sum())
     for key, pair in parts.items():  # what a sample's pairs take away is chance
         total[f"{key}_square"] = float(np.maximum(pair, 0).sum() / s.eps**2)

@@ -127,7 +127,12 @@ def seen(rows: int = 4) -> Observation:
         grad=zeros(TOKENS),
         couplings=zeros(1, 3, 2),
         probe=zeros(4),
-        sampled=SampledRows(torch.randn(rows, 8), torch.randn(rows, 6), torch.randn(1, rows, 6)),
+        sampled=SampledRows(
+            torch.randn(rows, 8),
+            torch.randn(rows, 6),
+            torch.randn(1, rows, 8),
+            torch.randn(1, rows, 6),
+        ),
         probed=ProbedRows(torch.randn(rows, 8), torch.randn(rows, 6), None, None),
     )
 

@@ -53,11 +53,12 @@ def test_errors_are_those_of_each_gemms_own_operands(name: str, dtype: torch.dty
     w_f = dequantized(w, name, block)
     wanted = {
         "output": x_f @ w_f.T - x.astype("f8") @ w.T.astype("f8"),
-        "grad_rows": (g_d - g)[ROWS.numpy()],
+        "input_rows": (x_f - x)[ROWS.numpy()],
+        "grad_rows": g_d - g[ROWS.numpy()],
         "weight_gradient": g_w.T @ x_w - g.T.astype("f8") @ x.astype("f8"),
         "input_square": ((x_f - x) ** 2).sum(),
         "weight_square": ((w_f - w) ** 2).sum(),
-        "grad_square": ((g_d - g) ** 2).sum(),
+        "grad_square": ((g_w - g) ** 2).sum(),
     }
     for key, value in wanted.items():
         got = getattr(found, key).double().numpy()

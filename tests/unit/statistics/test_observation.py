@@ -19,7 +19,9 @@ def made() -> Observation:
         grad=numbers(9),
         couplings=numbers(2, 3, 2),
         probe=numbers(4),
-        sampled=SampledRows(torch.rand(2, 4), torch.rand(2, 6), torch.rand(2, 2, 6)),
+        sampled=SampledRows(
+            torch.rand(2, 4), torch.rand(2, 6), torch.rand(2, 2, 4), torch.rand(2, 2, 6)
+        ),
     )
 
 

@@ -89,7 +89,12 @@ def observation(x: torch.Tensor, g: torch.Tensor, rows: torch.Tensor) -> Observa
         grad=empty(len(x)),
         couplings=empty(0, 3, 2),
         probe=empty(4),
-        sampled=SampledRows(x[rows], g[rows], torch.zeros((0, len(rows), g.shape[1]))),
+        sampled=SampledRows(
+            x[rows],
+            g[rows],
+            torch.zeros((0, len(rows), x.shape[1])),
+            torch.zeros((0, len(rows), g.shape[1])),
+        ),
     )
 
 

@@ -30,6 +30,7 @@ def test_an_observation_holds_sums_and_sampled_rows() -> None:
     assert torch.equal(seen.sampled.input, o.input[rows])
     assert seen.sampled.input.untyped_storage().nbytes() == 6 * 128 * 4  # not a view of all of X
     assert torch.equal(seen.sampled.grad, o.grad_output[rows])
+    assert seen.sampled.input_error.shape == (2, 6, 128)
     assert seen.sampled.grad_error.shape == (2, 6, 256)
     assert seen.sampled.grad_error.untyped_storage().nbytes() == 2 * 6 * 256 * 4
     assert seen.output_error.shape == seen.first.shape == (2, 40)
