@@ -86,7 +86,7 @@ def attempt(what: str, action: Callable[[], T], group: ProcessGroup | None) -> T
     try:
         result = action()
     except Exception as error:  # the point: whatever it was, all ranks hear of it
-        message = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {one_line(error)}"
     confirm(what, message, group)
     return result  # type: ignore[return-value]  # confirm raised if action did
 
@@ -107,6 +107,12 @@ def confirm(what: str, failure: str | None, group: ProcessGroup | None) -> None:
         return
     texts = gather_json(failure, group)
     raise RemoteFailure(what, {rank: t for rank, t in enumerate(texts) if t is not None})
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's message as one line of at most 500 characters."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 500 else text[:497] + "..."
 
 
 def sum_over(tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:

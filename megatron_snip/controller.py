@@ -6,21 +6,32 @@
                       applies the same plan between two steps and checks its digest
 
 Every rank makes the same calls in the same order. A failure anywhere becomes the same decision on
-every rank: keep the old plan, warn once, go on.
+every rank: keep the old plan, warn once, go on. Two groups of all ranks see to that: measuring
+talks over one that waits `timeout` seconds, and whatever became of it is agreed on over the other.
+A rank that fails on its own leaves the others waiting on the first; they give up, agree on the
+second, and make the first anew.
+
+A plan that breaks the loss goes: plan_guard.py.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from datetime import timedelta
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
-from megatron_snip.collectives import RemoteFailure, attempt, broadcast_json
+from megatron_snip.collectives import RemoteFailure, attempt, broadcast_json, confirm, one_line
 from megatron_snip.config import SnipConfig
 from megatron_snip.controller_state import ControllerState, Pending
 from megatron_snip.divergence.quality import (
@@ -30,13 +41,16 @@ from megatron_snip.divergence.quality import (
     unmeasured_problem_dict,
 )
 from megatron_snip.errors import InfeasiblePlanError, SnipError, UsageError
+from megatron_snip.linears.careful import CarefulPasses, StrandedError, out_of_memory
 from megatron_snip.linears.layout import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.passes import ForwardBackward, MeasuringPasses, TrainingPass
+from megatron_snip.linears.precision_log import precision_table
 from megatron_snip.linears.runnable import nearest, offered, restricted, told_changes
 from megatron_snip.linears.runtime import Mode
 from megatron_snip.log import warn_once
 from megatron_snip.options import BF16, Option
+from megatron_snip.plan_guard import PlanGuard
 from megatron_snip.planning.assigned import Work, assigned_plan
 from megatron_snip.planning.plan import PrecisionPlan, changed_linears, read_plan
 from megatron_snip.planning.planner import make_plan
@@ -44,7 +58,15 @@ from megatron_snip.planning.policies import get_policy
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
-from megatron_snip.reporting.reporter import Applied, NullReporter, Refresh, Reporter
+from megatron_snip.reporting.reporter import (
+    Applied,
+    Event,
+    EventKind,
+    NullReporter,
+    Refresh,
+    Reporter,
+    tell_precision,
+)
 from megatron_snip.statistics.recorder import MeasureSettings
 from megatron_snip.statistics.refresh import RefreshInputs, measure
 from megatron_snip.topology import Topology
@@ -53,6 +75,12 @@ logger = logging.getLogger(__name__)
 
 SOLVER_GRACE_S = 10.0
 """Seconds past the solver's own time limit after which training gives it up."""
+
+FEWER = 4
+"""A refresh that runs out of memory is tried again with this part of microbatches and rows."""
+
+_AGREED = "agreed"
+"""Said by a rank that failed together with all others."""
 
 STATIC_POLICIES = ("uniform-", "random", "layer-type", "layer-id", "none")
 """Beginnings of the policies that look at names and FLOPs only: planned once, never refreshed."""
@@ -101,6 +129,7 @@ class SnipController:
         """
         self.config = config
         self._topology = current_topology() if topology is None else topology
+        self._control = self._topology.control
         self.model = PlannedModel(model, self._topology, config.seed, config.backend)
         self._optimizer = optimizer
         self._reporter: Reporter = reporter or NullReporter()
@@ -115,8 +144,11 @@ class SnipController:
         self._solver = None
         if self._leader and self._replans:
             self._solver = SolverProcess() if solver is None else solver
+        self._guard = self._made_guard()
+        self._topology = replace(self._topology, control=self._new_measuring_group())
         self.model.install()
         self.model.apply(self.plan.linears)
+        self._log_precision(0 if state is None else state.step)
         if state is not None and state.pending is not None and self._replans:
             self._resubmit(state.pending)
         if self._static:  # the only plan that this run will report
@@ -127,6 +159,8 @@ class SnipController:
 
     def begin_step(self, step: int) -> None:
         """All ranks, before step `step` (0-based): apply the pending plan if it is time."""
+        if self._guard is not None:
+            self._guard.hear()
         if self._pending is not None and step >= self._pending.apply_at:
             pending, self._pending = self._pending, None
             self._conclude(pending, step)
@@ -147,11 +181,18 @@ class SnipController:
         training = TrainingPass(function, kwargs)
         if self._due(step):
             self._refresh(step, training)
+        if self._guard is not None and self._guard.watching:
+            return self._watched(step, training, self._guard)
         self.model.runtime.begin_pass(step)
-        return training.train()
+        results = training.train()
+        if self._guard is not None:
+            self._guard.noted(results)
+        return results
 
     def end_step(self, step: int, metrics: dict[str, Any]) -> None:
         """All ranks, after step `step`: report its metrics."""
+        if self._guard is not None:
+            self._guard.hear()
         values = {**metrics, "lowest_precision_fraction": self.lowest_precision_fraction}
         self._tell(lambda r: r.metrics(step, values))
 
@@ -163,7 +204,9 @@ class SnipController:
 
     def state(self, step: int) -> ControllerState:
         """Return what a checkpoint after `step` training steps keeps; the same on all ranks."""
-        return ControllerState(step, self.plan, tuple(self.history), self._refreshed, self._pending)
+        guard = None if self._guard is None else self._guard.state()
+        history = tuple(self.history)
+        return ControllerState(step, self.plan, history, self._refreshed, self._pending, guard)
 
     def close(self) -> None:
         """All ranks: put Megatron's methods back, end the solver's process, close reports."""
@@ -171,6 +214,7 @@ class SnipController:
         if self._solver is not None:
             self._solver.close()
         self._tell(lambda r: r.close())
+        _let_go(self._topology.control)
 
     @property
     def lowest_precision_fraction(self) -> float:
@@ -204,16 +248,18 @@ class SnipController:
             return False
         if step == self._refreshed:  # Megatron repeats a step whose result it doubts
             return False
+        if self._pending is not None:  # one that was asked for out of turn
+            return False
+        if self._guard is not None and step == self._guard.refresh_at:
+            return True
         return (step - c.start_step) % c.interval == 0
 
     def _refresh(self, step: int, training: TrainingPass) -> None:
         """All ranks: measure; then rank 0 starts the solver."""
         begin = time.perf_counter()
         self._refreshed = step
-        try:
-            refresh = self._measure(step, training, begin)
-        except (RemoteFailure, ValueError) as failure:
-            self._keep(f"the refresh at step {step} was given up: {failure}")
+        refresh = self._tried(step, training, begin)
+        if refresh is None:
             return
         self._tell(lambda r: r.refreshed(refresh))
         if not self._replans:
@@ -221,9 +267,64 @@ class SnipController:
         metrics = refresh.divergences.metrics()
         self._submit(Pending(step, step + self.config.lag, refresh.problem, metrics))
 
-    def _measure(self, step: int, training: TrainingPass, begin: float) -> Refresh:
+    def _tried(self, step: int, training: TrainingPass, begin: float) -> Refresh | None:
+        """All ranks: measure, with less where memory runs out; None if that came to nothing."""
+        for parts in (1, FEWER):
+            try:
+                return self._together(lambda: self._measure(step, training, begin, parts))  # noqa: B023
+            except RemoteFailure as failure:
+                why, again = str(failure), out_of_memory(failure.failures.values())
+            # Out of the handler, so that the failed attempt's tensors have no owner left.
+            _free_memory()
+            if not again:
+                break
+            if parts == 1 and self._leader:
+                logger.warning(
+                    "the refresh at step %d ran out of memory (%s); trying once more with "
+                    "1/%d of its microbatches and sampled rows",
+                    step,
+                    why,
+                    FEWER,
+                )
+        self._keep(step, f"the refresh at step {step} was given up: {why}")
+        return None
+
+    def _together(self, act: Callable[[], Refresh]) -> Refresh:
+        """All ranks: measure, and agree on whether that went well on all of them.
+
+        Raises:
+            RemoteFailure: on every rank, if it did not on any.
+            StrandedError: on a rank whose peers cannot be helped.
+        """
+        result: Refresh | None = None
+        agreed: RemoteFailure | None = None
+        failure: str | None = None
+        try:
+            result = act()
+        except StrandedError:
+            raise
+        except RemoteFailure as error:
+            agreed, failure = error, _AGREED
+        except Exception as error:  # whatever it was, all ranks hear of it
+            failure = f"{type(error).__name__}: {one_line(error)}"
+        try:
+            confirm("measuring", failure, self._control)
+        except RemoteFailure as failed:
+            alone = {rank: text for rank, text in failed.failures.items() if text != _AGREED}
+            if agreed is not None and not alone:
+                raise agreed from None
+            # Somebody may have been left waiting, and what it waited on is of no use any more.
+            self._topology = replace(self._topology, control=self._new_measuring_group())
+            raise RemoteFailure("measuring", alone) from None
+        assert result is not None, "nobody failed"
+        return result
+
+    def _measure(self, step: int, training: TrainingPass, begin: float, parts: int) -> Refresh:
+        """All ranks: measure with 1 / `parts` of the microbatches and rows."""
         c = self.config
-        runner = MeasuringPasses(training, self.model.runtime, c.stat_microbatches)
+        microbatches, num_rows = -(-c.stat_microbatches // parts), -(-c.probe_rows // parts)
+        passes = MeasuringPasses(training, self.model.runtime, microbatches)
+        runner = CarefulPasses(passes, self._topology)
         inputs = RefreshInputs(
             linears=self.model.all_linears,
             weights=self.model.weights(),
@@ -233,7 +334,7 @@ class SnipController:
         )
         on_offer = {name for option in self._options for name in option.formats}
         formats = tuple(name for name in c.formats if name != "bf16" and name in on_offer)
-        settings = MeasureSettings(formats, step, c.seed, c.probe_rows, c.probes)
+        settings = MeasureSettings(formats, step, c.seed, num_rows, c.probes)
         statistics = measure(inputs, settings, runner)
         quality = QualitySettings(
             self._options, c.lowest_format, c.loss_join, c.weight_join, c.weight_lambda
@@ -264,7 +365,8 @@ class SnipController:
         stages = {linear.name: linear.stage for linear in self.model.all_linears}
         rows = pending.problem["linears"]
         if {row["name"] for row in rows} != set(stages):
-            self._keep(f"the problem of step {pending.step} is of another model")
+            why = f"the problem of step {pending.step} is of another model"
+            self._keep(pending.apply_at, why)
             return
         moved = [{**row, "stage": stages[row["name"]]} for row in rows]
         self.model.runnable.learn(Option.parse(text) for row in moved for text in row["options"])
@@ -274,21 +376,25 @@ class SnipController:
     def _conclude(self, pending: Pending, step: int) -> None:
         """All ranks: hear the outcome from rank 0 and apply the same plan, or keep the old one."""
         begin = time.perf_counter()
-        outcome = broadcast_json(self._outcome(self._solved), self._topology.control)
+        outcome = broadcast_json(self._outcome(self._solved), self._control)
         waited_s = time.perf_counter() - begin
         if "error" in outcome:
-            self._keep(
-                f"no new plan from the statistics of step {pending.step}: {outcome['error']}"
-            )
+            why = f"no new plan from the statistics of step {pending.step}: {outcome['error']}"
+            self._keep(step, why)
             return
         try:
             plan = attempt(
                 "reading the new plan",
                 lambda: self._checked(PrecisionPlan.from_dict(outcome["plan"])),
-                self._topology.control,
+                self._control,
             )
         except RemoteFailure as failure:
-            self._keep(str(failure))
+            self._keep(step, str(failure))
+            return
+        if self._guard is not None and self._guard.refuses(plan):
+            self._keep(
+                step, f"the loss guard took back the very plan of step {pending.step} before"
+            )
             return
         self._apply(plan, step, waited_s)
 
@@ -345,7 +451,14 @@ class SnipController:
     def _apply(self, plan: PrecisionPlan, step: int, waited_s: float) -> None:
         """All ranks: set every linear; the plan's digest was checked when it was read."""
         changed = changed_linears(self.plan, plan)
-        self.model.apply(plan.linears)
+        try:
+            attempt("applying the plan", lambda: self.model.apply(plan.linears), self._control)
+        except RemoteFailure as failure:
+            self.model.apply(self.plan.linears)
+            self._keep(step, str(failure))
+            return
+        if self._guard is not None and changed:
+            self._guard.changed(self.plan)
         self.plan = plan
         self.history.append((step, plan.digest))
         if self._leader:
@@ -364,12 +477,100 @@ class SnipController:
                 plan.seconds,
                 waited_s,
             )
+        self._log_precision(step)
         applied = Applied(plan, step, len(changed), waited_s)
         self._tell(lambda r: r.planned(applied))
 
-    def _keep(self, why: str) -> None:
+    def _watched(self, step: int, training: TrainingPass, guard: PlanGuard) -> list[dict[str, Any]]:
+        """All ranks: make a step whose loss decides whether the plan in force stays."""
+
+        def run(plan: PrecisionPlan) -> list[dict[str, Any]]:
+            self.model.apply(plan.linears)
+            self.model.runtime.begin_pass(step)
+            return training.train()
+
+        def clear() -> None:
+            for chunk in training.chunks:
+                clear_buffers: Any = getattr(chunk, "zero_grad_buffer", None)
+                if clear_buffers is not None:
+                    clear_buffers()
+            self._optimizer.zero_grad()
+
+        judged = guard.watch(training, self.plan, self._safe_plan(step), run, clear)
+        if judged.message is not None:
+            self._happened(step, "guard", f"step {step}: {judged.message}")
+        if judged.fallback is None:
+            self.model.apply(self.plan.linears)
+        else:
+            self._fall_back(step, judged.fallback, guard)
+        return judged.results
+
+    def _fall_back(self, step: int, fallback: PrecisionPlan, guard: PlanGuard) -> None:
+        """All ranks: `fallback`, which the step was made under, is the plan from now on."""
+        self._pending = None
+        if self._solver is not None:  # what it works on was measured in bad company
+            with contextlib.suppress(Exception):
+                self._solver.result(0.0)
+        # A plan's step names its file; that of the plan it repeats is taken.
+        plan = fallback.model_copy(update={"step": step})
+        guard.fell(self.plan, plan, step)
+        changed = changed_linears(self.plan, plan)
+        was, self.plan = self.plan, plan
+        self.history.append((step, plan.digest))
+        self._happened(
+            step,
+            "fallback",
+            f"the plan of step {was.step} was taken back: {len(changed)} of {len(plan.linears)} "
+            f"linears are as in the {fallback.policy} plan of step {fallback.step}",
+        )
+        self._tell(lambda r: r.planned(Applied(plan, step, len(changed), 0.0)))
+
+    def _safe_plan(self, step: int) -> PrecisionPlan:
+        """BF16 throughout, but for pinned linears."""
+        globs = [glob for glob, _ in self.config.pin_pairs]
+        linears = {
+            name: option if any(fnmatchcase(name, glob) for glob in globs) else BF16
+            for name, option in self.plan.linears.items()
+        }
+        work = [Work(i.name, i.stage, i.flops_per_token) for i in self.model.all_linears]
+        return assigned_plan(linears, work, self.config.lowest_format, "guard", step)
+
+    def _made_guard(self) -> PlanGuard | None:
+        """All ranks: return the guard, if plans change in this run."""
+        if not (self.config.guard and self._replans):
+            return None
+        state = None if self._resumed is None else self._resumed.guard
+        if state is not None and state.good is not None:
+            state = replace(state, good=self._runnable(self._checked(state.good)))
+        return PlanGuard(self.config, replace(self._topology, control=self._control), state)
+
+    def _new_measuring_group(self) -> ProcessGroup | None:
+        """All ranks: return a group of all ranks that waits `timeout` seconds."""
+        if self._control is None:
+            return None
+        if self._topology.control is not self._control:
+            _let_go(self._topology.control)
+        limit = self.config.timeout
+        wait = None if limit is None else timedelta(seconds=limit)
+        return dist.new_group(backend="gloo", timeout=wait)  # type: ignore[no-any-return]
+
+    def _keep(self, step: int, why: str) -> None:
+        self._happened(step, "kept", f"the plan of step {self.plan.step} stays: {why}")
+
+    def _happened(self, step: int, kind: EventKind, message: str) -> None:
+        """Warn on rank 0, and report."""
         if self._leader:
-            logger.warning("the plan of step %d stays: %s", self.plan.step, why)
+            logger.warning(message)
+        self._tell(lambda r: r.event(Event(step, kind, message)))
+
+    def _log_precision(self, step: int) -> None:
+        """All ranks: say what every linear resolved to from `step` on, where that is wanted."""
+        if not self.config.precision_log:
+            return
+        table = precision_table(self.model.linears, self.plan, step, self._control)
+        if self._leader:
+            logger.info("%s", table.text())
+        self._tell(lambda r: tell_precision(r, step, table.to_dict()))
 
     def _tell(self, message: Callable[[Reporter], None]) -> None:
         """Report; what goes wrong there (a full disk, say) never reaches training."""
@@ -380,7 +581,7 @@ class SnipController:
 
     def _initial_plan(self) -> PrecisionPlan:
         """All ranks: rank 0 makes the plan that the run starts with; the others hear of it."""
-        outcome = broadcast_json(self._outcome(self._first_plan), self._topology.control)
+        outcome = broadcast_json(self._outcome(self._first_plan), self._control)
         if "error" in outcome:
             raise (UsageError if outcome["usage"] else SnipError)(outcome["error"])
         return self._runnable(self._checked(PrecisionPlan.from_dict(outcome["plan"])))
@@ -420,3 +621,16 @@ class SnipController:
     def _restricted(self, problem: dict[str, Any]) -> dict[str, Any]:
         """Return the problem with what every linear can run; in full where nothing will run it."""
         return problem if self.config.collect_only else restricted(self.model.runnable, problem)
+
+
+def _let_go(group: ProcessGroup | None) -> None:
+    """Close a group's connections, if it is still there."""
+    if group is not None:
+        with contextlib.suppress(Exception):  # one that a failure has broken
+            dist.destroy_process_group(group)
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -5,7 +5,11 @@ checkpoints, which are read with `weights_only=True`, and in sidecar JSON files.
 
     {"version": 1, "step": int, "plan": {a plan file's object}, "history": [[step, digest], ...],
      "refreshed": int | null,
-     "pending": null | {"step": int, "apply_at": int, "problem": {...}, "metrics": {...}}}
+     "pending": null | {"step": int, "apply_at": int, "problem": {...}, "metrics": {...}},
+     "guard": null | {"loss": {a LossGuard's}, "good": null | {a plan file's object},
+                      "refused": [digest, ...], "falls": int, "refresh_at": int | null}}
+
+`guard` may be missing, as in checkpoints of before there was one.
 
 A plan that was still being solved is kept as its problem: the resumed run submits it again and the
 outcome is applied at the same step. Everything else that a plan decides (stochastic rounding,
@@ -18,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_snip.errors import UsageError
+from megatron_snip.loss_guard import LossGuard
 from megatron_snip.planning.plan import PrecisionPlan
 
 SCHEMA_VERSION = 1
@@ -50,6 +55,35 @@ class Pending:
 
 
 @dataclass(frozen=True)
+class GuardState:
+    """What is known of the plans' standing.
+
+    Attributes:
+        loss: the losses heard, and the watch on the plan in force.
+        good: the plan to fall back to, or None before the first change.
+        refused: digests of plans that went.
+        falls: plans that went since one has proven itself.
+        refresh_at: step at which a refresh is wanted because a plan went, or None.
+    """
+
+    loss: LossGuard
+    good: PrecisionPlan | None = None
+    refused: tuple[str, ...] = ()
+    falls: int = 0
+    refresh_at: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain types."""
+        return {
+            "loss": self.loss.to_dict(),
+            "good": None if self.good is None else self.good.to_dict(),
+            "refused": list(self.refused),
+            "falls": self.falls,
+            "refresh_at": self.refresh_at,
+        }
+
+
+@dataclass(frozen=True)
 class ControllerState:
     """A controller between two steps.
 
@@ -59,6 +93,7 @@ class ControllerState:
         history: (step, digest) of every plan applied, in order.
         refreshed: the last step whose refresh was begun, or None.
         pending: what the solver is working on, or None.
+        guard: the plans' standing, or None without a guard.
     """
 
     step: int
@@ -66,6 +101,7 @@ class ControllerState:
     history: tuple[tuple[int, str], ...] = ()
     refreshed: int | None = None
     pending: Pending | None = None
+    guard: GuardState | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the dict described above."""
@@ -76,6 +112,7 @@ class ControllerState:
             "history": [[step, digest] for step, digest in self.history],
             "refreshed": self.refreshed,
             "pending": None if self.pending is None else self.pending.to_dict(),
+            "guard": None if self.guard is None else self.guard.to_dict(),
         }
 
     @classmethod
@@ -96,14 +133,16 @@ class ControllerState:
             )
         try:
             refreshed, pending = value["refreshed"], value["pending"]
+            guard = value.get("guard")
             return cls(
                 step=int(value["step"]),
                 plan=PrecisionPlan.from_dict(value["plan"], f"{source}, plan"),
                 history=tuple((int(step), str(digest)) for step, digest in value["history"]),
                 refreshed=None if refreshed is None else int(refreshed),
                 pending=None if pending is None else _pending(pending),
+                guard=None if guard is None else _guard(guard, source),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             detail = f"{type(error).__name__}: {error}"
             raise UsageError(f"{source} is damaged ({detail})") from None
 
@@ -114,4 +153,15 @@ def _pending(value: dict[str, Any]) -> Pending:
         apply_at=int(value["apply_at"]),
         problem=dict(value["problem"]),
         metrics=dict(value["metrics"]),
+    )
+
+
+def _guard(value: dict[str, Any], source: str) -> GuardState:
+    good, refresh_at = value["good"], value["refresh_at"]
+    return GuardState(
+        loss=LossGuard.from_dict(value["loss"]),
+        good=None if good is None else PrecisionPlan.from_dict(good, f"{source}, good plan"),
+        refused=tuple(str(digest) for digest in value["refused"]),
+        falls=int(value["falls"]),
+        refresh_at=None if refresh_at is None else int(refresh_at),
     )

@@ -9,20 +9,18 @@ the model's config. Megatron's rerun state machine does not hear of a pass.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core import parallel_state, rerun_state_machine
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import get_model_config
 
 from megatron_snip.linears.replay import ReplayData
 from megatron_snip.linears.runtime import Runtime
+from megatron_snip.linears.traces import Traces
 from megatron_snip.statistics.refresh import PassResult
 from megatron_snip.statistics.tap import Observer
 from megatron_snip.topology import Topology
@@ -131,8 +129,7 @@ class MeasuringPasses:
 def _no_trace(chunks: Sequence[Any], config: Any) -> Iterator[None]:
     """Put back all that a forward-backward changes, at the end of the block."""
     with ExitStack() as stack:
-        stack.enter_context(_kept_rng())
-        stack.enter_context(_kept_tensors(chunks))
+        stack.enter_context(_kept_traces(chunks))
         stack.enter_context(_kept_gradients(chunks))
         stack.enter_context(_without_hooks(config))
         stack.enter_context(_unvalidated())
@@ -144,28 +141,13 @@ def _no_trace(chunks: Sequence[Any], config: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _kept_rng() -> Iterator[None]:
-    states = _rng_states()
+def _kept_traces(chunks: Sequence[Any]) -> Iterator[None]:
+    """Keep random streams, modules' buffers and the losses collected for the log."""
+    traces = Traces(chunks)
     try:
         yield
     finally:
-        _set_rng_states(states)
-
-
-@contextmanager
-def _kept_tensors(chunks: Sequence[Any]) -> Iterator[None]:
-    """Keep modules' buffers and the losses collected for the log."""
-    tensors = [b for chunk in chunks for b in _buffers(chunk)] + _logged_losses()
-    values = [tensor.clone() for tensor in tensors]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in zip(tensors, values, strict=True):
-                tensor.copy_(value)
-            for tensor in _logged_losses():
-                if not any(tensor is known for known in tensors):
-                    tensor.zero_()  # begun inside the block
+        traces.restore()
 
 
 @contextmanager
@@ -214,62 +196,10 @@ def _unvalidated() -> Iterator[None]:
         del machine.validate_result
 
 
-def _buffers(chunk: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """The module's buffers; DDP hides `Module.buffers` behind a list of its own."""
-    return torch.nn.Module.buffers(chunk)
-
-
-def _logged_losses() -> list[torch.Tensor]:
-    """What Megatron adds up for its log in every forward (MoE's auxiliary losses, MTP's)."""
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
-    tracker = MTPLossLoggingHelper.tracker
-    return _moe_losses() + ([tracker["values"]] if "values" in tracker else [])
-
-
-def _moe_losses() -> list[torch.Tensor]:
-    try:
-        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-    except ImportError:  # Megatron-Core before 0.18
-        from megatron.core.transformer.moe import moe_utils
-
-        trackers = moe_utils.get_moe_layer_wise_logging_tracker().values()
-        return [tracker["values"] for tracker in trackers if "values" in tracker]
-    return [entry.values for entry in get_moe_metrics_tracker().metrics.values()]
-
-
 def _gather_parameters(chunk: Any) -> None:
     """Finish an overlapped parameter all-gather, so that weights may be read and changed."""
     if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
         chunk.start_param_sync(force_sync=True)
-
-
-def _rng_states() -> dict[str, Any]:
-    tracker = get_cuda_rng_tracker()
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "tracker": {name: _copied(state) for name, state in tracker.get_states().items()},
-        "numpy": np.random.get_state(),
-        "random": random.getstate(),
-    }
-
-
-def _copied(state: Any) -> Any:
-    """Copy a tracker's state: a tensor, or a generator whose own state moves on."""
-    if isinstance(state, torch.Generator):
-        return state.clone_state()
-    return state.clone()
-
-
-def _set_rng_states(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None:
-        torch.cuda.set_rng_state(states["cuda"])
-    if states["tracker"]:
-        get_cuda_rng_tracker().set_states(states["tracker"])
-    np.random.set_state(states["numpy"])
-    random.setstate(states["random"])
 
 
 def _losses(results: list[dict[str, Any]], topology: Topology) -> PassResult:
@@ -288,3 +218,27 @@ def _loss_value(reported: Any) -> float:
     if tensor.numel() == 2:
         return float(tensor[0] / tensor[1].clamp(min=1))
     return float(tensor[0])
+
+
+@contextmanager
+def tolerating_non_finite() -> Iterator[None]:
+    """Within: results that are NaN or infinite do not reach the rerun state machine.
+
+    It would end the job, and whoever opens this block has another remedy; finite results are
+    validated as ever.
+    """
+    machine = getattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", None)
+    if machine is None:
+        yield
+        return
+    validate = machine.validate_result
+
+    def validate_finite(result: Any, *args: Any, **kwargs: Any) -> None:
+        if bool(torch.isfinite(torch.as_tensor(result)).all()):
+            validate(result, *args, **kwargs)
+
+    machine.validate_result = validate_finite
+    try:
+        yield
+    finally:
+        del machine.validate_result

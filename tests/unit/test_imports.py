@@ -17,7 +17,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("errors", "log"),
     ("formats", "types"),
     ("options",),
-    ("argument_file", "config", "flags", "matmul", "topology", "collectives"),
+    ("argument_file", "config", "flags", "loss_guard", "matmul", "topology", "collectives"),
     ("kernels",),
     ("quantizers",),
     ("streams",),
@@ -27,6 +27,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("reporting",),  # reads the records of what is left of it
     ("linears",),
     ("controller_state",),
+    ("plan_guard",),
     ("controller",),
     ("patches",),
     ("trainer",),
@@ -38,7 +39,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 WITH_MEGATRON = {"linears", "patches", "trainer"}
 WITHOUT_TORCH = {"version", "errors", "log", "formats", "types", "options", "config", "flags"}
-WITHOUT_TORCH |= {"argument_file", "planning", "controller_state"}
+WITHOUT_TORCH |= {"argument_file", "planning", "loss_guard", "controller_state"}
 WITH_ORTOOLS = {"planning"}
 
 

@@ -1,0 +1,112 @@
+"""The loss of a training step on its way to all ranks, and whether its gradients are numbers.
+
+The schedule gives a loss to the last pipeline stage alone, for its own data. It is summed over
+data ranks there,
+
+    loss = sum over microbatches and data ranks of (sum of token losses)
+           / sum over the same of (number of tokens)
+
+and the last rank of all, which is of the last stage in every layout of Megatron's, tells it to
+everybody. So all ranks hold the same bits and decide alike. Megatron's older form of a report, a
+mean without a number of tokens, counts as one token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import get_model_config
+
+from megatron_snip.collectives import sum_over
+from megatron_snip.topology import Topology
+
+
+class StepLoss:
+    """The loss of a step that has run; made on all ranks together, in the same order.
+
+    Making it does not wait for the device; `value` does.
+    """
+
+    def __init__(self, results: list[dict[str, Any]], topology: Topology) -> None:
+        """Start summing.
+
+        Args:
+            results: what the schedule returned on this rank.
+            topology: this rank's place.
+        """
+        self._topology = topology
+        self._sums = torch.zeros(2, dtype=torch.float64)
+        self._copied: torch.cuda.Event | None = None
+        sums = _sums(results)
+        if sums is None:
+            return
+        sum_over(sums, topology.data.group)
+        self._sums = sums.to("cpu", non_blocking=True)
+        if sums.is_cuda:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def value(self) -> float | None:
+        """All ranks: return the loss, the same everywhere; None if the schedule reports none."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        sums = self._sums
+        if self._topology.control is not None:
+            last = self._topology.world_size - 1
+            dist.broadcast(sums, src=last, group=self._topology.control)
+        total, count = sums.tolist()
+        if count == 0.0:
+            return None
+        return float(total / count)
+
+
+def finite_gradients(chunks: Sequence[torch.nn.Module], topology: Topology) -> bool:
+    """All ranks: whether every gradient of every rank is finite.
+
+    With FP16 it is not asked: there an overflow is part of the loss scaler's work.
+    """
+    bad = torch.tensor([0 if _finite_here(chunks) else 1], dtype=torch.int32)
+    if topology.control is not None:
+        dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=topology.control)
+    return int(bad.item()) == 0
+
+
+@torch.no_grad()
+def _finite_here(chunks: Sequence[torch.nn.Module]) -> bool:
+    if get_model_config(chunks[0]).fp16:
+        return True
+    grads = [
+        grad
+        for chunk in chunks
+        for parameter in chunk.parameters()
+        if (grad := getattr(parameter, "main_grad", None)) is not None
+        or (grad := parameter.grad) is not None
+    ]
+    if not grads:
+        return True
+    largest = torch.stack([torch.linalg.vector_norm(g, ord=math.inf).float() for g in grads])
+    return bool(torch.isfinite(largest).all())
+
+
+def _sums(results: list[dict[str, Any]]) -> torch.Tensor | None:
+    """Return [2] FP64 on the device: sum of losses, number of tokens; None without a report."""
+    reports = [next(iter(r.values())) for r in results if isinstance(r, dict) and r]
+    if not reports:
+        return None
+    return torch.stack([_report(reported) for reported in reports]).sum(dim=0)
+
+
+def _report(reported: Any) -> torch.Tensor:
+    """Return one microbatch's [2] FP64: sum of losses, number of tokens."""
+    if isinstance(reported, tuple | list):
+        device = next((v.device for v in reported if torch.is_tensor(v)), None)
+        parts = [torch.as_tensor(v, dtype=torch.float64, device=device) for v in reported]
+        return torch.stack([part.detach().reshape(()) for part in parts])
+    flat = torch.as_tensor(reported).detach().double().reshape(-1)
+    if flat.numel() == 2:
+        return flat
+    return torch.stack([flat[0], torch.ones_like(flat[0])])
