@@ -4,8 +4,9 @@
 
 A BF16 Llama trains in this process. Ordinary iterations (forward, backward, optimizer) and
 refreshes (both passes with fp8 and fp4 on offer, reduction, divergences) take turns on the same
-microbatches; the ratio is of the medians. Memory is counted by torch's profiler on the CPU and by
-the allocator on a GPU; peaks are above what is held when the iteration or the refresh begins.
+microbatches; the ratio is of the medians (of CPU seconds on a CPU, one thread). Memory is counted
+by torch's profiler on the CPU and by the allocator on a GPU; peaks are above what is held when the
+iteration or the refresh begins.
 """
 
 from __future__ import annotations
@@ -53,12 +54,16 @@ def refresh(lab: Lab, config: SnipConfig, microbatches: int) -> dict[str, Any]:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Return how long `run` takes, the device included."""
+    """Return how long `run` takes, the device included; on the CPU the process's own time.
+
+    The process's time does not count other programs on a busy machine.
+    """
     _wait()
-    begin = time.perf_counter()
+    clock = time.perf_counter if on_gpu() else time.process_time
+    begin = clock()
     run()
     _wait()
-    return time.perf_counter() - begin
+    return clock() - begin
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
