@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from megatron_snip.divergence.quality import DivergenceTable, divergences_dict
 from megatron_snip.planning.plan import PrecisionPlan
@@ -93,6 +93,20 @@ class Reporter(Protocol):
         """The run ends; nothing follows."""
 
 
+@runtime_checkable
+class KeepsPrecision(Protocol):
+    """A reporter that also keeps what linears resolved to (`--snip-precision-log`)."""
+
+    def precision(self, step: int, table: dict[str, Any]) -> None:
+        """A plan is in force from `step` on; `table` is a `PrecisionTable` as plain types."""
+
+
+def tell_precision(reporter: Reporter, step: int, table: dict[str, Any]) -> None:
+    """Tell a reporter what linears resolved to, if it keeps that."""
+    if isinstance(reporter, KeepsPrecision):
+        reporter.precision(step, table)
+
+
 class NullReporter:
     """Listens and does nothing."""
 
@@ -136,6 +150,10 @@ class FileReporter:
         }
         self.directory.plan(applied.plan)
 
+    def precision(self, step: int, table: dict[str, Any]) -> None:
+        """Write what the linears resolved to."""
+        self.directory.precision(step, table)
+
     def event(self, event: Event) -> None:
         """Keep it for the step's line."""
         told = {"kind": event.kind, "message": event.message}
@@ -172,6 +190,10 @@ class Reporters:
     def event(self, event: Event) -> None:
         """Pass on."""
         self._each(lambda reporter: reporter.event(event))
+
+    def precision(self, step: int, table: dict[str, Any]) -> None:
+        """Pass on to those that keep it."""
+        self._each(lambda reporter: tell_precision(reporter, step, table))
 
     def metrics(self, step: int, values: dict[str, Any]) -> None:
         """Pass on."""

@@ -6,6 +6,7 @@
     problems/<step>.json      the planner's problem at each refresh
     divergences/<step>.json   the divergences and statistics behind it
     plans/<step>.json         the plan made from it
+    precision/<step>.json     what every linear resolved to from that step on (--snip-precision-log)
 
 A line of metrics.jsonl holds `step` (0-based), what the training loop measured (loss, grad_norm,
 lr, tokens_per_s, validation_loss where there was one), `lowest_precision_fraction` (share of linear
@@ -94,6 +95,10 @@ class RunDirectory:
     def divergences(self, step: int, divergences: dict[str, Any]) -> Path:
         """Write divergences/<step>.json; return its path."""
         return self._json("divergences", step, divergences)
+
+    def precision(self, step: int, table: dict[str, Any]) -> Path:
+        """Write precision/<step>.json; return its path."""
+        return self._json("precision", step, table)
 
     def plan(self, plan: PrecisionPlan) -> Path:
         """Write plans/<step>.json and flush the metrics; return the plan's path."""

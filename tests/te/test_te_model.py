@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import Option
 from megatron_snip.planning.assigned import Work, assigned_plan
 from megatron_snip.planning.plan import write_plan
+from megatron_snip.reporting.reporter import FileReporter
+from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.topology import Topology
 from tests.te.models import EXPERTS, build, by_name, losses, plan
 
@@ -44,10 +47,10 @@ def on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
 
 
-def controller(model: Any, **settings: Any) -> SnipController:
+def controller(model: Any, reporter: Any = None, **settings: Any) -> SnipController:
     """One that never measures: it needs no optimizer and no solver."""
     values = {"freeze_plan": True, "start_step": 1000, **settings}
-    return SnipController(SnipConfig(**values), [model], None, topology=Topology())
+    return SnipController(SnipConfig(**values), [model], None, reporter, topology=Topology())
 
 
 def plan_file(tmp_path: Path, model: Any, option: str) -> Path:
@@ -178,3 +181,24 @@ def test_experts_of_a_layer_are_one_row(grouped: bool) -> None:
     assert len(names) == 8 and len(run.model.linears) == 4 + 4 * 4
     fc1 = [name for name in names if name.endswith("mlp.experts.linear_fc1")]
     assert fc1 == [f"decoder.layers.{i}.mlp.experts.linear_fc1" for i in range(2)]
+
+
+def test_the_precision_log_says_what_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = build()
+    path = plan_file(tmp_path, model, "fp4-fp8-bf16")
+    reporter = FileReporter(RunDirectory(tmp_path / "run"))
+    settings = {"formats": ("bf16", "fp8", "fp4"), "granularity": "gemm", "plan_file": path}
+    with caplog.at_level(logging.INFO):
+        controller(model, reporter, precision_log=True, **settings).close()
+    table = json.loads((tmp_path / "run" / "precision" / "0.json").read_text())
+    assert len(table["linears"]) == 8
+    for row in table["linears"]:
+        assert row["option"] == "fp4-fp8-bf16"
+        assert row["recipe"] == "custom(nvfp4, mxfp8, bf16)"
+        assert (row["backend"], row["weight_storage"]) == ("te", "float32")
+    (text,) = [r.getMessage() for r in caplog.records if "precision from" in r.getMessage()]
+    assert text.count("custom(nvfp4, mxfp8, bf16)") == 8
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        controller(model, reporter, **settings).close()
+    assert not any("precision from" in r.getMessage() for r in caplog.records)
