@@ -124,6 +124,22 @@ def support(backend: Backend, fmt: str, gemm: Gemm, where: str | None) -> Suppor
     return _te(fmt, gemm, where)
 
 
+def here(backend: Backend, fmt: str, gemm: Gemm, machine: Machine) -> Support:
+    """Return the cell of a machine, with what its Transformer Engine itself says.
+
+    Raises:
+        UsageError: if the format is unknown.
+    """
+    cell = support(backend, fmt, gemm, column(machine.capability))
+    if backend is not Backend.TE or cell.how is How.REFUSED or cell.word == "bf16":
+        return cell
+    if machine.te_version is None:
+        return Support(How.REFUSED, "Transformer Engine cannot be imported")
+    if cell.word in machine.te_unavailable:
+        return Support(How.REFUSED, machine.te_unavailable[cell.word])
+    return cell
+
+
 def _native(fmt: str, where: str) -> Support:
     if where == "8.0":
         return Support(How.REFUSED, "no FP8 tensor cores before 8.9")
@@ -172,14 +188,11 @@ def _te(fmt: str, gemm: Gemm, where: str) -> Support:
 
 def refusal(backend: Backend, option: Option, machine: Machine) -> str | None:
     """Return why a backend cannot run an option on a machine, or None if it can."""
-    where = column(machine.capability)
     for gemm in Gemm:
-        cell = support(backend, option[gemm], gemm, where)
+        cell = here(backend, option[gemm], gemm, machine)
         if cell.how is How.REFUSED:
             shown = "no GPU" if machine.capability is None else _dotted(machine.capability)
             return f"{option[gemm]} on {shown}: {cell.why}"
-        if backend is Backend.TE and cell.word in machine.te_unavailable:
-            return f"{option[gemm]}: {machine.te_unavailable[cell.word]}"
     if backend is Backend.TE and not (te_recipe(option, machine).is_uniform or machine.te_per_gemm):
         return (
             f"{option}: Transformer Engine {machine.te_version} has no quantizers by GEMM "

@@ -41,7 +41,8 @@ def test_transformer_engine_is_asked(
     assert set(machine.te_unavailable) == unavailable
     # The table never offers what Transformer Engine would refuse.
     for fmt in ("fp8", "mxfp8", "fp4", "nvfp4"):
-        if backends.refusal(Backend.TE, Option.uniform(fmt), Machine(capability)) is None:
+        unasked = Machine(capability, "2.20.2")
+        if backends.refusal(Backend.TE, Option.uniform(fmt), unasked) is None:
             word = backends.te_recipe(Option.uniform(fmt), machine).fprop
             assert word not in machine.te_unavailable
 
@@ -69,7 +70,8 @@ def test_an_older_one_knows_fewer_recipes(monkeypatch: pytest.MonkeyPatch) -> No
     machine = this_machine(with_te=True)
     assert machine.te_unavailable == {"nvfp4": "this Transformer Engine does not know the recipe"}
     reason = backends.refusal(Backend.TE, Option.uniform("fp4"), machine)
-    assert reason == "fp4: this Transformer Engine does not know the recipe"
+    assert reason is not None
+    assert reason.endswith(": this Transformer Engine does not know the recipe")
 
 
 @pytest.mark.parametrize(

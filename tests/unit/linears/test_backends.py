@@ -134,8 +134,12 @@ def test_options_by_gemm_need_a_transformer_engine_that_has_them() -> None:
 def test_transformer_engine_has_the_last_word() -> None:
     machine = te(HOPPER, te_unavailable={"blockwise": "CUDA 12.9 is needed"})
     reason = backends.refusal(Backend.TE, Option.uniform("fp8"), machine)
-    assert reason == "fp8: CUDA 12.9 is needed"
+    assert reason == "fp8 on compute capability 9.0: CUDA 12.9 is needed"
     assert backends.refusal(Backend.TE, BF16, machine) is None
+    absent = te(BLACKWELL, te_version=None)
+    reason = backends.refusal(Backend.TE, Option.uniform("fp8"), absent)
+    assert reason is not None and "cannot be imported" in reason
+    assert backends.refusal(Backend.TE, BF16, absent) is None
 
 
 def test_cells_say_why() -> None:
