@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         _list(schedule, store)
         return 0
     if args.table:
-        _show(_write(schedule, store))
+        _show(_write(config, schedule, store))
         return 0
     return _run(config, schedule, store)
 
@@ -88,7 +88,7 @@ def _run(config: ComparisonConfig, schedule: Schedule, store: Store) -> int:
                 store.config_file(run), store.log(run), config.threads, lock
             ),
             config.jobs,
-            _Teller(schedule, store),
+            _Teller(config, schedule, store),
         )
         former = signal.signal(signal.SIGTERM, _interrupt)
         try:
@@ -97,7 +97,7 @@ def _run(config: ComparisonConfig, schedule: Schedule, store: Store) -> int:
             status = INTERRUPTED
         finally:
             signal.signal(signal.SIGTERM, former)
-        _show(_write(schedule, store))
+        _show(_write(config, schedule, store))
     for key, problem in pool.failed.items():
         print(f"megatron-snip: run {key} failed: {problem}", file=sys.stderr)
     if status == INTERRUPTED:
@@ -108,7 +108,8 @@ def _run(config: ComparisonConfig, schedule: Schedule, store: Store) -> int:
 class _Teller:
     """Prints a line a run, and keeps the tables up to date."""
 
-    def __init__(self, schedule: Schedule, store: Store) -> None:
+    def __init__(self, config: ComparisonConfig, schedule: Schedule, store: Store) -> None:
+        self._config = config
         self._schedule = schedule
         self._store = store
         self._begin = time.monotonic()
@@ -129,10 +130,12 @@ class _Teller:
         ]
         print("  ".join(words), flush=True)
         if event.outcome is not None and event.run.kind == "branch":
-            _write(self._schedule, self._store, pictures=False)
+            _write(self._config, self._schedule, self._store, pictures=False)
 
 
-def _write(schedule: Schedule, store: Store, pictures: bool = True) -> tuple[Table, ...]:
+def _write(
+    config: ComparisonConfig, schedule: Schedule, store: Store, pictures: bool = True
+) -> tuple[Table, ...]:
     """Write tables (and pictures) of what has finished; return the tables."""
     found = {run.key: store.outcome(run) for run in schedule.runs}
     outcomes = {key: outcome for key, outcome in found.items() if outcome is not None}
@@ -140,7 +143,9 @@ def _write(schedule: Schedule, store: Store, pictures: bool = True) -> tuple[Tab
     if not tables:
         return tables
     write_atomic(store.path / "table.md", markdown(tables))
-    write_atomic(store.path / "comparison.json", json.dumps(to_json(tables), indent=1) + "\n")
+    write_atomic(
+        store.path / "comparison.json", json.dumps(to_json(tables, config), indent=1) + "\n"
+    )
     if pictures and find_spec("matplotlib") is not None:
         from megatron_snip.comparison.curves import draw_table  # heavy and optional
 

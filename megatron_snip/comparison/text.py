@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_snip.comparison.contender import BASELINE
+from megatron_snip.comparison.settings import ComparisonConfig
 from megatron_snip.comparison.spread import Spread
 from megatron_snip.comparison.table import DIVERGED, RIVAL, YARDSTICK, Row, Table
+from megatron_snip.reporting.run_directory import versions
 
 VERSION = 1
 
@@ -55,10 +57,12 @@ def columns(table: Table) -> Columns:
     return (head, *(_cells(row) for row in table.rows))
 
 
-def to_json(tables: Sequence[Table]) -> dict[str, Any]:
-    """Return plain types; what is not finite becomes None."""
+def to_json(tables: Sequence[Table], config: ComparisonConfig) -> dict[str, Any]:
+    """Return tables, settings and versions as plain types; what is not finite becomes None."""
+    settings = config.model_dump(mode="json", exclude={"output", "jobs", "threads"})
     plain = [{"title": t.title, **dataclasses.asdict(t)} for t in tables]
-    result: dict[str, Any] = _nulled({"version": VERSION, "tables": plain})
+    value = {"version": VERSION, "settings": settings, "versions": versions(), "tables": plain}
+    result: dict[str, Any] = _nulled(value)
     return result
 
 

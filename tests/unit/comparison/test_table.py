@@ -14,7 +14,8 @@ from megatron_snip.comparison.text import columns, markdown, to_json
 from tests.unit.comparison.build import comparison, outcome
 
 NAMES = ("bf16", "random", "snip-linear")
-SCHEDULE = make_schedule(comparison(policies=NAMES, seeds=3))
+CONFIG = comparison(policies=NAMES, seeds=3)
+SCHEDULE = make_schedule(CONFIG)
 SEED_EFFECT = (0.0, 0.7, -0.4)
 GAP = {"bf16": (0.0, 0.0, 0.0), "random": (0.04, 0.05, 0.06), "snip-linear": (0.01, 0.01, 0.01)}
 
@@ -87,7 +88,7 @@ def test_text_has_a_cell_for_every_heading() -> None:
 
 def test_json_holds_no_nan() -> None:
     found = outcomes(random=(math.nan, 1.0))
-    value = to_json(make_tables(SCHEDULE.entries, found))
+    value = to_json(make_tables(SCHEDULE.entries, found), CONFIG)
     assert value["tables"][0]["rows"][1]["training_gap"]["mean"] is None
     assert "NaN" not in str(value).replace("nan", "NaN")
 
