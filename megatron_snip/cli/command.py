@@ -43,6 +43,7 @@ COMMANDS: dict[str, Command] = {
         Command("plan", "make a plan from a problem file", "megatron_snip.cli.plan"),
         Command("pareto", "quality loss against efficiency", "megatron_snip.cli.pareto"),
         Command("report", "a run, or several compared, as a page", "megatron_snip.cli.report"),
+        Command("stats", "what a refresh measured, as a table", "megatron_snip.cli.stats"),
         Command("calibrate", "measure seconds per GEMM and format", "megatron_snip.cli.calibrate"),
         Command("compare", "train under every policy, one table", "megatron_snip.cli.compare"),
         Command("export", "a plan as Megatron's precision file", "megatron_snip.cli.export"),

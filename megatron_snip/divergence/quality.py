@@ -21,6 +21,7 @@ from megatron_snip.divergence.local_error import absolute_error, relative_error
 from megatron_snip.divergence.loss import loss_divergence
 from megatron_snip.divergence.weight import weight_divergence
 from megatron_snip.options import BF16, Option
+from megatron_snip.statistics.probe_quality import probe_snr_db
 from megatron_snip.statistics.records import LinearStatistics, StatisticsTable
 from megatron_snip.statistics.reduce import LinearInfo
 
@@ -171,6 +172,7 @@ def divergences_dict(table: DivergenceTable, statistics: StatisticsTable) -> dic
     """Return divergences and the statistics behind them as plain types (NaN becomes null)."""
     raw = statistics.to_json()
     by_name = {linear["name"]: linear for linear in raw["linears"]}
+    rows = {linear.name: linear for linear in statistics.linears}
     result: dict[str, Any] = {
         "version": SCHEMA_VERSION,
         "step": table.step,
@@ -182,6 +184,7 @@ def divergences_dict(table: DivergenceTable, statistics: StatisticsTable) -> dic
                 "stage": linear.stage,
                 "flops": linear.flops,
                 "options": {str(o): vars(d) for o, d in linear.options.items()},
+                "probe_snr_db": probe_snr_db(rows[linear.name]),
                 "statistics": by_name[linear.name],
             }
             for linear in table.linears

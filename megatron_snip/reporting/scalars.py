@@ -19,6 +19,7 @@ from typing import Any
 from megatron_snip.divergence.quality import DivergenceTable
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.reporting.reporter import Applied, Event, Refresh
+from megatron_snip.statistics.probe_quality import probe_snr_db
 from megatron_snip.statistics.records import StatisticsTable
 
 _OF_THE_STEP = {
@@ -69,12 +70,14 @@ class StepScalars:
 
 
 def statistics_scalars(table: StatisticsTable) -> dict[str, float]:
-    """Return the numbers that the table carries as a whole (loss, probe_step, ...)."""
+    """Return the numbers of the table as a whole; the probe's SNR is its poorest linear's."""
     whole = {
         f"snip/statistics/{field.name}": getattr(table, field.name)
         for field in dataclasses.fields(table)
         if field.name not in ("step", "linears")
     }
+    rated = [db for db in map(probe_snr_db, table.linears) if db is not None]
+    whole["snip/statistics/probe_snr_db"] = min(rated, default=None)
     return _finite(whole | {"snip/statistics/num_linears": len(table.linears)})
 
 

@@ -7,6 +7,7 @@ schedules and puts every state it touches back.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,14 +16,18 @@ from typing import Any, Protocol
 import torch
 
 from megatron_snip.collectives import attempt, confirm, sum_over
+from megatron_snip.log import warn_once
 from megatron_snip.statistics.coupling import couple
 from megatron_snip.statistics.probe import Comparer, ProbedWeight, perturb, probe_step, restore
+from megatron_snip.statistics.probe_quality import poor_probe_warning
 from megatron_snip.statistics.recorder import MeasureSettings, Recorder
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.reduce import LinearInfo, ReduceInputs, reduce_statistics
 from megatron_snip.statistics.sensitivity import PlannedWeight, Sensitivity, gather_sensitivity
 from megatron_snip.statistics.tap import Observer
 from megatron_snip.topology import Topology
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ def measure(
     update_square = _update_squares(inputs, sensitivity, recorder, runner)
     eps = _probe_step(inputs, sensitivity, update_square)
     eps = _probe(inputs, settings, runner, recorder, sensitivity, update_square, eps)
-    return reduce_statistics(
+    table = reduce_statistics(
         ReduceInputs(
             step=settings.step,
             formats=settings.formats,
@@ -116,6 +121,10 @@ def measure(
         ),
         topology,
     )
+    warning = poor_probe_warning(table.linears)
+    if warning is not None and topology.rank == 0:
+        warn_once(logger, warning)
+    return table
 
 
 def _update_squares(
