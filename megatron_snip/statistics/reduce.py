@@ -34,7 +34,7 @@ from megatron_snip.topology import Placement, TensorAxis, Topology
 
 _COUPLINGS = ("forward_channel_square", "forward_whole_square", "backward_square")
 _PLAIN = tuple(name for name in FORMAT_COLUMNS if name not in _COUPLINGS)
-_FORMAT_WIDTH = len(_PLAIN) + 2 * len(_COUPLINGS)
+FORMAT_WIDTH = len(_PLAIN) + 2 * len(_COUPLINGS)
 """Columns of a format in the reduced table: couplings travel in two parts each (coupling.py)."""
 
 
@@ -128,7 +128,7 @@ def reduce_statistics(inputs: ReduceInputs, topology: Topology) -> StatisticsTab
 
 def _local_table(inputs: ReduceInputs, topology: Topology) -> torch.Tensor:
     """Return this rank's contribution; every linear's tensor rank 0 speaks for its axis."""
-    width = len(BASE_COLUMNS) + len(inputs.formats) * _FORMAT_WIDTH
+    width = len(BASE_COLUMNS) + len(inputs.formats) * FORMAT_WIDTH
     table = torch.zeros((1 + len(inputs.linears), width), dtype=torch.float64)
     index = {linear.name: 1 + i for i, linear in enumerate(inputs.linears)}
     table[0, 0], table[0, 1] = inputs.loss_sum, inputs.loss_count
@@ -216,8 +216,8 @@ def _decode(inputs: ReduceInputs, table: torch.Tensor) -> StatisticsTable:
         all_sampled = base["probe_tokens"] == base["tokens"]
         formats = {}
         for f, name in enumerate(inputs.formats):
-            start = num_base + f * _FORMAT_WIDTH
-            formats[name] = _format(row[start : start + _FORMAT_WIDTH], all_sampled)
+            start = num_base + f * FORMAT_WIDTH
+            formats[name] = _format(row[start : start + FORMAT_WIDTH], all_sampled)
         linears.append(
             LinearStatistics(
                 info.name,
