@@ -32,7 +32,8 @@ class Outcome:
         losses: training loss of each, before its update.
         validation_steps: steps that were evaluated after their update.
         validation_losses: held-out loss then, in the precision of the plan in force.
-        lowest_fraction: share of linear FLOPs in the lowest precision, mean over the steps.
+        lowest_fraction: share of linear FLOPs in the lowest precision that the run had on offer,
+            as it reported it, mean over the steps.
         shares: share of linear FLOPs by format, mean over the steps.
         refreshes: refreshes within the run.
         seconds: wall time of its steps and evaluations.

@@ -99,13 +99,15 @@ def make_tables(entries: Sequence[Entry], outcomes: Mapping[str, Outcome]) -> tu
     tables = []
     for place in places:
         of_place = [e for e in entries if (e.mode, e.lowest, e.target) == place]
-        rows = _rows(of_place, outcomes)
+        rows = _rows(of_place, outcomes, place[1])
         if rows:
             tables.append(Table(*place, rows))
     return tuple(tables)
 
 
-def _rows(entries: Sequence[Entry], outcomes: Mapping[str, Outcome]) -> tuple[Row, ...]:
+def _rows(
+    entries: Sequence[Entry], outcomes: Mapping[str, Outcome], lowest: str
+) -> tuple[Row, ...]:
     found: dict[str, dict[int, Outcome]] = {}
     for entry in entries:
         outcome = outcomes.get(entry.run.key)
@@ -113,10 +115,12 @@ def _rows(entries: Sequence[Entry], outcomes: Mapping[str, Outcome]) -> tuple[Ro
             found.setdefault(entry.contender, {})[entry.seed] = outcome
     names = [n for n in dict.fromkeys(e.contender for e in entries) if n in found]
     yardstick = _spread(found, YARDSTICK, BASELINE, validation_gap).mean
-    return tuple(_row(found, name, yardstick) for name in names)
+    return tuple(_row(found, name, yardstick, lowest) for name in names)
 
 
-def _row(found: Mapping[str, Mapping[int, Outcome]], name: str, yardstick: float) -> Row:
+def _row(
+    found: Mapping[str, Mapping[int, Outcome]], name: str, yardstick: float, lowest: str
+) -> Row:
     outcomes = list(found[name].values())
     gap = _spread(found, name, BASELINE, validation_gap)
     reference = [o.validation_loss for s, o in found.get(BASELINE, {}).items() if s in found[name]]
@@ -125,7 +129,7 @@ def _row(found: Mapping[str, Mapping[int, Outcome]], name: str, yardstick: float
     return Row(
         contender=name,
         seeds=len(outcomes),
-        lowest_fraction=spread_of([o.lowest_fraction for o in outcomes]).mean,
+        lowest_fraction=shares.get(lowest, 0.0),
         validation=spread_of([o.validation_loss for o in outcomes]),
         gap=gap,
         relative_gap=gap.mean / spread_of(reference).mean,

@@ -36,7 +36,9 @@ def comparison(**values: Any) -> ComparisonConfig:
 def outcome(key: str, validation: float, losses: tuple[float, ...] = (2.0, 1.9)) -> Outcome:
     """A finished run's numbers."""
     steps = tuple(range(6, 6 + len(losses)))
-    return Outcome(key, steps, losses, steps[-1:], (validation,), 0.75, {"bf16": 1.0}, 0, 1.5)
+    return Outcome(
+        key, steps, losses, steps[-1:], (validation,), 0.75, {"fp3": 0.75, "fp8": 0.25}, 0, 1.5
+    )
 
 
 class FakeStore(Store):

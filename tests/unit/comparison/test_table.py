@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 
@@ -95,3 +96,14 @@ def test_json_holds_no_nan() -> None:
 
 def test_an_empty_table_has_headings() -> None:
     assert len(columns(Table("forks", "fp3", 0.75, ()))) == 1
+
+
+def test_the_lowest_format_is_the_tables_and_not_the_runs() -> None:
+    schedule = make_schedule(comparison(policies=("bf16", "fp8", "lowest"), seeds=1))
+    found = {e.run.key: uniform(e.run.key, e.contender) for e in schedule.entries}
+    (table,) = make_tables(schedule.entries, found)
+    assert [r.lowest_fraction for r in table.rows] == [0.0, 0.0, 1.0]
+
+
+def uniform(key: str, name: str) -> Outcome:
+    return dataclasses.replace(outcome(key, 2.0), shares={name: 1.0}, lowest_fraction=1.0)
