@@ -25,6 +25,9 @@ MEGATRON_RELEASES := 0.16.1 0.17.1 0.18.2
 MEGATRON_STAMP := $(MEGATRON_VENV)/.installed-$(shell cat $(MEGATRON_LOCK) | sha256sum | cut -c1-16)
 MEGATRON_PIP := $(MEGATRON_VENV)/bin/python -m pip --disable-pip-version-check
 
+# Debian's names; other distributions have others, and the tests say what they miss.
+SLURM_PACKAGES := slurmctld slurmd slurm-client munge iproute2
+
 # One thread a process: ranks share the cores, and results do not depend on the machine's count.
 export OMP_NUM_THREADS ?= 1
 
@@ -49,7 +52,7 @@ demo: $(STAMP)  ## train a small Llama with SNIP on two ranks and show what it d
 	$(BIN)/megatron-snip train --config configs/demo.yaml --run-dir $(RUN_DIR) $(DEMO_ARGS)
 
 .PHONY: test
-test: lint types unit distributed  ## lint, types and the whole CPU test suite
+test: lint types docs unit distributed  ## lint, types, docs and the whole CPU test suite
 
 .PHONY: lint
 lint: $(STAMP)  ## ruff, codespell, shellcheck
@@ -61,6 +64,15 @@ lint: $(STAMP)  ## ruff, codespell, shellcheck
 .PHONY: types
 types: $(STAMP)  ## mypy --strict
 	$(BIN)/mypy
+
+# MkDocs warns of its own next major version, which has nothing to do with our pages.
+.PHONY: docs
+docs: $(STAMP)  ## build the documentation into site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+.PHONY: docs-flags
+docs-flags: $(STAMP)  ## write docs/flags.md from the command line's parsers
+	$(BIN)/python docs/flags_page.py --write
 
 .PHONY: unit
 unit: $(STAMP)  ## tests of one process
@@ -90,11 +102,34 @@ $(MEGATRON_STAMP):
 	@rm -f $(MEGATRON_VENV)/.installed-*
 	@touch $@
 
+# Debian and Ubuntu; elsewhere install Chromium or Chrome yourself, and the tests find it on PATH.
+.PHONY: test-browser
+test-browser: $(STAMP)  ## look at a report in headless Chromium
+	@command -v chromium chromium-browser google-chrome google-chrome-stable chrome >/dev/null || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && \
+	    apt-get install -y -qq --no-install-recommends chromium; } || \
+	  echo "test-browser: found no Chromium on PATH; as root: apt-get install chromium"
+	$(BIN)/pytest tests/browser $(PYTEST_ARGS)
+
+.PHONY: dist
+dist: $(STAMP)  ## sdist and wheel (made from the sdist) in dist/
+	rm -rf build dist
+	$(BIN)/python -c 'from setuptools import build_meta; build_meta.build_sdist("dist")'
+	$(PIP) wheel -q --no-deps --no-build-isolation --wheel-dir dist dist/*.tar.gz
+
+.PHONY: test-slurm
+test-slurm: $(STAMP)  ## train on a real two-node Slurm on this machine (root; installs Slurm)
+	@command -v slurmctld slurmd munged sbatch ip >/dev/null || PATH=$$PATH:/usr/sbin \
+	  command -v slurmctld slurmd munged sbatch ip >/dev/null || \
+	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SLURM_PACKAGES); } || \
+	  echo "test-slurm: could not install $(SLURM_PACKAGES)"
+	$(BIN)/pytest tests/slurm $(PYTEST_ARGS)
+
 .PHONY: lock
 lock: $(STAMP)  ## write requirements/lock.txt from what .venv holds
 	$(PIP) freeze --all --exclude-editable --exclude pip | sed 's/^\(torch==[^+]*\)+cpu$$/\1/' > $(LOCK)
 
 .PHONY: clean
 clean:  ## remove caches and build outputs (not .venv, not runs/)
-	rm -rf build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist site ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

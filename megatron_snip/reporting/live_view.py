@@ -31,7 +31,8 @@ from megatron_snip.reporting.report.words import choices, number, percent, print
 INTERVAL_S = 1.0
 _BLOCKS = "".join(chr(0x2581 + eighth) for eighth in range(8))
 _ASCII_BLOCKS = "_.:-=+*#"
-_COLORS = {16: "bright_black", 8: "dodger_blue2", 4: "dark_orange", 3: "red"}
+_COLORS = ((9, "bright_black"), (5, "dodger_blue2"), (4, "dark_orange"), (0, "red"))
+"""By the least bits of the formats that take a color."""
 _MAX_ROWS = 40
 
 
@@ -126,7 +127,8 @@ def _cell(option: Option, mixed: bool) -> Text:
 
 
 def _style(name: str) -> str:
-    return f"white on {_COLORS.get(FORMATS[name].bits, 'red')}"
+    color = next(color for least, color in _COLORS if FORMATS[name].bits >= least)
+    return f"white on {color}"
 
 
 def _title(run: LiveRun) -> Text:

@@ -34,8 +34,6 @@ _COLORS: dict[str, dict[str, str]] = {
         "fp3": "#e0533f",
     },
 }
-_BY_BITS = {16: "bf16", 8: "fp8", 4: "fp4"}
-
 NAMES = tuple(FORMATS)
 """Formats by index, as `format_map` colors them."""
 
@@ -45,7 +43,7 @@ def format_color(name: str, theme: Theme) -> str:
     colors = _COLORS[theme.name]
     if name in colors:
         return colors[name]
-    return colors[_BY_BITS.get(FORMATS[name].bits, "fp3")]
+    return colors[_neighbour(FORMATS[name].bits)]
 
 
 def format_map(theme: Theme) -> ListedColormap:
@@ -57,3 +55,12 @@ def format_legend(names: Iterable[str], theme: Theme) -> list[Patch]:
     """Return legend entries, the highest precision first."""
     ordered = sorted(set(names), key=lambda name: -FORMATS[name].bits)
     return [Patch(color=format_color(name, theme), label=name) for name in ordered]
+
+
+def _neighbour(bits: int) -> str:
+    """Return a format with a color whose bits are as many, or the next more."""
+    if bits > 8:
+        return "bf16"
+    if bits > 4:
+        return "fp8"
+    return "fp4" if bits == 4 else "fp3"

@@ -1,0 +1,145 @@
+"""Prints docs/flags.md from the command line's own parsers; `--write` writes it.
+
+    python docs/flags_page.py            print the page
+    python docs/flags_page.py --write    write docs/flags.md
+
+What the parsers say is what the page says: settings come from `SnipConfig` and `TrainFields`, whose
+field docstrings are the help, and every subcommand's flags from its module.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from megatron_snip.__main__ import build_parser
+from megatron_snip.cli.command import COMMANDS
+from megatron_snip.config import SnipConfig
+from megatron_snip.flags import add_flags
+from megatron_snip.patches.arguments import add_snip_arguments
+
+PAGE = Path(__file__).with_name("flags.md")
+COMMAND = "python docs/flags_page.py --write"
+HEAD = f"""\
+# Every flag
+
+<!-- Written by `{COMMAND}`; a test compares the two. -->
+
+SNIP's settings have one name each: `efficiency_target` in YAML and Python is
+`--snip-efficiency-target` on the command line, for `megatron-snip train` and for Megatron scripts
+alike. Flags win over YAML. An unknown key or flag is an error.
+"""
+SCRIPT = """\
+## Megatron scripts
+
+`python -m megatron_snip SCRIPT ARGS` adds these to Megatron's own flags, beside all of SNIP's
+settings above. `--cpu` before the script's name runs it without GPUs.
+"""
+TRAIN = """\
+## megatron-snip train
+
+Keys of `--config FILE` have the flags' names with underscores; SNIP's settings stand below `snip:`.
+`@FILE` stands for the words in a file, in Megatron's own argument names.
+"""
+
+
+def page() -> str:
+    """Return the page's text."""
+    parts = [HEAD, "## SNIP's settings\n", *_groups(_snip())]
+    parts += [SCRIPT, *_groups(_script_only())]
+    for command in COMMANDS.values():
+        head = TRAIN if command.name == "train" else f"## megatron-snip {command.name}\n"
+        parser = _parser_of(command.name)
+        parts += [head, f"{command.help[0].upper()}{command.help[1:]}.\n"]
+        parts += _groups(parser, leave_out=("--snip-", "--snip"))
+    return "\n".join(part.rstrip() + "\n" for part in parts)
+
+
+def _snip() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False)
+    add_flags(parser, SnipConfig, "snip-", "snip_")
+    return parser
+
+
+def _script_only() -> argparse.ArgumentParser:
+    """What Megatron scripts take that is no field of SnipConfig."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_snip_arguments(parser)
+    known = {flag for action in _snip()._actions for flag in action.option_strings}
+    for group in parser._action_groups:
+        group._group_actions = [a for a in group._group_actions if not known & {*a.option_strings}]
+    return parser
+
+
+def _parser_of(name: str) -> argparse.ArgumentParser:
+    choices = next(a.choices for a in build_parser(name)._actions if a.dest == "command")
+    assert isinstance(choices, dict)
+    found = choices[name]
+    assert isinstance(found, argparse.ArgumentParser)
+    return found
+
+
+def _groups(parser: argparse.ArgumentParser, leave_out: tuple[str, ...] = ()) -> Iterator[str]:
+    """One table a group of flags."""
+    for group in parser._action_groups:
+        rows = [row for action in group._group_actions for row in _rows(action, leave_out)]
+        if rows:
+            title = group.title or "Flags"
+            lines = ["| flag | value | default | meaning |", "| --- | --- | --- | --- |", *rows]
+            yield f"### {title[0].upper()}{title[1:]}\n\n" + "\n".join(lines) + "\n"
+
+
+def _rows(action: argparse.Action, leave_out: tuple[str, ...]) -> Iterable[str]:
+    flags = action.option_strings
+    if action.help is argparse.SUPPRESS or isinstance(action, argparse._HelpAction):
+        return
+    if any(_matches(flag, out) for flag in flags for out in leave_out):
+        return
+    text = (action.help or "").replace("%%", "%")
+    text, default = _default(text)
+    value = "" if action.nargs == 0 else _value(action)
+    name = ", ".join(f"`{flag}`" for flag in flags) or f"`{value}`"
+    shown = f"`{value}`" if value and flags else ""
+    yield f"| {name} | {_cell(shown)} | {_cell(default)} | {_cell(text)} |"
+
+
+def _matches(flag: str, pattern: str) -> bool:
+    return flag.startswith(pattern) if pattern.endswith("-") else flag == pattern
+
+
+def _value(action: argparse.Action) -> str:
+    if action.choices is not None and action.metavar is None:
+        return ",".join(map(str, action.choices))
+    metavar = action.metavar or action.dest.upper()
+    return metavar if isinstance(metavar, str) else " ".join(metavar)
+
+
+def _default(text: str) -> tuple[str, str]:
+    """Part `meaning [default: x]` or `meaning [x]`."""
+    match = re.fullmatch(r"(?s)(.*?)\s*\[(?:default: )?([^\[\]]*)\]", text)
+    return (match[1], match[2]) if match else (text, "")
+
+
+def _cell(text: str) -> str:
+    """Escape what a table, HTML or emphasis would take for its own, outside of code."""
+    text = " ".join(text.split()).replace("|", "\\|")
+    parts = text.split("`")
+    parts[::2] = [re.sub(r"([*_])", r"\\\1", p).replace("<", "&lt;") for p in parts[::2]]
+    return "`".join(parts)
+
+
+def main() -> None:
+    """Print or write the page."""
+    if sys.argv[1:] == ["--write"]:
+        PAGE.write_text(page(), encoding="utf-8")
+    elif sys.argv[1:]:
+        sys.exit(f"usage: python {sys.argv[0]} [--write]")
+    else:
+        sys.stdout.write(page())
+
+
+if __name__ == "__main__":
+    main()
