@@ -1,0 +1,71 @@
+"""Transformer Engine's linears on ranks: tensor and sequence parallel, and experts dealt out.
+
+On the stand-in, whose forward and backward are plain PyTorch. A refresh must find what it finds of
+Megatron's own linears with the same weights and data.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.launch import run_ranks
+from tests.distributed.test_invariance import check
+
+LAYOUT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+WORDS = {"fp8": "mxfp8", "fp4": "nvfp4", "bf16": "bf16"}
+"""What runs on a Blackwell GPU."""
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    worker = "tests.distributed.workers.te:everything"
+    return run_ranks(2, worker, {"values": LAYOUT}, timeout_s=280)
+
+
+def test_statistics_are_those_of_megatrons_own_linears(ranks: list[dict[str, Any]]) -> None:
+    for result in ranks:
+        check(result["te"], result["local"])
+    assert ranks[0]["te"]["statistics"] == ranks[1]["te"]["statistics"]
+
+
+def test_the_plan_that_is_applied_runs(ranks: list[dict[str, Any]]) -> None:
+    for result in ranks:
+        te = result["te"]
+        assert [step for step, _ in te["history"]] == [3]
+        assert set(te["plan"].values()) == {"fp8", "fp4"}
+        assert set(te["ran"]) == set(te["plan"])
+        for name, seen in te["ran"].items():
+            assert seen == [[WORDS[te["plan"][name]]] * 3], name
+
+
+def test_every_rank_knows_what_runs(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["te"]["precision"] == ranks[1]["te"]["precision"]
+    rows = ranks[0]["te"]["precision"]["linears"]
+    assert [row["name"] for row in rows] == list(ranks[0]["te"]["plan"])
+    for row in rows:
+        assert row["option"] == ranks[0]["te"]["plan"][row["name"]]
+        assert (row["recipe"], row["backend"]) == (WORDS[row["option"]], "te")
+
+
+def test_refreshes_leave_no_trace_in_training(ranks: list[dict[str, Any]]) -> None:
+    """With the plan frozen, a run with refreshes is bitwise the run without."""
+    for result in ranks:
+        measured, plain = result["with"], result["without"]
+        assert measured.pop("refreshes") == 2 and plain.pop("refreshes") == 0
+        assert measured["options"] == ["fp4", "fp8"] and measured["autocasts"]
+        assert measured == plain
+
+
+def test_experts_of_both_ranks_are_rows_of_one_table(ranks: list[dict[str, Any]]) -> None:
+    """That what is observed agrees with Megatron's own experts was asserted on the ranks."""
+    tokens = ranks[0]["experts"]["tokens"] | ranks[1]["experts"]["tokens"]
+    assert len(tokens) == 2 * 4  # layers and experts: no rank has another's
+    for microbatch in range(2):
+        for layer in range(2):
+            own = [n for n in tokens if n.startswith(f"decoder.layers.{layer}.")]
+            # Two ranks' microbatches of 32 tokens, two experts each.
+            assert sum(tokens[name][microbatch] for name in own) == 2 * 32 * 2
+    assert ranks[0]["experts"]["rows"] == ranks[1]["experts"]["rows"]
+    assert len(ranks[0]["experts"]["rows"]) == 8

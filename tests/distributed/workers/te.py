@@ -1,0 +1,126 @@
+"""What test_te.py runs on ranks: Transformer Engine's linears beside Megatron's own.
+
+The stand-in of Transformer Engine is found before Megatron is imported.
+"""
+
+from __future__ import annotations
+
+import tests.stand_ins.on_path  # noqa: F401 - before anything that imports Megatron
+
+# isort: split
+from typing import Any
+from unittest import mock
+
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+from megatron_snip.linears.layout import current_topology
+from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.precision_log import precision_table
+from megatron_snip.patches import cpu
+from megatron_snip.trainer import model as trainer_model
+from tests.distributed.workers.small_model import layout, statistics_json
+from tests.te.models import EXPERTS, build, copy_weights
+from tests.te.test_te_statistics import Seen, agree, observed
+
+BLACKWELL = (10, 0)
+MODEL = {"num_layers": 1, "seq_length": 128, "adam_eps": 1e-4, "train_iters": 10}
+REFRESH = {
+    "interval": 100,
+    "start_step": 2,
+    "lag": 1,
+    "probe_rows": MODEL["seq_length"],
+    "probe_relative_step": 1e-3,
+    "efficiency_target": 0.4,
+    "stat_microbatches": 2,
+}
+
+
+def everything(values: dict[str, Any]) -> dict[str, Any]:
+    """One refresh in a layout, with either kind of linear; a frozen plan; experts on two ranks."""
+    cpu.install(claim_cuda=True, capability=BLACKWELL)
+    return {
+        "te": _refresh({**MODEL, **values}, te=True),
+        "local": _refresh({**MODEL, **values}, te=False),
+        "with": _frozen({**MODEL, **values}, {"interval": 2, "start_step": 0}),
+        "without": _frozen({**MODEL, **values}, {"start_step": 9}),
+        "experts": _experts(),
+    }
+
+
+def _linears(te: bool) -> Any:
+    """The trainer's layers, made of Transformer Engine's linears or of Megatron's own."""
+    original = trainer_model.get_gpt_layer_local_spec
+
+    def spec(**kwargs: Any) -> Any:
+        return get_gpt_layer_with_transformer_engine_spec() if te else original(**kwargs)
+
+    return mock.patch.object(trainer_model, "get_gpt_layer_local_spec", spec)
+
+
+def _refresh(values: dict[str, Any], te: bool) -> dict[str, Any]:
+    with _linears(te), layout(values) as trainer:
+        hook = trainer.controller(REFRESH)
+        trainer.advance(3, hook)
+        modules = [linear.module for linear in hook.model.linears]
+        for module in modules if te else []:
+            module.seen.clear()
+        trainer.advance(2, hook)
+        table = precision_table(hook.model.linears, hook.plan, 3, hook.model.runnable._control)
+        hook.close()
+        refresh = trainer.reporter.refreshes[0]
+        names = [linear.placement.name for linear in hook.model.linears]
+        return {
+            "losses": trainer.losses[:3],
+            "plan": {n: str(o) for n, o in hook.plan.linears.items()},
+            "history": hook.history,
+            "statistics": statistics_json(refresh.statistics),
+            "divergences": {
+                linear.name: {str(o): vars(d) for o, d in linear.options.items()}
+                for linear in refresh.divergences.linears
+            },
+            "warnings": trainer.warnings,
+            "ran": {n: sorted(set(m.seen)) for n, m in zip(names, modules, strict=True)}
+            if te
+            else {},
+            "precision": table.to_dict(),
+        }
+
+
+def _frozen(values: dict[str, Any], snip: dict[str, Any]) -> dict[str, Any]:
+    settings = {"policy": "random", "freeze_plan": True, "efficiency_target": 0.5, "seed": 3}
+    with _linears(te=True), layout(values) as trainer:
+        before = FP8GlobalStateManager.entered
+        controller = trainer.run(4, {**settings, **snip})
+        return {
+            **trainer.digests(),
+            "refreshes": len(trainer.reporter.refreshes),
+            "options": sorted({str(o) for o in controller.plan.linears.values()}),
+            "autocasts": FP8GlobalStateManager.entered - before > 0,
+        }
+
+
+def _experts() -> dict[str, Any]:
+    """Grouped experts dealt out to two ranks, beside Megatron's own sequential ones."""
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    try:
+        settings = {**EXPERTS, "expert_model_parallel_size": 2}
+        models = build(grouped=True, **settings), build(te=False, **settings)
+        copy_weights(*models)
+        topology = current_topology()
+        found: list[Seen] = []
+        for model in models:
+            under = PlannedModel([model], topology, seed=0)
+            under.install()
+            found.append(observed(model, under))
+            under.uninstall()
+        agree(*found)
+        tokens = {
+            instance: [len(x) for x, _, _ in each]
+            for instance, each in found[0].items()
+            if ".experts.linear_fc1" in instance
+        }
+        return {"tokens": tokens, "rows": [info.name for info in under.all_linears]}
+    finally:
+        parallel_state.destroy_model_parallel()
