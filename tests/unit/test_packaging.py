@@ -1,0 +1,172 @@
+"""sdist and wheel: whole, and good for a run from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+from megatron_snip.version import __version__
+
+ROOT = Path(__file__).parents[2]
+LINKED = ("kernels", "patches")
+PROBLEM = {
+    "version": 1,
+    "target": 0.5,
+    "linears": [
+        {
+            "name": f"decoder.layers.{layer}.mlp.linear_fc1",
+            "stage": 0,
+            "flops": 1.0,
+            "options": {
+                "fp8": {"quality_loss": 0.0, "saving": 0.0},
+                "fp4": {"quality_loss": 1.0 + layer, "saving": 1.0},
+            },
+        }
+        for layer in range(2)
+    ],
+}
+
+
+def package_files() -> set[str]:
+    """Every file of the package, with the linked folders as the package sees them."""
+    package = ROOT / "megatron_snip"
+    folders = [package, *(package / name for name in LINKED)]
+    files = (path for folder in folders for path in folder.rglob("*"))  # rglob follows no links
+    return {
+        str(path.relative_to(ROOT))
+        for path in files
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def build(folder: Path, what: str, into: Path) -> Path:
+    """Build a distribution of the sources in `folder`."""
+    into.mkdir()
+    code = f"from setuptools import build_meta; build_meta.build_{what}({str(into)!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (built,) = into.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what packaging reads, so that nothing is written into the checkout."""
+    copy = tmp_path_factory.mktemp("sources") / "megatron-snip"
+    ignore = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=ignore)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def sdist(sources: Path) -> Path:
+    return build(sources, "sdist", sources.parent / "sdist")
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path) -> Path:
+    """Made from the sdist, as package indexes' users may have to."""
+    folder = sdist.parent.parent / "unpacked"
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    (unpacked,) = folder.iterdir()
+    return build(unpacked, "wheel", folder / "wheel")
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path) -> Path:
+    """The wheel, installed in a folder of its own."""
+    folder = wheel.parent.parent / "site"
+    words = ["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(folder)]
+    subprocess.run([sys.executable, *words, str(wheel)], check=True, timeout=120)
+    return folder
+
+
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        return Parser().parsestr(archive.read(name).decode())
+
+
+def run(site: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with the installed wheel, outside of the repository."""
+    environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONWARNINGS": "ignore"}
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_sdist_holds_every_file(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        members = archive.getmembers()
+    names = {member.name.split("/", 1)[1] for member in members if member.isfile()}
+    assert package_files() <= names
+    assert not any(member.issym() or member.islnk() for member in members)
+    assert not any(name.startswith(tuple(f"{top}/" for top in LINKED)) for name in names)
+    assert {"LICENSE", "README.md", "configs/demo.yaml", "launch/slurm.sbatch"} <= names
+
+
+def test_the_wheel_holds_every_file_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert names == package_files()
+    assert "megatron_snip/py.typed" in names
+    assert "megatron_snip/kernels/quantize.py" in names and "megatron_snip/patches/cpu.py" in names
+
+
+def test_the_version_is_stated_once(wheel: Path) -> None:
+    assert metadata(wheel)["Version"] == __version__
+    assert wheel.name.startswith(f"megatron_snip-{__version__}-py3-none-any")
+    stated = f'"{__version__}"'
+    files = [ROOT / "setup.py", ROOT / "pyproject.toml", *(ROOT / "megatron_snip").glob("*.py")]
+    assert [f.name for f in files if stated in f.read_text()] == ["version.py"]
+
+
+def test_extras_are_offered(wheel: Path) -> None:
+    found = metadata(wheel)
+    assert {"wandb", "tensorboard", "te", "dev"} <= set(found.get_all("Provides-Extra", []))
+    needed = found.get_all("Requires-Dist", [])
+    assert any(line.startswith("megatron-core") and "extra" not in line for line in needed)
+    assert any(line.startswith("wandb") and "extra" in line for line in needed)
+
+
+def test_it_runs_from_outside_the_repository(site: Path, tmp_path: Path) -> None:
+    command = str(site / "bin" / "megatron-snip")
+    assert run(site, tmp_path, command, "--version").stdout.split()[-1] == __version__
+    (tmp_path / "problem.json").write_text(json.dumps(PROBLEM))
+    words = ["plan", "problem.json", "--output", "plan.json"]
+    done = run(site, tmp_path, command, *words)
+    assert done.returncode == 0, done.stderr
+    plan = json.loads((tmp_path / "plan.json").read_text())["linears"]
+    assert [option["fprop"] for option in plan.values()] == ["fp4", "fp8"]
+
+
+def test_every_module_is_the_installed_one(site: Path, tmp_path: Path) -> None:
+    code = """
+import importlib.util, pkgutil
+import megatron_snip
+for found in pkgutil.walk_packages(megatron_snip.__path__, "megatron_snip."):
+    print(importlib.util.find_spec(found.name).origin)
+"""
+    done = run(site, tmp_path, "-c", code)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = {str(Path(line).relative_to(site)) for line in done.stdout.splitlines()}
+    modules = {name for name in package_files() if name.endswith(".py")}
+    assert found == modules - {"megatron_snip/__init__.py"}
