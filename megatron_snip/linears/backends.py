@@ -83,12 +83,14 @@ class Machine:
         te_version: of Transformer Engine, or None where it cannot be imported.
         te_per_gemm: whether its CustomRecipe lets every GEMM choose.
         te_unavailable: what Transformer Engine itself says it cannot run here: word -> its reason.
+        native_obstacle: what keeps FP8 GEMMs of our own from running right; empty if nothing does.
     """
 
     capability: tuple[int, int] | None = None
     te_version: str | None = None
     te_per_gemm: bool = False
     te_unavailable: Mapping[str, str] = field(default_factory=dict)
+    native_obstacle: str = ""
 
 
 def column(capability: tuple[int, int] | None) -> str | None:
@@ -143,9 +145,15 @@ def here(backend: Backend, fmt: str, gemm: Gemm, machine: Machine) -> Support:
 def _native(fmt: str, where: str) -> Support:
     if where == "8.0":
         return Support(How.REFUSED, "no FP8 tensor cores before 8.9")
-    if fmt != "fp8":
-        return Support(How.REFUSED, "only FP8 in 1x128 tiles is meant to run natively; simulate it")
-    return Support(How.REFUSED, "not in this release: FP8 GEMMs of our own are still to come")
+    if fmt not in ("fp8", "fp4", "fp3"):
+        return Support(How.REFUSED, "only FP32 scales of 128 elements; simulate it")
+    if where == "8.9":
+        return Support(How.REFUSED, "FP8 GEMMs under 1x128 scales need 9.0")
+    if where != "9.0":
+        return Support(How.REFUSED, "FP8 GEMMs under 1x128 scales are Hopper's alone; use te")
+    if fmt == "fp8":
+        return Support(How.NATIVE, "E4M3 under FP32 scales")
+    return Support(How.NATIVE, "exact in E4M3 bytes under its own scales, at FP8's speed")
 
 
 _NO_BLOCK_SCALED_FP4 = "NVFP4 GEMMs need 10.0"
@@ -201,6 +209,22 @@ def refusal(backend: Backend, option: Option, machine: Machine) -> str | None:
     return None
 
 
+def resolve(choice: str, fmt: str, gemm: Gemm, machine: Machine) -> Backend:
+    """Return who runs a GEMM of a linear of Megatron's own under `--snip-backend`.
+
+    Args:
+        choice: `simulate`, `native`, or `auto`, which simulates what `native` refuses.
+        fmt: a quantized format that the choice does not refuse.
+        gemm: which GEMM.
+        machine: where.
+    """
+    if choice == "native":
+        return Backend.NATIVE
+    cell = support(Backend.NATIVE, fmt, gemm, column(machine.capability))
+    runs = cell.how is not How.REFUSED and not machine.native_obstacle
+    return Backend.NATIVE if choice == "auto" and runs else Backend.SIMULATE
+
+
 def te_recipe(option: Option, machine: Machine) -> TERecipe:
     """Return the recipe that runs an option under Transformer Engine.
 
@@ -246,11 +270,14 @@ The same plan can run three ways, chosen by `--snip-backend`:
 - `simulate`: our linears (Megatron's `ColumnParallelLinear` and `RowParallelLinear`). Operands are
   quantized exactly as they were measured and multiplied in FP32. Works on every machine, also
   without a GPU.
-- `native`: our linears on FP8 tensor cores.
+- `native`: our linears on FP8 tensor cores. The same operands bit for bit; only the accumulation
+  differs.
 - `te`: Transformer Engine's linears (`--transformer-impl transformer_engine`) under recipes that
   SNIP sets between steps.
 
-`auto`, the default, is `te` for Transformer Engine's linears and `simulate` for Megatron's.
+`auto`, the default, is `te` for Transformer Engine's linears. For Megatron's it decides by format
+and GEMM: `native` where the table below says so and a check at the start (three small GEMMs against
+the CPU) passes, else `simulate`.
 
 A cell says how a GEMM runs: **native** (tensor cores, exactly the format that was measured),
 **approximated** (tensor cores, a neighbouring format), **simulated** (exact operands, FP32

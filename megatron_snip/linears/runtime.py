@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
+from megatron_snip.linears.kept_weights import KeptWeights
 from megatron_snip.quantizers import StochasticStream
 from megatron_snip.statistics.tap import Observer
 from megatron_snip.streams import grad_output_stream
@@ -22,7 +23,7 @@ class Mode(StrEnum):
     """As Megatron runs them, whatever their option."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Runtime:
     """Shared state of all planned linears of a process; the controller writes, linears read.
 
@@ -33,6 +34,7 @@ class Runtime:
         pass_number: counts the training passes begun, repeats of a step included.
         mode: how linears run.
         observer: watches every linear's forward and backward, or None.
+        kept: weights quantized for the training pass under way.
     """
 
     topology: Topology
@@ -41,16 +43,19 @@ class Runtime:
     pass_number: int = 0
     mode: Mode = Mode.PLAN
     observer: Observer | None = None
+    kept: KeptWeights = field(default_factory=KeptWeights)
 
     def begin_pass(self, step: int) -> None:
         """A training forward-backward of `step` begins; microbatches count from 0 again."""
         self.step = step
         self.pass_number += 1
+        self.kept.open()
 
     @contextmanager
     def observing(self, observer: Observer) -> Iterator[None]:
         """Run linears in BF16 under `observer` inside the block."""
         before = (self.mode, self.observer)
+        self.kept.close()  # whoever observes may change weights as well
         self.mode, self.observer = Mode.BF16, observer
         try:
             yield

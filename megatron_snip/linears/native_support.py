@@ -1,0 +1,126 @@
+"""Whether FP8 GEMMs of our own run right on this machine: asked, and tried, once a process.
+
+Three small GEMMs, one for each of fprop, dgrad and wgrad, run on the device from the bytes that
+its kernels make, and are compared with the emulation in FP64 from the same bytes. Depths of 1, 5
+and 3 scale blocks and grids that are not square tell a wrong layout, padding or transpose from a
+right one; a library that refuses the shapes is found as well. It also compiles the kernels that
+training needs, before the first step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from megatron_snip.linears import native
+from megatron_snip.linears.backends import Machine
+from megatron_snip.linears.native_gemm import GemmOperand, emulated_mm, multiply
+from megatron_snip.options import Option
+from megatron_snip.quantizers import StochasticStream, StreamKey
+from megatron_snip.types import Gemm
+
+M, K, N = 384, 128, 640
+"""Depths of 1 (fprop), 5 (dgrad) and 3 (wgrad) blocks; grids 3 x 1, 5 x 1, 3 x 5."""
+
+
+def with_native(machine: Machine) -> Machine:
+    """Return the machine with what keeps native GEMMs from running on it."""
+    return replace(machine, native_obstacle=native_obstacle(machine.capability))
+
+
+def native_obstacle(capability: tuple[int, int] | None) -> str:
+    """Return what keeps native GEMMs from running here, or an empty string.
+
+    Args:
+        capability: of the GPU, or None without one.
+    """
+    if capability is None:
+        return "needs a GPU of compute capability 9.0"
+    if capability[0] != 9:
+        return f"needs compute capability 9.0, this GPU has {capability[0]}.{capability[1]}"
+    if not hasattr(torch.nn.functional, "scaled_mm"):
+        return f"torch {torch.__version__} has no scaled_mm (2.10 has)"
+    return _tried()
+
+
+@lru_cache(maxsize=1)
+def _tried() -> str:
+    try:
+        error, where = worst_error(torch.device("cuda"))
+    except Exception as failure:  # whatever it is, `simulate` remains
+        return f"its check failed: {type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+    if error <= native.DEVICE_TOLERANCE:  # NaN is not
+        return ""
+    return (
+        f"its check failed: {where} is off by {error:.1e} of the sum of its products, at most "
+        f"{native.DEVICE_TOLERANCE:.1e} was expected"
+    )
+
+
+def worst_error(device: torch.device) -> tuple[float, str]:
+    """Return the largest error over the sum of the products' magnitudes, and whose it is.
+
+    Args:
+        device: where to multiply; the truth is computed on the CPU.
+    """
+    errors = {}
+    for name in ("fp8", "fp4"):
+        for gemm, (a, b) in sample_operands(name, device).items():
+            found = multiply(a, b, torch.float32).cpu().double()
+            truth, size = _truth(a, b)
+            errors[f"{gemm} in {name}"] = float(((found - truth).abs() / size).max())
+    where = max(errors, key=lambda key: errors[key] if errors[key] == errors[key] else torch.inf)
+    return errors[where], where
+
+
+def sample_operands(
+    name: str, device: torch.device, shape: tuple[int, int, int] = (M, K, N)
+) -> dict[Gemm, tuple[GemmOperand, GemmOperand]]:
+    """Return random operands of the three GEMMs in a format.
+
+    Args:
+        name: fp8, fp4 or fp3.
+        device: where to quantize.
+        shape: M tokens, K in_features, N out_features.
+    """
+    m, k, n = shape
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*size: int) -> torch.Tensor:
+        spread = torch.exp2(torch.randint(-8, 8, (size[0], 1), generator=generator).float())
+        values = torch.randn(size, generator=generator) * spread
+        return values.bfloat16().to(device)
+
+    option = Option.uniform(name)
+    stream = StochasticStream(StreamKey(0, "check", 0, 0))
+    x_row, x_tokens = native.input_operands(draw(m, k), option, True, True)
+    g_row, g_tokens = native.grad_operands(draw(m, n), option, stream, True, True)
+    w = draw(n, k)
+    forward, backward = (
+        native.weight_operand(w, option, gemm, lambda _, make: make())
+        for gemm in (Gemm.FPROP, Gemm.DGRAD)
+    )
+    assert x_row and x_tokens and g_row and g_tokens
+    return {
+        Gemm.FPROP: (x_row, forward),
+        Gemm.DGRAD: (g_row, backward),
+        Gemm.WGRAD: (g_tokens, x_tokens),
+    }
+
+
+def _truth(a: GemmOperand, b: GemmOperand) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the product in FP64, and the sum of its terms' magnitudes."""
+    codes, scales = ([t.cpu() for t in (a.codes, b.codes)], [_kept(a.scales), _kept(b.scales)])
+    plain = emulated_mm(codes[0], scales[0], codes[1], scales[1], b.square, torch.float64)
+    codes = [t & 0x7F for t in codes]  # without signs
+    size = emulated_mm(codes[0], scales[0], codes[1], scales[1], b.square, torch.float64)
+    inside = (slice(a.rows), slice(b.rows))
+    return plain[inside], size[inside].clamp(min=torch.finfo(torch.float64).tiny)
+
+
+def _kept(scales: torch.Tensor) -> torch.Tensor:
+    """Bring scales to the CPU with their strides."""
+    out = torch.empty_strided(scales.shape, scales.stride(), dtype=scales.dtype)
+    return out.copy_(scales)
