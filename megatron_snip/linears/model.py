@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,6 +12,7 @@ from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears import backends
 from megatron_snip.linears.backends import Backend, Machine
 from megatron_snip.linears.layout import find_linears, global_linears
+from megatron_snip.linears.native_support import with_native
 from megatron_snip.linears.runnable import Runnable
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.seam import PlannedLinear
@@ -18,11 +20,14 @@ from megatron_snip.linears.te_modules import te_kind
 from megatron_snip.linears.te_seam import PlannedTELinear, TEModule
 from megatron_snip.linears.te_support import this_machine
 from megatron_snip.linears.te_weights import FreshWeights
+from megatron_snip.log import warn_once
 from megatron_snip.options import Option
 from megatron_snip.statistics.reduce import LinearInfo
 from megatron_snip.statistics.sensitivity import PlannedWeight
 from megatron_snip.topology import Placement, Topology
 from megatron_snip.types import Gemm
+
+logger = logging.getLogger(__name__)
 
 AnyLinear = PlannedLinear | PlannedTELinear
 
@@ -55,6 +60,9 @@ class PlannedModel:
         self.runtime = Runtime(topology, seed)
         found = find_linears(model, topology)
         self.machine = this_machine(with_te=any(te_kind(module) for module, _ in found))
+        if backend != "simulate" and any(te_kind(module) is None for module, _ in found):
+            self.machine = with_native(self.machine)
+            _warn_of_hopper(self.machine)
         self.linears = _planned(found, self.runtime, backend, self.machine)
         self._fresh = _fresh_weights(self.chunks, self.linears)
         self.all_linears: tuple[LinearInfo, ...] = global_linears([p for _, p in found], topology)
@@ -133,7 +141,7 @@ def _planned(
             shared = TEModule(module, placements, runtime, machine)
             linears += [PlannedTELinear(shared, i) for i in range(len(placements))]
         else:
-            linears.append(PlannedLinear(module, placement, runtime))
+            linears.append(PlannedLinear(module, placement, runtime, backend, machine))
     return linears
 
 
@@ -149,8 +157,9 @@ def _check_backend(
         cell = backends.support(
             Backend.NATIVE, "fp8", Gemm.FPROP, backends.column(machine.capability)
         )
-        if cell.how is backends.How.REFUSED:
-            raise UnsupportedError(f"--snip-backend native: {cell.why}; use simulate")
+        why = cell.why if cell.how is backends.How.REFUSED else machine.native_obstacle
+        if why:
+            raise UnsupportedError(f"--snip-backend native: {why}; use simulate")
     if is_te and backend in ("simulate", "native"):
         raise UnsupportedError(
             f"--snip-backend {backend} runs Megatron's own linears, and {placement.name} is "
@@ -161,6 +170,12 @@ def _check_backend(
             f"--snip-backend te runs Transformer Engine's linears, and {placement.name} is "
             "Megatron's own; use --transformer-impl transformer_engine, or --snip-backend simulate"
         )
+
+
+def _warn_of_hopper(machine: Machine) -> None:
+    """Say once why a GPU that should multiply in FP8 does not; linears are simulated then."""
+    if machine.native_obstacle and backends.column(machine.capability) == "9.0":
+        warn_once(logger, f"linears do not run natively: {machine.native_obstacle}")
 
 
 def _fresh_weights(
