@@ -30,19 +30,21 @@ class _Norm(torch.nn.Module):
 
     def __init__(
         self,
-        hidden_size: int,
+        normalized_shape: int | None = None,
         eps: float = 1e-5,
         sequence_parallel: bool = False,
         params_dtype: torch.dtype = torch.float32,
         zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
         **unused: Any,
     ) -> None:
         super().__init__()
+        size = normalized_shape if hidden_size is None else hidden_size  # the older word
         start = torch.zeros if zero_centered_gamma else torch.ones
-        self.weight = torch.nn.Parameter(start(hidden_size, dtype=params_dtype))
+        self.weight = torch.nn.Parameter(start(size, dtype=params_dtype))
         self.bias = None
         if self.kind == "LayerNorm":
-            self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=params_dtype))
+            self.bias = torch.nn.Parameter(torch.zeros(size, dtype=params_dtype))
         for parameter in self.parameters():
             parameter.sequence_parallel = sequence_parallel
         self.eps = eps

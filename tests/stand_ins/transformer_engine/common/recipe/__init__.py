@@ -38,24 +38,32 @@ class DelayedScaling(Recipe):
 @dataclass
 class Float8CurrentScaling(Recipe):
     fp8_format: Format = Format.HYBRID
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
     word = "tensorwise"
 
 
 @dataclass
 class Float8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
     word = "blockwise"
 
 
 @dataclass
 class MXFP8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
     word = "mxfp8"
 
 
 @dataclass
 class NVFP4BlockScaling(Recipe):
     fp4_format: Format = Format.E2M1
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
     word = "nvfp4"
 
 
