@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_snip.divergence.quality import DivergenceTable
 from megatron_snip.planning.plan import PrecisionPlan
-from megatron_snip.reporting.reporter import Applied, Event, Refresh
+from megatron_snip.reporting.reporter import Applied, Event, EventKind, Refresh
 from megatron_snip.statistics.probe_quality import probe_snr_db
 from megatron_snip.statistics.records import StatisticsTable
 
@@ -29,11 +29,19 @@ _OF_THE_STEP = {
 }
 
 
+_COUNTS: dict[EventKind, str] = {
+    "kept": "snip/controller/num_kept_plans",
+    "guard": "snip/controller/num_guard_events",
+    "fallback": "snip/controller/num_fallbacks",
+}
+"""What counts the events of a kind since the process began."""
+
+
 class StepScalars:
     """Hears what happens and returns each step's scalars."""
 
     def __init__(self) -> None:
-        self._standing: dict[str, float] = {"snip/controller/num_events": 0.0}
+        self._standing: dict[str, float] = dict.fromkeys(_COUNTS.values(), 0.0)
         self._step = dict(_OF_THE_STEP)
         self._divergences: DivergenceTable | None = None
 
@@ -56,7 +64,7 @@ class StepScalars:
 
     def event(self, event: Event) -> None:
         """Count it."""
-        self._standing["snip/controller/num_events"] += 1
+        self._standing[_COUNTS[event.kind]] += 1
 
     def take(self, values: Mapping[str, Any]) -> dict[str, float]:
         """Return a step's scalars, and be ready for the next step.

@@ -122,11 +122,14 @@ def check_subcommand(words: Sequence[str]) -> None:
 
 
 def _check_python(words: list[str]) -> None:
-    """Of `... -m megatron_snip WORDS`, or of `python FILE`."""
+    """Of `... -m megatron_snip WORDS`, `python -m MODULE` or `python FILE`."""
     if "megatron_snip" in words:
         _check_job(words[words.index("megatron_snip") + 1 :])
-    elif words and words[0].endswith(".py") and not (ROOT / words[0]).is_file():
-        raise UsageError(f"there is no {words[0]}")
+        return
+    module = words[:1] == ["-m"]
+    name = words[1].replace(".", "/") + ".py" if module else words[0]
+    if not (ROOT / name).is_file():
+        raise UsageError(f"there is no {name}")
 
 
 def _check_job(words: list[str]) -> None:
@@ -147,7 +150,7 @@ def _check_job(words: list[str]) -> None:
 def _check_file(word: str) -> None:
     """Files of this repository that a word names must be there."""
     name = word.removeprefix("@")
-    ours = ("configs/", "launch/", "docs/", "benchmarks/", "requirements/")
+    ours = ("configs/", "launch/", "docs/", "requirements/")
     if name.startswith(ours) and not list(ROOT.glob(name)):
         raise UsageError(f"there is no {name}")
 

@@ -43,16 +43,20 @@ def said() -> tuple[str, ...]:
 
 
 def is_said(quoted: str) -> bool:
-    """Whether a text of the sources holds the quotation, or two of them a long part each.
+    """Whether a text of the sources holds the quotation, or several of them a long part each.
 
-    The code appends some hints to messages.
+    The code appends reasons and hints to some messages.
     """
-    whole = plain(quoted).rstrip(". ")
-    if any(whole in text for text in said()):
+    return _is_pieced_together(plain(quoted).rstrip(". "))
+
+
+def _is_pieced_together(whole: str) -> bool:
+    if any(whole.strip(" .") in text for text in said()):
         return True
-    for cut in (match.end() for match in re.finditer(re.escape("..."), whole)):
-        parts = [part.strip(" .") for part in (whole[:cut], whole[cut:])]
-        if all(len(p) > 12 and any(p in text for text in said()) for p in parts):
+    for match in re.finditer(re.escape("..."), whole):
+        head, tail = whole[: match.end()].strip(" ."), whole[match.end() :].strip(" .")
+        long = len(head) > 12 and len(tail) > 12
+        if long and any(head in text for text in said()) and _is_pieced_together(tail):
             return True
     return False
 

@@ -31,7 +31,8 @@ def test_every_wanted_number_has_a_name_of_room_and_quantity() -> None:
     assert row["snip/statistics/refresh_s"] == 0.25
     assert row["snip/statistics/loss"] == 4.0
     assert row["snip/statistics/num_linears"] == 12
-    assert row["snip/controller/num_events"] == 1
+    assert row["snip/controller/num_kept_plans"] == 1
+    assert row["snip/controller/num_guard_events"] == row["snip/controller/num_fallbacks"] == 0
     assert row["snip/linears/lowest_precision_fraction"] == 0.75
     assert row["snip/training/loss"] == 3.0
 

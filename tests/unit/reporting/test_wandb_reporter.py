@@ -85,7 +85,7 @@ def test_each_refresh_is_heat_maps_and_histograms(written: Written) -> None:
 
 def test_an_event_is_an_alert_and_counted(written: Written) -> None:
     assert written.alerts == [("SNIP: fallback at step 7", FALLBACK.message)]
-    assert [written.rows[step]["snip/controller/num_events"] for step in (6, 7, 15)] == [0, 1, 1]
+    assert [written.rows[step]["snip/controller/num_fallbacks"] for step in (6, 7, 15)] == [0, 1, 1]
 
 
 def test_a_resumed_run_logs_at_its_own_steps_and_a_crash_is_a_failure(
