@@ -130,9 +130,10 @@ def _print_devices(console: Console) -> None:
 def _print_formats(console: Console) -> None:
     from megatron_snip.kernels import dispatch
     from megatron_snip.linears.backends import CAPABILITIES, Backend, column
+    from megatron_snip.linears.native_support import with_native
     from megatron_snip.linears.te_support import this_machine
 
-    machine = this_machine(with_te=True)
+    machine = with_native(this_machine(with_te=True))
     where = column(machine.capability)
     name = "this machine" if where is None else CAPABILITIES[where]
     console.print(f"How GEMMs run on {name}, by backend (--snip-backend; see docs/backends.md)")

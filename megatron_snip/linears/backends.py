@@ -127,12 +127,14 @@ def support(backend: Backend, fmt: str, gemm: Gemm, where: str | None) -> Suppor
 
 
 def here(backend: Backend, fmt: str, gemm: Gemm, machine: Machine) -> Support:
-    """Return the cell of a machine, with what its Transformer Engine itself says.
+    """Return the cell of a machine, with what its libraries themselves say.
 
     Raises:
         UsageError: if the format is unknown.
     """
     cell = support(backend, fmt, gemm, column(machine.capability))
+    if backend is Backend.NATIVE and machine.native_obstacle and get_format(fmt).quantized:
+        return cell if cell.how is How.REFUSED else Support(How.REFUSED, machine.native_obstacle)
     if backend is not Backend.TE or cell.how is How.REFUSED or cell.word == "bf16":
         return cell
     if machine.te_version is None:
@@ -220,8 +222,7 @@ def resolve(choice: str, fmt: str, gemm: Gemm, machine: Machine) -> Backend:
     """
     if choice == "native":
         return Backend.NATIVE
-    cell = support(Backend.NATIVE, fmt, gemm, column(machine.capability))
-    runs = cell.how is not How.REFUSED and not machine.native_obstacle
+    runs = here(Backend.NATIVE, fmt, gemm, machine).how is not How.REFUSED
     return Backend.NATIVE if choice == "auto" and runs else Backend.SIMULATE
 
 

@@ -154,12 +154,9 @@ def _check_backend(
         UnsupportedError: one line with the remedy.
     """
     if backend == "native":
-        cell = backends.support(
-            Backend.NATIVE, "fp8", Gemm.FPROP, backends.column(machine.capability)
-        )
-        why = cell.why if cell.how is backends.How.REFUSED else machine.native_obstacle
-        if why:
-            raise UnsupportedError(f"--snip-backend native: {why}; use simulate")
+        cell = backends.here(Backend.NATIVE, "fp8", Gemm.FPROP, machine)
+        if cell.how is backends.How.REFUSED:
+            raise UnsupportedError(f"--snip-backend native: {cell.why}; use simulate")
     if is_te and backend in ("simulate", "native"):
         raise UnsupportedError(
             f"--snip-backend {backend} runs Megatron's own linears, and {placement.name} is "

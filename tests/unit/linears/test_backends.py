@@ -154,3 +154,29 @@ def test_cells_say_why() -> None:
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(UsageError, match="unknown format 'fp5'"):
         backends.support(Backend.TE, "fp5", Gemm.FPROP, "9.0")
+
+
+@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize("fmt", [name for name in FORMATS if name != "bf16"])
+def test_auto_runs_natively_what_hopper_can_and_simulates_the_rest(
+    capability: tuple[int, int], fmt: str
+) -> None:
+    machine = Machine(capability)
+    runs = capability == HOPPER and fmt in ("fp8", "fp4", "fp3")
+    assert (backends.refusal(Backend.NATIVE, Option.uniform(fmt), machine) is None) == runs
+    for gemm in Gemm:
+        wanted = Backend.NATIVE if runs else Backend.SIMULATE
+        assert backends.resolve("auto", fmt, gemm, machine) is wanted
+        assert backends.resolve("simulate", fmt, gemm, machine) is Backend.SIMULATE
+        assert backends.resolve("native", fmt, gemm, machine) is Backend.NATIVE
+
+
+def test_a_failed_check_keeps_linears_from_running_natively() -> None:
+    machine = Machine(HOPPER, native_obstacle="its check failed: fprop is off")
+    reason = backends.refusal(Backend.NATIVE, Option.parse("bf16-fp8-bf16"), machine)
+    assert reason is not None and "its check failed: fprop is off" in reason
+    assert backends.refusal(Backend.NATIVE, BF16, machine) is None
+    assert backends.resolve("auto", "fp8", Gemm.FPROP, machine) is Backend.SIMULATE
+    # what no Hopper can run keeps its own reason
+    reason = backends.refusal(Backend.NATIVE, Option.uniform("nvfp4"), machine)
+    assert reason is not None and "only FP32 scales" in reason
