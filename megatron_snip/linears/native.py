@@ -13,9 +13,9 @@ round to the output's dtype once, and before that
     |native - simulate| <= EMULATION_ULPS * (128 + L / 128) 2^-24 sum |p_i|      on the CPU
     |native - simulate| <= DEVICE_TOLERANCE sum |p_i|                            on a GPU
 
-The first is the bound of FP32 summation. Hopper's tensor cores align the products of an FP8
-instruction to about 14 bits before they add them (DeepSeek-V3, arXiv:2412.19437, Sec. 3.3.2) and
-promote to FP32 every 128, hence the second.
+The first is what FP32 summation in blocks of 128 allows, once for each of the two.
+Hopper's tensor cores align the products of an FP8 instruction to about 14 bits before they add
+them (DeepSeek-V3, arXiv:2412.19437, Sec. 3.3.2) and promote to FP32 every 128, hence the second.
 
 M tokens, K in_features, N out_features.
 """
@@ -36,7 +36,7 @@ from megatron_snip.quantizers.pair import quantize_payload_operand, quantize_pay
 from megatron_snip.types import Gemm, Operand
 
 EMULATION_ULPS = 2.0
-"""Sums of `native` on the CPU and of `simulate` are each within (128 + L / 128) 2^-24."""
+"""One for each of the sums compared, `native` on the CPU and `simulate`."""
 
 DEVICE_TOLERANCE = 2.0**-9
 """Relative to the sum of the products' magnitudes; see the file's description."""

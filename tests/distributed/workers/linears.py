@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_snip.formats import FORMATS
+from megatron_snip.linears.backends import Machine
 from megatron_snip.linears.layout import current_topology
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.seam import PlannedLinear
@@ -34,6 +35,7 @@ from tests.unit.quantizers import oracle
 NAME, SEED, STEP = "decoder.layers.0.mlp.linear_fc1", 5, 7
 SEQUENCE, BATCH = 64, 2
 OPTIONS = ("fp8", "fp4", "fp4-fp8-bf16", "bf16-fp4-fp4", "fp8-bf16-fp4")
+NATIVE_OPTIONS = ("fp4", "fp8-bf16-fp4", "fp8-fp4-bf16", "bf16-fp8-fp8")
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Case:
         frozen: whether the weight does not train.
         fused: whether dW is added into main_grad.
         dtype: of weights and activations.
+        sequence: tokens of a sample, whole.
     """
 
     kind: str
@@ -55,6 +58,7 @@ class Case:
     frozen: bool = False
     fused: bool = False
     dtype: torch.dtype = torch.float32
+    sequence: int = SEQUENCE
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -103,7 +107,10 @@ CASES = {
     "row fused": Case("row", fused=True),
     "column sp fused": Case("column", sequence_parallel=True, fused=True),
     "gated bf16": Case("gated", dtype=torch.bfloat16),
+    # shards of whole tiles of 128 tokens: a native X is gathered in bytes
+    "column sp tiles": Case("column", sequence_parallel=True, fused=True, sequence=128),
 }
+NATIVE_CASES = ("column bias", "column sp", "row sp", "column sp tiles", "column sp frozen")
 
 
 @dataclass(frozen=True)
@@ -125,8 +132,8 @@ class Tensors:
 
         n, k = case.shape
         return cls(
-            [draw(SEQUENCE, BATCH, k) for _ in range(2)],
-            [draw(SEQUENCE, BATCH, n) for _ in range(2)],
+            [draw(case.sequence, BATCH, k) for _ in range(2)],
+            [draw(case.sequence, BATCH, n) for _ in range(2)],
             draw(n, k),
             draw(n),
         )
@@ -136,10 +143,18 @@ def quantized_linears() -> dict[str, Any]:
     """Largest error of Y, dX, dW, db of every case and option, over the truth's largest value."""
     with megatron():
         topology = current_topology()
-        return {
+        simulated = {
             name: {text: _errors(case, Option.parse(text), topology) for text in OPTIONS}
             for name, case in CASES.items()
         }
+        run = {
+            f"{name}, native": {
+                text: _errors(CASES[name], Option.parse(text), topology, "native")
+                for text in NATIVE_OPTIONS
+            }
+            for name in NATIVE_CASES
+        }
+        return simulated | run
 
 
 @contextmanager
@@ -153,12 +168,16 @@ def megatron() -> Iterator[None]:
         parallel_state.destroy_model_parallel()
 
 
-def _errors(case: Case, option: Option, topology: Topology) -> dict[str, float | bool]:
+def _errors(
+    case: Case, option: Option, topology: Topology, choice: str = "simulate"
+) -> dict[str, float | bool]:
     tensors = Tensors.make(case)
     module = _module(case, tensors)
     runtime = Runtime(topology, SEED)
-    linear = PlannedLinear(module, case.placement(topology), runtime)
+    hopper = Machine((9, 0))
+    linear = PlannedLinear(module, case.placement(topology), runtime, choice, hopper)
     linear.option = option
+    assert linear.refusal(option) is None
     linear.install()
     runtime.begin_pass(STEP)
     outputs, input_grads = [], []

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_snip.linears import gemms
+from megatron_snip.linears import gemms, native
 from megatron_snip.linears.autograd import LinearCall, QuantizedLinear
 from megatron_snip.options import Option
 from megatron_snip.quantizers import StochasticStream, StreamKey
+from megatron_snip.types import Gemm
 
 FP4 = Option.uniform("fp4")
 STREAM = StochasticStream(StreamKey(0, "linear", 0, 0))
@@ -134,3 +135,84 @@ def test_x_and_w_are_saved_as_they_are() -> None:
         run(x.requires_grad_(), w.requires_grad_(), b.requires_grad_(), call())
     kept = {t.untyped_storage().data_ptr() for t in saved}
     assert kept <= {t.untyped_storage().data_ptr() for t in (x, w, b)}
+
+
+def native_call(option: str, fuse: bool = False, grad_enabled: bool = True) -> LinearCall:
+    chosen = Option.parse(option)
+    runs = frozenset(gemm for gemm in Gemm if chosen[gemm] != "bf16")
+    return LinearCall(
+        chosen, lambda: STREAM, False, False, fuse, None, runs, grad_enabled=grad_enabled
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "option", ["fp4", "fp8-fp4-fp4", "bf16-fp8-fp4", "fp4-bf16-fp8", "fp8-fp8-bf16"]
+)
+def test_native_gradients_are_those_of_the_simulated_gemms(option: str, dtype: torch.dtype) -> None:
+    x, w, b, g = tensors(dtype)
+    results = []
+    for runs in (call(Option.parse(option)), native_call(option)):
+        leaves = [t.clone().requires_grad_() for t in (x, w, b)]
+        y = run(*leaves, runs)
+        y.backward(g)
+        results.append([y.detach(), *(t.grad for t in leaves)])
+    tolerance = 1e-5 if dtype == torch.float32 else 2.0**-7
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * 10)
+
+
+def test_native_gradients_are_added_in_fp32() -> None:
+    x, w, _, g = tensors(torch.bfloat16)
+    parameter: Any = torch.nn.Parameter(w)
+    parameter.main_grad = torch.zeros(w.shape)
+    parameter.grad_added_to_main_grad = False
+    run(x.requires_grad_(), parameter, None, native_call("fp4", fuse=True)).backward(g)
+    wanted = gemms.wgrad(g.reshape(24, 48), x.detach().reshape(24, 64), FP4, STREAM)
+    torch.testing.assert_close(parameter.main_grad, wanted, rtol=1e-5, atol=1e-5)
+    assert parameter.grad_added_to_main_grad is True
+
+
+def saved_bytes(call: LinearCall, frozen: bool = False) -> int:
+    """What waits for the backward besides the weight, of X [1024, 512] in BF16."""
+    x = torch.randn(8, 128, 512).bfloat16().requires_grad_()
+    w = torch.randn(256, 512).bfloat16().requires_grad_(not frozen)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        run(x, w, None, call)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+    return sum(size for where, size in storages.items() if where != w.untyped_storage().data_ptr())
+
+
+@pytest.mark.parametrize(
+    ("option", "share"),
+    [("fp8", 0.5), ("fp4", 0.5), ("bf16-fp8-fp4", 0.5), ("fp8-fp8-bf16", 1.0)],
+)
+def test_x_waits_for_the_backward_in_one_byte_an_element(option: str, share: float) -> None:
+    """And 4 bytes of scale for 128 elements; in BF16 where wgrad runs in BF16."""
+    elements = 1024 * 512
+    assert saved_bytes(call(Option.parse(option))) == 2 * elements
+    scales = 4 * elements // 128 if share < 1 else 0
+    assert saved_bytes(native_call(option)) == share * 2 * elements + scales
+
+
+def test_what_no_backward_needs_is_not_saved() -> None:
+    assert saved_bytes(native_call("fp8"), frozen=True) == 0
+    assert saved_bytes(call(), frozen=True) == 0
+
+
+def test_an_evaluation_quantizes_nothing_for_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, _, _ = tensors()
+    asked: list[bool] = []
+    original = native.input_operands
+
+    def watched(*args: Any, fprop: bool, wgrad: bool) -> Any:
+        asked.append(wgrad)
+        return original(*args, fprop=fprop, wgrad=wgrad)
+
+    monkeypatch.setattr(native, "input_operands", watched)
+    with torch.no_grad():
+        run(x, w.requires_grad_(), None, native_call("fp8", grad_enabled=False))
+    run(x.requires_grad_(), w, None, native_call("fp8"))
+    assert asked == [False, True]

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_snip.linears import gemms
+from megatron_snip.linears import gemms, native
+from megatron_snip.linears.backends import Backend, Machine
 from megatron_snip.linears.runtime import Mode, Runtime
 from megatron_snip.linears.seam import PlannedLinear
 from megatron_snip.log import forget_warnings
 from megatron_snip.options import Option
 from megatron_snip.topology import Placement, Topology
+from megatron_snip.types import Gemm
 
 PLACEMENT = Placement("decoder.layers.0.mlp.linear_fc2", 0, "row", 64, 48)
 FP4 = Option.uniform("fp4")
@@ -165,3 +167,149 @@ def test_forwards_without_a_backward_count_for_nothing() -> None:
         module(torch.ones(5, 64))
     assert torch.equal(backward(module, 1)[0], plain[1])
     assert torch.equal(first[0], plain[0])
+
+
+def test_backends_mix_by_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper `auto` runs what it can natively; elsewhere everything is simulated."""
+    seen: list[str] = []
+    for kind in ("fprop", "dgrad", "wgrad"):
+        for who, module in (("native", native), ("simulated", gemms)):
+            monkeypatch.setattr(module, kind, spy(getattr(module, kind), f"{kind} {who}", seen))
+    for option, recipe, calls in [
+        ("fp8", "native", ["fprop native", "dgrad native", "wgrad native"]),
+        (
+            "fp4-mxfp8-bf16",
+            "native-simulated-megatron",
+            ["fprop native", "dgrad simulated", "wgrad simulated"],
+        ),
+        (
+            "bf16-nvfp4-fp3",
+            "megatron-simulated-native",
+            ["fprop simulated", "dgrad simulated", "wgrad native"],
+        ),
+    ]:
+        torch.manual_seed(0)
+        module = Linear()
+        linear = PlannedLinear(module, PLACEMENT, Runtime(Topology(), 0), "auto", Machine((9, 0)))
+        linear.install()
+        linear.option = Option.parse(option)
+        assert (linear.recipe, linear.backend) == (recipe, Backend.NATIVE)
+        assert f"snip {option}, {recipe}" in repr(module)
+        seen.clear()
+        x = torch.randn(5, 64, requires_grad=True)
+        module(x).sum().backward()
+        assert seen == calls
+        assert linear.refusal(Option.uniform("mxfp4")) is None
+    elsewhere = PlannedLinear(Linear(), PLACEMENT, Runtime(Topology(), 0), "auto", Machine((10, 0)))
+    elsewhere.option = FP4
+    assert (elsewhere.recipe, elsewhere.backend) == ("simulated", Backend.SIMULATE)
+
+
+def spy(function: Any, name: str, seen: list[str]) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        seen.append(name)
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def test_native_refuses_what_it_cannot_run() -> None:
+    runtime = Runtime(Topology(), 0)
+    linear = PlannedLinear(Linear(), PLACEMENT, runtime, "native", Machine((9, 0)))
+    assert linear.refusal(Option.uniform("fp8")) is None
+    reason = linear.refusal(Option("fp8", "mxfp8", "fp8"))
+    assert reason is not None and "mxfp8 on compute capability 9.0" in reason
+
+
+def test_native_results_differ_from_simulated_ones_by_rounding_alone() -> None:
+    results = []
+    for choice in ("simulate", "native"):
+        torch.manual_seed(0)
+        module, runtime = Linear(), Runtime(Topology(), seed=0)
+        linear = PlannedLinear(module, PLACEMENT, runtime, choice, Machine((9, 0)))
+        linear.option = FP4
+        linear.install()
+        runtime.begin_pass(0)
+        x = torch.randn(40, 64, requires_grad=True)
+        y = module(x)
+        y.backward(torch.linspace(-1, 1, 40 * 48).view(40, 48))
+        results.append((y.detach(), x.grad, module.weight.grad))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("choice", ["simulate", "native"])
+def test_a_step_quantizes_each_weight_once(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over microbatches and over fprop and dgrad; bits are those of quantizing every time."""
+    made: list[Any] = []
+    source, name = (
+        (gemms, "quantize_dequantize_operand")
+        if choice == "simulate"
+        else (native, "quantize_payload_operand")
+    )
+    original = getattr(source, name)
+
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.shape == (48, 64):
+            made.append(args)
+        return original(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(source, name, counted)
+    torch.manual_seed(0)
+    module, runtime = Linear(), Runtime(Topology(), seed=0)
+    linear = PlannedLinear(module, PLACEMENT, runtime, choice, Machine((9, 0)))
+    linear.option = FP4
+    linear.install()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    forms = 1 if choice == "simulate" else 2  # native keeps the transposed bytes beside
+    for step in range(2):
+        runtime.begin_pass(step)
+        made.clear()
+        backward(module, 3)
+        assert len(made) == forms
+        held = runtime.kept.nbytes
+        assert held == (48 * 64 * 4 if choice == "simulate" else pytest.approx(2 * 48 * 64, 0.02))
+        optimizer.step()
+        assert runtime.kept.nbytes == 0
+    module.eval()
+    runtime.begin_pass(2)
+    made.clear()
+    with torch.no_grad():
+        module(torch.ones(5, 64))
+    assert len(made) == 1 and runtime.kept.nbytes == 0
+
+
+@pytest.mark.parametrize("choice", ["simulate", "native"])
+def test_a_plan_switch_between_steps_takes_effect_at_once(choice: str) -> None:
+    """Kept forms of the old option are not taken for the new one's."""
+    module, runtime = Linear(), Runtime(Topology(), seed=0)
+    linear = PlannedLinear(module, PLACEMENT, runtime, choice, Machine((9, 0)))
+    linear.install()
+    x = torch.randn(5, 64)
+    runtime.begin_pass(0)
+    for option in (FP4, Option.uniform("fp8"), Option("fp8", "fp4", "fp4"), FP4):
+        linear.option = option
+        wanted = gemms.fprop(x, module.weight.detach(), option)
+        torch.testing.assert_close(module(x), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_the_probe_never_meets_kept_weights() -> None:
+    """It writes through `.data`, which no version counter sees."""
+    module, linear, runtime = planned()
+    linear.option = FP4
+    runtime.begin_pass(0)
+    x = torch.randn(5, 64)
+    module(x)
+    assert runtime.kept.nbytes > 0
+
+    class Probe:
+        def observe(self, placement: Any, *args: Any) -> torch.Tensor:
+            result: torch.Tensor = args[2]
+            return result
+
+    with runtime.observing(Probe()):
+        module.weight.data.mul_(2.0)
+        module(x)
+    assert runtime.kept.nbytes == 0
+    assert torch.equal(module(x), gemms.fprop(x, module.weight.detach(), FP4))
+    assert {gemm for gemm in Gemm if gemm in linear._native} == set()
