@@ -1,33 +1,54 @@
 # Two images from one file:
-#   docker build --target cpu -t megatron-snip:cpu .     # the laptop set-up, CPU and gloo
+#   docker build --target cpu -t megatron-snip:cpu .     # the laptop set-up: CPU and gloo, make demo
 #   docker build --target gpu -t megatron-snip:gpu .     # on NVIDIA's PyTorch container (TE, apex)
+#
+# The gpu image holds no training script: mount a Megatron-LM checkout and the data below /workspace.
+#   docker run --gpus all --ipc=host --ulimit memlock=-1 -v "$PWD:/workspace" megatron-snip:gpu \
+#     torchrun --nproc-per-node 8 -m megatron_snip pretrain_gpt.py @ARGUMENTS --snip
 
-ARG PYTORCH_IMAGE=nvcr.io/nvidia/pytorch:25.10-py3
+# The container that Megatron-Core 0.16 is built and tested in.
+ARG PYTORCH_IMAGE=nvcr.io/nvidia/pytorch:25.11-py3
 
 FROM python:3.11.9-slim-bookworm AS cpu
+# make alone: no package is compiled here.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends gcc g++ libc6-dev make \
-    && rm -rf /var/lib/apt/lists/*
-RUN useradd --create-home snip
+    && apt-get install -y --no-install-recommends make \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --create-home --no-log-init --uid 10001 snip \
+    && install --directory --owner=snip /opt/megatron-snip
 WORKDIR /opt/megatron-snip
 COPY --chown=snip . .
-RUN chown snip /opt/megatron-snip
-USER snip
+USER 10001
+# torch without CUDA, which is a tenth of the size; the version is still lock.txt's.
+ENV PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu PIP_NO_CACHE_DIR=1
 RUN make install
 ENV PATH=/opt/megatron-snip/.venv/bin:$PATH
 HEALTHCHECK --interval=5m --timeout=60s CMD ["megatron-snip", "doctor"]
 CMD ["make", "demo"]
 
+# hadolint ignore=DL3006
 FROM ${PYTORCH_IMAGE} AS gpu
+# A venv above the container's Python: what it lacks comes in, what it has stays as it is. The
+# container's own constraint file holds versions of packages that SNIP needs newer.
+ENV PIP_CONSTRAINT=
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends python3-venv \
+    && rm -rf /var/lib/apt/lists/* \
+    && python3 -m venv --system-site-packages /opt/snip
+ENV PATH=/opt/snip/bin:$PATH
 WORKDIR /opt/megatron-snip
 COPY requirements/gpu.txt requirements/gpu.txt
-# torch, Transformer Engine and apex are the container's own: nothing here may replace them.
-RUN python -m pip install --no-cache-dir -r requirements/gpu.txt
+RUN python -m pip install --no-cache-dir --no-deps -r requirements/gpu.txt
 COPY . .
-RUN python -m pip install --no-cache-dir --no-deps . \
-    && useradd --create-home snip
-USER snip
+# The venv's torchrun runs the venv's Python; the container's would miss the packages above.
+RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation . \
+    && printf '#!/bin/sh\nexec /opt/snip/bin/python -m torch.distributed.run "$@"\n' > /opt/snip/bin/torchrun \
+    && chmod 755 /opt/snip/bin/torchrun \
+    && megatron-snip --version \
+    && useradd --create-home --no-log-init --uid 10001 snip
+USER 10001
 WORKDIR /workspace
 HEALTHCHECK --interval=5m --timeout=60s CMD ["megatron-snip", "doctor"]
 CMD ["megatron-snip", "--help"]

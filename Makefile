@@ -25,9 +25,6 @@ MEGATRON_RELEASES := 0.16.1 0.17.1 0.18.2
 MEGATRON_STAMP := $(MEGATRON_VENV)/.installed-$(shell cat $(MEGATRON_LOCK) | sha256sum | cut -c1-16)
 MEGATRON_PIP := $(MEGATRON_VENV)/bin/python -m pip --disable-pip-version-check
 
-# Debian's names; other distributions have others, and the tests say what they miss.
-SLURM_PACKAGES := slurmctld slurmd slurm-client munge iproute2
-
 # One thread a process: ranks share the cores, and results do not depend on the machine's count.
 export OMP_NUM_THREADS ?= 1
 
@@ -59,7 +56,7 @@ lint: $(STAMP)  ## ruff, codespell, shellcheck
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
-	$(BIN)/shellcheck -x launch/*.sh launch/*.sbatch tests/megatron/*.sh
+	$(BIN)/shellcheck -x launch/*.sh launch/*.sbatch tests/megatron/*.sh tests/slurm/*.sh
 
 .PHONY: types
 types: $(STAMP)  ## mypy --strict
@@ -119,10 +116,7 @@ dist: $(STAMP)  ## sdist and wheel (made from the sdist) in dist/
 
 .PHONY: test-slurm
 test-slurm: $(STAMP)  ## train on a real two-node Slurm on this machine (root; installs Slurm)
-	@command -v slurmctld slurmd munged sbatch ip >/dev/null || PATH=$$PATH:/usr/sbin \
-	  command -v slurmctld slurmd munged sbatch ip >/dev/null || \
-	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SLURM_PACKAGES); } || \
-	  echo "test-slurm: could not install $(SLURM_PACKAGES)"
+	@sh tests/slurm/install.sh
 	$(BIN)/pytest tests/slurm $(PYTEST_ARGS)
 
 .PHONY: lock

@@ -78,7 +78,7 @@ def run_job(
     """Run the batch script with an `srun` of our own; scancel signals it as Slurm would."""
     stand_in(folder, "scontrol", SCONTROL.replace("show)", f"show) {environment.get('SHOW', '')}"))
     stand_in(folder, "srun", f"echo $$ > srun.pid\n{srun}")
-    stand_in(folder, "scancel", 'echo "scancel $*"; kill -USR1 "$(cat srun.pid)"')
+    stand_in(folder, "scancel", 'echo "scancel $*"; kill -USR1 "$(cat srun.pid)" && touch said')
     checkpoints = folder / "c"
     checkpoints.mkdir(exist_ok=True)
     variables = {**JOB, "SNIP_CHECKPOINTS": str(checkpoints), **environment}
@@ -107,13 +107,22 @@ def test_near_its_time_limit_it_saves_and_is_queued_again(tmp_path: Path) -> Non
     assert done.stdout.rstrip().endswith("requeued 10042")
 
 
-def test_without_progress_it_ends(tmp_path: Path) -> None:
+def test_who_has_no_step_left_is_not_queued_again(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "latest_checkpointed_iteration.txt").write_text("40\n")
     done = run_job(tmp_path, until_signal(SAVE))
-    assert done.returncode == 1
-    assert "no step was saved" in done.stderr
-    assert "requeued" not in done.stdout
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith("done, no step was left")
+
+
+def test_ranks_that_did_not_hear_the_signal_hear_it_again(tmp_path: Path) -> None:
+    stand_in(tmp_path, "sleep", "/bin/sleep 0.05")  # the pause between two reminders
+    wait = "while [ ! -e said ]; do /bin/sleep 0.05; done"
+    late = f"trap '' USR1; {WARN} {wait}; trap '{SAVE}' USR1; while :; do /bin/sleep 0.05; done"
+    done = run_job(tmp_path, late)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("scancel --signal=USR1 10042") > 1
+    assert done.stdout.rstrip().endswith("requeued 10042")
 
 
 @pytest.mark.parametrize("srun", ["exit 9", until_signal(SAVE.replace("exit 0", "exit 9"))])
