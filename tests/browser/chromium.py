@@ -1,6 +1,6 @@
 """Headless Chromium over its debugging pipe: NUL-ended JSON on descriptors 3 and 4.
 
-The pipe needs no port, no driver and no package. Nothing is loaded but files.
+The pipe needs no port, no driver and no package.
 """
 
 import base64
@@ -80,8 +80,8 @@ class Chromium:
                 assert "error" not in answer, answer
                 return answer["result"]
 
-    def open(self, page: Path, width: int, height: int, dark: bool) -> None:
-        """Load a file as on a screen of this size (CSS pixels)."""
+    def open(self, page: Path | str, width: int, height: int, dark: bool) -> None:
+        """Load a file or an address as on a screen of this size (CSS pixels)."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -92,7 +92,7 @@ class Chromium:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.events.clear()
-        self.call("Page.navigate", url=page.as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         self._until("Page.loadEventFired")
 
     def evaluate(self, expression: str) -> Any:

@@ -31,7 +31,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with the runs that pages speak of."""
     folder = tmp_path_factory.mktemp("docs")
     settings = config(start_step=20, interval=8)
-    write_run(folder / "runs" / "demo", Shape(settings, steps=32))
+    write_run(folder / "runs" / "demo", Shape(settings, steps=32, layers=4))
     write_run(folder / "runs" / "other", Shape(config(enabled=False), steps=32))
     for name in ("configs", "docs", "launch"):
         (folder / name).symlink_to(ROOT / name)
