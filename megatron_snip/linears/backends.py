@@ -287,8 +287,16 @@ Under `te` an option that differs by GEMM needs a Transformer Engine with `Custo
 `HybridQuantizer`; grouped experts take one format for all three GEMMs. What Transformer Engine
 itself says it cannot run on the machine is refused as well, whatever the table says.
 
-The recipes' selection was checked against Transformer Engine 2.20.2 on a machine without a GPU;
+Experts of Transformer Engine run quantized only where Megatron pads their tokens, which it does for
+the run's own recipe (`--fp8-format`, `--fp4-format`); without one they stay BF16, with a warning.
+
+Which recipe every module runs, and that a new plan changes it between two steps, was checked
+against Transformer Engine 2.20.2 under Megatron-Core 0.16.1 and 0.19.2 on a machine without a GPU;
 its GEMMs were not run there.
+
+A plan goes to Megatron's own `--te-precision-config-file`, and such a file becomes a plan, with
+`megatron-snip export` and `megatron-snip import`. `--snip-precision-log` says at every plan change
+what each linear resolved to.
 
 `megatron-snip doctor` prints the column of the machine it runs on.
 """

@@ -18,7 +18,16 @@ from megatron_snip.linears.runtime import Mode
 from megatron_snip.linears.te_seam import PlannedTELinear
 from megatron_snip.options import BF16, Option
 from megatron_snip.topology import Topology
-from tests.te.models import EXPERTS, build, by_name, everything, losses, plan
+from tests.te.models import (
+    EXPERTS,
+    batches,
+    build,
+    by_name,
+    everything,
+    forward_step,
+    losses,
+    plan,
+)
 
 CHOICES = {
     "linear_qkv": "mxfp8",
@@ -118,6 +127,26 @@ def test_results_are_those_of_a_fresh_model_under_the_plan() -> None:
         assert losses(model) != fresh[0]
     assert changed[0] == fresh[0]
     assert all(map(torch.equal, changed[1], fresh[1]))
+
+
+def test_a_new_option_needs_no_first_microbatch() -> None:
+    """Recipes that differ by their factory alone are of one class; copies of weights must go."""
+
+    def loss(model: Any) -> float:
+        with torch.no_grad():  # outside of Megatron's schedules nobody tells of microbatches
+            output, _ = forward_step(batches(), model)
+        return float(output.mean())
+
+    first, second = Option.parse("nvfp4-mxfp8-bf16"), Option.parse("mxfp8-nvfp4-bf16")
+    with planned() as (model, under):
+        under.apply(everything(under, first))
+        before = [loss(model), loss(model)]
+        under.apply(everything(under, second))
+        changed = loss(model)
+    with planned() as (model, under):
+        under.apply(everything(under, second))
+        assert loss(model) == changed
+    assert before[0] == before[1] != changed
 
 
 def test_quantizers_are_kept_while_an_option_stays() -> None:
