@@ -19,6 +19,8 @@ from typing import Any
 from megatron_snip.config import make_config
 from megatron_snip.errors import UsageError
 from megatron_snip.formats import FORMATS
+from megatron_snip.options import Option
+from megatron_snip.planning.policies import get_policy
 
 BASELINE = "bf16"
 """What gaps are counted from."""
@@ -52,10 +54,12 @@ class Contender:
         return str(self.settings["policy"])
 
     @property
-    def uniform(self) -> str | None:
-        """The format that every linear takes, or None; such a contender heeds no target."""
+    def uniform(self) -> Option | None:
+        """The option that every linear takes, or None; such a contender heeds no target."""
         prefix = "uniform-"
-        return self.policy.removeprefix(prefix) if self.policy.startswith(prefix) else None
+        if not self.policy.startswith(prefix):
+            return None
+        return Option.parse(self.policy.removeprefix(prefix))
 
     @property
     def measured(self) -> bool:
@@ -91,8 +95,12 @@ def make_contender(name: str, settings: Mapping[str, Any]) -> Contender:
     values = {"policy": "snip", **settings}
     if name in BUILT_IN or name == LOWEST:
         raise UsageError(f"contender '{name}' exists already; give yours another name")
+    contender = Contender(name, values)
     make_config(values)
-    return Contender(name, values)
+    get_policy(contender.policy)
+    if contender.uniform is not None and len(set(contender.uniform.formats)) > 1:
+        values.setdefault("granularity", "gemm")
+    return contender
 
 
 def resolve(name: str, lowest: str, added: Mapping[str, Contender]) -> Contender:

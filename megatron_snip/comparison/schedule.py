@@ -183,7 +183,8 @@ class _Place:
         b = self.branching
         values = {**self._snip(), "enabled": True, **contender.settings}
         if contender.uniform is not None:
-            values |= {"formats": [contender.uniform], "efficiency_target": 0.0}
+            formats = list(dict.fromkeys(contender.uniform.formats))
+            values |= {"formats": formats, "efficiency_target": 0.0}
         else:
             formats = [self.config.gentle, self.lowest]
             values |= {"formats": formats, "efficiency_target": self.target}

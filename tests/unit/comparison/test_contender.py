@@ -7,6 +7,7 @@ import pytest
 from megatron_snip.comparison.contender import BUILT_IN, DEFAULT, LOWEST, make_contender, resolve
 from megatron_snip.config import make_config
 from megatron_snip.errors import UsageError
+from megatron_snip.options import Option
 from megatron_snip.planning.policies import get_policy
 
 
@@ -18,8 +19,8 @@ def test_every_default_contender_is_one_that_the_planner_knows(name: str) -> Non
 
 
 def test_the_lowest_is_the_tables_own() -> None:
-    assert resolve(LOWEST, "fp3", {}).uniform == "fp3"
-    assert resolve(LOWEST, "fp4", {}).uniform == "fp4"
+    assert resolve(LOWEST, "fp3", {}).uniform == Option.uniform("fp3")
+    assert resolve(LOWEST, "fp4", {}).uniform == Option.uniform("fp4")
 
 
 def test_uniform_and_ordered_contenders_need_no_statistics() -> None:
@@ -39,6 +40,8 @@ def test_a_described_contender_is_snip_with_its_settings() -> None:
     [
         ("mine", {"efficiency_target": 0.5}, "sets 'efficiency_target'; it may set"),
         ("mine", {"weight_lambda": -1.0}, "weight_lambda"),
+        ("mine", {"policy": "best"}, "unknown policy 'best'"),
+        ("mine", {"policy": "uniform-fp5"}, "unknown format 'fp5'"),
         ("random", {}, "exists already"),
         ("lowest", {}, "exists already"),
     ],

@@ -10,6 +10,7 @@ import pytest
 from megatron_snip.comparison.contender import DEFAULT
 from megatron_snip.comparison.run import Run
 from megatron_snip.comparison.schedule import SPELLED_OUT, Schedule, make_schedule
+from megatron_snip.options import Option
 from megatron_snip.trainer.checkpoint_folder import ORDER_FIELDS
 from megatron_snip.trainer.config import make_train_config
 from tests.unit.comparison.build import TRAIN, comparison
@@ -179,3 +180,11 @@ def test_what_measuring_depends_on_is_spelled_out_where_something_is_measured() 
     for run in schedule.runs:
         spelled = run.values.get("snip", {}).keys() >= SPELLED_OUT
         assert spelled == (run.kind == "measure" or run.measurement is not None)
+
+
+def test_a_uniform_contender_may_mix_formats_over_gemms() -> None:
+    mixed = {"backward": {"policy": "uniform-fp8-fp3-fp3"}}
+    config = comparison(policies=("bf16", "backward"), contenders=mixed, seeds=1)
+    snip = make_train_config(dict(make_schedule(config).entries[-1].run.values)).snip
+    assert snip.formats == ("fp8", "fp3")
+    assert Option.parse("fp8-fp3-fp3") in snip.options
