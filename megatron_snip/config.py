@@ -20,6 +20,10 @@ from megatron_snip.options import Granularity, Option, enumerate_options
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
+_MAX_YAML_BYTES = 1 << 20
+_MAX_DEPTH = 32
+_MAX_ALIASES = 8
+
 Backend = Literal["auto", "simulate", "native", "te"]
 LossJoin = Literal["fisher", "first_plus_fisher", "mean_first_plus_fisher", "aligned_fisher"]
 WeightJoin = Literal["norm", "square"]
@@ -255,9 +259,12 @@ def explain(error: ValidationError, flag: str = "") -> str:
     if flag:
         place = flag + place.replace("_", "-")
     if first["type"] == "extra_forbidden":
-        return f"unknown key '{place}'"
-    got = "" if first["type"] in ("missing", "value_error") else f", got {first['input']!r}"
-    return f"{place}: {first['msg']}{got}" if place else str(first["msg"])
+        return f"unknown key {_short(repr(place), 120)}"
+    got = ""
+    if first["type"] not in ("missing", "value_error"):
+        got = f", got {_short(repr(first['input']), 120)}"
+    text = f"{place}: {first['msg']}{got}" if place else str(first["msg"])
+    return _short(" ".join(text.split()), 500)
 
 
 def make_config(values: dict[str, Any]) -> SnipConfig:
@@ -276,17 +283,76 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML mapping safely.
 
     Raises:
-        UsageError: if the file is missing, is not YAML, or does not hold a mapping.
+        UsageError: if the file is missing, is not YAML, holds a key twice, is nested or aliased
+            beyond what settings need, or does not hold a mapping.
     """
-    try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read '{path}': {error}") from None
-    except yaml.YAMLError as error:
-        detail = " ".join(str(error).split())
-        raise UsageError(f"'{path}' is not valid YAML: {detail}") from None
+    loaded = parse_yaml(_settings_text(path), f"'{path}'")
     if loaded is None:
         return {}
     if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
         raise UsageError(f"'{path}' must hold a mapping of settings, got {type(loaded).__name__}")
     return loaded
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """Return the value of a YAML document, plain types only.
+
+    Args:
+        text: the document.
+        source: how error messages call it.
+
+    Raises:
+        UsageError: as `read_yaml` does.
+    """
+    try:
+        _check_shape(text, source)
+        return yaml.load(text, Loader=_UniqueKeys)
+    except yaml.YAMLError as error:
+        detail = " ".join(str(error).split())
+        raise UsageError(f"{source} is not valid YAML: {_short(detail, 500)}") from None
+    except (ValueError, RecursionError) as error:  # a 13th month, a number of 5000 digits
+        raise UsageError(f"{source} is not valid YAML: {_short(str(error), 200)}") from None
+
+
+def _settings_text(path: Path) -> str:
+    try:
+        if path.exists() and not path.is_file():
+            raise UsageError(f"cannot read '{path}': not a regular file")
+        if path.stat().st_size > _MAX_YAML_BYTES:
+            raise UsageError(f"cannot read '{path}': larger than {_MAX_YAML_BYTES >> 20} MiB")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise UsageError(f"cannot read '{path}': {error}") from None
+
+
+def _check_shape(text: str, source: str) -> None:
+    """Refuse what costs far more time or memory than its length says, before it is built."""
+    depth = aliases = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        elif isinstance(event, yaml.AliasEvent):
+            aliases += 1
+        if depth > _MAX_DEPTH:
+            raise UsageError(f"{source} is nested deeper than {_MAX_DEPTH} levels")
+        if aliases > _MAX_ALIASES:
+            raise UsageError(f"{source} has more than {_MAX_ALIASES} aliases")
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML would silently take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                text = f"duplicate key '{_short(key.value, 80)}'"
+                raise yaml.constructor.ConstructorError(None, None, text, key.start_mark)
+            seen.add(getattr(key, "value", None) if isinstance(key, yaml.ScalarNode) else id(key))
+        return super().construct_mapping(node, deep=deep)
+
+
+def _short(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -322,9 +323,26 @@ class SnipController:
     def _measure(self, step: int, training: TrainingPass, begin: float, parts: int) -> Refresh:
         """All ranks: measure with 1 / `parts` of the microbatches and rows."""
         c = self.config
+        # Agreed on first: later, peers wait for each other within Megatron's own groups.
+        inputs, settings, runner = attempt(
+            "preparing to measure",
+            lambda: self._prepared(step, training, parts),
+            self._topology.control,
+        )
+        statistics = measure(inputs, settings, runner)
+        quality = QualitySettings(
+            self._options, c.lowest_format, c.loss_join, c.weight_join, c.weight_lambda
+        )
+        divergences = divergence_table(statistics, quality, warn=self._leader)
+        problem = self._restricted(problem_dict(divergences, c.lowest_format, c.efficiency_target))
+        return Refresh(step, statistics, divergences, problem, time.perf_counter() - begin)
+
+    def _prepared(
+        self, step: int, training: TrainingPass, parts: int
+    ) -> tuple[RefreshInputs, MeasureSettings, CarefulPasses]:
+        c = self.config
         microbatches, num_rows = -(-c.stat_microbatches // parts), -(-c.probe_rows // parts)
         passes = MeasuringPasses(training, self.model.runtime, microbatches)
-        runner = CarefulPasses(passes, self._topology)
         inputs = RefreshInputs(
             linears=self.model.all_linears,
             weights=self.model.weights(),
@@ -335,13 +353,7 @@ class SnipController:
         on_offer = {name for option in self._options for name in option.formats}
         formats = tuple(name for name in c.formats if name != "bf16" and name in on_offer)
         settings = MeasureSettings(formats, step, c.seed, num_rows, c.probes)
-        statistics = measure(inputs, settings, runner)
-        quality = QualitySettings(
-            self._options, c.lowest_format, c.loss_join, c.weight_join, c.weight_lambda
-        )
-        divergences = divergence_table(statistics, quality, warn=self._leader)
-        problem = self._restricted(problem_dict(divergences, c.lowest_format, c.efficiency_target))
-        return Refresh(step, statistics, divergences, problem, time.perf_counter() - begin)
+        return inputs, settings, CarefulPasses(passes, self._topology)
 
     def _submit(self, pending: Pending) -> None:
         """All ranks: remember what is being solved; rank 0 starts the solver."""
@@ -403,7 +415,9 @@ class SnipController:
         if not self._leader:
             return {}
         try:
-            return {"plan": make().to_dict()}
+            outcome = {"plan": make().to_dict()}
+            json.dumps(outcome, allow_nan=False)  # what cannot be sent is an error here and now
+            return outcome
         except Exception as error:  # whatever it was, all ranks hear of it
             if isinstance(error, UsageError | InfeasiblePlanError):
                 return {"error": str(error), "usage": True}

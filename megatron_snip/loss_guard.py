@@ -1,17 +1,18 @@
 """LossGuard: does the loss say that a plan has broken training? Losses in, a verdict out.
 
 It judges the steps after a plan change and no others. When a plan changes, it notes where the loss
-stood, from the calm losses l_i before (at most 32):
+stood, from the calm losses l_i before (at most 16):
 
-    level    the median of the l_i (their largest, while there are fewer than 8)
-    spread   1.4826 / sqrt(2) * median |l_i - l_(i-1)|      (robust; a slope does not enter)
+    level    the median of the last 8 (the largest, while there are fewer than 8)
+    spread   1.4826 / sqrt(2) * median |d_i - median d|,  d_i = l_i - l_(i-1)
+             (robust; a slope does not enter)
     bar      level + max(sigmas * spread, rise * |level|)
 
     CALM      the loss is finite and at most the bar
     SUSPECT   it is above the bar: the caller makes the step again with the plan to fall back to,
               and `blames` says whether the plan, and not the data or the weights, is the reason
-    LASTING   it has been above the bar for `patience` steps in a row: whatever a second try says,
-              the plan may have spoilt the weights
+    LASTING   it has been above the bar for `patience` steps, and in none between was it halfway
+              back to the level: whatever a second try says, the plan may have spoilt the weights
     BROKEN    it is NaN or infinite
 
 After `steps` steps the plan has proven itself. A guard is an immutable value and holds plain
@@ -28,9 +29,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-_KEPT = 32
+_KEPT = 16
 _ENOUGH = 8
-"""Losses from which the median is a better level than the largest."""
+"""Losses from which the median is a better level than the largest; more would lag behind a loss
+that falls fast."""
 
 _NORMAL = 1.4826 / math.sqrt(2.0)
 """Median |difference of two draws| to standard deviation, for a normal distribution."""
@@ -56,7 +58,7 @@ class GuardSettings:
         steps: training steps after a plan change that are judged, at least 1.
         sigmas: least rise above the level, in spreads.
         rise: least rise above the level, as a share of it.
-        patience: steps in a row above the bar that need no second try, at least 1.
+        patience: steps above the bar, without a return between, that need no second try; >= 1.
     """
 
     steps: int
@@ -73,7 +75,7 @@ class Watch:
         left: steps still to be judged.
         level: the loss at the change.
         bar: losses above it are suspect.
-        strikes: steps in a row that were suspect.
+        strikes: steps that were suspect since the loss was last halfway back.
     """
 
     left: int
@@ -135,12 +137,16 @@ class LossGuard:
             # After a NaN there is no level to compare with; it was no plan's change.
             recent = (*self.recent, loss)[-_KEPT:] if finite else ()
             return LossGuard(recent, None)
-        calm = finite and loss <= watch.bar
-        recent = (*self.recent, loss)[-_KEPT:] if calm else self.recent
-        left, strikes = watch.left - 1, 0 if calm else watch.strikes + 1
-        # A run of high losses is followed to its end.
-        over = left <= 0 and calm
-        return LossGuard(recent, None if over else replace(watch, left=left, strikes=strikes))
+        strikes = watch.strikes
+        if not finite or loss > watch.bar:
+            strikes += 1
+        elif loss <= (watch.level + watch.bar) / 2:
+            strikes = 0
+        recent = (*self.recent, loss)[-_KEPT:] if strikes == 0 else self.recent
+        left = watch.left - 1
+        if left <= 0 and strikes == 0:  # a run of high losses is followed to its end
+            return LossGuard(recent, None)
+        return LossGuard(recent, replace(watch, left=left, strikes=strikes))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain types."""
@@ -167,12 +173,15 @@ class LossGuard:
 
 
 def _level(losses: Sequence[float]) -> float:
-    return max(losses) if len(losses) < _ENOUGH else statistics.median(losses)
+    return max(losses) if len(losses) < _ENOUGH else statistics.median(losses[-_ENOUGH:])
 
 
 def _spread(losses: Sequence[float]) -> float:
-    steps = [abs(b - a) for a, b in itertools.pairwise(losses)]
-    return _NORMAL * statistics.median(steps) if steps else 0.0
+    steps = [b - a for a, b in itertools.pairwise(losses)]
+    if not steps:
+        return 0.0
+    slope = statistics.median(steps)
+    return _NORMAL * statistics.median(abs(step - slope) for step in steps)
 
 
 def _finite(value: Any) -> float:

@@ -147,7 +147,7 @@ class PlanGuard:
         told = f"loss {loss:.4g} under the {plan.policy} plan of step {plan.step}"
         if fallback is None:  # the step was made again so that Megatron sees what there is to see
             self._loss = self._loss.stood_down()
-            return Judged(results, None, f"{told}, which is in BF16 already: no plan's doing")
+            return Judged(results, None, f"{told}, and there is nothing to fall back to")
         second = self._measured(results, training)
         second = math.nan if second is None else second
         told += f", {second:.4g} under the {fallback.policy} plan of step {fallback.step}"

@@ -1,7 +1,8 @@
 """Strict JSON in, atomic JSON out.
 
 Reading refuses what JSON leaves open and a plan must not: NaN and Infinity, duplicate keys,
-numbers that do not fit a double. Writing goes to a temporary file in the same directory, then
+numbers that do not fit a double, nesting beyond sense; and files that are no regular ones or larger
+than any of ours. Writing goes to a temporary file in the same directory, then
 fsync, then rename, so that a reader sees the old file or the new one and never half of one.
 """
 
@@ -11,11 +12,15 @@ import contextlib
 import json
 import math
 import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_snip.errors import UsageError
+
+MAX_BYTES = 1 << 28
+"""256 MiB: a problem of a million options is smaller."""
 
 
 class _Refused(ValueError):
@@ -62,13 +67,32 @@ def read_json(path: Path, what: str) -> Any:
         UsageError: if the file cannot be read, is not UTF-8, or for `parse_json`'s reasons.
     """
     source = f"{what} '{path}'"
+    return parse_json(read_text(path, source), source)
+
+
+def read_text(path: Path, source: str) -> str:
+    """Read a text file that may be anything.
+
+    Args:
+        path: the file.
+        source: how error messages call it.
+
+    Raises:
+        UsageError: if it cannot be read, is a device or a pipe (which may never end), is larger
+            than `MAX_BYTES`, or is not UTF-8.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise UsageError(f"{source} is not a regular file")
+        if status.st_size > MAX_BYTES:
+            raise UsageError(f"{source} is larger than {MAX_BYTES >> 20} MiB")
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise UsageError(f"{source} is not UTF-8 text") from None
-    except OSError as error:
-        raise UsageError(f"cannot read {source}: {error.strerror or error}") from None
-    return parse_json(text, source)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot read {source}: {reason}") from None
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,26 @@ def test_the_bar_is_the_larger_of_rise_and_noise() -> None:
     assert quiet is not None
     assert quiet.level == pytest.approx(2.0)
     assert quiet.bar == pytest.approx(2.4)
-    noisy = guard_after(level_run(noise=0.2)).changed(SETTINGS).watch
+    # Differences 0, 1, 0, -1, ...: median 0, and half of them or more are 1 away from it.
+    noisy = guard_after([2.0, 2.0, 3.0, 2.0, 3.0, 2.0, 3.0, 2.0, 3.0]).changed(SETTINGS).watch
     assert noisy is not None
-    # Differences are 0.4 throughout: spread = 1.4826 / sqrt(2) * 0.4.
-    assert noisy.bar == pytest.approx(2.0 + 6 * 1.4826 / math.sqrt(2) * 0.4)
+    assert noisy.bar > 2.4 * noisy.level / 2.0
+
+
+def test_a_slope_is_not_noise() -> None:
+    falling = guard_after([5.0 - 0.1 * i for i in range(16)]).changed(SETTINGS).watch
+    assert falling is not None
+    assert falling.level == pytest.approx(3.85)
+    assert falling.bar == pytest.approx(1.2 * 3.85)
+
+
+def test_noise_raises_the_bar() -> None:
+    generator = random.Random(1)
+    losses = [2.0 + generator.gauss(0.0, 0.2) for _ in range(16)]
+    watch = guard_after(losses).changed(SETTINGS).watch
+    assert watch is not None
+    spread = (watch.bar - watch.level) / 6.0
+    assert 0.1 < spread < 0.4
 
 
 def test_few_losses_are_judged_by_the_largest() -> None:
@@ -72,10 +89,10 @@ def test_patience_ends() -> None:
     assert verdicts == [Verdict.SUSPECT, Verdict.SUSPECT, Verdict.LASTING]
 
 
-def test_a_calm_step_forgives() -> None:
-    guard = guard_after(level_run()).changed(SETTINGS)
-    guard = guard.heard(3.0).heard(3.0).heard(2.0)
-    assert guard.verdict(3.0, SETTINGS) is Verdict.SUSPECT
+def test_only_a_return_forgives() -> None:
+    high = guard_after(level_run()).changed(SETTINGS).heard(3.0).heard(3.0)
+    assert high.heard(2.0).verdict(3.0, SETTINGS) is Verdict.SUSPECT
+    assert high.heard(2.35).verdict(3.0, SETTINGS) is Verdict.LASTING  # not even halfway back
 
 
 def test_a_second_try_shows_who_is_to_blame() -> None:

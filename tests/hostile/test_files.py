@@ -1,0 +1,255 @@
+"""Every file that is read may be hostile: an error of one line, or a correct result."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_snip.argument_file import read_argument_file
+from megatron_snip.config import SnipConfig, make_config, read_yaml
+from megatron_snip.controller_state import ControllerState, GuardState, Pending
+from megatron_snip.errors import InfeasiblePlanError, PlanningError, UsageError
+from megatron_snip.loss_guard import GuardSettings, LossGuard
+from megatron_snip.patches.checkpoint_sidecar import read_sidecar
+from megatron_snip.planning import worker
+from megatron_snip.planning.exchange import PlanRequest, encode_request
+from megatron_snip.planning.json_file import MAX_BYTES, read_json
+from megatron_snip.planning.plan import assignment_digest, read_plan
+from megatron_snip.planning.planner import make_plan
+from megatron_snip.planning.problem import read_problem
+from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.reporting.divergence_record import read_divergences
+from megatron_snip.reporting.metrics_log import MetricsLog
+from megatron_snip.trainer.config import load_train_config
+from tests.hostile.mutations import DEEP, mutants
+from tests.unit.planning.build import plan_of, problem_of
+
+PLAN = plan_of(["fp4", "fp8"], step=3, stages=(0.5,), objective=0.25)
+PROBLEM = problem_of([(0.1, 0.4), (0.2, 0.3)])
+WATCH = GuardSettings(steps=5, sigmas=6.0, rise=0.2, patience=3)
+STATE = ControllerState(
+    7,
+    PLAN,
+    ((4, PLAN.digest),),
+    6,
+    Pending(6, 8, PROBLEM.to_dict(), {"a": {"fp4": {"e": 0.1}}}),
+    GuardState(LossGuard((2.0, 1.9)).changed(WATCH), PLAN, (PLAN.digest,), 1, 9),
+).to_dict()
+DIVERGENCES = {
+    "version": 1,
+    "step": 4,
+    "linears": [
+        {"name": "a", "stage": 0, "flops": 2.0, "options": {"fp4": {"quality_loss": 0.5}}},
+    ],
+}
+METRICS = {
+    "step": 0,
+    "loss": 2.5,
+    "plan_step": 0,
+    "changed_linears": 2,
+    "wait_s": 0.1,
+    "events": [{"kind": "kept", "message": "why"}],
+}
+
+fuzzed = settings(
+    max_examples=120,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
+)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hostile") / "file.json"
+
+
+def survives(read: Callable[[], Any]) -> Any:
+    """Read; return the result, or None after an error of one short line."""
+    begin = time.monotonic()
+    try:
+        result = read()
+    except (UsageError, InfeasiblePlanError, PlanningError) as error:
+        text = str(error)
+        assert text and "\n" not in text
+        assert len(text) < 2000
+        return None
+    finally:
+        assert time.monotonic() - begin < 20.0  # a hang, not slowness
+    return result
+
+
+@fuzzed
+@given(content=mutants(PLAN.to_dict()))
+def test_plans(content: bytes, file: Path) -> None:
+    file.write_bytes(content)
+    plan = survives(lambda: read_plan(file))
+    if plan is not None:  # then it is what its digest says
+        assert plan.digest == assignment_digest(plan.linears)
+        assert json.loads(content)["linears"] == plan.to_dict()["linears"]
+
+
+@fuzzed
+@given(content=mutants(PROBLEM.to_dict()))
+def test_problems_and_what_is_planned_from_them(content: bytes, file: Path) -> None:
+    file.write_bytes(content)
+    problem = survives(lambda: read_problem(file))
+    if problem is None:
+        return
+    plan = survives(lambda: make_plan(problem, PlanSettings(time_limit_s=5.0)))
+    assert plan is None or list(plan.linears) == list(problem.names)
+
+
+@fuzzed
+@given(content=mutants(STATE))
+def test_states_of_checkpoints(content: bytes, file: Path) -> None:
+    file.write_bytes(content)
+    value = survives(lambda: read_json(file, "state"))
+    if value is not None:
+        state = survives(lambda: ControllerState.from_dict(value))
+        if state is not None:
+            assert ControllerState.from_dict(state.to_dict()) == state
+
+
+@fuzzed
+@given(content=mutants(STATE))
+def test_sidecars(content: bytes, tmp_path_factory: pytest.TempPathFactory, file: Path) -> None:
+    folder = file.parent / "sidecar"
+    folder.mkdir(exist_ok=True)
+    (folder / "snip_state.json").write_bytes(content)
+    survives(lambda: read_sidecar(folder))
+
+
+@fuzzed
+@given(content=mutants(DIVERGENCES))
+def test_divergences(content: bytes, file: Path) -> None:
+    file.write_bytes(content)
+    survives(lambda: read_divergences(file))
+
+
+@fuzzed
+@given(content=mutants(METRICS), cut=st.booleans())
+def test_metrics(content: bytes, cut: bool, file: Path) -> None:
+    file.write_bytes(content + (b"" if cut else b"\n"))
+
+    def read() -> None:
+        log = MetricsLog(file)
+        log.read_more()
+        assert log.plans is not None and log.events is not None
+        log.column("loss")
+        log.last("loss")
+
+    survives(read)
+
+
+SNIP = {"efficiency_target": 0.75, "formats": ["fp8", "fp4"], "pins": ["a*=fp8"], "interval": 10}
+
+
+@fuzzed
+@given(content=mutants(SNIP))
+def test_settings(content: bytes, file: Path) -> None:
+    file.write_bytes(content)  # JSON is YAML
+    values = survives(lambda: read_yaml(file))
+    if values is not None:
+        config = survives(lambda: make_config(values))
+        assert config is None or isinstance(config, SnipConfig)
+
+
+@fuzzed
+@given(content=mutants({"num_layers": 2, "snip": SNIP, "run_dir": "x"}))
+def test_trainer_settings(content: bytes, file: Path) -> None:
+    file.write_bytes(content)
+    survives(lambda: load_train_config(file, {}, {}))
+
+
+@fuzzed
+@given(content=st.one_of(st.binary(max_size=200), st.text(max_size=80).map(str.encode)))
+def test_argument_files(content: bytes, file: Path) -> None:
+    file.write_bytes(content)
+    survives(lambda: read_argument_file(file))
+
+
+REQUEST = "".join(encode_request(PlanRequest(1, PROBLEM, PlanSettings(), PLAN, 3, None)))
+
+
+@settings(fuzzed, max_examples=40)
+@given(content=mutants(json.loads(REQUEST)))
+def test_the_solver_process_always_answers_with_one_line(content: bytes) -> None:
+    reply = worker._answer(content.decode(errors="replace").replace("\n", " "))
+    assert reply.endswith("\n") and reply.count("\n") == 1
+    assert set(json.loads(reply)) >= {"id"}
+
+
+YAMLS = {
+    "objects": "!!python/object/apply:os.system ['touch pwned']",
+    "laughs": "a: &a [x,x]\n"
+    + "".join(f"{c}: &{c} [*{p},*{p},*{p}]\n" for p, c in pairwise("abcdefghijklmnopq")),
+    "deep": "a: " + DEEP,
+    "date": "interval: 2026-13-45",
+    "digits": "interval: " + "9" * 5000,
+    "key": "? [a]\n: 1",
+    "twice": "interval: 5\ninterval: 6",
+    "cycle": "&a [*a]",
+    "cyclic mapping": "snip: &a\n  b: *a",
+    "bytes": "\x00",
+    "list": "- 1",
+}
+
+
+@pytest.mark.parametrize("name", YAMLS)
+def test_yaml_of_all_sorts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "snip.yaml"
+    path.write_text(YAMLS[name])
+    values = survives(lambda: read_yaml(path))
+    if values is not None:
+        assert survives(lambda: make_config(values)) is None
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["snip.yaml"]
+
+
+def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "snip.yaml"
+    path.write_text(YAMLS["twice"])
+    with pytest.raises(UsageError, match="interval"):
+        read_yaml(path)
+
+
+@pytest.mark.parametrize("read", [read_plan, read_problem, read_divergences, read_yaml])
+def test_what_is_no_file_of_usual_size_is_refused(
+    read: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    endless = tmp_path / "endless.json"
+    endless.symlink_to("/dev/zero")
+    pipe = tmp_path / "pipe.json"
+    os.mkfifo(pipe)
+    huge = tmp_path / "huge.json"
+    with huge.open("wb") as stream:
+        stream.truncate(MAX_BYTES + 1)  # sparse: it takes no space
+    loop = tmp_path / "loop.json"
+    loop.symlink_to(loop)
+    for path in (endless, pipe, huge, loop, tmp_path, tmp_path / "nowhere.json"):
+        assert survives(lambda path=path: read(path)) is None  # type: ignore[misc]
+
+
+def test_good_files_are_read(file: Path) -> None:
+    """The documents that the mutants are made from are themselves fine."""
+    file.write_text(json.dumps(PLAN.to_dict()))
+    assert read_plan(file) == PLAN
+    file.write_text(json.dumps(PROBLEM.to_dict()))
+    assert read_problem(file) == PROBLEM
+    assert ControllerState.from_dict(STATE).to_dict() == STATE
+    file.write_text(json.dumps(DIVERGENCES))
+    assert read_divergences(file).step == 4
+    file.write_text(yaml.safe_dump(SNIP))
+    assert make_config(read_yaml(file)).interval == 10

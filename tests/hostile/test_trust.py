@@ -1,0 +1,204 @@
+"""Nothing that is read can run code: no pickle, safe YAML, weights-only loads."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_snip.planning.json_file import write_atomic
+from megatron_snip.planning.plan import write_plan
+from megatron_snip.reporting.run_directory import RunDirectory
+from megatron_snip.reporting.run_record import read_run
+from tests.hostile.mutations import mutants
+from tests.hostile.test_files import DIVERGENCES, METRICS, PLAN, PROBLEM, SNIP, fuzzed, survives
+
+ROOT = Path(__file__).parents[2]
+FORBIDDEN_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+FORBIDDEN_CALLS = {
+    "eval",
+    "exec",
+    "os.system",
+    "os.popen",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "dist.broadcast_object_list",
+    "dist.all_gather_object",
+    "dist.gather_object",
+    "dist.scatter_object_list",
+    "np.load",
+    "numpy.load",
+}
+
+
+def sources() -> list[Path]:
+    folders = ("megatron_snip", "kernels", "patches", "benchmarks", "launch")
+    return sorted(f for folder in folders for f in (ROOT / folder).rglob("*.py"))
+
+
+def offences(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        yield from (name for name in names if name.split(".")[0] in FORBIDDEN_MODULES)
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
+        if called in FORBIDDEN_CALLS or keywords.get("shell") == "True":
+            yield called
+        if called == "torch.load" and keywords.get("weights_only") != "True":
+            yield called
+        if called == "yaml.load" and keywords.get("Loader") != "_UniqueKeys":
+            yield called
+
+
+def test_no_source_can_run_what_it_reads() -> None:
+    files = sources()
+    assert len(files) > 100
+    found = {
+        str(file.relative_to(ROOT)): list(offences(ast.parse(file.read_text(encoding="utf-8"))))
+        for file in files
+    }
+    assert {file: names for file, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from dill import loads",
+        "torch.load(f)",
+        "torch.load(f, weights_only=False)",
+        "yaml.load(f)",
+        "subprocess.run('x', shell=True)",
+        "eval(x)",
+    ],
+)
+def test_the_search_finds(text: str) -> None:
+    assert list(offences(ast.parse(text)))
+
+
+AUDITED = """
+import sys
+found = []
+def watch(event, arguments):
+    if event == "pickle.find_class" or event in ("os.system", "marshal.loads"):
+        caller = sys._getframe(1).f_code.co_filename
+        if event != "marshal.loads" or "importlib" not in caller:
+            found.append((event, caller, str(arguments)[:80]))
+sys.addaudithook(watch)
+import io, json, torch
+from pathlib import Path
+from megatron_snip.controller_state import ControllerState
+from megatron_snip.planning.plan import read_plan, write_plan
+from megatron_snip.planning.problem import read_problem
+from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.planning.solver_process import SolverProcess
+from megatron_snip.reporting.run_record import read_run
+def main():
+    folder = Path(sys.argv[1])
+    found.clear()  # what importing torch does is torch's
+    problem = read_problem(folder / "problems" / "0.json")
+    with SolverProcess() as solver:
+        solver.submit(problem, PlanSettings())
+        plan = solver.result(60.0)
+    write_plan(plan, folder / "plans" / "0.json")
+    run = read_run(folder)
+    state = ControllerState(1, run.plan).to_dict()
+    torch.save(state, folder / "state.pt")
+    loaded = torch.load(folder / "state.pt", weights_only=True)
+    assert ControllerState.from_dict(loaded).plan == plan
+    silent = list(found)
+    import pickle
+    pickle.loads(pickle.dumps(Path))  # the watch is awake
+    print(json.dumps([silent, len(found)]))
+main()
+"""
+
+
+def run_directory(path: Path) -> Path:
+    directory = RunDirectory(path)
+    directory.start({"snip": SNIP})
+    directory.problem(0, PROBLEM.to_dict())
+    directory.divergences(0, {**DIVERGENCES, "step": 0})
+    write_plan(PLAN, directory._made("plans") / "0.json")
+    directory.metrics(METRICS)
+    directory.close()
+    return path
+
+
+def test_nothing_is_unpickled_in_a_cycle(tmp_path: Path) -> None:
+    folder = run_directory(tmp_path / "run")
+    words = [sys.executable, "-c", AUDITED, str(folder)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    silent, awake = json.loads(done.stdout.splitlines()[-1])
+    assert silent == []
+    assert awake >= 1
+
+
+FILES = {
+    "problems/0.json": PROBLEM.to_dict(),
+    "divergences/0.json": DIVERGENCES,
+    "plans/0.json": PLAN.to_dict(),
+    "metrics.jsonl": METRICS,
+    "versions.json": {"python": "3.11"},
+    "config.yaml": {"snip": SNIP, "train_iters": 10},
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_directory(tmp_path_factory.mktemp("runs") / "run")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_run_directory_with_one_hostile_file(name: str, run: Path) -> None:
+    path = run / name
+    good = path.read_bytes()
+
+    @fuzzed
+    @given(content=mutants(FILES[name]))
+    def one(content: bytes) -> None:
+        path.write_bytes(content + b"\n")
+        survives(lambda: read_run(run))
+
+    try:
+        one()
+    finally:
+        path.write_bytes(good)
+    assert read_run(run).num_steps == 1
+
+
+@fuzzed
+@given(step=st.sampled_from(["../../evil", "/etc/passwd", "..", "0/../../x", -1, 1.5, True, [1]]))
+def test_a_plan_outside_of_the_run_is_never_read(step: object, run: Path) -> None:
+    log = run / "metrics.jsonl"
+    good = log.read_bytes()
+    try:
+        log.write_text(json.dumps({**METRICS, "plan_step": step}) + "\n")
+        record = survives(lambda: read_run(run))
+        assert record is None or all(span.plan in (None, PLAN) for span in record.spans)
+    finally:
+        log.write_bytes(good)
+
+
+def test_writing_replaces_a_link_and_not_what_it_points_to(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("untouched")
+    link = tmp_path / "plan.json"
+    link.symlink_to(elsewhere)
+    write_atomic(link, "new")
+    assert elsewhere.read_text() == "untouched"
+    assert not link.is_symlink() and link.read_text() == "new"
