@@ -35,7 +35,7 @@ from megatron_snip.config import SnipConfig
 from megatron_snip.options import BF16, Option
 from megatron_snip.statistics.records import FormatStatistics, StatisticsTable
 
-SHAPE = {"num_layers": 6}
+SHAPE = {"num_layers": 6, "bf16": False}
 CHECKPOINTS = (100, 250)
 SHARES = (0.25, 0.5, 0.75)
 MICROBATCHES = 2

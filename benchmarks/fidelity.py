@@ -42,6 +42,7 @@ Score = Callable[[LinearStatistics, FormatStatistics], float]
 
 LOSS_SCORES: dict[str, Score] = {
     "first + fisher": lambda _, f: f.first + f.fisher,
+    "first + aligned fisher": lambda _, f: f.first + f.aligned_fisher,
     "|first| + fisher": lambda _, f: abs(f.first) + f.fisher,
     "fisher only": lambda _, f: f.fisher,
     "first order only": lambda _, f: f.first,
@@ -135,10 +136,11 @@ FULL = Size(
         {"num_layers": 6},
         {"num_layers": 3, "hidden_size": 256, "ffn_hidden_size": 512, "num_query_groups": 2},
     ),
-    (60, 150, 300),
-    ("fp4", "fp8"),
-    4,
-    16,
+    (60, 120, 200),
+    ("fp4",),
+    2,
+    8,
+    (1, 2, 4),
     (1, 4, 16),
 )
 
@@ -218,6 +220,7 @@ def _agreements(
                 whole[:, 0].tolist(),
                 _scores(table, name, LOSS_SCORES[LOSS]).tolist(),
             ],
+            "terms": [asdict(s.formats[name]) for s in table.linears],
             "weight": [
                 whole[:, 1].tolist(),
                 _scores(table, name, WEIGHT_SCORES[WEIGHT]).tolist(),
@@ -301,11 +304,11 @@ def main(argv: list[str] | None = None) -> int:
                     lab.train(checkpoint - lab.step)
                     result = judge(lab, snip, size, lambda: progress.advance(task))
                     results.append({"shape": shape, **result})
-    summary = summarize(results, size.formats)
+                    summary = summarize(results, size.formats)
+                    report = {"compute": "bf16" if args.bf16 else "fp32", **summary}
+                    if args.json:  # what is measured is kept, should the rest be interrupted
+                        write_result(args.json, {**report, "checkpoints": results})
     _show(results, size, summary)
-    report = {"compute": "bf16" if args.bf16 else "fp32", **summary, "checkpoints": results}
-    if args.json:
-        write_result(args.json, report)
     if args.plot:
         _plot(results, size.formats, args.plot)
     return 0
