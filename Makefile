@@ -15,6 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 RUN_DIR ?= runs/demo
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 # megatron.training is in megatron-core's wheel from 0.17 on, which wants Python 3.12; its tests have
 # a venv of their own, with older releases unpacked beside it.
@@ -73,7 +74,7 @@ docs-flags: $(STAMP)  ## write docs/flags.md from the command line's parsers
 
 .PHONY: unit
 unit: $(STAMP)  ## tests of one process
-	$(BIN)/pytest tests/unit -n 2 $(PYTEST_ARGS)
+	$(BIN)/pytest tests/unit tests/hostile -n 2 $(PYTEST_ARGS)
 
 .PHONY: distributed
 distributed: $(STAMP)  ## tests of 2 and 4 gloo ranks
@@ -118,6 +119,20 @@ dist: $(STAMP)  ## sdist and wheel (made from the sdist) in dist/
 test-slurm: $(STAMP)  ## train on a real two-node Slurm on this machine (root; installs Slurm)
 	@sh tests/slurm/install.sh
 	$(BIN)/pytest tests/slurm $(PYTEST_ARGS)
+
+.PHONY: bench-gpu
+bench-gpu: $(STAMP)  ## all benchmarks of this machine's GPU, in 10 minutes
+	$(BIN)/python -m benchmarks.gpu $(BENCH_ARGS)
+
+.PHONY: nightly
+nightly: $(STAMP)  ## random planning problems, 40 killed runs, faults on 4 ranks
+	$(BIN)/python -m tests.nightly.planner
+	$(BIN)/python -m tests.nightly.kills
+	$(BIN)/python -m tests.nightly.faults
+
+.PHONY: soak
+soak: $(STAMP)  ## 2,000 steps on two ranks, a refresh every 10, faults at random
+	$(BIN)/python -m tests.nightly.soak --output benchmarks/results/soak.json
 
 .PHONY: lock
 lock: $(STAMP)  ## write requirements/lock.txt from what .venv holds

@@ -21,7 +21,6 @@ import functools
 import importlib
 import itertools
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +32,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.machine import machine
 from megatron_snip.formats import FORMATS
 from megatron_snip.quantizers import (
     StochasticStream,
@@ -306,7 +306,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     inputs = [torch.randn(shape, device=device).bfloat16() for _ in range(1 if small else 3)]
     copy_rate, results = measure(inputs, repeats, time_on_cpu if small else time_on_gpu)
     report = {
-        "machine": _machine(device),
+        "machine": machine(),
+        "device": torch.cuda.get_device_name(device) if not small else "the reference on the CPU",
         "shape": list(shape),
         "copy_gigabytes_per_s": copy_rate / 1e9,
         "bits_differ": differing,
@@ -326,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _show(console: Console, report: dict[str, Any], *, goals: bool) -> None:
     rows, cols = report["shape"]
-    title = f"{report['machine']['device']}, {rows}x{cols} bf16"
+    title = f"{report['device']}, {rows}x{cols} bf16"
     table = Table(title=f"{title}, copy {report['copy_gigabytes_per_s']:.0f} GB/s")
     for column in ("kernel", "ms", "ns/element", "GB/s", "of copy", "goal"):
         table.add_column(column, justify="left" if column == "kernel" else "right")
@@ -352,28 +353,6 @@ def _show(console: Console, report: dict[str, Any], *, goals: bool) -> None:
         console.print(f"{name}: " + "; ".join(f"{launch} {ms:.3f} ms" for launch, ms in best))
     if report["bits_differ"]:
         console.print("[red]differ from the CPU reference:[/] " + ", ".join(report["bits_differ"]))
-
-
-def _machine(device: torch.device) -> dict[str, str]:
-    on_gpu = device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(device) if on_gpu else platform.machine() + " CPU",
-        "threads": str(torch.get_num_threads()),
-        "torch": torch.__version__,
-        "cuda": str(torch.version.cuda),
-        "triton": _version("triton"),
-        "torchao": _version("torchao"),
-        "python": platform.python_version(),
-    }
-
-
-def _version(package: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "absent"
 
 
 def _torchao_cases(device: torch.device) -> list[Case]:

@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ RESULTS = Path(__file__).parent / "results"
 
 def machine() -> dict[str, Any]:
     """Return date, processor, cores, GPU (or None) and versions."""
-    gpu = torch.cuda.get_device_name() if torch.version.cuda and _has_gpu() else None
+    gpu = torch.cuda.get_device_name() if has_gpu() else None
+    installed = {package: _version(package) for package in ("triton", "torchao")}
     return {
         "date": datetime.date.today().isoformat(),
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "gpu": gpu,
-        "versions": versions(),
+        "versions": {**versions(), "cuda": torch.version.cuda, **installed},
     }
 
 
@@ -34,8 +36,16 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
     path.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")
 
 
-def _has_gpu() -> bool:
-    return Path("/dev/nvidiactl").exists()  # torch.cuda may be redirected to the CPU
+def has_gpu() -> bool:
+    """Whether there is a GPU; torch.cuda may be redirected to the CPU and is not asked."""
+    return bool(torch.version.cuda) and Path("/dev/nvidiactl").exists()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _cpu_name() -> str:

@@ -1,0 +1,196 @@
+"""One training step of a Llama stack under BF16, FP8 and a plan with 75 % of its FLOPs in FP4.
+
+    python -m benchmarks.step [--rounds N] [--json FILE]
+
+A whole step is timed (forward, backward, optimizer) in the embedded trainer, one rank. On a GPU
+the layers are those of a 1B Llama, under `--snip-backend auto` (native on Hopper) and `simulate`;
+on the CPU the demo's and one of half its width, simulated. The plan keeps in fp8 what exceeds
+75 %, spread evenly over the model.
+
+Goals (times over BF16's): simulate at 75 % FP4 <= 2.0 on the CPU and <= 1.3 on a GPU; native fp8
+faster than BF16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.lab import Lab, open_lab
+from benchmarks.machine import has_gpu, write_result
+from benchmarks.timing import seconds_by_turns
+from megatron_snip.config import Backend
+from megatron_snip.linears.layout import current_topology
+from megatron_snip.linears.model import PlannedModel
+from megatron_snip.options import Option
+
+CPU_MODELS: dict[str, dict[str, int]] = {
+    "demo": {
+        "num_layers": 4,
+        "hidden_size": 256,
+        "ffn_hidden_size": 512,
+        "seq_length": 128,
+        "micro_batch_size": 8,
+        "heads": 4,
+    },
+    "half the demo's width": {
+        "num_layers": 4,
+        "hidden_size": 128,
+        "ffn_hidden_size": 256,
+        "seq_length": 128,
+        "micro_batch_size": 8,
+        "heads": 4,
+    },
+}
+GPU_MODELS: dict[str, dict[str, int]] = {
+    "1B's layers": {
+        "num_layers": 8,
+        "hidden_size": 2048,
+        "ffn_hidden_size": 8192,
+        "seq_length": 4096,
+        "micro_batch_size": 4,
+        "heads": 32,
+    },
+}
+FP8, FP4 = Option.uniform("fp8"), Option.uniform("fp4")
+
+
+def plans(lab: Lab) -> dict[str, dict[str, Option]]:
+    """Return name -> option of every linear that is not bf16."""
+    mixed = three_quarters(lab)
+    return {"bf16": {}, "fp8": dict.fromkeys(lab.names, FP8), "75% fp4": mixed}
+
+
+def three_quarters(lab: Lab) -> dict[str, Option]:
+    """Return a plan of at least 75 % of the linears' FLOPs in fp4, the rest in fp8, spread evenly.
+
+    Going through the model, a linear gets fp4 unless the share is ahead of 75 % already.
+    """
+    plan: dict[str, Option] = {}
+    low = total = 0.0
+    for info in lab.model.all_linears:
+        total += info.flops_per_token
+        plan[info.name] = FP8 if low >= 0.75 * total else FP4
+        low += info.flops_per_token if plan[info.name] == FP4 else 0.0
+    return plan
+
+
+def use_backend(lab: Lab, backend: Backend) -> None:
+    """Let the lab's linears run on a backend."""
+    lab.model.uninstall()
+    chunks = list(lab.state.runner.model)
+    lab.model = PlannedModel(chunks, current_topology(), lab.config.snip.seed, backend)
+    lab.model.install()
+
+
+def measure(values: dict[str, int], rounds: int, gpu: bool) -> dict[str, Any]:
+    """Return times and ratios of one model."""
+    heads = values["heads"]
+    settings: dict[str, Any] = {k: v for k, v in values.items() if k != "heads"}
+    settings |= {
+        "num_attention_heads": heads,
+        "num_query_groups": heads,
+        "global_batch_size": values["micro_batch_size"],
+        "bf16": True,
+        "train_iters": 8 * rounds + 32,
+    }
+    with open_lab(settings) as lab:
+        backends: tuple[Backend, ...] = ("auto", "simulate") if gpu else ("simulate",)
+        seconds: dict[str, float] = {}
+        recipes: dict[str, str] = {}
+        peaks: dict[str, int] = {}
+        for backend in backends:
+            use_backend(lab, backend)
+            runs: dict[str, Callable[[], Any]] = {
+                name: _step(lab, plan) for name, plan in plans(lab).items()
+            }
+            for name, time_s in seconds_by_turns(runs, rounds, gpu).items():
+                label = name if name == "bf16" else f"{name}, {backend}"
+                seconds.setdefault(label, time_s)
+                runs[name]()
+                recipes[label] = "/".join(sorted({linear.recipe for linear in lab.model.linears}))
+                if gpu:
+                    peaks[label] = _peak(runs[name])
+        lab.model.uninstall()
+    over = {name: time_s / seconds["bf16"] for name, time_s in seconds.items()}
+    return {
+        "model": values,
+        "seconds": seconds,
+        "over_bf16": over,
+        "recipes": recipes,
+        "peak_bytes": peaks,
+        "goals": _goals(over, gpu),
+    }
+
+
+def _step(lab: Lab, plan: dict[str, Option]) -> Callable[[], Any]:
+    return lambda: lab.train(1, plan)
+
+
+def _peak(run: Callable[[], Any]) -> int:
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    return int(torch.cuda.max_memory_allocated())
+
+
+def _goals(over: dict[str, float], gpu: bool) -> list[dict[str, Any]]:
+    most = {"75% fp4, simulate": 1.3 if gpu else 2.0, "fp8, auto": 1.0}
+    return [
+        {"name": f"{name} / bf16", "value": over[name], "most": limit, "met": over[name] <= limit}
+        for name, limit in most.items()
+        if name in over
+    ]
+
+
+def run(rounds: int, gpu: bool) -> dict[str, Any]:
+    """Return the whole result."""
+    models = GPU_MODELS if gpu else CPU_MODELS
+    return {"models": {name: measure(values, rounds, gpu) for name, values in models.items()}}
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Print a table a model."""
+    for name, result in report["models"].items():
+        table = Table(title=f"one training step, {name}")
+        for column in ("plan", "linears run", "ms", "over bf16", "goal"):
+            table.add_column(column, justify="left" if column[0] in "pl" else "right")
+        goals = {goal["name"]: goal for goal in result["goals"]}
+        for plan, seconds in result["seconds"].items():
+            goal = goals.get(f"{plan} / bf16")
+            style = "" if goal is None else "green" if goal["met"] else "red"
+            bound = "" if goal is None else f"<= {goal['most']}"
+            ratio = f"{result['over_bf16'][plan]:.2f}"
+            recipe = result["recipes"][plan]
+            table.add_row(plan, recipe, f"{seconds * 1e3:.1f}", ratio, bound, style=style)
+        console.print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, help="timed steps of each plan [10; 5 on the CPU]")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args(argv)
+    gpu = has_gpu()
+    if not gpu:
+        torch.set_num_threads(1)
+    report = run(args.rounds or (10 if gpu else 5), gpu)
+    show(report, Console())
+    if args.json:
+        write_result(args.json, report)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
