@@ -491,7 +491,8 @@ class SnipController:
                 plan.seconds,
                 waited_s,
             )
-        self._log_precision(step)
+        if changed:
+            self._log_precision(step)
         applied = Applied(plan, step, len(changed), waited_s)
         self._tell(lambda r: r.planned(applied))
 
