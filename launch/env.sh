@@ -18,7 +18,7 @@ export SNIP_RANKS_PER_NODE
 export SNIP_NODES="${SNIP_NODES:-1}"
 export SNIP_NODE_RANK="${SNIP_NODE_RANK:-${SLURM_NODEID:-0}}"
 
-# Folder of checkpoints: the job goes on from the latest one in it and saves to it, also on SIGUSR1.
+# Folder of checkpoints: the job goes on from the latest one in it and saves to it, also before a time limit.
 # Empty: no checkpoints but those that the command line asks for.
 export SNIP_CHECKPOINTS="${SNIP_CHECKPOINTS:-}"
 

@@ -9,8 +9,8 @@
 # On several nodes run it once a node, with SNIP_NODES, SNIP_NODE_RANK, MASTER_ADDR and MASTER_PORT
 # set (slurm.sbatch does). Every other variable is in env.sh.
 #
-# SIGUSR1 to all processes (torchrun itself ignores it) makes the ranks write a checkpoint and end
-# well, where SNIP_CHECKPOINTS names a folder; run again, the command goes on from there.
+# SIGUSR1 to this script, or a file called .stop in the folder SNIP_CHECKPOINTS, makes the ranks write
+# a checkpoint and end well; run again, the command goes on from there.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -71,6 +71,41 @@ if [ "$dry_run" = 1 ]; then
   echo
   exit 0
 fi
-# What is ignored at exec stays ignored in torchrun, whose default is to die; ranks set a handler.
-trap '' USR1
-exec "${command[@]}"
+# SIGUSR1 is for the ranks, torchrun's children, alone: torchrun and what ranks have started (W&B's
+# service, the solver, writers of checkpoints) would die of it.
+to_ranks() {
+  local rank
+  for rank in $(cat /proc/"$torchrun"/task/*/children 2>/dev/null || true); do
+    kill -USR1 "$rank" 2>/dev/null || true
+  done
+}
+watch() {
+  until [ -e "$SNIP_CHECKPOINTS/.stop" ]; do sleep 2 >/dev/null 2>&1; done
+  while :; do # again, for ranks that were still starting
+    to_ranks
+    sleep 20 >/dev/null 2>&1
+  done
+}
+
+# A rank ignores it until it has set its handler; its default is to die.
+(
+  trap '' USR1
+  exec "${command[@]}"
+) &
+torchrun=$!
+interrupted=0
+trap 'interrupted=1; to_ranks' USR1
+trap 'interrupted=1; kill -TERM "$torchrun" 2>/dev/null' TERM INT HUP
+watcher=
+if [ -n "$SNIP_CHECKPOINTS" ]; then
+  watch &
+  watcher=$!
+fi
+while :; do # a signal ends `wait` early; asked again it gives torchrun's own status
+  interrupted=0
+  status=0
+  wait "$torchrun" || status=$?
+  if [ "$interrupted" = 0 ]; then break; fi
+done
+if [ -n "$watcher" ]; then kill "$watcher" 2>/dev/null || true; fi
+exit "$status"

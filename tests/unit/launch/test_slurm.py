@@ -75,10 +75,9 @@ def test_containers_are_one_variable(tmp_path: Path) -> None:
 def run_job(
     folder: Path, srun: str, script: Path = LAUNCH / "slurm.sbatch", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the batch script with an `srun` of our own; scancel signals it as Slurm would."""
+    """Run the batch script with an `srun` of our own."""
     stand_in(folder, "scontrol", SCONTROL.replace("show)", f"show) {environment.get('SHOW', '')}"))
-    stand_in(folder, "srun", f"echo $$ > srun.pid\n{srun}")
-    stand_in(folder, "scancel", 'echo "scancel $*"; kill -USR1 "$(cat srun.pid)" && touch said')
+    stand_in(folder, "srun", srun)
     checkpoints = folder / "c"
     checkpoints.mkdir(exist_ok=True)
     variables = {**JOB, "SNIP_CHECKPOINTS": str(checkpoints), **environment}
@@ -90,8 +89,8 @@ WARN = "kill -USR1 $PPID; "
 """Slurm's warning to the batch script, from inside the step."""
 
 
-def until_signal(action: str) -> str:
-    return f"trap '{action}' USR1; {WARN} while :; do sleep 0.05; done"
+def until_asked(action: str) -> str:
+    return f"{WARN} until [ -e c/.stop ]; do sleep 0.05; done; {action}"
 
 
 def test_a_finished_job_is_not_queued_again(tmp_path: Path) -> None:
@@ -101,31 +100,28 @@ def test_a_finished_job_is_not_queued_again(tmp_path: Path) -> None:
 
 
 def test_near_its_time_limit_it_saves_and_is_queued_again(tmp_path: Path) -> None:
-    done = run_job(tmp_path, until_signal(SAVE))
+    done = run_job(tmp_path, until_asked(SAVE))
     assert done.returncode == 0, done.stderr
-    assert "scancel --signal=USR1 10042" in done.stdout
+    assert "the time limit is near" in done.stdout
     assert done.stdout.rstrip().endswith("requeued 10042")
 
 
 def test_who_has_no_step_left_is_not_queued_again(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "latest_checkpointed_iteration.txt").write_text("40\n")
-    done = run_job(tmp_path, until_signal(SAVE))
+    done = run_job(tmp_path, until_asked(SAVE))
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("done, no step was left")
 
 
-def test_ranks_that_did_not_hear_the_signal_hear_it_again(tmp_path: Path) -> None:
-    stand_in(tmp_path, "sleep", "/bin/sleep 0.05")  # the pause between two reminders
-    wait = "while [ ! -e said ]; do /bin/sleep 0.05; done"
-    late = f"trap '' USR1; {WARN} {wait}; trap '{SAVE}' USR1; while :; do /bin/sleep 0.05; done"
-    done = run_job(tmp_path, late)
+def test_a_wish_of_the_attempt_before_is_forgotten(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / ".stop").write_text("")
+    done = run_job(tmp_path, "[ ! -e c/.stop ]")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("scancel --signal=USR1 10042") > 1
-    assert done.stdout.rstrip().endswith("requeued 10042")
 
 
-@pytest.mark.parametrize("srun", ["exit 9", until_signal(SAVE.replace("exit 0", "exit 9"))])
+@pytest.mark.parametrize("srun", ["exit 9", until_asked(SAVE.replace("exit 0", "exit 9"))])
 def test_a_failed_step_fails_the_job(tmp_path: Path, srun: str) -> None:
     done = run_job(tmp_path, srun)
     assert done.returncode == 9

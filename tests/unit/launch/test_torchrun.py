@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,9 +88,50 @@ def test_other_words_show_the_usage(tmp_path: Path, words: list[str]) -> None:
     assert done.stderr.startswith("usage: torchrun.sh")
 
 
-def test_torchrun_survives_the_signal_and_its_status_is_the_scripts(tmp_path: Path) -> None:
-    stand_in(tmp_path, "python3", 'kill -USR1 $$; printf "%s|" "$OMP_NUM_THREADS" "$@"; exit 7')
+def test_its_status_is_torchruns(tmp_path: Path) -> None:
+    stand_in(tmp_path, "python3", 'printf "%s|" "$OMP_NUM_THREADS" "$@"; exit 7')
     done = run_script("torchrun.sh", "train", "--lr", "1 2", folder=tmp_path)
     assert done.returncode == 7
     assert done.stdout.startswith("1|-m|torch.distributed.run|")
     assert done.stdout.endswith("|train|--lr|1 2|")
+
+
+RANK = """
+import os, signal, subprocess, sys, time
+
+def save(*_):
+    time.sleep(0.2)  # a signal to the child as well would have ended it by now
+    print("rank: saved, its child is", "gone" if child.poll() is not None else "alive")
+    child.kill()
+    os._exit(0)
+
+os.kill(os.getpid(), signal.SIGUSR1)  # still starting: without a handler it must not die
+signal.signal(signal.SIGUSR1, save)
+child = subprocess.Popen(["sleep", "60"])  # its handler would be the default
+exec(os.environ["ASK"])
+time.sleep(20)
+sys.exit("nobody has sent the signal")
+"""
+
+
+@pytest.mark.parametrize(
+    ("ask", "checkpoints"),
+    [("os.kill(int(os.environ['STARTER']), signal.SIGUSR1)", ""), ("open('c/.stop', 'w')", "c")],
+    ids=["signal", "file"],
+)
+def test_a_wish_to_stop_reaches_the_ranks_alone(tmp_path: Path, ask: str, checkpoints: str) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "rank.py").write_text(RANK)
+    # torchrun's parent is the script.
+    torchrun = f"export STARTER=$PPID; {sys.executable} -u rank.py; echo torchrun: status $?"
+    stand_in(tmp_path, "python3", torchrun)
+    environment = {"SNIP_CHECKPOINTS": checkpoints, "ASK": ask}
+    done = run_script("torchrun.sh", "train", folder=tmp_path, environment=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "rank: saved, its child is alive\ntorchrun: status 0\n"
+
+
+def test_other_signals_end_torchrun(tmp_path: Path) -> None:
+    stand_in(tmp_path, "python3", 'kill -TERM "$PPID"; while :; do sleep 0.05; done')
+    done = run_script("torchrun.sh", "train", folder=tmp_path)
+    assert done.returncode == 128 + 15
