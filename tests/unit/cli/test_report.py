@@ -11,6 +11,7 @@ import pytest
 from megatron_snip.__main__ import main
 from megatron_snip.cli import report
 from tests.unit.reporting.runs import Shape, config, write_run
+from tests.unit.reporting.sketch import only_sketch
 
 
 @pytest.fixture
@@ -19,17 +20,21 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_the_report_goes_into_the_run_and_its_path_is_printed(
-    run: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(run)]) == 0
     out, err = capsys.readouterr()
     assert out == f"{run / 'report' / 'report.html'}\n"
     assert "4 pictures beside it" in err
     assert (run / "report" / "loss.png").stat().st_size > 1000
+    only_sketch(monkeypatch)
     assert main(["report", str(run)]) == 0  # again: the report itself is no part of the run
 
 
-def test_output_goes_where_it_is_asked_for(run: Path, tmp_path: Path) -> None:
+def test_output_goes_where_it_is_asked_for(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_sketch(monkeypatch)
     assert main(["report", str(run), "--output", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "report.html").is_file()
     assert not (run / "report").exists()

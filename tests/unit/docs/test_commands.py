@@ -9,10 +9,9 @@ import pytest
 
 from megatron_snip.__main__ import main
 from megatron_snip.errors import UsageError
-from megatron_snip.reporting.report import build
-from megatron_snip.reporting.report.picture import Picture, Rendering
 from tests.unit.docs.commands import ROOT, Shown, check_words, commands_in, shown_commands
 from tests.unit.reporting.runs import Shape, config, write_run
+from tests.unit.reporting.sketch import only_sketch
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SHOWN = shown_commands(PAGES)
@@ -58,15 +57,9 @@ def test_it_runs(
     words = Shown("", text, None).words[1:]
     if words[0] == "calibrate":
         words += ["--seconds", "0.002"]
-    monkeypatch.setattr(build, "render", undrawn)
+    only_sketch(monkeypatch)
     assert main(words) == 0
     assert capsys.readouterr().out
-
-
-def undrawn(picture: Picture) -> Rendering:
-    """Stand for a picture; drawing has tests of its own and takes seconds."""
-    sizes = ("wide_light", "wide_dark", "narrow_light", "narrow_dark")
-    return Rendering(picture, dict.fromkeys(sizes, "data:,"), b"")
 
 
 def test_enough_is_shown_to_be_worth_checking() -> None:

@@ -13,6 +13,7 @@ from megatron_snip.errors import UsageError
 from megatron_snip.reporting.report.build import Report, distinct_names, make_report, read_runs
 from megatron_snip.reporting.reporter import Event
 from tests.unit.reporting.runs import KINDS, Shape, config, write_run
+from tests.unit.reporting.sketch import only_sketch
 
 pytestmark = pytest.mark.filterwarnings("error:constrained_layout")  # labels left no room
 
@@ -109,13 +110,15 @@ def test_phones_and_dark_mode_have_drawings_of_their_own(one: Report) -> None:
     assert sum("max-width" in query for query in queries) == 18
 
 
-def test_the_same_run_gives_the_same_report(folder: Path) -> None:
-    shape = Shape(config(enabled=False), steps=3)
+def test_the_same_run_gives_the_same_report(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_sketch(monkeypatch)
+    shape = Shape(config(), steps=6, layers=1)
     path = write_run(folder / "again", shape)
     assert report_of(path) == report_of(path)
 
 
-def test_several_runs_are_compared(folder: Path) -> None:
+def test_several_runs_are_compared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_sketch(monkeypatch)
     runs = [
         write_run(folder / "first", Shape(config(), steps=16, layers=2)),
         write_run(folder / "second", Shape(config(efficiency_target=0.9), steps=12, layers=2)),
@@ -129,7 +132,10 @@ def test_several_runs_are_compared(folder: Path) -> None:
     assert "snip.efficiency_target" in text and "SNIP was off in this run." in text
 
 
-def test_a_run_that_has_just_begun_says_what_is_missing(folder: Path) -> None:
+def test_a_run_that_has_just_begun_says_what_is_missing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_sketch(monkeypatch)
     report = report_of(write_run(folder / "young", Shape(config(), steps=1)))
     text = Elements(report.html).text
     assert "No plan has been applied yet." in text
