@@ -48,6 +48,11 @@ def philox4x32(counter: Words, key: int, num_rounds: int = NUM_ROUNDS) -> Words:
         Four int64 tensors of that shape, each in [0, 2^32).
     """
     c0, c1, c2, c3 = (word.clone() for word in counter)
+    return _rounds(c0, c1, c2, c3, key, num_rounds)
+
+
+def _rounds(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, key: int, num_rounds: int) -> Words:
+    """Mix in place; c1 and c3 may hold anything above 32 bits."""
     product_a, product_b = torch.empty_like(c0), torch.empty_like(c0)
     key0, key1 = key & _WORD, (key >> 32) & _WORD
     for _ in range(num_rounds):
@@ -72,9 +77,14 @@ def random_bits16(counters: Tensor, key: int) -> Tensor:
     Returns:
         [..., 8], int16, uniform over all 65536 values.
     """
-    zero = torch.zeros_like(counters)
-    low, high = counters & _WORD, counters >> 32
-    w0, w1, w2, w3 = philox4x32((low, high, zero, zero), key)
+    # The first round by hand: with c2 = c3 = 0 half of its products vanish.
+    key0, key1 = key & _WORD, (key >> 32) & _WORD
+    c3 = (counters & _WORD).mul_(_MULTIPLIER_A)
+    c2 = (c3 >> 32).bitwise_xor_(key1).bitwise_and_(_WORD)
+    c0 = (counters >> 32).bitwise_xor_(key0)
+    following = (key0 + _WEYL_0) & _WORD | ((key1 + _WEYL_1) & _WORD) << 32
+    zero = torch.zeros_like(c0)
+    w0, w1, w2, w3 = _rounds(c0, zero, c2, c3, following, NUM_ROUNDS - 1)
     packed = torch.empty((*counters.shape, 2), dtype=torch.int64, device=counters.device)
     torch.bitwise_or(w0, w1.bitwise_left_shift_(32), out=packed[..., 0])
     torch.bitwise_or(w2, w3.bitwise_left_shift_(32), out=packed[..., 1])

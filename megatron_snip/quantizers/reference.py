@@ -141,6 +141,23 @@ def _run(
     dequantize: bool,
 ) -> None:
     """Quantize every piece of x into `out`, and decode scales into `scales`."""
+    # A run on the CPU patch looks at every call of torch in Python, to redirect CUDA's. There is
+    # nothing to redirect here, and some hundred calls a piece to look at.
+    with torch._C.DisableTorchFunction():
+        _run_pieces(x, fmt, tile, stream, tensor_amax, out, scales, dequantize=dequantize)
+
+
+def _run_pieces(
+    x: Tensor,
+    fmt: Format,
+    tile: Block,
+    stream: StochasticStream | None,
+    tensor_amax: Tensor | None,
+    out: Tensor,
+    scales: Tensor | None,
+    *,
+    dequantize: bool,
+) -> None:
     shape = _shape(x)
     if stream is not None:
         stream.layout.column_map(shape[1])  # refuse a layout that does not fit, even if x is empty
