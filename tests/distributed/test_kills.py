@@ -1,0 +1,20 @@
+"""A run that is killed without notice goes on to the very result of the run left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.nightly.kills import STEPS, disturbed, undisturbed
+
+
+@pytest.mark.timeout(900)
+def test_a_killed_run_is_bitwise_the_run_left_alone(tmp_path: Path) -> None:
+    whole = undisturbed(tmp_path, ranks=1)
+    assert [row["step"] for row in whole["rows"]] == list(range(STEPS))
+    assert len(whole["plans"]) >= 2
+    killed = disturbed(tmp_path, seed=3, ranks=1, kills=1)
+    at = killed.pop("killed_at")
+    assert all(0 < lines < STEPS for lines in at), at  # it was killed while it trained
+    assert killed == whole

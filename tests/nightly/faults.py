@@ -1,0 +1,100 @@
+"""Faults in every phase of a refresh on four ranks, and those that nobody can be saved from.
+
+    python -m tests.nightly.faults
+
+1. As tests/distributed/test_faults.py, with TP=2 and PP=2 together, TP=2 with two data ranks, and
+   four data ranks.
+2. A rank that fails inside Megatron's own forward-backward while pipeline peers wait for it cannot
+   be saved; the job must end, with a line that says why, and not hang.
+3. A rank that is killed in a measuring pass: the others must end within the group's patience.
+
+Exit status 1 if anything is otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_snip.linears import passes
+from tests.distributed.launch import RankFailure, run_ranks
+from tests.distributed.workers import faults
+from tests.distributed.workers.controller import MODEL
+from tests.distributed.workers.small_model import layout
+
+TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2 pp2": {TP: 2, PP: 2, "global_batch_size": 4},
+    "tp2 dp2": {TP: 2, "use_distributed_optimizer": True, "global_batch_size": 4},
+    "dp4": {"use_distributed_optimizer": True, "global_batch_size": 4},
+}
+PATIENCE_S = 90.0
+
+
+def stranded(how: str) -> None:
+    """Fail on the last pipeline stage, in the middle of a measuring pass."""
+    original = passes._losses
+
+    def fail(*args: Any) -> Any:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("a bug in the model")
+        return original(*args)
+
+    passes._losses = fail
+    with layout({**MODEL, PP: 2}) as trainer:
+        controller = trainer.controller(faults.SNIP)
+        trainer.advance(2, controller)
+
+
+def check_phases(name: str, values: dict[str, Any]) -> list[str]:
+    """Return what is wrong with a layout."""
+    arguments = {"layouts": {name: values}}
+    results = run_ranks(4, "tests.distributed.workers.faults:every_phase", arguments, 900)
+    wrong = []
+    for rank, result in enumerate(r[name] for r in results):
+        run = result["run"]
+        if not run.pop("kept") or run != result["plain"]:
+            wrong.append(f"{name}, rank {rank}: training is not as if nothing had been tried")
+        if result["healed"] != results[0][name]["healed"] or not result["healed"]["history"]:
+            wrong.append(f"{name}, rank {rank}: the next refresh did not succeed")
+        for label, outcome in result["outcomes"].items():
+            if outcome["events"] != ["kept"] or outcome["history"]:
+                wrong.append(f"{name}, rank {rank}, {label}: {outcome}")
+    return wrong
+
+
+def check_end(how: str, wanted: str) -> list[str]:
+    """Return what is wrong with the end of a job whose rank cannot be saved."""
+    begin = time.monotonic()
+    try:
+        run_ranks(2, "tests.nightly.faults:stranded", {"how": how}, PATIENCE_S)
+    except RankFailure as failure:
+        seconds = time.monotonic() - begin
+        if wanted not in str(failure):
+            return [f"{how}: the end does not say '{wanted}':\n{failure}"]
+        return [] if seconds < PATIENCE_S else [f"{how}: {seconds:.0f} s until the end"]
+    return [f"{how}: the job went on"]
+
+
+def main() -> int:
+    wrong = []
+    for name, values in LAYOUTS.items():
+        found = check_phases(name, values)
+        print(f"{name}: {found or 'good'}", flush=True)
+        wrong += found
+    for how, wanted in (("raises", "StrandedError"), ("killed", "exit code -9")):
+        found = check_end(how, wanted)
+        print(f"a rank that is beyond help, {how}: {found or 'ends'}", flush=True)
+        wrong += found
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""kill -9 at random points of short runs; each goes on to the bitwise result of the run left alone.
+
+    python -m tests.nightly.kills [--runs 40] [--seed 0] [--ranks 2]
+
+Every process of a run is killed at once, at a random moment up to three times, while it trains,
+measures, solves or saves (it saves after every second step); the same command is given again until
+the run ends. Compared with a run that nobody disturbed: the loss of every step, every plan, and
+which plan was in force when. Exit status 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megatron_snip.planning.plan import read_plan
+from tests.distributed.test_trainer import command, environment
+
+STEPS = 14
+SETTINGS: dict[str, Any] = {
+    "global_batch_size": 2,
+    "hidden_dropout": 0.1,
+    "eval_iters": 0,
+    "train_iters": STEPS,
+    "snip": {
+        "enabled": True,
+        "start_step": 2,
+        "interval": 4,
+        "lag": 3,
+        "efficiency_target": 0.5,
+        "guard_steps": 2,
+    },
+}
+START_S = 280.0
+"""Seconds that a run may take to its first step, on a busy machine."""
+
+
+def settings(ranks: int) -> dict[str, Any]:
+    return {**SETTINGS, "tensor_model_parallel_size": ranks}
+
+
+def result(run_dir: Path) -> dict[str, Any]:
+    """What two runs must have in common."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    plans = {p.stem: read_plan(p).digest for p in sorted((run_dir / "plans").glob("*.json"))}
+    kept = ("step", "loss", "grad_norm", "lr", "lowest_precision_fraction", "plan_step")
+    return {"rows": [{k: row.get(k) for k in kept} for row in rows], "plans": plans}
+
+
+def undisturbed(folder: Path, ranks: int) -> dict[str, Any]:
+    """Run to the end; return the result."""
+    (folder / "whole").mkdir()
+    words = command(folder / "whole" / "run", **settings(ranks))
+    subprocess.run(words, env=_environment(folder), check=True, capture_output=True, timeout=280)
+    return result(folder / "whole" / "run")
+
+
+def disturbed(folder: Path, seed: int, ranks: int, kills: int | None = None) -> dict[str, Any]:
+    """Run, kill, run again to the end; return the result, and the lines written at each kill."""
+    dice = random.Random(seed)
+    place = folder / f"killed-{seed}"
+    place.mkdir()
+    save = str(place / "checkpoints")
+    words = command(place / "run", **settings(ranks), save=save, load=save, save_interval=2)
+    killed_at = []
+    for _ in range(dice.randint(1, 3) if kills is None else kills):
+        with _started(words, _environment(folder)) as front:
+            written = _lines(place / "run")
+            wanted = dice.randint(1, STEPS - 1)
+            _wait(front, place / "run", wanted if wanted > written else written)
+            time.sleep(dice.uniform(0.0, 0.4))
+        killed_at.append(_lines(place / "run"))
+    again = subprocess.run(
+        words, env=_environment(folder), capture_output=True, text=True, timeout=280
+    )
+    if again.returncode != 0:
+        raise AssertionError(f"seed {seed}: the run did not go on: {again.stderr[-2000:]}")
+    return {**result(place / "run"), "killed_at": killed_at}
+
+
+@contextmanager
+def _started(words: list[str], environ: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A run that is killed at the end of the block, all of it and without notice."""
+    front = subprocess.Popen(
+        words, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        yield front
+    finally:
+        family = []
+        if front.poll() is None:
+            parent = psutil.Process(front.pid)
+            family = [*parent.children(recursive=True), parent]
+        for process in family:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(family, timeout=30)
+        front.wait(30)
+
+
+def _wait(front: subprocess.Popen[bytes], run_dir: Path, lines: int) -> None:
+    """Wait until so many steps have been written, or the run has ended."""
+    deadline = time.monotonic() + START_S
+    while _lines(run_dir) < lines and front.poll() is None:
+        if time.monotonic() > deadline:
+            raise AssertionError("the run does not train")
+        time.sleep(0.01)
+
+
+def _lines(run_dir: Path) -> int:
+    metrics = run_dir / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    return environment(folder, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="passive")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0, help="of the first run")
+    parser.add_argument("--ranks", type=int, default=2)
+    args = parser.parse_args()
+    failures = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        whole = undisturbed(folder, args.ranks)
+        for seed in range(args.seed, args.seed + args.runs):
+            found = disturbed(folder, seed, args.ranks)
+            killed = found.pop("killed_at")
+            same = found == whole
+            failures += not same
+            print(f"run {seed}: killed after {killed} steps: {'same' if same else 'DIFFERENT'}")
+    print(f"{args.runs} runs, {failures} differ")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
