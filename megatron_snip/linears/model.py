@@ -116,7 +116,8 @@ class PlannedModel:
             cells = [backends.support(Backend.TE, name, gemm, where) for gemm in Gemm]
             whys = dict.fromkeys(c.why for c in cells if c.how is backends.How.APPROXIMATED)
             if whys:
-                lines[name] = f"{name} runs as {cells[0].word}: {'; '.join(whys)}"
+                runs = "differs" if cells[0].word == name else f"runs as {cells[0].word}"
+                lines[name] = f"{name} {runs} under Transformer Engine: {'; '.join(whys)}"
         return list(lines.values())
 
 

@@ -78,8 +78,13 @@ def test_megatrons_own_linears_are_not_run_by_transformer_engine() -> None:
 
 def test_what_runs_as_something_else_is_said() -> None:
     under = PlannedModel([build()], Topology(), 0)
-    lines = under.approximations([Option.uniform(f) for f in ("bf16", "mxfp8", "fp8", "fp4")])
-    assert [line.split(":")[0] for line in lines] == ["fp8 runs as mxfp8", "fp4 runs as nvfp4"]
+    formats = ("bf16", "mxfp8", "fp8", "fp4", "nvfp4")
+    lines = under.approximations([Option.uniform(name) for name in formats])
+    assert [line.split(" under Transformer Engine: ")[0] for line in lines] == [
+        "fp8 runs as mxfp8",
+        "fp4 runs as nvfp4",
+        "nvfp4 differs",
+    ]
     local = PlannedModel([build(te=False)], Topology(), 0)
     assert local.approximations([Option.uniform("fp4")]) == []
 
