@@ -62,7 +62,7 @@ def _resumed_state(
                 f"the checkpoint's SNIP state is of iteration {state.step} and training goes on "
                 f"from {iteration}: its plan stays, a refresh in flight is dropped"
             )
-            state = replace(state, step=iteration, refreshed=None, pending=None)
+            state = replace(state, step=iteration, refreshed=None, pending=None, guard=None)
     elif iteration > 0:
         missing = (
             f"the checkpoint of iteration {iteration} has no SNIP state; "
