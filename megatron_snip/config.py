@@ -190,6 +190,10 @@ class OutputFields(_Section):
     wandb_project: str = "megatron-snip"
     """The W&B project to log to."""
 
+    tensorboard: bool = False
+    """Write TensorBoard files below the run's directory. Only `megatron-snip train` needs it: a
+    Megatron job's own writer (--tensorboard-dir) is used where it has one."""
+
 
 class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputFields):
     """All settings of SNIP; see the groups for the fields.

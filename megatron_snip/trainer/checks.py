@@ -40,8 +40,12 @@ RUN_FILES = frozenset(
         "divergences",
         "metrics.jsonl",
         "plans",
+        "precision",
         "problems",
+        "report",
         "report.html",
+        "statistics",
+        "tensorboard",
         "versions.json",
         "wandb",
     }

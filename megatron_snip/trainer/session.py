@@ -28,6 +28,7 @@ from megatron_snip.planning.json_file import write_atomic
 from megatron_snip.reporting.reporter import FileReporter, NullReporter, Reporter, Reporters
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.reporting.summary import SummaryReporter
+from megatron_snip.reporting.tensorboard_reporter import TensorBoardReporter
 from megatron_snip.reporting.wandb_reporter import WandbReporter
 from megatron_snip.trainer.checkpoint import Checkpoints, Progress
 from megatron_snip.trainer.checks import RUN_FILES, check_run, resume_step
@@ -87,7 +88,7 @@ def run_session(config: TrainConfig, console: Console | None) -> TrainingResult:
     if directory is not None:
         write_atomic(directory.path / "data.json", json.dumps(datasets.source) + "\n")
     summary = SummaryReporter()
-    reporter = make_reporter(config, directory, summary)
+    reporter = make_reporter(config, directory, summary, step)
     with (
         _stop_requests(config, control) as requests,
         closing(make_hook(config, state, reporter, start)) as hook,
@@ -104,15 +105,28 @@ def run_session(config: TrainConfig, console: Console | None) -> TrainingResult:
 
 
 def make_reporter(
-    config: TrainConfig, directory: RunDirectory | None, summary: SummaryReporter
+    config: TrainConfig,
+    directory: RunDirectory | None,
+    summary: SummaryReporter,
+    first_step: int = 0,
 ) -> Reporter:
-    """Return who listens on this rank: files, the summary and W&B on rank 0, nobody elsewhere."""
+    """Return who listens on this rank: files, summary, dashboards on rank 0, nobody elsewhere.
+
+    Args:
+        config: the run's settings.
+        directory: the run's files; None on ranks that report nothing.
+        summary: listens as well.
+        first_step: that this process makes.
+    """
     if directory is None:
         return NullReporter()
     reporters: list[Reporter] = [FileReporter(directory), summary]
+    settings = config.model_dump(mode="json")
     if config.snip.wandb:
-        settings = config.model_dump(mode="json")
         reporters.append(WandbReporter(config.snip.wandb_project, directory.path, settings))
+    if config.snip.tensorboard:
+        board = directory.path / "tensorboard"
+        reporters.append(TensorBoardReporter(board, settings, first_step))
     return Reporters(reporters)
 
 
