@@ -207,3 +207,18 @@ def test_the_precision_log_says_what_runs(tmp_path: Path, caplog: pytest.LogCapt
     with caplog.at_level(logging.INFO):
         controller(model, reporter, **settings).close()
     assert not any("precision from" in r.getMessage() for r in caplog.records)
+
+
+def test_a_plan_that_changes_nothing_is_not_logged(tmp_path: Path) -> None:
+    reporter = FileReporter(RunDirectory(tmp_path))
+    run = controller(build(), reporter, precision_log=True, formats=("mxfp8", "nvfp4"))
+    work = [Work(i.name, i.stage, i.flops_per_token) for i in run.model.all_linears]
+    options = plan(run.model, lambda name: "mxfp8" if ".layers.0." in name else "nvfp4")
+    for step in (5, 9):  # the second time there is nothing to change
+        run._apply(assigned_plan(options, work, "nvfp4", "snip"), step, 0.0)
+    run.close()
+    assert sorted(path.name for path in (tmp_path / "precision").iterdir()) == ["0.json", "5.json"]
+    table = json.loads((tmp_path / "precision" / "5.json").read_text())
+    assert {row["name"]: row["recipe"] for row in table["linears"]} == {
+        name: str(option) for name, option in options.items()
+    }
