@@ -7,11 +7,14 @@ formats load a fixed set of keys; for them there is a sidecar file (checkpoint_s
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from megatron_snip.patches.seam import Function, Seam, bound, wrapping
 from megatron_snip.patches.session import Session
 from megatron_snip.patches.target import Target
+
+logger = logging.getLogger(__name__)
 
 KEY = "snip"
 """Of the checkpoint's state dict."""
@@ -30,6 +33,16 @@ def state_to_save(session: Session, iteration: int) -> dict[str, Any] | None:
     return session.loaded
 
 
+def _state(session: Session, iteration: int) -> dict[str, Any] | None:
+    """Return what to save; the checkpoint is written even where there is no saying what."""
+    try:
+        return state_to_save(session, iteration)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        logger.warning("checkpoint of iteration %d without SNIP's state: %s", iteration, text)
+        return None
+
+
 def _wrap(original: Function, session: Session) -> Function:
     @wrapping(original)
     def generate_state_dict(*args: Any, **kwargs: Any) -> Any:
@@ -38,7 +51,7 @@ def _wrap(original: Function, session: Session) -> Function:
         iteration = call.get("iteration")
         # Loading asks for a template without an iteration; that must not name what may be absent.
         if iteration is not None and call["args"].ckpt_format in CARRYING_FORMATS:
-            state = state_to_save(session, int(iteration))
+            state = _state(session, int(iteration))
             if state is not None:
                 result[KEY] = state
         return result

@@ -123,12 +123,12 @@ def test_the_step_after_measures_anew_and_a_refused_plan_is_not_taken_twice(
 
 
 def test_a_plan_that_spoils_the_weights_goes_and_training_recovers() -> None:
-    arguments = {"values": {"use_distributed_optimizer": True}, "steps": 70}
-    for result in run_ranks(2, f"{WORKERS}:poisoned", arguments, timeout_s=200):
+    arguments = {"values": {"train_iters": 110}, "steps": 110}
+    for result in run_ranks(1, f"{WORKERS}:poisoned", arguments, timeout_s=280):
         kinds = [kind for _, kind, _ in result["events"]]
         assert kinds.count("fallback") == 1
         fell = next(step for step, kind, _ in result["events"] if kind == "fallback")
         before = sum(result["losses"][START - 4 : START + 1]) / 5
         assert max(result["losses"][START + 1 : fell]) > 1.2 * before  # it did harm
-        recovered, plain = (sum(curve[-5:]) / 5 for curve in (result["losses"], result["plain"]))
+        recovered, plain = (sum(curve[-10:]) / 10 for curve in (result["losses"], result["plain"]))
         assert recovered <= 1.02 * plain

@@ -42,7 +42,7 @@ SNIP: dict[str, Any] = {
     "lag": 3,
     "probe_rows": 8,
     "efficiency_target": 0.5,
-    "timeout": 5.0,
+    "timeout": 2.5,
     "guard_steps": 3,
 }
 SOLVER_FAULTS = ("solver killed", "solver error", "bad plan")
@@ -62,10 +62,10 @@ class Solver:
     def submit(self, problem: Any, *rest: Any) -> None:
         self._problem = problem
         self._process.submit(problem, *rest)
-
-    def result(self, timeout_s: float) -> PrecisionPlan:
         if self.now == "solver killed":
             self._process._child.kill()
+
+    def result(self, timeout_s: float) -> PrecisionPlan:
         plan = self._process.result(timeout_s)
         if self.now == "solver error":
             raise ZeroDivisionError("a bug")

@@ -13,7 +13,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe import moe_utils
 
-from megatron_snip.linears.passes import MeasuringPasses, TrainingPass
+from megatron_snip.linears.passes import MeasuringPasses, TrainingPass, tolerating_non_finite
 from megatron_snip.linears.runtime import Mode, Runtime
 from megatron_snip.topology import DataAxis, TensorAxis, Topology
 from tests.unit.linears.conftest import MakeModel
@@ -282,3 +282,27 @@ def sums(data: Any, model: Any) -> Any:
         return total, tokens, {"lm loss": report}
 
     return output, loss
+
+
+def test_only_what_is_not_finite_is_kept_from_the_rerun_state_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatron.core import rerun_state_machine
+
+    class Machine:
+        def __init__(self) -> None:
+            self.heard: list[float] = []
+
+        def validate_result(self, result: Any, rejection_func: Any, message: str) -> None:
+            self.heard.append(float(result))
+
+    machine = Machine()
+    monkeypatch.setattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", machine)
+    with tolerating_non_finite():
+        for result in (torch.tensor(1.0), torch.tensor(float("nan")), float("inf"), 2.0):
+            machine.validate_result(result, torch.isnan, message="loss")
+    machine.validate_result(torch.tensor(float("inf")), torch.isnan, "loss")
+    assert machine.heard == [1.0, 2.0, float("inf")]
+    monkeypatch.setattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", None)
+    with tolerating_non_finite():
+        pass  # nobody validates

@@ -40,6 +40,20 @@ def test_the_state_is_saved_under_one_key(
     assert saved == {"model": "model", "snip": STATE}
 
 
+def test_a_state_that_cannot_be_told_does_not_cost_the_checkpoint(
+    fake: FakeMegatron, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    attach(session)
+
+    def state(step: int) -> None:
+        raise RuntimeError("a bug")
+
+    session.controller.state = state  # type: ignore[union-attr,assignment]
+    args = argparse.Namespace(ckpt_format="torch_dist")
+    assert fake.checkpointing.generate_state_dict(args, "model", 3) == {"model": "model"}
+    assert "checkpoint of iteration 3 without SNIP's state: RuntimeError: a bug" in caplog.text
+
+
 def test_a_template_for_loading_does_not_name_it(fake: FakeMegatron, session: Session) -> None:
     attach(session)
     args = argparse.Namespace(ckpt_format="torch_dist")
