@@ -43,12 +43,12 @@ def test_a_plan_that_misses_a_linear_is_an_error(make_model: MakeModel) -> None:
         model.apply(plan)
 
 
-def test_weights_are_those_that_train(make_model: MakeModel) -> None:
+def test_weights_are_all_the_frozen_ones_included(make_model: MakeModel) -> None:
     model = PlannedModel([make_model()], Topology(), seed=0)
     model.linears[2].module.weight.requires_grad_(False)  # type: ignore[union-attr]
     weights = model.weights()
-    assert len(weights) == 7
-    assert model.linears[2].placement.instance not in weights
+    assert list(weights) == [linear.placement.instance for linear in model.linears]
+    assert len(weights) == 8
     for instance, planned in weights.items():
         assert planned.placement.instance == instance
         assert isinstance(planned.weight, torch.nn.Parameter)
