@@ -292,7 +292,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     size = QUICK if args.quick else FULL
     console = Console(stderr=True)
-    step = 0.03 if args.bf16 else 0.003
+    step = 0.3 if args.bf16 else 0.003
     snip = SnipConfig(formats=size.formats, probe_relative_step=step)
     results: list[dict[str, Any]] = []
     with Progress(console=console, disable=not console.is_terminal) as progress:

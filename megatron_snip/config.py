@@ -80,9 +80,9 @@ class MeasureFields(_Section):
     """Probes that a refresh averages, each a forward-backward of its own: the noise of the
     second-order part of the weight divergence falls with their square root."""
 
-    probe_relative_step: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.03
-    """Size of the probe's weight perturbation relative to the weights' norm. 0.03 stands clear
-    of BF16 rounding; 0.001 suits FP32 compute."""
+    probe_relative_step: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.3
+    """Size of the probe's weight perturbation relative to the weights' norm. 0.3 stands clear of
+    BF16 rounding and is still small (docs/measuring.md); FP32 compute may go down to 0.001."""
 
     loss_join: LossJoin = "fisher"
     """How the loss divergence joins its parts: `fisher` (second order alone),
@@ -116,7 +116,7 @@ class PlanFields(_Section):
     backend: Backend = "auto"
     """Who runs the linears: `simulate` (Megatron's own, any format on any machine), `native`
     (FP8 tensor cores), `te` (Transformer Engine's recipes), `auto` (te for Transformer Engine's
-    linears, simulate for Megatron's). docs/backends.md lists what runs where."""
+    linears; for Megatron's, native where it can, else simulate). docs/backends.md lists all."""
 
     pipeline_balance: PipelineBalance = "none"
     """`stage`: every pipeline stage reaches the target; `bottleneck`: first make the slowest
