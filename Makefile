@@ -78,7 +78,7 @@ unit: $(STAMP)  ## tests of one process
 
 .PHONY: distributed
 distributed: $(STAMP)  ## tests of 2 and 4 gloo ranks
-	$(BIN)/pytest tests/distributed $(PYTEST_ARGS)
+	$(BIN)/pytest tests/distributed -n 2 --dist loadfile $(PYTEST_ARGS)
 
 .PHONY: test-megatron
 test-megatron:  ## train with Megatron's own pretrain (Python 3.12)

@@ -34,7 +34,7 @@ def test_a_comparison_trains_once_and_makes_its_table(
     bf16, snip = table["rows"]
     assert (bf16["contender"], snip["contender"]) == ("bf16", "snip-gemm")
     assert bf16["lowest_fraction"] == 0.0
-    assert 0.5 <= snip["lowest_fraction"] < 0.7
+    assert 0.5 - 1e-9 <= snip["lowest_fraction"] < 0.7
     assert snip["step_time"]["Blackwell"] < snip["step_time"]["Hopper"] < 1.0
     # The precision differs and nothing else: the losses of the first step are close, not equal.
     first = {row: losses(output, row)[0] for row in ("bf16", "snip-gemm")}

@@ -70,9 +70,7 @@ def check(result: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert found["probe_step"] == pytest.approx(expected["probe_step"], rel=1e-4)
     assert list(found["linears"]) == list(expected["linears"])  # the order, too
     check_statistics(found["linears"], expected["linears"])
-    for name, options in wanted["divergences"].items():
-        for option, values in options.items():
-            assert result["divergences"][name][option] == pytest.approx(values, rel=RTOL), name
+    check_divergences(result["divergences"], wanted["divergences"])
     assert result["plan"] == wanted["plan"]
     assert result["warnings"] == []
 
@@ -83,6 +81,19 @@ def check_statistics(found: dict[str, Any], expected: dict[str, Any]) -> None:
         for name, row in expected.items()
         for key in row
         if key != "stage"
+    }
+    far = {place: error for place, error in errors.items() if error > RTOL}
+    assert len(far) <= FLIPPED_SHARE * len(errors), far
+    assert max(errors.values()) < FLIPPED_RTOL, far
+
+
+def check_divergences(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Within RTOL, but for the few that a value rounded the other way reaches (FLIPPED_RTOL)."""
+    errors = {
+        (name, option, key): abs(found[name][option][key] - value) / (abs(value) or 1.0)
+        for name, options in expected.items()
+        for option, values in options.items()
+        for key, value in values.items()
     }
     far = {place: error for place, error in errors.items() if error > RTOL}
     assert len(far) <= FLIPPED_SHARE * len(errors), far
