@@ -26,7 +26,7 @@ def runs_here(shown: Shown) -> bool:
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with the runs that pages speak of."""
     folder = tmp_path_factory.mktemp("docs")
     settings = config(start_step=20, interval=8)
@@ -49,7 +49,7 @@ def test_its_words_are_right(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("text", dict.fromkeys(s.text for s in SHOWN if runs_here(s)))
 def test_it_runs(
     text: str,
-    workplace: Path,
+    sandbox: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
