@@ -121,7 +121,9 @@ def divergence_table(
         options = {}
         for option in settings.options:
             loss, weight = _loss(linear, option, settings), _weight(linear, option, settings)
-            quality = _share(loss, loss_sum) + settings.weight_lambda * _share(weight, weight_sum)
+            quality = _share(loss, loss_sum)
+            if settings.weight_lambda > 0:  # what does not count cannot forbid
+                quality += settings.weight_lambda * _share(weight, weight_sum)
             options[option] = OptionDivergence(
                 loss,
                 _or_nan(weight_divergence, linear, option),

@@ -4,6 +4,7 @@ On every rank the loop calls, for each step and in this order:
 
     begin_step(step)                            before anything of the step
     forward_backward(step, function, ...)       in place of Megatron's forward-backward function
+    evaluating()                                around an evaluation, where one is due
     end_step(step, metrics)                     after optimizer, scheduler and evaluation
     state(step + 1)                             where a checkpoint is written
 
@@ -14,6 +15,7 @@ the one for training without SNIP.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from megatron_snip.controller_state import ControllerState
@@ -42,6 +44,9 @@ class TrainingHook(Protocol):
         Returns:
             What `function` returns for the training pass.
         """
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Return the context in which an evaluation runs."""
 
     def end_step(self, step: int, metrics: dict[str, Any]) -> None:
         """Hear (and write) how the step went; see `loop.train` for the metrics."""
@@ -73,6 +78,10 @@ class PlainHook:
     ) -> list[dict[str, Any]]:
         """Call Megatron's function."""
         return function(**kwargs)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Nothing to change."""
+        return nullcontext()
 
     def end_step(self, step: int, metrics: dict[str, Any]) -> None:
         """Pass the metrics on."""

@@ -84,7 +84,8 @@ def train(
     begin = time.perf_counter()
     state.runner.defer_gathers()
     if start is None:
-        first = validation = evaluate(state.runner, datasets.valid, config.eval_iters)
+        with hook.evaluating():
+            first = validation = evaluate(state.runner, datasets.valid, config.eval_iters)
         start = Progress()
     else:
         first, validation = start.first_validation_loss, start.validation_loss
@@ -99,7 +100,8 @@ def train(
         if step == 0 and first is not None:
             metrics["validation_loss"] = first
         if (step + 1) % config.eval_interval == 0 or step + 1 == config.train_iters:
-            validation = evaluate(state.runner, datasets.valid, config.eval_iters)
+            with hook.evaluating():
+                validation = evaluate(state.runner, datasets.valid, config.eval_iters)
             if step > 0 and validation is not None:
                 metrics["validation_loss"] = validation
         hook.end_step(step, metrics)

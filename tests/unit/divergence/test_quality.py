@@ -216,3 +216,10 @@ def test_baselines_get_their_metrics() -> None:
     metrics = divergence_table(table(*two()), settings()).metrics()
     row = metrics["decoder.layers.0.mlp.linear_fc2"]["fp8"]
     assert row == {"abs_error": pytest.approx(7.0), "rel_error": pytest.approx(0.6)}
+
+
+def test_a_weight_divergence_that_does_not_count_forbids_nothing() -> None:
+    found = linear(fp4=errors(1.0, local_square=math.nan), fp8=errors(1.0))
+    settings = QualitySettings((Option.uniform("fp4"),), "fp4", "fisher", "norm", 0.0)
+    (row,) = divergence_table(table(found), settings).linears
+    assert row.options[Option.uniform("fp4")].quality_loss == 1.0
