@@ -137,7 +137,9 @@ def measure(steps: int) -> StallHook:
     problem = experts_model(32, 132, 8, seed=0)
     hooks: list[StallHook] = []
 
-    def make_hook(config: TrainConfig, state: object, reporter: Reporter) -> StallHook:
+    def make_hook(
+        config: TrainConfig, state: object, reporter: Reporter, start: object = None
+    ) -> StallHook:
         hooks.append(StallHook(reporter, problem))
         return hooks[0]
 
