@@ -32,6 +32,8 @@ MODEL_FIELDS = (
     "ffn_hidden_size",
     "num_attention_heads",
     "num_query_groups",
+    "num_experts",
+    "moe_ffn_hidden_size",
     "vocab_size",
     "make_vocab_size_divisible_by",
     "untie_embeddings_and_output_weights",
@@ -51,8 +53,13 @@ LAYOUT_FIELDS = (
     "pipeline_model_parallel_size",
     "num_layers_per_virtual_pipeline_stage",
     "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
 )
 """Settings that spread the model over ranks."""
+
+_BEFORE_EXPERTS = {"expert_model_parallel_size": 1}
+"""What holds of a checkpoint that says nothing of experts."""
 
 
 @dataclass(frozen=True)
@@ -209,8 +216,9 @@ def order_changes(saved: dict[str, Any], config: dict[str, Any]) -> tuple[str, .
 def _changes(
     fields: tuple[str, ...], saved: dict[str, Any], config: dict[str, Any]
 ) -> tuple[str, ...]:
+    before = {**_BEFORE_EXPERTS, **saved}
     return tuple(
-        f"{field} {saved.get(field)} -> {config.get(field)}"
+        f"{field} {before.get(field)} -> {config.get(field)}"
         for field in fields
-        if saved.get(field) != config.get(field)
+        if before.get(field) != config.get(field)
     )

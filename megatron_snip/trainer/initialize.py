@@ -2,12 +2,15 @@
 
 A rank builds a parameter's whole FP32 tensor from a generator seeded by (seed, global name) and
 takes its own shard, so TP=1, TP=2, PP=2 and an interleaved pipeline start from the same weights.
-Global names count layers from 0 over the whole model. Shards (dimension 0 is rows):
+Global names count layers, and a layer's experts, from 0 over the whole model. Shards (dimension 0
+is rows):
 
     embedding, output_layer, linear_qkv     rows [r n / T, (r + 1) n / T)
     linear_fc1                              gate and up are split one by one: [gate_r; up_r]
     linear_proj, linear_fc2                 columns [r n / T, (r + 1) n / T)
-    norms                                   whole
+    norms, routers                          whole
+
+T and r are the tensor-parallel ranks of the dense linears, or of the experts.
 
 Standard deviations are Megatron's: std, and std / sqrt(2 num_layers) for linear_proj and
 linear_fc2, whose outputs add up in the residual stream.
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +31,7 @@ from megatron_snip.trainer.config import TrainConfig
 
 _RESIDUAL = ("linear_proj.weight", "linear_fc2.weight")
 _GATED = "linear_fc1.weight"
+_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
 @torch.no_grad()
@@ -37,9 +42,8 @@ def initialize_weights(chunk: torch.nn.Module, config: TrainConfig) -> None:
         chunk: a model chunk; a BF16 parameter gets the FP32 value rounded.
         config: gives seed, init_method_std and num_layers.
     """
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    size = parallel_state.get_tensor_model_parallel_world_size()
     for name, parameter in global_parameters(chunk):
+        rank, size = _tensor_place(name)
         sharded = getattr(parameter, "tensor_model_parallel", False)
         dim: int | None = getattr(parameter, "partition_dim", None) if sharded else None
         shape = list(parameter.shape)
@@ -53,17 +57,37 @@ def global_parameters(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Pa
     """Yield (global name, parameter) of a GPTModel chunk.
 
     Inside a pipeline stage `decoder.layers.N` is local; the layer's own `layer_number` is global
-    and 1-based. A tied output layer has the embedding's name.
+    and 1-based. So is an expert's index on its rank. A tied output layer has the embedding's name.
     """
     for name, parameter in chunk.named_parameters():
         if name.startswith("decoder.layers."):
             local, rest = name.removeprefix("decoder.layers.").split(".", 1)
             number: Any = chunk.get_submodule(f"decoder.layers.{local}").layer_number
-            yield f"decoder.layers.{number - 1}.{rest}", parameter
+            yield f"decoder.layers.{number - 1}.{_global_expert(rest, chunk)}", parameter
         elif name == "output_layer.weight" and getattr(parameter, "shared_embedding", False):
             yield "embedding.word_embeddings.weight", parameter
         else:
             yield name, parameter
+
+
+def _global_expert(path: str, chunk: torch.nn.Module) -> str:
+    """Return a path within a layer with the expert counted over all ranks."""
+    found = _EXPERT.search(path)
+    if found is None:
+        return path
+    config: Any = chunk.config
+    rank = parallel_state.get_expert_model_parallel_rank()
+    own = config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+    return f"{path[: found.start(1)]}{rank * own + int(found[1])}{path[found.end(1) :]}"
+
+
+def _tensor_place(name: str) -> tuple[int, int]:
+    """Return (rank, size) of the tensor-parallel axis that splits a parameter."""
+    if _EXPERT.search(name):
+        rank = parallel_state.get_expert_tensor_parallel_rank()
+        return rank, parallel_state.get_expert_tensor_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    return rank, parallel_state.get_tensor_model_parallel_world_size()
 
 
 def whole_tensor(name: str, shape: tuple[int, ...], config: TrainConfig) -> torch.Tensor:

@@ -1,13 +1,12 @@
 """Megatron's command lines as this trainer reads them. Needs no torch.
 
 The trainer's flags have Megatron's names, but not all of Megatron's defaults, and it knows one
-kind of model: a Llama. A file of Megatron arguments (`@FILE`) must mean here what it means to
-Megatron, so with one on the command line
+kind of model: a Llama, dense or with experts. A file of Megatron arguments (`@FILE`) must mean here
+what it means to Megatron, so with one on the command line
 
     what is not given            takes Megatron's default                MEGATRON_DEFAULTS
     what this trainer fixes      must be given, and as it is here        FIXED
     what changes nothing here    is taken, and said                      WITHOUT_EFFECT
-    a mixture of experts         is refused, with where to train it      OF_EXPERTS
     anything else                is refused, as every unknown flag is
 """
 
@@ -36,6 +35,8 @@ MEGATRON_DEFAULTS: dict[str, Any] = {
     "adam_beta2": 0.999,
     "split": "969,30,1",
     "eval_iters": 100,
+    "moe_aux_loss_coeff": 0.0,
+    "moe_token_dispatcher_type": "allgather",
 }
 """Fields whose default is another one in Megatron; where it has none, the flag is needed."""
 
@@ -76,20 +77,10 @@ WITHOUT_EFFECT: dict[str, int] = {
     "no_bias_dropout_fusion": 0,
     "no_rope_fusion": 0,
     "no_persist_layer_norm": 0,
+    "moe_grouped_gemm": 0,
+    "moe_permute_fusion": 0,
 }
 """Flags of Megatron's that change nothing in this trainer, and how many words follow each."""
-
-OF_EXPERTS = (
-    "num_experts",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "moe_router_topk",
-    "moe_ffn_hidden_size",
-    "moe_router_load_balancing_type",
-    "moe_aux_loss_coeff",
-    "moe_token_dispatcher_type",
-)
-"""Flags of models that this trainer has not; known, so that the message can say where to go."""
 
 NULL_TOKENIZER = "NullTokenizer"
 """For data that are token ids; Megatron then adds an id to --vocab-size, the end of document."""
@@ -130,7 +121,7 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> None:
         default=absent,
         help=f"{NULL_TOKENIZER}: vocab_size is without the end of document",
     )
-    for name, words in (WITHOUT_EFFECT | dict.fromkeys(OF_EXPERTS, 1)).items():
+    for name, words in WITHOUT_EFFECT.items():
         how = {"metavar": "X"} if words else {"action": "store_true"}
         group.add_argument(
             flag_name("", name), dest=_DEST + name, default=absent, help=argparse.SUPPRESS, **how
@@ -157,7 +148,6 @@ def as_megatron_means(args: argparse.Namespace, given: dict[str, Any]) -> dict[s
         for name, value in vars(args).items()
         if name.startswith(_DEST) and name != "megatron_defaults"
     }
-    _check_dense(words)
     _check_fixed(words, args.megatron_defaults)
     unused = [flag_name("", name) for name in words if name in WITHOUT_EFFECT]
     if unused:
@@ -176,15 +166,6 @@ def as_megatron_means(args: argparse.Namespace, given: dict[str, Any]) -> dict[s
 def _file_words(line: str) -> list[str]:
     words = line_words(line)
     return [_IMPLIED, *words] if words else []
-
-
-def _check_dense(words: dict[str, Any]) -> None:
-    found = [flag_name("", name) for name in OF_EXPERTS if name in words]
-    if found:
-        raise UsageError(
-            f"{found[0]}: this trainer has no experts; run your Megatron-LM script "
-            "(python -m megatron_snip pretrain_gpt.py ...)"
-        )
 
 
 def _check_fixed(words: dict[str, Any], as_megatron: bool) -> None:

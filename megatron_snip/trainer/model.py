@@ -1,7 +1,8 @@
 """The model and its optimizer, as Megatron builds them: GPTModel, DDP, AdamW, scheduler.
 
 Local layer spec (Megatron's own linears, attention and norms; no Transformer Engine), RMSNorm,
-SwiGLU, RoPE, no biases, no fused kernels: the same modules on a CPU and on GPUs.
+SwiGLU, RoPE, no biases, no fused kernels: the same modules on a CPU and on GPUs. Experts are
+Megatron's `SequentialMLP`: linears of their own, one after another.
 """
 
 from __future__ import annotations
@@ -116,7 +117,24 @@ def transformer_config(config: TrainConfig) -> TransformerConfig:
         # same two ranks, and they could be taken for each other; unbatched, Megatron orders them.
         batch_p2p_comm=not interleaved,
         overlap_p2p_comm=interleaved,
+        **_expert_settings(config),
     )
+
+
+def _expert_settings(config: TrainConfig) -> dict[str, Any]:
+    if config.num_experts is None:
+        return {}
+    return {
+        "num_moe_experts": config.num_experts,
+        "moe_ffn_hidden_size": config.expert_ffn_width,
+        "moe_router_topk": config.moe_router_topk,
+        "moe_router_pre_softmax": config.moe_router_pre_softmax,
+        "moe_router_load_balancing_type": config.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": config.moe_aux_loss_coeff,
+        "moe_token_dispatcher_type": config.moe_token_dispatcher_type,
+        "expert_model_parallel_size": config.expert_model_parallel_size,
+        "expert_tensor_parallel_size": config.expert_tensor_size,
+    }
 
 
 def build_chunks(
@@ -157,7 +175,9 @@ def _build_chunk(
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
     model = GPTModel(
         config=transformer,
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
+        transformer_layer_spec=get_gpt_layer_local_spec(
+            num_experts=config.num_experts, moe_grouped_gemm=False, normalization="RMSNorm"
+        ),
         vocab_size=config.padded_vocab_size,
         max_sequence_length=config.longest_sequence,
         pre_process=first,

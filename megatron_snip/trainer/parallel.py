@@ -19,6 +19,8 @@ def initialize_parallel_state(config: TrainConfig) -> None:
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_size,
         # Second groups on gloo serve a checkpoint format that this trainer does not write.
         create_gloo_process_groups=False,
     )

@@ -7,6 +7,10 @@ Per transformer layer, with h = hidden_size, d = head_width, a heads, g query gr
     self_attention.linear_proj  [h, a d]             split by columns
     mlp.linear_fc1              [2 f, h]             gate and up, each split by rows
     mlp.linear_fc2              [h, f]               split by columns
+
+With num_experts each expert has an fc1 and an fc2 of width moe_ffn_hidden_size, split likewise over
+the expert-tensor-parallel ranks; a layer's experts share one name, `mlp.experts.linear_fc1`, and a
+token meets moe_router_topk of them.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ class LinearShape:
         in_features: of the whole weight.
         shard: (out_features, in_features) on one tensor-parallel rank; for linear_fc1 of gate and
             up each.
+        num_active: weights of this shape that a token meets; experts of a layer share a name.
     """
 
     name: str
@@ -42,30 +47,48 @@ class LinearShape:
     out_features: int
     in_features: int
     shard: tuple[int, int]
+    num_active: int = 1
 
     @property
     def flops_per_token(self) -> float:
         """Floating-point operations of the three GEMMs for one token."""
-        return 6.0 * self.out_features * self.in_features
+        return 6.0 * self.out_features * self.in_features * self.num_active
 
 
 def linear_shapes(config: TrainConfig) -> tuple[LinearShape, ...]:
     """Return every linear of the model, layer by layer."""
-    tp = config.tensor_model_parallel_size
-    hidden, ffn = config.hidden_size, config.ffn_width
-    attention = config.num_attention_heads * config.head_width
-    qkv = attention + 2 * config.query_groups * config.head_width
-    modules = {
-        "self_attention.linear_qkv": (qkv, hidden, (qkv // tp, hidden)),
-        "self_attention.linear_proj": (hidden, attention, (hidden, attention // tp)),
-        "mlp.linear_fc1": (2 * ffn, hidden, (ffn // tp, hidden)),
-        "mlp.linear_fc2": (hidden, ffn, (hidden, ffn // tp)),
-    }
+    modules = {**_attention_shapes(config), **_mlp_shapes(config)}
     return tuple(
         LinearShape(linear_name(layer + 1, module), stage_of_layer(config, layer), *shape)
         for layer in range(config.num_layers)
         for module, shape in modules.items()
     )
+
+
+_Shape = tuple[int, int, tuple[int, int], int]
+"""out_features, in_features, shard and num_active of a `LinearShape`."""
+
+
+def _attention_shapes(config: TrainConfig) -> dict[str, _Shape]:
+    tp, hidden = config.tensor_model_parallel_size, config.hidden_size
+    attention = config.num_attention_heads * config.head_width
+    qkv = attention + 2 * config.query_groups * config.head_width
+    return {
+        "self_attention.linear_qkv": (qkv, hidden, (qkv // tp, hidden), 1),
+        "self_attention.linear_proj": (hidden, attention, (hidden, attention // tp), 1),
+    }
+
+
+def _mlp_shapes(config: TrainConfig) -> dict[str, _Shape]:
+    hidden = config.hidden_size
+    path, ffn, active, tp = "mlp", config.ffn_width, 1, config.tensor_model_parallel_size
+    if config.num_experts is not None:
+        path, ffn, active = "mlp.experts", config.expert_ffn_width, config.moe_router_topk
+        tp = config.expert_tensor_size
+    return {
+        f"{path}.linear_fc1": (2 * ffn, hidden, (ffn // tp, hidden), active),
+        f"{path}.linear_fc2": (hidden, ffn, (hidden, ffn // tp), active),
+    }
 
 
 def stage_of_layer(config: TrainConfig, layer: int) -> int:
@@ -82,6 +105,7 @@ def check_model(config: TrainConfig) -> None:
         UsageError: one line with the sizes, what is wanted, and what to change.
     """
     _check_attention(config)
+    _check_experts(config)
     _check_parallel(config)
     _check_schedule(config)
 
@@ -97,6 +121,8 @@ def check_ranks(config: TrainConfig, world_size: int) -> None:
         f"tensor_model_parallel_size {config.tensor_model_parallel_size} x "
         f"pipeline_model_parallel_size {config.pipeline_model_parallel_size}"
     )
+    if config.num_experts is not None:
+        sizes += f" with expert_model_parallel_size {config.expert_model_parallel_size}"
     if world_size < need:
         raise UsageError(
             f"{sizes} needs {need} ranks, got {world_size}: start {need} (--nproc-per-node {need}) "
@@ -107,11 +133,10 @@ def check_ranks(config: TrainConfig, world_size: int) -> None:
             f"{world_size} ranks cannot be divided into copies of the model of {need} ranks each "
             f"({sizes}); use a multiple of {need}"
         )
-    replicas = world_size // need
     _divides(
         config.global_batch_size,
         "global_batch_size",
-        config.micro_batch_size * replicas,
+        config.micro_batch_size * config.data_parallel_size(world_size),
         "micro_batch_size x data-parallel ranks",
     )
     if config.virtual_pipeline_size is not None:
@@ -156,6 +181,34 @@ def _check_attention(config: TrainConfig) -> None:
             f"seq_length {config.seq_length} is longer than max_position_embeddings "
             f"{config.longest_sequence}"
         )
+
+
+def _check_experts(config: TrainConfig) -> None:
+    if config.num_experts is None:
+        for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+            if (getattr(config, name) or 1) > 1:
+                raise UsageError(
+                    f"{name} {getattr(config, name)} spreads experts; give num_experts"
+                )
+        return
+    if config.moe_router_topk > config.num_experts:
+        raise UsageError(
+            f"moe_router_topk {config.moe_router_topk} is more than num_experts "
+            f"{config.num_experts}"
+        )
+    if config.moe_router_topk == 1 and not config.moe_router_pre_softmax:
+        raise UsageError(
+            "moe_router_topk 1 needs moe_router_pre_softmax: over one chosen expert a softmax is "
+            "1, and the router learns nothing"
+        )
+    if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+        raise UsageError(
+            f"num_experts with tensor_model_parallel_size {config.tensor_model_parallel_size} "
+            "needs sequence_parallel"
+        )
+    ep, tp = config.expert_model_parallel_size, config.expert_tensor_size
+    _divides(config.num_experts, "num_experts", ep, "expert_model_parallel_size")
+    _divides(config.expert_ffn_width, "moe_ffn_hidden_size", tp, "expert_tensor_parallel_size")
 
 
 def _check_parallel(config: TrainConfig) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,10 +16,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from megatron_snip.__main__ import build_parser
-from megatron_snip.argument_file import read_argument_file
 from megatron_snip.cli.train import read_settings
 from megatron_snip.config import SnipConfig, make_config, read_yaml
-from megatron_snip.errors import UsageError
 from megatron_snip.linears.layout import current_topology, find_linears
 from megatron_snip.options import Option
 from megatron_snip.patches import cpu
@@ -32,7 +29,6 @@ from megatron_snip.trainer.checks import check_run
 from megatron_snip.trainer.config import TrainConfig, load_train_config, make_train_config
 from megatron_snip.trainer.model import transformer_config
 from megatron_snip.trainer.sizes import linear_shapes, stage_of_layer
-from megatron_snip.types import split_linear_name
 
 FOLDER = Path(__file__).parents[2] / "configs"
 FILES = sorted(path for path in FOLDER.rglob("*") if path.is_file())
@@ -100,8 +96,7 @@ MODELS = {
         active=2,
     ),
 }
-DENSE = [(name, layout) for name, m in MODELS.items() if m.experts == 1 for layout in m.parallel]
-EXPERTS = "mixtral-8x7b"
+LAYOUTS = [(name, layout) for name, model in MODELS.items() for layout in model.parallel]
 
 
 def argument_file(folder: str, name: str) -> str:
@@ -175,15 +170,11 @@ def megatron() -> Iterator[None]:
             cpu.uninstall()
 
 
-def on_meta(config: TrainConfig, **changes: Any) -> GPTModel:
+def on_meta(config: TrainConfig) -> GPTModel:
     """Build Megatron's whole model without memory for it."""
     transformer = transformer_config(config)
-    changes |= {"use_cpu_initialization": True, "perform_initialization": False}
-    for name, value in changes.items():
-        setattr(transformer, name, value)
-    spec = get_gpt_layer_local_spec(
-        num_experts=changes.get("num_moe_experts"), normalization="RMSNorm"
-    )
+    transformer.use_cpu_initialization, transformer.perform_initialization = True, False
+    spec = get_gpt_layer_local_spec(num_experts=config.num_experts, normalization="RMSNorm")
     with torch.device("meta"):
         model = GPTModel(
             transformer,
@@ -239,8 +230,8 @@ def assert_planned(linears: list[tuple[str, float, int]], snip: SnipConfig) -> N
         assert snip.efficiency_target - 1e-9 <= share < snip.efficiency_target + 0.1
 
 
-@pytest.mark.parametrize(("name", "layout"), DENSE)
-def test_a_dense_model_is_the_published_one(name: str, layout: str, megatron: None) -> None:
+@pytest.mark.parametrize(("name", "layout"), LAYOUTS)
+def test_a_model_is_the_published_one(name: str, layout: str, megatron: None) -> None:
     model, gpus = MODELS[name], MODELS[name].parallel[layout]
     config = settings(name, layout, "--run-dir", "runs/never-made")
     check_run(config, gpus)
@@ -248,6 +239,10 @@ def test_a_dense_model_is_the_published_one(name: str, layout: str, megatron: No
     unit = config.make_vocab_size_divisible_by * config.tensor_model_parallel_size
     assert config.padded_vocab_size == model.vocabulary
     assert model.vocabulary % unit == 0
+    assert (config.num_experts or 1, config.moe_router_topk if config.num_experts else 1) == (
+        model.experts,
+        model.active,
+    )
     shapes = {linear.name: linear for linear in linear_shapes(config)}
     assert sum(s.flops_per_token for s in shapes.values()) == model.linear_flops_per_token
     if layout == next(iter(model.parallel)):
@@ -256,6 +251,7 @@ def test_a_dense_model_is_the_published_one(name: str, layout: str, megatron: No
                 "tensor_model_parallel_size": 1,
                 "pipeline_model_parallel_size": 1,
                 "num_layers_per_virtual_pipeline_stage": None,
+                "expert_model_parallel_size": 1,
             }
         )
         built = on_meta(alone)
@@ -279,39 +275,6 @@ def test_both_programs_read_the_same_settings() -> None:
     config = settings("tinyllama-1.1b", None, "--snip-config", file, "--snip-interval", "70")
     expected = intent("aggressive").model_copy(update={"interval": 70})
     assert config.snip == expected
-
-
-def test_experts_are_the_published_ones(megatron: None) -> None:
-    model = MODELS[EXPERTS]
-    words = read_argument_file(FOLDER / "models" / f"{EXPERTS}.args")
-    experts = int(words[words.index("--num-experts") + 1])
-    active = int(words[words.index("--moe-router-topk") + 1])
-    assert (experts, active) == (model.experts, model.active)
-    built = on_meta(
-        settings_without_experts(words),
-        num_moe_experts=experts,
-        moe_router_topk=active,
-        moe_ffn_hidden_size=int(words[words.index("--moe-ffn-hidden-size") + 1]),
-    )
-    assert parameters(built) == model.parameters
-    found = placements(built)
-    assert sum(p.flops_per_token for p in found.values()) == model.linear_flops_per_token
-    assert_planned([(n, p.flops_per_token, 0) for n, p in found.items()], intent("balanced"))
-    layers = {split_linear_name(name)[1] for name in found}
-    assert layers == set(range(model.layers))
-
-
-def settings_without_experts(words: list[str]) -> TrainConfig:
-    """Read the dense part of a mixture of experts."""
-    at = [i for i, w in enumerate(words) if w == "--num-experts" or w.startswith("--moe-")]
-    dense = [w for i, w in enumerate(words) if not {i, i - 1} & set(at)]
-    arguments = build_parser("train").parse_args(["train", "--megatron-defaults", *dense])
-    return read_settings(arguments)
-
-
-def test_the_embedded_trainer_says_who_trains_experts() -> None:
-    with pytest.raises(UsageError, match=r"no experts; run your Megatron-LM script"):
-        settings(EXPERTS)
 
 
 def test_stages_hold_equal_layers() -> None:

@@ -74,6 +74,13 @@ def test_query_groups_need_their_switch(tmp_path: Path) -> None:
     assert read(tmp_path, LLAMA).query_groups == 4
 
 
+def test_experts_are_those_of_megatron(tmp_path: Path) -> None:
+    config = read(tmp_path, LLAMA, "--num-experts", "8", "--expert-model-parallel-size", "4")
+    assert (config.num_experts, config.expert_model_parallel_size) == (8, 4)
+    assert (config.moe_router_topk, config.moe_token_dispatcher_type) == (2, "allgather")
+    assert (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff) == ("aux_loss", 0.0)
+
+
 def test_the_null_tokenizer_adds_the_end_of_document(tmp_path: Path) -> None:
     words = ["--vocab-size", "99"]
     assert read(tmp_path, LLAMA, *words).token_ids == 99

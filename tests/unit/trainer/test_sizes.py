@@ -48,6 +48,21 @@ from megatron_snip.trainer.sizes import (
         ({"seq_length": 64, "max_position_embeddings": 32}, "longer than max_position"),
         ({"min_lr": 1.0}, "min_lr 1 must not be larger than lr 0.003"),
         ({"lr_warmup_iters": 150}, "must be smaller than train_iters 150"),
+        ({"expert_model_parallel_size": 2}, "spreads experts; give num_experts"),
+        ({"num_experts": 4, "moe_router_topk": 5}, "moe_router_topk 5 is more than num_experts 4"),
+        ({"num_experts": 4, "moe_router_topk": 1}, "needs moe_router_pre_softmax"),
+        (
+            {"num_experts": 4, "tensor_model_parallel_size": 2},
+            "tensor_model_parallel_size 2 needs sequence_parallel",
+        ),
+        (
+            {"num_experts": 4, "expert_model_parallel_size": 3},
+            r"num_experts \(4\) .* expert_model_parallel_size \(3\)",
+        ),
+        (
+            {"num_experts": 4, "moe_ffn_hidden_size": 65, "expert_tensor_parallel_size": 2},
+            r"moe_ffn_hidden_size \(65\) .* expert_tensor_parallel_size \(2\)",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(values: dict[str, Any], message: str) -> None:
@@ -60,6 +75,7 @@ def test_sizes_that_do_not_fit_are_refused(values: dict[str, Any], message: str)
     [
         ({"tensor_model_parallel_size": 2}, 1, "needs 2 ranks, got 1"),
         ({"tensor_model_parallel_size": 2}, 3, "use a multiple of 2"),
+        ({"num_experts": 4, "expert_model_parallel_size": 2}, 1, "size 2 needs 2 ranks, got 1"),
         ({"global_batch_size": 6}, 4, r"global_batch_size \(6\) .* data-parallel ranks \(4\)"),
         (
             {
@@ -95,6 +111,34 @@ def test_linears_have_megatrons_shapes() -> None:
         "decoder.layers.0.mlp.linear_fc1": (1280, 256, (320, 256)),
         "decoder.layers.0.mlp.linear_fc2": (256, 640, (256, 320)),
     }
+
+
+def test_experts_share_a_name_and_a_token_meets_some_of_them() -> None:
+    config = TrainConfig(
+        num_layers=1,
+        num_experts=8,
+        moe_router_topk=3,
+        moe_ffn_hidden_size=512,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        expert_tensor_parallel_size=1,
+    )
+    fc1, fc2 = linear_shapes(config)[2:]
+    assert (fc1.name, fc1.shard) == ("decoder.layers.0.mlp.experts.linear_fc1", (512, 256))
+    assert (fc2.name, fc2.shard) == ("decoder.layers.0.mlp.experts.linear_fc2", (256, 512))
+    assert fc1.flops_per_token == 6 * 3 * 1024 * 256
+    assert fc2.flops_per_token == 6 * 3 * 256 * 512
+
+
+def test_experts_are_dealt_to_data_parallel_ranks() -> None:
+    experts = {"num_experts": 4, "expert_model_parallel_size": 4}
+    config = TrainConfig(**experts)
+    assert (config.model_parallel_size, config.data_parallel_size(4)) == (4, 4)
+    assert config.num_microbatches(4) == 2
+    dealt = TrainConfig(**experts, tensor_model_parallel_size=2, sequence_parallel=True)
+    assert (dealt.expert_tensor_size, dealt.model_parallel_size) == (2, 8)
+    alone = dealt.model_copy(update={"expert_tensor_parallel_size": 1})
+    assert (alone.model_parallel_size, alone.data_parallel_size(4)) == (4, 2)
 
 
 def test_an_interleaved_pipeline_deals_layers_round() -> None:
