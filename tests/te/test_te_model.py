@@ -95,7 +95,7 @@ def test_a_lowest_precision_that_the_machine_lacks_is_refused(
     on(monkeypatch, HOPPER)
     with pytest.raises(UnsupportedError, match=r"no linear of this model can run fp4.*9\.0"):
         controller(build(), formats=("fp8", "fp4"))
-    assert controller(build(), formats=("bf16", "fp8"))._options == (
+    assert controller(build(), formats=("bf16", "fp8"))._offer.options == (
         Option.uniform("bf16"),
         Option.uniform("fp8"),
     )
@@ -105,10 +105,10 @@ def test_options_by_gemm_are_offered_where_they_run(
     monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     settings = {"formats": ("mxfp8", "nvfp4"), "granularity": "gemm"}
-    assert len(controller(build(), **settings)._options) == 8
+    assert len(controller(build(), **settings)._offer.options) == 8
     assert logged == []
     monkeypatch.setattr(te_support, "has_per_gemm", lambda: False)
-    options = controller(build(), **settings)._options
+    options = controller(build(), **settings)._offer.options
     assert options == (Option.uniform("mxfp8"), Option.uniform("nvfp4"))
     assert len(logged) == 6
     assert all("2.20.2 has no quantizers by GEMM" in text for text in logged)

@@ -27,7 +27,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("reporting",),  # reads the records of what is left of it
     ("linears",),
     ("controller_state",),
-    ("plan_guard",),
+    ("cycle", "plan_guard"),
     ("controller",),
     ("patches",),
     ("trainer",),

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_snip import controller as controller_module
 from megatron_snip.config import SnipConfig
 from megatron_snip.controller import SnipController
 from megatron_snip.controller_state import ControllerState
+from megatron_snip.cycle import solving
 from megatron_snip.errors import SnipError
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan, assignment_digest, write_plan
@@ -126,11 +126,11 @@ def _with_fault(trainer: Trainer, fault: str, folder: Path) -> dict[str, Any]:
         else:
             child = [sys.executable, "-c", FAULTY_CHILD, fault, str(healed), *worker_command()]
             solver = SolverProcess(child)
-    grace = controller_module.SOLVER_GRACE_S
+    grace = solving.SOLVER_GRACE_S
     limit = {"time_limit_s": 0.2} if fault == "hang" else {}
     controller = trainer.controller({**SNIP, **limit}, solver)
     if fault == "hang":
-        controller_module.SOLVER_GRACE_S = 0.1
+        solving.SOLVER_GRACE_S = 0.1
     try:
         before = controller.plan.digest
         trainer.advance(4, controller)
@@ -140,16 +140,16 @@ def _with_fault(trainer: Trainer, fault: str, folder: Path) -> dict[str, Any]:
             "warnings": list(trainer.warnings),
             "history": list(controller.history),
         }
-        controller_module.SOLVER_GRACE_S = grace
+        solving.SOLVER_GRACE_S = grace
         if fault == "hang":  # a real child needs its time to start
-            controller.config = SnipConfig(**SNIP)
+            controller._solving.config = SnipConfig(**SNIP)
         healed.touch()
         if isinstance(solver, FakeSolver):
             solver.healed = True
             solver.__dict__.pop("submit", None)
         trainer.advance(4, controller)
     finally:
-        controller_module.SOLVER_GRACE_S = grace
+        solving.SOLVER_GRACE_S = grace
         controller.close()
     return {
         **after,
@@ -237,7 +237,7 @@ def _run(
     with layout({**MODEL, **layout_values}) as trainer:
         controller = trainer.controller(snip)
         if folder is not None and dist.get_rank() == 0:
-            controller._reporter = FileReporter(RunDirectory(folder))
+            controller._announcer.reporter = FileReporter(RunDirectory(folder))
         installed = all("_forward_impl" in p.module.__dict__ for p in controller.model.linears)
         trainer.advance(9, controller)
         controller.close()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_snip import controller as controller_module
+from megatron_snip.cycle import refresher
 from megatron_snip.linears import gemms, passes
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.planning.plan import PrecisionPlan
@@ -50,14 +50,14 @@ def sleep() -> None:
 
 
 PLACES: dict[str, tuple[Any, str, Fail]] = {
-    "prepare": (controller_module, "MeasuringPasses", bug),
+    "prepare": (refresher, "MeasuringPasses", bug),
     "pass A": (recorder, "format_errors", bug),
     "pass A memory": (recorder, "format_errors", no_memory),
     "perturb": (refresh, "perturb", bug),
     "pass B": (probe.Comparer, "_compare", bug),
     "reduce": (reduce, "_local_table", bug),
     "late": (reduce, "_local_table", sleep),
-    "divergences": (controller_module, "divergence_table", bug),
+    "divergences": (refresher, "divergence_table", bug),
     "broadcast": (PrecisionPlan, "from_dict", bug),
     "apply": (PlannedModel, "apply", bug),
 }
