@@ -16,7 +16,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,7 @@ class Size:
         batches: microbatches of the same-batch truth and of the statistics.
         unseen: held-out microbatches of the unseen truth.
         counts: numbers of statistics microbatches for the unseen truth.
-        probes: numbers of probes averaged; the first is the default of a refresh.
+        variants: settings beside a refresh's defaults for the weight divergence, by what they say.
     """
 
     shapes: tuple[dict[str, Any], ...]
@@ -127,10 +127,18 @@ class Size:
     batches: int
     unseen: int
     counts: tuple[int, ...]
-    probes: tuple[int, ...] = (1, 4)
+    variants: Mapping[str, dict[str, int]]
 
 
-QUICK = Size(({"num_layers": 4},), (40, 80, 120), ("fp4",), 2, 8, (1, 2, 4))
+ALL = 10**6
+FOUR = {"4 probes": {"probes": 4}}
+MORE = {
+    **FOUR,
+    "16 probes": {"probes": 16},
+    "all tokens": {"probe_rows": ALL},
+    "all tokens, 4 probes": {"probe_rows": ALL, "probes": 4},
+}
+QUICK = Size(({"num_layers": 4},), (40, 80, 120), ("fp4",), 2, 8, (1, 2, 4), FOUR)
 FULL = Size(
     (
         {"num_layers": 6},
@@ -141,7 +149,7 @@ FULL = Size(
     2,
     8,
     (1, 2, 4),
-    (1, 4, 16),
+    MORE,
 )
 
 
@@ -152,8 +160,8 @@ def judge(lab: Lab, snip: SnipConfig, size: Size, tick: Callable[[], None]) -> d
     table = lab.statistics(batches, snip)
     seconds = time.perf_counter() - start
     more = {
-        count: lab.statistics(batches, snip.model_copy(update={"probes": count}))
-        for count in size.probes[1:]
+        label: lab.statistics(batches, snip.model_copy(update=values))
+        for label, values in size.variants.items()
     }
     base_loss, base_gradients = lab.gradients(batches)
     base_updates = lab.updates(base_gradients)
@@ -180,11 +188,9 @@ def judge(lab: Lab, snip: SnipConfig, size: Size, tick: Callable[[], None]) -> d
             )
         ]
         found[name] = _agreements(table, name, whole, gemms)
-        for count, averaged in more.items():
+        for label, averaged in more.items():
             score = _scores(averaged, name, WEIGHT_SCORES[WEIGHT])
-            found[name]["weight"][f"{WEIGHT}, {count} probes"] = asdict(
-                agreement(score, whole[:, 1])
-            )
+            found[name]["weight"][f"{WEIGHT}, {label}"] = asdict(agreement(score, whole[:, 1]))
         found[name]["unseen"] = _unseen(lab, snip, size, name, tick)
     return found
 
@@ -271,7 +277,7 @@ def summarize(results: list[dict[str, Any]], formats: tuple[str, ...]) -> dict[s
         "loss_spearman_worst": float(np.min(loss)),
         "weight_spearman": float(np.median(weight)),
         "weight_spearman_worst": float(np.min(weight)),
-        "weight_spearman_by_probes": {k: float(np.median(v)) for k, v in weights.items()},
+        "weight_spearman_by_effort": {k: float(np.median(v)) for k, v in weights.items()},
         "loss_spearman_unseen": best[LOSS],
         "loss_spearman_unseen_by_score": best,
     }

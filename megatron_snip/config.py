@@ -73,7 +73,7 @@ class MeasureFields(_Section):
     stat_microbatches: Annotated[int, Field(ge=1)] = 1
     """Microbatches (of the step's own, per data-parallel rank) that a refresh replays."""
 
-    probe_rows: Annotated[int, Field(ge=1)] = 128
+    probe_rows: Annotated[int, Field(ge=1)] = 512
     """Tokens a microbatch whose activations and gradients the probe (pass B) compares."""
 
     probes: Annotated[int, Field(ge=1, le=64)] = 1

@@ -126,9 +126,7 @@ def table_rows(value: dict[str, Any]) -> list[dict[str, Any]]:
                     "fisher": parts.get("fisher"),
                     "aligned_fisher": parts.get("aligned_fisher"),
                     "forward": _root(
-                        _larger(
-                            parts.get("forward_channel_square"), parts.get("forward_whole_square")
-                        )
+                        _sum(parts.get("forward_channel_square"), parts.get("forward_scale_square"))
                     ),
                     "backward": _root(parts.get("backward_square")),
                     "local": _root(parts.get("local_square")),
@@ -164,9 +162,8 @@ def _shown(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
 
 
-def _larger(a: float | None, b: float | None) -> float | None:
-    known = [v for v in (a, b) if v is not None]
-    return max(known, default=None) if len(known) == 2 else None
+def _sum(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a + b
 
 
 def _root(square: float | None) -> float | None:

@@ -17,11 +17,17 @@ activations is biased, so their effects add up over tokens. To first order the e
     channels of fwd^2:  sum_n (sum_t dG_tn (X_t dW_n))^2 + sum_k (sum_t (dG W)_tk dX_q,tk)^2
     bwd^2:              sum_k (sum_t dX_tk (G_t dW_k))^2 + sum_n (sum_t (dX W^T)_tn dG_q,tn)^2
 
-Rounding to nearest also shrinks (small values become 0), so a part of eY points along -Y in all
-channels alike, which the sum over channels misses by up to ninefold where the output goes straight
-into the residual stream (linear_proj, linear_fc2). The whole, (sum_t <dG_t, eY_t>)^2, has that part
-and the noise of one sample a probe: both are kept, and the larger counts (records.py). Gradients
-are rounded without bias, so bwd^2 has no such part; benchmarks/fidelity.py shows the evidence.
+Rounding to nearest also shrinks (small values become 0): a part c Y of eY points along the output
+in all channels alike, which the sum over channels misses by up to ninefold where the output goes
+straight into the residual stream (linear_proj, linear_fc2). It is added, as
+
+    c^2 scale^2     c = sum <eY, Y> / sum |Y|^2     scale^2 = E_r ( sum_t <dG_t, Y_t> / eps )^2
+
+where scale^2, the change of the updates with the scale of the output, is again one sample a probe:
+its sum over channels apart, sum_n (sum_t dG_tn Y_tn)^2, comes along for `pooling.py`, which takes
+most of the chance out of it. Neither turns on how a single element was rounded, as the square of
+<dG, eY> over all tokens and channels does. Gradients are rounded without bias, so bwd^2 has no
+such part; benchmarks/fidelity.py shows the evidence.
 
 The sums run over R sampled of M tokens; squares of sums over all tokens are estimated without bias
 from the sample, and rounding noise in dG and dX (BF16) is subtracted where it enters squared.
@@ -35,79 +41,189 @@ from dataclasses import dataclass
 import torch
 
 from megatron_snip.collectives import sum_over
+from megatron_snip.formats import FORMATS
 from megatron_snip.matmul import matmul_fp32
-from megatron_snip.quantizers import quantize_dequantize_operand
-from megatron_snip.statistics.observation import Observation, ProbedRows, SampledRows
+from megatron_snip.quantizers import StochasticStream, quantize_dequantize_operand
+from megatron_snip.statistics.changes import Changes, take_changes
+from megatron_snip.statistics.coherence import coherent_parts
+from megatron_snip.statistics.observation import Observation, SampledRows
+from megatron_snip.statistics.recorder import MeasureSettings
+from megatron_snip.streams import grad_output_stream
 from megatron_snip.topology import Placement
 from megatron_snip.types import Gemm, Operand
 
 
 @dataclass
 class _Products:
-    """Products of sampled rows with the weight and its errors, maybe partial sums."""
+    """Products of one microbatch's sampled rows with the weight and its errors."""
 
+    changes: Changes
     over_n: torch.Tensor  # [1 + F, R, K]: dG W, then G dW of each format
-    over_k: torch.Tensor  # [1 + F, R, N]: dX W^T, then X dW^T of each format
-
-
-@dataclass
-class _Terms:
-    """The terms of one format whose sums over tokens are squared, with variances of noise."""
-
-    output: torch.Tensor  # [R, N]: dG_tn (X_t dW_n)
-    output_noise: torch.Tensor | None
-    input: torch.Tensor  # [R, K]: (dG W)_tk dX_q,tk
-    back_input: torch.Tensor  # [R, K]: dX_tk (G_t dW_k)
-    back_input_noise: torch.Tensor | None
-    back_output: torch.Tensor  # [R, N]: (dX W^T)_tn dG_q,tn
+    over_k: torch.Tensor  # [2 + F, R, N]: dX W^T, X W^T, then X dW^T of each format
 
 
 def couple(
     placement: Placement,
     weight: torch.Tensor,
-    seen: Observation,
-    formats: Sequence[str],
-    num_probes: int = 1,
+    observations: Sequence[Observation],
+    settings: MeasureSettings,
 ) -> str | None:
-    """All ranks of the linear's tensor axis: add one probe's part to `seen.couplings`.
+    """All ranks of the linear's tensor axis: add one probe's part to the observations.
 
     Args:
         placement: which linear.
         weight: W [N, K] of this shard, not perturbed.
-        seen: an observation that the probe has visited.
-        formats: the formats measured, in the observation's order.
-        num_probes: over how many probes the couplings are averaged.
+        observations: its microbatches, the same number on all these ranks.
+        settings: what the refresh measures; formats in the observations' order.
 
     Returns:
         Why it failed on this rank (then zeros took part in the sums), or None.
     """
-    sampled, probed = seen.sampled, seen.probed
-    seen.probed = None
-    if sampled is None or probed is None:  # e.g. an expert that saw other tokens under the probe
+    # An expert may have seen other tokens under the probe than in pass A.
+    visited = [o for o in observations if o.sampled is not None and o.probed is not None]
+    if not visited:
         return None
-    group = placement.tensor.group
-    failure = None
+    group, failure = placement.tensor.group, None
+    per_token = [torch.zeros((2, o.rows.numel()), device=weight.device) for o in visited]
     try:
-        products = _products(weight, sampled, probed, formats)
+        products = _products(placement, weight, visited, settings)
     except Exception as error:
         failure = f"{placement.name}: {type(error).__name__}: {error}"
-        products = _nothing(weight, sampled, formats)
-    sum_over(products.over_n if placement.kind == "column" else products.over_k, group)
-    input_share, output_share = _shares(placement)
-    tokens, whole = seen.grad.numel(), []
-    for f in range(len(formats)):
-        terms = _terms(products, sampled, probed, f)
-        channels = coherent_parts(terms.output, terms.output_noise, tokens) * output_share
-        channels += coherent_parts(terms.input, None, tokens) * input_share
-        backward = coherent_parts(terms.back_input, terms.back_input_noise, tokens) * input_share
-        backward += coherent_parts(terms.back_output, None, tokens) * output_share
-        seen.couplings[f, 0] += channels / num_probes
-        seen.couplings[f, 2] += backward / num_probes
-        whole.append(terms.output.sum(1) * output_share + terms.input.sum(1) * input_share)
-    for f, per_token in enumerate(sum_over(torch.stack(whole), group)):  # [R]
-        parts = coherent_parts(per_token[:, None], None, tokens)
-        seen.couplings[f, 1] += parts / (num_probes * placement.tensor.size)
+        products = [_nothing(weight, o, len(settings.formats)) for o in visited]
+    for product in products:
+        sum_over(product.over_n if placement.kind == "column" else product.over_k, group)
+    try:
+        for i, (seen, product) in enumerate(zip(visited, products, strict=True)):
+            _add_channels(placement, seen, product, settings)
+            per_token[i] = _scale_terms(product)
+    except Exception as error:
+        failure = failure or f"{placement.name}: {type(error).__name__}: {error}"
+    _add_scales(placement, visited, per_token, settings.num_probes)
+    for seen in visited:
+        seen.probed = None
     return failure
+
+
+def _products(
+    placement: Placement,
+    weight: torch.Tensor,
+    visited: Sequence[Observation],
+    settings: MeasureSettings,
+) -> list[_Products]:
+    """Format by format, so that one error of the weight is held at a time."""
+    changes = [take_changes(placement, o, settings.num_probes) for o in visited]
+    over_n = [[matmul_fp32(c.grad, weight)] for c in changes]
+    over_k = [[matmul_fp32(c.input, weight.t())] for c in changes]
+    for rows, o in zip(over_k, visited, strict=True):
+        rows.append(matmul_fp32(_sampled(o).input, weight.t()))
+    for name in settings.formats:
+        error = _error(weight, name, Operand.WEIGHT, Gemm.FPROP)
+        for rows, o in zip(over_k, visited, strict=True):
+            rows.append(matmul_fp32(_sampled(o).input, error.t()))
+        height, width = FORMATS[name].weight_block
+        if height != width:  # a square block makes one quantized weight serve both GEMMs
+            error = _error(weight, name, Operand.WEIGHT, Gemm.DGRAD)
+        for rows, o in zip(over_n, visited, strict=True):
+            rows.append(matmul_fp32(_sampled(o).grad, error))
+    return [
+        _Products(c, torch.stack(n), torch.stack(k))
+        for c, n, k in zip(changes, over_n, over_k, strict=True)
+    ]
+
+
+def _nothing(weight: torch.Tensor, seen: Observation, num_formats: int) -> _Products:
+    """Zeros of the shapes that `_products` gives, for the collectives of a failed rank."""
+    r, (n, k) = seen.rows.numel(), weight.shape
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, device=weight.device)
+
+    changes = Changes(zeros(r, k), zeros(r, n), None, None)
+    return _Products(changes, zeros(1 + num_formats, r, k), zeros(2 + num_formats, r, n))
+
+
+def _add_channels(
+    placement: Placement, seen: Observation, product: _Products, settings: MeasureSettings
+) -> None:
+    """Add the sums over channels of squares: fwd^2 and bwd^2 of each format, and scale^2."""
+    input_share, output_share = _shares(placement)
+    tokens, changes = seen.grad.numel(), product.changes
+    by_grad, by_input = product.over_n[0], product.over_k[0]
+
+    def add(
+        to: torch.Tensor, terms: torch.Tensor, noise: torch.Tensor | None, share: float
+    ) -> None:
+        to += coherent_parts(terms, noise, tokens) * (share / settings.num_probes)
+
+    output = product.over_k[1]
+    noise = _scaled(changes.grad_noise, output)
+    add(seen.scalings[1], changes.grad * output, noise, output_share)
+    for f in range(len(settings.formats)):
+        input_error, grad_error = _row_errors(placement, seen, settings, f)
+        forward, backward = seen.couplings[f]
+        by_weight = product.over_k[2 + f]
+        noise = _scaled(changes.grad_noise, by_weight)
+        add(forward, changes.grad * by_weight, noise, output_share)
+        add(forward, by_grad * input_error, None, input_share)
+        by_weight = product.over_n[1 + f]
+        noise = _scaled(changes.input_noise, by_weight)
+        add(backward, changes.input * by_weight, noise, input_share)
+        add(backward, by_input * grad_error, None, output_share)
+
+
+def _scale_terms(product: _Products) -> torch.Tensor:
+    """Return [2, R]: <dG_t, Y_t> over this shard's channels, and its variance from rounding."""
+    output, changes = product.over_k[1], product.changes
+    terms = (changes.grad * output).sum(1)
+    noise = _scaled(changes.grad_noise, output)
+    return torch.stack([terms, torch.zeros_like(terms) if noise is None else noise.sum(1)])
+
+
+def _add_scales(
+    placement: Placement,
+    visited: Sequence[Observation],
+    per_token: Sequence[torch.Tensor],
+    num_probes: int,
+) -> None:
+    """All ranks of the tensor axis: add scale^2 of all channels together."""
+    joined = torch.cat(list(per_token), dim=1)
+    if placement.kind == "column":  # a row-parallel linear's ranks all hold the whole output
+        sum_over(joined, placement.tensor.group)
+    pieces = torch.split(joined, [part.shape[1] for part in per_token], dim=1)
+    for seen, (terms, noise) in zip(visited, pieces, strict=True):
+        parts = coherent_parts(terms[:, None], noise[:, None], seen.grad.numel())
+        seen.scalings[0] += parts / (num_probes * placement.tensor.size)
+
+
+def _row_errors(
+    placement: Placement, seen: Observation, settings: MeasureSettings, f: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return Q(X) - X [R, K] and Q(G) - G [R, N] at the sampled tokens, as fprop and dgrad do."""
+    name, rows = settings.formats[f], _sampled(seen)
+    stream = grad_output_stream(settings.seed, placement, settings.step, seen.microbatch)
+    return (
+        _error(rows.input, name, Operand.INPUT, Gemm.FPROP, rows.input_amax),
+        _error(rows.grad, name, Operand.GRAD_OUTPUT, Gemm.DGRAD, rows.grad_amax, stream),
+    )
+
+
+def _error(
+    tensor: torch.Tensor,
+    name: str,
+    operand: Operand,
+    gemm: Gemm,
+    amax: torch.Tensor | None = None,
+    stream: StochasticStream | None = None,
+) -> torch.Tensor:
+    quantized = quantize_dequantize_operand(
+        tensor, name, operand, gemm, stream=stream, tensor_amax=amax, dtype=torch.float32
+    )
+    return quantized.sub_(tensor)
+
+
+def _sampled(seen: Observation) -> SampledRows:
+    assert seen.sampled is not None
+    return seen.sampled
 
 
 def _shares(placement: Placement) -> tuple[float, float]:
@@ -116,82 +232,5 @@ def _shares(placement: Placement) -> tuple[float, float]:
     return (share, 1.0) if placement.kind == "column" else (1.0, share)
 
 
-def _products(
-    weight: torch.Tensor, sampled: SampledRows, probed: ProbedRows, formats: Sequence[str]
-) -> _Products:
-    over_n = [matmul_fp32(probed.grad_change, weight)]
-    over_k = [matmul_fp32(probed.input_change, weight.t())]
-    for name in formats:
-        error = _weight_error(weight, name, Gemm.DGRAD)
-        over_n.append(matmul_fp32(sampled.grad, error))
-        error = _weight_error(weight, name, Gemm.FPROP)
-        over_k.append(matmul_fp32(sampled.input, error.t()))
-    return _Products(torch.stack(over_n), torch.stack(over_k))
-
-
-def _nothing(weight: torch.Tensor, sampled: SampledRows, formats: Sequence[str]) -> _Products:
-    rows, (n, k) = sampled.input.shape[0], weight.shape
-    shape = (1 + len(formats), rows)
-    return _Products(
-        torch.zeros((*shape, k), device=weight.device),
-        torch.zeros((*shape, n), device=weight.device),
-    )
-
-
-def _weight_error(weight: torch.Tensor, name: str, gemm: Gemm) -> torch.Tensor:
-    quantized = quantize_dequantize_operand(weight, name, Operand.WEIGHT, gemm, dtype=torch.float32)
-    return quantized.sub_(weight)
-
-
-def _terms(products: _Products, sampled: SampledRows, probed: ProbedRows, f: int) -> _Terms:
-    by_output, by_input = products.over_k[1 + f], products.over_n[1 + f]
-    return _Terms(
-        output=probed.grad_change * by_output,
-        output_noise=_scaled(probed.grad_noise, by_output),
-        input=products.over_n[0] * sampled.input_error[f],
-        back_input=probed.input_change * by_input,
-        back_input_noise=_scaled(probed.input_noise, by_input),
-        back_output=products.over_k[0] * sampled.grad_error[f],
-    )
-
-
 def _scaled(noise: torch.Tensor | None, factor: torch.Tensor) -> torch.Tensor | None:
     return None if noise is None else noise * factor.square()
-
-
-def coherent_parts(
-    terms: torch.Tensor, noise: torch.Tensor | None, num_tokens: int
-) -> torch.Tensor:
-    """Estimate sum_c (sum over all tokens of terms_tc)^2 from sampled tokens, without bias.
-
-    sum_t a_t^2 over the sample stands for the diagonal, (sum_t a_t)^2 - sum_t a_t^2 for the
-    off-diagonal; each is scaled from pairs sampled to pairs there are. The two add up over
-    shards, microbatches and ranks before `coherent_square` joins them.
-
-    Args:
-        terms: [R, C], the sampled tokens' terms.
-        noise: [R, C], variance of the terms that is not signal, or None.
-        num_tokens: M >= R.
-
-    Returns:
-        [2] FP64: diagonal less noise, off-diagonal.
-    """
-    sampled = terms.shape[0]
-    diagonal = terms.square().sum(dtype=torch.float64)
-    off_diagonal = terms.sum(dim=0, dtype=torch.float64).square().sum() - diagonal
-    signal = diagonal if noise is None else diagonal - noise.sum(dtype=torch.float64)
-    whole, pairs = num_tokens / max(sampled, 1), 0.0
-    if sampled > 1:
-        pairs = num_tokens * (num_tokens - 1) / (sampled * (sampled - 1))
-    return torch.stack([signal * whole, off_diagonal * pairs])
-
-
-def coherent_square(diagonal: float, off_diagonal: float, all_sampled: bool) -> float:
-    """Join summed parts, >= 0; of a sample, a negative off-diagonal is chance and counts as 0."""
-    if all_sampled:
-        return _at_least_0(diagonal + off_diagonal)
-    return _at_least_0(diagonal) + _at_least_0(off_diagonal)
-
-
-def _at_least_0(value: float) -> float:
-    return 0.0 if value < 0 else value  # NaN stays

@@ -6,8 +6,8 @@ For tokens t = 1..M, X [M, K], W [N, K], G = dL/dY [M, N], and Q the format's qu
     eW = Q(G)^T Q(X) - G^T X        weight-gradient error    [N, K]
 
 Tiles run along each GEMM's contraction dimension, so fprop, dgrad and wgrad each quantize their
-own operands (SNIP, arXiv:2602.01410, Sec. 3). For dgrad only the sampled tokens' G is quantized
-(`coupling.py` asks for no more). Everything is FP32. Nothing here communicates; what a shard
+own operands (SNIP, arXiv:2602.01410, Sec. 3). dgrad's errors are looked at for the sampled tokens
+only, by `coupling.py`. Everything is FP32. Nothing here communicates; what a shard
 measures is a partial result whose sum over tensor-parallel ranks is formed by the recorder.
 """
 
@@ -17,13 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_snip.formats import FORMATS
 from megatron_snip.matmul import matmul_fp32
-from megatron_snip.quantizers import (
-    StochasticStream,
-    needs_tensor_amax,
-    quantize_dequantize_operand,
-)
+from megatron_snip.quantizers import StochasticStream, quantize_dequantize_operand
 from megatron_snip.types import Gemm, Operand
 
 
@@ -62,8 +57,6 @@ class FormatErrors:
     Attributes:
         output: eY [M, N]; a partial sum for a row-parallel linear.
         weight_gradient: eW [N, K].
-        input_rows: Q(X) - X at the sampled tokens (tiles along K), [rows, K].
-        grad_rows: Q(G) - G at the sampled tokens (tiles along N), [rows, N].
         input_square: |Q(X) - X|^2, a scalar (tiles along K).
         weight_square: |Q(W) - W|^2, a scalar.
         grad_square: |Q(G) - G|^2, a scalar (tiles along tokens).
@@ -71,8 +64,6 @@ class FormatErrors:
 
     output: torch.Tensor
     weight_gradient: torch.Tensor
-    input_rows: torch.Tensor
-    grad_rows: torch.Tensor
     input_square: torch.Tensor
     weight_square: torch.Tensor
     grad_square: torch.Tensor
@@ -91,7 +82,6 @@ def format_errors(
     operands: Operands,
     exact: ExactProducts,
     format_name: str,
-    rows: torch.Tensor,
     stream: StochasticStream,
 ) -> FormatErrors:
     """Measure one format.
@@ -100,41 +90,25 @@ def format_errors(
         operands: the linear's tensors.
         exact: their products without quantization.
         format_name: the format of all operands.
-        rows: [rows] int64, the sampled tokens.
         stream: random numbers for G, where the format rounds it stochastically.
     """
     x, w, g = operands.input, operands.weight, operands.grad_output
 
-    def quantized(
-        tensor: torch.Tensor, operand: Operand, gemm: Gemm, amax: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def quantized(tensor: torch.Tensor, operand: Operand, gemm: Gemm) -> torch.Tensor:
         return quantize_dequantize_operand(
-            tensor,
-            format_name,
-            operand,
-            gemm,
-            stream=stream,
-            tensor_amax=amax,
-            dtype=torch.float32,
+            tensor, format_name, operand, gemm, stream=stream, dtype=torch.float32
         )
 
     x_q = quantized(x, Operand.INPUT, Gemm.FPROP)
     w_q = quantized(w, Operand.WEIGHT, Gemm.FPROP)
     output = matmul_fp32(x_q, w_q.t()).sub_(exact.output)
     input_square, weight_square = squared_norm(x_q.sub_(x)), squared_norm(w_q - w)
-    input_rows = x_q[rows]
-
-    g_rows = g[rows]
-    amax = g.abs().amax() if g.numel() and needs_tensor_amax(FORMATS[format_name]) else None
-    grad_rows = quantized(g_rows, Operand.GRAD_OUTPUT, Gemm.DGRAD, amax).sub_(g_rows)
 
     g_w = quantized(g, Operand.GRAD_OUTPUT, Gemm.WGRAD)
     x_w = quantized(x, Operand.INPUT, Gemm.WGRAD)
     weight_gradient = matmul_fp32(g_w.t(), x_w).sub_(exact.weight_gradient)
     grad_square = squared_norm(g_w.sub_(g))
-    return FormatErrors(
-        output, weight_gradient, input_rows, grad_rows, input_square, weight_square, grad_square
-    )
+    return FormatErrors(output, weight_gradient, input_square, weight_square, grad_square)
 
 
 def squared_norm(tensor: torch.Tensor) -> torch.Tensor:

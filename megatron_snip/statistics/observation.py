@@ -14,36 +14,32 @@ import torch
 
 @dataclass
 class SampledRows:
-    """What pass A keeps of the sampled tokens for the probe. R tokens, F formats.
+    """What pass A keeps of R sampled tokens for the probe, in the dtype that it was seen in.
 
     Attributes:
         input: X [R, K] of this shard.
         grad: G [R, N] of this shard.
-        input_error: [F, R, K], Q(X) - X of this shard with tiles along K, FP32.
-        grad_error: [F, R, N], Q(G) - G of this shard with tiles along N, FP32.
+        input_amax: largest magnitude of all of X (of this shard), or None where no format asks.
+        grad_amax: likewise of G.
     """
 
     input: torch.Tensor
     grad: torch.Tensor
-    input_error: torch.Tensor
-    grad_error: torch.Tensor
+    input_amax: torch.Tensor | None = None
+    grad_amax: torch.Tensor | None = None
 
 
 @dataclass
 class ProbedRows:
-    """What the probe changed at the sampled tokens.
+    """The same tokens under the probe.
 
     Attributes:
-        input_change: dX [R, K] of this shard, FP32.
-        grad_change: dG [R, N] of this shard, FP32.
-        input_noise: [R, K] FP32, variance that rounding alone gives dX; None in FP32 compute.
-        grad_noise: [R, N] FP32, likewise of dG.
+        input: X [R, K] of this shard.
+        grad: G [R, N] of this shard.
     """
 
-    input_change: torch.Tensor
-    grad_change: torch.Tensor
-    input_noise: torch.Tensor | None
-    grad_noise: torch.Tensor | None
+    input: torch.Tensor
+    grad: torch.Tensor
 
 
 @dataclass
@@ -55,11 +51,12 @@ class Observation:
         rows: [R] int64, the sampled tokens.
         first: [F, M] FP64, <G_t, eY_t>.
         norms: [5] FP64: |X|^2, |W|^2, |Y|^2, |G|^2, |dW|^2.
-        errors: [F, 5] FP64: |Q(X)-X|^2, |Q(W)-W|^2, |Q(G)-G|^2, |eW|^2, |D * eW|^2.
+        errors: [F, 6] FP64: |Q(X)-X|^2, |Q(W)-W|^2, |Q(G)-G|^2, |eW|^2, |D * eW|^2, <eY, Y>.
         output_error: [F, M] FP64, |eY_t|^2.
         grad: [M] FP64, |G_t|^2.
-        couplings: [F, 3, 2] FP64, of fwd^2 over channels, of fwd^2 of the whole and of bwd^2, times
-            eps^2: the parts that `coupling.coherent_square` joins; zeros before the probe.
+        couplings: [F, 2, 2] FP64, of fwd^2 over channels and of bwd^2, times eps^2: the parts that
+            `coupling.coherent_square` joins; zeros before the probe.
+        scalings: [2, 2] FP64, of scale^2 as a whole and over channels, times eps^2; likewise.
         probe: [4] FP64, |dX|^2 and its noise, |dG|^2 and its noise, over the sampled tokens.
         sampled: tensors of the sampled tokens, until the probe has used them.
         probed: what the probe changed there, until it has been coupled.
@@ -73,6 +70,7 @@ class Observation:
     output_error: torch.Tensor
     grad: torch.Tensor
     couplings: torch.Tensor
+    scalings: torch.Tensor
     probe: torch.Tensor
     sampled: SampledRows | None = None
     probed: ProbedRows | None = None
@@ -86,6 +84,7 @@ class Observation:
             self.output_error,
             self.grad,
             self.couplings,
+            self.scalings,
             self.probe,
         ]
 
@@ -98,5 +97,6 @@ class Observation:
             self.output_error,
             self.grad,
             self.couplings,
+            self.scalings,
             self.probe,
         ) = parts

@@ -95,20 +95,18 @@ def restore(probed: ProbedWeight) -> None:
 
 
 class Comparer:
-    """Compares sampled rows of X and G with those of pass A; see `tap.Observer`.
+    """Keeps X and G of the tokens that pass A sampled; see `tap.Observer`.
 
     Attributes:
         failure: the first error met on this rank, or None.
     """
 
-    def __init__(self, observations: Mapping[str, list[Observation]], num_probes: int = 1) -> None:
+    def __init__(self, observations: Mapping[str, list[Observation]]) -> None:
         """Start before the first microbatch.
 
         Args:
             observations: what pass A kept, by instance, in microbatch order.
-            num_probes: over how many probes the changes are averaged.
         """
-        self._share = 1.0 / num_probes
         self.failure: str | None = None
         self._observations = observations
         self._seen: dict[str, int] = {}
@@ -140,27 +138,4 @@ class Comparer:
         seen = self._observations[placement.instance][index]
         if x.shape[0] != seen.grad.numel():
             return  # an expert was sent other tokens than in pass A: nothing to compare
-        assert seen.sampled is not None
-        input_change, input_noise = _change(x[seen.rows], seen.sampled.input)
-        grad_change, grad_noise = _change(g[seen.rows], seen.sampled.grad)
-        seen.probed = ProbedRows(input_change, grad_change, input_noise, grad_noise)
-        column, share = placement.kind == "column", 1.0 / placement.tensor.size
-        parts = (input_change.square(), input_noise, grad_change.square(), grad_noise)
-        shares = (share, share, 1.0, 1.0) if column else (1.0, 1.0, share, share)
-        for i, (part, weight) in enumerate(zip(parts, shares, strict=True)):
-            if part is not None:
-                seen.probe[i] += part.sum(dtype=torch.float64) * (weight * self._share)
-
-
-def _change(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return new - old, FP32, and the variance that rounding alone gives it.
-
-    A BF16 or FP16 value carries a rounding error of variance ulp^2 / 12, and two are compared;
-    an FP32 value's is far below any signal (None).
-    """
-    change = new.float() - old.float()
-    if new.dtype == torch.float32:
-        return change, None
-    bits = -math.log2(torch.finfo(new.dtype).eps)
-    ulp = torch.exp2(torch.frexp(old.float())[1].float() - 1 - bits)
-    return change, (ulp.square() / 6).where(old != 0, 0)
+        seen.probed = ProbedRows(x[seen.rows], g[seen.rows])

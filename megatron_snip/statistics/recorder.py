@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from megatron_snip.collectives import sum_over
+from megatron_snip.formats import get_format
+from megatron_snip.quantizers import needs_tensor_amax
 from megatron_snip.statistics.measure import (
     Operands,
     exact_products,
@@ -57,8 +59,7 @@ class _Local:
     weight_norms: torch.Tensor  # [2]: |W|^2, |dW|^2
     input_norm: torch.Tensor  # |X|^2
     errors: torch.Tensor  # [F, 5]
-    input_rows: torch.Tensor  # [F, R, K]: Q(X) - X at the sampled tokens
-    grad_rows: torch.Tensor  # [F, R, N]: Q(G) - G there
+    amax: tuple[torch.Tensor, torch.Tensor] | None  # of X and G, where a format asks
 
 
 class Recorder:
@@ -113,28 +114,24 @@ class Recorder:
         microbatch = len(seen) * data.size + data.rank
         rows = self._rows(operands.input.shape[0], microbatch).to(operands.input.device)
         try:
-            local = self._measure(placement, operands, rows, microbatch)
+            local = self._measure(placement, operands, microbatch)
         except Exception as error:
             self.failure = self.failure or f"{placement.name}: {type(error).__name__}: {error}"
-            local = self._nothing(operands, rows)
+            local = self._nothing(operands)
         seen.append(self._joined(placement, operands, rows, microbatch, local))
 
     def _rows(self, num_tokens: int, microbatch: int) -> torch.Tensor:
         s = self.settings
         return sampled_rows(num_tokens, s.num_rows, s.seed, s.step, microbatch)
 
-    def _measure(
-        self, placement: Placement, operands: Operands, rows: torch.Tensor, microbatch: int
-    ) -> _Local:
+    def _measure(self, placement: Placement, operands: Operands, microbatch: int) -> _Local:
         sensitivity = self._sensitivity.get(placement.instance)
         exact = exact_products(operands)
-        outputs, first, errors, input_rows, grad_rows = [exact.output], [], [], [], []
+        outputs, first, errors = [exact.output], [], []
         stream = grad_output_stream(self.settings.seed, placement, self.settings.step, microbatch)
         for name in self.settings.formats:
-            e = format_errors(operands, exact, name, rows, stream)
+            e = format_errors(operands, exact, name, stream)
             outputs.append(e.output)
-            input_rows.append(e.input_rows)
-            grad_rows.append(e.grad_rows)
             first.append((operands.grad_output * e.output).sum(dim=-1, dtype=torch.float64))
             wgrad = squared_norm(e.weight_gradient)
             weighted = torch.zeros_like(wgrad)  # a frozen weight has no update to change
@@ -150,14 +147,20 @@ class Recorder:
             torch.stack(weight_norms),
             squared_norm(operands.input),
             torch.stack(errors),
-            torch.stack(input_rows),
-            torch.stack(grad_rows),
+            self._amax(operands),
         )
 
-    def _nothing(self, operands: Operands, rows: torch.Tensor) -> _Local:
+    def _amax(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if not any(needs_tensor_amax(get_format(name)) for name in self.settings.formats):
+            return None
+        if not operands.input.numel():  # an expert without tokens
+            return None
+        return operands.input.abs().amax(), operands.grad_output.abs().amax()
+
+    def _nothing(self, operands: Operands) -> _Local:
         """Zeros of the shapes that `_measure` gives, for the collectives of a failed rank."""
         num_formats = len(self.settings.formats)
-        tokens, (n, k) = operands.input.shape[0], operands.weight.shape
+        tokens, n = operands.input.shape[0], operands.weight.shape[0]
         device = operands.input.device
 
         def wide(*shape: int) -> torch.Tensor:
@@ -169,8 +172,7 @@ class Recorder:
             wide(2),
             wide(),
             wide(num_formats, 5),
-            torch.zeros((num_formats, rows.numel(), k), device=device),
-            torch.zeros((num_formats, rows.numel(), n), device=device),
+            None,
         )
 
     def _joined(
@@ -190,7 +192,9 @@ class Recorder:
         input_share, output_share = (share, 1.0) if column else (1.0, share)
         output_tokens = token_squares(local.outputs) * output_share  # [1 + F, M]
         grad = token_squares(operands.grad_output) * output_share
-        errors = local.errors.clone()
+        exact = local.outputs[0]
+        shift = torch.stack([_inner(error, exact) for error in local.outputs[1:]]) * output_share
+        errors = torch.cat([local.errors, shift[:, None]], dim=1)
         errors[:, 0] *= input_share
         errors[:, 2] *= output_share
         norms = torch.stack(
@@ -211,7 +215,13 @@ class Recorder:
             errors=errors,
             output_error=output_tokens[1:],
             grad=grad,
-            couplings=errors.new_zeros((len(errors), 3, 2)),
+            couplings=errors.new_zeros((len(errors), 2, 2)),
+            scalings=errors.new_zeros((2, 2)),
             probe=errors.new_zeros(4),
-            sampled=SampledRows(x[rows], g[rows], local.input_rows, local.grad_rows),
+            sampled=SampledRows(x[rows], g[rows], *(local.amax or (None, None))),
         )
+
+
+def _inner(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """<a, b> of two [M, N], FP64; each token summed in FP32, without a product in memory."""
+    return torch.einsum("mn,mn->m", a, b).sum(dtype=torch.float64)

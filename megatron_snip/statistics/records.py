@@ -1,14 +1,12 @@
 """The records that leave a refresh: sums over all tokens, microbatches and ranks, as floats.
 
-Every field is a sum that adds over microbatches and ranks, in units of the loss and of the
-gradient of the batch-mean loss; `divergence/` turns them into divergences. Symbols as in
-`statistics/measure.py`.
+Units are those of the loss and of the gradient of the batch-mean loss; `divergence/` turns sums
+into divergences. Symbols as in `statistics/measure.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,8 +23,9 @@ class FormatStatistics:
         first_square: sum over microbatches of (first of the microbatch)^2.
         fisher: 1/2 sum_t |eY_t|^2 |G_t|^2 T / N: second-order loss change, directions at random.
         aligned_fisher: 1/2 sum_t <G_t, eY_t>^2 T: the same with the errors' own directions.
+        output_shift: sum <eY, Y>; over output_square it is c, the part of eY along Y.
         forward_channel_square: fwd^2, update change through eY (probe), channels apart.
-        forward_whole_square: the same with channels together: less bias, more noise.
+        forward_scale_square: c^2 scale^2, update change through c Y, channels together.
         backward_square: bwd^2, update change through eX (probe).
         local_square: loc^2 = |D * eW|^2, update change through eW.
         output_error_square: sum |eY|^2.
@@ -41,8 +40,9 @@ class FormatStatistics:
     first_square: float = 0.0
     fisher: float = 0.0
     aligned_fisher: float = 0.0
+    output_shift: float = 0.0
     forward_channel_square: float = 0.0
-    forward_whole_square: float = 0.0
+    forward_scale_square: float = 0.0
     backward_square: float = 0.0
     local_square: float = 0.0
     output_error_square: float = 0.0
@@ -53,9 +53,8 @@ class FormatStatistics:
 
     @property
     def forward_square(self) -> float:
-        """fwd^2: the larger of its two estimates (the channels' is a floor); NaN if either is."""
-        pair = self.forward_channel_square, self.forward_whole_square
-        return math.nan if any(map(math.isnan, pair)) else max(pair)
+        """fwd^2, update change through eY: what channels give apart and together (coupling.py)."""
+        return self.forward_channel_square + self.forward_scale_square
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,8 @@ class LinearStatistics:
         probe_input_noise: the part of it that rounding alone gives.
         probe_grad_square: sum over tokens of |dG / eps|^2 (from the sample), noise included.
         probe_grad_noise: the part of it that rounding alone gives.
+        scale_square: scale^2, update change with the scale of Y (probe), channels together.
+        scale_channel_square: the same with channels apart.
         formats: per format name.
     """
 
@@ -102,6 +103,8 @@ class LinearStatistics:
     probe_input_noise: float = 0.0
     probe_grad_square: float = 0.0
     probe_grad_noise: float = 0.0
+    scale_square: float = 0.0
+    scale_channel_square: float = 0.0
     formats: dict[str, FormatStatistics] = field(default_factory=dict)
 
 
@@ -126,12 +129,20 @@ class StatisticsTable:
         return {"version": SCHEMA_VERSION, **dataclasses.asdict(self)}
 
 
+COUPLINGS = ("forward_channel_square", "backward_square")
+SCALES = ("scale_square", "scale_channel_square")
+"""Fields that travel in two parts each (coherence.py), of a format and of a linear."""
+
 BASE_COLUMNS: tuple[str, ...] = tuple(
     f.name
     for f in dataclasses.fields(LinearStatistics)
-    if f.type == "float" and f.name != "flops_per_token"
+    if f.type == "float" and f.name not in ("flops_per_token", *SCALES)
 )
 """The additive fields of `LinearStatistics`, in the order of the reduced table's columns."""
 
-FORMAT_COLUMNS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(FormatStatistics))
+FORMAT_COLUMNS: tuple[str, ...] = tuple(
+    f.name
+    for f in dataclasses.fields(FormatStatistics)
+    if f.name not in ("forward_scale_square", *COUPLINGS)
+)
 """The additive fields of `FormatStatistics`, repeated for each format in the reduced table."""

@@ -15,27 +15,29 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from megatron_snip.collectives import sum_over
-from megatron_snip.statistics.coupling import coherent_square
+from megatron_snip.statistics.coherence import coherent_square
 from megatron_snip.statistics.observation import Observation
+from megatron_snip.statistics.pooling import pooled_squares
 from megatron_snip.statistics.records import (
     BASE_COLUMNS,
+    COUPLINGS,
     FORMAT_COLUMNS,
+    SCALES,
     FormatStatistics,
     LinearStatistics,
     StatisticsTable,
 )
 from megatron_snip.topology import Placement, TensorAxis, Topology
 
-_COUPLINGS = ("forward_channel_square", "forward_whole_square", "backward_square")
-_PLAIN = tuple(name for name in FORMAT_COLUMNS if name not in _COUPLINGS)
-FORMAT_WIDTH = len(_PLAIN) + 2 * len(_COUPLINGS)
-"""Columns of a format in the reduced table: couplings travel in two parts each (coupling.py)."""
+BASE_WIDTH = len(BASE_COLUMNS) + 2 * len(SCALES)
+FORMAT_WIDTH = len(FORMAT_COLUMNS) + 2 * len(COUPLINGS)
+"""Columns of a linear, then of each of its formats, in the reduced table."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def reduce_statistics(inputs: ReduceInputs, topology: Topology) -> StatisticsTab
 
 def _local_table(inputs: ReduceInputs, topology: Topology) -> torch.Tensor:
     """Return this rank's contribution; every linear's tensor rank 0 speaks for its axis."""
-    width = len(BASE_COLUMNS) + len(inputs.formats) * FORMAT_WIDTH
+    width = BASE_WIDTH + len(inputs.formats) * FORMAT_WIDTH
     table = torch.zeros((1 + len(inputs.linears), width), dtype=torch.float64)
     index = {linear.name: 1 + i for i, linear in enumerate(inputs.linears)}
     table[0, 0], table[0, 1] = inputs.loss_sum, inputs.loss_count
@@ -179,13 +181,14 @@ def _row(
         "probe_grad_square": seen.probe[2] * whole * scale_square,
         "probe_grad_noise": seen.probe[3] * whole * scale_square,
     }
-    values = [base[name] for name in BASE_COLUMNS]
+    probed = per_step * scale_square
+    values = [base[name] for name in BASE_COLUMNS] + list((seen.scalings * probed).flatten())
     update_square = inputs.update_square.get(placement.instance, 1.0)  # 1: frozen, error is 0
     for f in range(len(inputs.formats)):
         first = seen.first[f].sum() * scale
         fisher = (seen.output_error[f] * seen.grad).sum() * scale_square
         aligned = seen.first[f].square().sum() * scale_square
-        couplings = seen.couplings[f] * (per_step * scale_square)
+        couplings = seen.couplings[f] * probed
         by_name: dict[str, Any] = {
             "first": first,
             "first_abs": first.abs(),
@@ -198,8 +201,9 @@ def _row(
             "weight_error_square": seen.errors[f, 1],
             "grad_error_square": seen.errors[f, 2] * scale_square,
             "wgrad_error_square": seen.errors[f, 3] * scale_square,
+            "output_shift": seen.errors[f, 5],
         }
-        values += [by_name[name] for name in _PLAIN] + list(couplings.flatten())
+        values += [by_name[name] for name in FORMAT_COLUMNS] + list(couplings.flatten())
     device = seen.grad.device
     # One copy to the CPU a row: each would wait for the device.
     return torch.stack(
@@ -209,34 +213,54 @@ def _row(
 
 def _decode(inputs: ReduceInputs, table: torch.Tensor) -> StatisticsTable:
     rows: Sequence[Sequence[float]] = table.tolist()
-    num_base = len(BASE_COLUMNS)
-    linears = []
-    for info, row in zip(inputs.linears, rows[1:], strict=True):
-        base = dict(zip(BASE_COLUMNS, row[:num_base], strict=True))
-        all_sampled = base["probe_tokens"] == base["tokens"]
-        formats = {}
-        for f, name in enumerate(inputs.formats):
-            start = num_base + f * FORMAT_WIDTH
-            formats[name] = _format(row[start : start + FORMAT_WIDTH], all_sampled)
-        linears.append(
-            LinearStatistics(
-                info.name,
-                info.stage,
-                info.in_features,
-                info.out_features,
-                info.flops_per_token,
-                **base,
-                formats=formats,
-            )
-        )
+    linears = [
+        _linear(info, row, inputs.formats)
+        for info, row in zip(inputs.linears, rows[1:], strict=True)
+    ]
     loss_sum, loss_count = rows[0][0], rows[0][1]
     loss = loss_sum / loss_count if loss_count else None
-    return StatisticsTable(inputs.step, loss, inputs.eps, tuple(linears))
+    return StatisticsTable(inputs.step, loss, inputs.eps, tuple(_with_scales(linears)))
 
 
-def _format(columns: Sequence[float], all_sampled: bool) -> FormatStatistics:
-    values = dict(zip(_PLAIN, columns, strict=False))
-    parts = columns[len(_PLAIN) :]
-    for name, diagonal, off in zip(_COUPLINGS, parts[::2], parts[1::2], strict=True):
-        values[name] = coherent_square(diagonal, off, all_sampled)
-    return FormatStatistics(**values)
+def _linear(info: LinearInfo, row: Sequence[float], formats: Sequence[str]) -> LinearStatistics:
+    base = dict(zip(BASE_COLUMNS, row, strict=False))
+    all_sampled = base["probe_tokens"] == base["tokens"]
+    base |= _joined(SCALES, row[len(BASE_COLUMNS) : BASE_WIDTH], all_sampled)
+    by_format = {}
+    for f, name in enumerate(formats):
+        columns = row[BASE_WIDTH + f * FORMAT_WIDTH :][:FORMAT_WIDTH]
+        values = dict(zip(FORMAT_COLUMNS, columns, strict=False))
+        values |= _joined(COUPLINGS, columns[len(FORMAT_COLUMNS) :], all_sampled)
+        by_format[name] = FormatStatistics(**values)
+    return LinearStatistics(
+        info.name,
+        info.stage,
+        info.in_features,
+        info.out_features,
+        info.flops_per_token,
+        **base,
+        formats=by_format,
+    )
+
+
+def _joined(names: Sequence[str], parts: Sequence[float], all_sampled: bool) -> dict[str, float]:
+    pairs = zip(names, parts[::2], parts[1::2], strict=True)
+    return {name: coherent_square(one, rest, all_sampled) for name, one, rest in pairs}
+
+
+def _with_scales(linears: Sequence[LinearStatistics]) -> list[LinearStatistics]:
+    """Fill in what a format does through the output's scale: c^2 scale^2, pooled over a kind."""
+    pooled = pooled_squares(
+        [s.name for s in linears],
+        [s.scale_square for s in linears],
+        [s.scale_channel_square for s in linears],
+    )
+    return [
+        replace(s, formats={name: _with_scale(s, f, square) for name, f in s.formats.items()})
+        for s, square in zip(linears, pooled, strict=True)
+    ]
+
+
+def _with_scale(s: LinearStatistics, f: FormatStatistics, square: float) -> FormatStatistics:
+    part = f.output_shift / s.output_square if s.output_square != 0 else 0.0  # c; NaN stays
+    return replace(f, forward_scale_square=part**2 * square)

@@ -187,7 +187,7 @@ def _probe(
             ProbedWeight(p.placement, p.weight, sensitivity[i].d, update_square[i] ** 0.5)
             for i, p in inputs.trained.items()
         ]
-        comparer = Comparer(recorder.observations, settings.num_probes)
+        comparer = Comparer(recorder.observations)
 
         def perturb_all(weights: list[ProbedWeight] = weights, draw: int = draw) -> None:
             for probed in weights:
@@ -212,13 +212,6 @@ def _couple(inputs: RefreshInputs, settings: MeasureSettings, recorder: Recorder
     failure = None
     for instance, seen in recorder.observations.items():
         planned = inputs.weights[instance]
-        for observation in seen:
-            reason = couple(
-                planned.placement,
-                planned.weight.data,
-                observation,
-                settings.formats,
-                settings.num_probes,
-            )
-            failure = failure or reason
+        reason = couple(planned.placement, planned.weight.data, seen, settings)
+        failure = failure or reason
     return failure

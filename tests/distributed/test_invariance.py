@@ -52,7 +52,7 @@ FOUR = {
 }
 RTOL = 1e-3
 FLIPPED_RTOL = 2e-2
-FLIPPED_SHARE = 0.02
+FLIPPED_SHARE = 0.01
 SIGNED = ("first", "first_abs", "first_square")
 """Sums of terms of both signs: what is left of them is compared with the size of the terms."""
 
@@ -88,7 +88,6 @@ def check_statistics(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def check_divergences(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Within RTOL, but for the few that a value rounded the other way reaches (FLIPPED_RTOL)."""
     errors = {
         (name, option, key): abs(found[name][option][key] - value) / (abs(value) or 1.0)
         for name, options in expected.items()
@@ -96,19 +95,20 @@ def check_divergences(found: dict[str, Any], expected: dict[str, Any]) -> None:
         for key, value in values.items()
     }
     far = {place: error for place, error in errors.items() if error > RTOL}
-    assert len(far) <= FLIPPED_SHARE * len(errors), far
-    assert max(errors.values()) < FLIPPED_RTOL, far
+    assert far == {}
 
 
 def error_of(key: str, found: float, row: dict[str, float]) -> float:
     """Relative error of one entry of a linear's row."""
     form, _, field = key.rpartition(".")
     size = abs(row[key])
+    if field == "output_shift":  # <eY, Y>: nearly unbiased errors leave little of it
+        size = math.sqrt(row[f"{form}.output_error_square"] * row["output_square"])
+    if field == "forward_scale_square":  # goes with its square, and is added to this
+        size += row[f"{form}.forward_channel_square"]
     if field in SIGNED:
         size = math.sqrt(row[f"{form}.output_error_square"] * row["grad_square"])
         size = size**2 if field == "first_square" else size
-    if field == "forward_whole_square":  # its terms cancel; it counts where it is the larger one
-        size = max(size, row[f"{form}.forward_channel_square"])
     return abs(found - row[key]) / size if found != row[key] else 0.0
 
 
@@ -119,9 +119,9 @@ def test_the_reference_has_something_to_compare(reference: dict[str, Any]) -> No
         zeros = [key for key, value in row.items() if value == 0 and key != "stage"]
         # Nothing flows from below into the first linear of the model that its weights change,
         # and the first linear's own input is changed by no planned weight.
-        # In FP32 compute rounding is no noise, and a negative sum over pairs counts as none.
+        # In FP32 compute rounding is no noise.
         known = {"probe_input_square", "probe_input_noise", "probe_grad_noise"}
-        known |= {f"{f}.{p}_square" for f in ("fp8", "fp4") for p in ("backward", "forward_whole")}
+        known |= {f"{f}.backward_square" for f in ("fp8", "fp4")}
         assert set(zeros) <= known
         assert row["microbatches"] == 2
         assert row["tokens"] == 512

@@ -115,9 +115,14 @@ def base_row(linear: Linear, batches: Sequence[Microbatch], s: Scales) -> dict[s
         ],
         0.0,
     )
+    whole, apart = np.zeros(2), np.zeros(2)
     for b in batches:
         x, g, w = b.x.astype(np.float64), b.g.astype(np.float64) * s.grad, linear.w.astype("f8")
         change_g, change_x = probe_changes(b, s)
+        y = (x @ w.T)[b.rows]
+        noise = rounding_variance(b.g, b, s) * s.grad**2 * y**2
+        apart = apart + coherent(change_g * y, noise, len(x))
+        whole = whole + coherent((change_g * y).sum(1)[:, None], noise, len(x))
         total["microbatches"] += 1
         total["tokens"] += len(x)
         total["input_square"] += (x**2).sum()
@@ -125,13 +130,15 @@ def base_row(linear: Linear, batches: Sequence[Microbatch], s: Scales) -> dict[s
         total["output_square"] += ((x @ w.T) ** 2).sum()
         total["grad_square"] += (g**2).sum()
         total["wgrad_square"] += ((g.T @ x) ** 2).sum()
-        whole = len(x) / len(b.rows) / s.eps**2  # the sample stands for all tokens
+        per_row = len(x) / len(b.rows) / s.eps**2  # the sample stands for all tokens
         total["probe_tokens"] += len(b.rows)
-        total["probe_input_square"] += (change_x**2).sum() * whole
-        total["probe_input_noise"] += rounding_variance(b.x, b, s).sum() * whole
-        total["probe_grad_square"] += (change_g**2).sum() * whole
-        total["probe_grad_noise"] += rounding_variance(b.g, b, s).sum() * whole * s.grad**2
-    return total | {"update_square": linear.update_square}
+        total["probe_input_square"] += (change_x**2).sum() * per_row
+        total["probe_input_noise"] += rounding_variance(b.x, b, s).sum() * per_row
+        total["probe_grad_square"] += (change_g**2).sum() * per_row
+        total["probe_grad_noise"] += rounding_variance(b.g, b, s).sum() * per_row * s.grad**2
+    squares = {"scale_square": whole, "scale_channel_square": apart}
+    joined = {k: float(np.maximum(pair, 0).sum() / s.eps**2) for k, pair in squares.items()}
+    return total | joined | {"update_square": linear.update_square}
 
 
 def probe_changes(b: Microbatch, s: Scales) -> tuple[Array, Array]:
@@ -167,7 +174,7 @@ def format_row(
     w_f = dequantized(linear.w, name, (rows, cols))
     w_d = dequantized(linear.w, name, (cols, rows))
     total: dict[str, float] = {}
-    parts = dict.fromkeys(("forward_channel", "forward_whole", "backward"), np.zeros(2))
+    parts = dict.fromkeys(("forward_channel", "backward"), np.zeros(2))
 
     def add(key: str, value: float) -> None:
         total[key] = total.get(key, 0.0) + float(value)
@@ -194,17 +201,15 @@ def format_row(
         by_w, by_x = (x @ (w_f - w).T)[b.rows], (d_g @ w) * (x_f - x)[b.rows]
         forward = coherent(d_g * by_w, noise_g * by_w**2, len(x))
         forward = forward + coherent(by_x, 0 * by_x, len(x))
-        per_token = (d_g * by_w).sum(1) + by_x.sum(1)
         by_w = (g @ (w_d - w))[b.rows]
         by_g = (d_x @ w.T) * (g_d - b.g[b.rows]) * s.grad
         backward = coherent(d_x * by_w, noise_x * by_w**2, len(x))
         backward = backward + coherent(by_g, 0 * by_g, len(x))
         parts["forward_channel"] = parts["forward_channel"] + forward
-        whole = coherent(per_token[:, None], np.zeros(1), len(x))
-        parts["forward_whole"] = parts["forward_whole"] + whole
         parts["backward"] = parts["backward"] + backward
         add("local_square", ((linear.d * e_w) ** 2).sum() / linear.update_square)
         add("output_error_square", (e_y**2).sum())
+        add("output_shift", (e_y * (x @ w.T)).sum())
         add("input_error_square", ((x_f - x) ** 2).sum())
         add("weight_error_square", ((w_f - w) ** 2).sum())
         add("grad_error_square", ((g_w - b.g) ** 2).sum() * s.grad**2)

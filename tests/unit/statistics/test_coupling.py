@@ -1,67 +1,31 @@
-"""How errors couple to what the probe changes: bias of the estimate, sums against Jacobians."""
+"""How errors couple to what the probe changes: sums against Jacobians, and failures."""
 
 from __future__ import annotations
-
-import math
-from itertools import combinations
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_snip.formats import FORMATS
 from megatron_snip.statistics import coupling
-from megatron_snip.statistics.coupling import coherent_parts, coherent_square, couple
+from megatron_snip.statistics.coupling import couple
+from megatron_snip.statistics.measure import Operands
 from megatron_snip.statistics.observation import Observation, ProbedRows, SampledRows
+from megatron_snip.statistics.pooling import pooled_squares
+from megatron_snip.statistics.recorder import MeasureSettings, Recorder
 from megatron_snip.statistics.sensitivity import gather_sensitivity
 from megatron_snip.topology import Placement, Topology
+from tests.unit.statistics.equations import (
+    Linear,
+    Microbatch,
+    Scales,
+    dequantized,
+    dequantized_grad,
+)
 from tests.unit.statistics.network import MICROBATCHES, NAMES, TOKENS, Network
 from tests.unit.statistics.test_refresh import error_of_output
 
 DRAWS = 60
-
-
-def square(terms: torch.Tensor, noise: torch.Tensor | None, tokens: int) -> float:
-    diagonal, off = coherent_parts(terms, noise, tokens).tolist()
-    return coherent_square(diagonal, off, len(terms) == tokens)
-
-
-def test_all_tokens_give_the_square_of_their_sum() -> None:
-    terms = torch.tensor([[1.0, 2.0], [3.0, -1.0]])  # sums 4 and 1
-    assert square(terms, None, 2) == pytest.approx(17.0)
-
-
-def test_a_sample_is_unbiased() -> None:
-    """The mean over all samples of 3 of 6 tokens is the square over all 6."""
-    terms = torch.randn((6, 4), generator=torch.Generator().manual_seed(0))
-    whole = terms.double().sum(0).square().sum().item()
-    parts = [coherent_parts(terms[list(rows)], None, 6) for rows in combinations(range(6), 3)]
-    assert torch.stack(parts).mean(0).sum().item() == pytest.approx(whole, rel=1e-6)
-
-
-def test_parts_add_up_over_shards() -> None:
-    terms = torch.randn((5, 8), generator=torch.Generator().manual_seed(1))
-    halves = coherent_parts(terms[:, :4], None, 9) + coherent_parts(terms[:, 4:], None, 9)
-    torch.testing.assert_close(coherent_parts(terms, None, 9), halves)
-
-
-def test_tokens_that_cancel_leave_their_own_squares() -> None:
-    """Of a sample, a negative sum over pairs is chance: it must not make a square of nothing."""
-    terms = torch.tensor([[1.0], [-1.0]])
-    assert square(terms, None, 4) == pytest.approx(2.0 * 4 / 2)
-    assert square(terms, None, 2) == pytest.approx(0.0)  # no sample, no chance
-
-
-def test_noise_comes_off_the_diagonal_only() -> None:
-    terms, noise = torch.tensor([[3.0], [3.0]]), torch.tensor([[4.0], [4.0]])
-    assert square(terms, noise, 2) == pytest.approx((18 - 8) + 18)
-    assert square(terms, 9 * noise, 2) == 0  # never below
-    assert square(terms, 9 * noise, 4) == pytest.approx(18 * 6)  # 6 pairs for 1
-
-
-def test_no_tokens_have_no_effect_and_nan_stays() -> None:
-    assert square(torch.zeros((0, 3)), None, 0) == 0.0
-    assert square(torch.ones((1, 3)), None, 5) == pytest.approx(15.0)
-    assert math.isnan(square(torch.full((2, 3), torch.nan), None, 5))
 
 
 @pytest.fixture(scope="module")
@@ -70,31 +34,74 @@ def network() -> Network:
 
 
 def test_the_mean_over_signs_is_the_jacobian(network: Network) -> None:
-    """E over r of both estimates of fwd^2 (weights' rounding and activations'), by autograd."""
+    """E over r of fwd^2 and scale^2 (weights' rounding and activations'), by autograd."""
     tables = [network.measure(step) for step in range(DRAWS)]
     inputs = network.refresh_inputs()
     found = gather_sensitivity(inputs.trained, network.optimizer, Topology())
     scales = [s.d.double() / (s.update_square or 1.0) ** 0.5 for s in found.values()]
-    channels, wholes = np.zeros(3), np.zeros(3)
+    channels, wholes, whole_channels = np.zeros(3), np.zeros(3), np.zeros(3)
     for m in range(MICROBATCHES):
         x = network.inputs[m]
         for i, (grads, _) in enumerate(network.jacobians(m)):
             w = network.weights[i].detach()
             by_w = x.double() @ error_of_output(torch.eye(w.shape[1]), w)  # X dW^T
+            y = x.double() @ w.double().t()
             for jacobian, scale in zip(grads, scales, strict=True):
                 scaled = (jacobian * scale).flatten(2)  # [M, N, weights]
                 per_n = torch.einsum("tnp,tn->np", scaled, by_w)
                 per_k = torch.einsum("tnp,nk,tk->kp", scaled, w.double(), rounded(x))
                 channels[i] += float(per_n.square().sum() + per_k.square().sum())
-                wholes[i] += float((per_n.sum(0) + per_k.sum(0)).square().sum())
+                per_n = torch.einsum("tnp,tn->np", scaled, y)
+                whole_channels[i] += float(per_n.square().sum())
+                wholes[i] += float(per_n.sum(0).square().sum())
             x = torch.tanh(x @ w.t())
-    for i in range(len(NAMES)):
-        formats = [t.linears[i].formats["fp4"] for t in tables]
-        channel = float(np.mean([f.forward_channel_square for f in formats]))
-        whole = float(np.mean([f.forward_whole_square for f in formats]))
+    for i, name in enumerate(NAMES):
+        linears = [t.linears[i] for t in tables]
+        channel = np.mean([s.formats["fp4"].forward_channel_square for s in linears])
         # One draw of the whole scatters by sqrt(2) of itself, of the channels by much less.
-        assert channel == pytest.approx(channels[i], rel=0.15), NAMES[i]
-        assert whole == pytest.approx(wholes[i], rel=0.5), NAMES[i]
+        assert channel == pytest.approx(channels[i], rel=0.15), name
+        apart = np.mean([s.scale_channel_square for s in linears])
+        assert apart == pytest.approx(whole_channels[i], rel=0.15), name
+        assert np.mean([s.scale_square for s in linears]) == pytest.approx(wholes[i], rel=0.5), name
+
+
+def test_the_part_along_the_output_is_added(network: Network) -> None:
+    for s in network.measure().linears:
+        for f in s.formats.values():
+            assert f.forward_scale_square > 0
+            assert f.forward_square == f.forward_channel_square + f.forward_scale_square
+    outputs = [network.inputs[m] @ network.weights[0].detach().t() for m in range(MICROBATCHES)]
+    errors = [error_of_output(x, network.weights[0].detach()) for x in network.inputs]
+    along = sum(float((e * y).sum()) for e, y in zip(errors, outputs, strict=True))
+    total = sum(float(y.double().square().sum()) for y in outputs)
+    linears = network.measure().linears
+    pooled = pooled_squares(
+        [s.name for s in linears],
+        [s.scale_square for s in linears],
+        [s.scale_channel_square for s in linears],
+    )
+    wanted = (along / total) ** 2 * pooled[0]
+    assert linears[0].formats["fp4"].forward_scale_square == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if fmt.quantized])
+def test_a_samples_errors_are_those_of_the_whole_tensor(name: str) -> None:
+    """fprop's X exactly as in the whole tensor; dgrad's G with the same scales, rounded anew."""
+    placement = Placement("l", 0, "row", 128, 256)
+    generator = torch.Generator().manual_seed(4)
+    x, w, g = (torch.randn(s, generator=generator) for s in ((40, 128), (256, 128), (40, 256)))
+    settings = MeasureSettings((name,), step=4, seed=9, num_rows=6)
+    recorder = Recorder(settings, Topology(), {})
+    recorder.record(placement, Operands(x, w, g))
+    (seen,) = recorder.observations["l"]
+    input_error, grad_error = coupling._row_errors(placement, seen, settings, 0)
+    fmt = FORMATS[name]
+    whole = dequantized(x.numpy(), name, (1, fmt.tile))
+    np.testing.assert_allclose(input_error.numpy(), (whole - x.numpy())[seen.rows], atol=1e-7)
+    linear, scales = Linear("l", w.numpy(), w.numpy(), 1.0), Scales(1, 1.0, 1.0, seed=9, step=4)
+    batch = Microbatch(0, x.numpy(), g.numpy(), x.numpy(), g.numpy(), seen.rows.numpy())
+    whole = dequantized_grad(linear, batch, name, "dgrad", (1, fmt.tile), scales)
+    np.testing.assert_allclose(grad_error.numpy(), whole - g.numpy()[seen.rows], atol=1e-7)
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
@@ -113,6 +120,9 @@ def test_several_probes_are_averaged(network: Network) -> None:
         assert second != pytest.approx(b.probe_grad_square, rel=1e-3)
 
 
+SETTINGS = MeasureSettings(("fp4",), step=0, seed=0, num_rows=4)
+
+
 def seen(rows: int = 4) -> Observation:
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.float64)
@@ -122,40 +132,40 @@ def seen(rows: int = 4) -> Observation:
         rows=torch.arange(rows),
         first=zeros(1, TOKENS),
         norms=zeros(5),
-        errors=zeros(1, 5),
+        errors=zeros(1, 6),
         output_error=zeros(1, TOKENS),
         grad=zeros(TOKENS),
-        couplings=zeros(1, 3, 2),
+        couplings=zeros(1, 2, 2),
+        scalings=zeros(2, 2),
         probe=zeros(4),
-        sampled=SampledRows(
-            torch.randn(rows, 8),
-            torch.randn(rows, 6),
-            torch.randn(1, rows, 8),
-            torch.randn(1, rows, 6),
-        ),
-        probed=ProbedRows(torch.randn(rows, 8), torch.randn(rows, 6), None, None),
+        sampled=SampledRows(torch.randn(rows, 8), torch.randn(rows, 6)),
+        probed=ProbedRows(torch.randn(rows, 8), torch.randn(rows, 6)),
     )
 
 
 def test_what_was_not_compared_has_no_coupling() -> None:
     placement, weight = Placement("l", 0, "row", 8, 6), torch.randn(6, 8)
-    rerouted = seen()
+    rerouted, other = seen(), seen()
     rerouted.probed = None
-    assert couple(placement, weight, rerouted, ("fp4",)) is None
+    assert couple(placement, weight, [rerouted], SETTINGS) is None
+    assert couple(placement, weight, [rerouted, other], SETTINGS) is None
     assert rerouted.couplings.abs().max() == 0
+    assert other.couplings.abs().max() > 0
 
 
-def test_a_failure_is_returned_and_the_changes_are_given_back(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("where", ["_products", "_add_channels"])
+def test_a_failure_is_returned_and_the_rows_are_given_back(
+    monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory")
 
     placement, weight = Placement("l", 0, "row", 8, 6), torch.randn(6, 8)
     good, bad = seen(), seen()
-    assert couple(placement, weight, good, ("fp4",)) is None
+    assert couple(placement, weight, [good], SETTINGS) is None
     assert (good.couplings[..., 0] > 0).all()
+    assert (good.scalings[..., 0] > 0).all()
     assert good.probed is None
-    monkeypatch.setattr(coupling, "_products", fail)
-    assert couple(placement, weight, bad, ("fp4",)) == "l: RuntimeError: out of memory"
+    monkeypatch.setattr(coupling, where, fail)
+    assert couple(placement, weight, [bad], SETTINGS) == "l: RuntimeError: out of memory"
     assert bad.probed is None

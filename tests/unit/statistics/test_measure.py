@@ -17,7 +17,6 @@ from tests.unit.statistics.equations import Linear, Microbatch, Scales, dequanti
 from tests.unit.statistics.equations import dequantized_grad as stochastic
 
 M, K, N = 160, 128, 256
-ROWS = torch.tensor([0, 3, 77, 159])
 QUANTIZED = [name for name, fmt in FORMATS.items() if fmt.quantized]
 
 
@@ -41,20 +40,17 @@ def test_exact_products() -> None:
 def test_errors_are_those_of_each_gemms_own_operands(name: str, dtype: torch.dtype) -> None:
     o = made(dtype)
     stream = StochasticStream(StreamKey(1, "linear", 2, 3))
-    found = format_errors(o, exact_products(o), name, ROWS, stream)
+    found = format_errors(o, exact_products(o), name, stream)
     x, w, g = (t.float().numpy() for t in (o.input, o.weight, o.grad_output))
     fmt = FORMATS[name]
     block, t = fmt.weight_block, fmt.tile
     linear, scales = Linear("linear", w, w, 1.0), Scales(1, 1.0, 1.0, seed=1, step=2)
-    batch = Microbatch(3, x, g, x, g, ROWS.numpy())
-    g_d = stochastic(linear, batch, name, "dgrad", (1, t), scales)
+    batch = Microbatch(3, x, g, x, g, np.arange(0))
     g_w = stochastic(linear, batch, name, "wgrad", (t, 1), scales)
     x_f, x_w = dequantized(x, name, (1, t)), dequantized(x, name, (t, 1))
     w_f = dequantized(w, name, block)
     wanted = {
         "output": x_f @ w_f.T - x.astype("f8") @ w.T.astype("f8"),
-        "input_rows": (x_f - x)[ROWS.numpy()],
-        "grad_rows": g_d - g[ROWS.numpy()],
         "weight_gradient": g_w.T @ x_w - g.T.astype("f8") @ x.astype("f8"),
         "input_square": ((x_f - x) ** 2).sum(),
         "weight_square": ((w_f - w) ** 2).sum(),
@@ -70,7 +66,7 @@ def test_the_operands_are_left_as_they_were() -> None:
     before = [t.clone() for t in vars(o).values()]
     exact = exact_products(o)
     kept = exact.output.clone()
-    format_errors(o, exact, "fp4", ROWS, StochasticStream(StreamKey(0, "l", 0, 0)))
+    format_errors(o, exact, "fp4", StochasticStream(StreamKey(0, "l", 0, 0)))
     for tensor, copy in zip(vars(o).values(), before, strict=True):
         assert torch.equal(tensor, copy)
     assert torch.equal(exact.output, kept)
@@ -79,11 +75,10 @@ def test_the_operands_are_left_as_they_were() -> None:
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_a_linear_without_tokens_has_no_error(name: str) -> None:
     """An expert may be chosen by no token of a microbatch."""
-    o, rows = made(tokens=0), torch.empty(0, dtype=torch.int64)
+    o = made(tokens=0)
     stream = StochasticStream(StreamKey(0, "l", 0, 0))
-    found = format_errors(o, exact_products(o), name, rows, stream)
+    found = format_errors(o, exact_products(o), name, stream)
     assert found.output.shape == (0, N)
-    assert found.grad_rows.shape == (0, N)
     assert found.weight_gradient.abs().max() == 0
     assert found.grad_square == 0
     assert found.weight_square > 0
@@ -93,7 +88,7 @@ def test_nan_reaches_the_sums() -> None:
     o = made()
     o.grad_output[5, 5] = float("nan")
     stream = StochasticStream(StreamKey(0, "l", 0, 0))
-    found = format_errors(o, exact_products(o), "fp8", ROWS, stream)
+    found = format_errors(o, exact_products(o), "fp8", stream)
     assert found.grad_square.isnan()
     assert not found.weight_square.isnan()
 

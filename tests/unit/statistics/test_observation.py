@@ -14,14 +14,13 @@ def made() -> Observation:
         rows=torch.tensor([1, 4]),
         first=numbers(2, 9),
         norms=numbers(5),
-        errors=numbers(2, 5),
+        errors=numbers(2, 6),
         output_error=numbers(2, 9),
         grad=numbers(9),
-        couplings=numbers(2, 3, 2),
+        couplings=numbers(2, 2, 2),
+        scalings=numbers(2, 2),
         probe=numbers(4),
-        sampled=SampledRows(
-            torch.rand(2, 4), torch.rand(2, 6), torch.rand(2, 2, 4), torch.rand(2, 2, 6)
-        ),
+        sampled=SampledRows(torch.rand(2, 4), torch.rand(2, 6)),
     )
 
 

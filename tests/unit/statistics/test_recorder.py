@@ -10,6 +10,7 @@ from megatron_snip.statistics.measure import Operands
 from megatron_snip.statistics.recorder import MeasureSettings, Recorder
 from megatron_snip.statistics.sampling import sampled_rows
 from megatron_snip.topology import DataAxis, Placement, TensorAxis, Topology
+from tests.unit.statistics.test_refresh import error_of_output
 
 PLACEMENT = Placement("decoder.layers.0.mlp.linear_fc2", 0, "row", 128, 256)
 SETTINGS = MeasureSettings(("fp8", "fp4"), step=4, seed=9, num_rows=6)
@@ -30,14 +31,26 @@ def test_an_observation_holds_sums_and_sampled_rows() -> None:
     assert torch.equal(seen.sampled.input, o.input[rows])
     assert seen.sampled.input.untyped_storage().nbytes() == 6 * 128 * 4  # not a view of all of X
     assert torch.equal(seen.sampled.grad, o.grad_output[rows])
-    assert seen.sampled.input_error.shape == (2, 6, 128)
-    assert seen.sampled.grad_error.shape == (2, 6, 256)
-    assert seen.sampled.grad_error.untyped_storage().nbytes() == 2 * 6 * 256 * 4
+    assert seen.sampled.input_amax is None  # neither fp8 nor fp4 asks
     assert seen.output_error.shape == seen.first.shape == (2, 40)
-    assert seen.couplings.shape == (2, 3, 2)
+    assert seen.couplings.shape == seen.scalings.expand(2, 2, 2).shape
     torch.testing.assert_close(seen.grad, o.grad_output.double().square().sum(1), rtol=1e-6, atol=0)
     assert torch.allclose(seen.errors[:, 4], 4 * seen.errors[:, 3], rtol=1e-5)  # D = 2
+    exact = o.input.double() @ o.weight.double().T
+    for f, name in enumerate(SETTINGS.formats):
+        shift = (error_of_output(o.input, o.weight, name) * exact).sum()
+        assert seen.errors[f, 5].item() == pytest.approx(shift.item(), rel=1e-4)
     assert seen.microbatch == 0
+
+
+def test_whole_tensors_amax_is_kept_for_formats_that_scale_by_it() -> None:
+    o = operands()
+    recorder = Recorder(MeasureSettings(("nvfp4",), 4, 9, 6), Topology(), {})
+    recorder.record(PLACEMENT, o)
+    sampled = recorder.observations[PLACEMENT.instance][0].sampled
+    assert sampled is not None
+    assert sampled.input_amax == o.input.abs().max()
+    assert sampled.grad_amax == o.grad_output.abs().max()
 
 
 def test_microbatches_are_numbered_over_data_ranks() -> None:

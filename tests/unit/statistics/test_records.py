@@ -5,7 +5,9 @@ import json
 
 from megatron_snip.statistics.records import (
     BASE_COLUMNS,
+    COUPLINGS,
     FORMAT_COLUMNS,
+    SCALES,
     SCHEMA_VERSION,
     FormatStatistics,
     LinearStatistics,
@@ -46,13 +48,16 @@ def test_the_schema_is_what_readers_rely_on() -> None:
     assert set(row) == {
         *("name", "stage", "in_features", "out_features", "flops_per_token", "formats"),
         *BASE_COLUMNS,
+        *SCALES,
     }
-    assert set(row["formats"]["fp4"]) == set(FORMAT_COLUMNS)
+    assert set(row["formats"]["fp4"]) == {*FORMAT_COLUMNS, *COUPLINGS, "forward_scale_square"}
 
 
 def test_every_number_of_a_row_is_a_column() -> None:
     """A field that is in no column would stay 0 after the reduction."""
     fields = {f.name for f in dataclasses.fields(LinearStatistics)}
     known = {"name", "stage", "in_features", "out_features", "flops_per_token", "formats"}
-    assert fields - known == set(BASE_COLUMNS)
-    assert {f.name for f in dataclasses.fields(FormatStatistics)} == set(FORMAT_COLUMNS)
+    assert fields - known == {*BASE_COLUMNS, *SCALES}
+    derived = {"forward_scale_square"}  # reduce.py fills it in from the columns
+    fields = {f.name for f in dataclasses.fields(FormatStatistics)}
+    assert fields - derived == {*FORMAT_COLUMNS, *COUPLINGS}

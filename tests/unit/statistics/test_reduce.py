@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_snip.statistics.observation import Observation
-from megatron_snip.statistics.records import BASE_COLUMNS, FORMAT_COLUMNS
+from megatron_snip.statistics.records import BASE_COLUMNS, COUPLINGS, FORMAT_COLUMNS, SCALES
 from megatron_snip.statistics.reduce import LinearInfo, ReduceInputs, reduce_statistics
 from megatron_snip.topology import DataAxis, Placement, Topology
 from tests.unit.statistics.toy import EPS, FORMATS, NAME, Toy, errors, row_of
@@ -28,7 +28,8 @@ def test_every_column_is_its_equation(
     toy = Toy.make(kind, num_chunks, dtype=dtype)  # type: ignore[arg-type]
     table = toy.observed(Topology())
     wanted = toy.wanted()
-    assert set(wanted) == {*BASE_COLUMNS} | {f"{f}.{c}" for f in FORMATS for c in FORMAT_COLUMNS}
+    columns = [f"{f}.{c}" for f in FORMATS for c in (*FORMAT_COLUMNS, *COUPLINGS)]
+    assert set(wanted) == {*BASE_COLUMNS, *SCALES, *columns}
     found = errors(row_of(table), wanted)
     assert max(found.values()) < tolerance, {k: e for k, e in found.items() if e > tolerance}
     assert (table.step, table.probe_step, table.loss) == (11, EPS, 2.0)
@@ -46,10 +47,11 @@ def observation(tokens: int, rows: int) -> Observation:
         rows=torch.arange(rows),
         first=torch.full((1, tokens), 2.0, dtype=torch.float64),
         norms=torch.ones(5, dtype=torch.float64),
-        errors=torch.ones((1, 5), dtype=torch.float64),
+        errors=torch.ones((1, 6), dtype=torch.float64),
         output_error=torch.full((1, tokens), 2.0, dtype=torch.float64),
         grad=torch.full((tokens,), 3.0, dtype=torch.float64),
-        couplings=torch.tensor([[[3.0, 2.0], [4.0, -9.0], [1.0, 6.0]]], dtype=torch.float64),
+        couplings=torch.tensor([[[3.0, 2.0], [1.0, 6.0]]], dtype=torch.float64),
+        scalings=torch.tensor([[4.0, -9.0], [8.0, 8.0]], dtype=torch.float64),
         probe=torch.tensor([11.0, 1.0, 13.0, 2.0], dtype=torch.float64),
     )
 
@@ -94,8 +96,11 @@ def test_experts_count_the_tokens_of_the_whole_batch() -> None:
     assert first.probe_grad_noise == pytest.approx(2 * 2 / 0.25 * scale)
     # Couplings stand for all tokens already.
     assert first.formats["fp8"].forward_channel_square == pytest.approx(5 / 0.25 * scale)
-    assert first.formats["fp8"].forward_whole_square == pytest.approx(4 / 0.25 * scale)
-    assert first.formats["fp8"].forward_square == pytest.approx(5 / 0.25 * scale)
+    assert first.scale_square == pytest.approx(4 / 0.25 * scale)
+    assert first.scale_channel_square == pytest.approx(16 / 0.25 * scale)
+    # The output's error has the part 1 / 1 along it; alone of its kind, nothing to pool with.
+    assert first.formats["fp8"].forward_scale_square == pytest.approx(4 / 0.25 * scale)
+    assert first.formats["fp8"].forward_square == pytest.approx(9 / 0.25 * scale)
     assert first.formats["fp8"].backward_square == pytest.approx(7 / 0.25 * scale)
     aligned = 0.5 * 10 * 2**2 * scale * batch_tokens
     assert first.formats["fp8"].aligned_fisher == pytest.approx(aligned)

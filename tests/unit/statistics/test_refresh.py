@@ -124,9 +124,9 @@ def loss_moved(network: Network, linear: int, microbatch: int, h: float) -> floa
         return (x - target).square().sum(1).mean().item()
 
 
-def error_of_output(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    x_q = quantize_dequantize(x, FORMATS["fp4"], (1, 128)).double()
-    w_q = quantize_dequantize(w, FORMATS["fp4"], (128, 128)).double()
+def error_of_output(x: torch.Tensor, w: torch.Tensor, name: str = "fp4") -> torch.Tensor:
+    x_q = quantize_dequantize(x, FORMATS[name], (1, 128)).double()
+    w_q = quantize_dequantize(w, FORMATS[name], (128, 128)).double()
     return x_q @ w_q.t() - x.double() @ w.double().t()
 
 
@@ -236,8 +236,8 @@ def test_the_pieces_used_here_are_the_real_ones() -> None:
     """The helper above quantizes by hand; it must be what fprop sees."""
     network = Network.make(steps=0)
     x, w = network.inputs[0], network.weights[0].detach()
-    operands, rows = Operands(x, w, torch.zeros(TOKENS, w.shape[0])), torch.arange(TOKENS)
+    operands = Operands(x, w, torch.zeros(TOKENS, w.shape[0]))
     stream = StochasticStream(StreamKey(0, "l", 0, 0))
-    found = format_errors(operands, exact_products(operands), "fp4", rows, stream)
+    found = format_errors(operands, exact_products(operands), "fp4", stream)
     wanted = error_of_output(x, w)
     torch.testing.assert_close(found.output.double(), wanted, rtol=1e-4, atol=1e-6)

@@ -92,8 +92,7 @@ class Toy:
         self._show(comparer, topology, sequence_parallel, probed=True)
         assert comparer.failure is None, comparer.failure
         weight = self._shard(self.linear.w, self._weight_dim, topology)
-        for seen in recorder.observations[NAME]:
-            assert couple(placement, weight, seen, FORMATS) is None
+        assert couple(placement, weight, recorder.observations[NAME], settings) is None
         inputs = ReduceInputs(
             step=STEP,
             formats=FORMATS,
@@ -157,7 +156,7 @@ def errors(found: dict[str, float], wanted: dict[str, float]) -> dict[str, float
         if field in ("first", "first_abs", "first_square"):
             size = np.sqrt(wanted[f"{form}.output_error_square"] * wanted["grad_square"])
             size = size**2 if field == "first_square" else size
-        if field == "forward_whole_square":  # its terms cancel over channels and pairs of tokens
-            size = max(size, 8 * wanted[f"{form}.forward_channel_square"])
+        if field == "scale_square":  # its terms cancel over channels and pairs of tokens
+            size = max(size, 8 * wanted["scale_channel_square"])
         result[key] = abs(found[key] - value) / (size or 1.0)
     return result

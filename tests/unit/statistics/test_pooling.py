@@ -1,0 +1,45 @@
+"""Pooling scale^2 over linears of a kind."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from megatron_snip.statistics.pooling import kind_of, pooled_squares
+
+FC1 = [f"decoder.layers.{i}.mlp.linear_fc1" for i in range(40)]
+QKV = [f"decoder.layers.{i}.self_attention.linear_qkv" for i in range(40)]
+
+
+def test_a_kind_is_a_name_without_its_numbers() -> None:
+    assert kind_of(FC1[0]) == kind_of(FC1[17])
+    assert kind_of(FC1[0]) != kind_of(QKV[0])
+
+
+def test_pooling_takes_the_chance_out() -> None:
+    """Channels' sums are known well, the whole has one degree of freedom, ratios go by kind."""
+    rng = np.random.default_rng(0)
+    names = FC1 + QKV
+    channels = rng.uniform(1.0, 9.0, 80)
+    true = channels * np.repeat([9.0, 0.25], 40)
+    sampled = true * rng.standard_normal(80) ** 2
+    pooled = np.array(pooled_squares(names, list(sampled), list(channels)))
+    assert np.abs(np.log(pooled / true)).mean() < 0.5 * np.abs(np.log(sampled / true)).mean()
+    assert pooled.sum() == pytest.approx(true.sum(), rel=0.5)
+
+
+def test_the_only_linear_of_its_kind_keeps_its_own() -> None:
+    assert pooled_squares(["output_layer"], [6.0], [2.0]) == pytest.approx([6.0])
+
+
+def test_two_of_a_kind_by_hand() -> None:
+    """rho = (4 + 0) / 2 = 2; a quarter is the linear's own."""
+    assert pooled_squares(FC1[:2], [4.0, 0.0], [1.0, 3.0]) == pytest.approx([2.5, 4.5])
+
+
+def test_what_the_probe_did_not_reach_stays_at_zero_and_nan_spreads() -> None:
+    assert pooled_squares(FC1[:2], [0.0, 8.0], [0.0, 2.0]) == pytest.approx([0.0, 8.0])
+    assert all(math.isnan(v) for v in pooled_squares(FC1[:2], [math.nan, 8.0], [1.0, 2.0]))
+    assert pooled_squares([], [], []) == []
