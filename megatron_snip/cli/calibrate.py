@@ -153,7 +153,7 @@ def _shape(text: str) -> Shape:
     names, sign, size = text.rpartition("=")
     out_features, times, in_features = size.partition("x")
     sizes = (out_features, in_features)
-    if not names or not sign or not times or not all(s.isdigit() and int(s) > 0 for s in sizes):
+    if not names or not sign or not times or not all(s.isdecimal() and int(s) > 0 for s in sizes):
         raise UsageError(f"--linear: '{text}' is not GLOB=OUTxIN, e.g. '*.linear_fc1=4096x1024'")
     return Shape(names, int(out_features), int(in_features))
 

@@ -19,10 +19,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from megatron_snip.cli.plan_flags import add_rule_flags, problem_from, rule_values
+from megatron_snip.cli.plan_flags import (
+    add_rule_flags,
+    metrics_from,
+    problem_from,
+    settings_from,
+)
 from megatron_snip.errors import UsageError
 from megatron_snip.planning.json_file import write_atomic
 from megatron_snip.planning.pareto import ParetoPoint, frontier
+from megatron_snip.planning.policies import get_policy
 from megatron_snip.planning.settings import PlanSettings
 
 INFEASIBLE = 3
@@ -51,13 +57,15 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: for bad input, an output that cannot be written, or a missing matplotlib.
     """
-    settings = PlanSettings.from_dict(rule_values(args))
+    settings = settings_from(args)
     targets = parse_targets(args.targets)
-    if settings.policy.startswith(("min-", "uniform-", "none")):
-        raise UsageError(f"policy '{settings.policy}' has no frontier; e.g. snip or greedy has")
+    if not get_policy(settings.policy).heeds_target:
+        raise UsageError(
+            f"policy '{settings.policy}' heeds no target, so it has no frontier; snip or greedy has"
+        )
     if args.plot is not None:
         _pyplot()  # say that it is missing before the work, not after it
-    points = frontier(problem_from(args), settings, targets)
+    points = frontier(problem_from(args), settings, targets, metrics_from(args, settings))
     if args.csv is not None:
         _write(args.csv, to_csv(points))
     if args.plot is not None:

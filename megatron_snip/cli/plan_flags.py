@@ -6,10 +6,21 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from megatron_snip.config import explain
 from megatron_snip.errors import UsageError
 from megatron_snip.planning.calibration import read_calibration, with_seconds
-from megatron_snip.planning.policies import policy_names
+from megatron_snip.planning.metrics import default_statistics, read_metrics
+from megatron_snip.planning.policies import Metrics, get_policy, policy_names
 from megatron_snip.planning.problem import PlanningProblem, read_problem
+from megatron_snip.planning.settings import PlanSettings
+
+SCORING = "min-"
+"""How the names of policies begin that score by local errors."""
+
+FLAGS = {"time_limit_s": "--time-limit", "pins": "--pin"}
+"""Flags that are not called like the field of `PlanSettings` that they set."""
 
 
 def add_rule_flags(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +57,13 @@ def add_rule_flags(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="seconds for --cost time, from 'megatron-snip calibrate'",
     )
+    rules.add_argument(
+        "--statistics",
+        metavar="FILE",
+        type=Path,
+        help="a run's divergences/<step>.json, for min-abs-err and min-rel-err [the one beside "
+        "the problem]",
+    )
     solver = parser.add_argument_group("solver")
     solver.add_argument("--policy", metavar="NAME", help=f"{', '.join(policy_names())} [snip]")
     solver.add_argument("--time-limit", metavar="S", help="seconds it may take [30]")
@@ -58,20 +76,60 @@ def problem_from(args: argparse.Namespace) -> PlanningProblem:
     """Read the problem, with the calibration table's seconds where one is given.
 
     Raises:
-        UsageError: if a file is bad.
+        UsageError: if a file is bad, or the table would not be used.
     """
+    if args.calibration is not None and args.cost != "time":
+        raise UsageError("--calibration holds seconds, which only --cost time counts; add that")
     problem = read_problem(args.problem)
     if args.calibration is None:
         return problem
     return with_seconds(problem, read_calibration(args.calibration))
 
 
-def rule_values(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of `PlanSettings` that were given, as `PlanSettings.from_dict` reads them.
+def settings_from(args: argparse.Namespace, **more: str | None) -> PlanSettings:
+    """Return the settings that the flags ask for.
+
+    Args:
+        args: with the flags of `add_rule_flags`.
+        more: further fields of `PlanSettings`, each from the flag of its name; None if not given.
 
     Raises:
-        UsageError: if a pin or an edge rule has another form than GLOB=OPTION or N=OPTION.
+        UsageError: one line that names the flag.
     """
+    values = {**_rule_values(args), **{k: v for k, v in more.items() if v is not None}}
+    try:
+        settings = PlanSettings(**values)
+    except ValidationError as error:
+        field = str(error.errors()[0]["loc"][0])
+        raise UsageError(f"{flag_of(field)}: {explain(error).partition(': ')[2]}") from None
+    get_policy(settings.policy)  # an unknown one is told before any file is read
+    return settings
+
+
+def metrics_from(args: argparse.Namespace, settings: PlanSettings) -> Metrics | None:
+    """Return the local errors that the policy scores by; None where it needs none.
+
+    Raises:
+        UsageError: if there are some that it would not use, or the file is bad.
+    """
+    path: Path | None = args.statistics
+    if not settings.policy.startswith(SCORING):
+        if path is None:
+            return None
+        raise UsageError(
+            "--statistics is for policies that score by local errors (min-abs-err, min-rel-err); "
+            f"policy '{settings.policy}' does not"
+        )
+    path = default_statistics(args.problem) if path is None else path
+    return None if path is None else read_metrics(path)
+
+
+def flag_of(field: str) -> str:
+    """Return the flag that sets a field of `PlanSettings`."""
+    return FLAGS.get(field, "--" + field.replace("_", "-"))
+
+
+def _rule_values(args: argparse.Namespace) -> dict[str, Any]:
     values = {
         "pipeline_balance": args.pipeline_balance,
         "first_layers": _edge("--first-layers", args.first_layers),
@@ -89,7 +147,12 @@ def rule_values(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _edge(flag: str, text: str | None) -> tuple[str, str] | None:
-    return None if text is None else _pair(flag, text, "N")
+    if text is None:
+        return None
+    count, option = _pair(flag, text, "N")
+    if not count.isdecimal():
+        raise UsageError(f"{flag}: '{text}' is not N=OPTION, with N a number of layers")
+    return count, option
 
 
 def _pair(flag: str, text: str, left: str) -> tuple[str, str]:

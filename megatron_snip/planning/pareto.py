@@ -14,7 +14,7 @@ from megatron_snip.errors import InfeasiblePlanError
 from megatron_snip.planning.clock import Deadline
 from megatron_snip.planning.cost import COST_MODELS
 from megatron_snip.planning.plan import Status, relative_gap
-from megatron_snip.planning.policies import Request, get_policy
+from megatron_snip.planning.policies import Metrics, Request, get_policy
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.rules import make_rules, needs_bf16
 from megatron_snip.planning.settings import PlanSettings
@@ -50,7 +50,10 @@ class ParetoPoint:
 
 
 def frontier(
-    problem: PlanningProblem, settings: PlanSettings, targets: Sequence[float]
+    problem: PlanningProblem,
+    settings: PlanSettings,
+    targets: Sequence[float],
+    metrics: Metrics | None = None,
 ) -> list[ParetoPoint]:
     """Plan at every target.
 
@@ -58,6 +61,7 @@ def frontier(
         problem: its own target is ignored.
         settings: policy, balance, pins, limits; `time_limit_s` holds for each target.
         targets: efficiencies in [0, 1], in any order.
+        metrics: local errors, for policies that score by them.
 
     Returns:
         One point a target, in ascending order of targets.
@@ -73,7 +77,7 @@ def frontier(
         deadline = Deadline(settings.time_limit_s)
         rules = make_rules(table, settings, target, None)
         try:
-            decision = policy.decide(Request(rules, settings, hint, None, 0, deadline))
+            decision = policy.decide(Request(rules, settings, hint, metrics, 0, deadline))
         except InfeasiblePlanError:
             points.append(ParetoPoint(target, None, None, None, None, deadline.elapsed(), {}))
             continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from megatron_snip.errors import PlanningError
@@ -11,7 +10,7 @@ from megatron_snip.planning.clock import Deadline
 from megatron_snip.planning.cost import COST_MODELS
 from megatron_snip.planning.plan import PrecisionPlan, Status, assignment_digest
 from megatron_snip.planning.policies import Decision, Metrics, Request, get_policy
-from megatron_snip.planning.problem import PlanningProblem
+from megatron_snip.planning.problem import PlanningProblem, check_options
 from megatron_snip.planning.rules import make_rules, needs_bf16
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.table import Ints, Table, make_table
@@ -73,8 +72,7 @@ def make_plan_report(
     """Do as `make_plan` does and return the report as well."""
     deadline = Deadline(settings.time_limit_s)
     policy = get_policy(settings.policy)
-    for name in {option for linear in problem.linears for option in linear.options}:
-        Option.parse(name)
+    check_options(problem)
     if previous is not None:
         previous.check_against(problem.names)
     with_bf16 = policy.wants_bf16 or needs_bf16(settings)
@@ -85,7 +83,8 @@ def make_plan_report(
     decision = policy.decide(Request(rules, settings, hint, metrics, step, deadline))
     if policy.minimizes_loss or settings.min_gain > 0:
         decision = _worth_changing(decision, table, settings.min_gain, hint)
-    plan = _plan(decision, table, settings, target, step, deadline)
+    held_to = target if policy.heeds_target else 0.0
+    plan = _plan(decision, table, settings, held_to, step, deadline)
     faults = find_violations(plan, problem, settings, previous)
     if faults:
         raise PlanningError(f"policy '{settings.policy}' made an invalid plan: {faults[0]}")
@@ -102,13 +101,13 @@ def _worth_changing(
     decision: Decision, table: Table, min_gain: float, hint: Ints | None
 ) -> Decision:
     """Return the previous assignment where the new one gains too little over it."""
-    if decision.task is None or hint is None or not decision.task.holds(hint):
+    if hint is None or not decision.task.holds(hint):
         return decision
     new, old = table.quality_loss(decision.columns), table.quality_loss(hint)
     if new < old and old - new >= min_gain * abs(old):
         return decision
     status: Status = decision.status if old <= new else "kept"
-    return Decision(hint, status, decision.bound, decision.error, decision.task)
+    return Decision(hint, status, decision.bound, decision.task, decision.error)
 
 
 def _plan(
@@ -123,19 +122,15 @@ def _plan(
     texts = {name: options[column] for name, options, column in chosen}
     option_of = {text: Option.parse(text) for text in set(texts.values())}
     linears = {name: option_of[text] for name, text in texts.items()}
-    loss = table.quality_loss(decision.columns)
-    objective = None if math.isnan(loss) else loss
-    bound = decision.bound
-    if bound is not None and objective is not None:
-        bound = min(bound, objective)
+    objective = table.quality_loss(decision.columns)
     return PrecisionPlan(
         step=step,
         policy=settings.policy,
         status=decision.status,
         objective=objective,
-        bound=bound,
+        bound=None if decision.bound is None else min(decision.bound, objective),
         seconds=deadline.elapsed(),
-        target=target if decision.task is not None else 0.0,
+        target=target,
         efficiency=table.efficiency(decision.columns),
         stages=table.stage_efficiencies(decision.columns),
         linears=linears,

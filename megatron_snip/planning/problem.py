@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron_snip.config import explain
 from megatron_snip.errors import UsageError
+from megatron_snip.options import Option
 from megatron_snip.planning.json_file import read_json, write_atomic
 
 MAX_STAGE = 9999
@@ -112,6 +113,8 @@ class PlanningProblem(BaseModel):
         """
         value = _checked_version(value, source)
         linears = value.get("linears")
+        if linears == []:
+            raise UsageError(f"{source}: 'linears' is empty; it must list at least one linear")
         if isinstance(linears, list):
             value = {**value, "linears": tuple(linears)}
         try:
@@ -129,6 +132,28 @@ def read_problem(path: Path) -> PlanningProblem:
         UsageError: if the file is missing, not JSON, or breaks the schema; one line.
     """
     return PlanningProblem.from_dict(read_json(path, "problem file"), f"problem file '{path}'")
+
+
+def check_options(problem: PlanningProblem, source: str = "problem") -> None:
+    """Refuse names that are no options of this package (a frontier needs no meaning, a plan does).
+
+    Args:
+        problem: whose options' names are read.
+        source: how error messages call it.
+
+    Raises:
+        UsageError: naming `source`, the linear and the option.
+    """
+    known: set[str] = set()
+    for linear in problem.linears:
+        for name in linear.options:
+            if name in known:
+                continue
+            try:
+                Option.parse(name)
+            except UsageError as error:
+                raise UsageError(f"{source}: linear '{linear.name}': {error}") from None
+            known.add(name)
 
 
 def write_problem(problem: PlanningProblem, path: Path) -> None:

@@ -113,17 +113,6 @@ class Rules:
             max_changes=task.max_changes,
         )
 
-    def check_pins(self) -> None:
-        """Refuse pins that disagree.
-
-        Raises:
-            InfeasiblePlanError: naming the pins.
-        """
-        pins = [pin.label for pin in self.pins]
-        if most_gain(self.task(pins)) is None:
-            conflicts = self._fewest_conflicting(pins)
-            raise InfeasiblePlanError(f"no plan satisfies: {'; '.join(conflicts)}", conflicts)
-
     def _stage_label(self, stage: int) -> str:
         return f"target {self.target:g} in stage {stage}" if self.balance == "stage" else ""
 
@@ -153,7 +142,7 @@ class Rules:
             else f"the best reachable target is {_rounded_down(best)}"
         )
         return InfeasiblePlanError(
-            f"no plan satisfies: {'; '.join(map(self._described, core))}; {reach}",
+            f"no plan satisfies: {'; '.join(self._described(core))}; {reach}",
             conflicts=core,
             best_target=best,
         )
@@ -167,16 +156,14 @@ class Rules:
                 core = rest
         return tuple(core)
 
-    def _described(self, label: str) -> str:
-        """Add to `forbidden options` which linears are left without any."""
-        if label != FORBIDDEN:
-            return label
-        rows = np.flatnonzero(self.table.listed.any(axis=1) & ~self.table.offered.any(axis=1))
-        if not len(rows):
-            return f"{FORBIDDEN} (null quality_loss)"
+    def _described(self, core: Sequence[str]) -> list[str]:
+        """Add to `forbidden options` which linears they leave without any."""
+        rows = np.flatnonzero(~self._allowed(set(core)).any(axis=1))
         names = ", ".join(self.table.names[row] for row in rows[:3])
         more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
-        return f"{FORBIDDEN} (every quality_loss is null: {names}{more})"
+        left = f"; no option is left for {names}{more}" if len(rows) else ""
+        described = f"{FORBIDDEN} (null quality_loss{left})"
+        return [described if label == FORBIDDEN else label for label in core]
 
 
 def make_rules(table: Table, settings: PlanSettings, target: float, previous: Ints | None) -> Rules:

@@ -31,7 +31,8 @@ class PlanSettings(BaseModel):
     """Who makes the plan; a name from `policies.policy_names()`."""
 
     target: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    """Least efficiency; None takes the problem's own target."""
+    """Least efficiency; None takes the problem's own target. The policies `uniform-OPTION` and
+    `none` heed neither target nor balance."""
 
     pipeline_balance: Balance = "none"
     """`none`: the target holds overall. `stage`: it holds in every pipeline stage.

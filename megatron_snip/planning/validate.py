@@ -21,6 +21,8 @@ from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningPr
 from megatron_snip.planning.settings import PlanSettings
 
 _UNHEEDING = ("none", "uniform-")
+"""Policies that heed no target. They may also want bf16 where it is not listed."""
+
 _RELATIVE = 1e-9
 
 
@@ -64,10 +66,11 @@ def find_violations(
     faults = [*_check_numbers(plan, chosen, settings), *_check_pins(chosen, settings)]
     if plan.digest != assignment_digest(plan.linears):
         faults.append("the digest does not match the assignment")
-    if settings.policy.startswith(_UNHEEDING):
-        return faults
     faults += _check_offered(chosen, settings)
-    faults += _check_target(plan, problem, chosen, settings)
+    if settings.policy.startswith(_UNHEEDING):
+        faults += [] if plan.target == 0.0 else [f"target {plan.target} of a policy without one"]
+    else:
+        faults += _check_target(plan, problem, chosen, settings)
     faults += _check_changes(chosen, settings, previous)
     return faults
 
@@ -166,10 +169,11 @@ def _pinned(each: _Chosen, settings: PlanSettings, edges: set[str]) -> bool:
 
 def _check_offered(chosen: list[_Chosen], settings: PlanSettings) -> Iterator[str]:
     edges = {each.linear.name for each, _ in _edges(chosen, settings)}
+    unasked = not settings.policy.startswith(_UNHEEDING)
     for each in chosen:
         if each.cost.quality_loss is None:
             yield f"'{each.linear.name}' has '{each.option}', which is forbidden"
-        if not each.offered and not _pinned(each, settings, edges):
+        if unasked and not each.offered and not _pinned(each, settings, edges):
             yield f"'{each.linear.name}' has '{each.option}', which is not on offer"
 
 

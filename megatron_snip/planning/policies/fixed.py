@@ -1,17 +1,20 @@
 """Policies that optimize nothing: every linear at one option, or everything as it was.
 
-They heed pins and no other rule: an efficiency target would forbid what they are asked for. Their
-plans carry target 0 and status `fixed`.
+They keep to pins, to the limit on changes and off forbidden options, or say that they cannot. They
+heed no efficiency target, which would forbid what they are asked for: their plans carry target 0
+and status `fixed`.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 
 from megatron_snip.errors import UsageError
 from megatron_snip.options import BF16
 from megatron_snip.planning.policies.policy import Decision, Request
-from megatron_snip.planning.rules import Rules
+from megatron_snip.planning.rules import Pin
 from megatron_snip.planning.table import Ints, canonical
 
 
@@ -23,6 +26,7 @@ class UniformPolicy:
         self.name = f"uniform-{option}"
         self.wants_bf16 = self.option == str(BF16)
         self.minimizes_loss = False
+        self.heeds_target = False
 
     def decide(self, request: Request) -> Decision:
         """Set every linear that is not pinned to the option; see `Policy`."""
@@ -37,6 +41,7 @@ class NonePolicy:
     name = "none"
     wants_bf16 = True
     minimizes_loss = False
+    heeds_target = False
 
     def decide(self, request: Request) -> Decision:
         """Return the previous plan's columns; see `Policy`."""
@@ -47,26 +52,24 @@ class NonePolicy:
 
 
 def _fixed(request: Request, columns: Ints, wanted: str) -> Decision:
-    columns = _with_pins(request.rules, columns)
-    missing = np.flatnonzero(columns < 0)
+    """Hold every linear that the user did not pin to `columns`, as if it were pinned as well.
+
+    Raises:
+        InfeasiblePlanError: if pins, forbidden options or the limit on changes forbid that.
+        UsageError: if a linear has no such option.
+    """
+    table, rules = request.table, request.rules
+    pinned = np.zeros(len(columns), dtype=np.bool_)
+    for pin in rules.pins:
+        pinned |= pin.columns >= 0
+    own = Pin(f"policy {request.settings.policy}", np.where(pinned, -1, columns))
+    missing = np.flatnonzero((columns < 0) & ~pinned)
     if len(missing):
-        table, row = request.table, int(missing[0])
+        row = int(missing[0])
         raise UsageError(
             f"policy '{request.settings.policy}': {wanted} is not among the options of "
             f"'{table.names[row]}' ({', '.join(table.options[row])})"
         )
-    loss = request.table.quality_loss(columns)
-    return Decision(columns, "fixed", None if np.isnan(loss) else loss)
-
-
-def _with_pins(rules: Rules, columns: Ints) -> Ints:
-    """Overwrite what is pinned.
-
-    Raises:
-        InfeasiblePlanError: if two pins disagree on a linear.
-    """
-    rules.check_pins()
-    columns = columns.copy()
-    for pin in rules.pins:
-        columns = np.where(pin.columns >= 0, pin.columns, columns)
-    return columns
+    task = replace(rules, target=0.0, balance="none", pins=(*rules.pins, own)).checked_task()
+    only: Ints = task.allowed.argmax(axis=1)
+    return Decision(only, "fixed", table.quality_loss(only), task)

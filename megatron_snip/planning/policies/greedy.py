@@ -22,6 +22,7 @@ class GreedyPolicy:
     name = "greedy"
     wants_bf16 = False
     minimizes_loss = False
+    heeds_target = True
 
     def decide(self, request: Request) -> Decision:
         """Take the cheapest steps until the rules are met; see `Policy`."""
@@ -32,8 +33,8 @@ class GreedyPolicy:
         steps = hull_steps(task, start)
         filled = fill(task, start, [(row, column) for _, row, column in steps])
         order = list(dict.fromkeys([*(row for _, row, _ in steps), *range(len(start))]))
-        columns = within_changes(task, filled, order)
-        return Decision(columns, "feasible", lower_bound(task), task=task)
+        columns = within_changes(task, start, filled, order)
+        return Decision(columns, "feasible", lower_bound(task), task)
 
 
 def hull_steps(task: Task, start: Ints) -> list[tuple[float, int, int]]:

@@ -29,6 +29,7 @@ class OrderedPolicy:
 
     wants_bf16 = False
     minimizes_loss = False
+    heeds_target = True
 
     def __init__(self, name: str, order: Order) -> None:
         self.name = name
@@ -42,8 +43,8 @@ class OrderedPolicy:
         gains = task.table.overall_row.coefficients
         gaining = [row for row in order if gains[row, low[row]] > gains[row, start[row]]]
         steps = [(row, int(low[row])) for row in gaining]
-        columns = within_changes(task, fill(task, start, steps), order)
-        return Decision(columns, "feasible", lower_bound(task), task=task)
+        columns = within_changes(task, start, fill(task, start, steps), order)
+        return Decision(columns, "feasible", lower_bound(task), task)
 
 
 def random_order(request: Request, task: Task) -> list[int]:

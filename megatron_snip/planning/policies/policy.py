@@ -58,14 +58,14 @@ class Decision:
         status: what is known about it.
         bound: lower bound of the objective under the same rules, or None.
         error: what integer scaling may have cost, in units of quality loss.
-        task: the rules it keeps to; None for a policy that heeds none but the pins.
+        task: the rules it keeps to.
     """
 
     columns: Ints
     status: Status
     bound: float | None
+    task: Task
     error: float = 0.0
-    task: Task | None = None
 
 
 class Policy(Protocol):
@@ -76,11 +76,14 @@ class Policy(Protocol):
         wants_bf16: whether the table must hold bf16 even where the problem does not list it.
         minimizes_loss: whether quality loss is what it minimizes, so that a plan that loses no
             less than the previous one is not worth a change.
+        heeds_target: whether it reaches the efficiency target. One that does not has its own idea
+            of what every linear takes; target and balance then mean nothing to it.
     """
 
     name: str
     wants_bf16: bool
     minimizes_loss: bool
+    heeds_target: bool
 
     def decide(self, request: Request) -> Decision:
         """Choose a column for every linear.

@@ -13,10 +13,11 @@ class SnipPolicy:
     name = "snip"
     wants_bf16 = False
     minimizes_loss = True
+    heeds_target = True
 
     def decide(self, request: Request) -> Decision:
         """Solve; see `Policy`."""
         task = request.rules.checked_task()
         found = solve(task, request.settings, request.hint, request.deadline)
         status: Status = "optimal" if found.optimal else "feasible"
-        return Decision(found.columns, status, found.bound, found.error, task)
+        return Decision(found.columns, status, found.bound, task, found.error)

@@ -125,25 +125,37 @@ def test_infeasible_rules_exit_with_3_and_say_why(
 @pytest.mark.parametrize(
     ("words", "word"),
     [
-        (["--target", "1.5"], "target"),
-        (["--target", "nan"], "target"),
-        (["--target", "high"], "target"),
+        (["--target", "1.5"], "--target: "),
+        (["--target", "nan"], "--target: "),
+        (["--target", "high"], "--target: "),
         (["--pin", "fp8"], "GLOB=OPTION"),
         (["--pin", "=fp8"], "GLOB=OPTION"),
         (["--pin", "encoder.*=fp8"], "no linear's name matches"),
         (["--pin", "*=fp5"], "fp5"),
-        (["--first-layers", "x=fp8"], "first_layers"),
+        (["--first-layers", "x=fp8"], "--first-layers: 'x=fp8' is not N=OPTION"),
         (["--first-layers", "2"], "N=OPTION"),
         (["--max-changes", "2"], "needs --previous"),
+        (["--max-changes", "-1"], "--max-changes: "),
+        (["--max-changes", "1.5"], "--max-changes: "),
+        (["--min-gain", "2"], "--min-gain: "),
+        (["--workers", "0"], "--workers: "),
+        (["--seed", "-1"], "--seed: "),
+        (["--gap", "-1"], "--gap: "),
         (["--min-gain", "0.1"], "needs --previous"),
         (["--previous", "absent.json"], "absent.json"),
         (["--policy", "best"], "unknown policy 'best'"),
         (["--policy", "min-abs-err"], "--statistics"),
-        (["--statistics", "absent.json"], "absent.json"),
-        (["--calibration", "absent.json"], "absent.json"),
+        (["--policy", "min-abs-err", "--statistics", "absent.json"], "absent.json"),
+        (["--statistics", "absent.json"], "policy 'snip' does not"),
+        (["--cost", "time", "--calibration", "absent.json"], "absent.json"),
+        (["--calibration", "absent.json"], "--cost time"),
+        (["--policy", "uniform-fp4", "--target", "0.5"], "policy 'uniform-fp4'"),
+        (["--policy", "uniform-fp4", "--target", "0.5"], "cannot heed --target"),
+        (["--policy", "uniform-fp8", "--pipeline-balance", "stage"], "--pipeline-balance"),
+        (["--policy", "none", "--pipeline-balance", "bottleneck"], "--pipeline-balance"),
         (["--cost", "time"], "calibrate"),
         (["--pipeline-balance", "some"], "invalid choice"),
-        (["--time-limit", "0"], "time_limit"),
+        (["--time-limit", "0"], "--time-limit: "),
         (["--step", "-3"], "step"),
         (["--output", "/absent/folder/plan.json"], "cannot write"),
         (["--unknown"], "--unknown"),
@@ -160,9 +172,70 @@ def test_bad_input_exits_with_2_and_one_line(
     assert captured.err.count("\n") == 1
 
 
+def test_a_policy_without_target_refuses_a_minimum_gain(
+    problem: str, previous: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", problem, "--previous", previous, "--policy", "uniform-fp8"]
+    assert main([*words, "--min-gain", "0.1"]) == 2
+    assert "cannot heed --min-gain" in capsys.readouterr().err
+
+
+def test_a_policy_without_target_says_so_and_keeps_to_the_rest(
+    problem: str, previous: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", problem, "--policy", "uniform-fp8"]) == 0
+    assert "(uniform-fp8 heeds no target)" in capsys.readouterr().out
+    words = ["plan", problem, "--policy", "uniform-fp4", "--previous", previous]
+    assert main([*words, "--max-changes", "1"]) == 3
+    assert "max-changes 1; policy uniform-fp4" in capsys.readouterr().err
+    assert main([*words, "--max-changes", "2"]) == 0
+
+
+def test_a_uniform_policy_does_not_take_what_is_forbidden(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "null.json"
+    write_problem(problem_of([[0.0, 1.0], [0.0, None]]), path)
+    assert main(["plan", str(path), "--policy", "uniform-fp4", "--json"]) == 3
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["conflicts"] == ["policy uniform-fp4", "forbidden options"]
+    assert name_of(1) in captured.err
+    assert main(["plan", str(path), "--policy", "uniform-fp4", "--pin", f"{name_of(1)}=fp8"]) == 0
+
+
+def test_stages_without_linears_are_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "late.json"
+    write_problem(problem_of([[0.0, 1.0]] * 4, stages=[5, 5, 9000, 9000]), path)
+    assert main(["plan", str(path), "--pipeline-balance", "stage"]) == 0
+    text = capsys.readouterr().out
+    lines = [line.split() for line in text.splitlines() if line.strip()]
+    assert [line for line in lines if line[0] == "stages"] == [
+        ["stages", "stage", "5:", "0.500000,", "stage", "9000:", "0.500000"]
+    ]
+    assert ["5", "2", "0.5000", "1"] in lines
+    assert ["9000", "2", "0.5000", "1"] in lines
+    assert sum(line[0].isdecimal() for line in lines) == 2
+
+
+def test_an_unknown_format_is_told_by_file_and_linear(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "fp9.json"
+    write_problem(PROBLEM, path)
+    text = path.read_text()
+    path.write_text(text.replace('"fp4"', '"fp9"'))
+    assert main(["plan", str(path)]) == 2
+    err = capsys.readouterr().err
+    for word in ("fp9.json", f"linear '{name_of(0)}'", "unknown format 'fp9'"):
+        assert word in err
+
+
 def test_a_bad_problem_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bad.json"
-    for text in ("", "{}", '{"version": 1, "linears": [], "target": NaN}'):
+    empty = '{"version": 1, "linears": [], "target": 0.5}'
+    for text in ("", "{}", empty, empty.replace("0.5", "NaN")):
         path.write_text(text)
         assert main(["plan", str(path)]) == 2
         assert "bad.json" in capsys.readouterr().err

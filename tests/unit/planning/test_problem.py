@@ -10,6 +10,7 @@ from megatron_snip.planning.problem import (
     LinearChoices,
     OptionCost,
     PlanningProblem,
+    check_options,
     read_problem,
     write_problem,
 )
@@ -76,7 +77,7 @@ FC1 = "decoder.layers.0.mlp.linear_fc1"
         (change(["target"], "0.5"), ["target", "'0.5'"]),
         (change(["target"], True), ["target", "True"]),
         (change(["target"], ...), ["target"]),
-        (change(["linears"], []), ["linears"]),
+        (change(["linears"], []), ["'linears' is empty", "at least one linear"]),
         (change(["linears"], {}), ["linears"]),
         (change(["linears", 1, "name"], FC1), [FC1, "twice"]),
         (change(["linears", 0, "name"], ""), ["name"]),
@@ -104,6 +105,15 @@ def test_a_bad_problem_is_refused_in_one_line_that_names_the_place(
     assert "\n" not in message
     for word in ["problem file 'p.json'", *words]:
         assert word in message
+
+
+def test_options_of_other_packages_are_refused_by_linear_and_name() -> None:
+    problem = PlanningProblem.from_dict(GOOD)
+    with pytest.raises(UsageError) as caught:
+        check_options(problem, "problem file 'p.json'")
+    assert str(caught.value).startswith("problem file 'p.json': linear 'anything': ")
+    assert "unknown format 'int2'" in str(caught.value)
+    check_options(problem.model_copy(update={"linears": problem.linears[:1]}))
 
 
 def test_records_are_frozen_and_compare_by_value() -> None:

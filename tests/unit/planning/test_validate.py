@@ -104,6 +104,20 @@ def test_policies_that_heed_no_target_are_held_to_none() -> None:
     assert find_violations(gentle, problem(), PlanSettings()) != []
 
 
+def test_policies_that_heed_no_target_are_held_to_the_rest() -> None:
+    uniform = PlanSettings(policy="uniform-fp4")
+    faults = find_violations(plan(["fp4"] * 4, target=0.0), problem(), uniform)
+    assert faults == [f"'{name_of(3)}' has 'fp4', which is forbidden"]
+    settings = PlanSettings(policy="uniform-fp8", max_changes=3)
+    gentle = plan(["fp8"] * 4, target=0.0)
+    faults = find_violations(gentle, problem(), settings, plan_of(["fp4"] * 4))
+    assert faults == ["4 linears change, at most 3 may"]
+    asked = plan(["fp8"] * 4, target=0.5)
+    assert find_violations(asked, problem(), PlanSettings(policy="uniform-fp8")) != []
+    unlisted = plan(["bf16"] * 4, target=0.0)
+    assert find_violations(unlisted, problem(), PlanSettings(policy="uniform-bf16")) == []
+
+
 def test_time_is_checked_in_seconds() -> None:
     timed = problem_of([[0.0, 1.0]] * 2, target=0.5, seconds=[[4.0, 1.0], [2.0, 1.0]])
     settings = PlanSettings(cost="time")

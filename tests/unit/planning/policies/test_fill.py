@@ -38,7 +38,7 @@ def test_every_lowering_makes_room_for_a_raising() -> None:
     results = {}
     for limit in range(7):
         task = rules_of(problem, previous, max_changes=limit).task()
-        columns = within_changes(task, wanted, order)
+        columns = within_changes(task, np.zeros(6, dtype=np.int64), wanted, order)
         assert task.holds(columns)
         results[limit] = columns.tolist()
     assert results[0] == [1, 1, 1, 0, 0, 0]
@@ -50,5 +50,40 @@ def test_every_lowering_makes_room_for_a_raising() -> None:
 def test_where_the_order_falls_short_the_largest_gains_are_taken() -> None:
     problem = problem_of([[0.0, 1.0]] * 3, target=0.5, flops=[1.0, 1.0, 8.0])
     task = rules_of(problem, ["fp8"] * 3, max_changes=1).task()
-    columns = within_changes(task, np.array([1, 1, 1]), [0, 1, 2])
+    columns = within_changes(task, np.array([0, 0, 0]), np.array([1, 1, 1]), [0, 1, 2])
     assert columns.tolist() == [0, 0, 1]
+
+
+def walked(
+    previous: list[str], wanted: list[int], limit: int, flops: list[float], **more: object
+) -> list[int]:
+    """Go towards `wanted` in file order, from fp8 (0) and fp4 (1); half the work is to be fp4."""
+    count = len(previous)
+    problem = problem_of([[0.0, 1.0]] * count, target=0.5, flops=flops)
+    task = rules_of(problem, previous, max_changes=limit, **more).task()
+    start = np.zeros(count, dtype=np.int64)
+    return within_changes(task, start, np.array(wanted), list(range(count))).tolist()
+
+
+def test_the_largest_gains_are_taken_only_as_far_as_they_are_needed() -> None:
+    flops = [1.0, 1.0, 4.0, 1.0, 9.0]  # 8 of 16 are needed; the first two give 2
+    assert walked(["fp8"] * 5, [1] * 5, 2, flops) == [0, 0, 0, 0, 1]
+
+
+def test_a_previous_plan_beyond_the_target_is_raised_as_far_as_changes_allow() -> None:
+    wanted = [1, 1, 1, 0, 0, 0]
+    assert walked(["fp4"] * 6, wanted, 2, [1.0] * 6) == [1, 1, 1, 1, 0, 0]
+    assert walked(["fp4"] * 6, wanted, 3, [1.0] * 6) == wanted
+
+
+def test_one_lowering_makes_room_for_several_raisings() -> None:
+    flops = [3.0, 1.0, 1.0, 1.0]
+    before = ["fp8", "fp4", "fp4", "fp4"]
+    assert walked(before, [1, 0, 0, 0], 4, flops) == [1, 0, 0, 0]
+    assert walked(before, [1, 0, 0, 0], 3, flops) == [1, 1, 0, 0]
+
+
+def test_linears_that_have_to_change_use_up_no_changes() -> None:
+    before = ["bf16", "bf16", "fp4", "fp8"]  # bf16 is not on offer
+    assert walked(before, [1, 1, 0, 0], 0, [1.0] * 4) == [1, 0, 1, 0]
+    assert walked(before, [1, 1, 0, 0], 1, [1.0] * 4) == [1, 1, 0, 0]

@@ -1,18 +1,25 @@
 """What all policies have in common: one registry, one budget arithmetic."""
 
+import contextlib
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from megatron_snip.errors import InfeasiblePlanError, UsageError
+from megatron_snip.planning.cost import COST_MODELS
 from megatron_snip.planning.plan import PrecisionPlan, changed_linears
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.policies import POLICIES, get_policy, policy_names
+from megatron_snip.planning.policies.fill import gentlest
 from megatron_snip.planning.problem import PlanningProblem
+from megatron_snip.planning.rules import make_rules
 from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.planning.table import make_table
 from megatron_snip.planning.validate import find_violations
 from tests.unit.planning.build import plan_of, problem_of
+from tests.unit.planning.instances import Instance, random_instance
 
 HEEDING = ("snip", "greedy", "random", "min-abs-err", "min-rel-err", "layer-type", "layer-id")
 """The policies that reach the target."""
@@ -31,11 +38,11 @@ def problem(target: float = 0.6, seed: int = 0) -> PlanningProblem:
 def metrics(given: PlanningProblem) -> dict[str, dict[str, dict[str, float | None]]]:
     random = np.random.default_rng(9)
     return {
-        name: {
-            "fp8": {"abs_error": 0.1, "rel_error": 0.1},
-            "fp4": {"abs_error": float(random.random()), "rel_error": float(random.random())},
+        linear.name: {
+            option: {"abs_error": float(random.random()), "rel_error": float(random.random())}
+            for option in linear.options
         }
-        for name in given.names
+        for linear in given.linears
     }
 
 
@@ -71,6 +78,45 @@ def test_every_stage_s_target_is_overshot_by_at_most_one_linear(policy: str) -> 
     made = plan(policy, problem(0.6), pipeline_balance="stage")
     for efficiency in made.stages:
         assert 0.6 <= efficiency < 0.6 + max(FLOPS) / sum(FLOPS[:8])
+
+
+def lowered_without_need(policy: str, instance: Instance) -> list[str]:
+    """Linears that a plan lowers (beyond where the policy starts and beyond the plan before) though
+    the target, overall or of their stage, needs none of them; each is put back by itself."""
+    given, settings = instance.problem, instance.settings
+    plan = make_plan(given, settings, instance.previous, 0, metrics(given))
+    table = make_table(given, COST_MODELS[settings.cost])
+    columns = table.columns_of([str(plan.linears[name]) for name in table.names])
+    before = instance.previous
+    hint = before and table.columns_of([str(before.linears[name]) for name in table.names])
+    task = make_rules(table, settings, given.target, hint).checked_task()
+    start = gentlest(task)
+    superfluous: dict[int, list[str]] = {}
+    for row, column in enumerate(columns.tolist()):
+        back = [int(start[row])]
+        if settings.max_changes is not None and hint is not None and hint[row] >= 0:
+            back.append(int(hint[row]))
+        back = [b for b in back if task.allowed[row, b]]
+        if table.gains[row][column] <= max(table.gains[row][b] for b in back):
+            continue
+        group = int(table.stage[row]) if settings.pipeline_balance == "stage" else 0
+        undone = [np.where(np.arange(len(columns)) == row, b, columns) for b in back]
+        needed = not all(task.holds(other) for other in undone)
+        superfluous.setdefault(group, []).append("" if needed else table.names[row])
+    return [name for names in superfluous.values() if all(names) for name in names]
+
+
+@pytest.mark.parametrize("policy", [p for p in HEEDING if p not in ("snip", "greedy")])
+def test_nothing_is_lowered_without_need_whatever_the_rules(policy: str) -> None:
+    plans = 0
+    for seed in range(150):
+        instance = random_instance(seed, num_linears=None if seed % 3 else 5 + seed % 30)
+        chosen = {"policy": policy, "target": instance.problem.target}
+        instance = replace(instance, settings=instance.settings.model_copy(update=chosen))
+        with contextlib.suppress(InfeasiblePlanError):
+            assert lowered_without_need(policy, instance) == [], seed
+            plans += 1
+    assert plans > 60
 
 
 def feasible(given: PlanningProblem, settings: PlanSettings, before: PrecisionPlan) -> bool:
