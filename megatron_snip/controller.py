@@ -309,9 +309,19 @@ class SnipController:
         self._log_precision(0 if state is None else state.step)
         if state is not None and state.pending is not None and self._schedule.replans:
             self._resubmit(state.pending)
-        if self._schedule.static:  # the only plan that this run will report
+        self._announce_start(state)
+
+    def _announce_start(self, state: ControllerState | None) -> None:
+        """Tell of the plan that the run starts with, if it is a policy's."""
+        if state is not None and (state.history or self._schedule.static):
+            changed = len(changed_linears(state.plan, self.plan))
+            applied = Applied(self.plan, state.step, changed, 0.0, resumed=True)
+        elif self._schedule.static:  # the only plan that this run will report
             changed = sum(option != BF16 for option in self.plan.linears.values())
-            self._announcer.tell(lambda r: r.planned(Applied(self.plan, 0, changed, 0.0)))
+            applied = Applied(self.plan, 0, changed, 0.0)
+        else:
+            return
+        self._announcer.tell(lambda r: r.planned(applied))
 
     def _resubmit(self, pending: Pending) -> None:
         problem = self._offer.placed(pending.problem)

@@ -53,7 +53,7 @@ class Announcer:
         self.tell(lambda r: r.event(Event(step, kind, message)))
 
     def applied(self, applied: Applied) -> None:
-        """A plan of the solver is in force."""
+        """A plan of the solver has been applied."""
         plan, objective = applied.plan, applied.plan.objective
         self.info(
             f"step {applied.step}: {plan.policy} plan of step {plan.step} applied: {plan.status}, "

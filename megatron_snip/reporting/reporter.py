@@ -46,12 +46,14 @@ class Applied:
         step: training step (0-based) before which it was applied.
         num_changed: linears whose option changed.
         waited_s: seconds that training waited for the solver.
+        resumed: whether a stopped run goes on with it, from `step`.
     """
 
     plan: PrecisionPlan
     step: int
     num_changed: int
     waited_s: float
+    resumed: bool = False
 
 
 EventKind = Literal["kept", "guard", "fallback"]
@@ -142,7 +144,9 @@ class FileReporter:
         self.directory.problem(refresh.step, refresh.problem)
 
     def planned(self, applied: Applied) -> None:
-        """Write the plan."""
+        """Write the plan, unless a run goes on with it here, where it was applied."""
+        if applied.resumed and self.directory.has_plan(applied.plan.step):
+            return
         self._told |= {
             "plan_step": applied.plan.step,
             "changed_linears": applied.num_changed,

@@ -107,6 +107,10 @@ class RunDirectory:
         self.flush()
         return path
 
+    def has_plan(self, step: int) -> bool:
+        """Whether there is a plans/<step>.json."""
+        return (self.path / "plans" / f"{step}.json").is_file()
+
     def flush(self) -> None:
         """Put the metrics written so far on disk."""
         if self._metrics is not None:

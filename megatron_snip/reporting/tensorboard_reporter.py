@@ -2,7 +2,7 @@
 
     every report    its scalars
     a refresh       histograms and heat maps of the divergences
-    a plan          a table and a picture at every change
+    a plan          a table and a picture at every change and on going on
     the first one   the settings, as text
     an event        a line of text; TensorBoard knows no alerts
 
@@ -70,7 +70,7 @@ class TensorBoardWriter:
                 self._picture("snip/divergence/maps", figure, index)
 
     def _plan(self, applied: Applied, index: int) -> None:
-        if applied.num_changed == 0:
+        if applied.num_changed == 0 and not applied.resumed:
             return
         rows = [PLAN_COLUMNS, tuple("---" for _ in PLAN_COLUMNS), *plan_rows(applied.plan)]
         table = "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -2,7 +2,8 @@
 
     every report    its scalars
     a refresh       histograms and heat maps of the divergences
-    a plan          a table and a picture at every change, the plan file as an artifact
+    a plan          the plan file as an artifact; at every change and on going on, a table and a
+                    picture
     an event        an alert
 
 W&B takes no row whose step is lower than its last one. A W&B run that is gone on with after
@@ -81,7 +82,7 @@ class WandbWriter:
         return row
 
     def _plan(self, applied: Applied) -> dict[str, Any]:
-        if applied.num_changed == 0:
+        if applied.num_changed == 0 and not applied.resumed:
             return {}
         rows = plan_rows(applied.plan)
         table = self._wandb.Table(columns=list(PLAN_COLUMNS), data=[list(row) for row in rows])

@@ -114,6 +114,14 @@ def test_a_run_resumes_with_its_problem_in_flight(cycles: list[dict[str, Any]]) 
             assert result["resumed"][key] == result["whole"][key]
 
 
+def test_a_resumed_run_tells_at_once_which_plan_it_goes_on_with(
+    cycles: list[dict[str, Any]],
+) -> None:
+    for result in cycles:
+        told = [[], [[2, 1, False]], [[4, 1, True], [6, 5, False]]]
+        assert result["resumed"]["told"] == told
+
+
 def test_collecting_changes_nothing(cycles: list[dict[str, Any]]) -> None:
     for result in cycles:
         watched, plain = result["collect only"], result["plain"]

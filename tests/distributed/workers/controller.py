@@ -24,7 +24,7 @@ from megatron_snip.planning.solver_process import SolverProcess, worker_command
 from megatron_snip.reporting.reporter import FileReporter
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.statistics import recorder, refresh
-from tests.distributed.workers.small_model import Trainer, layout
+from tests.distributed.workers.small_model import Memory, Trainer, layout
 
 MODEL: dict[str, Any] = {
     "num_layers": 2,
@@ -262,21 +262,26 @@ def _plain(layout_values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _resumed(layout_values: dict[str, Any]) -> dict[str, Any]:
-    """Stop after step 1, while its problem is being solved, and go on with a new controller."""
+    """Stop after step 1, while its problem is being solved, and again under its plan."""
+    told = []
     with layout({**MODEL, **layout_values}) as trainer:
-        first = trainer.controller(SNIP)
-        trainer.advance(2, first)
-        text = json.dumps(first.state(trainer.step).to_dict())
-        first.close()
-        second = SnipController(
-            SnipConfig(**SNIP),
-            list(trainer.state.runner.model),
-            trainer.state.optimizer,
-            state=ControllerState.from_dict(json.loads(text)),
-        )
-        trainer.advance(7, second)
-        second.close()
-        return {**trainer.digests(), "history": second.history, "digest": second.plan.digest}
+        controller = trainer.controller(SNIP)
+        for steps in (2, 2, 5):
+            trainer.advance(steps, controller)
+            text = json.dumps(controller.state(trainer.step).to_dict())
+            controller.close()
+            told.append([(a.step, a.plan.step, a.resumed) for a in trainer.reporter.applied])
+            if trainer.step < 9:
+                trainer.reporter = Memory()
+                controller = SnipController(
+                    SnipConfig(**SNIP),
+                    list(trainer.state.runner.model),
+                    trainer.state.optimizer,
+                    trainer.reporter,
+                    state=ControllerState.from_dict(json.loads(text)),
+                )
+        plan, history = controller.plan.digest, controller.history
+        return {**trainer.digests(), "history": history, "digest": plan, "told": told}
 
 
 def refusals(layout_values: dict[str, Any], folder: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from megatron_snip.divergence.quality import QualitySettings, divergence_table, problem_dict
 from megatron_snip.options import Option, enumerate_options
+from megatron_snip.planning.plan import read_plan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import PlanningProblem, read_problem
 from megatron_snip.planning.settings import PlanSettings
@@ -117,6 +119,24 @@ def test_files_hold_what_was_told(tmp_path: Path) -> None:
         "refresh_s": 1.25,
         "events": [{"kind": "kept", "message": "why"}],
     }
+
+
+def test_the_plan_that_a_run_goes_on_with_is_written_where_it_is_not_yet(tmp_path: Path) -> None:
+    before = applied()
+    going_on = replace(before, step=40, num_changed=0, waited_s=0.0, resumed=True)
+    for folder, told in (("here", [30, None]), ("elsewhere", [30])):
+        if folder == "here":
+            first = FileReporter(RunDirectory(tmp_path / folder))
+            first.planned(before)
+            first.metrics(39, {})
+            first.close()
+        again = FileReporter(RunDirectory(tmp_path / folder))
+        again.planned(going_on)
+        again.metrics(40, {})
+        again.close()
+        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line).get("plan_step") for line in lines] == told
+        assert read_plan(tmp_path / folder / "plans" / "30.json") == going_on.plan
 
 
 def test_what_was_told_belongs_to_one_step(tmp_path: Path) -> None:

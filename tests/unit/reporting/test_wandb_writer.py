@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_snip.reporting.reporter import Applied
-from megatron_snip.reporting.step_report import StepReport
+from megatron_snip.reporting.step_report import StepReport, StepReporter
 from megatron_snip.reporting.wandb_writer import WandbWriter
 from tests.unit.reporting.runs import Shape, config, plan_from, refresh_at
 
@@ -62,4 +62,22 @@ def test_a_plan_that_changes_nothing_is_kept_but_not_drawn() -> None:
     writer = WandbWriter(SimpleNamespace(run=run, Artifact=wandb.Artifact))
     writer.write(StepReport(4, {"a": 1.0}, applied=Applied(plan, 4, 0, 0.0)))
     assert run.rows == [(4, {"a": 1.0})]
+    assert [artifact.metadata["digest"] for artifact in run.artifacts] == [plan.digest]
+
+
+def test_the_plan_that_a_run_goes_on_with_is_drawn() -> None:
+    wandb = pytest.importorskip("wandb")
+    shape = Shape(config())
+    plan = plan_from(shape, refresh_at(shape, 2))
+    run = Run(step=0)
+    words = {"Artifact": wandb.Artifact, "Table": wandb.Table, "Image": wandb.Image}
+    reporter = StepReporter([WandbWriter(SimpleNamespace(run=run, **words))])
+    reporter.planned(Applied(plan, 6, 0, 0.0, resumed=True))
+    reporter.metrics(6, {"loss": 1.0})
+    ((step, row),) = run.rows
+    assert step == 6
+    assert row["snip/planning/objective"] == plan.objective
+    assert row["snip/planning/efficiency"] == plan.efficiency
+    assert row["snip/planning/changed_linears"] == 0
+    assert len(row["snip/planning/plan"].data) == len(plan.linears)
     assert [artifact.metadata["digest"] for artifact in run.artifacts] == [plan.digest]
