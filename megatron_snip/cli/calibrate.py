@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Console
 from rich.table import Table as RichTable
 
+from megatron_snip.cli.plan_tables import plain_console
 from megatron_snip.errors import UnsupportedError, UsageError
 from megatron_snip.formats import FORMATS, get_format
 from megatron_snip.options import Option
@@ -258,7 +258,7 @@ def _measure(bench: _Bench, formats: list[str]) -> dict[str, dict[str, float]]:
 
 
 def _print(table: CalibrationTable, path: Path) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 1000, highlight=False)
+    console = plain_console()
     shown = RichTable("linears", "out x in", "format", box=box.SIMPLE)
     for heading in (*(f"{gemm.value} ms" for gemm in Gemm), "TFLOP/s"):
         shown.add_column(heading, justify="right")

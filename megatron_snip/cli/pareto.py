@@ -9,14 +9,12 @@ import argparse
 import csv
 import io
 import json
-import sys
 from dataclasses import asdict
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table as RichTable
 
 from megatron_snip.cli.plan_flags import (
@@ -25,6 +23,7 @@ from megatron_snip.cli.plan_flags import (
     problem_from,
     settings_from,
 )
+from megatron_snip.cli.plan_tables import plain_console
 from megatron_snip.errors import UsageError
 from megatron_snip.planning.json_file import write_atomic
 from megatron_snip.planning.pareto import ParetoPoint, frontier
@@ -73,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([_plain(point) for point in points], indent=1))
     else:
-        console = Console(width=None if sys.stdout.isatty() else 1000, highlight=False)
+        console = plain_console()
         console.print(_table(points))
     return 0 if any(point.status is not None for point in points) else INFEASIBLE
 

@@ -11,8 +11,6 @@ import json
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from megatron_snip.cli.plan_flags import (
     add_rule_flags,
     flag_of,
@@ -20,7 +18,12 @@ from megatron_snip.cli.plan_flags import (
     problem_from,
     settings_from,
 )
-from megatron_snip.cli.plan_tables import linear_table, stage_efficiencies, stage_table
+from megatron_snip.cli.plan_tables import (
+    linear_table,
+    plain_console,
+    stage_efficiencies,
+    stage_table,
+)
 from megatron_snip.errors import InfeasiblePlanError, UsageError
 from megatron_snip.planning.plan import PrecisionPlan, read_plan, write_plan
 from megatron_snip.planning.planner import PlanReport, make_plan_report
@@ -141,8 +144,7 @@ def _print(
     settings: PlanSettings,
     previous: PrecisionPlan | None,
 ) -> None:
-    # Piped output has no width of its own; names must not be cut there.
-    console = Console(width=None if sys.stdout.isatty() else 1000, highlight=False)
+    console = plain_console()
     console.print(linear_table(report.plan, problem, previous))
     console.print(stage_table(report.plan, problem))
     for line in _summary(report, problem, settings):

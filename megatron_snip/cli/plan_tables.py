@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+
 from rich import box
+from rich.console import Console
 from rich.table import Table as RichTable
 
 from megatron_snip.options import Option
@@ -39,6 +42,13 @@ def _members(problem: PlanningProblem) -> dict[int, list[LinearChoices]]:
     for linear in problem.linears:
         members.setdefault(linear.stage, []).append(linear)
     return dict(sorted(members.items()))
+
+
+def plain_console() -> Console:
+    """Return a console that prints names as they are, and in full where output is piped."""
+    # A pipe has no width of its own; names must not be cut there.
+    width = None if sys.stdout.isatty() else 1000
+    return Console(width=width, highlight=False, markup=False, emoji=False)
 
 
 def linear_table(

@@ -16,10 +16,11 @@ precision. `stage` is the pipeline stage. A run writes one such file at every re
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megatron_snip.config import explain
 from megatron_snip.errors import UsageError
@@ -35,6 +36,15 @@ _NonNegative = Annotated[float, Field(ge=0.0, le=1e150)]
 _Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+@lru_cache(maxsize=4096)
+def canonical(name: str) -> str:
+    """Return the shortest spelling of an option; a name that is no option is returned as it is."""
+    try:
+        return str(Option.parse(name))
+    except UsageError:
+        return name
 
 
 class OptionCost(BaseModel):
@@ -56,6 +66,9 @@ class OptionCost(BaseModel):
 class LinearChoices(BaseModel):
     """One linear: where it runs, how much work it is, and what it can choose from.
 
+    Raises:
+        UsageError: if a name is not printable, or one option is listed under two spellings.
+
     Attributes:
         name: unique, e.g. `decoder.layers.17.mlp.linear_fc1`.
         stage: pipeline stage, 0-based.
@@ -69,6 +82,16 @@ class LinearChoices(BaseModel):
     stage: Annotated[int, Field(ge=0, le=MAX_STAGE)]
     flops: _NonNegative
     options: Annotated[dict[str, OptionCost], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _check_names(self) -> LinearChoices:
+        for name in (self.name, *self.options):
+            if not name.isprintable():  # tables and logs show it on terminals
+                raise UsageError(f"the name {name!r} of a linear or option is not printable")
+        if len(set(map(canonical, self.options))) < len(self.options):
+            listed = ", ".join(self.options)
+            raise UsageError(f"'{self.name}' lists an option under two spellings: {listed}")
+        return self
 
 
 class PlanningProblem(BaseModel):
@@ -121,6 +144,8 @@ class PlanningProblem(BaseModel):
             problem = cls.model_validate(value)
         except ValidationError as error:
             raise UsageError(f"{source}: {_with_name(explain(error), linears)}") from None
+        except UsageError as error:
+            raise UsageError(f"{source}: {error}") from None
         _refuse_duplicates(problem.names, source)
         return problem
 

@@ -17,9 +17,10 @@ import numpy as np
 from megatron_snip.errors import InfeasiblePlanError, UsageError
 from megatron_snip.options import BF16
 from megatron_snip.planning.cost import NOISE, as_fraction
+from megatron_snip.planning.problem import canonical
 from megatron_snip.planning.reach import best_efficiency, bottleneck_floors, most_gain
 from megatron_snip.planning.settings import Balance, PlanSettings
-from megatron_snip.planning.table import Ints, Mask, Table, canonical
+from megatron_snip.planning.table import Ints, Mask, Table
 from megatron_snip.planning.task import Task
 from megatron_snip.types import split_linear_name
 

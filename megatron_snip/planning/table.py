@@ -17,29 +17,21 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_snip.errors import UsageError
-from megatron_snip.options import BF16, Option
+from megatron_snip.options import BF16
 from megatron_snip.planning.cost import TOLERANCE, CostModel, LinearWork, ratio
-from megatron_snip.planning.problem import LinearChoices, PlanningProblem
+from megatron_snip.planning.problem import PlanningProblem
+from megatron_snip.planning.problem import canonical as canonical  # rooms to the right use it
 from megatron_snip.planning.scaling import Scale, choose_scale
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
-
-
-@lru_cache(maxsize=4096)
-def canonical(name: str) -> str:
-    """Return the shortest spelling of an option; a name that is no option is returned as it is."""
-    try:
-        return str(Option.parse(name))
-    except UsageError:
-        return name
 
 
 @dataclass(frozen=True)
@@ -192,14 +184,13 @@ def make_table(problem: PlanningProblem, cost: CostModel, with_bf16: bool = Fals
         with_bf16: give every linear a bf16 column, whether the problem lists it or not.
 
     Raises:
-        UsageError: if a linear lists one option under two spellings, or the cost model lacks
-            a number.
+        UsageError: if the cost model lacks a number.
     """
     work = tuple(cost.work(linear) for linear in problem.linears)
     options, gains = [], []
     shared: dict[tuple[int, tuple[str, ...]], tuple[Fraction, ...]] = {}
     for linear, part in zip(problem.linears, work, strict=True):
-        names = _canonical_names(linear)
+        names = tuple(map(canonical, linear.options))
         row = list(part.gains.values())
         if with_bf16 and str(BF16) not in names:
             names = (*names, str(BF16))
@@ -217,13 +208,6 @@ def make_table(problem: PlanningProblem, cost: CostModel, with_bf16: bool = Fals
         work=work,
         gains=tuple(gains),
     )
-
-
-def _canonical_names(linear: LinearChoices) -> tuple[str, ...]:
-    names = tuple(map(canonical, linear.options))
-    if len(set(names)) < len(names):
-        raise UsageError(f"'{linear.name}' lists an option under two spellings: {', '.join(names)}")
-    return names
 
 
 def _unlisted_gain(name: str, work: LinearWork, cost: CostModel) -> Fraction:

@@ -14,8 +14,9 @@ import numpy as np
 from megatron_snip.errors import UsageError
 from megatron_snip.options import BF16
 from megatron_snip.planning.policies.policy import Decision, Request
+from megatron_snip.planning.problem import canonical
 from megatron_snip.planning.rules import Pin
-from megatron_snip.planning.table import Ints, canonical
+from megatron_snip.planning.table import Ints
 
 
 class UniformPolicy:

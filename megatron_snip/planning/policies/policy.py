@@ -14,9 +14,10 @@ from typing import Protocol
 from megatron_snip.errors import UsageError
 from megatron_snip.planning.clock import Deadline
 from megatron_snip.planning.plan import Status
+from megatron_snip.planning.problem import canonical
 from megatron_snip.planning.rules import Rules
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.planning.table import Ints, Table, canonical
+from megatron_snip.planning.table import Ints, Table
 from megatron_snip.planning.task import Task
 
 Metrics = Mapping[str, Mapping[str, Mapping[str, float | None]]]

@@ -219,6 +219,18 @@ def test_stages_without_linears_are_passed_over(
     assert sum(line[0].isdecimal() for line in lines) == 2
 
 
+def test_names_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "names.json"
+    linear = problem_of([[0.0, 1.0]]).linears[0]
+    names = ("[/red]", "[bold]b[/bold]", ":fire:")
+    linears = tuple(linear.model_copy(update={"name": name}) for name in names)
+    write_problem(PlanningProblem(linears=linears, target=0.5), path)
+    assert main(["plan", str(path)]) == 0
+    text = capsys.readouterr().out
+    for name in names:
+        assert name in text
+
+
 def test_an_unknown_format_is_told_by_file_and_linear(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,6 +61,7 @@ def change(path: list[Any], value: Any) -> dict[str, Any]:
     return changed
 
 
+OPTION = {"quality_loss": 1.0, "saving": 0.5}
 FC1 = "decoder.layers.0.mlp.linear_fc1"
 
 
@@ -81,6 +82,9 @@ FC1 = "decoder.layers.0.mlp.linear_fc1"
         (change(["linears"], {}), ["linears"]),
         (change(["linears", 1, "name"], FC1), [FC1, "twice"]),
         (change(["linears", 0, "name"], ""), ["name"]),
+        (change(["linears", 0, "name"], "a\x1b[2Jb"), ["'a\\x1b[2Jb'", "not printable"]),
+        (change(["linears", 0, "options", "a\nb"], OPTION), ["'a\\nb'", "not printable"]),
+        (change(["linears", 0, "options", "fp4-fp4-fp4"], OPTION), ["two spellings", FC1]),
         (change(["linears", 0, "stage"], -1), ["stage", "-1", FC1]),
         (change(["linears", 0, "stage"], 1.5), ["stage", "1.5"]),
         (change(["linears", 0, "stage"], 10**9), ["stage"]),
@@ -114,6 +118,15 @@ def test_options_of_other_packages_are_refused_by_linear_and_name() -> None:
     assert str(caught.value).startswith("problem file 'p.json': linear 'anything': ")
     assert "unknown format 'int2'" in str(caught.value)
     check_options(problem.model_copy(update={"linears": problem.linears[:1]}))
+
+
+def test_two_spellings_of_an_option_are_refused() -> None:
+    options = {
+        "fp4": OptionCost(quality_loss=1.0, saving=1.0),
+        "fp4-fp4-fp4": OptionCost(quality_loss=2.0, saving=1.0),
+    }
+    with pytest.raises(UsageError, match="'a' lists an option under two spellings"):
+        LinearChoices(name="a", stage=0, flops=1.0, options=options)
 
 
 def test_records_are_frozen_and_compare_by_value() -> None:

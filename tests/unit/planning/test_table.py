@@ -19,16 +19,6 @@ def test_options_have_one_spelling() -> None:
     assert canonical("int2") == "int2"  # names that are no options pass through
 
 
-def test_two_spellings_of_an_option_are_refused() -> None:
-    options = {
-        "fp4": OptionCost(quality_loss=1.0, saving=1.0),
-        "fp4-fp4-fp4": OptionCost(quality_loss=2.0, saving=1.0),
-    }
-    linear = LinearChoices(name="a", stage=0, flops=1.0, options=options)
-    with pytest.raises(UsageError, match="two spellings"):
-        make_table(PlanningProblem(linears=(linear,), target=0.5), FLOPS)
-
-
 def ragged() -> PlanningProblem:
     """Two linears with different options, in stages 0 and 2."""
     first = {
