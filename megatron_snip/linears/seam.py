@@ -21,10 +21,12 @@ from megatron_snip.linears import backends, printed
 from megatron_snip.linears.autograd import LinearCall, QuantizedLinear
 from megatron_snip.linears.backends import Backend, Machine
 from megatron_snip.linears.gemms import unkept
+from megatron_snip.linears.measured import without_wgrad
 from megatron_snip.linears.runtime import Mode, Runtime
 from megatron_snip.log import warn_once
 from megatron_snip.options import BF16, Option
 from megatron_snip.quantizers import StochasticStream
+from megatron_snip.statistics.tap import Observer
 from megatron_snip.topology import Placement
 from megatron_snip.types import Gemm
 
@@ -130,14 +132,7 @@ class PlannedLinear:
     def _forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         runtime = self._runtime
         if runtime.observer is not None:
-            input, weight = _operands(args, kwargs)
-            return runtime.observer.observe(
-                self.placement,
-                input,
-                weight,
-                self._original(*args, **kwargs),
-                bool(kwargs.get("sequence_parallel", False)),
-            )
+            return self._observed(runtime.observer, args, kwargs)
         if self._option == BF16 or runtime.mode is Mode.BF16 or not self._quantizable(kwargs):
             return self._original(*args, **kwargs)
         input, weight = _operands(args, kwargs)
@@ -156,6 +151,15 @@ class PlannedLinear:
             input, weight, kwargs.get("bias"), call
         )
         return output
+
+    def _observed(
+        self, observer: Observer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        """Run Megatron's own GEMMs under `observer`, without the gradient of the weight."""
+        input, weight = _operands(args, kwargs)
+        output = self._original(*args, **kwargs) if args else without_wgrad(self._original, kwargs)
+        gathers = bool(kwargs.get("sequence_parallel", False))
+        return observer.observe(self.placement, input, weight, output, gathers)
 
     def _keeper(self, weight: torch.Tensor) -> Callable[[Hashable, Callable[[], Any]], Any]:
         """Return what keeps forms of the weight; in evaluations nothing is kept."""
