@@ -73,7 +73,12 @@ class Topology:
     control: ProcessGroup | None = None
 
     def data_axis(self, placement: Placement) -> DataAxis:
-        """Ranks that hold the same weight as `placement` and see other tokens."""
+        """Ranks that hold the same weight as `placement` and see other tokens.
+
+        Of what an observer is shown: how its microbatches count (`Placement.shown`).
+        """
+        if placement.shown is not None:
+            return placement.shown
         return self.data if placement.expert is None else self.expert_data
 
 
@@ -91,6 +96,8 @@ class Placement:
         num_chunks: 2 for a gated fc1, whose shard is [gate_r; up_r] of [gate; up]; else 1.
         expert: global index of the expert, or None for a dense linear.
         num_active: experts that see each token (1 for a dense linear); scales the FLOPs.
+        shown: the i-th microbatch that an observer is shown is microbatch i * size + rank of the
+            step; None: as the ranks with the same weight count (`Topology.data_axis`).
     """
 
     name: str
@@ -102,6 +109,7 @@ class Placement:
     num_chunks: int = 1
     expert: int | None = None
     num_active: float = 1.0
+    shown: DataAxis | None = None
 
     @property
     def flops_per_token(self) -> float:

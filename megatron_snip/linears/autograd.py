@@ -124,7 +124,7 @@ class QuantizedLinear(torch.autograd.Function):
             Gemm.DGRAD in call.native,
             need_wgrad and Gemm.WGRAD in call.native,
         )
-        dx = _dgrad(g, g_row, weight, call, stream).view(*grads[0].shape[:-1], -1)
+        dx = _dgrad(g, g_row, weight, call, stream).view(*grads[0].shape[:-1], weight.shape[1])
         if gathering is not None:
             gathered = gathering.wait()
             waiting = waiting if waiting is None else gathered

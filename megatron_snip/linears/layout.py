@@ -91,6 +91,21 @@ def find_linears(
     return found
 
 
+def expert_layers(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
+    """Yield (layout-independent name of the experts, Megatron's MoE layer) of this rank.
+
+    The experts' linears have names that begin so, e.g. `decoder.layers.3.mlp.experts`.
+    """
+    for chunk in model:
+        for path, layer in _layers(chunk):
+            match = _LAYER.match(path)
+            assert match is not None
+            number = int(layer.layer_number)  # type: ignore[arg-type]
+            for name, module in layer.named_modules():
+                if hasattr(module, "token_dispatcher") and hasattr(module, "router"):
+                    yield linear_name(number, f"{name}.experts", match["block"]), module
+
+
 def _is_planned(module: torch.nn.Module, name: str) -> bool:
     return _kind(module) is not None and name.rsplit(".", 1)[-1] not in _NOT_PLANNED
 

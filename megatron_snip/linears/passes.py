@@ -4,7 +4,8 @@ A pass runs the step's forward-backward function over the first microbatches wit
 synchronization off. What it touches is put back: RNG states (torch, CUDA, Megatron's tracker,
 numpy, random), module buffers, gradients (DDP's buffers are zeroed, as they are at this point of a
 training step), the auxiliary losses that Megatron collects for its log, and the schedule hooks in
-the model's config. Megatron's rerun state machine does not hear of a pass.
+the model's config. Megatron's rerun state machine does not hear of a pass. Tokens go to the same
+experts in all passes of a refresh.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from megatron.core import parallel_state, rerun_state_machine
 from megatron.core.utils import get_model_config
 
+from megatron_snip.linears.expert_routes import ExpertRoutes
 from megatron_snip.linears.replay import ReplayData
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.traces import Traces
@@ -75,6 +77,7 @@ class MeasuringPasses:
         self._runtime = runtime
         self._config = get_model_config(training.chunks[0])
         self._count = self._allowed(wanted_microbatches, runtime.topology)
+        self._routes = ExpertRoutes(training.chunks, runtime.topology)
 
     @property
     def num_microbatches(self) -> int:
@@ -113,7 +116,11 @@ class MeasuringPasses:
             "num_microbatches": self._count,
             "forward_only": False,
         }
-        with _no_trace(training.chunks, self._config), self._runtime.observing(observer):
+        with (
+            _no_trace(training.chunks, self._config),
+            self._routes.watched(observer) as watched,
+            self._runtime.observing(watched),
+        ):
             results = training.function(**kwargs)
         return _losses(results, self._runtime.topology)
 

@@ -195,11 +195,23 @@ def check_loadable(saved: SavedRun, config: dict[str, Any], source: Path) -> Non
     changes = _changes(MODEL_FIELDS, saved.config, config)
     if changes:
         raise UsageError(f"load: '{source}' is of another model: {changes[0]}")
+    _check_experts(saved.config, config, source)
     changes = layout_changes(saved.config, config)
     if changes and not saved.fully_reshardable:
         raise UsageError(
             f"load: '{source}' holds a distributed optimizer of another layout ({changes[0]}); "
             "use that layout, or save with dist_ckpt_optim_fully_reshardable"
+        )
+
+
+def _check_experts(saved: dict[str, Any], config: dict[str, Any], source: Path) -> None:
+    """Megatron gives experts that are dealt out an optimizer of their own, and cannot convert."""
+    name = "expert_model_parallel_size"
+    before, now = saved.get(name, 1), config.get(name, 1)
+    if (before > 1) != (now > 1):
+        raise UsageError(
+            f"load: '{source}' has {name} {before}, not {now}: Megatron cannot convert the "
+            "optimizer between experts on every rank and experts dealt out to ranks"
         )
 
 

@@ -20,6 +20,7 @@ from tests.distributed.test_trainer import (
     DROPOUT,
     OVERLAP,
     PP2,
+    SP,
     TINY,
     TP2,
     VPP,
@@ -34,6 +35,8 @@ STOP = 3
 SNIP = {"enabled": True, "start_step": 2, "interval": 3, "lag": 2, "efficiency_target": 0.5}
 """Measures at steps 2 and 5, applies before step 4: a checkpoint after 3 holds an open problem."""
 
+EP2 = {"num_experts": 4, "expert_model_parallel_size": 2}
+ETP1 = {"expert_tensor_parallel_size": 1}
 RESHARDABLE = {**OVERLAP, "dist_ckpt_optim_fully_reshardable": True, "bf16": False}
 
 SAME_LAYOUT: dict[str, dict[str, Any]] = {
@@ -41,9 +44,11 @@ SAME_LAYOUT: dict[str, dict[str, Any]] = {
     "pp2": {**PP2, **DROPOUT},
     "pp2 interleaved, sharded": {**VPP, **DROPOUT, **OVERLAP},
     "dp2 sharded, reshardable": {**RESHARDABLE, **DROPOUT, "bf16": True},
+    "ep2 sharded": {**EP2, **DROPOUT, **OVERLAP, "snip": SNIP},
 }
 OTHER_LAYOUT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp2 to pp2": ({**TP2, "bf16": False}, {**PP2, "bf16": False}),
+    "ep2 to tp2 ep2": ({**EP2, "bf16": False}, {**EP2, **TP2, **SP, **ETP1, "bf16": False}),
     "dp2 sharded to tp2": (RESHARDABLE, {**RESHARDABLE, **TP2}),
 }
 

@@ -32,6 +32,7 @@ TWO = {
         "overlap_grad_reduce": True,
         "overlap_param_gather": True,
     },
+    "ep": {"num_experts": 4, "expert_model_parallel_size": 2},
 }
 
 

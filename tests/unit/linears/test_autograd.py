@@ -216,3 +216,15 @@ def test_an_evaluation_quantizes_nothing_for_a_backward(monkeypatch: pytest.Monk
         run(x, w.requires_grad_(), None, native_call("fp8", grad_enabled=False))
     run(x.requires_grad_(), w, None, native_call("fp8"))
     assert asked == [False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["fp8", "fp4", "mxfp8", "mxfp4", "nvfp4"])
+def test_an_expert_without_tokens_has_a_gradient_of_zeros(name: str, dtype: torch.dtype) -> None:
+    x, w, _, _ = tensors(dtype)
+    x, w = x[:0, 0].contiguous().requires_grad_(), w.requires_grad_()
+    y = run(x, w, None, call(Option.uniform(name)))
+    assert y.shape == (0, 48)
+    y.sum().backward()
+    assert x.grad is not None and x.grad.shape == (0, 64)
+    assert w.grad is not None and torch.equal(w.grad, torch.zeros_like(w))

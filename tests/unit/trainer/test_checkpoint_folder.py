@@ -127,6 +127,16 @@ def test_a_sharded_optimizer_goes_to_another_layout_only_if_written_for_it() -> 
     check_loadable(RUN, settings(tensor_model_parallel_size=2), Path("place"))
 
 
+def test_experts_on_every_rank_are_not_turned_into_experts_dealt_out() -> None:
+    ep = "expert_model_parallel_size"
+    dealt = {**RUN.config, ep: 2}
+    with pytest.raises(UsageError, match=rf"'x' has {ep} 1, not 2: Megatron cannot convert"):
+        check_loadable(RUN, dealt, Path("x"))
+    with pytest.raises(UsageError, match=rf"{ep} 2, not 1"):
+        check_loadable(SavedRun(dealt, 2), RUN.config, Path("x"))
+    check_loadable(SavedRun(dealt, 2), {**dealt, ep: 4}, Path("x"))
+
+
 def test_changes_are_told_by_name() -> None:
     changed = settings(seed=7, pipeline_model_parallel_size=2)
     assert order_changes(RUN.config, changed) == ("seed 1234 -> 7",)

@@ -1,0 +1,53 @@
+"""What test_moe.py runs on ranks: a refresh of a mixture of experts in several layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.distributed.workers.small_model import layout, statistics_json
+
+MODEL = {
+    "num_layers": 2,
+    "ffn_hidden_size": 256,
+    "num_experts": 4,
+    "seq_length": 256,
+    "adam_eps": 1e-4,
+}
+"""Enough tokens, and D even enough, that no single element decides a sum."""
+SNIP = {
+    "interval": 100,
+    "start_step": 3,
+    "lag": 1,
+    "probe_rows": MODEL["seq_length"],
+    "probe_relative_step": 1e-2,
+    "efficiency_target": 0.6,
+}
+STEPS = 5
+
+
+def refresh_in(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Train 3 steps, measure at the fourth, apply; return what each layout found and decided."""
+    return {name: _refresh({**MODEL, **values}) for name, values in layouts.items()}
+
+
+def _refresh(values: dict[str, Any]) -> dict[str, Any]:
+    microbatches = values.pop("stat_microbatches", 2)
+    with layout(values) as trainer:
+        controller = trainer.run(STEPS, {**SNIP, "stat_microbatches": microbatches})
+        refresh = trainer.reporter.refreshes[0]
+        return {
+            "losses": trainer.losses,
+            "plan": {n: str(o) for n, o in controller.plan.linears.items()},
+            "history": controller.history,
+            "statistics": statistics_json(refresh.statistics),
+            "divergences": {
+                linear.name: {str(o): vars(d) for o, d in linear.options.items()}
+                for linear in refresh.divergences.linears
+            },
+            "experts": sorted(
+                linear.placement.expert
+                for linear in controller.model.linears
+                if linear.placement.name == "decoder.layers.0.mlp.experts.linear_fc1"
+            ),
+            "warnings": trainer.warnings,
+        }
