@@ -9,11 +9,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import statistics
-import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,10 +16,10 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.table import Table as RichTable
 
+from megatron_snip.cli.gemm_bench import Shape, measure
 from megatron_snip.cli.plan_tables import plain_console
-from megatron_snip.errors import UnsupportedError, UsageError
+from megatron_snip.errors import UsageError
 from megatron_snip.formats import FORMATS, get_format
-from megatron_snip.options import Option
 from megatron_snip.planning.calibration import (
     CalibratedLinear,
     CalibrationTable,
@@ -43,18 +38,6 @@ examples:
   megatron-snip calibrate --config configs/demo.yaml --output demo-seconds.json
   megatron-snip calibrate --linear '*.mlp.linear_fc1=28672x8192' --tokens 4096 --output t.json
 """
-
-MAX_RUNS = 200
-"""Most times a GEMM is run; fast ones stop here, slow ones at --seconds."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A linear to measure: the glob it stands for, and [out_features, in_features]."""
-
-    names: str
-    out_features: int
-    in_features: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,22 +78,27 @@ def run(args: argparse.Namespace) -> int:
         UsageError: for bad input, or if the table cannot be written.
     """
     shapes, tokens = _shapes(args)
-    formats = [get_format(name.strip()).name for name in args.formats.split(",") if name.strip()]
-    if not formats:
-        raise UsageError("--formats names no format")
-    if not args.output.parent.is_dir():
-        raise UsageError(f"--output: there is no folder '{args.output.parent}'")
+    formats = _formats(args.formats)
+    _check_output(args.output)
     budget_s = _number("--seconds", args.seconds)
     device = _device(args.device)
     linears = []
     for shape in shapes:
-        bench = _Bench(shape, tokens, device, budget_s)
+        try:
+            seconds = measure(shape, tokens, device, budget_s, formats)
+        except (MemoryError, RuntimeError) as error:
+            if "allocate" not in str(error):  # how torch says, on any device, that memory is short
+                raise
+            raise UsageError(
+                f"'{shape.names}': {shape.out_features} x {shape.in_features} with {tokens} tokens "
+                f"does not fit into the memory of {_device_name(device)}"
+            ) from None
         linears.append(
             CalibratedLinear(
                 names=shape.names,
                 out_features=shape.out_features,
                 in_features=shape.in_features,
-                seconds=_measure(bench, formats),
+                seconds=seconds,
             )
         )
     table = CalibrationTable(
@@ -129,6 +117,24 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _formats(text: str) -> list[str]:
+    names = dict.fromkeys(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise UsageError("--formats names no format")
+    try:
+        return [get_format(name).name for name in names]
+    except UsageError as error:
+        raise UsageError(f"--formats: {error}") from None
+
+
+def _check_output(path: Path) -> None:
+    """Refuse, before anything is measured, a path that no table can be written to."""
+    if not path.parent.is_dir():
+        raise UsageError(f"--output: there is no folder '{path.parent}'")
+    if path.is_dir():
+        raise UsageError(f"--output: '{path}' is a folder; name a file in it")
+
+
 def _shapes(args: argparse.Namespace) -> tuple[list[Shape], int]:
     shapes, tokens = [], 1024
     if args.config is not None:
@@ -144,8 +150,14 @@ def _shapes(args: argparse.Namespace) -> tuple[list[Shape], int]:
     shapes += [_shape(text) for text in args.linear or []]
     if not shapes:
         raise UsageError("nothing to measure: give --config FILE or --linear GLOB=OUTxIN")
+    globs = [shape.names for shape in shapes]
+    for glob in globs:
+        if globs.count(glob) > 1:
+            raise UsageError(f"'{glob}' has two shapes, of which planning would take the first")
     if args.tokens is not None:
-        tokens = max(1, int(_number("--tokens", args.tokens)))
+        if not args.tokens.isdecimal() or int(args.tokens) == 0:
+            raise UsageError(f"--tokens must be a whole number above 0, got '{args.tokens}'")
+        tokens = int(args.tokens)
     return shapes, tokens
 
 
@@ -194,67 +206,6 @@ def _torch_version() -> str:
 
 def _machine() -> str:
     return f"{platform.node()} ({platform.machine()})"
-
-
-class _Bench:
-    """One shape's operands, and its GEMMs as training runs them."""
-
-    def __init__(self, shape: Shape, tokens: int, device: torch.device, budget_s: float) -> None:
-        import torch
-
-        from megatron_snip.quantizers import StochasticStream, StreamKey
-
-        generator = torch.Generator(device).manual_seed(0)
-
-        def random(rows: int, cols: int) -> torch.Tensor:
-            values = torch.randn(rows, cols, generator=generator, device=device)
-            return values.to(torch.bfloat16)
-
-        self.x = random(tokens, shape.in_features)  # [M, K]
-        self.w = random(shape.out_features, shape.in_features)  # [N, K]
-        self.g = random(tokens, shape.out_features)  # [M, N]
-        self.stream = StochasticStream(StreamKey(seed=0, linear=shape.names, step=0, microbatch=0))
-        self.device = device
-        self.budget_s = budget_s
-
-    def gemm(self, gemm: Gemm, option: Option) -> Callable[[], torch.Tensor]:
-        """Return a call that runs one GEMM, quantization included."""
-        from megatron_snip.linears import gemms
-
-        if gemm is Gemm.FPROP:
-            return lambda: gemms.fprop(self.x, self.w, option)
-        if gemm is Gemm.DGRAD:
-            return lambda: gemms.dgrad(self.g, self.w, option, self.stream)
-        return lambda: gemms.wgrad(self.g, self.x, option, self.stream)
-
-    def seconds(self, call: Callable[[], torch.Tensor]) -> float:
-        """Return the median time of a call; the first runs, which compile and warm up, excluded."""
-        self._timed(call)
-        first = self._timed(call)
-        runs = max(3, min(MAX_RUNS, int(self.budget_s / max(first, 1e-9))))
-        return statistics.median(self._timed(call) for _ in range(runs))
-
-    def _timed(self, call: Callable[[], torch.Tensor]) -> float:
-        import torch
-
-        start = time.perf_counter()
-        call()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-
-def _measure(bench: _Bench, formats: list[str]) -> dict[str, dict[str, float]]:
-    seconds: dict[str, dict[str, float]] = {}
-    for name in formats:
-        option = Option.uniform(name)
-        try:
-            seconds[name] = {g.value: bench.seconds(bench.gemm(g, option)) for g in Gemm}
-        except (UnsupportedError, NotImplementedError) as error:
-            print(f"megatron-snip calibrate: {name} does not run here: {error}", file=sys.stderr)
-    if not seconds:
-        raise UsageError("none of the formats runs on this machine")
-    return seconds
 
 
 def _print(table: CalibrationTable, path: Path) -> None:

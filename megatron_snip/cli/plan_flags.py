@@ -13,7 +13,7 @@ from megatron_snip.errors import UsageError
 from megatron_snip.planning.calibration import read_calibration, with_seconds
 from megatron_snip.planning.metrics import default_statistics, read_metrics
 from megatron_snip.planning.policies import Metrics, get_policy, policy_names
-from megatron_snip.planning.problem import PlanningProblem, read_problem
+from megatron_snip.planning.problem import PlanningProblem, check_options, read_problem
 from megatron_snip.planning.settings import PlanSettings
 
 SCORING = "min-"
@@ -83,6 +83,7 @@ def problem_from(args: argparse.Namespace) -> PlanningProblem:
     problem = read_problem(args.problem)
     if args.calibration is None:
         return problem
+    check_options(problem, f"problem file '{args.problem}'")  # a table knows no others
     return with_seconds(problem, read_calibration(args.calibration))
 
 

@@ -77,8 +77,11 @@ def test_shapes_come_from_a_training_config_as_a_rank_holds_them(tmp_path: Path)
         (["--linear", "x=0x5"], "GLOB=OUTxIN"),
         (["--linear", "x=8x8", "--tokens", "0"], "--tokens"),
         (["--linear", "x=8x8", "--tokens", "many"], "--tokens"),
+        (["--linear", "x=8x8", "--tokens", "1.5"], "--tokens"),
+        (["--linear", "x=8x8", "--linear", "x=9x9"], "'x' has two shapes"),
+        (["--linear", "x=99999999x99999999", "--formats", "bf16"], "does not fit into the memory"),
         (["--linear", "x=8x8", "--seconds", "nan"], "--seconds"),
-        (["--linear", "x=8x8", "--formats", "fp5"], "fp5"),
+        (["--linear", "x=8x8", "--formats", "fp5"], "--formats: unknown format 'fp5'"),
         (["--linear", "x=8x8", "--formats", ","], "--formats"),
         (["--linear", "x=8x8", "--device", "tpu"], "--device"),
         (["--config", "absent.yaml"], "absent.yaml"),
@@ -92,6 +95,11 @@ def test_bad_input_exits_with_2_and_one_line(
     assert word in captured.err
     assert captured.err.count("\n") == 1
     assert not (tmp_path / "t.json").exists()
+
+
+def test_a_folder_is_no_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["calibrate", "--linear", "x=8x8", "--output", str(tmp_path)]) == 2
+    assert "is a folder" in capsys.readouterr().err
 
 
 def test_a_missing_folder_is_refused_before_measuring(
