@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.launch import run_ranks
+from tests.distributed.test_invariance import check_statistics
 
 WORKER = "tests.distributed.workers.moe:refresh_in"
 EP = {"expert_model_parallel_size": 2}
@@ -34,9 +35,6 @@ FOUR: dict[str, dict[str, Any]] = {
     "tp dp ep": {**TP, **EP, **HALF},
 }
 RTOL = 1e-3
-FLIPPED_RTOL = 2e-2
-FLIPPED_SHARE = 0.02
-"""Of the statistics behind the table: an element that rounds the other way shows in a few."""
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +63,6 @@ def check(result: dict[str, Any], wanted: dict[str, Any]) -> None:
     check_statistics(result["statistics"]["linears"], wanted["statistics"]["linears"])
     assert (result["plan"], result["history"]) == (wanted["plan"], wanted["history"])
     assert result["warnings"] == []
-
-
-def check_statistics(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    entries = [(name, key) for name, row in expected.items() for key in row if "first" not in key]
-    far = {
-        (name, key): (found[name][key], expected[name][key])
-        for name, key in entries
-        if found[name][key] != pytest.approx(expected[name][key], rel=RTOL)
-    }
-    assert len(far) <= FLIPPED_SHARE * len(entries), far
-    assert all(a == pytest.approx(b, rel=FLIPPED_RTOL) for a, b in far.values()), far
 
 
 def test_a_row_holds_all_experts_of_a_layer(one_rank: dict[str, Any]) -> None:

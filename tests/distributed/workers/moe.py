@@ -34,6 +34,7 @@ def _refresh(values: dict[str, Any]) -> dict[str, Any]:
     microbatches = values.pop("stat_microbatches", 2)
     with layout(values) as trainer:
         controller = trainer.run(STEPS, {**SNIP, "stat_microbatches": microbatches})
+        assert trainer.reporter.refreshes, trainer.warnings
         refresh = trainer.reporter.refreshes[0]
         return {
             "losses": trainer.losses,
