@@ -72,6 +72,34 @@ def test_a_failed_write_leaves_the_old_file_alone(
     assert os.listdir(tmp_path) == ["plan.json"]
 
 
+def test_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_atomic(path, "text")
+        assert os.read(reader, 100) == b"text"
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(path.stat().st_mode)
+
+
+def test_links_stay_links(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    link = tmp_path / "latest.json"
+    link.symlink_to(tmp_path / "runs" / "20.json")
+    for text in ("new", "newer"):
+        write_atomic(link, text)
+        assert link.is_symlink()
+        assert (tmp_path / "runs" / "20.json").read_text() == text
+    assert os.listdir(tmp_path / "runs") == ["20.json"]
+
+
+def test_a_folder_is_not_written_to(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="Is a directory"):
+        write_atomic(tmp_path, "x")
+
+
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         write_atomic(tmp_path / "absent" / "plan.json", "x")
