@@ -7,8 +7,10 @@ Without `--snip` among the words only the argument parser is wrapped: training s
 from __future__ import annotations
 
 import atexit
+import logging
 from collections.abc import Sequence
 
+from megatron_snip.log import warn_once
 from megatron_snip.patches import (
     arguments,
     checkpoint_load,
@@ -20,14 +22,20 @@ from megatron_snip.patches import (
     model_setup,
     step_end,
     train_step,
+    validation,
 )
 from megatron_snip.patches.registry import Registry
 from megatron_snip.patches.seam import When
 from megatron_snip.patches.settings import read_wish
 from megatron_snip.patches.target import Target
+from megatron_snip.patches.validation import speaks
+
+logger = logging.getLogger(__name__)
 
 SEAMS = (
     arguments.SEAM,
+    validation.SEAM,
+    validation.INITIALIZE_SEAM,
     model_setup.SEAM,
     train_step.SEAM,
     step_end.SEAM,
@@ -59,6 +67,8 @@ def install_for(words: Sequence[str]) -> None:
         UnsupportedError: if a symbol is missing, or the release of megatron-core is refused.
     """
     wish = read_wish(words)
+    if wish.forgotten and speaks():
+        warn_once(logger, f"without --snip these have no effect: {', '.join(wish.forgotten)}")
     REGISTRY.session.given = wish.given
     asked: set[When] = {"always"}
     if wish.enabled:

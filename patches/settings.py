@@ -19,9 +19,20 @@ from pydantic import ValidationError
 from megatron_snip.config import SnipConfig, explain, make_config, read_yaml
 from megatron_snip.errors import SnipError, UsageError
 from megatron_snip.flags import flag_name, given_values
+from megatron_snip.options import Option
 from megatron_snip.patches.arguments import DEST, PREFIX, add_snip_arguments
 
 _CONFIG = f"{DEST}config"
+_ABOUT = (
+    (r"\bpolicy '", "policy"),
+    (r"\bplan file\b", "plan_file"),
+    (r"\bno plan satisfies: .*\btarget [01]", "efficiency_target"),
+    (r"\btarget \S+ in stage\b", "pipeline_balance"),
+    (r"\bmax-changes\b", "max_changes"),
+    (r"\bpin \S+=", "pins"),
+)
+"""Words of the planner's messages, and the setting that each is about."""
+
 _FIELD = re.compile(rf"^({'|'.join(SnipConfig.model_fields)})\b")
 
 
@@ -38,6 +49,13 @@ class Wish:
     enabled: bool
     strict_version: bool
     given: dict[str, Any]
+
+    @property
+    def forgotten(self) -> list[str]:
+        """Flags that were given without --snip, and without its opposite."""
+        if self.enabled or f"{DEST}enabled" in self.given:
+            return []
+        return [flag_name(PREFIX, name.removeprefix(DEST)) for name in self.given]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -79,13 +97,60 @@ def snip_config(args: argparse.Namespace, given: Mapping[str, Any]) -> SnipConfi
     if pins and values.get("enabled"):
         values["pins"] = (*pins, *_as_tuple(values.get("pins", ())))
     try:
-        return SnipConfig(**values)
+        config = SnipConfig(**values)
     except ValidationError as error:
         text = explain(error, f"--{PREFIX}").replace("--snip-enabled", "--snip")
         raise UsageError(text) from None
     except UsageError as error:
         text = _FIELD.sub(lambda match: flag_name(PREFIX, match[1]), str(error))
         raise UsageError(text) from None
+    if config.enabled:
+        _check_policy(config.policy)
+    return config
+
+
+def idle_settings(config: SnipConfig) -> list[str]:
+    """Return what was asked for and has no effect, a line each."""
+    from megatron_snip.planning.policies import get_policy
+
+    if get_policy(config.policy).heeds_target:
+        return []
+    idle = [name for name in ("efficiency_target", "pipeline_balance") if _asked(config, name)]
+    if not idle:
+        return []
+    flags = ", ".join(flag_name(PREFIX, name) for name in idle)
+    return [f"--snip-policy {config.policy} heeds no target; without effect: {flags}"]
+
+
+def naming_flags(message: str) -> str:
+    """Put the flags that a message is about before it, unless it names some."""
+    if f"--{PREFIX}" in message:
+        return message
+    fields = [field for pattern, field in _ABOUT if re.search(pattern, message)]
+    flags = ", ".join(flag_name(PREFIX, field) for field in fields)
+    return f"{flags}: {message}" if flags else message
+
+
+def _check_policy(policy: str) -> None:
+    """Refuse a name that no policy has, or an option that no linear has.
+
+    Raises:
+        UsageError: naming the flag.
+    """
+    from megatron_snip.planning.policies import UNIFORM, get_policy  # the solver takes a second
+
+    try:
+        get_policy(policy)
+        if policy.startswith(UNIFORM):
+            Option.parse(policy.removeprefix(UNIFORM))
+    except UsageError as error:
+        raise UsageError(f"--snip-policy: {error}") from None
+
+
+def _asked(config: SnipConfig, name: str) -> bool:
+    """Whether a setting was given, and as something else than its default."""
+    default = SnipConfig.model_fields[name].default
+    return name in config.model_fields_set and getattr(config, name) != default
 
 
 def _values(flags: Mapping[str, Any]) -> dict[str, Any]:

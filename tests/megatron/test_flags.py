@@ -71,12 +71,16 @@ REFUSED = {
     "not-a-number": (["--snip-interval", "often"], "--snip-interval"),
     "lag": (["--snip-lag", "4"], "--snip-lag (4) must be smaller"),
     "format": (["--snip-formats", "fp8,fp5"], "--snip-formats"),
-    "pin": (["--snip-pins", "decoder.layers.9.*=fp8"], "decoder.layers.9.*"),
-    "policy": (["--snip-policy", "best"], "best"),
-    "plan": (["--snip-plan", "none.json"], "none.json"),
+    "pin": (["--snip-pins", "decoder.layers.9.*=fp8"], "--snip-pins: pin decoder.layers.9.*"),
+    "policy": (["--snip-policy", "best"], "--snip-policy: unknown policy 'best'"),
+    "plan": (["--snip-plan", "none.json"], "--snip-plan-file: cannot read"),
     "yaml": (["--snip-config", "none.yaml"], "--snip-config"),
     "cuda-graphs": (["--cuda-graph-impl", "local"], "--cuda-graph-impl none"),
 }
+
+
+BY_THE_MODEL = ("pin", "plan")
+"""What only the built model shows; the rest ends in Megatron's validation phase."""
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -88,3 +92,5 @@ def test_what_cannot_be_run_is_refused_in_one_line(lab: Lab, name: str) -> None:
     lines = [x for x in run.logs[0].splitlines() if x.startswith("megatron-snip: error:")]
     assert len(lines) == 1 and named in lines[0], run.report
     assert "Traceback" not in run.logs[0]
+    before_groups = "initializing torch distributed" not in run.logs[0]
+    assert before_groups == (name not in BY_THE_MODEL), run.report

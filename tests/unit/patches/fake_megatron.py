@@ -67,6 +67,13 @@ class FakeMegatron:
             monkeypatch.setitem(sys.modules, added.__name__, added)
         return module
 
+    def add_initialize(self, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+        """The module that before 0.18 holds a name of its own for `validate_args`."""
+        module = ModuleType("megatron.training.initialize")
+        self._set(module, self.arguments.validate_args)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        return module
+
     def _fill(self) -> None:
         fake: Any = self
 
@@ -128,7 +135,11 @@ class FakeMegatron:
         def get_checkpoint_name(path: str, iteration: int, return_base_dir: bool = False) -> str:
             return f"{path}/iter_{iteration:07d}"
 
-        self._set(self.arguments, add_megatron_arguments)
+        def validate_args(args: Any, defaults: Any = None) -> Any:
+            fake.calls.append(("validate", (args,), {}))
+            return args
+
+        self._set(self.arguments, add_megatron_arguments, validate_args)
         self._set(
             self.training,
             setup_model_and_optimizer,

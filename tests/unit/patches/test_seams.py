@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_snip.errors import UnsupportedError
+from megatron_snip.log import forget_warnings
 from megatron_snip.patches import cpu, target
 from megatron_snip.patches.seams import REGISTRY, SEAMS, install_for
 from tests.unit.patches.fake_megatron import FakeMegatron
@@ -34,12 +35,37 @@ def test_without_the_flag_only_the_parser() -> None:
     assert installed() == {"arguments"}
 
 
+NEEDED = {seam.name for seam in SEAMS if seam.when != "--cpu" and not seam.optional}
+
+
+def test_flags_without_the_flag_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    forget_warnings()
+    install_for(["--snip-interval", "9", "--snip-plan", "p.json"])
+    assert "without --snip these have no effect: --snip-interval, --snip-plan-file" in caplog.text
+    caplog.clear()
+    install_for(["--snip-lag", "1", "--no-snip"])  # they know
+    install_for(["--snip-lag", "1", "--snip"])
+    assert caplog.text == ""
+
+
 def test_with_the_flag_all_that_snip_needs() -> None:
     install_for(["--lr", "0.1", "--snip", "--snip-interval", "9"])
-    assert installed() == {seam.name for seam in SEAMS if seam.when != "--cpu"}
+    assert installed() == NEEDED
     assert REGISTRY.session.given["snip_interval"] == "9"
     install_for(["--lr", "0.1", "--snip"])  # again does no harm
-    assert installed() == {seam.name for seam in SEAMS if seam.when != "--cpu"}
+    assert installed() == NEEDED
+
+
+def test_releases_before_0_18_validate_by_a_name_of_their_own(
+    fake: FakeMegatron, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    initialize = fake.add_initialize(monkeypatch)
+    original = initialize.validate_args
+    install_for(["--snip"])
+    assert installed() == NEEDED | {"validation-initialize"}
+    assert initialize.validate_args is not original
+    REGISTRY.uninstall()
+    assert initialize.validate_args is original is fake.arguments.validate_args
 
 
 def test_the_import_reads_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,12 @@ import pytest
 
 from megatron_snip.errors import UsageError
 from megatron_snip.patches.arguments import add_snip_arguments
-from megatron_snip.patches.settings import read_wish, snip_config
+from megatron_snip.patches.settings import (
+    idle_settings,
+    naming_flags,
+    read_wish,
+    snip_config,
+)
 
 
 def namespace(*words: str, **megatron: Any) -> argparse.Namespace:
@@ -60,6 +65,8 @@ def test_the_command_lines_flags_stand_in_where_the_namespace_lost_them() -> Non
         (["--snip-initial-option", "fp5"], "^--snip-initial-option: "),
         (["--snip-eval-precision", "fp8"], "^--snip-eval-precision: "),
         (["--snip-config", "none.yaml"], "^--snip-config none.yaml: cannot read"),
+        (["--snip-policy", "best"], "^--snip-policy: unknown policy 'best'; known: snip"),
+        (["--snip-policy", "uniform-fp9"], "^--snip-policy: unknown format 'fp9'"),
     ],
 )
 def test_messages_name_the_flag(words: list[str], named: str) -> None:
@@ -114,6 +121,56 @@ def test_a_wish_is_read_among_foreign_flags(tmp_path: Path) -> None:
     file = tmp_path / "snip.yaml"
     file.write_text("enabled: true\n")
     assert read_wish(["--snip-config", str(file)]).enabled
+
+
+def test_what_is_given_without_the_wish_is_forgotten() -> None:
+    assert read_wish(["--lr", "1"]).forgotten == []
+    assert read_wish(["--snip-interval", "3"]).forgotten == ["--snip-interval"]
+    assert read_wish(["--snip-interval", "3", "--snip"]).forgotten == []
+    assert read_wish(["--snip-interval", "3", "--no-snip"]).forgotten == []
+
+
+@pytest.mark.parametrize(
+    ("words", "idle"),
+    [
+        (["--snip-policy", "uniform-fp8"], []),
+        (["--snip-policy", "uniform-fp8", "--snip-pipeline-balance", "none"], []),
+        (["--snip-policy", "snip", "--snip-pipeline-balance", "stage"], []),
+        (
+            ["--snip-policy", "none", "--snip-pipeline-balance", "stage"],
+            ["--snip-policy none heeds no target; without effect: --snip-pipeline-balance"],
+        ),
+        (
+            ["--snip-policy", "uniform-fp4", "--snip-efficiency-target", "0.5"],
+            ["--snip-policy uniform-fp4 heeds no target; without effect: --snip-efficiency-target"],
+        ),
+    ],
+)
+def test_settings_without_effect_are_found(words: list[str], idle: list[str]) -> None:
+    assert idle_settings(snip_config(namespace("--snip", *words), {})) == idle
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ("pin *.9.*=fp8: no linear's name matches", "--snip-pins"),
+        ("cannot read plan file 'none.json': No such file", "--snip-plan-file"),
+        ("policy 'uniform-fp3': fp3 is not among", "--snip-policy"),
+        (
+            "no plan satisfies: target 1; max-changes 2; pin *=fp8; the best reachable target is 0",
+            "--snip-efficiency-target, --snip-max-changes, --snip-pins",
+        ),
+        (
+            "no plan satisfies: target 0.5 in stage 1; forbidden options",
+            "--snip-efficiency-target, --snip-pipeline-balance",
+        ),
+        ("--snip cannot run with CUDA graphs: a target 1", "--snip cannot run with CUDA graphs"),
+        ("--snip-formats: unknown format 'fp5'", "--snip-formats"),
+        ("out of cheese", "out of cheese"),
+    ],
+)
+def test_later_messages_get_their_flag(message: str, named: str) -> None:
+    assert naming_flags(message).partition(": ")[0] == named
 
 
 def test_a_wish_that_cannot_be_read_is_taken_as_one() -> None:
