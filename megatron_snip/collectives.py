@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron_snip import butterfly
 from megatron_snip.errors import SnipError
 
 T = TypeVar("T")
@@ -101,9 +102,7 @@ def confirm(what: str, failure: str | None, group: ProcessGroup | None) -> None:
         if failure is not None:
             raise RemoteFailure(what, {0: failure})
         return
-    flag = torch.tensor([0 if failure is None else 1], dtype=torch.int32)
-    dist.all_reduce(flag, group=group)
-    if int(flag.item()) == 0:
+    if not any_rank(failure is not None, group):
         return
     texts = gather_json(failure, group)
     raise RemoteFailure(what, {rank: t for rank, t in enumerate(texts) if t is not None})
@@ -117,9 +116,17 @@ def one_line(error: BaseException) -> str:
 
 def sum_over(tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
     """All ranks of `group`: add `tensor` up in place and return it; identity for None."""
-    if group is not None:
-        dist.all_reduce(tensor, group=group)
+    if group is None:
+        return tensor
+    if butterfly.suits(tensor, group):
+        return butterfly.all_reduce(tensor, group)
+    dist.all_reduce(tensor, group=group)
     return tensor
+
+
+def any_rank(flag: bool, group: ProcessGroup | None) -> bool:
+    """All ranks of `group`: whether `flag` is set on any of them."""
+    return int(sum_over(torch.tensor([int(flag)], dtype=torch.int32), group).item()) > 0
 
 
 def _encode(value: Any) -> torch.Tensor:

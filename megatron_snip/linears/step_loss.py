@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
-from megatron_snip.collectives import sum_over
+from megatron_snip.collectives import any_rank, sum_over
 from megatron_snip.topology import Topology
 
 
@@ -69,10 +69,7 @@ def finite_gradients(chunks: Sequence[torch.nn.Module], topology: Topology) -> b
 
     With FP16 it is not asked: there an overflow is part of the loss scaler's work.
     """
-    bad = torch.tensor([0 if _finite_here(chunks) else 1], dtype=torch.int32)
-    if topology.control is not None:
-        dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=topology.control)
-    return int(bad.item()) == 0
+    return not any_rank(not _finite_here(chunks), topology.control)
 
 
 @torch.no_grad()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
+import pytest
+
 from tests.distributed.launch import run_ranks
 
 
@@ -25,3 +29,17 @@ def test_values_and_failures_reach_every_rank() -> None:
         }
         assert result["still in step"] == [0, 1, 2]
     assert [result.get("subgroup") for result in results] == [None, 1, 1]
+
+
+def test_small_sums_are_right_and_the_same_bits_on_any_number_of_ranks() -> None:
+    """FP64 against exact rational sums; sizes that are powers of two and such that are not."""
+    results = run_ranks(6, "tests.distributed.workers.collectives:butterfly_checks", timeout_s=90)
+    for size in range(1, 7):
+        found = [result[str(size)] for result in results[:size]]
+        exact = [sum(Fraction(r["given"][i]) for r in found) for i in range(len(found[0]["given"]))]
+        for one in found:
+            assert one["sum"] == found[0]["sum"]
+            assert one["sum"] == pytest.approx([float(v) for v in exact], rel=1e-14)
+            assert one["flags"] == size * (size - 1) // 2
+            assert one["ring"] == pytest.approx(one["sum"], rel=1e-14)
+    assert all(result["large"] == 6 * 15.0 for result in results)

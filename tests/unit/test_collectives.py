@@ -5,6 +5,7 @@ import torch
 
 from megatron_snip.collectives import (
     RemoteFailure,
+    any_rank,
     attempt,
     broadcast_json,
     confirm,
@@ -47,3 +48,4 @@ def test_an_interrupt_is_not_a_failure() -> None:
 def test_a_sum_over_nobody_is_the_tensor_itself() -> None:
     x = torch.ones(3)
     assert sum_over(x, None) is x
+    assert any_rank(True, None) and not any_rank(False, None)

@@ -17,6 +17,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("errors", "log"),
     ("formats", "types"),
     ("options",),
+    ("butterfly",),
     ("argument_file", "config", "flags", "loss_guard", "matmul", "topology", "collectives"),
     ("kernels",),
     ("quantizers",),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_snip import butterfly
 from megatron_snip.collectives import (
     RemoteFailure,
     attempt,
@@ -41,6 +42,31 @@ def all_checks() -> dict[str, Any]:
     if rank > 0:
         results["subgroup"] = broadcast_json(rank, others)
     dist.barrier()  # rank 0 serves the store until all have their group
+    return results
+
+
+def butterfly_checks() -> dict[str, Any]:
+    """Sums of groups of the first 1, 2, .. ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    results: dict[str, Any] = {}
+    for size in range(1, world + 1):
+        group = dist.new_group(list(range(size)), backend="gloo")
+        if rank >= size:
+            continue
+        given = torch.randn(7, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+        ring = given.clone()
+        dist.all_reduce(ring, group=group)
+        assert butterfly.suits(given, group)
+        results[str(size)] = {
+            "given": given.tolist(),
+            "sum": butterfly.all_reduce(given.clone(), group).tolist(),
+            "ring": ring.tolist(),
+            "flags": int(sum_over(torch.tensor([rank], dtype=torch.int32), group).item()),
+        }
+    large = torch.full((butterfly.LARGEST_BYTES,), float(rank))
+    assert not butterfly.suits(large, dist.group.WORLD)
+    results["large"] = float(sum_over(large, dist.group.WORLD)[-1]) * world
+    dist.barrier()
     return results
 
 
