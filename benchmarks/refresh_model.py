@@ -2,11 +2,12 @@
 
     python -m benchmarks.refresh_model [--ratio 3.0] [--hop-latency 2e-5] [--output FILE]
 
-Measured: the seconds that one hop of gloo's ring all-reduce takes between processes of this machine
-(a network adds its latency: --hop-latency), and, by benchmarks/refresh.py, the refresh over an
-iteration on the same microbatches (--ratio; the default is the goal for GPUs with FP8 GEMMs, to be
-replaced by a measurement). Everything else is counted: bytes of the reduced table, of the plan, of
-the row-parallel outputs, of the optimizer's sensitivities.
+Measured: the seconds that one exchange of the control plane takes between processes of this
+machine (a network adds its latency: --hop-latency; a sum over all ranks takes log2(ranks)), and, by
+benchmarks/refresh.py, the refresh over an iteration on the same microbatches (--ratio; the default
+is the goal for GPUs with FP8 GEMMs, to be replaced by a measurement). Everything else is counted:
+bytes of the reduced table, of the plan, of the row-parallel outputs, of the optimizer's
+sensitivities, and how often ranks agree.
 """
 
 from __future__ import annotations
@@ -29,11 +30,15 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import RESULTS, write_result
-from megatron_snip.statistics.records import BASE_COLUMNS
-from megatron_snip.statistics.reduce import FORMAT_WIDTH
+from megatron_snip import butterfly
+from megatron_snip.config import SnipConfig
+from megatron_snip.statistics.reduce import BASE_WIDTH, FORMAT_WIDTH
 
 FORMATS = 2
 """fp8 and fp4."""
+
+AGREEMENTS = 11
+"""Sums over all ranks in a refresh beside the table's: one decision after each of its phases."""
 
 OPTION_BYTES = 85
 """Bytes of one linear in a plan's JSON: its name and three formats."""
@@ -93,7 +98,8 @@ JOBS = (
 
 def costs(job: Job, ratio: float, hop_s: float) -> dict[str, float]:
     """Return the bytes and seconds of one refresh."""
-    table = job.linears * (len(BASE_COLUMNS) + FORMATS * FORMAT_WIDTH) * 8
+    table = job.linears * (BASE_WIDTH + FORMATS * FORMAT_WIDTH) * 8
+    rounds = math.ceil(math.log2(job.gpus))
     plan = job.linears * OPTION_BYTES
     # Pass A adds [1 + formats, tokens, hidden] FP32 of both row-parallel linears over the tensor
     # axis; a stage's sensitivities are added over the data axis once, in BF16.
@@ -104,8 +110,10 @@ def costs(job: Job, ratio: float, hop_s: float) -> dict[str, float]:
         "compute_s": compute,
         "row_outputs_s": 2 * rows / NVLINK_BYTES_PER_S,
         "sensitivities_s": 2 * d / NETWORK_BYTES_PER_S,
-        "table_s": 2 * (job.gpus - 1) * hop_s + 2 * table / 1e9,
-        "plan_s": math.ceil(math.log2(job.gpus)) * hop_s + plan / 1e9,
+        "table_s": rounds * (hop_s + table / 1e9),
+        "agreements_s": AGREEMENTS * rounds * hop_s,
+        "plan_s": rounds * (hop_s + plan / 1e9),
+        "guard_s": SnipConfig().guard_steps * 2 * rounds * hop_s,  # a loss and a flag a step
     }
     total = sum(seconds.values())
     return {
@@ -127,33 +135,34 @@ def _pipeline(job: Job) -> float:
 
 
 def hop_seconds(ranks: int = 4, rounds: int = 2000) -> float:
-    """Return the seconds of one hop of gloo's ring, measured on this machine."""
+    """Return the seconds of one exchange of a small sum, measured on this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = mp.get_context("spawn")
     queue = context.SimpleQueue()
     processes = [
-        context.Process(target=_ring, args=(rank, ranks, port, rounds, queue))
+        context.Process(target=_sums, args=(rank, ranks, port, rounds, queue))
         for rank in range(ranks)
     ]
     for process in processes:
         process.start()
     for process in processes:
         process.join(120)
-    return float(queue.get()) / (2 * (ranks - 1))
+    return float(queue.get()) / math.log2(ranks)
 
 
-def _ring(rank: int, ranks: int, port: int, rounds: int, queue: Any) -> None:
+def _sums(rank: int, ranks: int, port: int, rounds: int, queue: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
-    values = torch.zeros(64, dtype=torch.float64)
-    dist.all_reduce(values)
+    values, group = torch.zeros(64, dtype=torch.float64), dist.group.WORLD
+    assert group is not None
+    butterfly.all_reduce(values, group)
     seconds = []
     for _ in range(rounds):
         begin = time.perf_counter()
-        dist.all_reduce(values)
+        butterfly.all_reduce(values, group)
         seconds.append(time.perf_counter() - begin)
     if rank == 0:
         queue.put(min(seconds))  # what the machine's other work does not disturb
