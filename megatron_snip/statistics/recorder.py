@@ -28,7 +28,7 @@ from megatron_snip.statistics.observation import Observation, SampledRows
 from megatron_snip.statistics.sampling import sampled_rows
 from megatron_snip.statistics.tap import all_tokens, tap
 from megatron_snip.streams import grad_output_stream
-from megatron_snip.topology import Placement, Topology
+from megatron_snip.topology import Placement, TensorAxis, Topology
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,33 @@ class MeasureSettings:
 
 
 @dataclass
-class _Local:
-    """What one shard measured; `outputs` are partial sums for a row-parallel linear."""
+class _OutputSums:
+    """Sums of Y and of each format's eY, once whole."""
 
-    outputs: torch.Tensor  # [1 + F, M, N]: Y, then eY of each format
+    squares: list[torch.Tensor]  # 1 + F of [M]: |Y_t|^2, then |eY_t|^2
+    shift: list[torch.Tensor]  # F scalars: <eY, Y>
+
+    @classmethod
+    def of(cls, exact: torch.Tensor) -> _OutputSums:
+        """Start with Y [M, N]."""
+        return cls([token_squares(exact)], [])
+
+    def add(self, error: torch.Tensor, exact: torch.Tensor) -> None:
+        """Add one format's eY [M, N]."""
+        self.squares.append(token_squares(error))
+        self.shift.append(_inner(error, exact))
+
+
+@dataclass
+class _Local:
+    """What one shard measured.
+
+    A row-parallel linear's outputs are partial sums, held until they are whole; a column-parallel
+    linear's are whole, and only their sums are held.
+    """
+
+    partial: list[torch.Tensor]  # row: 1 + F of [M, N]: Y, then eY of each format
+    sums: _OutputSums | None  # column
     first: torch.Tensor  # [F, M]: <G_t, eY_t> of this shard
     weight_norms: torch.Tensor  # [2]: |W|^2, |dW|^2
     input_norm: torch.Tensor  # |X|^2
@@ -117,7 +140,7 @@ class Recorder:
             local = self._measure(placement, operands, microbatch)
         except Exception as error:
             self.failure = self.failure or f"{placement.name}: {type(error).__name__}: {error}"
-            local = self._nothing(operands)
+            local = self._nothing(placement, operands)
         seen.append(self._joined(placement, operands, rows, microbatch, local))
 
     def _rows(self, num_tokens: int, microbatch: int) -> torch.Tensor:
@@ -127,11 +150,16 @@ class Recorder:
     def _measure(self, placement: Placement, operands: Operands, microbatch: int) -> _Local:
         sensitivity = self._sensitivity.get(placement.instance)
         exact = exact_products(operands)
-        outputs, first, errors = [exact.output], [], []
+        row = placement.kind == "row"
+        partial = [exact.output] if row else []
+        sums, first, errors = None if row else _OutputSums.of(exact.output), [], []
         stream = grad_output_stream(self.settings.seed, placement, self.settings.step, microbatch)
         for name in self.settings.formats:
             e = format_errors(operands, exact, name, stream)
-            outputs.append(e.output)
+            if sums is None:
+                partial.append(e.output)
+            else:
+                sums.add(e.output, exact.output)
             first.append((operands.grad_output * e.output).sum(dim=-1, dtype=torch.float64))
             wgrad = squared_norm(e.weight_gradient)
             weighted = torch.zeros_like(wgrad)  # a frozen weight has no update to change
@@ -142,7 +170,8 @@ class Recorder:
             )
         weight_norms = [squared_norm(operands.weight), squared_norm(exact.weight_gradient)]
         return _Local(
-            torch.stack(outputs),
+            partial,
+            sums,
             torch.stack(first),
             torch.stack(weight_norms),
             squared_norm(operands.input),
@@ -157,7 +186,7 @@ class Recorder:
             return None
         return operands.input.abs().amax(), operands.grad_output.abs().amax()
 
-    def _nothing(self, operands: Operands) -> _Local:
+    def _nothing(self, placement: Placement, operands: Operands) -> _Local:
         """Zeros of the shapes that `_measure` gives, for the collectives of a failed rank."""
         num_formats = len(self.settings.formats)
         tokens, n = operands.input.shape[0], operands.weight.shape[0]
@@ -166,8 +195,13 @@ class Recorder:
         def wide(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.float64, device=device)
 
+        row = placement.kind == "row"
+        count = 1 + num_formats if row else 0
         return _Local(
-            torch.zeros((1 + num_formats, tokens, n), device=device),
+            [torch.zeros((tokens, n), device=device) for _ in range(count)],
+            None
+            if row
+            else _OutputSums([wide(tokens)] * (1 + num_formats), [wide()] * num_formats),
             wide(num_formats, tokens),
             wide(2),
             wide(),
@@ -186,14 +220,12 @@ class Recorder:
         """Form the sums that need whole tensors, and weigh what every rank holds in full."""
         column = placement.kind == "column"
         share = 1.0 / placement.tensor.size
-        if not column:
-            sum_over(local.outputs, placement.tensor.group)
+        sums = local.sums or _joined_sums(local.partial, placement.tensor)
         # Held in full by every rank of the axis: X (column), Y, eY and G (row).
         input_share, output_share = (share, 1.0) if column else (1.0, share)
-        output_tokens = token_squares(local.outputs) * output_share  # [1 + F, M]
+        output_tokens = torch.stack(sums.squares) * output_share  # [1 + F, M]
         grad = token_squares(operands.grad_output) * output_share
-        exact = local.outputs[0]
-        shift = torch.stack([_inner(error, exact) for error in local.outputs[1:]]) * output_share
+        shift = torch.stack(sums.shift) * output_share
         errors = torch.cat([local.errors, shift[:, None]], dim=1)
         errors[:, 0] *= input_share
         errors[:, 2] *= output_share
@@ -220,6 +252,15 @@ class Recorder:
             probe=errors.new_zeros(4),
             sampled=SampledRows(x[rows], g[rows], *(local.amax or (None, None))),
         )
+
+
+def _joined_sums(partial: list[torch.Tensor], axis: TensorAxis) -> _OutputSums:
+    """All ranks of the tensor axis: make the outputs whole, one after the other, and sum."""
+    exact = sum_over(partial[0], axis.group)
+    sums = _OutputSums.of(exact)
+    for i in range(1, len(partial)):
+        sums.add(sum_over(partial[i], axis.group), exact)
+    return sums
 
 
 def _inner(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
