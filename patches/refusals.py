@@ -80,6 +80,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop it",
     ),
     Refusal(
+        "--fp16",
+        _on("fp16"),
+        "activations and gradients are measured and quantized from BF16 or FP32",
+        "use --bf16",
+    ),
+    Refusal(
         "--use-transformer-engine-op-fuser",
         _on("use_transformer_engine_op_fuser"),
         "fused operations do not call the linears",

@@ -14,6 +14,7 @@ from megatron_snip.patches.refusals import REFUSALS, refuse_modules, refuse_sett
 ACTIVE: dict[str, dict[str, Any]] = {
     "--fp8-param-gather": {"fp8_param_gather": True},
     "--fp4-param-gather": {"fp4_param": True},
+    "--fp16": {"fp16": True},
     "--use-transformer-engine-op-fuser": {"use_transformer_engine_op_fuser": True},
     "CUDA graphs (--cuda-graph-impl)": {"cuda_graph_impl": "full_iteration"},
     "--use-megatron-fsdp": {"use_megatron_fsdp": True},
@@ -31,6 +32,7 @@ ACTIVE: dict[str, dict[str, Any]] = {
 
 HARMLESS = {
     "fp8_param_gather": False,
+    "fp16": False,
     "cuda_graph_impl": "none",
     "gtp_weight_remat_size": 1,
     "moe_expert_rank_capacity_factor": None,
