@@ -26,17 +26,13 @@ CARRYING_FORMATS = ("torch_dist", "torch")
 def state_to_save(session: Session, iteration: int) -> dict[str, Any] | None:
     """Return what a checkpoint after `iteration` steps keeps, or None.
 
-    Without a controller it is what was loaded: converting a checkpoint's format loses nothing.
+    Without a controller it is what was loaded: converting a checkpoint's format loses nothing. The
+    checkpoint is written even where there is no saying what, with a warning.
     """
-    if session.controller is not None:
-        return session.controller.state(iteration).to_dict()
-    return session.loaded
-
-
-def _state(session: Session, iteration: int) -> dict[str, Any] | None:
-    """Return what to save; the checkpoint is written even where there is no saying what."""
+    if session.controller is None:
+        return session.loaded
     try:
-        return state_to_save(session, iteration)
+        return session.controller.state(iteration).to_dict()
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         logger.warning("checkpoint of iteration %d without SNIP's state: %s", iteration, text)
@@ -51,7 +47,7 @@ def _wrap(original: Function, session: Session) -> Function:
         iteration = call.get("iteration")
         # Loading asks for a template without an iteration; that must not name what may be absent.
         if iteration is not None and call["args"].ckpt_format in CARRYING_FORMATS:
-            state = _state(session, int(iteration))
+            state = state_to_save(session, int(iteration))
             if state is not None:
                 result[KEY] = state
         return result

@@ -75,8 +75,10 @@ def _write(session: Session, iteration: int) -> None:
     from megatron.training.global_vars import get_args
 
     args = get_args()
+    if args.rank != 0 or args.ckpt_format in CARRYING_FORMATS:
+        return
     state = state_to_save(session, iteration)
-    if args.rank != 0 or args.ckpt_format in CARRYING_FORMATS or state is None:
+    if state is None:
         return
     directory = Path(get_checkpoint_name(args.save, iteration, return_base_dir=True))
     try:

@@ -115,6 +115,16 @@ def test_other_formats_have_a_sidecar(fake: FakeMegatron, session: Session, tmp_
     assert session.loaded == STATE
 
 
+def test_a_state_that_cannot_be_told_does_not_end_training(
+    fake: FakeMegatron, session: Session, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    attach(session)
+    session.controller.state = None  # type: ignore[union-attr,assignment]
+    fake.args.save, fake.args.ckpt_format = str(tmp_path), "torch_dcp"
+    assert fake.training.save_checkpoint_and_time(3, "model") == "saved 3"
+    assert "checkpoint of iteration 3 without SNIP's state: TypeError" in caplog.text
+
+
 @pytest.mark.parametrize("why", ["carried", "other rank", "local"])
 def test_no_sidecar_where_none_is_needed(
     fake: FakeMegatron, session: Session, tmp_path: Path, why: str
