@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     problem = problem_from(args)
     check_options(problem, f"problem file '{args.problem}'")
-    previous = None if args.previous is None else read_plan(args.previous)
+    previous = None if args.previous is None else _previous(args.previous, problem)
     try:
         report = make_plan_report(
             problem, settings, previous, _step(args.step), metrics_from(args, settings)
@@ -82,6 +82,15 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(report, problem, settings, previous)
     return 0
+
+
+def _previous(path: Path, problem: PlanningProblem) -> PrecisionPlan:
+    plan = read_plan(path)
+    try:
+        plan.check_against(problem.names)
+    except UsageError as error:
+        raise UsageError(f"plan file '{path}': {error}") from None
+    return plan
 
 
 def _settings(args: argparse.Namespace) -> PlanSettings:

@@ -95,6 +95,16 @@ def test_changes_are_limited_and_must_pay(
     assert options_of(kept) == ["fp8", "fp8", "fp4", "fp4"]
 
 
+def test_a_previous_plan_of_another_model_is_told_by_its_file(
+    problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "other.json"
+    write_plan(plan_of(["fp8"] * 3), path)
+    assert main(["plan", problem, "--previous", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert "other.json" in err and f"missing: {name_of(3)}" in err
+
+
 def test_the_plan_is_written_where_asked(
     problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
