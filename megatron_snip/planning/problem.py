@@ -47,6 +47,17 @@ def canonical(name: str) -> str:
         return name
 
 
+@lru_cache(maxsize=4096)
+def _fault_of_options(names: tuple[str, ...]) -> str:
+    """Return what is wrong with the names of a linear's options, or nothing."""
+    for name in names:
+        if not name.isprintable():
+            return f"has an option {name!r}, whose name is not printable"
+    if len(set(map(canonical, names))) < len(names):
+        return f"lists an option under two spellings: {', '.join(names)}"
+    return ""
+
+
 class OptionCost(BaseModel):
     """What one option does to one linear.
 
@@ -85,12 +96,11 @@ class LinearChoices(BaseModel):
 
     @model_validator(mode="after")
     def _check_names(self) -> LinearChoices:
-        for name in (self.name, *self.options):
-            if not name.isprintable():  # tables and logs show it on terminals
-                raise UsageError(f"the name {name!r} of a linear or option is not printable")
-        if len(set(map(canonical, self.options))) < len(self.options):
-            listed = ", ".join(self.options)
-            raise UsageError(f"'{self.name}' lists an option under two spellings: {listed}")
+        if not self.name.isprintable():  # tables and logs show it on terminals
+            raise UsageError(f"the name {self.name!r} of a linear is not printable")
+        fault = _fault_of_options(tuple(self.options))
+        if fault:
+            raise UsageError(f"'{self.name}' {fault}")
         return self
 
 
