@@ -8,10 +8,20 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 LOCK := requirements/lock.txt
+TORCH_CPU := requirements/torch-cpu.txt
+TORCH_CUDA := requirements/torch-cuda.txt
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # The stamp's name follows what was installed, so a changed lock or setup.py installs anew.
 STAMP := $(VENV)/.installed-$(shell cat $(LOCK) setup.py 2>/dev/null | sha256sum | cut -c1-16)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Every file is checked against its hash; wheels alone, so that none of them runs code by being
+# installed; and the lock is complete, so nothing is added to it.
+INSTALL_LOCKED := $(PIP) install -q --require-hashes --only-binary :all: --no-deps -r
+# A laptop is spared CUDA (3 GB) if there is a wheel of torch without it: in pip's own sources or in
+# PyTorch's index. Else PyPI's torch is taken, which on Linux wants CUDA's libraries beside it.
+WANTS_CUDA := $(BIN)/python -c 'import importlib.metadata as m, sys; sys.exit(not \
+  (sys.platform == "linux" and any("nvidia" in r for r in m.requires("torch") or ())))'
 RUN_DIR ?= runs/demo
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
@@ -40,7 +50,10 @@ $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "megatron-snip needs Python 3.11 or later; got $$($(PYTHON) --version). Set PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -q -r $(LOCK)
+	@$(INSTALL_LOCKED) $(TORCH_CPU) --extra-index-url $(TORCH_INDEX) --retries 1 2>/dev/null || \
+	  echo "found no torch for the CPU alone; taking PyPI's"
+	$(INSTALL_LOCKED) $(LOCK)
+	@if $(WANTS_CUDA); then $(INSTALL_LOCKED) $(TORCH_CUDA); fi
 	$(PIP) install -q --no-deps --no-build-isolation -e .
 	@rm -f $(VENV)/.installed-*
 	@touch $@
@@ -125,18 +138,24 @@ bench-gpu: $(STAMP)  ## all benchmarks of this machine's GPU, in 10 minutes
 	$(BIN)/python -m benchmarks.gpu $(BENCH_ARGS)
 
 .PHONY: nightly
-nightly: $(STAMP)  ## random planning problems, 40 killed runs, faults on 4 ranks
+nightly: $(STAMP)  ## random planning problems, 40 killed runs, faults on 4 ranks, false alarms
 	$(BIN)/python -m tests.nightly.planner
-	$(BIN)/python -m tests.nightly.kills
-	$(BIN)/python -m tests.nightly.faults
+	$(BIN)/python -m tests.nightly.kills --output benchmarks/results/kills.json
+	$(BIN)/python -m tests.nightly.faults --output benchmarks/results/faults.json
+	$(BIN)/python -m tests.nightly.alarms --output benchmarks/results/alarms.json
 
 .PHONY: soak
 soak: $(STAMP)  ## 2,000 steps on two ranks, a refresh every 10, faults at random
 	$(BIN)/python -m tests.nightly.soak --output benchmarks/results/soak.json
 
 .PHONY: lock
-lock: $(STAMP)  ## write requirements/lock.txt from what .venv holds
-	$(PIP) freeze --all --exclude-editable --exclude pip | sed 's/^\(torch==[^+]*\)+cpu$$/\1/' > $(LOCK)
+lock: $(STAMP)  ## write requirements/lock.txt from what .venv holds, with hashes (wants uv)
+	$(BIN)/python requirements/lock.py
+	$(BIN)/python -m tests.hostile.licences
+
+.PHONY: audit
+audit:  ## look for known vulnerabilities in what is pinned (wants pip-audit and its service)
+	pip-audit --disable-pip --require-hashes -r $(LOCK)
 
 .PHONY: clean
 clean:  ## remove caches and build outputs (not .venv, not runs/)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.hostile.licences import LICENCES, LOCK, locked
 
 FREE = re.compile(
@@ -13,9 +15,26 @@ DEVELOPMENT_ONLY = {"codespell"}
 """GPL; run by `make lint`, never imported and not shipped."""
 
 
-def test_every_package_is_pinned_exactly() -> None:
-    for line in LOCK.read_text(encoding="utf-8").splitlines():
-        assert not line or line.startswith("#") or re.fullmatch(r"[\w.\-]+==[\w.!]+", line), line
+PIN = re.compile(r"[\w.\-]+==[\w.!+]+(?: \\\n    --hash=sha256:[0-9a-f]{64})+")
+"""A version and the hashes of its files, as `pip install --require-hashes` wants them."""
+
+
+@pytest.mark.parametrize("name", ["lock.txt", "torch-cpu.txt", "torch-cuda.txt"])
+def test_every_file_that_the_quickstart_installs_is_pinned_by_its_hash(name: str) -> None:
+    text = (LOCK.parent / name).read_text(encoding="utf-8")
+    entries = re.split(r"\n(?=\S)", text.rstrip("\n"))
+    assert entries
+    for entry in entries:
+        assert PIN.fullmatch(entry), entry[:200]
+
+
+def test_the_quickstart_takes_nothing_else() -> None:
+    makefile = (LOCK.parents[1] / "Makefile").read_text(encoding="utf-8")
+    recipe = makefile.split("\n$(STAMP):\n")[1].split("\n\n")[0]
+    assert "--require-hashes" in makefile.split("INSTALL_LOCKED :=")[1].split("\n")[0]
+    assert recipe.count("$(INSTALL_LOCKED)") == 3
+    (other,) = re.findall(r"\$\(PIP\) install.*", recipe)  # this very package
+    assert other.endswith("--no-deps --no-build-isolation -e .")
 
 
 def test_every_licence_is_listed_and_free() -> None:

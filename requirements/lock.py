@@ -1,0 +1,93 @@
+"""Write lock.txt: what the venv holds, pinned, with the hash of every file that may be installed.
+
+python requirements/lock.py        needs `uv` on PATH, and PyPI
+
+lock.txt          every package of the quickstart. A version's hashes are those of all its files
+                  on PyPI: of other Pythons and other systems, too
+torch-cpu.txt     torch without CUDA, which is not on PyPI: the wheel that the venv's pip finds
+torch-cuda.txt    what PyPI's torch for Linux needs beside lock.txt: the CUDA libraries
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PYPI = "https://pypi.org/simple"
+PYTHON = "3.11"
+LINUX = "x86_64-manylinux_2_28"
+
+Hashes = dict[str, list[str]]
+"""{requirement `name==version`: its files' `sha256:...`, sorted}."""
+
+
+def run(*words: str) -> str:
+    """Return what a command prints."""
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+
+
+def installed() -> list[str]:
+    """Return the venv's packages as `name==version`, without pip itself."""
+    words = ("-m", "pip", "freeze", "--all", "--exclude-editable", "--exclude", "pip")
+    return run(sys.executable, *words).splitlines()
+
+
+def hashed(requirements: list[str], *options: str) -> Hashes:
+    """Return the hashes of all files that PyPI has of the requirements, as uv resolves them."""
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = Path(folder) / "wanted.in"
+        wanted.write_text("\n".join(requirements) + "\n")
+        words = ("--generate-hashes", "--no-header", "--no-annotate", "--quiet")
+        where = ("--index-url", PYPI, "--no-config", "--python-version", PYTHON)
+        text = run("uv", "pip", "compile", str(wanted), *words, *where, *options)
+    found: Hashes = {}
+    for entry in re.split(r"\n(?=\S)", text.strip()):
+        pin, *hashes = re.sub(r"\\\n", "", entry).split(" --hash=")
+        found[pin.split(";")[0].strip()] = sorted(value.strip() for value in hashes)
+    return found
+
+
+def chosen(requirement: str) -> str:
+    """Return the hash of the file that pip installs here."""
+    words = ("install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-")
+    report = json.loads(run(sys.executable, "-m", "pip", *words, requirement))
+    return "sha256:" + str(
+        report["install"][0]["download_info"]["archive_info"]["hashes"]["sha256"]
+    )
+
+
+def name_of(requirement: str) -> str:
+    """Return the normalized name."""
+    return re.sub(r"[-_.]+", "-", requirement.split("==")[0]).lower()
+
+
+def write(path: Path, pins: Hashes) -> None:
+    """Write a requirements file for `pip install --require-hashes`."""
+    lines = []
+    for pin, hashes in pins.items():
+        lines += [pin, *(f"    --hash={value}" for value in hashes)]
+    text = "\n".join(lines).replace("\n    --hash", " \\\n    --hash")
+    path.write_text(text + "\n")
+
+
+def main() -> None:
+    """Write all three."""
+    here = installed()
+    (torch,) = [pin for pin in here if name_of(pin) == "torch"]
+    if torch.endswith("+cpu"):
+        write(HERE / "torch-cpu.txt", {torch: [chosen(torch)]})
+    pins = [pin.split("+")[0] for pin in here]
+    on_pypi = {name_of(pin): hashes for pin, hashes in hashed(pins, "--no-deps").items()}
+    write(HERE / "lock.txt", {pin: on_pypi[name_of(pin)] for pin in pins})
+    with_cuda = hashed([torch.split("+")[0]], "--python-platform", LINUX)
+    beside = {pin: hashes for pin, hashes in with_cuda.items() if name_of(pin) not in on_pypi}
+    write(HERE / "torch-cuda.txt", beside)
+
+
+if __name__ == "__main__":
+    main()
