@@ -1,18 +1,21 @@
 """kill -9 at random points of short runs; each goes on to the bitwise result of the run left alone.
 
-    python -m tests.nightly.kills [--runs 40] [--seed 0] [--ranks 2]
+    python -m tests.nightly.kills [--runs 40] [--seed 0] [--ranks 2] [--output FILE]
 
 Every process of a run is killed at once, at a random moment up to three times, while it trains,
 measures, solves or saves (it saves after every second step); the same command is given again until
 the run ends. Compared with a run that nobody disturbed: the loss of every step, every plan, and
-which plan was in force when. Exit status 1 if anything differs.
+which plan was in force when. Exit status 1 if anything differs. FILE keeps where each was killed
+and what became of it; it is written after every run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
+from megatron_snip.planning.json_file import write_atomic
 from megatron_snip.planning.plan import read_plan
 from tests.distributed.test_trainer import command, environment
 
@@ -42,7 +47,7 @@ SETTINGS: dict[str, Any] = {
         "guard_steps": 2,
     },
 }
-START_S = 280.0
+START_S = 600.0
 """Seconds that a run may take to its first step, on a busy machine."""
 
 
@@ -62,7 +67,9 @@ def undisturbed(folder: Path, ranks: int) -> dict[str, Any]:
     """Run to the end; return the result."""
     (folder / "whole").mkdir()
     words = command(folder / "whole" / "run", **settings(ranks))
-    subprocess.run(words, env=_environment(folder), check=True, capture_output=True, timeout=280)
+    subprocess.run(
+        words, env=_environment(folder), check=True, capture_output=True, timeout=START_S
+    )
     return result(folder / "whole" / "run")
 
 
@@ -75,14 +82,20 @@ def disturbed(folder: Path, seed: int, ranks: int, kills: int | None = None) -> 
     words = command(place / "run", **settings(ranks), save=save, load=save, save_interval=2)
     killed_at = []
     for _ in range(dice.randint(1, 3) if kills is None else kills):
+        before = _state(place / "run")
         with _started(words, _environment(folder)) as front:
-            written = _lines(place / "run")
-            wanted = dice.randint(1, STEPS - 1)
-            _wait(front, place / "run", wanted if wanted > written else written)
-            time.sleep(dice.uniform(0.0, 0.4))
-        killed_at.append(_lines(place / "run"))
+            # One in five dies while it starts. A run that goes on may make some steps again first.
+            if dice.random() < 0.2:
+                time.sleep(dice.uniform(0.0, 5.0))
+            else:
+                least = max(1, before[0] - 2)
+                _wait(front, place / "run", before, dice.randint(least, STEPS - 2))
+                time.sleep(dice.uniform(0.0, 0.2))
+            killed = front.poll() is None
+        if killed:
+            killed_at.append(_lines(place / "run"))
     again = subprocess.run(
-        words, env=_environment(folder), capture_output=True, text=True, timeout=280
+        words, env=_environment(folder), capture_output=True, text=True, timeout=START_S
     )
     if again.returncode != 0:
         raise AssertionError(f"seed {seed}: the run did not go on: {again.stderr[-2000:]}")
@@ -111,13 +124,24 @@ def _started(words: list[str], environ: dict[str, str]) -> Iterator[subprocess.P
         front.wait(30)
 
 
-def _wait(front: subprocess.Popen[bytes], run_dir: Path, lines: int) -> None:
-    """Wait until so many steps have been written, or the run has ended."""
+def _wait(
+    front: subprocess.Popen[bytes], run_dir: Path, before: tuple[int, int], lines: int
+) -> None:
+    """Wait until this run has written, and so many steps are there; or until it has ended."""
     deadline = time.monotonic() + START_S
-    while _lines(run_dir) < lines and front.poll() is None:
+    while front.poll() is None:
+        now = _state(run_dir)
+        if now != before and now[0] >= lines:
+            return
         if time.monotonic() > deadline:
             raise AssertionError("the run does not train")
         time.sleep(0.01)
+
+
+def _state(run_dir: Path) -> tuple[int, int]:
+    """Steps written, and when the last one was."""
+    metrics = run_dir / "metrics.jsonl"
+    return _lines(run_dir), metrics.stat().st_mtime_ns if metrics.exists() else 0
 
 
 def _lines(run_dir: Path) -> int:
@@ -134,19 +158,46 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=None)
     args = parser.parse_args()
-    failures = 0
+    rows: list[dict[str, Any]] = []
+    begin = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         whole = undisturbed(folder, args.ranks)
-        for seed in range(args.seed, args.seed + args.runs):
+        seed = args.seed - 1
+        while len(rows) < args.runs:
+            seed += 1
             found = disturbed(folder, seed, args.ranks)
             killed = found.pop("killed_at")
+            shutil.rmtree(folder / f"killed-{seed}")
+            if not killed:  # it was through before
+                continue
             same = found == whole
-            failures += not same
+            rows.append({"seed": seed, "killed_after_steps": killed, "same": same})
             print(f"run {seed}: killed after {killed} steps: {'same' if same else 'DIFFERENT'}")
+            sys.stdout.flush()
+            if args.output is not None:
+                write_atomic(args.output, _record(args.ranks, whole, rows, begin))
+    failures = sum(not row["same"] for row in rows)
     print(f"{args.runs} runs, {failures} differ")
     return 1 if failures else 0
+
+
+def _record(ranks: int, whole: dict[str, Any], rows: list[dict[str, Any]], begin: float) -> str:
+    record = {
+        "version": 1,
+        "machine": f"{platform.machine()}, gloo, {ranks} ranks",
+        "torch": torch.__version__,
+        "steps": STEPS,
+        "plans": len(whole["plans"]),
+        "runs": len(rows),
+        "kills": sum(len(row["killed_after_steps"]) for row in rows),
+        "differ": sum(not row["same"] for row in rows),
+        "seconds": round(time.monotonic() - begin),
+        "each": rows,
+    }
+    return json.dumps(record, indent=1) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,143 @@
+"""Twenty ordinary runs whose plans change all the time: the loss guard must take none of them back.
+
+    python -m tests.nightly.alarms [--runs 20] [--seed 0] [--output FILE]
+
+Each trains a small model on the text of Python's standard library with SNIP's own plans (a refresh
+every twelve steps, FP4 for half or three quarters of the work, the guard as it is by default).
+Seeds, learning rates and warm-ups differ, and twice a run the learning rate jumps 6- to 20-fold for
+3 to 6 steps. A step that the guard makes again and then leaves as it was is counted, and no alarm.
+tests/unit/test_loss_guard.py asks the same of recorded losses, for every step at which a plan could
+have changed. Exit status 1 for any fallback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_snip.planning.json_file import write_atomic
+from tests.distributed.launch import run_ranks
+from tests.distributed.workers import small_model
+from tests.distributed.workers.controller import MODEL
+from tests.distributed.workers.small_model import SyntheticTokens, layout
+
+STEPS = 84
+TIMEOUT_S = 3000.0
+
+
+class Text(SyntheticTokens):
+    """Bytes of Python's standard library; the samples are a function of seed and index."""
+
+    content = torch.zeros(0, dtype=torch.long)
+    seed = 0
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(1_000_003 * self.seed + index)
+        last = len(self.content) - self._length - 1
+        start = int(torch.randint(last, (), generator=generator))
+        tokens = self.content[start : start + self._length + 1]
+        return {**super().__getitem__(index), "tokens": tokens[:-1], "labels": tokens[1:]}
+
+
+class Spiking:
+    """A training hook that raises the learning rate of some steps."""
+
+    def __init__(self, hook: Any, optimizer: Any, factors: dict[int, float]) -> None:
+        self._hook = hook
+        self._optimizer = optimizer
+        self._factors = factors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._hook, name)
+
+    def begin_step(self, step: int) -> None:
+        for group in self._optimizer.param_groups:  # the scheduler sets it anew after each step
+            group["lr"] *= self._factors.get(step, 1.0)
+        self._hook.begin_step(step)
+
+
+def runs(seeds: list[int]) -> list[dict[str, Any]]:
+    """Train with each seed on this rank; return what became of every plan."""
+    files = sorted(Path(os.__file__).parent.glob("*.py"))[:60]
+    Text.content = torch.tensor(list(b"".join(file.read_bytes() for file in files)))
+    small_model.SyntheticTokens = Text  # type: ignore[misc]
+    return [_run(seed) for seed in seeds]
+
+
+def _run(seed: int) -> dict[str, Any]:
+    dice = random.Random(seed)
+    Text.seed = seed
+    values = {
+        **MODEL,
+        "seed": 1 + seed,
+        "train_iters": STEPS,
+        "seq_length": 64,
+        "global_batch_size": 8,
+        "lr": 10 ** dice.uniform(-3.2, -2.3),
+        "lr_warmup_iters": dice.choice((1, 5, 20)),
+    }
+    snip = {"interval": 12, "start_step": 6, "lag": 2, "probe_rows": 8}
+    snip["efficiency_target"] = dice.choice((0.5, 0.75))
+    factors = {}
+    for first in (dice.randint(16, 40), dice.randint(48, 72)):
+        factor = round(dice.uniform(6.0, 20.0), 1)
+        factors |= dict.fromkeys(range(first, first + dice.randint(3, 6)), factor)
+    with layout(values) as trainer:
+        controller = trainer.controller(snip)
+        hook: Any = Spiking(controller, trainer.state.optimizer, factors)
+        trainer.advance(STEPS, hook)
+        controller.close()
+        kinds = Counter(event.kind for event in trainer.reporter.events)
+        level = [min(trainer.losses[: i + 1]) for i in range(STEPS)]
+        return {
+            "seed": seed,
+            "lr": values["lr"],
+            "warm_up": values["lr_warmup_iters"],
+            "target": snip["efficiency_target"],
+            "plans": len(controller.history),
+            "fallbacks": kinds["fallback"],
+            "steps_made_again": kinds["guard"],
+            "largest_jump": max(a / b for a, b in zip(trainer.losses[8:], level[7:], strict=False)),
+            "last_loss": sum(trainer.losses[-5:]) / 5,
+        }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0, help="of the first run")
+    parser.add_argument("--output", type=Path, default=None)
+    args = parser.parse_args()
+    seeds = list(range(args.seed, args.seed + args.runs))
+    (rows,) = run_ranks(1, "tests.nightly.alarms:runs", {"seeds": seeds}, timeout_s=TIMEOUT_S)
+    alarms = sum(row["fallbacks"] for row in rows)
+    plans = sum(row["plans"] for row in rows)
+    result = {
+        "version": 1,
+        "machine": f"{platform.machine()}, one rank",
+        "torch": torch.__version__,
+        "steps": STEPS,
+        "runs": len(rows),
+        "plans_applied": plans,
+        "fallbacks": alarms,
+        "each": rows,
+    }
+    print(json.dumps(result, indent=1))
+    print(f"{len(rows)} runs, {plans} plans, {alarms} taken back")
+    if args.output is not None:
+        write_atomic(args.output, json.dumps(result, indent=1) + "\n")
+    # A run in which no plan was ever applied would prove nothing.
+    return 1 if alarms or any(row["plans"] == 0 for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
