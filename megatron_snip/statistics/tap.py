@@ -69,7 +69,9 @@ def tap(
     """Return `output`; its backward calls `on_backward(input, weight, grad_output)` once."""
     if not (torch.is_grad_enabled() and output.requires_grad):
         return output
-    tapped: torch.Tensor = _Tap.apply(output, input, weight, on_backward)  # type: ignore[no-untyped-call]
+    # A parameter among the inputs would have its gradient hooks called, without a gradient.
+    plain = input.detach(), weight.detach()
+    tapped: torch.Tensor = _Tap.apply(output, *plain, on_backward)  # type: ignore[no-untyped-call]
     return tapped
 
 

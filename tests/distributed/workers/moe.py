@@ -19,7 +19,7 @@ SNIP = {
     "start_step": 3,
     "lag": 1,
     "probe_rows": MODEL["seq_length"],
-    "probe_relative_step": 1e-2,
+    "probe_relative_step": 0.1,
     "efficiency_target": 0.6,
 }
 STEPS = 5

@@ -31,7 +31,7 @@ REFRESH = {
     "start_step": 2,
     "lag": 1,
     "probe_rows": MODEL["seq_length"],
-    "probe_relative_step": 1e-3,
+    "probe_relative_step": 0.1,
     "efficiency_target": 0.4,
     "stat_microbatches": 2,
 }

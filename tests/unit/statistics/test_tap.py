@@ -65,3 +65,15 @@ def test_tokens_are_flattened_and_gathered_only_when_split() -> None:
     assert torch.equal(all_tokens(x, TensorAxis(), sequence_parallel=True), x.reshape(12, 4))
     split = TensorAxis(rank=0, size=2)  # without a group there is nobody to gather from
     assert torch.equal(all_tokens(x, split, sequence_parallel=False), x.reshape(12, 4))
+
+
+def test_hooks_of_a_weight_without_a_gradient_are_not_called() -> None:
+    """Those of Megatron, with overlapped reduction, raise where a parameter's gradient is None."""
+    x, w = torch.randn(5, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    called: list[str] = []
+    accumulate = w.expand_as(w).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    accumulate.register_hook(lambda *_: called.append("hook"))
+    tap(x @ w.detach().t(), x, w, lambda *_: None).sum().backward()
+    assert called == []
+    tap(x @ w.t(), x, w, lambda *_: None).sum().backward()
+    assert called == ["hook"]
