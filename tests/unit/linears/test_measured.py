@@ -9,7 +9,12 @@ import torch
 from megatron.core.tensor_parallel import layers
 
 from megatron_snip.linears.measured import without_wgrad
+from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.passes import MeasuringPasses
+from megatron_snip.statistics.tap import tap
+from megatron_snip.topology import Topology
 from tests.unit.linears.conftest import MakeModel
+from tests.unit.linears.test_passes import training
 
 
 def call(**changes: Any) -> dict[str, Any]:
@@ -82,3 +87,35 @@ def test_megatrons_own_linears_are_the_same_bit_by_bit(
             assert torch.equal(found, wanted)
         del linear._forward_impl
     assert called == ["frozen", "frozen"]
+
+
+class Tapping:
+    """An observer that counts backwards."""
+
+    def __init__(self) -> None:
+        self.backwards = 0
+
+    def observe(self, placement: Any, input: Any, weight: Any, output: Any, sp: bool) -> Any:
+        def on_backward(*operands: torch.Tensor) -> None:
+            self.backwards += 1
+
+        return tap(output, input, weight, on_backward)
+
+
+def test_hooks_that_wait_for_a_weights_gradient_hear_of_no_pass(make_model: MakeModel) -> None:
+    """DDP's are such, and refuse to be called without one where they overlap the reduction."""
+    under = PlannedModel([make_model()], Topology(), seed=0)
+    under.install()
+    called: list[str] = []
+    nodes = []  # a hook lives as long as its node
+    for linear in under.linears:
+        grad_fn = linear.weight.expand_as(linear.weight).grad_fn
+        assert grad_fn is not None
+        node = grad_fn.next_functions[0][0]
+        assert node is not None
+        node.register_hook(lambda *_, name=linear.placement.name: called.append(name))
+        nodes.append(node)
+    watcher = Tapping()
+    MeasuringPasses(training(under.chunks[0]), under.runtime, 2).run(watcher)
+    assert (watcher.backwards, called) == (2 * len(nodes), [])
+    under.uninstall()
