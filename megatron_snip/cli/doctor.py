@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what was found; return 0, or 1 if `--patches` finds a seam that cannot be used."""
-    console = Console()
+    # A pipe has no width of its own; names must not be broken there.
+    console = Console(width=None if sys.stdout.isatty() else 200)
     _print_versions(console)
     _print_devices(console)
     _print_formats(console)

@@ -54,7 +54,6 @@ def test_this_machine_s_transformer_engine_has_its_say() -> None:
 def test_the_machine_s_own_row_is_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
     assert main(["doctor"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     if not torch.cuda.is_available():
@@ -81,7 +80,8 @@ def test_seams_with_megatron_training_are_ready(
     fake: FakeMegatron, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", "--patches"]) == 0
-    text = "".join(capsys.readouterr().out.split())
+    text = capsys.readouterr().out
+    old = {"fused-kernels", "validation-initialize"}
     for state in seam_states():
         assert state.target in text
-        assert state.state.word == ("not needed" if state.when == "--cpu" else "ready")
+        assert state.state.word == ("not needed" if state.name in old else "ready")
