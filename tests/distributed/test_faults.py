@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.launch import run_ranks
-from tests.distributed.workers.faults import START
+from tests.distributed.workers.faults import A_PHASE_EACH, REFRESHED, START
 
 WORKERS = "tests.distributed.workers.faults"
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -20,6 +20,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "overlap_param_gather": True,
     },
 }
+TP2 = {"tensor_model_parallel_size": 2}
+SHARDED = {"use_distributed_optimizer": True, "global_batch_size": 4}
+FOUR_RANKS: dict[str, dict[str, Any]] = {
+    "tp2 pp2": {**TP2, "pipeline_model_parallel_size": 2},
+    "tp2 dp2": {**TP2, **SHARDED},
+    "dp4": SHARDED,
+}
 REASONS = {
     "prepare": "preparing to measure failed on rank 1: RuntimeError: a bug",
     "pass A": "pass A (statistics) failed on rank 1: ",
@@ -29,6 +36,8 @@ REASONS = {
     "reduce": "rank 1: RuntimeError: a bug",
     "late": "measuring failed on rank 0: ",
     "divergences": "measuring failed on rank 1: RuntimeError: a bug",
+    "NaN": "no new plan from the statistics of step ",
+    "solve": "RuntimeError: a bug",
     "broadcast": "reading the new plan failed on rank 1: RuntimeError: a bug",
     "apply": "applying the plan failed on rank 1: RuntimeError: a bug",
     "model": "pass A (statistics) failed on rank 1: RuntimeError: a bug",
@@ -37,8 +46,9 @@ REASONS = {
 
 
 @pytest.fixture(scope="module")
-def phases() -> list[dict[str, Any]]:
-    return run_ranks(2, f"{WORKERS}:every_phase", {"layouts": LAYOUTS}, timeout_s=280)
+def phases(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    arguments = {"layouts": LAYOUTS, "folder": str(tmp_path_factory.mktemp("two"))}
+    return run_ranks(2, f"{WORKERS}:every_phase", arguments, timeout_s=280)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -58,6 +68,9 @@ def test_every_fault_is_told_once_by_one_rank(phases: list[dict[str, Any]], name
     for label, outcome in leader.items():
         fault = "apply" if label.startswith("after ") else label
         *tries, last = outcome["warnings"]
+        if fault == "NaN":
+            assert tries and all(" is forbidden for " in text for text in tries), tries
+            tries = []
         assert last.startswith("the plan of step 0 stays: "), label
         assert REASONS[fault] in last, (label, last)
         assert len(tries) == (1 if fault.endswith("memory") else 0), (label, tries)
@@ -66,7 +79,7 @@ def test_every_fault_is_told_once_by_one_rank(phases: list[dict[str, Any]], name
         assert other[label]["warnings"] == [], label
         assert outcome["history"] == other[label]["history"] == [], label
         # A refresh that failed on its own has no successor's result mixed into it.
-        wanted = 1 if fault in ("broadcast", "apply") else 0
+        wanted = 1 if fault in REFRESHED else 0
         assert outcome["measured"] == other[label]["measured"] == wanted, label
 
 
@@ -77,6 +90,50 @@ def test_the_next_refresh_succeeds(phases: list[dict[str, Any]], name: str) -> N
     steps = phases[0][name]["steps"]
     assert leader["history"] == [[steps + 1, leader["digest"]]]
     assert leader["refreshed"] == steps  # its first try ran out of memory, its second did not
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_full_disk_costs_files_and_nothing_else(phases: list[dict[str, Any]], name: str) -> None:
+    leader, other = (r[name]["saved"] for r in phases)
+    steps = phases[0][name]["steps"]
+    for result in (leader, other):
+        assert result["failed"] == (
+            "finishing the checkpoint failed on rank 0: OSError: [Errno 28] No space left on device"
+        )
+        assert result["same"]
+        assert (result["read before"], result["read after"]) == (None, steps + 6)
+        assert result["plans"] == []
+        # The cycle without files, and the one after the checkpoint that was not written.
+        assert [step for step, _ in result["last history"]] == [steps + 1, steps + 3, steps + 5]
+    assert leader["last history"] == other["last history"]
+    assert leader["warnings"] == ["reporting failed: OSError: [Errno 28] No space left on device"]
+    assert other["warnings"] == []
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = str(tmp_path_factory.mktemp("four"))
+    arguments = {"layouts": FOUR_RANKS, "folder": folder, "only": A_PHASE_EACH}
+    return run_ranks(4, f"{WORKERS}:every_phase", arguments, timeout_s=280)
+
+
+@pytest.mark.parametrize("name", FOUR_RANKS)
+def test_four_ranks_come_to_one_decision_as_well(
+    four_ranks: list[dict[str, Any]], name: str
+) -> None:
+    first, *others = (r[name] for r in four_ranks)
+    for result in (first, *others):
+        assert result["run"].pop("kept")
+        assert result["run"] == result["plain"]
+        assert set(result["outcomes"]) == set(A_PHASE_EACH)
+        for label, outcome in result["outcomes"].items():
+            assert outcome["events"] == ["kept"], label
+            assert outcome["history"] == [], label
+        assert [step for step, _ in result["healed"]["history"]] == [result["steps"] + 1]
+        assert result["healed"] == first["healed"]
+        assert result["saved"]["last history"] == first["saved"]["last history"]
+        assert result["saved"]["failed"] == first["saved"]["failed"]
+        assert result["saved"]["read after"] == result["steps"] + 6
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Faults in every phase of a refresh on four ranks, and those that nobody can be saved from.
 
-    python -m tests.nightly.faults
+    python -m tests.nightly.faults [--output FILE]
 
 1. As tests/distributed/test_faults.py, with TP=2 and PP=2 together, TP=2 with two data ranks, and
    four data ranks.
@@ -13,15 +13,22 @@ Exit status 1 if anything is otherwise.
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
+import platform
 import signal
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_snip.linears import passes
+from megatron_snip.planning.json_file import write_atomic
 from tests.distributed.launch import RankFailure, run_ranks
 from tests.distributed.workers import faults
 from tests.distributed.workers.controller import MODEL
@@ -55,8 +62,9 @@ def stranded(how: str) -> None:
 
 def check_phases(name: str, values: dict[str, Any]) -> list[str]:
     """Return what is wrong with a layout."""
-    arguments = {"layouts": {name: values}}
-    results = run_ranks(4, "tests.distributed.workers.faults:every_phase", arguments, 900)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = {"layouts": {name: values}, "folder": folder}
+        results = run_ranks(4, "tests.distributed.workers.faults:every_phase", arguments, 900)
     wrong = []
     for rank, result in enumerate(r[name] for r in results):
         run = result["run"]
@@ -64,6 +72,8 @@ def check_phases(name: str, values: dict[str, Any]) -> list[str]:
             wrong.append(f"{name}, rank {rank}: training is not as if nothing had been tried")
         if result["healed"] != results[0][name]["healed"] or not result["healed"]["history"]:
             wrong.append(f"{name}, rank {rank}: the next refresh did not succeed")
+        if result["saved"]["last history"] != results[0][name]["saved"]["last history"]:
+            wrong.append(f"{name}, rank {rank}: a full disk has parted the ranks")
         for label, outcome in result["outcomes"].items():
             if outcome["events"] != ["kept"] or outcome["history"]:
                 wrong.append(f"{name}, rank {rank}, {label}: {outcome}")
@@ -84,15 +94,20 @@ def check_end(how: str, wanted: str) -> list[str]:
 
 
 def main() -> int:
-    wrong = []
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=None)
+    args = parser.parse_args()
+    rows: dict[str, Any] = {}
     for name, values in LAYOUTS.items():
-        found = check_phases(name, values)
-        print(f"{name}: {found or 'good'}", flush=True)
-        wrong += found
+        rows[f"every fault on 4 ranks, {name}"] = check_phases(name, values) or "good"
     for how, wanted in (("raises", "StrandedError"), ("killed", "exit code -9")):
-        found = check_end(how, wanted)
-        print(f"a rank that is beyond help, {how}: {found or 'ends'}", flush=True)
-        wrong += found
+        rows[f"a rank that is beyond help, {how}"] = check_end(how, wanted) or "ends"
+    wrong = [row for row in rows.values() if isinstance(row, list)]
+    machine = f"{platform.machine()}, gloo"
+    result = {"version": 1, "machine": machine, "torch": torch.__version__, **rows}
+    print(json.dumps(result, indent=1))
+    if args.output is not None:
+        write_atomic(args.output, json.dumps(result, indent=1) + "\n")
     return 1 if wrong else 0
 
 

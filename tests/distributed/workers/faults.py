@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_snip.collectives import RemoteFailure
 from megatron_snip.cycle import refresher
 from megatron_snip.linears import gemms, passes
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.planner import make_plan
+from megatron_snip.planning.solver_process import SolverProcess
+from megatron_snip.reporting import run_directory
+from megatron_snip.reporting.reporter import FileReporter, Reporters
+from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.statistics import probe, recorder, reduce, refresh
+from megatron_snip.trainer.checkpoint import Checkpoints, Progress
+from megatron_snip.trainer.checkpoint_folder import CheckpointFolder
 from megatron_snip.types import Gemm, Operand
 from tests.distributed.workers import small_model
 from tests.distributed.workers.controller import MODEL, FakeSolver
 from tests.distributed.workers.small_model import SyntheticTokens, Trainer, layout
 
-TIMEOUT_S = 2.0
 SNIP: dict[str, Any] = {
     "interval": 2,
     "start_step": 0,
     "lag": 1,
     "probe_rows": 8,
     "efficiency_target": 0.5,
-    "timeout": TIMEOUT_S,
 }
 """Refreshes at even steps; their outcomes are due before the odd ones."""
 
 Fail = Callable[[], None]
+
+
+def patience_s() -> float:
+    """How long ranks wait for each other in a refresh: well above what one takes on two cores."""
+    return 2.0 * dist.get_world_size()
 
 
 def bug() -> None:
@@ -46,7 +58,11 @@ def no_memory() -> None:
 
 def sleep() -> None:
     """Come too late for the others' patience."""
-    time.sleep(TIMEOUT_S + 1.0)
+    time.sleep(patience_s() + 1.0)
+
+
+def disk_full() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 PLACES: dict[str, tuple[Any, str, Fail]] = {
@@ -58,10 +74,18 @@ PLACES: dict[str, tuple[Any, str, Fail]] = {
     "reduce": (reduce, "_local_table", bug),
     "late": (reduce, "_local_table", sleep),
     "divergences": (refresher, "divergence_table", bug),
+    "NaN": (reduce, "_local_table", bug),
+    "solve": (SolverProcess, "result", bug),
     "broadcast": (PrecisionPlan, "from_dict", bug),
     "apply": (PlannedModel, "apply", bug),
 }
-"""Where each fault strikes, on the last rank."""
+"""Where each fault strikes, on the last rank; the solver is on rank 0. NaN goes into the table."""
+
+A_PHASE_EACH = ("prepare", "pass A", "pass B", "reduce", "NaN", "solve", "broadcast", "apply")
+"""One fault a phase, where many layouts are to be tried."""
+
+REFRESHED = ("NaN", "solve", "broadcast", "apply")
+"""Faults of refreshes that have measured."""
 
 WITHOUT_PEERS: dict[str, tuple[Any, str, Fail]] = {
     "model": (passes, "_losses", bug),
@@ -100,9 +124,11 @@ class Faults:
         call = before.__func__ if method else before
 
         def maybe(*args: Any, **kwargs: Any) -> Any:
-            last = dist.get_rank() == dist.get_world_size() - 1
-            if self.now == fault and last and not (self.once and self._struck):
+            here = dist.get_rank() == (0 if fault == "solve" else dist.get_world_size() - 1)
+            if self.now == fault and here and not (self.once and self._struck):
                 self._struck += 1
+                if fault == "NaN":
+                    return call(*args, **kwargs).mul_(math.nan)
                 if fault == "apply":
                     call(*args, **kwargs)  # half the work is done
                 fail()
@@ -111,22 +137,32 @@ class Faults:
         return classmethod(maybe) if method else maybe
 
 
-def every_phase(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """For each layout: one run with a fault in every refresh, and the run without SNIP."""
-    return {name: _faulty_run(values) for name, values in layouts.items()}
+def every_phase(
+    layouts: dict[str, dict[str, Any]], folder: str, only: list[str] | None = None
+) -> dict[str, Any]:
+    """For each layout: one run with a fault in every refresh, and the run without SNIP.
+
+    Args:
+        layouts: settings by name.
+        folder: for the files of runs.
+        only: faults to try; all by default.
+    """
+    return {
+        name: _faulty_run(values, Path(folder) / name, only) for name, values in layouts.items()
+    }
 
 
-def _faulty_run(values: dict[str, Any]) -> dict[str, Any]:
+def _faulty_run(values: dict[str, Any], folder: Path, only: list[str] | None) -> dict[str, Any]:
     peerless = not any(key.endswith("parallel_size") for key in values)
     places = {**PLACES, **(WITHOUT_PEERS if peerless else {})}
     faults = Faults(places)
     outcomes: dict[str, Any] = {}
     with layout({**MODEL, **values}) as trainer, faults.installed():
-        controller = trainer.controller(SNIP)
+        controller = trainer.controller({**SNIP, "timeout": patience_s()})
         initial = controller.plan.digest
-        for fault in places:
+        for fault in only or places:
             _strike(trainer, controller, faults, fault, outcomes)
-            if fault not in ("broadcast", "apply"):
+            if only is None and fault not in REFRESHED:
                 # Measuring works again, up to the very last of the cycle.
                 _strike(trainer, controller, faults, "apply", outcomes, f"after {fault}")
         result = {**trainer.digests(), "kept": controller.plan.digest == initial}
@@ -134,15 +170,78 @@ def _faulty_run(values: dict[str, Any]) -> dict[str, Any]:
         faults.at("pass A memory", once=True)
         trainer.advance(2, controller)
         healed = {
-            "history": controller.history,
+            "history": list(controller.history),
             "digest": controller.plan.digest,
             "refreshed": trainer.reporter.refreshes[-1].step,
         }
+        saved = _saving(trainer, controller, folder)
         controller.close()
     with layout({**MODEL, **values}) as trainer:
         trainer.advance(steps, trainer.plain())
         plain = trainer.digests()
-    return {"outcomes": outcomes, "run": result, "plain": plain, "healed": healed, "steps": steps}
+    told = {"outcomes": outcomes, "healed": healed, "steps": steps, "saved": saved}
+    return {**told, "run": result, "plain": plain}
+
+
+def _saving(trainer: Trainer, controller: Any, folder: Path) -> dict[str, Any]:
+    """Full disks: under the run's files for a cycle, then under a checkpoint; then none is full."""
+    failing = [(run_directory, "write_plan"), (run_directory, "write_atomic")]
+    if dist.get_rank() == 0:
+        files = FileReporter(RunDirectory(folder / "run"))
+        controller._announcer.reporter = Reporters([files, trainer.reporter])
+    warned = len(trainer.warnings)
+    with _full_disk(failing):
+        trainer.advance(2, controller)
+    result: dict[str, Any] = {
+        "history": list(controller.history),
+        "warnings": trainer.warnings[warned:],
+        "plans": sorted(p.name for p in (folder / "run").glob("plans/*")),
+    }
+    place = folder / "checkpoints"
+    trainer.config = trainer.config.model_copy(update={"save": place})
+    checkpoints = Checkpoints(trainer.config, trainer.state, controller._control)
+    before = _whole(trainer)
+    with _full_disk([(CheckpointFolder, "finish")]):
+        try:
+            _save(trainer, controller, checkpoints)
+        except RemoteFailure as failure:
+            result["failed"] = str(failure)
+    # A refresh, a solve and a checkpoint succeed as if nothing had been.
+    result["same"] = _whole(trainer) == before
+    trainer.advance(2, controller)
+    result["read before"] = CheckpointFolder(place).latest()
+    _save(trainer, controller, checkpoints)
+    result["read after"] = CheckpointFolder(place).latest()
+    result["last history"] = list(controller.history)
+    return result
+
+
+def _whole(trainer: Trainer) -> dict[str, Any]:
+    """Digests once all parameters are gathered, as a checkpoint wants them."""
+    with trainer.state.runner.gathered():
+        return trainer.digests()
+
+
+def _save(trainer: Trainer, controller: Any, checkpoints: Checkpoints) -> None:
+    checkpoints.save(Progress(trainer.step, snip=controller.state(trainer.step)))
+
+
+@contextmanager
+def _full_disk(writers: list[tuple[Any, str]]) -> Iterator[None]:
+    """Let rank 0 find the disk full whenever one of these functions writes."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        disk_full()
+
+    kept = [(owner, name, getattr(owner, name)) for owner, name in writers]
+    for owner, name in writers:
+        if dist.get_rank() == 0:
+            setattr(owner, name, fail)
+    try:
+        yield
+    finally:
+        for owner, name, original in kept:
+            setattr(owner, name, original)
 
 
 def _strike(
