@@ -28,6 +28,15 @@ _KINDS: dict[str, LinearKind] = {
     "TERowParallelGroupedLinear": "row",
 }
 _DUPLICATED = "TELinear"
+_OVERLAPS = (
+    "ub_overlap_ag_fprop",
+    "ub_overlap_ag_dgrad",
+    "ub_overlap_rs_fprop",
+    "ub_overlap_rs_dgrad",
+    "ub_bulk_dgrad",
+    "ub_bulk_wgrad",
+)
+"""What Transformer Engine sets where a GEMM runs while tensor ranks communicate."""
 
 
 def te_kind(module: torch.nn.Module) -> LinearKind | None:
@@ -66,6 +75,26 @@ def weights_of(module: Any) -> list[torch.nn.Parameter]:
             "--moe-single-grouped-weight"
         )
     return [getattr(module, f"weight{i}") for i in range(module.num_gemms)]
+
+
+def refuse_overlap(module: Any, name: str) -> None:
+    """Refuse a linear whose tensor-parallel communication is overlapped with its GEMMs.
+
+    Megatron makes the buffers for the run's own precision, low or high, and Transformer Engine
+    fails where a module's recipe needs the other; no buffer holds NVFP4 or blockwise FP8.
+
+    Args:
+        module: a Transformer Engine linear.
+        name: of the linear.
+
+    Raises:
+        UnsupportedError: one line with the remedy.
+    """
+    if any(getattr(module, flag, False) for flag in _OVERLAPS):
+        raise UnsupportedError(
+            f"--snip cannot plan {name} ({type(module).__name__}): the buffers of overlapped "
+            "tensor-parallel communication hold one precision; drop --tp-comm-overlap"
+        )
 
 
 def gathers_input(module: Any) -> bool:

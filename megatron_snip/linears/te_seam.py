@@ -29,6 +29,7 @@ from megatron.core.tensor_parallel import (
     scatter_to_sequence_parallel_region,
 )
 
+from megatron_snip.formats import get_format
 from megatron_snip.linears import backends
 from megatron_snip.linears.backends import Backend, Machine
 from megatron_snip.linears.runtime import Mode, Runtime
@@ -36,13 +37,14 @@ from megatron_snip.linears.te_modules import (
     gathers_input,
     is_grouped,
     multiplied_input,
+    refuse_overlap,
     scatters_output,
     weights_of,
 )
 from megatron_snip.linears.te_shapes import unfit
 from megatron_snip.log import warn_once
 from megatron_snip.options import BF16, Option
-from megatron_snip.planning.te_recipe import TERecipe
+from megatron_snip.planning.te_recipe import FORMAT_OF_WORD, TERecipe
 from megatron_snip.topology import Placement
 
 logger = logging.getLogger(__name__)
@@ -65,6 +67,12 @@ class TEModule:
         runtime: Runtime,
         machine: Machine,
     ) -> None:
+        """Prepare.
+
+        Raises:
+            UnsupportedError: if the module's communication allows for one precision only.
+        """
+        refuse_overlap(module, placements[0].name)
         self.module = module
         self.placements = placements
         self.machine = machine
@@ -103,6 +111,11 @@ class TEModule:
         recipe = backends.te_recipe(option, self.machine)
         if self._grouped and not recipe.is_uniform:
             return "grouped experts take one format for all three GEMMs"
+        if gathers_input(self.module) and _wgrad_is_finer(recipe):
+            return (
+                f"{option}: under sequence parallelism Transformer Engine gathers the input as "
+                "fprop quantized it, so wgrad cannot have more bits than fprop"
+            )
         return unfit(self.module, self.placements[0], recipe)
 
     def install(self) -> None:
@@ -219,6 +232,16 @@ class PlannedTELinear:
     def uninstall(self) -> None:
         """Give the module back the recipe that it had; idempotent."""
         self._shared.uninstall()
+
+
+def _wgrad_is_finer(recipe: TERecipe) -> bool:
+    """Whether wgrad would take the input in more bits than fprop.
+
+    A shard that was quantized by two formats is dequantized from its rows, which are fprop's,
+    before it is gathered for the backward (`HybridQuantizedTensorStorage.dequantize`, 2.20).
+    """
+    bits = [get_format(FORMAT_OF_WORD[word]).bits for word in (recipe.fprop, recipe.wgrad)]
+    return bits[0] < bits[1]
 
 
 def quant_params(recipe: TERecipe) -> Any:

@@ -13,6 +13,7 @@ from megatron.core.extensions import transformer_engine as extension
 from transformer_engine.common.recipe import Format, MXFP8BlockScaling
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, fp8_autocast
 
+from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.runtime import Mode
 from megatron_snip.linears.te_seam import PlannedTELinear
@@ -318,6 +319,34 @@ def test_what_linears_cannot_run_they_refuse() -> None:
     with planned(hidden_size=72, num_attention_heads=2) as (_, under):
         reason = under.linears[0].refusal(Option.uniform("mxfp8"))
         assert reason is not None and "not a multiple of 32" in reason
+
+
+def test_gathered_inputs_have_no_more_bits_in_wgrad_than_in_fprop() -> None:
+    """Transformer Engine makes the columns of a gathered input from the rows of its shards."""
+    finer = ("nvfp4-mxfp8-bf16", "nvfp4-mxfp8-mxfp8", "mxfp8-nvfp4-bf16")
+    others = ("mxfp8", "nvfp4", "nvfp4-mxfp8-nvfp4", "bf16-mxfp8-nvfp4", "mxfp8-nvfp4-nvfp4")
+    with planned() as (_, under):
+        for linear in under.linears:
+            for text in (*finer, *others):
+                assert linear.refusal(Option.parse(text)) is None
+            linear.module.sequence_parallel = True
+            for text in others:
+                assert linear.refusal(Option.parse(text)) is None
+            for text in finer:
+                reason = linear.refusal(Option.parse(text))
+                assert (reason is None) == (linear.placement.kind == "row")
+                if reason is not None:
+                    assert "wgrad cannot have more bits than fprop" in reason
+
+
+@pytest.mark.parametrize("flag", ["ub_overlap_ag_fprop", "ub_overlap_rs_dgrad", "ub_bulk_wgrad"])
+def test_overlapped_communication_is_refused(flag: str) -> None:
+    model = build()
+    setattr(model.decoder.layers[1].mlp.linear_fc1, flag, True)
+    with pytest.raises(
+        UnsupportedError, match=r"layers\.1\.mlp\.linear_fc1.*drop --tp-comm-overlap"
+    ):
+        PlannedModel([model], Topology(), seed=0)
 
 
 def test_people_read_what_runs() -> None:

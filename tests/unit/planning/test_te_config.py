@@ -205,8 +205,15 @@ def test_the_file_is_readable(tmp_path: Path) -> None:
     _, (path,) = written(mixed_plan(2), Stages.even(2, 1), tmp_path)
     lines = path.read_text().splitlines()
     assert lines[:2] == ["# a plan", "# of two lines"]
+    assert lines[2].startswith("# Give the run a low precision of its own as well")
     matcher = next(line for line in lines if "layers.0.mlp.linear_fc1:" in line)
     assert "pattern: decoder.layers.0.mlp.linear_fc1" in matcher and "enabled: true" in matcher
+
+
+def test_a_file_of_bf16_needs_no_advice(tmp_path: Path) -> None:
+    plan = {"decoder.layers.0.mlp.linear_fc1": Option.uniform("bf16")}
+    _, (path,) = written(plan, Stages.even(1, 1), tmp_path)
+    assert "configs:" in path.read_text().splitlines()[2]
 
 
 def a_file(*matchers: dict[str, Any], **configs: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformer_engine.pytorch.quantizers import Quantized, Quantizer
+from transformer_engine.pytorch.quantizers import (
+    HybridQuantizer,
+    Quantized,
+    Quantizer,
+    rounded,
+)
 
 
 @dataclass
@@ -30,6 +35,8 @@ class LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
         column, row = call.parallel_mode == "column", call.parallel_mode == "row"
         full = gathered(x, call.tp_group) if column and call.sequence_parallel else x
+        if full is not x and isinstance(call.input_quantizer, HybridQuantizer):
+            full = rounded(full, call.input_quantizer.row_word)  # shards travel as their rows
         quantized = call.input_quantizer.quantize(full)
         ctx.save_for_backward(quantized.columns, call.weight.columns, weight)
         ctx.call = call
