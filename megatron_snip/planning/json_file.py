@@ -98,17 +98,16 @@ def read_text(path: Path, source: str) -> str:
 def write_atomic(path: Path, text: str) -> None:
     """Write `text` to `path` so that the file is never seen incomplete.
 
-    A device or a pipe is written to, because a file in its place would take it from everyone; what
-    a symbolic link points to is replaced, and not the link.
+    A device or a pipe is written to, because a file in its place would take it from everyone; a
+    symbolic link is replaced, and what it points to is left alone.
 
     Raises:
         OSError: if the directory is missing or not writable; nothing is left behind.
     """
-    in_dev = path.absolute().parts[:2] == ("/", "dev")  # /dev/stdout may be a link to a file
-    if path.exists() and (in_dev or not path.is_file()):
+    in_dev = path.absolute().parts[:2] == ("/", "dev")  # /dev/stdout is a link
+    if path.exists() and (in_dev or not (path.is_file() or path.is_symlink())):
         path.write_text(text, encoding="utf-8")
         return
-    path = Path(os.path.realpath(path))
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:

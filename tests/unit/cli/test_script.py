@@ -21,6 +21,9 @@ def add_megatron_arguments(parser):
     parser.add_argument("--distributed-backend", default="nccl")
     return parser
 
+def validate_args(args, defaults={}):
+    return args
+
 def parse_args():
     return add_megatron_arguments(argparse.ArgumentParser()).parse_args()
 """
