@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from tests.distributed.launch import free_port
 from tests.megatron.lab import (
     FROZEN,
     ITERATIONS,
+    SCRIPT,
     SNIP,
     Lab,
     applied_plans,
@@ -54,6 +56,15 @@ def test_plans_are_made_and_run(lab: Lab, layout: str) -> None:
     before, after = logged(lab.run(layout)), logged(run)
     assert [after[i] for i in range(1, 5)] == [before[i] for i in range(1, 5)]
     assert after[5] != before[5]
+
+
+def test_a_plan_that_breaks_a_step_is_taken_back_and_leaves_no_trace(lab: Lab) -> None:
+    script = str(Path(SCRIPT).with_name("pretrain_breaking.py"))
+    run = lab.run("tp2", [*SNIP, "--snip-stop-step", "3"], script=script)
+    assert weights(run) == weights(lab.run("tp2"))  # as if there had been no plan
+    assert logged(run) == logged(lab.run("tp2"))
+    assert applied_plans(run) == [(4, 2)]
+    assert any("the plan of step 2 was taken back" in line for line in snip_lines(run)), run.report
 
 
 def test_layouts_make_the_same_kind_of_plan(lab: Lab) -> None:
