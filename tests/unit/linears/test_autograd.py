@@ -218,12 +218,18 @@ def test_an_evaluation_quantizes_nothing_for_a_backward(monkeypatch: pytest.Monk
     assert asked == [False, True]
 
 
+WITHOUT_TOKENS = {
+    **{name: call(Option.uniform(name)) for name in ("fp8", "fp4", "mxfp8", "mxfp4", "nvfp4")},
+    **{f"{name} native": native_call(name) for name in ("fp8", "fp4")},
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["fp8", "fp4", "mxfp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("name", WITHOUT_TOKENS)
 def test_an_expert_without_tokens_has_a_gradient_of_zeros(name: str, dtype: torch.dtype) -> None:
     x, w, _, _ = tensors(dtype)
     x, w = x[:0, 0].contiguous().requires_grad_(), w.requires_grad_()
-    y = run(x, w, None, call(Option.uniform(name)))
+    y = run(x, w, None, WITHOUT_TOKENS[name])
     assert y.shape == (0, 48)
     y.sum().backward()
     assert x.grad is not None and x.grad.shape == (0, 64)
