@@ -329,7 +329,8 @@ def test_gathered_inputs_have_no_more_bits_in_wgrad_than_in_fprop() -> None:
         for linear in under.linears:
             for text in (*finer, *others):
                 assert linear.refusal(Option.parse(text)) is None
-            linear.module.sequence_parallel = True
+            module: Any = linear.module
+            module.sequence_parallel = True
             for text in others:
                 assert linear.refusal(Option.parse(text)) is None
             for text in finer:
