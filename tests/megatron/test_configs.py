@@ -49,6 +49,7 @@ UNSAID = {
     "num_query_groups",
     "vocab_size",
     "ffn_hidden_size",
+    "expert_tensor_parallel_size",
     "lr_decay_iters",
     "global_batch_size",
     "eval_interval",
@@ -100,6 +101,7 @@ def assert_same(ours: TrainConfig, megatrons: dict[str, Any]) -> None:
     assert len(fields) > 30
     mine = {name: getattr(ours, name) for name in fields}
     theirs = {name: megatrons[name] for name in fields}
+    assert ours.expert_tensor_size == megatrons["expert_tensor_parallel_size"]
     mine["distributed_backend"] = theirs["distributed_backend"]  # ours follows the machine
     assert mine == theirs
 
