@@ -280,6 +280,8 @@ class SnipController:
         )
         self._announcer.happened(step, "fallback", message)
         self._announcer.tell(lambda r: r.planned(Applied(plan, step, len(changed), 0.0)))
+        if changed:
+            self._log_precision(step)
 
     # The beginning of a run.
 

@@ -92,6 +92,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop it",
     ),
     Refusal(
+        "--tp-comm-overlap",
+        _on("tp_comm_overlap"),
+        "its communication buffers are made for one precision",
+        "drop it",
+    ),
+    Refusal(
         "CUDA graphs (--cuda-graph-impl)",
         _cuda_graphs,
         "a captured graph goes on running the plan under which it was captured",

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     plan = read_plan(args.plan)
     capability = _capability(args.capability)
     recipes, changes = _recipes(plan, capability, args.nearest)
-    stages = stages_from(args, num_layers(plan.linears))
+    stages = stages_from(args, num_layers(plan.linears), known=len(plan.stages))
     configs = export_configs(plan.linears, recipes, stages)
     paths = stage_paths(args.te_precision_config, len(configs))
     shown = ".".join(map(str, capability))
@@ -79,6 +79,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"  {option}: {recipe} ({count} linears)")
     if not all(recipe.is_uniform for recipe in recipes.values()):
         print("Recipes that differ by GEMM need megatron-snip installed where the job runs.")
+    if args.pipeline_stages is None and stages.num_stages > 1:
+        print(
+            f"The plan is of {stages.num_stages} pipeline stages: files are for as many, with "
+            f"{args.chunks_per_stage} model chunk(s) each. Another layout: --pipeline-stages P, "
+            "--chunks-per-stage V."
+        )
     if len(paths) > 1:
         print(
             "Pipeline stages need different files: give each rank that of its own stage, or train "

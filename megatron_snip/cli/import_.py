@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         UsageError: for bad input, or recipes that are no format of a plan.
     """
     problem = read_problem(args.problem)
-    stages = stages_from(args, num_layers(problem.names))
+    stages = stages_from(args, num_layers(problem.names), known=problem.num_stages)
     configs = _configs(args.files, stages)
     linears = _linears(args, configs, problem, stages)
     plan = _plan(linears, problem)

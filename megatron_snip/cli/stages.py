@@ -12,7 +12,9 @@ def add_stage_flags(parser: argparse.ArgumentParser) -> None:
     """Add the pipeline's layout."""
     group = parser.add_argument_group("pipeline")
     group.add_argument(
-        "--pipeline-stages", metavar="P", default="1", help="pipeline-parallel size [1]"
+        "--pipeline-stages",
+        metavar="P",
+        help="pipeline-parallel size [as the plan or the problem says]",
     )
     group.add_argument(
         "--chunks-per-stage",
@@ -23,25 +25,30 @@ def add_stage_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--chunk-layers",
         metavar="N,N,...",
-        help="layers of each model chunk in the data's order, where they are uneven",
+        help="layers of each model chunk in the data's order, where they are uneven; a chunk may "
+        "hold none",
     )
 
 
-def stages_from(args: argparse.Namespace, num_layers: int) -> Stages:
+def stages_from(args: argparse.Namespace, num_layers: int, known: int) -> Stages:
     """Return the layout.
 
     Args:
         args: parsed flags.
         num_layers: of the decoder.
+        known: stages that the plan or the problem has, which may be of another job.
 
     Raises:
         UsageError: if a flag is no number, or the layers do not add up.
     """
-    num_stages = _count("--pipeline-stages", args.pipeline_stages)
+    num_stages = known
+    if args.pipeline_stages is not None:
+        num_stages = _count("--pipeline-stages", args.pipeline_stages)
     per_stage = _count("--chunks-per-stage", args.chunks_per_stage)
     if args.chunk_layers is None:
         return Stages.even(num_layers, num_stages, per_stage)
-    chunks = tuple(_count("--chunk-layers", text) for text in args.chunk_layers.split(","))
+    texts = args.chunk_layers.split(",")
+    chunks = tuple(_count("--chunk-layers", text, least=0) for text in texts)
     if len(chunks) != num_stages * per_stage or sum(chunks) != num_layers:
         raise UsageError(
             f"--chunk-layers gives {sum(chunks)} layers in {len(chunks)} chunks; the model has "
@@ -50,7 +57,7 @@ def stages_from(args: argparse.Namespace, num_layers: int) -> Stages:
     return Stages(num_stages, chunks)
 
 
-def _count(flag: str, text: str) -> int:
-    if not text.strip().isdigit() or int(text) < 1:
-        raise UsageError(f"{flag} must be a number of at least 1, got '{text}'")
+def _count(flag: str, text: str, least: int = 1) -> int:
+    if not text.strip().isdigit() or int(text) < least:
+        raise UsageError(f"{flag} must be a number of at least {least}, got '{text}'")
     return int(text)

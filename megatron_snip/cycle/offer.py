@@ -92,10 +92,14 @@ class Offer:
         runnable = self._model.runnable
         runnable.learn((*plan.linears.values(), *self.options))
         linears = nearest(runnable, plan.linears, self.options)
+        whose = f"the {plan.policy} plan of step {plan.step}"
+        foreign = [o for o in dict.fromkeys(linears.values()) if o not in self.options]
+        for text in self._model.approximations(foreign):  # of those on offer it has been said
+            self._announcer.warn(f"{whose}: {text}")
         if linears == plan.linears:
             return plan
         for text in told_changes(runnable, plan.linears, linears):
-            self._announcer.warn(f"the {plan.policy} plan of step {plan.step}: {text}")
+            self._announcer.warn(f"{whose}: {text}")
         return self._assigned(linears, plan.policy, plan.step)
 
     def restricted(self, problem: dict[str, Any]) -> dict[str, Any]:

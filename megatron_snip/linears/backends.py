@@ -190,7 +190,7 @@ def _te(fmt: str, gemm: Gemm, where: str) -> Support:
         return Support(
             How.APPROXIMATED,
             "the blockwise recipe: same tiles, scales rounded up to powers of two "
-            "(exact with NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1)",
+            "(exact with NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 where all GEMMs are fp8)",
             "blockwise",
         )
     return Support(How.REFUSED, "the blockwise recipe needs 9.0")
@@ -286,6 +286,11 @@ multiplication) or **refused**, with the reason. Formats are defined in `megatro
 Under `te` an option that differs by GEMM needs a Transformer Engine with `CustomRecipe` roles and
 `HybridQuantizer`; grouped experts take one format for all three GEMMs. What Transformer Engine
 itself says it cannot run on the machine is refused as well, whatever the table says.
+
+Refused under `te` whatever the format: `--tp-comm-overlap`, whose communication buffers are made
+for one precision, and, where the input is gathered over tensor-parallel ranks (sequence
+parallelism, column-parallel linears), options whose wgrad is finer than their fprop, because the
+gathered input is kept in fprop's format.
 
 Experts of Transformer Engine run quantized only where Megatron pads their tokens, which it does for
 the run's own recipe (`--fp8-format`, `--fp4-format`); without one they stay BF16, with a warning.

@@ -4,6 +4,9 @@ With a distributed optimizer each data rank owns the moments of a range only; ra
 a zero-filled buffer of the weight's dtype and added over the data axis, which is exact (every
 element comes from one rank). The buffers are the refresh's one BF16 copy of the stage's weights;
 the probe later keeps the original weights in them.
+
+Everything that can fail on one rank alone (reading the optimizer, making the buffers) comes first
+and is agreed on; what is left are sums in which all ranks take part.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron_snip.collectives import sum_over
+from megatron_snip.collectives import attempt, sum_over
 from megatron_snip.statistics.optimizer_state import AdamShard, adam_shards, is_sharded
 from megatron_snip.topology import DataAxis, Placement, TensorAxis, Topology
 
@@ -62,35 +65,57 @@ def gather_sensitivity(
             order on all ranks of an axis.
         optimizer: Megatron's (see optimizer_state.py).
         topology: this rank's place.
+
+    Raises:
+        RemoteFailure: on every rank, if one cannot read or hold its part.
     """
-    shards = adam_shards(optimizer)
-    sharded = is_sharded(optimizer)
-    buffers: dict[str, torch.Tensor] = {}
-    scalars: dict[str, torch.Tensor] = {}
-    for instance, planned in weights.items():
-        axis = topology.data_axis(planned.placement)
-        shard = shards.get(planned.weight)
-        buffers[instance], scalars[instance] = _own_part(planned.weight, shard)
-        if sharded:
-            sum_over(buffers[instance], axis.group)
+    sharded, parts = attempt(
+        "reading the optimizer's state",
+        lambda: _own_parts(weights, optimizer, topology),
+        topology.control,
+    )
+    if sharded:
+        for instance, planned in weights.items():
+            sum_over(parts[instance][0], topology.data_axis(planned.placement).group)
+    scalars = {instance: part[1] for instance, part in parts.items()}
     _sum_scalars(weights, scalars, topology, sharded)
     return {
-        instance: _finish(planned, buffers[instance], scalars[instance])
+        instance: _finish(planned, parts[instance][0], scalars[instance])
         for instance, planned in weights.items()
     }
 
 
-def _own_part(weight: torch.Tensor, shard: AdamShard | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (buffer with D in this rank's range, FP64 [elements with moments, |update|^2])."""
+_Part = tuple[torch.Tensor, torch.Tensor]
+"""(buffer with D in this rank's range, FP64 [elements with moments, |update|^2, |D|^2, |W|^2])."""
+
+
+def _own_parts(
+    weights: Mapping[str, PlannedWeight], optimizer: Any, topology: Topology
+) -> tuple[bool, dict[str, _Part]]:
+    """Return whether moments are sharded, and this rank's part of each weight."""
+    shards = adam_shards(optimizer)
+    sharded = is_sharded(optimizer)
+    parts = {}
+    for instance, planned in weights.items():
+        # Of the ranks that hold a weight, one counts it.
+        counts = not sharded or topology.data_axis(planned.placement).rank == 0
+        parts[instance] = _own_part(planned.weight, shards.get(planned.weight), counts)
+    return sharded, parts
+
+
+def _own_part(weight: torch.Tensor, shard: AdamShard | None, counts: bool) -> _Part:
     buffer = torch.zeros_like(weight.data)
-    scalars = torch.zeros(2, dtype=torch.float64, device=weight.device)
+    scalars = torch.zeros(4, dtype=torch.float64, device=weight.device)
     d = shard.sensitivity() if shard is not None else None
     if shard is not None and d is not None:
         update = shard.update()
         assert update is not None
-        buffer.view(-1)[shard.start : shard.end].copy_(d)
+        own = buffer.view(-1)[shard.start : shard.end].copy_(d)
         scalars[0] = shard.end - shard.start
-        scalars[1] = torch.linalg.vector_norm(update).double().square()
+        scalars[1] = _square(update)
+        scalars[2] = _square(own)
+    if counts:
+        scalars[3] = _square(weight.data)
     return buffer, scalars
 
 
@@ -113,13 +138,12 @@ def _sum_scalars(
 
 
 def _finish(planned: PlannedWeight, buffer: torch.Tensor, scalars: torch.Tensor) -> Sensitivity:
-    known, update_square = (float(v) for v in scalars.tolist())
-    whole = known == planned.placement.in_features * planned.placement.out_features
+    known, update_square, direction_square, weight_square = scalars.tolist()
+    size = float(planned.placement.in_features * planned.placement.out_features)
+    whole = known == size
     if not whole:  # no moments yet, or for a part only: fall back to the plain gradient
         buffer.fill_(1)
-    local = torch.stack([_square(buffer), _square(planned.weight.data)])
-    sum_over(local, planned.placement.tensor.group)
-    direction_square, weight_square = (float(v) for v in local.tolist())
+        direction_square = size
     usable = whole and update_square > 0
     return Sensitivity(buffer, update_square if usable else None, direction_square, weight_square)
 

@@ -29,6 +29,8 @@ FOUR_RANKS: dict[str, dict[str, Any]] = {
 }
 REASONS = {
     "prepare": "preparing to measure failed on rank 1: RuntimeError: a bug",
+    "moments": "reading the optimizer's state failed on rank 1: RuntimeError: a bug",
+    "moments memory": "reading the optimizer's state failed on rank 1: OutOfMemoryError",
     "pass A": "pass A (statistics) failed on rank 1: ",
     "pass A memory": "OutOfMemoryError: tried to allocate",
     "perturb": "perturbing the weights failed on rank 1: RuntimeError: a bug",

@@ -209,6 +209,39 @@ def test_the_precision_log_says_what_runs(tmp_path: Path, caplog: pytest.LogCapt
     assert not any("precision from" in r.getMessage() for r in caplog.records)
 
 
+def test_a_plan_from_elsewhere_that_runs_as_something_else_warns(
+    tmp_path: Path, warnings: list[str]
+) -> None:
+    """Its format is not on offer, so nothing was said of it at the start."""
+    model = build()
+    path = plan_file(tmp_path, model, "fp8")
+    run = controller(model, formats=("mxfp8", "nvfp4"), plan_file=path)
+    assert set(map(str, run.plan.linears.values())) == {"fp8"}
+    (text,) = [text for text in warnings if "fp8 runs as mxfp8" in text]
+    assert "plan of step" in text
+
+
+def test_the_precision_log_tells_of_a_fallback(tmp_path: Path) -> None:
+    reporter = FileReporter(RunDirectory(tmp_path))
+    run = controller(
+        build(), reporter, precision_log=True, formats=("mxfp8", "nvfp4"), freeze_plan=False
+    )
+    work = [Work(i.name, i.stage, i.flops_per_token) for i in run.model.all_linears]
+    before = run.plan
+    run._apply(assigned_plan(plan(run.model, lambda _: "nvfp4"), work, "nvfp4", "snip"), 5, 0.0)
+    assert run._guard is not None
+    run.model.apply(before.linears)  # as the guard does before it looks at the step
+    run._fall_back(7, before, run._guard)
+    run.close()
+    files = sorted(path.name for path in (tmp_path / "precision").iterdir())
+    assert files == ["0.json", "5.json", "7.json"]
+    options = [
+        {row["option"] for row in json.loads((tmp_path / "precision" / f).read_text())["linears"]}
+        for f in files
+    ]
+    assert options[0] == options[2] != options[1] == {"nvfp4"}
+
+
 def test_a_plan_that_changes_nothing_is_not_logged(tmp_path: Path) -> None:
     reporter = FileReporter(RunDirectory(tmp_path))
     run = controller(build(), reporter, precision_log=True, formats=("mxfp8", "nvfp4"))

@@ -23,7 +23,7 @@ from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.reporting import run_directory
 from megatron_snip.reporting.reporter import FileReporter, Reporters
 from megatron_snip.reporting.run_directory import RunDirectory
-from megatron_snip.statistics import probe, recorder, reduce, refresh
+from megatron_snip.statistics import probe, recorder, reduce, refresh, sensitivity
 from megatron_snip.trainer.checkpoint import Checkpoints, Progress
 from megatron_snip.trainer.checkpoint_folder import CheckpointFolder
 from megatron_snip.types import Gemm, Operand
@@ -67,6 +67,8 @@ def disk_full() -> None:
 
 PLACES: dict[str, tuple[Any, str, Fail]] = {
     "prepare": (refresher, "MeasuringPasses", bug),
+    "moments": (sensitivity, "_own_part", bug),
+    "moments memory": (sensitivity, "_own_part", no_memory),
     "pass A": (recorder, "format_errors", bug),
     "pass A memory": (recorder, "format_errors", no_memory),
     "perturb": (refresh, "perturb", bug),

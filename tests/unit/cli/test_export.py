@@ -91,6 +91,26 @@ def test_stages_have_files_of_their_own(folder: Path, capsys: pytest.CaptureFixt
     assert "2 files for 1 pipeline stages" in failure(words, capsys)
 
 
+def test_a_plan_of_several_stages_has_as_many_files(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Global names would match other layers in each stage of such a job."""
+    write_plan(plan_of(["fp4", "fp8", "bf16", "fp4"], stages=(0.5, 0.5)), Path("plan.json"))
+    write_problem(problem_of([[0.0, 1.0]] * 4, stages=[0, 0, 1, 1]), Path("problem.json"))
+    assert export("--capability", "10.0") == 0
+    assert "The plan is of 2 pipeline stages" in capsys.readouterr().out
+    back = imported("out.stage0.yaml", "out.stage1.yaml")
+    assert list(back.values()) == ["nvfp4", "mxfp8", "bf16", "nvfp4"]
+    assert export("--capability", "10.0", "--pipeline-stages", "1") == 0
+    assert Path("out.yaml").exists()
+
+
+def test_a_stage_may_hold_no_layer(folder: Path) -> None:
+    layout = ["--pipeline-stages", "2", "--chunk-layers", "0,4"]
+    assert export("--capability", "10.0", *layout) == 0
+    assert list(imported("out.yaml", *layout).values()) == ["nvfp4", "mxfp8", "bf16", "nvfp4"]
+
+
 def test_uneven_chunks(folder: Path) -> None:
     layout = ["--pipeline-stages", "2", "--chunk-layers", "1,3"]
     assert export("--capability", "10.0", *layout) == 0

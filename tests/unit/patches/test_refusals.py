@@ -16,6 +16,7 @@ ACTIVE: dict[str, dict[str, Any]] = {
     "--fp4-param-gather": {"fp4_param": True},
     "--fp16": {"fp16": True},
     "--use-transformer-engine-op-fuser": {"use_transformer_engine_op_fuser": True},
+    "--tp-comm-overlap": {"tp_comm_overlap": True},
     "CUDA graphs (--cuda-graph-impl)": {"cuda_graph_impl": "full_iteration"},
     "--use-megatron-fsdp": {"use_megatron_fsdp": True},
     "--use-torch-fsdp2": {"use_torch_fsdp2": True},
