@@ -210,14 +210,14 @@ def test_the_precision_log_says_what_runs(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_a_plan_from_elsewhere_that_runs_as_something_else_warns(
-    tmp_path: Path, warnings: list[str]
+    tmp_path: Path, logged: list[str]
 ) -> None:
     """Its format is not on offer, so nothing was said of it at the start."""
     model = build()
     path = plan_file(tmp_path, model, "fp8")
     run = controller(model, formats=("mxfp8", "nvfp4"), plan_file=path)
     assert set(map(str, run.plan.linears.values())) == {"fp8"}
-    (text,) = [text for text in warnings if "fp8 runs as mxfp8" in text]
+    (text,) = [text for text in logged if "fp8 runs as mxfp8" in text]
     assert "plan of step" in text
 
 
