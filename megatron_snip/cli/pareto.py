@@ -10,7 +10,7 @@ import csv
 import io
 import json
 from dataclasses import asdict
-from decimal import Decimal, InvalidOperation
+from decimal import Context, Decimal, InvalidOperation, localcontext
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,9 @@ def parse_targets(text: str) -> list[float]:
         if len(parts) != 3 or text.count(":") != 2:
             raise UsageError(wanted)
         start, stop, step = parts
-        if step <= 0 or stop < start or (stop - start) / step >= MAX_TARGETS:
+        with localcontext(Context(traps=[])):  # the quotient may be infinite
+            too_many = step <= 0 or stop < start or not (stop - start) / step < MAX_TARGETS
+        if too_many:
             raise UsageError(f"{wanted}, with STEP above 0, TO not below FROM, 10000 steps at most")
         parts = [start + k * step for k in range(int((stop - start) / step) + 1)]
     outside = [part for part in parts if not 0 <= part <= 1]

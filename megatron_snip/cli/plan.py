@@ -34,6 +34,9 @@ from megatron_snip.planning.settings import PlanSettings
 INFEASIBLE = 3
 """Exit status where no plan satisfies the rules."""
 
+MAX_STEP_DIGITS = 18
+"""A step is a count: any that a 64-bit integer holds, so that what is written can be read."""
+
 EXAMPLES = """\
 examples:
   megatron-snip plan runs/demo/problems/20.json --target 0.9
@@ -122,8 +125,11 @@ def _refuse_idle_flags(args: argparse.Namespace, settings: PlanSettings) -> None
 
 
 def _step(text: str) -> int:
-    if not text.isdecimal():
-        raise UsageError(f"--step must be a number of at least 0, got '{text}'")
+    if not text.isdecimal() or len(text) > MAX_STEP_DIGITS:
+        raise UsageError(
+            f"--step must be a number of at least 0 and {MAX_STEP_DIGITS} digits at most, "
+            f"got '{text}'"
+        )
     return int(text)
 
 

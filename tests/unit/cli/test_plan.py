@@ -167,6 +167,8 @@ def test_infeasible_rules_exit_with_3_and_say_why(
         (["--pipeline-balance", "some"], "invalid choice"),
         (["--time-limit", "0"], "--time-limit: "),
         (["--step", "-3"], "step"),
+        (["--step", "9" * 19], "18 digits at most"),
+        (["--step", "9" * 5000], "18 digits at most"),
         (["--output", "/absent/folder/plan.json"], "cannot write"),
         (["--unknown"], "--unknown"),
     ],
