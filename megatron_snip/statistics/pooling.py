@@ -9,21 +9,26 @@ alike for the same linear of all layers, and its mean over them is well known:
     pooled  = (scale^2 + PRIOR rho channel^2) / (1 + PRIOR)
 
 the mean of what was seen and of what the kind says, which counts as PRIOR more samples
-(benchmarks/fidelity.py shows the evidence; 1 to infinity do about as well).
+(benchmarks/fidelity.py shows the evidence; 1 to infinity do about as well). A ratio counts at most
+CAP times its kind's median: where channel^2 is what noise left of it, the ratio says nothing.
 """
 
 from __future__ import annotations
 
+import math
 import re
+import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
 PRIOR = 3.0
+CAP = 16.0
+"""A chi-square of one degree of freedom exceeds 16 medians once in 150 draws."""
 
 
 def kind_of(name: str) -> str:
-    """Return what linears of the same kind share: the name with its numbers left out."""
-    return re.sub(r"\d+", "*", name)
+    """Return what the same linear of all layers shares: the name without the layer's number."""
+    return re.sub(r"\.\d+(?=\.)", ".*", name)
 
 
 def pooled_squares(
@@ -40,9 +45,16 @@ def pooled_squares(
     for name, square, channel in zip(names, squares, channel_squares, strict=True):
         if channel != 0:
             ratios[kind_of(name)].append(square / channel)
+    means = {kind: _capped_mean(known) for kind, known in ratios.items()}
     pooled = []
     for name, square, channel in zip(names, squares, channel_squares, strict=True):
-        known = ratios[kind_of(name)]
-        rho = sum(known) / len(known) if known else 0.0
+        rho = means.get(kind_of(name), 0.0)
         pooled.append((square + PRIOR * rho * channel) / (1 + PRIOR) if channel != 0 else square)
     return pooled
+
+
+def _capped_mean(ratios: Sequence[float]) -> float:
+    if any(map(math.isnan, ratios)):
+        return math.nan
+    cap = CAP * statistics.median(ratios)
+    return sum(min(ratio, cap) for ratio in ratios) / len(ratios)

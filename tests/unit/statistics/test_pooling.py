@@ -16,6 +16,10 @@ QKV = [f"decoder.layers.{i}.self_attention.linear_qkv" for i in range(40)]
 def test_a_kind_is_a_name_without_its_numbers() -> None:
     assert kind_of(FC1[0]) == kind_of(FC1[17])
     assert kind_of(FC1[0]) != kind_of(QKV[0])
+    assert kind_of(FC1[0]) != kind_of("decoder.layers.0.mlp.linear_fc2")
+    experts = [f"decoder.layers.3.mlp.experts.linear_fc{i}" for i in (1, 2)]
+    assert kind_of(experts[0]) != kind_of(experts[1])
+    assert kind_of("mtp.layers.0.mlp.linear_fc1") != kind_of(FC1[0])
 
 
 def test_pooling_takes_the_chance_out() -> None:
@@ -37,6 +41,13 @@ def test_the_only_linear_of_its_kind_keeps_its_own() -> None:
 def test_two_of_a_kind_by_hand() -> None:
     """rho = (4 + 0) / 2 = 2; a quarter is the linear's own."""
     assert pooled_squares(FC1[:2], [4.0, 0.0], [1.0, 3.0]) == pytest.approx([2.5, 4.5])
+
+
+def test_a_ratio_of_noise_does_not_spoil_its_kind() -> None:
+    """Of channel^2 in BF16 next to nothing may be left when its noise is taken off."""
+    squares, channels = [1.0, 1.0, 2.0, 1.0], [1.0, 1e-9, 1.0, 1.0]
+    pooled = pooled_squares(FC1[:4], squares, channels)
+    assert max(pooled) < 16
 
 
 def test_what_the_probe_did_not_reach_stays_at_zero_and_nan_spreads() -> None:
