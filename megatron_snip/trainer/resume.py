@@ -6,10 +6,10 @@ stopped: one line a step, one file a refresh.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from megatron_snip.planning.json_file import write_atomic
+from megatron_snip.errors import UsageError
+from megatron_snip.planning.json_file import parse_json, write_atomic
 
 _BY_STEP = ("plans", "problems", "divergences")
 
@@ -23,17 +23,18 @@ def keep_steps_before(run_dir: Path, step: int) -> None:
     """
     for kind in _BY_STEP:
         for file in (run_dir / kind).glob("*.json"):
-            if file.stem.isdigit() and int(file.stem) >= step:
+            if file.stem.isdecimal() and int(file.stem) >= step:
                 file.unlink()
     metrics = run_dir / "metrics.jsonl"
-    if metrics.exists():
-        lines = metrics.read_text(encoding="utf-8").splitlines()
+    if metrics.is_file():
+        lines = metrics.read_bytes().decode(errors="replace").split("\n")
         kept = [line for line in lines if _is_before(line, step)]
         write_atomic(metrics, "".join(f"{line}\n" for line in kept))
 
 
 def _is_before(line: str, step: int) -> bool:
     try:
-        return int(json.loads(line)["step"]) < step
-    except (ValueError, KeyError, TypeError):
-        return False  # a line that a crashed machine has cut
+        found = parse_json(line, "metrics.jsonl")["step"]
+    except (UsageError, KeyError, TypeError):
+        return False  # a line that a crashed machine has cut or spoilt
+    return isinstance(found, int) and 0 <= found < step
