@@ -29,8 +29,11 @@ most of the chance out of it. Neither turns on how a single element was rounded,
 <dG, eY> over all tokens and channels does. Gradients are rounded without bias, so bwd^2 has no
 such part; benchmarks/fidelity.py shows the evidence.
 
-The sums run over R sampled of M tokens; squares of sums over all tokens are estimated without bias
-from the sample, and rounding noise in dG and dX (BF16) is subtracted where it enters squared.
+The sums run over R sampled of a microbatch's M tokens; squares of sums over its tokens are
+estimated without bias from the sample. Two approximations: microbatches are taken as independent
+(their squares add; what a weight's rounding does to several of them alike is left out, up to a
+factor of their number in the square), and rounding noise in dG and dX (BF16) is subtracted where
+they enter squared themselves, not in their products with W.
 """
 
 from __future__ import annotations
