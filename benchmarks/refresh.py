@@ -1,6 +1,6 @@
 """What a refresh costs: time over an ordinary iteration, bytes held between refreshes, peak memory.
 
-    python -m benchmarks.refresh [--steps 5] [--probes 1] [--output benchmarks/results/refresh.json]
+    python -m benchmarks.refresh [--steps 5] [--probes 1] [--rows 512] [--output FILE]
 
 A BF16 Llama trains in this process. Ordinary iterations (forward, backward, optimizer) and
 refreshes (both passes with fp8 and fp4 on offer, reduction, divergences) take turns on the same
@@ -136,6 +136,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--steps", type=int, default=5, help="iterations and refreshes timed")
     parser.add_argument("--probes", type=int, default=1, help="probes that a refresh averages")
+    rows = SnipConfig().probe_rows
+    parser.add_argument("--rows", type=int, default=rows, help="tokens that the probe compares")
     parser.add_argument("--output", type=Path, default=RESULTS / "refresh.json", metavar="FILE")
     args = parser.parse_args(argv)
     shape = LARGE if on_gpu() else SMALL
@@ -149,12 +151,12 @@ def main(argv: list[str] | None = None) -> int:
         "bf16": True,
         "train_iters": 4 * args.steps + 16,
     }
-    config = SnipConfig(formats=("fp8", "fp4"), probes=args.probes)
+    config = SnipConfig(formats=("fp8", "fp4"), probes=args.probes, probe_rows=args.rows)
     with open_lab(values) as lab:
         lab.train(3)
         result = compare(lab, config, 1, args.steps)
     _show(result)
-    write_result(args.output, {"shape": shape, "probes": args.probes, **result})
+    write_result(args.output, {"shape": shape, "probes": args.probes, "rows": args.rows, **result})
     return 0
 
 
