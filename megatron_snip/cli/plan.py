@@ -1,6 +1,6 @@
 """`megatron-snip plan`: make a plan from a problem file and say how good it is.
 
-Exit status: 0 with a plan; 3 if no plan satisfies the rules, with the fewest of them that conflict
+Exit status: 0 with a plan; 3 if no plan satisfies the rules, with those of them that conflict
 and the best reachable target; 2 on bad input.
 """
 

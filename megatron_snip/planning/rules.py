@@ -1,6 +1,6 @@
 """Rules: the user's constraints by name, and what they mean for a table.
 
-Every constraint has a label, so that an infeasible set of them can be reported as the fewest that
+Every constraint has a label, so that an infeasible set of them can be reported as those that
 already conflict: starting from all, each is dropped in turn and stays dropped if the rest is still
 infeasible (deletion filter). Feasibility is decided exactly by `reach.most_gain`.
 """
@@ -95,7 +95,7 @@ class Rules:
         """Return the task under all constraints, with the bottleneck's floors worked out.
 
         Raises:
-            InfeasiblePlanError: if nothing satisfies all constraints; it names the fewest that
+            InfeasiblePlanError: if nothing satisfies all constraints; it names those that
                 conflict and the best reachable target.
         """
         task = self.task()
