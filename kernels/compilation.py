@@ -117,6 +117,13 @@ def compile_variant(variant: Variant, arch: int) -> Resources:
     Raises:
         RuntimeError: if ptxas refuses the code; its words are in the message.
     """
+    kernel = compiled(variant, arch)
+    registers, spilled = _assemble(kernel.asm["ptx"], arch)
+    return Resources(registers, spilled, kernel.metadata.shared)
+
+
+def compiled(variant: Variant, arch: int) -> Any:
+    """Return Triton's compiled kernel for compute capability `arch`."""
     names = variant.kernel.arg_names
     signature = dict.fromkeys(names, "constexpr")
     constants = {(names.index(k),): v for k, v in variant.constants.items()}
@@ -132,11 +139,9 @@ def compile_variant(variant: Variant, arch: int) -> Resources:
         if divisor or kind.startswith("*"):
             attributes[spot] = [["tt.divisibility", 16]]
     source = ASTSource(variant.kernel, signature, constants, attributes)
-    compiled = triton.compile(
+    return triton.compile(
         source, target=GPUTarget("cuda", arch, 32), options={"num_warps": variant.num_warps}
     )
-    registers, spilled = _assemble(compiled.asm["ptx"], arch)
-    return Resources(registers, spilled, compiled.metadata.shared)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

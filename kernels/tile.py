@@ -6,9 +6,11 @@
     stochastic  q = (y + noise * (b + 1/2) * p + c) - c
 
 Rounding is arithmetic, not a cast: the interpreter casts wrongly and hardware differs in -0. All
-products with p are exact, so fused multiply-adds change nothing; a division is `div_rn`, since
-`/` is approximate. The clamp of y is left out where it changes nothing: with FP32 and E8M0 scales
-|y| <= largest * (1 + 2^-23), which rounds to `largest` (noise stays below half a step).
+products with p are exact and are written as fused multiply-adds, because a compiler that fuses by
+itself may take y = x * encode instead, which is not exact: y must round before p is added. A
+division is `div_rn`, since `/` is approximate. The clamp of y is left out where it changes
+nothing: with FP32 and E8M0 scales |y| <= largest * (1 + 2^-23), which rounds to `largest` (noise
+stays below half a step).
 
 Names: R, C rows and columns of a block; x, y, q [R, C] FP32; encode, decode [R / tile rows,
 C / tile cols] FP32. NaN travels as integer bits through amax, because `tl.max` drops it.
@@ -35,8 +37,8 @@ _ROUNDS = tl.constexpr(7)
 def round_nearest(y, least_bits: tl.constexpr, anchor: tl.constexpr):
     """Round to nearest even on the grid; y within range, or NaN."""
     bits = y.to(tl.int32, bitcast=True) & _EXPONENT
-    anchored = tl.maximum(bits, least_bits).to(tl.float32, bitcast=True) * anchor
-    return (y + anchored) - anchored
+    power = tl.maximum(bits, least_bits).to(tl.float32, bitcast=True)
+    return tl.fma(power, -anchor, tl.fma(power, anchor, y))
 
 
 @triton.jit
@@ -44,8 +46,8 @@ def round_stochastic(y, draws, least_bits: tl.constexpr, anchor: tl.constexpr, n
     """Round to a neighbour; draws [R, C] int32 in [-2^15, 2^15)."""
     bits = y.to(tl.int32, bitcast=True) & _EXPONENT
     power = tl.maximum(bits, least_bits).to(tl.float32, bitcast=True)
-    noisy = y + (draws.to(tl.float32) + 0.5) * (power * noise)
-    return (noisy + power * anchor) - power * anchor
+    noisy = tl.fma(draws.to(tl.float32) + 0.5, power * noise, y)
+    return tl.fma(power, -anchor, tl.fma(power, anchor, noisy))
 
 
 @triton.jit

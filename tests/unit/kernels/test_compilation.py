@@ -16,7 +16,7 @@ from triton.runtime import driver
 
 from megatron_snip.formats import FORMATS
 from megatron_snip.kernels import launch
-from megatron_snip.kernels.compilation import compile_variant, main, variants
+from megatron_snip.kernels.compilation import compile_variant, compiled, main, variants
 from megatron_snip.quantizers import StochasticStream, StreamKey, StreamLayout
 from megatron_snip.quantizers.routes import _draws
 
@@ -43,6 +43,18 @@ def test_enough_programs_fit_to_hide_latency():
     used = compile_variant(chosen, 90)
     programs = 65536 // (used.registers * chosen.num_warps * 32)
     assert programs * chosen.num_warps * 32 >= 512 and used.spilled_bytes == 0
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_quotient_is_rounded_before_it_is_rounded_to_the_grid():
+    """Fused into one operation, x * encode + anchor would round once, and ties otherwise."""
+    chosen = next(v for v in variants() if v.name == "fp8 1x128 payload")
+    lines = compiled(chosen, 90).asm["ptx"].splitlines()
+    fused = [line for line in lines if "fma.rn.f32" in line]
+    anchors = "0f49C00000", "0fC9C00000"  # 1.5 * 2^20, either sign
+    per_thread = chosen.constants["R"] * chosen.constants["C"] // (32 * chosen.num_warps)
+    assert len(fused) == 2 * per_thread
+    assert all(any(anchor in line for anchor in anchors) for line in fused)
 
 
 class _Hopper:
