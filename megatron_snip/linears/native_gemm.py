@@ -10,7 +10,9 @@ FP32 decode scales; with `depth blocks` = ceil(depth / 128) they lie in memory a
                             number of depth blocks): the blocks of one row block together
 
 (128 x 128 by 128 x 128 does not exist.) All three dims are padded with zeros to multiples of 16,
-which cuts no scale block: 128 is a multiple of 16.
+which cuts no scale block: 128 is a multiple of 16. A library that has no GEMM for such dims is met
+by padding to 128 (`align_to`); scales stay those of the blocks that hold something, so the result
+is the same.
 
 The three GEMMs of a linear take
 
@@ -23,8 +25,9 @@ E2M1 and E2M0 values are E4M3 values, so FP4's payload is exact here under its o
 scales from raw memory by the formulas above and not by their shape, so that a layout that would
 be wrong on the device is wrong on the CPU as well.
 
-Sources: cuBLAS's 128-element 1-D and 128x128 2-D block scaling for FP8; the checks of
-`torch._scaled_mm_v2` (aten/src/ATen/native/cuda/ScaledBlas.cpp).
+Sources: cuBLAS's 128-element 1-D and 128x128 2-D block scaling for FP8 (section 3.1.4.5: shapes
+by ceilings, M and N multiples of 4, scales 16-byte aligned); the checks of `torch._scaled_mm_v2`
+(aten/src/ATen/native/cuda/ScaledBlas.cpp).
 """
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ TILE = 128
 ALIGNMENT = 16
 """All dims of a GEMM are multiples of this (E4M3 rows of whole 16-byte words)."""
 
+_alignment = ALIGNMENT
+
 SCALE_ALIGNMENT = 4
 """Depth blocks of 128 x 128 scales are padded to a multiple of this (16 bytes)."""
 
@@ -50,7 +55,7 @@ class GemmOperand:
     """A quantized matrix as the GEMM takes it.
 
     Attributes:
-        codes: uint8 [rows, depth] padded to multiples of 16, row-major E4M3 bytes.
+        codes: uint8 [rows, depth] padded to multiples of 16 or 128, row-major E4M3 bytes.
         scales: FP32 in the layout of the file's description.
         rows: before padding.
         depth: before padding, the contraction's length.
@@ -67,6 +72,13 @@ class GemmOperand:
     def nbytes(self) -> int:
         """Bytes held."""
         return self.codes.nbytes + self.scales.nbytes
+
+
+def align_to(multiple: int) -> None:
+    """Pad the dims of operands made from now on to multiples of 16 (the default) or 128."""
+    global _alignment
+    assert multiple in (ALIGNMENT, TILE)
+    _alignment = multiple
 
 
 def operand(payload: Payload, transpose: bool = False) -> GemmOperand:
@@ -256,7 +268,7 @@ def _padded(codes: Tensor) -> Tensor:
 
 
 def _aligned(length: int) -> int:
-    return _rounded(length, ALIGNMENT)
+    return _rounded(length, _alignment)
 
 
 def _rounded(length: int, step: int) -> int:

@@ -1,10 +1,11 @@
 """Whether FP8 GEMMs of our own run right on this machine: asked, and tried, once a process.
 
-Three small GEMMs, one for each of fprop, dgrad and wgrad, run on the device from the bytes that
-its kernels make, and are compared with the emulation in FP64 from the same bytes. Depths of 1, 5
-and 3 scale blocks and grids that are not square tell a wrong layout, padding or transpose from a
-right one; a library that refuses the shapes is found as well. It also compiles the kernels that
-training needs, before the first step.
+Small GEMMs, fprop, dgrad and wgrad in fp8 and fp4, run on the device from the bytes that its
+kernels make, and are compared with the emulation in FP64 from the same bytes. Depths of 1, 5 and 3
+scale blocks and grids that are not square tell a wrong layout, padding or transpose from a right
+one; dims that 128 does not divide, and a single token, are tried as well, and dims are padded to
+128 where those fail. A library that refuses is an obstacle. All of it also compiles the kernels
+that training needs, before the first step.
 """
 
 from __future__ import annotations
@@ -16,13 +17,26 @@ import torch
 
 from megatron_snip.linears import native
 from megatron_snip.linears.backends import Machine
-from megatron_snip.linears.native_gemm import GemmOperand, emulated_mm, multiply
+from megatron_snip.linears.native_gemm import (
+    ALIGNMENT,
+    TILE,
+    GemmOperand,
+    align_to,
+    emulated_mm,
+    multiply,
+)
 from megatron_snip.options import Option
 from megatron_snip.quantizers import StochasticStream, StreamKey
 from megatron_snip.types import Gemm
 
-M, K, N = 384, 128, 640
+Shape = tuple[int, int, int]
+"""M tokens, K in_features, N out_features."""
+
+WHOLE: Shape = (384, 128, 640)
 """Depths of 1 (fprop), 5 (dgrad) and 3 (wgrad) blocks; grids 3 x 1, 5 x 1, 3 x 5."""
+
+RAGGED: tuple[Shape, ...] = ((200, 176, 328), (1, 144, 272))
+"""Dims that end within a block, multiples of 16 and of 8 alone, and a single token."""
 
 
 def with_native(machine: Machine) -> Machine:
@@ -47,36 +61,58 @@ def native_obstacle(capability: tuple[int, int] | None) -> str:
 
 @lru_cache(maxsize=1)
 def _tried() -> str:
+    device = torch.device("cuda")
+    failed = _failure(device, WHOLE)
+    if failed:
+        return failed
+    for alignment in (ALIGNMENT, TILE):
+        align_to(alignment)
+        failed = next((why for shape in RAGGED if (why := _failure(device, shape))), "")
+        if not failed:
+            return ""
+    align_to(ALIGNMENT)
+    return failed
+
+
+def _failure(device: torch.device, shape: Shape) -> str:
+    """What is wrong with GEMMs of a shape, or an empty string."""
+    said = "its check failed"
+    if shape != WHOLE:
+        said = f"its check with {shape[0]} tokens of {shape[1]} and {shape[2]} features failed"
     try:
-        error, where = worst_error(torch.device("cuda"))
+        error, where = worst_error(device, shape)
     except Exception as failure:  # whatever it is, `simulate` remains
-        return f"its check failed: {type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+        return f"{said}: {type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
     if error <= native.DEVICE_TOLERANCE:  # NaN is not
         return ""
     return (
-        f"its check failed: {where} is off by {error:.1e} of the sum of its products, at most "
+        f"{said}: {where} is off by {error:.1e} of the sum of its products, at most "
         f"{native.DEVICE_TOLERANCE:.1e} was expected"
     )
 
 
-def worst_error(device: torch.device) -> tuple[float, str]:
+def worst_error(device: torch.device, shape: Shape = WHOLE) -> tuple[float, str]:
     """Return the largest error over the sum of the products' magnitudes, and whose it is.
 
     Args:
         device: where to multiply; the truth is computed on the CPU.
+        shape: M tokens, K in_features, N out_features.
     """
     errors = {}
     for name in ("fp8", "fp4"):
-        for gemm, (a, b) in sample_operands(name, device).items():
-            found = multiply(a, b, torch.float32).cpu().double()
+        for gemm, (a, b) in sample_operands(name, device, shape).items():
             truth, size = _truth(a, b)
-            errors[f"{gemm} in {name}"] = float(((found - truth).abs() / size).max())
+            for dtype, rounding in ((torch.float32, 0.0), (torch.bfloat16, 2.0**-8)):
+                found = multiply(a, b, dtype).cpu().double()
+                off = (found - truth).abs() - rounding * truth.abs()
+                said = f"{gemm} in {name} to {str(dtype).removeprefix('torch.')}"
+                errors[said] = float((off.clamp(min=0.0) / size).max())
     where = max(errors, key=lambda key: errors[key] if errors[key] == errors[key] else torch.inf)
     return errors[where], where
 
 
 def sample_operands(
-    name: str, device: torch.device, shape: tuple[int, int, int] = (M, K, N)
+    name: str, device: torch.device, shape: Shape = WHOLE
 ) -> dict[Gemm, tuple[GemmOperand, GemmOperand]]:
     """Return random operands of the three GEMMs in a format.
 
