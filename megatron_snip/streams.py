@@ -59,4 +59,4 @@ def random_signs(
 
 def _sharded(placement: Placement, features: int, num_chunks: int) -> StreamLayout:
     axis = placement.tensor
-    return StreamLayout.shard(features // axis.size, axis.rank, axis.size, num_chunks)
+    return StreamLayout.shard(features // axis.size, axis.shard, axis.size, num_chunks)

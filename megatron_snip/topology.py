@@ -19,15 +19,23 @@ LinearKind = Literal["column", "row"]
 class TensorAxis:
     """One tensor-parallel dimension: of the dense linears, or of the experts (ETP).
 
+    A weight that every tensor-parallel rank holds whole has an axis of one shard; the ranks are
+    told apart still, for only rank 0 speaks for a weight.
+
     Attributes:
-        rank: this rank's index in the group, 0 .. size - 1.
-        size: number of shards.
+        rank: this rank's index among the tensor-parallel ranks.
+        size: number of shards; ranks are 0 .. size - 1 unless it is 1.
         group: the process group, or None at size 1.
     """
 
     rank: int = 0
     size: int = 1
     group: ProcessGroup | None = None
+
+    @property
+    def shard(self) -> int:
+        """Index of the shard that is here, 0 .. size - 1."""
+        return self.rank % self.size
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,7 @@ class Placement:
         kind: `column` shards out_features, `row` shards in_features.
         in_features: K, global.
         out_features: N, global.
-        tensor: the axis over which it is sharded.
+        tensor: the axis over which it is sharded; of one shard where ranks hold it whole.
         num_chunks: 2 for a gated fc1, whose shard is [gate_r; up_r] of [gate; up]; else 1.
         expert: global index of the expert, or None for a dense linear.
         num_active: experts that see each token (1 for a dense linear); scales the FLOPs.

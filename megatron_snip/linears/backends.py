@@ -295,6 +295,11 @@ gathered input is kept in fprop's format.
 Experts of Transformer Engine run quantized only where Megatron pads their tokens, which it does for
 the run's own recipe (`--fp8-format`, `--fp4-format`); without one they stay BF16, with a warning.
 
+Linears that every tensor-parallel rank holds whole (the down projections of latent attention, the
+projections around latent experts) are planned as on one rank: each is one row of the plan, and
+ranks measure it on all tokens. Other such linears (a sparse attention's indexer) stay BF16 where
+there are several tensor-parallel ranks, with a warning that names them.
+
 Which recipe every module runs, and that a new plan changes it between two steps, was checked
 against Transformer Engine 2.20.2 under Megatron-Core 0.16.1 and 0.19.2 on a machine without a GPU;
 its GEMMs were not run there.

@@ -2,8 +2,9 @@
 
 A transformer layer is a module on a `....layers.<i>` path that carries Megatron's global, 1-based
 `layer_number`; every ColumnParallelLinear and RowParallelLinear below it is planned, Megatron's own
-or Transformer Engine's. Experts of a layer share one name; a grouped linear holds several. The
-output layer and embeddings are outside of the layers and stay BF16.
+or Transformer Engine's, and Transformer Engine's unsharded ones. Experts of a layer share one name;
+a grouped linear holds several. The output layer and embeddings are outside of the layers and stay
+BF16.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron_snip.collectives import gather_json
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.te_modules import is_grouped, te_kind, weights_of
+from megatron_snip.linears.te_replicas import is_replica, is_understood
 from megatron_snip.log import warn_once
 from megatron_snip.statistics.reduce import LinearInfo
 from megatron_snip.topology import DataAxis, LinearKind, Placement, TensorAxis, Topology
@@ -74,20 +76,31 @@ def find_linears(
 ) -> list[tuple[torch.nn.Module, Placement]]:
     """Return this rank's planned linears in model order; a grouped one once an expert.
 
+    Warns of linears that stay BF16 because it is not known which tokens they multiply.
+
     Args:
         model: Megatron's model chunks (several under interleaved pipelines), wrapped or not.
         topology: this rank's place.
     """
-    found = []
+    found: list[tuple[torch.nn.Module, Placement]] = []
+    unknown: list[str] = []
     for chunk in model:
         for path, layer in _layers(chunk):
             match = _LAYER.match(path)
             assert match is not None
             number = int(layer.layer_number)  # type: ignore[arg-type]
             for name, module in layer.named_modules():
-                if _is_planned(module, name):
+                if is_replica(module) and not is_understood(name):
+                    unknown.append(linear_name(number, name, match["block"]))
+                elif _is_planned(module, name):
                     for place in _placements(module, name, number, match["block"], topology):
                         found.append((module, place))
+    if unknown:
+        warn_once(
+            logger,
+            f"{len(unknown)} linears stay BF16: every tensor-parallel rank holds them whole, and "
+            f"which tokens each multiplies is not known: {', '.join(unknown)}",
+        )
     return found
 
 
@@ -145,6 +158,8 @@ def _placements(
         experts = list(range(first, first + len(weights_of(module))))
     is_expert = experts[0] is not None
     tensor = topology.expert_tensor if is_expert else topology.tensor
+    if is_replica(module):
+        tensor = TensorAxis(rank=tensor.rank)  # one shard, as many ranks that hold it
     shape = tuple(weights_of(module)[0].shape)
     gated = bool(config.gated_linear_unit) and name.endswith("linear_fc1")
     chunk = (shape[0] // 2, *shape[1:]) if gated else shape  # gate and up are split one by one

@@ -4,6 +4,7 @@
     TELayerNormColumnParallelLinear     norm(X) W^T, likewise
     TERowParallelLinear                 X W^T, W sharded by in_features
     TEGroupedLinear and its children    one W an expert, tokens sorted by expert
+    TELinear itself                     X W^T, W whole on every rank (te_replicas.py)
 
 All are recognized by Megatron's classes, without importing Transformer Engine: a model that has
 such a linear has imported them.
@@ -27,7 +28,7 @@ _KINDS: dict[str, LinearKind] = {
     "TEColumnParallelGroupedLinear": "column",
     "TERowParallelGroupedLinear": "row",
 }
-_DUPLICATED = "TELinear"
+_PLAIN = "TELinear"
 _OVERLAPS = (
     "ub_overlap_ag_fprop",
     "ub_overlap_ag_dgrad",
@@ -42,17 +43,21 @@ _OVERLAPS = (
 def te_kind(module: torch.nn.Module) -> LinearKind | None:
     """Return how a Transformer Engine linear is sharded, or None if `module` is none of them.
 
-    A plain TELinear holds its whole weight on every tensor-parallel rank; on one rank it counts as
-    a column linear, on several it is not planned.
+    A plain TELinear is not sharded: it counts as a column linear in one shard.
     """
     classes = _classes()
     for name, kind in _KINDS.items():
         if name in classes and isinstance(module, classes[name]):
             return kind
-    duplicated = classes.get(_DUPLICATED)
-    if duplicated is not None and isinstance(module, duplicated):
-        return "column" if _tensor_size(module) == 1 else None
-    return None
+    return "column" if is_plain(module) else None
+
+
+def is_plain(module: torch.nn.Module) -> bool:
+    """Whether a module is a TELinear that is neither column- nor row-parallel."""
+    classes = _classes()
+    sharded = tuple(classes[name] for name in _KINDS if name in classes)
+    plain = classes.get(_PLAIN)
+    return plain is not None and isinstance(module, plain) and not isinstance(module, sharded)
 
 
 def is_grouped(module: torch.nn.Module) -> bool:
@@ -147,10 +152,6 @@ def _classes() -> dict[str, type]:
     extension: Any = sys.modules.get(_EXTENSION)
     if extension is None or not getattr(extension, "HAVE_TE", False):
         return {}
-    names = (*_KINDS, _DUPLICATED, "TEGroupedLinear")
+    names = (*_KINDS, _PLAIN, "TEGroupedLinear")
     found = {name: getattr(extension, name, None) for name in names}
     return {name: cls for name, cls in found.items() if isinstance(cls, type)}
-
-
-def _tensor_size(module: Any) -> int:
-    return int(getattr(module.config, "tensor_model_parallel_size", 1))

@@ -41,6 +41,7 @@ from megatron_snip.linears.te_modules import (
     scatters_output,
     weights_of,
 )
+from megatron_snip.linears.te_replicas import observe_split, splits_tokens
 from megatron_snip.linears.te_shapes import unfit
 from megatron_snip.log import warn_once
 from megatron_snip.options import BF16, Option
@@ -163,6 +164,9 @@ class TEModule:
         assert observer is not None
         placement, (weight,) = self.placements[0], weights_of(self.module)
         x = multiplied_input(self.module, input)
+        if splits_tokens(self.module):
+            axis = self._runtime.topology.tensor
+            return observe_split(observer, placement, axis, x, weight, output)
         gathers = gathers_input(self.module)
         if not scatters_output(self.module):
             return observer.observe(placement, x, weight, output, gathers)

@@ -58,6 +58,21 @@ def test_refreshes_leave_no_trace_in_training(ranks: list[dict[str, Any]]) -> No
         assert measured == plain
 
 
+def test_what_every_tensor_rank_holds_whole_counts_once(ranks: list[dict[str, Any]]) -> None:
+    """Latent attention's down projections: statistics, plan and losses of the layout without."""
+    for result in ranks:
+        split, whole = result["latent"]["split"], result["latent"]["whole"]
+        check(split, whole)
+        down = [name for name in split["plan"] if name.endswith("_down_proj")]
+        assert len(down) == 2 and len(split["plan"]) == 7
+        for name in down:
+            assert split["ran"][name] == [[WORDS[split["plan"][name]]] * 3]
+            rows = [one["statistics"]["linears"][name] for one in (split, whole)]
+            assert rows[0]["flops_per_token"] == rows[1]["flops_per_token"]
+    tables = [result["latent"]["split"]["statistics"] for result in ranks]
+    assert tables[0] == tables[1]
+
+
 def test_experts_of_both_ranks_are_rows_of_one_table(ranks: list[dict[str, Any]]) -> None:
     """That what is observed agrees with Megatron's own experts was asserted on the ranks."""
     tokens = ranks[0]["experts"]["tokens"] | ranks[1]["experts"]["tokens"]

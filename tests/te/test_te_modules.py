@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.extensions import transformer_engine as extension
 from transformer_engine.pytorch.norms import normalized
 
 from megatron_snip.errors import UnsupportedError
@@ -88,23 +87,6 @@ def test_weights_in_one_tensor_are_refused() -> None:
     module.single_grouped_weight = True
     with pytest.raises(UnsupportedError, match="drop --moe-single-grouped-weight"):
         weights_of(module)
-
-
-def test_a_duplicated_linear_counts_on_one_rank_only() -> None:
-    config = build().config
-    linear = extension.TELinear(
-        32,
-        32,
-        parallel_mode="duplicated",
-        config=config,
-        init_method=torch.nn.init.zeros_,
-        bias=False,
-        skip_bias_add=True,
-        skip_weight_param_allocation=False,
-    )
-    assert te_kind(linear) == "column"
-    linear.config = type("Config", (), {"tensor_model_parallel_size": 2})
-    assert te_kind(linear) is None
 
 
 def test_tokens_are_gathered_and_scattered_under_sequence_parallelism_alone() -> None:

@@ -61,6 +61,13 @@ def test_signs_of_shards_make_up_those_of_the_weight(kind: LinearKind, chunks: i
         assert torch.equal(random_signs(7, shard, 4), wanted)
 
 
+def test_ranks_that_hold_a_weight_whole_draw_alike() -> None:
+    whole = placement("column")
+    second = replace(whole, tensor=TensorAxis(rank=1))
+    assert torch.equal(bits(second, 96), bits(whole, 96))
+    assert torch.equal(random_signs(1, second, 2), random_signs(1, whole, 2))
+
+
 def test_signs_are_fair_and_differ_by_seed_step_and_linear() -> None:
     one = replace(placement("row"), in_features=1024, out_features=1024)
     signs = random_signs(0, one, 0)

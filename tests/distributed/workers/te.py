@@ -1,5 +1,8 @@
 """What test_te.py runs on ranks: Transformer Engine's linears beside Megatron's own.
 
+Latent attention's down projections are whole on every tensor-parallel rank; they are compared with
+those of a layout without tensor parallelism.
+
 The stand-in of Transformer Engine is found before Megatron is imported.
 """
 
@@ -8,16 +11,22 @@ from __future__ import annotations
 import tests.stand_ins.on_path  # noqa: F401 - before anything that imports Megatron
 
 # isort: split
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from megatron_snip.linears.layout import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.precision_log import precision_table
+from megatron_snip.linears.te_modules import is_plain
 from megatron_snip.patches import cpu
 from megatron_snip.trainer import model as trainer_model
 from tests.distributed.workers.small_model import layout, statistics_json
@@ -33,7 +42,14 @@ REFRESH = {
     "probe_rows": MODEL["seq_length"],
     "probe_relative_step": 0.1,
     "efficiency_target": 0.4,
-    "stat_microbatches": 2,
+}
+LATENT = {
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_head_dim": 64,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 64,
+    "rope_type": "rope",
 }
 
 
@@ -46,22 +62,54 @@ def everything(values: dict[str, Any]) -> dict[str, Any]:
         "with": _frozen({**MODEL, **values}, {"interval": 2, "start_step": 0}),
         "without": _frozen({**MODEL, **values}, {"start_step": 9}),
         "experts": _experts(),
+        "latent": _latent(values),
     }
 
 
-def _linears(te: bool) -> Any:
+def _latent(values: dict[str, Any]) -> dict[str, Any]:
+    """A refresh of latent attention: tensor parallel, and with a data rank for each of both."""
+    with _latent_attention():
+        return {
+            "split": _refresh({**MODEL, **values}, te=True, multi_latent_attention=True),
+            "whole": _refresh(MODEL, te=True, stat_microbatches=1, multi_latent_attention=True),
+        }
+
+
+@contextmanager
+def _latent_attention() -> Iterator[None]:
+    """The trainer's models have latent attention; every rank's replicas start alike."""
+    original = trainer_model.initialize_weights
+
+    def initialize(chunk: torch.nn.Module, config: Any) -> None:
+        for module in filter(is_plain, chunk.modules()):
+            module.weight.tensor_model_parallel = False  # type: ignore[union-attr]
+        original(chunk, config)
+
+    config = functools.partial(MLATransformerConfig, **LATENT)
+    with (
+        mock.patch.object(trainer_model, "TransformerConfig", config),
+        mock.patch.object(trainer_model, "initialize_weights", initialize),
+    ):
+        yield
+
+
+def _linears(te: bool, **spec_settings: Any) -> Any:
     """The trainer's layers, made of Transformer Engine's linears or of Megatron's own."""
     original = trainer_model.get_gpt_layer_local_spec
 
     def spec(**kwargs: Any) -> Any:
-        return get_gpt_layer_with_transformer_engine_spec() if te else original(**kwargs)
+        if te:
+            return get_gpt_layer_with_transformer_engine_spec(**spec_settings)
+        return original(**kwargs)
 
     return mock.patch.object(trainer_model, "get_gpt_layer_local_spec", spec)
 
 
-def _refresh(values: dict[str, Any], te: bool) -> dict[str, Any]:
-    with _linears(te), layout(values) as trainer:
-        hook = trainer.controller(REFRESH)
+def _refresh(
+    values: dict[str, Any], te: bool, stat_microbatches: int = 2, **spec_settings: Any
+) -> dict[str, Any]:
+    with _linears(te, **spec_settings), layout(values) as trainer:
+        hook = trainer.controller({**REFRESH, "stat_microbatches": stat_microbatches})
         trainer.advance(3, hook)
         modules = [linear.module for linear in hook.model.linears]
         for module in modules if te else []:
