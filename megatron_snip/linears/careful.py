@@ -4,12 +4,12 @@ Observers keep their own errors. This file is about the rest of a pass: Megatron
 backward, run once more with what measuring holds in memory. What can be promised depends on who
 waits for the rank that fails:
 
-    nobody (no tensor- or pipeline-parallel peers)    the pass ends, all ranks agree that it failed
+    nobody (data-parallel ranks alone)                the pass ends, all ranks agree that it failed
     tensor-parallel peers, out of memory              the same: they hold shards of equal size and
                                                       run out together; if one alone does, the
                                                       others wait until their group's own timeout
-    peers, anything else; pipeline peers, memory      peers sit in a collective of Megatron's that
-                                                      nobody can end: `StrandedError`, which ends
+    peers, anything else; pipeline, context or        peers sit in a collective of Megatron's that
+    expert peers, memory                              nobody can end: `StrandedError`, which ends
                                                       the rank at once, so that the launcher ends
                                                       the job and the scheduler starts it again
 """
@@ -79,6 +79,6 @@ class CarefulPasses:
         return PassResult(0.0, 0)
 
     def _stranding(self, text: str) -> bool:
-        if self._topology.num_stages > 1:
+        if self._topology.num_stages > 1 or self._topology.entangled > 1:
             return True
         return self._topology.tensor.size > 1 and not out_of_memory([text])

@@ -38,7 +38,7 @@ class ExpertRoutes:
     """The experts' layers of a model, for the passes of one refresh."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], topology: Topology) -> None:
-        """All ranks: find them, and who sends tokens to whom."""
+        """Find them, and who sends tokens to whom; nobody is asked."""
         self._layers = {name: _Layer(moe, topology) for name, moe in expert_layers(chunks)}
 
     @contextmanager
@@ -227,12 +227,15 @@ def _indices(rows: range, device: torch.device) -> torch.Tensor:
 
 
 def _senders(dispatcher: Any, topology: Topology) -> Senders | None:
-    """All ranks of the group: learn who is in it and in which order rows come."""
+    """Return who is in the group that exchanges tokens, and in which order rows come.
+
+    Known without asking (`Topology.places`): a rank that fails before it gets here leaves nobody
+    waiting.
+    """
     group, tp, ep = dispatcher.tp_ep_group, dispatcher.tp_size, dispatcher.ep_size
     if tp * ep == 1:
         return None
-    own = torch.tensor([topology.data.rank, topology.tensor.rank])
-    ranks = tuple((data, tensor) for data, tensor in _gathered(own, group))
+    ranks = tuple(topology.places[rank] for rank in dist.get_process_group_ranks(group))
     if isinstance(dispatcher, MoEAlltoAllTokenDispatcher):
         arrival = tuple(e * tp + t for t in range(tp) for e in range(ep))
     elif isinstance(dispatcher, MoEAllGatherTokenDispatcher):

@@ -51,17 +51,24 @@ def current_topology() -> Topology:
     data = parallel_state.get_data_parallel_group(with_context_parallel=True)
     expert_data = parallel_state.get_expert_data_parallel_group(check_initialized=False)
     expert_tensor = parallel_state.get_expert_tensor_parallel_group(check_initialized=False)
+    tensor = parallel_state.get_tensor_model_parallel_group()
+    context = parallel_state.get_context_parallel_world_size()
+    experts = parallel_state.get_expert_model_parallel_world_size()
     world = dist.get_world_size()
+    control = dist.new_group(backend="gloo") if world > 1 else None
+    places = gather_json([data.rank(), tensor.rank()], control)
     return Topology(
         rank=dist.get_rank(),
         world_size=world,
         stage=parallel_state.get_pipeline_model_parallel_rank(),
         num_stages=parallel_state.get_pipeline_model_parallel_world_size(),
-        tensor=_axis(TensorAxis, parallel_state.get_tensor_model_parallel_group()),
+        tensor=_axis(TensorAxis, tensor),
         expert_tensor=_axis(TensorAxis, expert_tensor),
         data=_axis(DataAxis, data),
         expert_data=_axis(DataAxis, expert_data),
-        control=dist.new_group(backend="gloo") if world > 1 else None,
+        entangled=int(context) * int(experts),
+        places=tuple((data_rank, tensor_rank) for data_rank, tensor_rank in places),
+        control=control,
     )
 
 

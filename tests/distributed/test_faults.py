@@ -1,5 +1,5 @@
 """Whatever fails in a refresh, on whichever rank: one decision, no hang, training as if it had not
-been; and plans that break the loss go."""
+been."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.launch import run_ranks
-from tests.distributed.workers.faults import A_PHASE_EACH, REFRESHED, START
+from tests.distributed.workers.fault_places import A_PHASE_EACH, PHASES, PLACES, REFRESHED
 
 WORKERS = "tests.distributed.workers.faults"
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -20,6 +20,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "overlap_param_gather": True,
     },
 }
+EXPERTS = {
+    "num_experts": 4,
+    "expert_model_parallel_size": 2,
+    "use_distributed_optimizer": True,
+}
 TP2 = {"tensor_model_parallel_size": 2}
 SHARDED = {"use_distributed_optimizer": True, "global_batch_size": 4}
 FOUR_RANKS: dict[str, dict[str, Any]] = {
@@ -27,7 +32,12 @@ FOUR_RANKS: dict[str, dict[str, Any]] = {
     "tp2 dp2": {**TP2, **SHARDED},
     "dp4": SHARDED,
 }
+OF_EXPERTS = ("prepare", "pass B", "apply")
+"""Who sends tokens to whom is found out while measuring is prepared."""
+SLACK_S = 30.0
+"""On top of what ranks wait for each other: for the work itself, on any machine."""
 REASONS = {
+    "due": "measuring failed on rank ",
     "prepare": "preparing to measure failed on rank 1: RuntimeError: a bug",
     "moments": "reading the optimizer's state failed on rank 1: RuntimeError: a bug",
     "moments memory": "reading the optimizer's state failed on rank 1: OutOfMemoryError",
@@ -35,10 +45,14 @@ REASONS = {
     "pass A memory": "OutOfMemoryError: tried to allocate",
     "perturb": "perturbing the weights failed on rank 1: RuntimeError: a bug",
     "pass B": "pass B (probe) failed on rank 1: ",
+    "pass B memory": "OutOfMemoryError: tried to allocate",
     "reduce": "rank 1: RuntimeError: a bug",
     "late": "measuring failed on rank 0: ",
     "divergences": "measuring failed on rank 1: RuntimeError: a bug",
+    "NaN in pass A": "no new plan from the statistics of step ",
+    "NaN in pass B": "no new plan from the statistics of step ",
     "NaN": "no new plan from the statistics of step ",
+    "submit": "RuntimeError: a bug",
     "solve": "RuntimeError: a bug",
     "broadcast": "reading the new plan failed on rank 1: RuntimeError: a bug",
     "apply": "applying the plan failed on rank 1: RuntimeError: a bug",
@@ -49,11 +63,15 @@ REASONS = {
 
 @pytest.fixture(scope="module")
 def phases(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    arguments = {"layouts": LAYOUTS, "folder": str(tmp_path_factory.mktemp("two"))}
+    arguments = {
+        "layouts": {**LAYOUTS, "ep": EXPERTS},
+        "folder": str(tmp_path_factory.mktemp("two")),
+        "only": {"ep": OF_EXPERTS},
+    }
     return run_ranks(2, f"{WORKERS}:every_phase", arguments, timeout_s=280)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, "ep"])
 def test_training_is_bitwise_as_if_no_refresh_had_been_tried(
     phases: list[dict[str, Any]], name: str
 ) -> None:
@@ -63,14 +81,14 @@ def test_training_is_bitwise_as_if_no_refresh_had_been_tried(
         assert len(result["run"]["losses"]) == result["steps"]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, "ep"])
 def test_every_fault_is_told_once_by_one_rank(phases: list[dict[str, Any]], name: str) -> None:
     leader, other = (r[name]["outcomes"] for r in phases)
-    assert set(leader) >= set(REASONS) - {"model", "model memory"}
+    assert set(leader) >= (set(OF_EXPERTS) if name == "ep" else set(PLACES))
     for label, outcome in leader.items():
         fault = "apply" if label.startswith("after ") else label
         *tries, last = outcome["warnings"]
-        if fault == "NaN":
+        if fault.startswith("NaN"):
             assert tries and all(" is forbidden for " in text for text in tries), tries
             tries = []
         assert last.startswith("the plan of step 0 stays: "), label
@@ -83,18 +101,21 @@ def test_every_fault_is_told_once_by_one_rank(phases: list[dict[str, Any]], name
         # A refresh that failed on its own has no successor's result mixed into it.
         wanted = 1 if fault in REFRESHED else 0
         assert outcome["measured"] == other[label]["measured"] == wanted, label
+        bound = phases[0][name]["patience"] * (2 if fault.endswith("memory") else 1) + SLACK_S
+        assert max(outcome["seconds"], other[label]["seconds"]) < bound, label
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, "ep"])
 def test_the_next_refresh_succeeds(phases: list[dict[str, Any]], name: str) -> None:
     leader, other = (r[name]["healed"] for r in phases)
     assert leader == other
     steps = phases[0][name]["steps"]
     assert leader["history"] == [[steps + 1, leader["digest"]]]
     assert leader["refreshed"] == steps  # its first try ran out of memory, its second did not
+    assert (leader["heard"], leader["signalled"]) == ("SIGTERM", sorted(PHASES))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, "ep"])
 def test_a_full_disk_costs_files_and_nothing_else(phases: list[dict[str, Any]], name: str) -> None:
     leader, other = (r[name]["saved"] for r in phases)
     steps = phases[0][name]["steps"]
@@ -115,7 +136,8 @@ def test_a_full_disk_costs_files_and_nothing_else(phases: list[dict[str, Any]], 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = str(tmp_path_factory.mktemp("four"))
-    arguments = {"layouts": FOUR_RANKS, "folder": folder, "only": A_PHASE_EACH}
+    only = dict.fromkeys(FOUR_RANKS, A_PHASE_EACH)
+    arguments = {"layouts": FOUR_RANKS, "folder": folder, "only": only}
     return run_ranks(4, f"{WORKERS}:every_phase", arguments, timeout_s=280)
 
 
@@ -131,63 +153,9 @@ def test_four_ranks_come_to_one_decision_as_well(
         for label, outcome in result["outcomes"].items():
             assert outcome["events"] == ["kept"], label
             assert outcome["history"] == [], label
+            assert outcome["seconds"] < result["patience"] + SLACK_S, label
         assert [step for step, _ in result["healed"]["history"]] == [result["steps"] + 1]
         assert result["healed"] == first["healed"]
         assert result["saved"]["last history"] == first["saved"]["last history"]
         assert result["saved"]["failed"] == first["saved"]["failed"]
         assert result["saved"]["read after"] == result["steps"] + 6
-
-
-@pytest.fixture(scope="module")
-def bad_plans() -> list[dict[str, Any]]:
-    layouts = {"tp": LAYOUTS["tp"], "dp": LAYOUTS["dp"]}
-    return run_ranks(2, f"{WORKERS}:bad_plans", {"layouts": layouts}, timeout_s=200)
-
-
-@pytest.mark.parametrize("name", ["tp", "dp"])
-@pytest.mark.parametrize("how", ["gradient", "loss", "useless"])
-def test_a_plan_that_breaks_a_step_leaves_no_trace(
-    bad_plans: list[dict[str, Any]], name: str, how: str
-) -> None:
-    for rank, runs in enumerate(r[name] for r in bad_plans):
-        run, plain = runs[how], runs["plain"]
-        assert {key: run[key] for key in plain} == plain
-        # Applied before this step, taken back within it; the digest is that of BF16 throughout.
-        step = START + 1
-        assert [at for at, _ in run["history"]] == [step, step]
-        assert run["history"][1][1] == run["digest"] != run["history"][0][1]
-        assert run["bf16"] == ["bf16"]
-        assert run["events"] == [[step, "guard"], [step, "fallback"]]
-        assert run["planned"] == [[step, START, 8], [step, step, 8]]
-        assert len(run["warnings"]) == (2 if rank == 0 else 0)
-
-
-@pytest.fixture(scope="module")
-def again() -> list[dict[str, Any]]:
-    return run_ranks(2, f"{WORKERS}:asked_again", {"values": LAYOUTS["pp"]}, timeout_s=120)
-
-
-def test_the_step_after_measures_anew_and_a_refused_plan_is_not_taken_twice(
-    again: list[dict[str, Any]],
-) -> None:
-    for result in again:
-        assert result["refreshes"] == [START, START + 2]
-        kinds = ("guard", "fallback", "kept")
-        steps = (START + 1, START + 1, START + 3)
-        assert result["events"] == [[s, k] for s, k in zip(steps, kinds, strict=True)]
-        assert "took back the very plan" in result["messages"][2]
-        assert result["state"]["falls"] == 1
-        assert len(result["state"]["refused"]) == 1
-    assert again[0]["history"] == again[1]["history"]
-
-
-def test_a_plan_that_spoils_the_weights_goes_and_training_recovers() -> None:
-    arguments = {"values": {"train_iters": 110}, "steps": 110}
-    for result in run_ranks(1, f"{WORKERS}:poisoned", arguments, timeout_s=280):
-        kinds = [kind for _, kind, _ in result["events"]]
-        assert kinds.count("fallback") == 1
-        fell = next(step for step, kind, _ in result["events"] if kind == "fallback")
-        before = sum(result["losses"][START - 4 : START + 1]) / 5
-        assert max(result["losses"][START + 1 : fell]) > 1.2 * before  # it did harm
-        recovered, plain = (sum(curve[-10:]) / 10 for curve in (result["losses"], result["plain"]))
-        assert recovered <= 1.02 * plain

@@ -2,10 +2,11 @@
 
     python -m tests.nightly.soak [--steps 2000] [--seed 0] [--output FILE]
 
-A refresh every ten steps; at random it fails where tests/distributed/workers/faults.py can make it
-fail, on the last rank, or the solver dies, or its plan breaks the loss. After every cycle the ranks
-compare what they run. Printed and written: how often each thing happened and what became of it,
-whether ranks ever differed, and how much memory a rank held at the beginning and at the end.
+A refresh every ten steps; at random it fails on the last rank, wherever a refresh can fail (see
+tests/distributed/workers/fault_places.py), or the solver dies, or its plan breaks the loss. After
+every cycle the ranks compare what they run. Printed and written: how often each thing happened and
+what became of it, whether ranks ever differed, and how much memory a rank held at the beginning and
+at the end.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from megatron_snip.planning.plan import PrecisionPlan, assignment_digest
 from megatron_snip.planning.solver_process import SolverProcess
 from tests.distributed.launch import run_ranks
 from tests.distributed.workers.controller import MODEL
-from tests.distributed.workers.faults import PLACES, Faults
+from tests.distributed.workers.fault_places import PLACES, Faults
 from tests.distributed.workers.small_model import Trainer, layout
 
 INTERVAL = 10
@@ -100,7 +101,9 @@ def rank(steps: int, seed: int) -> dict[str, Any]:
         begin = time.monotonic()
         while trainer.step < steps:
             fault = dice.choice((*PLACES, *SOLVER_FAULTS)) if dice.random() < SHARE else ""
-            faults.at(fault, once=fault in ("apply", "pass A memory") and dice.random() < 0.5)
+            faults.at(
+                fault, once=fault in ("pass A memory", "pass B memory") and dice.random() < 0.5
+            )
             if fault == "apply":
                 faults.once = True
             if solver is not None:

@@ -14,6 +14,7 @@ from megatron_snip.topology import TensorAxis, Topology
 ALONE = Topology()
 TENSOR = Topology(tensor=TensorAxis(rank=0, size=2))
 PIPELINE = Topology(num_stages=2)
+ENTANGLED = Topology(entangled=2)
 OOM = torch.OutOfMemoryError("tried to allocate\n20 GiB")
 
 
@@ -61,7 +62,13 @@ def test_a_failure_that_leaves_nobody_waiting_is_noted(
 
 @pytest.mark.parametrize(
     ("error", "topology"),
-    [(ValueError("a bug"), TENSOR), (ValueError("x"), PIPELINE), (OOM, PIPELINE)],
+    [
+        (ValueError("a bug"), TENSOR),
+        (ValueError("x"), PIPELINE),
+        (OOM, PIPELINE),
+        (ValueError("x"), ENTANGLED),
+        (OOM, ENTANGLED),
+    ],
 )
 def test_a_failure_that_strands_peers_ends_the_rank(error: Exception, topology: Topology) -> None:
     with pytest.raises(StrandedError, match="other ranks wait") as raised:

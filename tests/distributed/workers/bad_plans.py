@@ -1,0 +1,161 @@
+"""What test_bad_plans.py runs on ranks: plans that break the loss, at once or little by little."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_snip.linears import gemms
+from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.planning.planner import make_plan
+from megatron_snip.types import Gemm, Operand
+from tests.distributed.workers import small_model
+from tests.distributed.workers.controller import MODEL, FakeSolver
+from tests.distributed.workers.small_model import SyntheticTokens, Trainer, layout
+
+START = 15
+GUARDED: dict[str, Any] = {
+    "interval": 200,
+    "start_step": START,
+    "lag": 1,
+    "probe_rows": 8,
+    "efficiency_target": 0.5,
+}
+"""One refresh, when the model has learned something; its plan comes before the step after."""
+
+
+class Cycles(SyntheticTokens):
+    """Tokens that count to 8 again and again, but for one in thirty: learned within 15 steps."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(7919 * index + 1)
+        sample = super().__getitem__(index)
+        count = self._length + 1
+        tokens = (int(torch.randint(8, (), generator=generator)) + torch.arange(count)) % 8
+        odd = torch.rand(count, generator=generator) < 0.03
+        tokens = tokens.where(~odd, torch.randint(0, 256, (count,), generator=generator))
+        return {**sample, "tokens": tokens[:-1], "labels": tokens[1:]}
+
+
+@contextmanager
+def learnable(values: dict[str, Any]) -> Iterator[Trainer]:
+    """The small model on `Cycles`."""
+    small_model.SyntheticTokens = Cycles  # type: ignore[misc]
+    batch = {"seq_length": 64, "global_batch_size": 8, "lr": 5e-3}
+    try:
+        with layout({**MODEL, **batch, **values}) as trainer:
+            yield trainer
+    finally:
+        small_model.SyntheticTokens = SyntheticTokens  # type: ignore[misc]
+
+
+def _nan_gradient(tensor: torch.Tensor, operand: Operand, gemm: Gemm) -> torch.Tensor:
+    return torch.full_like(tensor, math.nan) if operand is Operand.GRAD_OUTPUT else tensor
+
+
+def _nan_loss(tensor: torch.Tensor, operand: Operand, gemm: Gemm) -> torch.Tensor:
+    return torch.full_like(tensor, math.inf) if operand is Operand.INPUT else tensor
+
+
+def _useless(tensor: torch.Tensor, operand: Operand, gemm: Gemm) -> torch.Tensor:
+    return tensor * -30.0 if operand is Operand.WEIGHT else tensor
+
+
+def _poison(tensor: torch.Tensor, operand: Operand, gemm: Gemm) -> torch.Tensor:
+    """The forward is right and every weight learns the contrary."""
+    backwards = gemm is Gemm.WGRAD and operand is Operand.GRAD_OUTPUT
+    return -tensor if backwards else tensor
+
+
+BREAKS = {"gradient": _nan_gradient, "loss": _nan_loss, "useless": _useless, "poison": _poison}
+
+
+@contextmanager
+def breaking(how: str) -> Iterator[None]:
+    """Let fp4 be a format that breaks training."""
+    original = gemms._operand
+
+    def broken(tensor: Any, name: str, operand: Any, gemm: Any, *rest: Any) -> torch.Tensor:
+        seen = original(tensor, name, operand, gemm, *rest)
+        return BREAKS[how](seen, operand, gemm) if name == "fp4" else seen
+
+    gemms._operand = broken
+    try:
+        yield
+    finally:
+        gemms._operand = original
+
+
+def all_fp4(problem: Any, settings: Any, *rest: Any) -> PrecisionPlan:
+    """Put every linear into fp4."""
+    return make_plan(problem, settings.model_copy(update={"policy": "uniform-fp4"}), *rest)
+
+
+def bad_plans(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """For each layout: plans that break a step, and the run that never had one."""
+    results = {}
+    for name, values in layouts.items():
+        runs = {how: _bad_plan(values, how, START + 4) for how in ("gradient", "loss", "useless")}
+        with learnable(values) as trainer:
+            trainer.advance(START + 4, trainer.plain())
+            runs["plain"] = trainer.digests()
+        results[name] = runs
+    return results
+
+
+def _bad_plan(values: dict[str, Any], how: str, steps: int) -> dict[str, Any]:
+    solver: Any = FakeSolver(all_fp4) if dist.get_rank() == 0 else None
+    with learnable(values) as trainer, breaking(how):
+        # No second refresh: the run then is one that never had a plan.
+        controller = trainer.controller({**GUARDED, "stop_step": START + 1}, solver)
+        trainer.advance(steps, controller)
+        controller.close()
+        return {
+            **trainer.digests(),
+            "history": controller.history,
+            "digest": controller.plan.digest,
+            "bf16": sorted({str(option) for option in controller.plan.linears.values()}),
+            "events": [(e.step, e.kind) for e in trainer.reporter.events],
+            "warnings": trainer.warnings,
+            "planned": [(a.step, a.plan.step, a.num_changed) for a in trainer.reporter.applied],
+        }
+
+
+def poisoned(values: dict[str, Any], steps: int) -> dict[str, Any]:
+    """A plan that spoils the weights little by little; the run goes on, and one without it."""
+    snip = {**GUARDED, "guard_patience": 3, "stop_step": START + 1}
+    solver: Any = FakeSolver(all_fp4) if dist.get_rank() == 0 else None
+    with learnable(values) as trainer, breaking("poison"):
+        controller = trainer.controller(snip, solver)
+        trainer.advance(steps, controller)
+        controller.close()
+        result = {
+            "losses": trainer.losses,
+            "events": [(e.step, e.kind, e.message) for e in trainer.reporter.events],
+            "digest": controller.plan.digest,
+        }
+    with learnable(values) as trainer:
+        trainer.advance(steps, trainer.plain())
+    return {**result, "plain": trainer.losses}
+
+
+def asked_again(values: dict[str, Any]) -> dict[str, Any]:
+    """After a plan has gone, the next step measures; the same plan is not taken twice."""
+    solver: Any = FakeSolver(all_fp4) if dist.get_rank() == 0 else None
+    with learnable(values) as trainer, breaking("useless"):
+        controller = trainer.controller(GUARDED, solver)
+        trainer.advance(START + 4, controller)
+        state = controller.state(START + 4).to_dict()
+        controller.close()
+        return {
+            "refreshes": [r.step for r in trainer.reporter.refreshes],
+            "events": [(e.step, e.kind) for e in trainer.reporter.events],
+            "messages": [e.message for e in trainer.reporter.events],
+            "state": state["guard"],
+            "history": controller.history,
+        }

@@ -1,0 +1,209 @@
+"""Where a refresh can fail, phase by phase, and a hook that lets it fail there.
+
+A strike stands in for a call of the product: it gets the call that would have been made, and
+raises, or returns what then counts as the call's result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_snip.cycle import refresher
+from megatron_snip.cycle.refresher import Refresher
+from megatron_snip.linears import passes
+from megatron_snip.linears.model import PlannedModel
+from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.planning.solver_process import SolverProcess
+from megatron_snip.statistics import probe, recorder, reduce, refresh, sensitivity
+
+Strike = Callable[[Callable[[], Any]], Any]
+
+
+def patience_s() -> float:
+    """How long ranks wait for each other in a refresh: well above what one takes on two cores."""
+    return 2.0 + 0.5 * dist.get_world_size()
+
+
+def bug(call: Callable[[], Any]) -> Any:
+    raise RuntimeError("a bug")
+
+
+def half_done(call: Callable[[], Any]) -> Any:
+    call()
+    raise RuntimeError("a bug")
+
+
+def no_memory(call: Callable[[], Any]) -> Any:
+    raise torch.OutOfMemoryError("tried to allocate 1.00 EiB")
+
+
+def late(call: Callable[[], Any]) -> Any:
+    """Come too late for the others' patience."""
+    time.sleep(patience_s() + 1.0)
+    return call()
+
+
+def killed(call: Callable[[], Any]) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def not_a_number(call: Callable[[], Any]) -> Any:
+    """Put NaN into a tensor, or into every tensor of a record."""
+    result = call()
+    if isinstance(result, torch.Tensor):
+        return result.mul_(math.nan)
+    names = [field.name for field in dataclasses.fields(result)]
+    return dataclasses.replace(result, **{name: getattr(result, name) * math.nan for name in names})
+
+
+DUE = (Refresher, "_measured")
+PREPARE = (refresher, "MeasuringPasses")
+MOMENTS = (sensitivity, "_own_part")
+PASS_A = (recorder, "format_errors")
+PASS_B = (probe.Comparer, "_compare")
+REDUCE = (reduce, "_local_table")
+SUBMIT = (SolverProcess, "submit")
+SOLVE = (SolverProcess, "result")
+BROADCAST = (PrecisionPlan, "from_dict")
+APPLY = (PlannedModel, "apply")
+Place = tuple[Any, str]
+"""Whose attribute it is, and its name."""
+
+PHASES: dict[str, Place] = {
+    "due": DUE,
+    "pass A": PASS_A,
+    "pass B": PASS_B,
+    "reduce": REDUCE,
+    "solve": SOLVE,
+    "broadcast": BROADCAST,
+    "apply": APPLY,
+}
+
+PLACES: dict[str, tuple[Place, Strike]] = {
+    "due": (DUE, bug),
+    "prepare": (PREPARE, bug),
+    "moments": (MOMENTS, bug),
+    "moments memory": (MOMENTS, no_memory),
+    "pass A": (PASS_A, bug),
+    "pass A memory": (PASS_A, no_memory),
+    "perturb": ((refresh, "perturb"), bug),
+    "pass B": (PASS_B, bug),
+    "pass B memory": (PASS_B, no_memory),
+    "reduce": (REDUCE, bug),
+    "late": (REDUCE, late),
+    "divergences": ((refresher, "divergence_table"), bug),
+    "NaN in pass A": (PASS_A, not_a_number),
+    "NaN in pass B": ((probe, "ProbedRows"), not_a_number),
+    "NaN": (REDUCE, not_a_number),
+    "submit": (SUBMIT, bug),
+    "solve": (SOLVE, bug),
+    "broadcast": (BROADCAST, bug),
+    "apply": (APPLY, half_done),
+}
+"""Faults after which all ranks keep the old plan. They strike on the last rank; the solver is on
+rank 0."""
+
+A_PHASE_EACH = (
+    "due",
+    "prepare",
+    "pass A",
+    "pass B",
+    "reduce",
+    "NaN",
+    "solve",
+    "broadcast",
+    "apply",
+)
+"""One fault a phase, where many layouts are to be tried."""
+
+REFRESHED = ("NaN in pass A", "NaN in pass B", "NaN", "submit", "solve", "broadcast", "apply")
+"""Faults of refreshes that have measured."""
+
+LEFT = ("due", "perturb", "pass B", "reduce", "late", "divergences")
+"""Faults that leave somebody waiting, or the weights perturbed; then measuring works again."""
+
+WITHOUT_PEERS: dict[str, tuple[Place, Strike]] = {
+    "model": ((passes, "_losses"), bug),
+    "model memory": ((passes, "_losses"), no_memory),
+}
+"""Within a measuring pass but outside of what observers do; only data-parallel ranks survive it."""
+
+LATE: dict[str, tuple[Place, Strike]] = {
+    f"late at {phase}": (place, late) for phase, place in PHASES.items()
+}
+"""A rank comes late; whether the others give up depends on what they wait in, but they all do."""
+
+KILLED: dict[str, tuple[Place, Strike]] = {
+    f"killed at {phase}": (place, killed) for phase, place in PHASES.items()
+}
+
+
+class Faults:
+    """Strikes at `now`; every other call passes through.
+
+    Attributes:
+        now: the fault to strike with; "" for none.
+        once: strike at its first call alone.
+        signalled: phases in which `signals` has sent SIGTERM to this process.
+    """
+
+    def __init__(self, places: dict[str, tuple[Place, Strike]]) -> None:
+        self.now = ""
+        self.once = False
+        self.signalled: list[str] = []
+        self._places = places
+        self._signals = False
+        self._struck = 0
+
+    def at(self, fault: str, once: bool = False) -> None:
+        """Be ready for `fault`, at its first call alone or at every one."""
+        self.now, self.once, self._struck = fault, once, 0
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        kept = [(place, place[0].__dict__[place[1]]) for place, _ in self._places.values()]
+        for fault, ((owner, name), strike) in self._places.items():
+            setattr(owner, name, self._striking(fault, owner.__dict__[name], strike))
+        try:
+            yield
+        finally:
+            for (owner, name), original in kept:
+                setattr(owner, name, original)
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Within, SIGTERM comes once in every phase of a cycle."""
+        self._signals = True
+        try:
+            yield
+        finally:
+            self._signals = False
+
+    def _striking(self, fault: str, before: Any, strike: Strike) -> Any:
+        method = isinstance(before, classmethod)
+        call = before.__func__ if method else before
+
+        def maybe(*args: Any, **kwargs: Any) -> Any:
+            if self._signals and fault in PHASES and fault not in self.signalled:
+                self.signalled.append(fault)
+                os.kill(os.getpid(), signal.SIGTERM)
+            if self.now == fault and self._here(fault) and not (self.once and self._struck):
+                self._struck += 1
+                return strike(lambda: call(*args, **kwargs))
+            return call(*args, **kwargs)
+
+        return classmethod(maybe) if method else maybe
+
+    def _here(self, fault: str) -> bool:
+        on_leader = self._places[fault][0] in (SOLVE, SUBMIT)
+        return dist.get_rank() == (0 if on_leader else dist.get_world_size() - 1)
