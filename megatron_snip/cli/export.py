@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_snip.cli.stages import add_stage_flags, stages_from
@@ -16,7 +18,7 @@ from megatron_snip.options import Option
 from megatron_snip.planning.json_file import write_atomic
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.te_config import config_text, export_configs, num_layers, stage_paths
-from megatron_snip.planning.te_recipe import TERecipe
+from megatron_snip.planning.te_recipe import TERecipe, run_flags
 
 EXAMPLES = """\
 examples:
@@ -90,7 +92,32 @@ def run(args: argparse.Namespace) -> int:
             "Pipeline stages need different files: give each rank that of its own stage, or train "
             "with SNIP itself (--snip-plan-file PLAN.json --snip-freeze-plan)."
         )
+    print(_what_the_run_needs(plan, recipes, paths))
     return 0
+
+
+def _what_the_run_needs(
+    plan: PrecisionPlan, recipes: Mapping[Option, TERecipe], paths: Sequence[Path]
+) -> str:
+    """Return which flags give the file its effect, and what stays BF16."""
+    own = run_flags(recipes.values())
+    file = shlex.quote(str(paths[0])) + ("  # of its stage" if len(paths) > 1 else "")
+    flags = ["--transformer-impl transformer_engine", "--bf16", own]
+    lines = ["The run needs:", *(f"  {flag}" for flag in flags if flag)]
+    lines.append(f"  --te-precision-config-file {file}")
+    if own:
+        lines.append(
+            f"With it, no --fp8-param-gather or --fp4-param-gather. Without {own.split()[0]},\n"
+            "Megatron-Core before 0.19 quantizes weights in the first step and never again, and\n"
+            "experts' tokens are not padded as low precision needs."
+        )
+    bf16 = sum(recipes[option] == TERecipe() for option in plan.linears.values())
+    others = "run in the run's own precision" if own else "stay BF16"
+    lines.append(
+        f"BF16: {bf16} of {len(plan.linears)} linears by the plan; embeddings, norms, attention "
+        f"and the output layer as ever.\nLinears of layers that the plan does not name {others}."
+    )
+    return "\n".join(lines)
 
 
 def _capability(text: str | None) -> tuple[int, int]:

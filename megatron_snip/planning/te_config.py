@@ -28,7 +28,7 @@ import yaml
 
 from megatron_snip.errors import UsageError
 from megatron_snip.options import Option
-from megatron_snip.planning.te_recipe import TERecipe, applies
+from megatron_snip.planning.te_recipe import TERecipe, applies, run_flags
 from megatron_snip.types import split_linear_name
 
 CONFIG_TYPE = "transformer_engine_config_type"
@@ -37,8 +37,8 @@ _TRAINING = "training_recipe"
 _EVALUATION = "evaluation_recipe"
 _EXPERTS = ".experts.linear_"
 _ADVICE = """\
-Give the run a low precision of its own as well (--fp8-format or --fp4-format). In a BF16 run
-Megatron-Core before 0.19 quantizes weights in the first step and never again
+Give the run a low precision of its own as well ({flags}).
+In a BF16 run Megatron-Core before 0.19 quantizes weights in the first step and never again
 (NVIDIA/Megatron-LM#5641), and no release pads experts' tokens as low precision needs."""
 
 
@@ -171,15 +171,12 @@ def _patterns(local: str) -> list[str]:
 
 def config_text(config: Mapping[str, Any], comment: str) -> str:
     """Return the YAML of a file, one matcher a line, under a comment and how to use the file."""
-    lines = [*comment.splitlines(), *(_ADVICE.splitlines() if _quantizes(config) else ())]
-    head = "".join(f"# {line}\n" for line in lines)
+    fields = [one[_TRAINING] for one in config["configs"].values()]
+    flags = run_flags(TERecipe.from_fields(each, "an exported file") for each in fields)
+    advice = _ADVICE.format(flags=flags).splitlines() if flags else ()
+    head = "".join(f"# {line}\n" for line in (*comment.splitlines(), *advice))
     body = yaml.safe_dump(dict(config), sort_keys=False, default_flow_style=None, width=10_000)
     return head + body
-
-
-def _quantizes(config: Mapping[str, Any]) -> bool:
-    """Return whether an exported file has another recipe than BF16's."""
-    return any(one[_TRAINING] != TERecipe().fields() for one in config["configs"].values())
 
 
 def import_options(

@@ -14,7 +14,7 @@ Sources: Megatron-Core's TEQuantizationRecipe (0.16 and later), Transformer Engi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,13 @@ FORMAT_OF_WORD = {"bf16": "bf16", "blockwise": "fp8", "mxfp8": "mxfp8", "nvfp4":
 
 FACTORIES = "megatron_snip.linears.te_factories"
 """Where the quantizer factories of options that differ by GEMM live."""
+
+_RUN_FLAGS = {
+    "nvfp4": "--fp4-format e2m1",
+    "mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8",
+    "blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
+}
+"""Word -> the flags that make it the run's own precision, from the widest padding down."""
 
 _FP8 = "fp8_quantization_recipe"
 _FP4 = "fp4_quantization_recipe"
@@ -134,6 +141,16 @@ class TERecipe:
                 "unknown"
             )
         return cls(*words)
+
+
+def run_flags(recipes: Iterable[TERecipe]) -> str:
+    """Return the low precision of its own that a run of such recipes needs, as Megatron's flags.
+
+    Megatron knows one a run. It decides what experts' tokens are padded to, so the recipe with the
+    widest padding is named; modules without a recipe of their own run it. Empty for BF16 alone.
+    """
+    words = {word for recipe in recipes for word in recipe.words}
+    return next((flags for word, flags in _RUN_FLAGS.items() if word in words), "")
 
 
 def applies(fields: Mapping[str, Any], run_is_quantized: bool) -> bool:

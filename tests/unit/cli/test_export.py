@@ -58,6 +58,48 @@ def test_a_plan_for_blackwell(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert back.policy == "imported" and back.efficiency == pytest.approx(0.5)
 
 
+def said(capsys: pytest.CaptureFixture[str], capability: str, *options: str) -> str:
+    write_plan(plan_of(list(options)), Path("plan.json"))
+    assert export("--capability", capability, "--nearest") == 0
+    return capsys.readouterr().out.split("The run needs:\n")[1]
+
+
+def test_what_the_run_needs_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Megatron has one low precision a run; that with the widest padding of experts' tokens."""
+    mixed = said(capsys, "10.0", "fp4", "fp8", "bf16", "fp4")
+    assert [line.strip() for line in mixed.splitlines() if line.startswith("  ")] == [
+        "--transformer-impl transformer_engine",
+        "--bf16",
+        "--fp4-format e2m1",
+        "--te-precision-config-file out.yaml",
+    ]
+    assert "Without --fp4-format" in mixed and "no --fp8-param-gather" in mixed
+    assert "BF16: 1 of 4 linears by the plan" in mixed
+    assert "does not name run in the run's own precision" in mixed
+    assert "  --fp8-format e4m3 --fp8-recipe mxfp8\n" in said(capsys, "10.0", "fp8", "bf16")
+    hopper = said(capsys, "9.0", "fp4", "fp8", "fp8-fp8-bf16")
+    assert "  --fp8-format e4m3 --fp8-recipe blockwise\n" in hopper
+    assert "BF16: 0 of 3 linears" in hopper
+    by_gemm = said(capsys, "10.0", "bf16-fp4-bf16", "bf16")
+    assert "  --fp4-format e2m1\n" in by_gemm and "BF16: 1 of 2" in by_gemm
+
+
+def test_a_plan_of_bf16_needs_no_low_precision(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = said(capsys, "10.0", "bf16", "bf16")
+    assert "-format" not in text and "param-gather" not in text
+    assert "does not name stay BF16" in text
+
+
+def test_files_of_several_stages_are_told_apart(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export("--capability", "10.0", "--pipeline-stages", "2") == 0
+    text = capsys.readouterr().out
+    assert "  --te-precision-config-file out.stage0.yaml  # of its stage" in text
+
+
 def test_fp4_does_not_run_on_hopper(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["export", "plan.json", "--te-precision-config", "out.yaml", "--capability", "9.0"]
     text = failure(words, capsys)
