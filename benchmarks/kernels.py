@@ -5,8 +5,9 @@
 
 Every figure is a ratio measured in one run: bytes a kernel must move over its time, against bytes
 over time of a plain copy of the same tensor (`copy_`, one read and one write). Tensors are larger
-than the caches, inputs rotate, data is random; times are medians of CUDA events. Before anything
-is timed, each kernel's output is compared with the CPU reference, bit for bit.
+than the caches, inputs rotate, data is random; times are medians of CUDA events, taken while the
+host runs ahead of the GPU (`timing`). Before anything is timed, each kernel's output is compared
+with the CPU reference, bit for bit. A case that fails is named and left out.
 
 Goals (ratios): 1. quantize >= 0.85 of the copy's bandwidth; 2. both directions from one read
 >= 0.80, and >= 1.3 times faster than two kernels; 3. stochastic over nearest <= 1.4 in time;
@@ -20,8 +21,8 @@ import argparse
 import functools
 import importlib
 import itertools
-import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -32,7 +33,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.machine import machine
+from benchmarks.machine import write_result
+from benchmarks.timing import said, sleep
 from megatron_snip.formats import FORMATS
 from megatron_snip.quantizers import (
     StochasticStream,
@@ -171,25 +173,37 @@ def cases() -> list[Case]:
 
 
 def ratios(results: dict[str, Result]) -> list[Ratio]:
-    """The comparisons that have goals of their own."""
+    """The comparisons that have goals of their own, of what was timed."""
 
-    def time_of(name: str) -> float:
-        return results[name].milliseconds
+    def time_of(*names: str) -> float | None:
+        if any(name not in results for name in names):
+            return None
+        return sum(results[name].milliseconds for name in names)
 
-    two = time_of("fp8 1x128 payload") + time_of("fp8 128x1 payload, transposed")
-    return [
-        Ratio("two kernels / both directions at once", two / time_of("fp8 both payloads"), 1.3),
-        Ratio(
+    row, tokens = "fp8 1x128 payload", "fp8 128x1 payload, transposed"
+    wanted = (
+        ("two kernels / both directions at once", (row, tokens), "fp8 both payloads", 1.3, None),
+        (
             "stochastic / nearest, to bf16",
-            time_of("fp4 1x128 to bf16, stochastic") / time_of("fp4 1x128 to bf16"),
-            most=1.4,
+            ("fp4 1x128 to bf16, stochastic",),
+            "fp4 1x128 to bf16",
+            None,
+            1.4,
         ),
-        Ratio(
+        (
             "stochastic / nearest, payload",
-            time_of("fp4 1x128 payload, stochastic") / time_of("fp4 1x128 payload"),
-            most=1.4,
+            ("fp4 1x128 payload, stochastic",),
+            "fp4 1x128 payload",
+            None,
+            1.4,
         ),
-    ]
+    )
+    found = []
+    for name, above, below, least, most in wanted:
+        over, under = time_of(*above), time_of(below)
+        if over is not None and under is not None:
+            found.append(Ratio(name, over / under, least, most))
+    return found
 
 
 def check_bits(device: torch.device) -> list[str]:
@@ -198,7 +212,16 @@ def check_bits(device: torch.device) -> list[str]:
     x = torch.randn(517, 1037).mul_(torch.exp2(torch.randint(-20, 20, (517, 1)))).bfloat16()
     x[3, 5], x[100, 1000] = float("nan"), float("inf")
     exact = [case for case in cases() if "norms" not in case.name and case.name != "moments"]
-    return [case.name for case in exact if not _same(case.work(x.to(device)), case.work(x))]
+    return [name for name, same in ((c.name, _agrees(c, x, device)) for c in exact) if not same]
+
+
+def _agrees(case: Case, x: torch.Tensor, device: torch.device) -> bool:
+    """Whether a case's output on a device is the CPU's; a failure is no agreement, and shown."""
+    try:
+        return _same(case.work(x.to(device)), case.work(x))
+    except Exception as error:  # the other cases go on
+        print(f"{case.name} on {device}: {said(error)}", file=sys.stderr)
+        return False
 
 
 def time_on_gpu(work: Work, inputs: list[torch.Tensor], repeats: int) -> float:
@@ -206,8 +229,15 @@ def time_on_gpu(work: Work, inputs: list[torch.Tensor], repeats: int) -> float:
     make_event: Any = torch.cuda.Event
     for x in inputs:
         work(x)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    work(inputs[0])
+    host_s = time.perf_counter() - begin  # to enqueue it
+    torch.cuda.synchronize()
     spans = []
     for i in range(repeats):
+        if i % HELD_RUNS == 0:
+            sleep(1.5 * HELD_RUNS * host_s)
         start, stop = make_event(enable_timing=True), make_event(enable_timing=True)
         start.record()
         work(inputs[i % len(inputs)])
@@ -216,6 +246,10 @@ def time_on_gpu(work: Work, inputs: list[torch.Tensor], repeats: int) -> float:
     torch.cuda.synchronize()
     milliseconds: list[float] = [start.elapsed_time(stop) for start, stop in spans]
     return statistics.median(milliseconds) / 1e3
+
+
+HELD_RUNS = 10
+"""Runs that are enqueued while the GPU sleeps."""
 
 
 def time_on_cpu(work: Work, inputs: list[torch.Tensor], repeats: int) -> float:
@@ -233,14 +267,26 @@ def measure(
     inputs: list[torch.Tensor],
     repeats: int,
     timer: Callable[[Work, list[torch.Tensor], int], float],
+    failures: dict[str, str],
 ) -> tuple[float, list[Result]]:
-    """Return the copy's bytes per second, and every case beside it."""
+    """Return the copy's bytes per second, and every case beside it.
+
+    Args:
+        inputs: what cases run on in turn.
+        repeats: timed runs of each.
+        timer: measures one.
+        failures: gets the reasons of what did not run.
+    """
     target = torch.empty_like(inputs[0])
     numel = inputs[0].numel()
     copy_rate = 4 * numel / timer(target.copy_, inputs, repeats)
     results = []
     for case in cases() + _torchao_cases(inputs[0].device):
-        seconds = timer(case.work, inputs, repeats)
+        try:
+            seconds = timer(case.work, inputs, repeats)
+        except Exception as error:  # the other cases go on
+            failures[case.name] = said(error)
+            continue
         rate = case.bytes_per_element * numel / seconds
         results.append(Result(case.name, seconds * 1e3, rate / 1e9, rate / copy_rate, case.goal))
     return copy_rate, results
@@ -279,7 +325,11 @@ def sweep(x: torch.Tensor, repeats: int) -> dict[str, dict[str, float]]:
         for shape, warps in itertools.product(shapes, (4, 8, 16)):
             launch = kernels.Launch(*shape, warps)
             work = functools.partial(_ignore_input, run, launch)
-            seconds = time_on_gpu(work, [x], repeats)
+            try:
+                seconds = time_on_gpu(work, [x], repeats)
+            except Exception as error:  # e.g. more registers or shared memory than there are
+                print(f"{name} in {launch}: {said(error)}", file=sys.stderr)
+                continue
             table[name][f"{shape[0]}x{shape[1]}, {warps} warps"] = seconds * 1e3
     return table
 
@@ -304,25 +354,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     repeats = options.repeats or (3 if small else 50)
     differing = [] if small else check_bits(device)
     inputs = [torch.randn(shape, device=device).bfloat16() for _ in range(1 if small else 3)]
-    copy_rate, results = measure(inputs, repeats, time_on_cpu if small else time_on_gpu)
+    failures: dict[str, str] = {}
+    timer = time_on_cpu if small else time_on_gpu
+    copy_rate, results = measure(inputs, repeats, timer, failures)
     report = {
-        "machine": machine(),
         "device": torch.cuda.get_device_name(device) if not small else "the reference on the CPU",
         "shape": list(shape),
         "copy_gigabytes_per_s": copy_rate / 1e9,
         "bits_differ": differing,
+        "failures": failures,
         "results": [asdict(result) for result in results],
         "ratios": [
             {**asdict(r), "met": r.met} for r in ratios({result.name: result for result in results})
         ],
     }
+    if options.json:
+        write_result(options.json, report)
     if options.sweep and not small:
         report["sweep_ms"] = sweep(inputs[0], repeats)
+        if options.json:
+            write_result(options.json, report)
     _show(console, report, goals=not small)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
-    return 1 if differing else 0
+    return 1 if differing or failures else 0
 
 
 def _show(console: Console, report: dict[str, Any], *, goals: bool) -> None:
@@ -351,6 +404,8 @@ def _show(console: Console, report: dict[str, Any], *, goals: bool) -> None:
     for name, times in report.get("sweep_ms", {}).items():
         best = sorted(times.items(), key=lambda item: item[1])[:4]
         console.print(f"{name}: " + "; ".join(f"{launch} {ms:.3f} ms" for launch, ms in best))
+    for name, why in report["failures"].items():
+        console.print(f"{name} failed: {why}", markup=False, style="red")
     if report["bits_differ"]:
         console.print("[red]differ from the CPU reference:[/] " + ", ".join(report["bits_differ"]))
 

@@ -16,11 +16,14 @@ from megatron_snip.reporting.run_directory import versions
 
 RESULTS = Path(__file__).parent / "results"
 
+PACKAGES = ("triton", "torchao", "nvidia-cublas", "nvidia-cublas-cu12")
+"""Beside those that a run records."""
+
 
 def machine() -> dict[str, Any]:
     """Return date, processor, cores, GPU (or None) and versions."""
     gpu = torch.cuda.get_device_name() if has_gpu() else None
-    installed = {package: _version(package) for package in ("triton", "torchao")}
+    installed = {package: _version(package) for package in PACKAGES}
     return {
         "date": datetime.date.today().isoformat(),
         "cpu": _cpu_name(),
@@ -31,9 +34,11 @@ def machine() -> dict[str, Any]:
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Write a result with its machine as JSON."""
+    """Write a result with its machine as JSON; at once or not at all, so that it can be kept up."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")
+    partial.replace(path)
 
 
 def has_gpu() -> bool:

@@ -17,9 +17,13 @@ from megatron_snip.options import Option
 
 def test_every_way_is_measured(tmp_path: Path) -> None:
     result = linear.measure((256, 128, 384), torch.device("cpu"), with_native=True, rounds=1)
-    ways = {"bf16", "fp8 native", "fp4 native", "fp8 simulate", "fp4 simulate"}
+    native = {"fp8 native", "fp4 native", "fp8 native, W kept"}
+    ways = {"bf16", "fp8 simulate", "fp4 simulate", *native}
     assert set(result["seconds"]) == set(result["speedup_over_bf16"]) == ways
-    assert result["speedup_over_bf16"]["bf16"] == 1.0
+    assert result["speedup_over_bf16"]["bf16"] == 1.0 and result["failures"] == {}
+    x_bytes, scales = 256 * 128, 4 * 128 * 256 // 128
+    assert {result["saved_bytes"][name] for name in ways - native} == {2 * x_bytes}
+    assert {result["saved_bytes"][name] for name in native} == {x_bytes + scales}
     assert all(seconds > 0 for seconds in result["parts_seconds"].values())
     assert json.loads(json.dumps(result)) == result
 
@@ -50,7 +54,31 @@ def test_ways_take_turns_and_are_run_once_before() -> None:
         {"a": lambda: seen.append("a"), "b": lambda: seen.append("b")}, rounds=2, gpu=False
     )
     assert seen == ["a", "b"] * 3
-    assert set(times) == {"a", "b"}
+    assert set(times.seconds) == {"a", "b"} and times.failed == {}
+
+
+def test_results_are_kept_after_every_shape_and_failures_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, seen = tmp_path / "linear.json", []
+
+    def measure(shape: Any, *_: Any) -> dict[str, Any]:
+        seen.append(json.loads(file.read_text())["results"] if seen else [])
+        failures = {"fp8 native": "RuntimeError: no"} if len(seen) == 2 else {}
+        return {
+            "shape": list(shape),
+            "seconds": {},
+            "host_seconds": {},
+            "saved_bytes": {},
+            "failures": failures,
+        }
+
+    monkeypatch.setattr(linear, "measure", measure)
+    monkeypatch.setattr(linear, "has_gpu", lambda: False)
+    monkeypatch.setattr(linear.cpu, "install", lambda: True)
+    assert linear.main(["--json", str(file)]) == 1
+    assert [len(results) for results in seen] == [0, 1, 2]
+    assert len(json.loads(file.read_text())["results"]) == 3
 
 
 @pytest.mark.parametrize("flops", [[1.0] * 16, [3, 1, 4, 4] * 6, [1.0, 100.0, 1.0]])

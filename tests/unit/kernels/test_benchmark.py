@@ -37,3 +37,42 @@ def test_different_bits_are_found():
 def test_goals(value, met):
     assert kernels.Ratio("", value, least=1.3).met is met
     assert kernels.Ratio("", value, most=1.3).met is (value <= 1.3)
+
+
+def test_a_case_that_fails_is_named_and_the_rest_is_measured(monkeypatch, tmp_path):
+    def refuse(x):
+        raise RuntimeError("no\nkernel")
+
+    cases = [c for c in kernels.cases() if c.name != "fp4 1x128 to bf16"]
+    broken = kernels.Case("fp4 1x128 to bf16", refuse, 4, 0.85)
+    monkeypatch.setattr(kernels, "cases", lambda: [*cases, broken])
+    file = tmp_path / "kernels.json"
+    size = ["--rows", "128", "--cols", "256", "--repeats", "1"]
+    assert kernels.main(["--cpu", *size, "--json", str(file)]) == 1
+    report = json.loads(file.read_text())
+    assert report["failures"] == {"fp4 1x128 to bf16": "RuntimeError: no kernel"}
+    assert len(report["results"]) == len(cases) and len(report["ratios"]) == 2
+    assert kernels.check_bits(torch.device("cpu")) == ["fp4 1x128 to bf16"]
+
+
+def test_a_gpu_is_timed_by_its_events(monkeypatch):
+    stamps = iter(range(100))
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = next(stamps)
+
+        def elapsed_time(self, other):
+            return 2.0 * (other.at - self.at)
+
+    held = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", held.append, raising=False)
+    seen = []
+    inputs = [torch.zeros(1), torch.ones(1)]
+    assert kernels.time_on_gpu(lambda x: seen.append(float(x)), inputs, 12) == 2e-3
+    assert seen == [0, 1, 0, *[0, 1] * 6] and len(held) == 2
