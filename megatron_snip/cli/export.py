@@ -156,9 +156,10 @@ def _recipes(
         recipes[option] = te_recipe(instead, machine)
         changes.append(f"{option} becomes {instead}: {reason}")
     if refused and not nearest:
+        reasons = "; ".join(dict.fromkeys(refused.values()))
         raise UsageError(
-            f"Transformer Engine cannot run {'; '.join(refused.values())}; give --nearest to take "
-            "the nearest precision that it can"
+            f"Transformer Engine cannot run {reasons}; give --nearest to take the nearest "
+            "precision that it can"
         )
     return recipes, changes
 

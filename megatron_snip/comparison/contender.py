@@ -87,7 +87,7 @@ def make_contender(name: str, settings: Mapping[str, Any]) -> Contender:
     Raises:
         UsageError: if it changes what contenders have in common, or a value is no good.
     """
-    foreign = sorted(set(settings) - SETTINGS)
+    foreign = sorted(set(settings) - SETTINGS, key=str)
     if foreign:
         raise UsageError(
             f"contender '{name}' sets '{foreign[0]}'; it may set {', '.join(sorted(SETTINGS))}"

@@ -260,7 +260,7 @@ def _matched(
 def _training_fields(config: Any, where: str) -> dict[str, Any]:
     if not isinstance(config, dict) or config.get(CONFIG_TYPE) != _PARAMS:
         raise UsageError(f"{where} must have {CONFIG_TYPE}: {_PARAMS}")
-    unknown = sorted(set(config) - {CONFIG_TYPE, _TRAINING, _EVALUATION})
+    unknown = sorted(set(config) - {CONFIG_TYPE, _TRAINING, _EVALUATION}, key=str)
     if unknown:
         raise UsageError(f"{where}: unknown key '{unknown[0]}'")
     fields = config.get(_TRAINING)

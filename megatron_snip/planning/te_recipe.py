@@ -108,7 +108,7 @@ class TERecipe:
         Raises:
             UsageError: for an unknown field, or a recipe that is no format of a plan.
         """
-        unknown = sorted(set(fields) - _KNOWN - set(_STORED))
+        unknown = sorted(set(fields) - _KNOWN - set(_STORED), key=str)
         if unknown:
             raise UsageError(f"{where}: unknown field '{unknown[0]}'")
         for name, stored in _STORED.items():

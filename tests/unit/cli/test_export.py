@@ -105,6 +105,9 @@ def test_fp4_does_not_run_on_hopper(folder: Path, capsys: pytest.CaptureFixture[
     text = failure(words, capsys)
     assert "fp4 on compute capability 9.0: NVFP4 GEMMs need 10.0" in text and "--nearest" in text
     assert not Path("out.yaml").exists()
+    write_plan(plan_of(["fp4", "fp4-fp8-fp8"]), Path("plan.json"))
+    assert failure(words, capsys).count("NVFP4 GEMMs need 10.0") == 1
+    write_plan(plan_of(["fp4", "fp8", "bf16", "fp4"]), Path("plan.json"))
     assert export("--capability", "9.0", "--nearest") == 0
     text = capsys.readouterr().out
     assert "warning: fp4 becomes fp8: fp4 on compute capability 9.0" in text

@@ -39,6 +39,7 @@ def test_a_described_contender_is_snip_with_its_settings() -> None:
     ("name", "settings", "message"),
     [
         ("mine", {"efficiency_target": 0.5}, "sets 'efficiency_target'; it may set"),
+        ("mine", {5: 0.5, "a": 1}, "sets '5'; it may set"),
         ("mine", {"weight_lambda": -1.0}, "weight_lambda"),
         ("mine", {"policy": "best"}, "unknown policy 'best'"),
         ("mine", {"policy": "uniform-fp5"}, "unknown format 'fp5'"),

@@ -287,6 +287,11 @@ def test_a_recipe_is_a_mapping_and_stands_alone() -> None:
     file["configs"]["mx"] |= {"training_recipe": MX, "more": 1}
     with pytest.raises(UsageError, match="unknown key 'more'"):
         read(file)
+    file["configs"]["mx"] |= {5: 1}  # YAML has keys of any type
+    with pytest.raises(UsageError, match="unknown key '5'"):
+        read(file)
+    with pytest.raises(UsageError, match="unknown field '5'"):
+        read(a_file(glob("*", "mx"), mx={5: 1, "more": 2}))
 
 
 def test_evaluation_recipes_that_differ_are_noticed() -> None:
