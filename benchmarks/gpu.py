@@ -1,11 +1,22 @@
 """All benchmarks of one machine in one go: `make bench-gpu`.
 
-    python -m benchmarks.gpu [--output FILE] [--minutes 9.5]
+    python -m benchmarks.gpu [--output FILE] [--minutes 9.5] [--only NAMES] [--readme FILE]
 
-Runs, one process each so that a failure stays its own: kernels, linear, step, switch, refresh.
-Each has a limit of time; together they end within `--minutes`. What was measured, what failed and
-why goes to benchmarks/results/<gpu>.json (<cpu>.json without a GPU, from smaller work), from which
-`python -m benchmarks.tables` makes the README's tables. Exit status 1 if anything failed.
+Runs, one process each so that a failure stays its own: device, linear, kernels, step, switch,
+refresh. Each has a limit of time, printed before it begins; together they end within `--minutes`.
+What was measured (of a part that fails or runs out of time, what it had measured until then) goes
+to benchmarks/results/<gpu>.json (<cpu>.json without a GPU, from smaller work):
+
+    {"machine": {date, cpu, cores, gpu, versions: {..}},
+     "<part>": {.. what the part measured ..,
+                "goals": [{name, value, least?, most?, met}],    where it has goals
+                "failures": {name: why},                         of what is within the part
+                "failed": why,                                   of the part itself
+                "wall_seconds": s}}
+
+With `--only`, the file's other parts stay as they are. `--readme` writes the tables made from all
+files in benchmarks/results between FILE's markers (`benchmarks.tables`). Exit status 1 if anything
+failed.
 """
 
 from __future__ import annotations
@@ -25,7 +36,9 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks import tables
 from benchmarks.machine import RESULTS, has_gpu, machine
+from megatron_snip.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -48,11 +61,12 @@ class Part:
 
 
 PARTS = (
-    Part("linear", "--json", 150.0),
+    Part("device", "--json", 90.0),
+    Part("linear", "--json", 120.0),
     Part("kernels", "--json", 120.0, cpu_arguments=("--cpu",)),
-    Part("step", "--json", 150.0),
-    Part("switch", "--json", 90.0, ("--rounds", "5"), ("--rounds", "2")),
-    Part("refresh", "--output", 90.0, (), ("--steps", "3")),
+    Part("step", "--json", 120.0),
+    Part("switch", "--json", 75.0, ("--rounds", "5"), ("--rounds", "2")),
+    Part("refresh", "--output", 75.0, (), ("--steps", "3")),
 )
 """In the order of what is most wanted, should the time run out."""
 
@@ -70,6 +84,7 @@ def run_part(part: Part, folder: Path, seconds_left: float, gpu: bool) -> dict[s
         return {"failed": "no time was left"}
     file = folder / f"{part.name}.json"
     begin = time.monotonic()
+    failed = ""
     try:
         status = subprocess.run(
             command(part, file, gpu),
@@ -77,15 +92,16 @@ def run_part(part: Part, folder: Path, seconds_left: float, gpu: bool) -> dict[s
             env={**os.environ, "PYTHONWARNINGS": "ignore"},
             check=False,
         ).returncode
+        failed = f"exit status {status}" if status else ""
     except subprocess.TimeoutExpired:
-        return {"failed": f"not done after {limit:.0f} s"}
-    if not file.exists():
-        return {"failed": f"exit status {status}"}
-    found: dict[str, Any] = json.loads(file.read_text())
+        failed = f"not done after {limit:.0f} s"
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    if not (failed or file.exists()):
+        failed = "it wrote nothing"
     found.pop("machine", None)
     found["wall_seconds"] = time.monotonic() - begin
-    if status != 0:
-        found["failed"] = f"exit status {status}"
+    if failed:
+        found["failed"] = failed
     return found
 
 
@@ -101,24 +117,63 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, metavar="FILE", help="[results/<machine>.json]")
     parser.add_argument("--minutes", type=float, default=9.5, help="for everything together")
     parser.add_argument("--only", help="names of parts, comma separated")
+    parser.add_argument("--readme", type=Path, metavar="FILE", help="write its tables anew")
     args = parser.parse_args(argv)
     console, here, gpu = Console(), machine(), has_gpu()
     output = args.output or RESULTS / file_name(here)
-    wanted = args.only.split(",") if args.only else [part.name for part in PARTS]
-    report: dict[str, Any] = {"machine": here}
+    wanted = chosen(args.only)
+    report = {**(_kept(output) if args.only else {}), "machine": here}
     end = time.monotonic() + 60.0 * args.minutes
+    console.print(f"{here['gpu'] or here['cpu']}, torch {here['versions']['torch']} -> {output}")
     with tempfile.TemporaryDirectory() as folder:
-        for part in (p for p in PARTS if p.name in wanted):
-            console.rule(part.name)
-            report[part.name] = run_part(part, Path(folder), end - time.monotonic(), gpu)
+        for part in wanted:
+            left = end - time.monotonic()
+            console.rule(f"{part.name}: at most {part.limit_s:.0f} s, {left:.0f} s are left")
+            report[part.name] = run_part(part, Path(folder), left, gpu)
             output.parent.mkdir(parents=True, exist_ok=True)  # kept, whatever comes after
             output.write_text(json.dumps(report, indent=1) + "\n")
-    failed = {n: r["failed"] for n, r in report.items() if "failed" in r}
-    for name, why in failed.items():
-        console.print(f"[red]{name} failed:[/] {why}")
+    failed = {p.name: report[p.name]["failed"] for p in wanted if "failed" in report[p.name]}
+    for part in wanted:
+        seconds = report[part.name].get("wall_seconds", 0.0)
+        why = f"[red]{failed[part.name]}[/]" if part.name in failed else "done"
+        console.print(f"{part.name:8} {seconds:4.0f} s  {why}")
+        _show_goals(report[part.name], console)
+    if args.readme:
+        tables.main(["--results", str(output.parent), "--write", str(args.readme)])
     console.print(f"written to {output}; README tables: python -m benchmarks.tables")
     return 1 if failed else 0
 
 
+def chosen(names: str | None) -> list[Part]:
+    """Return the parts named, comma separated, in their own order; all of them by default.
+
+    Raises:
+        UsageError: if there is no such part.
+    """
+    known = [part.name for part in PARTS]
+    wanted = names.split(",") if names else known
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise UsageError(f"no part is called '{unknown[0]}'; known: {', '.join(known)}")
+    return [part for part in PARTS if part.name in wanted]
+
+
+def _kept(output: Path) -> dict[str, Any]:
+    """What an earlier run of other parts wrote."""
+    found: dict[str, Any] = json.loads(output.read_text()) if output.exists() else {}
+    return found
+
+
+def _show_goals(result: dict[str, Any], console: Console) -> None:
+    """Print the goals that a part missed."""
+    for goal in result.get("goals", []):
+        if not goal["met"]:
+            bound = f">= {goal['least']}" if goal.get("least") else f"<= {goal.get('most')}"
+            console.print(f"         missed: {goal['name']} {goal['value']:.3f} ({bound})")
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        raise SystemExit(main())
+    except UsageError as error:
+        raise SystemExit(f"benchmarks.gpu: {error}") from None

@@ -206,6 +206,23 @@ def ratios(results: dict[str, Result]) -> list[Ratio]:
     return found
 
 
+def goals(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Return what was wanted and what was found."""
+    bandwidths = [
+        {
+            "name": f"{result.name}, of the copy's bandwidth",
+            "value": result.copy_fraction,
+            "least": result.goal,
+            "most": None,
+            "met": result.copy_fraction >= result.goal,
+        }
+        for result in results
+        if result.goal is not None
+    ]
+    compared = ratios({result.name: result for result in results})
+    return bandwidths + [{**asdict(ratio), "met": ratio.met} for ratio in compared]
+
+
 def check_bits(device: torch.device) -> list[str]:
     """Names of the cases whose output on `device` differs from the CPU's, on a ragged matrix."""
     torch.manual_seed(0)
@@ -368,6 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             {**asdict(r), "met": r.met} for r in ratios({result.name: result for result in results})
         ],
     }
+    report["goals"] = [] if small else goals(results)
     if options.json:
         write_result(options.json, report)
     if options.sweep and not small:

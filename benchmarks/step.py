@@ -185,6 +185,11 @@ def run(rounds: int, gpu: bool, keep: Keeper = lambda _: None) -> dict[str, Any]
 
         def add(result: dict[str, Any], name: str = name) -> None:
             report["models"][name] = result
+            report["goals"] = [
+                {**goal, "name": f"{goal['name']}, {model}"}
+                for model, found in report["models"].items()
+                for goal in found["goals"]
+            ]
             keep(report)
 
         measure(values, rounds, gpu, add)

@@ -9,8 +9,8 @@ A table NAME stands between these markers, each on a line of its own:
     <!-- bench:NAME -->
     <!-- /bench:NAME -->
 
-NAMEs: linear, kernels, step, switch, one row a machine and thing measured. A machine that was not
-measured has no row; a table without rows says which command makes one.
+NAMEs: device, linear, kernels, step, switch, refresh, one row a machine and thing measured. A
+machine that was not measured has no row; a table without rows says which command makes one.
 """
 
 from __future__ import annotations
@@ -36,11 +36,23 @@ def reports(folder: Path) -> list[Report]:
     return sorted(ours, key=lambda r: r["machine"]["gpu"] is None)
 
 
+def _device(report: Report) -> Iterator[Row]:
+    result = report["device"]
+    if "bf16_tflops" in result:
+        checks = result["checks"]
+        yield (
+            f"{result['copy_gigabytes_per_s']:.0f}",
+            f"{result['bf16_tflops']:.3g}",
+            f"{sum(check['met'] for check in checks)} of {len(checks)}",
+        )
+
+
 def _linear(report: Report) -> Iterator[Row]:
     for result in report["linear"].get("results", []):
-        speed = result["speedup_over_bf16"]
+        speed = result.get("speedup_over_bf16", {})
         cells = (_times(speed.get(f"{name} {how}")) for name, how in LINEAR_WAYS)
-        yield " x ".join(map(str, result["shape"])), f"{result['bf16_tflops']:.3g}", *cells
+        rate = f"{result['bf16_tflops']:.3g}" if "bf16_tflops" in result else ""
+        yield " x ".join(map(str, result["shape"])), rate, *cells
 
 
 LINEAR_WAYS = (("fp8", "native"), ("fp4", "native"), ("fp8", "simulate"), ("fp4", "simulate"))
@@ -61,8 +73,16 @@ def _kernels(report: Report) -> Iterator[Row]:
 def _step(report: Report) -> Iterator[Row]:
     for name, model in report["step"].get("models", {}).items():
         for plan, seconds in model["seconds"].items():
-            ratio = model["over_bf16"][plan]
-            yield name, plan, model["recipes"][plan], f"{seconds * 1e3:.0f}", f"{ratio:.2f}"
+            ratio = model.get("over_bf16", {}).get(plan)
+            peak = model.get("peak_bytes", {}).get(plan)
+            yield (
+                name,
+                plan,
+                model["recipes"].get(plan, ""),
+                f"{seconds * 1e3:.0f}",
+                "" if ratio is None else f"{ratio:.2f}",
+                "" if peak is None else f"{peak / 2**30:.1f}",
+            )
 
 
 def _switch(report: Report) -> Iterator[Row]:
@@ -77,7 +97,19 @@ def _switch(report: Report) -> Iterator[Row]:
         )
 
 
+def _refresh(report: Report) -> Iterator[Row]:
+    result = report["refresh"]
+    if "ratio" in result:
+        yield (
+            f"{result['iteration_s'] * 1e3:.0f}",
+            f"{result['refresh_s'] * 1e3:.0f}",
+            f"{result['ratio']:.2f}",
+            f"{result['held_share_of_parameters']:.4%}",
+        )
+
+
 TABLES: dict[str, tuple[Row, Callable[[Report], Iterator[Row]]]] = {
+    "device": (("copy, GB/s", "BF16 GEMM, TFLOPS", "checks passed"), _device),
     "linear": (
         (
             "tokens x in x out",
@@ -90,8 +122,9 @@ TABLES: dict[str, tuple[Row, Callable[[Report], Iterator[Row]]]] = {
         _linear,
     ),
     "kernels": (("kernel", "ms", "GB/s", "of copy", "goal"), _kernels),
-    "step": (("model", "plan", "linears run", "ms", "over BF16"), _step),
+    "step": (("model", "plan", "linears run", "ms", "over BF16", "peak, GiB"), _step),
     "switch": (("linears", "apply, ms", "step, ms", "step after, ms", "extra steps"), _switch),
+    "refresh": (("iteration, ms", "refresh, ms", "ratio", "held, of parameters"), _refresh),
 }
 """Name -> (header, rows of a machine's report). Ratios over BF16 are speeds in `linear`."""
 

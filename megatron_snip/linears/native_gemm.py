@@ -81,6 +81,11 @@ def align_to(multiple: int) -> None:
     _alignment = multiple
 
 
+def alignment() -> int:
+    """Return what dims of operands are padded to multiples of."""
+    return _alignment
+
+
 def operand(payload: Payload, transpose: bool = False) -> GemmOperand:
     """Lay a payload out for the GEMM.
 

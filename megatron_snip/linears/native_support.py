@@ -101,14 +101,28 @@ def worst_error(device: torch.device, shape: Shape = WHOLE) -> tuple[float, str]
     errors = {}
     for name in ("fp8", "fp4"):
         for gemm, (a, b) in sample_operands(name, device, shape).items():
-            truth, size = _truth(a, b)
-            for dtype, rounding in ((torch.float32, 0.0), (torch.bfloat16, 2.0**-8)):
-                found = multiply(a, b, dtype).cpu().double()
-                off = (found - truth).abs() - rounding * truth.abs()
+            for dtype in (torch.float32, torch.bfloat16):
                 said = f"{gemm} in {name} to {str(dtype).removeprefix('torch.')}"
-                errors[said] = float((off.clamp(min=0.0) / size).max())
+                errors[said] = gemm_error(a, b, dtype)
     where = max(errors, key=lambda key: errors[key] if errors[key] == errors[key] else torch.inf)
     return errors[where], where
+
+
+def gemm_error(a: GemmOperand, b: GemmOperand, dtype: torch.dtype) -> float:
+    """Return the largest error of A B^T over the sum of the products' magnitudes.
+
+    What rounding the result to `dtype` takes is not counted.
+
+    Args:
+        a: [rows, depth], where it is to be multiplied.
+        b: [cols, depth].
+        dtype: of the result, BF16 or FP32.
+    """
+    truth, size = _truth(a, b)
+    rounding = 2.0**-8 if dtype == torch.bfloat16 else 0.0
+    found = multiply(a, b, dtype).cpu().double()
+    off = (found - truth).abs() - rounding * truth.abs()
+    return float((off.clamp(min=0.0) / size).max())
 
 
 def sample_operands(

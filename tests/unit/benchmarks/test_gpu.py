@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import gpu
 from benchmarks.gpu import PARTS, Part, command, file_name, run_part
+from megatron_snip.errors import UsageError
 
 
 def test_together_they_fit_into_ten_minutes() -> None:
@@ -51,14 +52,23 @@ def test_outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_part(part, tmp_path, 100.0, gpu=False)["failed"] == "exit status 1"
     (tmp_path / "step.json").unlink()
     monkeypatch.setattr(subprocess, "run", stand_in(3, None))
-    assert run_part(part, tmp_path, 100.0, gpu=False) == {"failed": "exit status 3"}
+    found = run_part(part, tmp_path, 100.0, gpu=False)
+    assert found.pop("wall_seconds") >= 0 and found == {"failed": "exit status 3"}
+    monkeypatch.setattr(subprocess, "run", stand_in(0, None))
+    assert run_part(part, tmp_path, 100.0, gpu=False)["failed"] == "it wrote nothing"
     assert run_part(part, tmp_path, 0.0, gpu=False) == {"failed": "no time was left"}
 
-    def slow(*_: Any, timeout: float, **__: Any) -> None:
+
+def test_what_was_measured_before_the_time_ran_out_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(arguments: list[str], timeout: float, **_: Any) -> None:
+        Path(arguments[-1]).write_text(json.dumps({"results": [1, 2]}))
         raise subprocess.TimeoutExpired("step", timeout)
 
     monkeypatch.setattr(subprocess, "run", slow)
-    assert run_part(part, tmp_path, 7.0, gpu=False) == {"failed": "not done after 7 s"}
+    found = run_part(Part("step", "--json", 10.0), tmp_path, 7.0, gpu=False)
+    assert found["failed"] == "not done after 7 s" and found["results"] == [1, 2]
 
 
 def test_one_file_of_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +83,32 @@ def test_one_file_of_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert gpu.main(["--output", str(output)]) == 1
     report = json.loads(output.read_text())
     assert set(report) == {"machine", *(part.name for part in PARTS)}
-    assert report["switch"] == {"failed": "exit status 1"}
-    assert gpu.main(["--output", str(output), "--only", "linear,step"]) == 0
-    assert set(json.loads(output.read_text())) == {"machine", "linear", "step"}
+    assert report["switch"]["failed"] == "exit status 1"
+    assert "failed" not in report["linear"]
+
+
+def test_parts_run_by_name_leave_the_others_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    goal = {"name": "fp8 over bf16", "value": 1.1, "least": 1.2, "most": None, "met": False}
+    monkeypatch.setattr(subprocess, "run", stand_in(0, {"goals": [goal]}))
+    output = tmp_path / "out.json"
+    output.write_text(json.dumps({"machine": "old", "step": {"old": 1}, "linear": {"old": 1}}))
+    assert gpu.main(["--output", str(output), "--only", "linear,device"]) == 0
+    report = json.loads(output.read_text())
+    assert list(report) == ["machine", "step", "linear", "device"]
+    assert report["step"] == {"old": 1} and "old" not in report["linear"]
+    assert report["machine"] != "old"
+    assert "missed: fp8 over bf16 1.100 (>= 1.2)" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="no part is called 'speed'; known: device, linear, "):
+        gpu.main(["--output", str(output), "--only", "linear,speed"])
+
+
+def test_a_page_gets_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ceilings = {"copy_gigabytes_per_s": 4300.0, "bf16_tflops": 780.0, "checks": [{"met": True}]}
+    monkeypatch.setattr(subprocess, "run", stand_in(0, ceilings))
+    page = tmp_path / "README.md"
+    page.write_text("<!-- bench:device -->\n<!-- /bench:device -->\n")
+    output = ["--output", str(tmp_path / "gpu.json"), "--only", "device"]
+    assert gpu.main([*output, "--readme", str(page)]) == 0
+    assert "| 4300 | 780 | 1 of 1 |" in page.read_text()

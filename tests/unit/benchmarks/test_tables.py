@@ -60,6 +60,13 @@ def test_every_table_has_the_columns_of_its_header() -> None:
         kernels={"results": [kernel]},
         step={"models": {"demo": model}},
         switch=SWITCH,
+        device={"copy_gigabytes_per_s": 9.0, "bf16_tflops": 0.1, "checks": [{"met": False}]},
+        refresh={
+            "iteration_s": 0.1,
+            "refresh_s": 0.3,
+            "ratio": 3.0,
+            "held_share_of_parameters": 1e-6,
+        },
     )
     for name in tables.TABLES:
         lines = tables.markdown(name, [found]).splitlines()
@@ -93,7 +100,7 @@ def test_between_markers_alone(tmp_path: Path) -> None:
 
 
 def test_markers_that_say_nothing_are_refused() -> None:
-    with pytest.raises(UsageError, match="no table is called 'speed'; known: linear, "):
+    with pytest.raises(UsageError, match="no table is called 'speed'; known: device, linear, "):
         tables.replaced("<!-- bench:speed -->\n<!-- /bench:speed -->\n", [])
     with pytest.raises(UsageError, match="has no '<!-- /bench:step -->' after it"):
         tables.replaced("<!-- bench:step -->\n", [])

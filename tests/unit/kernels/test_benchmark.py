@@ -76,3 +76,17 @@ def test_a_gpu_is_timed_by_its_events(monkeypatch):
     inputs = [torch.zeros(1), torch.ones(1)]
     assert kernels.time_on_gpu(lambda x: seen.append(float(x)), inputs, 12) == 2e-3
     assert seen == [0, 1, 0, *[0, 1] * 6] and len(held) == 2
+
+
+def test_goals_are_bandwidths_and_ratios():
+    results = [
+        kernels.Result("fp8 1x128 payload", 1.0, 9.0, 0.9, 0.85),
+        kernels.Result("fp8 128x1 payload, transposed", 1.0, 9.0, 0.7, 0.8),
+        kernels.Result("fp8 both payloads", 1.0, 9.0, 0.9, None),
+    ]
+    found = {goal["name"]: (goal["value"], goal["met"]) for goal in kernels.goals(results)}
+    assert found == {
+        "fp8 1x128 payload, of the copy's bandwidth": (0.9, True),
+        "fp8 128x1 payload, transposed, of the copy's bandwidth": (0.7, False),
+        "two kernels / both directions at once": (2.0, True),
+    }
