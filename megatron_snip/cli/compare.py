@@ -16,9 +16,9 @@ from types import FrameType
 from typing import NoReturn
 
 from rich import box
-from rich.console import Console
 from rich.table import Table as RichTable
 
+from megatron_snip.cli.plan_tables import plain_console
 from megatron_snip.comparison.pool import Event, Pool
 from megatron_snip.comparison.process import TrainingProcess
 from megatron_snip.comparison.run import Run
@@ -33,6 +33,7 @@ from megatron_snip.comparison.table import Table, make_tables
 from megatron_snip.comparison.text import columns, markdown, to_json
 from megatron_snip.flags import add_flags, given_values
 from megatron_snip.planning.json_file import write_atomic
+from megatron_snip.reporting.report.words import printable
 
 INTERRUPTED = 130
 
@@ -158,14 +159,14 @@ def _write(
 
 
 def _show(tables: tuple[Table, ...]) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = plain_console(160)
     for table in tables:
         head, *rows = columns(table)
         shown = RichTable(box=box.SIMPLE, title=table.title, title_justify="left")
         for k, heading in enumerate(head):
             shown.add_column(heading, justify="left" if k == 0 else "right")
         for row in rows:
-            shown.add_row(*row)
+            shown.add_row(*map(printable, row))
         console.print(shown)
 
 

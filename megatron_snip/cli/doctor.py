@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from megatron_snip.cli.plan_tables import plain_console
 from megatron_snip.errors import SnipError
 from megatron_snip.formats import FORMATS
 from megatron_snip.reporting.run_directory import versions
@@ -49,8 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what was found; return 0, or 1 if `--patches` finds a seam that cannot be used."""
-    # A pipe has no width of its own; names must not be broken there.
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = plain_console(200)
     _print_versions(console)
     _print_devices(console)
     _print_formats(console)
@@ -150,7 +149,7 @@ def _print_formats(console: Console) -> None:
             table.add_row(backend, ", ".join(formats), why)
     console.print(table)
     choice = dispatch.explain()
-    console.print(f"simulate quantizes by {choice.path} ({choice.reason})", markup=False)
+    console.print(f"simulate quantizes by {choice.path} ({choice.reason})")
 
 
 def _print_seams(console: Console, states: list[SeamState]) -> None:
@@ -169,7 +168,7 @@ def _print_seams(console: Console, states: list[SeamState]) -> None:
         table.add_row(entry.name, entry.when, entry.state.word, told)
     console.print(table)
     for detail in dict.fromkeys(e.state.detail for e in states if e.state.detail):
-        console.print(detail, markup=False)
+        console.print(detail)
 
 
 def _table(*columns: str) -> RichTable:

@@ -11,6 +11,7 @@ from rich.table import Table as RichTable
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
+from megatron_snip.reporting.report.words import printable
 
 MAX_ROWS = 1500
 """Linears that are listed one by one; larger models are summed up by kind."""
@@ -44,10 +45,14 @@ def _members(problem: PlanningProblem) -> dict[int, list[LinearChoices]]:
     return dict(sorted(members.items()))
 
 
-def plain_console() -> Console:
-    """Return a console that prints names as they are, and in full where output is piped."""
-    # A pipe has no width of its own; names must not be cut there.
-    width = None if sys.stdout.isatty() else 1000
+def plain_console(piped_width: int = 1000) -> Console:
+    """Return a console that prints text as it is: what comes from files is no markup.
+
+    Args:
+        piped_width: characters a line where output is piped; a pipe has no width of its own, and
+            names must not be cut there.
+    """
+    width = None if sys.stdout.isatty() else piped_width
     return Console(width=width, highlight=False, markup=False, emoji=False)
 
 
@@ -66,7 +71,7 @@ def linear_table(
     for linear in problem.linears:
         option = plan.linears[linear.name]
         cost = _cost(linear.options, option)
-        row = [linear.name, str(linear.stage), str(option)]
+        row = [printable(linear.name), str(linear.stage), str(option)]
         row += [f"{_loss(linear.options, option):.4g}", f"{cost.saving:.3g}"]
         row.append(f"{linear.flops / total:.4%}")
         if previous is not None:
@@ -88,7 +93,7 @@ def _kind_table(plan: PrecisionPlan, problem: PlanningProblem) -> RichTable:
     for option in options:
         table.add_column(option, justify="right")
     for kind, by_option in counts.items():
-        table.add_row(kind, *(str(by_option.get(option, 0)) for option in options))
+        table.add_row(printable(kind), *(str(by_option.get(option, 0)) for option in options))
     return table
 
 

@@ -9,17 +9,17 @@ import argparse
 import csv
 import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from megatron_snip.cli.plan_tables import plain_console
 from megatron_snip.errors import UsageError
 from megatron_snip.planning.json_file import read_json, write_atomic
 from megatron_snip.reporting.divergence_record import divergence_record
+from megatron_snip.reporting.report.words import printable
 
 FIELDS = (
     "loss_divergence",
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     rows = table_rows(value)
     if args.sort != "model":
         rows.sort(key=lambda row: -_number(row[args.sort]))
-    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    console = plain_console(200)
     console.print(_table(rows, record.step, value))
     output = args.output or args.run / "statistics" / f"{record.step}.csv"
     _save(output, to_csv(rows))
@@ -154,7 +154,8 @@ def _table(rows: list[dict[str, Any]], step: int, value: dict[str, Any]) -> Tabl
     for field in FIELDS:
         table.add_column(field.replace("_", " "), justify="right")
     for row in rows:
-        table.add_row(row["linear"], row["option"], *(_shown(row[field]) for field in FIELDS))
+        names = printable(row["linear"]), printable(row["option"])
+        table.add_row(*names, *(_shown(row[field]) for field in FIELDS))
     return table
 
 

@@ -57,7 +57,7 @@ def run_rank(config: TrainConfig) -> TrainingResult:
         SnipError: if a rank cannot go on; every rank raises.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    console = Console() if rank == 0 else None
+    console = _console() if rank == 0 else None
     set_up_logging(console)
     check_run(config, world_size)
     on_cpu = cpu.install()
@@ -97,11 +97,16 @@ def run_session(config: TrainConfig, console: Console | None) -> TrainingResult:
         saver = Saver(config, checkpoints, requests, hook.state)
         result = train(config, state, datasets, hook, listener, start, saver)
     if console is not None:
-        wide = console if console.is_terminal else Console(width=120)  # a pipe has no width
+        wide = console if console.is_terminal else _console(120)  # a pipe has no width
         for table in summary.tables():
             wide.print(table)
         print_summary(config, result, console, _written(config.run_dir))
     return result
+
+
+def _console(width: int | None = None) -> Console:
+    """Return a console that prints names as they are: a folder may be called `[/runs]`."""
+    return Console(width=width, markup=False, emoji=False)
 
 
 def make_reporter(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_snip.__main__ import main
+from megatron_snip.cli import doctor
 from megatron_snip.cli.doctor import how, reasons, seam_states
 from megatron_snip.formats import FORMATS
 from megatron_snip.kernels import dispatch
@@ -20,6 +21,19 @@ def test_everything_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     for word in ("megatron-core", "torch", "transformer-engine", "cores", "cuda", *FORMATS):
         assert word in text
     assert "train-step" not in text
+
+
+def test_what_others_say_is_printed_as_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions and reasons come from other packages."""
+    hostile = "1.0+[/foo] :smile:"
+    monkeypatch.setattr(doctor, "versions", lambda: {"torch": hostile})
+    machine = Machine((10, 0), te_version=hostile, te_unavailable={"mxfp8": hostile})
+    monkeypatch.setattr(te_support, "this_machine", lambda with_te: machine)
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert text.count(hostile) >= 2
 
 
 @pytest.mark.parametrize(

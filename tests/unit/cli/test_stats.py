@@ -79,6 +79,19 @@ def test_what_cannot_be_done_is_one_line(
     assert "Traceback" not in err
 
 
+def test_names_are_printed_as_they_are(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run / "divergences" / "30.json"
+    value = json.loads(path.read_text())
+    value["linears"][0]["name"] = name = "decoder.layers.0.[/foo] :smile: \x1b[2J"
+    path.write_text(json.dumps(value))
+    assert main(["stats", str(run), "--output", str(run / "[bold]x.csv")]) == 0
+    text = capsys.readouterr().out
+    assert "decoder.layers.0.[/foo] :smile: \\x1b[2J" in text and "\x1b" not in text
+    assert "[bold]x.csv" in text
+    rows = list(csv.DictReader((run / "[bold]x.csv").open()))
+    assert rows[0]["linear"] == name  # the file holds what was measured
+
+
 def test_a_run_without_refreshes_and_a_damaged_file_are_refused(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

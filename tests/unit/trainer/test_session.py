@@ -11,7 +11,12 @@ from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.reporting.summary import SummaryReporter
 from megatron_snip.trainer.checks import check_run_dir
 from megatron_snip.trainer.config import make_train_config
-from megatron_snip.trainer.session import make_reporter
+from megatron_snip.trainer.session import _console, make_reporter
+
+
+def test_folders_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    _console(80).print("runs/[/foo]/:smile:")
+    assert capsys.readouterr().out == "runs/[/foo]/:smile:\n"
 
 
 def test_ranks_without_a_directory_report_nothing() -> None:
