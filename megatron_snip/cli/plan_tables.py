@@ -11,7 +11,6 @@ from rich.table import Table as RichTable
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
-from megatron_snip.reporting.report.words import printable
 
 MAX_ROWS = 1500
 """Linears that are listed one by one; larger models are summed up by kind."""
@@ -71,7 +70,7 @@ def linear_table(
     for linear in problem.linears:
         option = plan.linears[linear.name]
         cost = _cost(linear.options, option)
-        row = [printable(linear.name), str(linear.stage), str(option)]
+        row = [linear.name, str(linear.stage), str(option)]
         row += [f"{_loss(linear.options, option):.4g}", f"{cost.saving:.3g}"]
         row.append(f"{linear.flops / total:.4%}")
         if previous is not None:
@@ -93,7 +92,7 @@ def _kind_table(plan: PrecisionPlan, problem: PlanningProblem) -> RichTable:
     for option in options:
         table.add_column(option, justify="right")
     for kind, by_option in counts.items():
-        table.add_row(printable(kind), *(str(by_option.get(option, 0)) for option in options))
+        table.add_row(kind, *(str(by_option.get(option, 0)) for option in options))
     return table
 
 
