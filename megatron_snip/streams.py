@@ -6,6 +6,8 @@ for what they all hold, so results do not depend on the layout.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from megatron_snip.quantizers.stream import StochasticStream, StreamKey, StreamLayout
@@ -54,6 +56,46 @@ def random_signs(
         local_in //= placement.tensor.size
         rows, cols, num_cols = range(local_out), range(local_in), local_in
         bits = StochasticStream(key, layout).bits16(rows, cols, num_cols, device)
+    return _signs(bits)
+
+
+def channel_signs(
+    seed: int,
+    placement: Placement,
+    step: int,
+    draw: int,
+    axis: Literal["input", "output", "whole"],
+    count: int,
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """Return `count` random signs +-1 for every channel of the shard, [count, channels] FP32.
+
+    Args:
+        seed: the run's seed.
+        placement: which linear and shard.
+        step: training step (0-based).
+        draw: which of the step's probes.
+        axis: channels of the input (in_features), of the output (out_features), or one for all.
+        count: signs a channel.
+        device: where to draw; the numbers are the same everywhere.
+    """
+    layout, channels = StreamLayout(), 1
+    if axis == "input":
+        channels = placement.in_features
+        if placement.kind == "row":
+            layout = _sharded(placement, channels, 1)
+            channels //= placement.tensor.size
+    elif axis == "output":
+        channels = placement.out_features
+        if placement.kind == "column":
+            layout = _sharded(placement, channels, placement.num_chunks)
+            channels //= placement.tensor.size
+    key = StreamKey(seed, placement.instance, step, draw, f"sketch.{axis}")
+    bits = StochasticStream(key, layout).bits16(range(count), range(channels), channels, device)
+    return _signs(bits)
+
+
+def _signs(bits: torch.Tensor) -> torch.Tensor:
     return torch.bitwise_and(bits, 1).to(torch.float32).mul_(2).sub_(1)
 
 

@@ -3,7 +3,7 @@
     (sum_t a_t)^2 = sum_t a_t^2 + sum_{t != u} a_t a_u        diagonal and off-diagonal
 
 Both scale without bias from the pairs sampled to the pairs there are, and add up over shards,
-microbatches and ranks before they are joined.
+microbatches and ranks before they are joined. The sums themselves go to `sketch.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 def coherent_parts(
     terms: torch.Tensor, noise: torch.Tensor | None, num_tokens: int
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Estimate sum_c (sum over all tokens of terms_tc)^2 from sampled tokens, without bias.
 
     sum_t a_t^2 over the sample stands for the diagonal, (sum_t a_t)^2 - sum_t a_t^2 for the
@@ -26,16 +26,17 @@ def coherent_parts(
         num_tokens: M >= R.
 
     Returns:
-        [2] FP64: diagonal less noise, off-diagonal.
+        [2] FP64: diagonal less noise, off-diagonal; and [C] FP64, the sums over all tokens.
     """
     sampled = terms.shape[0]
     diagonal = terms.square().sum(dtype=torch.float64)
-    off_diagonal = terms.sum(dim=0, dtype=torch.float64).square().sum() - diagonal
+    sums = terms.sum(dim=0, dtype=torch.float64)
+    off_diagonal = sums.square().sum() - diagonal
     signal = diagonal if noise is None else diagonal - noise.sum(dtype=torch.float64)
     whole, pairs = num_tokens / max(sampled, 1), 0.0
     if sampled > 1:
         pairs = num_tokens * (num_tokens - 1) / (sampled * (sampled - 1))
-    return torch.stack([signal * whole, off_diagonal * pairs])
+    return torch.stack([signal * whole, off_diagonal * pairs]), sums * whole
 
 
 def coherent_square(diagonal: float, off_diagonal: float, all_sampled: bool) -> float:

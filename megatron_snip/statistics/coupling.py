@@ -29,11 +29,10 @@ most of the chance out of it. Neither turns on how a single element was rounded,
 <dG, eY> over all tokens and channels does. Gradients are rounded without bias, so bwd^2 has no
 such part; benchmarks/fidelity.py shows the evidence.
 
-The sums run over R sampled of a microbatch's M tokens; squares of sums over its tokens are
-estimated without bias from the sample. Two approximations: microbatches are taken as independent
-(their squares add; what a weight's rounding does to several of them alike is left out, up to a
-factor of their number in the square), and rounding noise in dG and dX (BF16) is subtracted where
-they enter squared themselves, not in their products with W.
+The sums over t run over the tokens of all microbatches, of each over R sampled of its M; squares of
+sums over one's tokens are estimated without bias from the sample (coherence.py), and what several
+have in common is added from sketches (sketch.py). One approximation: rounding noise in dG and dX
+(BF16) is subtracted where they enter squared themselves, not in their products with W.
 """
 
 from __future__ import annotations
@@ -51,6 +50,7 @@ from megatron_snip.statistics.changes import Changes, take_changes
 from megatron_snip.statistics.coherence import coherent_parts
 from megatron_snip.statistics.observation import Observation, SampledRows
 from megatron_snip.statistics.recorder import MeasureSettings
+from megatron_snip.statistics.sketch import Signs, sketch
 from megatron_snip.streams import grad_output_stream
 from megatron_snip.topology import Placement
 from megatron_snip.types import Gemm, Operand
@@ -70,6 +70,7 @@ def couple(
     weight: torch.Tensor,
     observations: Sequence[Observation],
     settings: MeasureSettings,
+    draw: int = 0,
 ) -> str | None:
     """All ranks of the linear's tensor axis: add one probe's part to the observations.
 
@@ -78,6 +79,7 @@ def couple(
         weight: W [N, K] of this shard, not perturbed.
         observations: its microbatches, the same number on all these ranks.
         settings: what the refresh measures; formats in the observations' order.
+        draw: which probe.
 
     Returns:
         Why it failed on this rank (then zeros took part in the sums), or None.
@@ -95,13 +97,15 @@ def couple(
         products = [_nothing(weight, o, len(settings.formats)) for o in visited]
     for product in products:
         sum_over(product.over_n if placement.kind == "column" else product.over_k, group)
+    signs = None
     try:
+        signs = Signs.of(placement, settings.seed, settings.step, draw, weight.device)
         for i, (seen, product) in enumerate(zip(visited, products, strict=True)):
-            _add_channels(placement, seen, product, settings)
+            _add_channels(placement, seen, product, settings, signs)
             per_token[i] = _scale_terms(product)
     except Exception as error:
         failure = failure or f"{placement.name}: {type(error).__name__}: {error}"
-    _add_scales(placement, visited, per_token, settings.num_probes)
+    _add_scales(placement, visited, per_token, settings.num_probes, signs)
     for seen in visited:
         seen.probed = None
     return failure
@@ -146,32 +150,54 @@ def _nothing(weight: torch.Tensor, seen: Observation, num_formats: int) -> _Prod
 
 
 def _add_channels(
-    placement: Placement, seen: Observation, product: _Products, settings: MeasureSettings
+    placement: Placement,
+    seen: Observation,
+    product: _Products,
+    settings: MeasureSettings,
+    signs: Signs,
 ) -> None:
     """Add the sums over channels of squares: fwd^2 and bwd^2 of each format, and scale^2."""
+    tokens, changes, probes = seen.grad.numel(), product.changes, settings.num_probes
     input_share, output_share = _shares(placement)
-    tokens, changes = seen.grad.numel(), product.changes
-    by_grad, by_input = product.over_n[0], product.over_k[0]
-
-    def add(
-        to: torch.Tensor, terms: torch.Tensor, noise: torch.Tensor | None, share: float
-    ) -> None:
-        to += coherent_parts(terms, noise, tokens) * (share / settings.num_probes)
-
-    output = product.over_k[1]
+    inputs = _Channels(signs.input, input_share, tokens, probes)
+    outputs = _Channels(signs.output, output_share, tokens, probes)
+    by_grad, by_input, output = product.over_n[0], product.over_k[0], product.over_k[1]
     noise = _scaled(changes.grad_noise, output)
-    add(seen.scalings[1], changes.grad * output, noise, output_share)
+    outputs.add(seen.scalings[1], seen.sketches[1], changes.grad * output, noise)
     for f in range(len(settings.formats)):
         input_error, grad_error = _row_errors(placement, seen, settings, f)
         forward, backward = seen.couplings[f]
+        across_forward, across_backward, _ = seen.sketches[2 + 3 * f : 5 + 3 * f]
         by_weight = product.over_k[2 + f]
         noise = _scaled(changes.grad_noise, by_weight)
-        add(forward, changes.grad * by_weight, noise, output_share)
-        add(forward, by_grad * input_error, None, input_share)
+        outputs.add(forward, across_forward, changes.grad * by_weight, noise)
+        inputs.add(forward, across_forward, by_grad * input_error, None)
         by_weight = product.over_n[1 + f]
         noise = _scaled(changes.input_noise, by_weight)
-        add(backward, changes.input * by_weight, noise, input_share)
-        add(backward, by_input * grad_error, None, output_share)
+        inputs.add(backward, across_backward, changes.input * by_weight, noise)
+        outputs.add(backward, across_backward, by_input * grad_error, None)
+
+
+@dataclass(frozen=True)
+class _Channels:
+    """How terms of a shard's in_features, or of its out_features, are added."""
+
+    signs: torch.Tensor  # [WIDTH, C]
+    share: float  # 1 / ranks that hold the same channels
+    num_tokens: int
+    num_probes: int
+
+    def add(
+        self,
+        square: torch.Tensor,
+        across: torch.Tensor,
+        terms: torch.Tensor,
+        noise: torch.Tensor | None,
+    ) -> None:
+        """Add [R, C] terms of the sampled tokens to a square's parts and to its sketch."""
+        parts, sums = coherent_parts(terms, noise, self.num_tokens)
+        square += parts * (self.share / self.num_probes)
+        across += sketch(self.signs, sums) * (self.share / self.num_probes**0.5)
 
 
 def _scale_terms(product: _Products) -> torch.Tensor:
@@ -187,15 +213,19 @@ def _add_scales(
     visited: Sequence[Observation],
     per_token: Sequence[torch.Tensor],
     num_probes: int,
+    signs: Signs | None,
 ) -> None:
     """All ranks of the tensor axis: add scale^2 of all channels together."""
     joined = torch.cat(list(per_token), dim=1)
     if placement.kind == "column":  # a row-parallel linear's ranks all hold the whole output
         sum_over(joined, placement.tensor.group)
     pieces = torch.split(joined, [part.shape[1] for part in per_token], dim=1)
+    if signs is None:  # this rank failed
+        return
+    whole = 1.0 / placement.tensor.size
     for seen, (terms, noise) in zip(visited, pieces, strict=True):
-        parts = coherent_parts(terms[:, None], noise[:, None], seen.grad.numel())
-        seen.scalings[0] += parts / (num_probes * placement.tensor.size)
+        channel = _Channels(signs.whole, whole, seen.grad.numel(), num_probes)
+        channel.add(seen.scalings[0], seen.sketches[0], terms[:, None], noise[:, None])
 
 
 def _row_errors(

@@ -57,6 +57,9 @@ class Observation:
         couplings: [F, 2, 2] FP64, of fwd^2 over channels and of bwd^2, times eps^2: the parts that
             `coupling.coherent_square` joins; zeros before the probe.
         scalings: [2, 2] FP64, of scale^2 as a whole and over channels, times eps^2; likewise.
+        sketches: [2 + 3 F, WIDTH] FP64, what microbatches have in common (sketch.py): of scale as a
+            whole and over channels, then of each format's fwd, bwd (all times eps) and D * eW.
+        wgrad: [WIDTH] FP64, sketch of this shard's dW; not summed over tensor-parallel ranks.
         probe: [4] FP64, |dX|^2 and its noise, |dG|^2 and its noise, over the sampled tokens.
         sampled: tensors of the sampled tokens, until the probe has used them.
         probed: what the probe changed there, until it has been coupled.
@@ -71,6 +74,8 @@ class Observation:
     grad: torch.Tensor
     couplings: torch.Tensor
     scalings: torch.Tensor
+    sketches: torch.Tensor
+    wgrad: torch.Tensor
     probe: torch.Tensor
     sampled: SampledRows | None = None
     probed: ProbedRows | None = None
@@ -85,6 +90,7 @@ class Observation:
             self.grad,
             self.couplings,
             self.scalings,
+            self.sketches,
             self.probe,
         ]
 
@@ -98,5 +104,6 @@ class Observation:
             self.grad,
             self.couplings,
             self.scalings,
+            self.sketches,
             self.probe,
         ) = parts

@@ -1,4 +1,4 @@
-"""Taking the chance out of scale^2 with what linears of the same kind have in common.
+"""Taking the chance out of estimates with what linears of the same kind have in common.
 
 scale^2 = E_r (sum_t <dG_t, Y_t> / eps)^2 of one linear (coupling.py) is known from one sample a
 probe, a chi-square of one degree of freedom: it scatters by 1.4 of itself. Its sum over channels
@@ -19,7 +19,7 @@ import math
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 PRIOR = 3.0
 CAP = 16.0
@@ -34,27 +34,50 @@ def kind_of(name: str) -> str:
 def pooled_squares(
     names: Sequence[str], squares: Sequence[float], channel_squares: Sequence[float]
 ) -> list[float]:
-    """Return the pooled scale^2 of each linear, >= 0; a NaN spreads to its kind.
+    """Return the pooled scale^2 of each linear, >= 0; a NaN stays with its linear.
 
     Args:
         names: of the linears.
         squares: scale^2 as sampled.
         channel_squares: its sum over channels apart; 0 where the probe changed nothing.
     """
+    return _pooled(names, squares, channel_squares, _capped_mean)
+
+
+def pooled_across(
+    names: Sequence[str], across: Sequence[float], squares: Sequence[float]
+) -> list[float]:
+    """Return what microbatches have in common, pooled likewise.
+
+    How much of it there is for each |s_m|^2 is a matter of the format and of the GEMM, and a sketch
+    (sketch.py) knows it to 0.18 of the whole only: too little to rank linears of about one size.
+
+    Args:
+        names: of the linears.
+        across: sum_{m != m'} <s_m, s_m'> as sketched, of either sign.
+        squares: sum_m |s_m|^2; 0 where nothing was seen.
+    """
+    return _pooled(names, across, squares, lambda ratios: sum(ratios) / len(ratios))
+
+
+def _pooled(
+    names: Sequence[str],
+    values: Sequence[float],
+    sizes: Sequence[float],
+    mean: Callable[[Sequence[float]], float],
+) -> list[float]:
     ratios: dict[str, list[float]] = defaultdict(list)
-    for name, square, channel in zip(names, squares, channel_squares, strict=True):
-        if channel != 0:
-            ratios[kind_of(name)].append(square / channel)
-    means = {kind: _capped_mean(known) for kind, known in ratios.items()}
+    for name, value, size in zip(names, values, sizes, strict=True):
+        if size != 0 and math.isfinite(value / size):
+            ratios[kind_of(name)].append(value / size)
+    means = {kind: mean(known) for kind, known in ratios.items()}
     pooled = []
-    for name, square, channel in zip(names, squares, channel_squares, strict=True):
+    for name, value, size in zip(names, values, sizes, strict=True):
         rho = means.get(kind_of(name), 0.0)
-        pooled.append((square + PRIOR * rho * channel) / (1 + PRIOR) if channel != 0 else square)
+        pooled.append((value + PRIOR * rho * size) / (1 + PRIOR) if size != 0 else value)
     return pooled
 
 
 def _capped_mean(ratios: Sequence[float]) -> float:
-    if any(map(math.isnan, ratios)):
-        return math.nan
     cap = CAP * statistics.median(ratios)
     return sum(min(ratio, cap) for ratio in ratios) / len(ratios)

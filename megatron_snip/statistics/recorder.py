@@ -26,6 +26,7 @@ from megatron_snip.statistics.measure import (
 )
 from megatron_snip.statistics.observation import Observation, SampledRows
 from megatron_snip.statistics.sampling import sampled_rows
+from megatron_snip.statistics.sketch import WIDTH, Signs
 from megatron_snip.statistics.tap import all_tokens, tap
 from megatron_snip.streams import grad_output_stream
 from megatron_snip.topology import Placement, TensorAxis, Topology
@@ -82,6 +83,7 @@ class _Local:
     weight_norms: torch.Tensor  # [2]: |W|^2, |dW|^2
     input_norm: torch.Tensor  # |X|^2
     errors: torch.Tensor  # [F, 5]
+    sketches: torch.Tensor  # [1 + F, WIDTH] of dW, then of D * eW of each format
     amax: tuple[torch.Tensor, torch.Tensor] | None  # of X and G, where a format asks
 
 
@@ -153,6 +155,8 @@ class Recorder:
         row = placement.kind == "row"
         partial = [exact.output] if row else []
         sums, first, errors = None if row else _OutputSums.of(exact.output), [], []
+        signs = self._signs(placement, operands)
+        sketches = [signs.of_matrix(exact.weight_gradient)]
         stream = grad_output_stream(self.settings.seed, placement, self.settings.step, microbatch)
         for name in self.settings.formats:
             e = format_errors(operands, exact, name, stream)
@@ -162,9 +166,11 @@ class Recorder:
                 sums.add(e.output, exact.output)
             first.append((operands.grad_output * e.output).sum(dim=-1, dtype=torch.float64))
             wgrad = squared_norm(e.weight_gradient)
-            weighted = torch.zeros_like(wgrad)  # a frozen weight has no update to change
-            if sensitivity is not None:
-                weighted = squared_norm(e.weight_gradient * sensitivity)
+            weighted, common = torch.zeros_like(wgrad), torch.zeros_like(sketches[0])
+            if sensitivity is not None:  # a frozen weight has no update to change
+                change = e.weight_gradient * sensitivity
+                weighted, common = squared_norm(change), signs.of_matrix(change)
+            sketches.append(common)
             errors.append(
                 torch.stack([e.input_square, e.weight_square, e.grad_square, wgrad, weighted])
             )
@@ -176,8 +182,13 @@ class Recorder:
             torch.stack(weight_norms),
             squared_norm(operands.input),
             torch.stack(errors),
+            torch.stack(sketches),
             self._amax(operands),
         )
+
+    def _signs(self, placement: Placement, operands: Operands) -> Signs:
+        s = self.settings
+        return Signs.of(placement, s.seed, s.step, 0, operands.weight.device)
 
     def _amax(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor] | None:
         if not any(needs_tensor_amax(get_format(name)) for name in self.settings.formats):
@@ -206,6 +217,7 @@ class Recorder:
             wide(2),
             wide(),
             wide(num_formats, 5),
+            wide(1 + num_formats, WIDTH),
             None,
         )
 
@@ -238,6 +250,8 @@ class Recorder:
                 local.weight_norms[1],
             ]
         )
+        sketches = errors.new_zeros((2 + 3 * len(errors), WIDTH))
+        sketches[4::3] = local.sketches[1:]
         x, g = operands.input, operands.grad_output
         return Observation(
             microbatch=microbatch,
@@ -249,6 +263,8 @@ class Recorder:
             grad=grad,
             couplings=errors.new_zeros((len(errors), 2, 2)),
             scalings=errors.new_zeros((2, 2)),
+            sketches=sketches,
+            wgrad=local.sketches[0],
             probe=errors.new_zeros(4),
             sampled=SampledRows(x[rows], g[rows], *(local.amax or (None, None))),
         )

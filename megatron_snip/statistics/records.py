@@ -27,7 +27,8 @@ class FormatStatistics:
         forward_channel_square: fwd^2, update change through eY (probe), channels apart.
         forward_scale_square: c^2 scale^2, update change through c Y, channels together.
         backward_square: bwd^2, update change through eX (probe).
-        local_square: loc^2 = |D * eW|^2, update change through eW.
+        local_square: loc^2 = |D * eW|^2, update change through eW; like the squares above of the
+            sum over microbatches, what they have in common estimated (sketch.py).
         output_error_square: sum |eY|^2.
         input_error_square: sum |Q(X) - X|^2.
         weight_error_square: |Q(W) - W|^2, summed over microbatches.
@@ -132,6 +133,10 @@ class StatisticsTable:
 COUPLINGS = ("forward_channel_square", "backward_square")
 SCALES = ("scale_square", "scale_channel_square")
 """Fields that travel in two parts each (coherence.py), of a format and of a linear."""
+
+ACROSS = SCALES
+ACROSS_BY_FORMAT = (*COUPLINGS, "local_square")
+"""Fields to which microbatches add what they have in common, in the order of the sketches."""
 
 BASE_COLUMNS: tuple[str, ...] = tuple(
     f.name

@@ -4,7 +4,7 @@
 2. Per token, products are formed:   fisher         = 1/2 sum_t |eY_t|^2 |G_t|^2 T / N
                                      aligned_fisher = 1/2 sum_t <G_t, eY_t>^2 T
 3. One all-reduce of a float64 table [1 + linears, columns] over all ranks; the first row carries
-   the loss.
+   the loss, the last columns what microbatches have in common (sketch.py).
 
 G as seen in a pass over n microbatches is n times too small and, before the mean over data
 ranks, `data.size` times too large for the batch-mean loss of those microbatches; the former is
@@ -23,8 +23,10 @@ import torch
 from megatron_snip.collectives import sum_over
 from megatron_snip.statistics.coherence import coherent_square
 from megatron_snip.statistics.observation import Observation
-from megatron_snip.statistics.pooling import pooled_squares
+from megatron_snip.statistics.pooling import pooled_across, pooled_squares
 from megatron_snip.statistics.records import (
+    ACROSS,
+    ACROSS_BY_FORMAT,
     BASE_COLUMNS,
     COUPLINGS,
     FORMAT_COLUMNS,
@@ -33,6 +35,7 @@ from megatron_snip.statistics.records import (
     LinearStatistics,
     StatisticsTable,
 )
+from megatron_snip.statistics.sketch import WIDTH, across, own_squares
 from megatron_snip.topology import Placement, TensorAxis, Topology
 
 BASE_WIDTH = len(BASE_COLUMNS) + 2 * len(SCALES)
@@ -130,7 +133,8 @@ def reduce_statistics(inputs: ReduceInputs, topology: Topology) -> StatisticsTab
 
 def _local_table(inputs: ReduceInputs, topology: Topology) -> torch.Tensor:
     """Return this rank's contribution; every linear's tensor rank 0 speaks for its axis."""
-    width = BASE_WIDTH + len(inputs.formats) * FORMAT_WIDTH
+    sketches = (len(ACROSS) + len(inputs.formats) * len(ACROSS_BY_FORMAT)) * (WIDTH + 1)
+    width = BASE_WIDTH + len(inputs.formats) * FORMAT_WIDTH + sketches
     table = torch.zeros((1 + len(inputs.linears), width), dtype=torch.float64)
     index = {linear.name: 1 + i for i, linear in enumerate(inputs.linears)}
     table[0, 0], table[0, 1] = inputs.loss_sum, inputs.loss_count
@@ -205,18 +209,28 @@ def _row(
         }
         values += [by_name[name] for name in FORMAT_COLUMNS] + list(couplings.flatten())
     device = seen.grad.device
+    columns = [torch.as_tensor(v, dtype=torch.float64, device=device) for v in values]
     # One copy to the CPU a row: each would wait for the device.
-    return torch.stack(
-        [torch.as_tensor(v, dtype=torch.float64, device=device) for v in values]
-    ).cpu()
+    return torch.cat([torch.stack(columns), _sketches(seen, inputs, update_square)]).cpu()
+
+
+def _sketches(seen: Observation, inputs: ReduceInputs, update_square: float) -> torch.Tensor:
+    """Return one microbatch's sketches and their squares, flat, in the units of the table."""
+    factors = torch.full_like(seen.sketches[:, :1], inputs.grad_scale / inputs.eps)
+    first = len(ACROSS) + ACROSS_BY_FORMAT.index("local_square")
+    factors[first :: len(ACROSS_BY_FORMAT)] = inputs.grad_scale / update_square**0.5
+    return own_squares(seen.sketches * factors).flatten()
 
 
 def _decode(inputs: ReduceInputs, table: torch.Tensor) -> StatisticsTable:
-    rows: Sequence[Sequence[float]] = table.tolist()
+    columns = BASE_WIDTH + len(inputs.formats) * FORMAT_WIDTH
+    rows: Sequence[Sequence[float]] = table[:, :columns].tolist()
     linears = [
         _linear(info, row, inputs.formats)
         for info, row in zip(inputs.linears, rows[1:], strict=True)
     ]
+    sketched = table[1:, columns:].reshape(len(linears), -1, WIDTH + 1)
+    linears = _with_across(linears, inputs.formats, across(sketched).T.tolist())
     loss_sum, loss_count = rows[0][0], rows[0][1]
     loss = loss_sum / loss_count if loss_count else None
     return StatisticsTable(inputs.step, loss, inputs.eps, tuple(_with_scales(linears)))
@@ -241,6 +255,34 @@ def _linear(info: LinearInfo, row: Sequence[float], formats: Sequence[str]) -> L
         **base,
         formats=by_format,
     )
+
+
+def _with_across(
+    linears: Sequence[LinearStatistics], formats: Sequence[str], common: Sequence[Sequence[float]]
+) -> list[LinearStatistics]:
+    """Add what microbatches have in common (common[quantity][linear]) to what they give each."""
+    names, given = [s.name for s in linears], iter(common)
+    base = {field: _sums([getattr(s, field) for s in linears], next(given)) for field in ACROSS}
+    by_format: dict[str, dict[str, list[float]]] = {}
+    for name in formats:
+        by_format[name] = {}
+        for field in ACROSS_BY_FORMAT:
+            apart = [getattr(s.formats[name], field) for s in linears]
+            by_format[name][field] = _sums(apart, pooled_across(names, next(given), apart))
+    found = []
+    for i, s in enumerate(linears):
+        whole: dict[str, Any] = {field: sums[i] for field, sums in base.items()}
+        whole["formats"] = {
+            name: replace(f, **{field: sums[i] for field, sums in by_format[name].items()})
+            for name, f in s.formats.items()
+        }
+        found.append(replace(s, **whole))
+    return found
+
+
+def _sums(apart: Sequence[float], common: Sequence[float]) -> list[float]:
+    """A square is >= 0; NaN stays."""
+    return [0.0 if a + c < 0 else a + c for a, c in zip(apart, common, strict=True)]
 
 
 def _joined(names: Sequence[str], parts: Sequence[float], all_sampled: bool) -> dict[str, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,12 +18,14 @@ import torch
 from megatron_snip.collectives import attempt, confirm, sum_over
 from megatron_snip.log import warn_once
 from megatron_snip.statistics.coupling import couple
+from megatron_snip.statistics.observation import Observation
 from megatron_snip.statistics.probe import Comparer, ProbedWeight, perturb, probe_step, restore
 from megatron_snip.statistics.probe_quality import poor_probe_warning
 from megatron_snip.statistics.recorder import MeasureSettings, Recorder
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.reduce import LinearInfo, ReduceInputs, reduce_statistics
 from megatron_snip.statistics.sensitivity import PlannedWeight, Sensitivity, gather_sensitivity
+from megatron_snip.statistics.sketch import WIDTH, across, own_squares
 from megatron_snip.statistics.tap import Observer
 from megatron_snip.topology import Topology
 
@@ -137,14 +139,25 @@ def _update_squares(
     missing = [i for i, s in sensitivity.items() if s.update_square is None]
     squares = {i: s.update_square for i, s in sensitivity.items() if s.update_square is not None}
     for instance in missing:
-        placement = inputs.weights[instance].placement
+        planned = inputs.weights[instance]
         seen = recorder.observations.get(instance, [])
-        total = sum((o.norms[4] for o in seen), torch.zeros((), dtype=torch.float64))
-        total = total.to(inputs.weights[instance].weight.device) * runner.grad_scale**2
-        data = inputs.topology.data_axis(placement)
-        sum_over(sum_over(total, placement.tensor.group), data.group)
-        squares[instance] = float(total) or 1.0  # no gradient at all: nothing to normalize
+        total = _gradient_square(planned, seen, inputs.topology) * runner.grad_scale**2
+        squares[instance] = total or 1.0  # no gradient at all: nothing to normalize
     return squares
+
+
+def _gradient_square(
+    planned: PlannedWeight, seen: Sequence[Observation], topology: Topology
+) -> float:
+    """Ranks that hold a weight: |dW|^2 of the sum over microbatches, in units of G."""
+    placement, device = planned.placement, planned.weight.device
+    parts = torch.zeros((len(seen), 1 + WIDTH), dtype=torch.float64, device=device)
+    for part, o in zip(parts, seen, strict=True):
+        part.copy_(torch.cat([o.norms[4:5], o.wgrad]))
+    sum_over(parts, placement.tensor.group)
+    apart, common = parts[:, 0].sum(), own_squares(parts[:, 1:]).sum(0)
+    total = sum_over(torch.cat([apart[None], common]), topology.data_axis(placement).group)
+    return max(float(total[0] + across(total[1:])), 0.0)
 
 
 def _probe_step(
@@ -202,16 +215,18 @@ def _probe(
             for probed in weights:
                 restore(probed)
         confirm("pass B (probe)", comparer.failure, control)
-        confirm("pass B (probe)", _couple(inputs, settings, recorder), control)
+        confirm("pass B (probe)", _couple(inputs, settings, recorder, draw), control)
     applied, intended = sum_over(sizes, control).tolist()
     return eps * math.sqrt(applied / intended) if intended > 0 and applied > 0 else eps
 
 
-def _couple(inputs: RefreshInputs, settings: MeasureSettings, recorder: Recorder) -> str | None:
+def _couple(
+    inputs: RefreshInputs, settings: MeasureSettings, recorder: Recorder, draw: int
+) -> str | None:
     """All ranks: join the errors with what the probe changed; return why it failed, or None."""
     failure = None
     for instance, seen in recorder.observations.items():
         planned = inputs.weights[instance]
-        reason = couple(planned.placement, planned.weight.data, seen, settings)
+        reason = couple(planned.placement, planned.weight.data, seen, settings, draw)
         failure = failure or reason
     return failure

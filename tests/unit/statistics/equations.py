@@ -116,6 +116,8 @@ def base_row(linear: Linear, batches: Sequence[Microbatch], s: Scales) -> dict[s
         0.0,
     )
     whole, apart = np.zeros(2), np.zeros(2)
+    signs_all, signs_n = signs(linear, "whole", 1, s), signs(linear, "output", len(linear.w), s)
+    whole_sketches, apart_sketches = [], []
     for b in batches:
         x, g, w = b.x.astype(np.float64), b.g.astype(np.float64) * s.grad, linear.w.astype("f8")
         change_g, change_x = probe_changes(b, s)
@@ -123,6 +125,8 @@ def base_row(linear: Linear, batches: Sequence[Microbatch], s: Scales) -> dict[s
         noise = rounding_variance(b.g, b, s) * s.grad**2 * y**2
         apart = apart + coherent(change_g * y, noise, len(x))
         whole = whole + coherent((change_g * y).sum(1)[:, None], noise, len(x))
+        apart_sketches.append(signs_n @ over_tokens(change_g * y, len(x)))
+        whole_sketches.append(signs_all @ over_tokens((change_g * y).sum(1)[:, None], len(x)))
         total["microbatches"] += 1
         total["tokens"] += len(x)
         total["input_square"] += (x**2).sum()
@@ -136,8 +140,14 @@ def base_row(linear: Linear, batches: Sequence[Microbatch], s: Scales) -> dict[s
         total["probe_input_noise"] += rounding_variance(b.x, b, s).sum() * per_row
         total["probe_grad_square"] += (change_g**2).sum() * per_row
         total["probe_grad_noise"] += rounding_variance(b.g, b, s).sum() * per_row * s.grad**2
-    squares = {"scale_square": whole, "scale_channel_square": apart}
-    joined = {k: float(np.maximum(pair, 0).sum() / s.eps**2) for k, pair in squares.items()}
+    squares = {
+        "scale_square": (whole, whole_sketches),
+        "scale_channel_square": (apart, apart_sketches),
+    }
+    joined = {
+        k: max(float((np.maximum(pair, 0).sum() + across(z)) / s.eps**2), 0.0)
+        for k, (pair, z) in squares.items()
+    }
     return total | joined | {"update_square": linear.update_square}
 
 
@@ -164,6 +174,23 @@ def coherent(terms: Array, noise: Array, tokens: int) -> Array:
     return np.array([equal * tokens / sampled, (pairs.sum() - np.trace(pairs)) * rest])
 
 
+def signs(linear: Linear, axis: str, channels: int, s: Scales) -> Array:
+    """[64, channels], of length 1 a channel."""
+    stream = StochasticStream(StreamKey(s.seed, linear.name, s.step, 0, f"sketch.{axis}"))
+    bits = stream.bits16(range(64), range(channels), channels).numpy()
+    return (2.0 * (bits & 1) - 1) / 8
+
+
+def over_tokens(terms: Array, tokens: int) -> Array:
+    """Sums over all tokens from a sample of them, [channels]."""
+    return terms.sum(0) * tokens / len(terms)
+
+
+def across(sketches: Sequence[Array]) -> float:
+    """The products of different microbatches' sketches."""
+    return 2 * sum(float(a @ b) for i, a in enumerate(sketches) for b in sketches[:i])
+
+
 def format_row(
     linear: Linear, batches: Sequence[Microbatch], name: str, s: Scales
 ) -> dict[str, float]:
@@ -175,6 +202,8 @@ def format_row(
     w_d = dequantized(linear.w, name, (cols, rows))
     total: dict[str, float] = {}
     parts = dict.fromkeys(("forward_channel", "backward"), np.zeros(2))
+    signs_n, signs_k = signs(linear, "output", n, s), signs(linear, "input", w.shape[1], s)
+    sketches: dict[str, list[Array]] = {"forward_channel": [], "backward": [], "local": []}
 
     def add(key: str, value: float) -> None:
         total[key] = total.get(key, 0.0) + float(value)
@@ -201,10 +230,16 @@ def format_row(
         by_w, by_x = (x @ (w_f - w).T)[b.rows], (d_g @ w) * (x_f - x)[b.rows]
         forward = coherent(d_g * by_w, noise_g * by_w**2, len(x))
         forward = forward + coherent(by_x, 0 * by_x, len(x))
+        common = signs_n @ over_tokens(d_g * by_w, len(x)) + signs_k @ over_tokens(by_x, len(x))
+        sketches["forward_channel"].append(common / s.eps)
         by_w = (g @ (w_d - w))[b.rows]
         by_g = (d_x @ w.T) * (g_d - b.g[b.rows]) * s.grad
         backward = coherent(d_x * by_w, noise_x * by_w**2, len(x))
         backward = backward + coherent(by_g, 0 * by_g, len(x))
+        common = signs_k @ over_tokens(d_x * by_w, len(x)) + signs_n @ over_tokens(by_g, len(x))
+        sketches["backward"].append(common / s.eps)
+        changed = linear.d * e_w / linear.update_square**0.5
+        sketches["local"].append(((signs_n @ changed) * signs_k).sum(1) * 8)
         parts["forward_channel"] = parts["forward_channel"] + forward
         parts["backward"] = parts["backward"] + backward
         add("local_square", ((linear.d * e_w) ** 2).sum() / linear.update_square)
@@ -216,4 +251,6 @@ def format_row(
         add("wgrad_error_square", (e_w**2).sum())
     for key, pair in parts.items():  # what a sample's pairs take away is chance
         total[f"{key}_square"] = float(np.maximum(pair, 0).sum() / s.eps**2)
+    for key, seen in sketches.items():
+        total[f"{key}_square"] = max(total[f"{key}_square"] + across(seen), 0.0)
     return total

@@ -12,7 +12,7 @@ from megatron_snip.statistics.coherence import coherent_parts, coherent_square
 
 
 def square(terms: torch.Tensor, noise: torch.Tensor | None, tokens: int) -> float:
-    diagonal, off = coherent_parts(terms, noise, tokens).tolist()
+    diagonal, off = coherent_parts(terms, noise, tokens)[0].tolist()
     return coherent_square(diagonal, off, len(terms) == tokens)
 
 
@@ -25,14 +25,17 @@ def test_a_sample_is_unbiased() -> None:
     """The mean over all samples of 3 of 6 tokens is the square over all 6."""
     terms = torch.randn((6, 4), generator=torch.Generator().manual_seed(0))
     whole = terms.double().sum(0).square().sum().item()
-    parts = [coherent_parts(terms[list(rows)], None, 6) for rows in combinations(range(6), 3)]
-    assert torch.stack(parts).mean(0).sum().item() == pytest.approx(whole, rel=1e-6)
+    found = [coherent_parts(terms[list(rows)], None, 6) for rows in combinations(range(6), 3)]
+    parts = torch.stack([parts for parts, _ in found])
+    assert parts.mean(0).sum().item() == pytest.approx(whole, rel=1e-6)
+    sums = torch.stack([sums for _, sums in found])
+    torch.testing.assert_close(sums.mean(0), terms.double().sum(0), rtol=1e-6, atol=1e-6)
 
 
 def test_parts_add_up_over_shards() -> None:
     terms = torch.randn((5, 8), generator=torch.Generator().manual_seed(1))
-    halves = coherent_parts(terms[:, :4], None, 9) + coherent_parts(terms[:, 4:], None, 9)
-    torch.testing.assert_close(coherent_parts(terms, None, 9), halves)
+    halves = [coherent_parts(half, None, 9)[0] for half in (terms[:, :4], terms[:, 4:])]
+    torch.testing.assert_close(coherent_parts(terms, None, 9)[0], sum(halves))
 
 
 def test_tokens_that_cancel_leave_their_own_squares() -> None:

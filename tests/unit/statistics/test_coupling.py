@@ -39,22 +39,25 @@ def test_the_mean_over_signs_is_the_jacobian(network: Network) -> None:
     inputs = network.refresh_inputs()
     found = gather_sensitivity(inputs.trained, network.optimizer, Topology())
     scales = [s.d.double() / (s.update_square or 1.0) ** 0.5 for s in found.values()]
-    channels, wholes, whole_channels = np.zeros(3), np.zeros(3), np.zeros(3)
+    # Sums over the tokens of all microbatches, by (linear, weight): squared only at the end.
+    per_n, per_k, outputs = ({(i, j): 0.0 for i in range(3) for j in range(3)} for _ in range(3))
     for m in range(MICROBATCHES):
         x = network.inputs[m]
         for i, (grads, _) in enumerate(network.jacobians(m)):
             w = network.weights[i].detach()
             by_w = x.double() @ error_of_output(torch.eye(w.shape[1]), w)  # X dW^T
             y = x.double() @ w.double().t()
-            for jacobian, scale in zip(grads, scales, strict=True):
+            for j, (jacobian, scale) in enumerate(zip(grads, scales, strict=True)):
                 scaled = (jacobian * scale).flatten(2)  # [M, N, weights]
-                per_n = torch.einsum("tnp,tn->np", scaled, by_w)
-                per_k = torch.einsum("tnp,nk,tk->kp", scaled, w.double(), rounded(x))
-                channels[i] += float(per_n.square().sum() + per_k.square().sum())
-                per_n = torch.einsum("tnp,tn->np", scaled, y)
-                whole_channels[i] += float(per_n.square().sum())
-                wholes[i] += float(per_n.sum(0).square().sum())
+                per_n[i, j] += torch.einsum("tnp,tn->np", scaled, by_w)
+                per_k[i, j] += torch.einsum("tnp,nk,tk->kp", scaled, w.double(), rounded(x))
+                outputs[i, j] += torch.einsum("tnp,tn->np", scaled, y)
             x = torch.tanh(x @ w.t())
+    channels, wholes, whole_channels = np.zeros(3), np.zeros(3), np.zeros(3)
+    for i, j in per_n:
+        channels[i] += float(per_n[i, j].square().sum() + per_k[i, j].square().sum())
+        whole_channels[i] += float(outputs[i, j].square().sum())
+        wholes[i] += float(outputs[i, j].sum(0).square().sum())
     for i, name in enumerate(NAMES):
         linears = [t.linears[i] for t in tables]
         channel = np.mean([s.formats["fp4"].forward_channel_square for s in linears])
@@ -137,6 +140,8 @@ def seen(rows: int = 4) -> Observation:
         grad=zeros(TOKENS),
         couplings=zeros(1, 2, 2),
         scalings=zeros(2, 2),
+        sketches=zeros(5, 64),
+        wgrad=zeros(64),
         probe=zeros(4),
         sampled=SampledRows(torch.randn(rows, 8), torch.randn(rows, 6)),
         probed=ProbedRows(torch.randn(rows, 8), torch.randn(rows, 6)),

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron_snip.statistics.pooling import kind_of, pooled_squares
+from megatron_snip.statistics.pooling import kind_of, pooled_across, pooled_squares
 
 FC1 = [f"decoder.layers.{i}.mlp.linear_fc1" for i in range(40)]
 QKV = [f"decoder.layers.{i}.self_attention.linear_qkv" for i in range(40)]
@@ -50,7 +50,16 @@ def test_a_ratio_of_noise_does_not_spoil_its_kind() -> None:
     assert max(pooled) < 16
 
 
-def test_what_the_probe_did_not_reach_stays_at_zero_and_nan_spreads() -> None:
+def test_what_the_probe_did_not_reach_stays_at_zero_and_nan_stays_alone() -> None:
     assert pooled_squares(FC1[:2], [0.0, 8.0], [0.0, 2.0]) == pytest.approx([0.0, 8.0])
-    assert all(math.isnan(v) for v in pooled_squares(FC1[:2], [math.nan, 8.0], [1.0, 2.0]))
+    spoilt, good = pooled_squares(FC1[:2], [math.nan, 8.0], [1.0, 2.0])
+    assert math.isnan(spoilt)
+    assert good == pytest.approx(8.0)
     assert pooled_squares([], [], []) == []
+
+
+def test_what_microbatches_share_is_pooled_with_its_sign() -> None:
+    """rho = (3 - 1) / 2 = 1; a quarter is the linear's own."""
+    assert pooled_across(FC1[:2], [3.0, -2.0], [1.0, 2.0]) == pytest.approx([1.5, 1.0])
+    assert pooled_across(FC1[:2], [-3.0, -2.0], [1.0, 0.0]) == pytest.approx([-3.0, -2.0])
+    assert pooled_across(["output_layer"], [-1.0], [2.0]) == pytest.approx([-1.0])

@@ -89,6 +89,8 @@ def observation(x: torch.Tensor, g: torch.Tensor, rows: torch.Tensor) -> Observa
         grad=empty(len(x)),
         couplings=empty(0, 2, 2),
         scalings=empty(2, 2),
+        sketches=empty(2, 64),
+        wgrad=empty(64),
         probe=empty(4),
         sampled=SampledRows(x[rows], g[rows]),
     )

@@ -99,7 +99,8 @@ def test_sums_that_every_rank_holds_in_full_are_shared_out() -> None:
     whole.record(PLACEMENT, o)
     for kind, shared, sharded in (("column", 0, 3), ("row", 3, 0)):
         axis = TensorAxis(rank=2, size=4)
-        placement = Placement(PLACEMENT.name, 0, kind, 512, 1024, axis)  # type: ignore[arg-type]
+        features = (128, 4 * 256) if kind == "column" else (4 * 128, 256)
+        placement = Placement(PLACEMENT.name, 0, kind, *features, axis)  # type: ignore[arg-type]
         part.observations.clear()
         part.record(placement, o)
         one = whole.observations[PLACEMENT.instance][0].norms

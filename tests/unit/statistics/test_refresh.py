@@ -154,12 +154,19 @@ def test_measuring_is_repeatable_and_draws_no_random_numbers(network: Network) -
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_before_the_first_step_the_gradient_is_the_update(kind: str) -> None:
     network = Network.make(steps=0, optimizer=kind)
-    table = network.measure()
-    for linear in table.linears:
-        assert linear.update_square == pytest.approx(linear.wgrad_square)
-        loc = linear.formats["fp4"].local_square
-        error = linear.formats["fp4"].wgrad_error_square
-        assert loc == pytest.approx(error / linear.wgrad_square)
+    network._backward(None)
+    gradients = [float(w.grad.square().sum()) for w in network.weights if w.grad is not None]
+    for w in network.weights:
+        w.grad = None
+    tables = [network.measure(step) for step in range(40)]
+    for i, square in enumerate(gradients):
+        linears = [t.linears[i] for t in tables]
+        # The microbatches' gradients are joined by a sketch: a mean over steps' signs.
+        assert np.mean([s.update_square for s in linears]) == pytest.approx(square, rel=0.15)
+        # D is 1, and rounding's errors are nearly independent.
+        errors = np.mean([s.formats["fp4"].wgrad_error_square for s in linears])
+        loc = np.mean([s.formats["fp4"].local_square * s.update_square for s in linears])
+        assert loc == pytest.approx(errors, rel=0.3)
 
 
 def test_a_frozen_weight_is_measured_and_not_perturbed() -> None:
