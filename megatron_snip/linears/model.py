@@ -12,7 +12,7 @@ from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears import backends
 from megatron_snip.linears.backends import Backend, Machine
 from megatron_snip.linears.layout import find_linears, global_linears
-from megatron_snip.linears.native_support import with_native
+from megatron_snip.linears.native_support import agreed, with_native
 from megatron_snip.linears.runnable import Runnable
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.seam import PlannedLinear
@@ -60,8 +60,10 @@ class PlannedModel:
         self.runtime = Runtime(topology, seed)
         found = find_linears(model, topology)
         self.machine = this_machine(with_te=any(te_kind(module) for module, _ in found))
-        if backend != "simulate" and any(te_kind(module) is None for module, _ in found):
-            self.machine = with_native(self.machine)
+        if backend != "simulate":
+            if any(te_kind(module) is None for module, _ in found):
+                self.machine = with_native(self.machine)
+            self.machine = agreed(self.machine, topology.control)
             _warn_of_hopper(self.machine)
         self.linears = _planned(found, self.runtime, backend, self.machine)
         self._fresh = _fresh_weights(self.chunks, self.linears)

@@ -14,7 +14,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 
+from megatron_snip.collectives import gather_json
 from megatron_snip.linears import native
 from megatron_snip.linears.backends import Machine
 from megatron_snip.linears.native_gemm import (
@@ -22,6 +24,7 @@ from megatron_snip.linears.native_gemm import (
     TILE,
     GemmOperand,
     align_to,
+    alignment,
     emulated_mm,
     multiply,
 )
@@ -42,6 +45,23 @@ RAGGED: tuple[Shape, ...] = ((200, 176, 328), (1, 144, 272))
 def with_native(machine: Machine) -> Machine:
     """Return the machine with what keeps native GEMMs from running on it."""
     return replace(machine, native_obstacle=native_obstacle(machine.capability))
+
+
+def agreed(machine: Machine, control: dist.ProcessGroup | None) -> Machine:
+    """All ranks: refuse native GEMMs where one rank does, and pad as one rank must.
+
+    Ranks of a sequence-parallel linear gather each other's bytes: they run alike or wait forever.
+
+    Args:
+        machine: as `with_native` returned it.
+        control: group of all ranks, or None for one.
+    """
+    told = gather_json([machine.native_obstacle, alignment()], control)
+    align_to(max(padding for _, padding in told))
+    if machine.native_obstacle:
+        return machine
+    refused = (f"on rank {rank} {why}" for rank, (why, _) in enumerate(told) if why)
+    return replace(machine, native_obstacle=next(refused, ""))
 
 
 def native_obstacle(capability: tuple[int, int] | None) -> str:
@@ -65,8 +85,8 @@ def _tried() -> str:
     failed = _failure(device, WHOLE)
     if failed:
         return failed
-    for alignment in (ALIGNMENT, TILE):
-        align_to(alignment)
+    for multiple in (ALIGNMENT, TILE):
+        align_to(multiple)
         failed = next((why for shape in RAGGED if (why := _failure(device, shape))), "")
         if not failed:
             return ""

@@ -15,6 +15,7 @@ from megatron_snip.linears.native_gemm import GemmOperand
 from megatron_snip.linears.native_support import (
     RAGGED,
     WHOLE,
+    agreed,
     native_obstacle,
     sample_operands,
     with_native,
@@ -163,3 +164,15 @@ def test_a_right_device_passes_however_coarsely_it_adds() -> None:
         truth, size = (t[rows, cols] for t in native_support._truth(a, b))
         worst = max(worst, float(((hopper_sum(a, b, rows, cols) - truth).abs() / size).max()))
     assert 2.0**-9 < worst <= native.DEVICE_TOLERANCE / 2
+
+
+def test_what_one_rank_cannot_no_rank_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [["", 16], ["its check failed: no", 128], ["", 16]]
+    monkeypatch.setattr(native_support, "gather_json", lambda *_: ranks)
+    found = agreed(Machine((9, 0)), None)
+    assert found.native_obstacle == "on rank 1 its check failed: no"
+    assert native_gemm.alignment() == 128
+    own = Machine((9, 0), native_obstacle="its check failed: no")
+    assert agreed(own, None) == own
+    ranks[1:] = []
+    assert agreed(Machine((9, 0)), None) == Machine((9, 0))
