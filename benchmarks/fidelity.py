@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -277,9 +277,24 @@ def summarize(results: list[dict[str, Any]], formats: tuple[str, ...]) -> dict[s
         "loss_spearman_worst": float(np.min(loss)),
         "weight_spearman": float(np.median(weight)),
         "weight_spearman_worst": float(np.min(weight)),
+        "weight_ratio": float(
+            np.median([r[first]["weight"][WEIGHT]["median_ratio"] for r in results])
+        ),
+        "weight_by_gemm": _by_gemm([r[first]["weight_by_gemm"] for r in results]),
         "weight_spearman_by_effort": {k: float(np.median(v)) for k, v in weights.items()},
         "loss_spearman_unseen": best[LOSS],
         "loss_spearman_unseen_by_score": best,
+    }
+
+
+def _by_gemm(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Medians over checkpoints of one GEMM's agreement and of predicted over measured."""
+    return {
+        gemm: {
+            key: float(np.median([r[gemm][key] for r in results]))
+            for key in ("spearman", "median_ratio")
+        }
+        for gemm in results[0]
     }
 
 
@@ -293,10 +308,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help="one shape, within 5 minutes")
     parser.add_argument("--bf16", action="store_true", help="BF16 compute instead of FP32")
+    parser.add_argument(
+        "--microbatches", type=int, metavar="N", help="of which truth and statistics are taken [2]"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a scatter plot (PNG) here")
     args = parser.parse_args(argv)
     size = QUICK if args.quick else FULL
+    size = replace(size, batches=args.microbatches or size.batches)
     console = Console(stderr=True)
     step = 0.3 if args.bf16 else 0.003
     snip = SnipConfig(formats=size.formats, probe_relative_step=step)
@@ -312,6 +331,7 @@ def main(argv: list[str] | None = None) -> int:
                     results.append({"shape": shape, **result})
                     summary = summarize(results, size.formats)
                     report = {"compute": "bf16" if args.bf16 else "fp32", **summary}
+                    report["microbatches"] = size.batches
                     if args.json:  # what is measured is kept, should the rest be interrupted
                         write_result(args.json, {**report, "checkpoints": results})
     _show(results, size, summary)
