@@ -1,6 +1,6 @@
 """What a refresh costs: time over an ordinary iteration, bytes held between refreshes, peak memory.
 
-    python -m benchmarks.refresh [--steps 5] [--probes 1] [--rows 512] [--output FILE]
+    python -m benchmarks.refresh [--steps 5] [--probes 1] [--rows 512] [--shape small]
 
 A BF16 Llama trains in this process. Ordinary iterations (forward, backward, optimizer) and
 refreshes (both passes with fp8 and fp4 on offer, reduction, divergences) take turns on the same
@@ -35,8 +35,14 @@ from benchmarks.machine import RESULTS, write_result
 from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.quality import QualitySettings, divergence_table, problem_dict
 
-SMALL = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 512, "seq_length": 256}
-LARGE = {"num_layers": 8, "hidden_size": 2048, "ffn_hidden_size": 5632, "seq_length": 2048}
+SHAPES = {
+    "small": {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 512, "seq_length": 256},
+    "wide": {"num_layers": 4, "hidden_size": 768, "ffn_hidden_size": 2048, "seq_length": 512},
+    "large": {"num_layers": 8, "hidden_size": 2048, "ffn_hidden_size": 5632, "seq_length": 2048},
+}
+"""A microbatch is four sequences. What a refresh takes over an iteration and over a copy of the
+gradients falls with the width and with the tokens of a microbatch, of which the probe compares a
+fixed number."""
 
 
 def refresh(lab: Lab, config: SnipConfig, microbatches: int) -> dict[str, Any]:
@@ -138,9 +144,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--probes", type=int, default=1, help="probes that a refresh averages")
     rows = SnipConfig().probe_rows
     parser.add_argument("--rows", type=int, default=rows, help="tokens that the probe compares")
+    parser.add_argument(
+        "--shape", choices=SHAPES, default="large" if on_gpu() else "small", help="of the model"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS / "refresh.json", metavar="FILE")
     args = parser.parse_args(argv)
-    shape = LARGE if on_gpu() else SMALL
+    shape = SHAPES[args.shape]
     heads = shape["hidden_size"] // 64
     values = {
         **shape,

@@ -32,7 +32,7 @@ from rich.table import Table
 from benchmarks.machine import RESULTS, write_result
 from megatron_snip import butterfly
 from megatron_snip.config import SnipConfig
-from megatron_snip.statistics.reduce import BASE_WIDTH, FORMAT_WIDTH
+from megatron_snip.statistics.reduce import row_width
 
 FORMATS = 2
 """fp8 and fp4."""
@@ -98,7 +98,7 @@ JOBS = (
 
 def costs(job: Job, ratio: float, hop_s: float) -> dict[str, float]:
     """Return the bytes and seconds of one refresh."""
-    table = job.linears * (BASE_WIDTH + FORMATS * FORMAT_WIDTH) * 8
+    table = job.linears * row_width(FORMATS) * 8
     rounds = math.ceil(math.log2(job.gpus))
     plan = job.linears * OPTION_BYTES
     # Pass A adds [1 + formats, tokens, hidden] FP32 of both row-parallel linears over the tensor

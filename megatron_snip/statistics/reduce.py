@@ -40,7 +40,13 @@ from megatron_snip.topology import Placement, TensorAxis, Topology
 
 BASE_WIDTH = len(BASE_COLUMNS) + 2 * len(SCALES)
 FORMAT_WIDTH = len(FORMAT_COLUMNS) + 2 * len(COUPLINGS)
-"""Columns of a linear, then of each of its formats, in the reduced table."""
+"""Columns of a linear, then of each of its formats, in the reduced table; sketches follow."""
+
+
+def row_width(num_formats: int) -> int:
+    """Numbers of one linear in the reduced table, 8 bytes each."""
+    sketches = len(ACROSS) + num_formats * len(ACROSS_BY_FORMAT)
+    return BASE_WIDTH + num_formats * FORMAT_WIDTH + sketches * (WIDTH + 1)
 
 
 @dataclass(frozen=True)
@@ -133,8 +139,7 @@ def reduce_statistics(inputs: ReduceInputs, topology: Topology) -> StatisticsTab
 
 def _local_table(inputs: ReduceInputs, topology: Topology) -> torch.Tensor:
     """Return this rank's contribution; every linear's tensor rank 0 speaks for its axis."""
-    sketches = (len(ACROSS) + len(inputs.formats) * len(ACROSS_BY_FORMAT)) * (WIDTH + 1)
-    width = BASE_WIDTH + len(inputs.formats) * FORMAT_WIDTH + sketches
+    width = row_width(len(inputs.formats))
     table = torch.zeros((1 + len(inputs.linears), width), dtype=torch.float64)
     index = {linear.name: 1 + i for i, linear in enumerate(inputs.linears)}
     table[0, 0], table[0, 1] = inputs.loss_sum, inputs.loss_count
