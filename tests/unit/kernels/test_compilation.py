@@ -87,4 +87,6 @@ def test_new_steps_and_streams_do_not_recompile(monkeypatch):
         stream = StochasticStream(replace(key, step=step), StreamLayout(row_start=3 * step))
         draws = _draws(stream, 256)
         launch.quantize_payload(x, FORMATS["fp4"], (1, 128), draws=draws)
-    assert len(compiled) == 20 and len(set(compiled)) == 1
+    for small in (1, -5, 2**31):  # a key is 64 bits, however few it needs
+        launch.quantize_payload(x, FORMATS["fp4"], (1, 128), draws=draws._replace(key=small))
+    assert len(compiled) == 23 and len(set(compiled)) == 1
