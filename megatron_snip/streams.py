@@ -64,35 +64,35 @@ def channel_signs(
     placement: Placement,
     step: int,
     draw: int,
-    axis: Literal["input", "output", "whole"],
+    axis: Literal["input", "output"],
     count: int,
     device: torch.device | None = None,
 ) -> torch.Tensor:
     """Return `count` random signs +-1 for every channel of the shard, [count, channels] FP32.
 
+    They go by the channel's index in the global tensor, and are the same for every linear.
+
     Args:
         seed: the run's seed.
-        placement: which linear and shard.
+        placement: a linear and shard of this width.
         step: training step (0-based).
         draw: which of the step's probes.
-        axis: channels of the input (in_features), of the output (out_features), or one for all.
-        count: signs a channel.
+        axis: channels of the input (in_features) or of the output (out_features).
+        count: signs a channel, a multiple of 16.
         device: where to draw; the numbers are the same everywhere.
     """
-    layout, channels = StreamLayout(), 1
-    if axis == "input":
-        channels = placement.in_features
-        if placement.kind == "row":
-            layout = _sharded(placement, channels, 1)
-            channels //= placement.tensor.size
-    elif axis == "output":
-        channels = placement.out_features
-        if placement.kind == "column":
-            layout = _sharded(placement, channels, placement.num_chunks)
-            channels //= placement.tensor.size
-    key = StreamKey(seed, placement.instance, step, draw, f"sketch.{axis}")
-    bits = StochasticStream(key, layout).bits16(range(count), range(channels), channels, device)
-    return _signs(bits)
+    sharded = "output" if placement.kind == "column" else "input"
+    channels = placement.out_features if axis == "output" else placement.in_features
+    layout = StreamLayout()
+    if axis == sharded:
+        chunks = placement.num_chunks if axis == "output" else 1
+        layout = _sharded(placement, channels, chunks)
+        channels //= placement.tensor.size
+    key = StreamKey(seed, "channels", step, draw, f"sketch.{axis}")
+    rows = range(count // 16)
+    words = StochasticStream(key, layout).bits16(rows, range(channels), channels, device)
+    places = torch.arange(16, device=device, dtype=torch.int16)[:, None]
+    return _signs((words[:, None] >> places).reshape(count, channels))
 
 
 def _signs(bits: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ have in common is added from sketches (sketch.py). One approximation: rounding n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +50,7 @@ from megatron_snip.statistics.changes import Changes, take_changes
 from megatron_snip.statistics.coherence import coherent_parts
 from megatron_snip.statistics.observation import Observation, SampledRows
 from megatron_snip.statistics.recorder import MeasureSettings
-from megatron_snip.statistics.sketch import Signs, sketch
+from megatron_snip.statistics.sketch import Sketcher, SketchSigns
 from megatron_snip.streams import grad_output_stream
 from megatron_snip.topology import Placement
 from megatron_snip.types import Gemm, Operand
@@ -70,6 +70,7 @@ def couple(
     weight: torch.Tensor,
     observations: Sequence[Observation],
     settings: MeasureSettings,
+    signs: SketchSigns,
     draw: int = 0,
 ) -> str | None:
     """All ranks of the linear's tensor axis: add one probe's part to the observations.
@@ -79,6 +80,7 @@ def couple(
         weight: W [N, K] of this shard, not perturbed.
         observations: its microbatches, the same number on all these ranks.
         settings: what the refresh measures; formats in the observations' order.
+        signs: of the refresh.
         draw: which probe.
 
     Returns:
@@ -97,15 +99,15 @@ def couple(
         products = [_nothing(weight, o, len(settings.formats)) for o in visited]
     for product in products:
         sum_over(product.over_n if placement.kind == "column" else product.over_k, group)
-    signs = None
+    sketcher = None
     try:
-        signs = Signs.of(placement, settings.seed, settings.step, draw, weight.device)
+        sketcher = signs.sketcher(placement, draw, weight.device)
         for i, (seen, product) in enumerate(zip(visited, products, strict=True)):
-            _add_channels(placement, seen, product, settings, signs)
+            _add_channels(placement, seen, product, settings, sketcher)
             per_token[i] = _scale_terms(product)
     except Exception as error:
         failure = failure or f"{placement.name}: {type(error).__name__}: {error}"
-    _add_scales(placement, visited, per_token, settings.num_probes, signs)
+    _add_scales(placement, visited, per_token, settings.num_probes, sketcher)
     for seen in visited:
         seen.probed = None
     return failure
@@ -154,13 +156,13 @@ def _add_channels(
     seen: Observation,
     product: _Products,
     settings: MeasureSettings,
-    signs: Signs,
+    sketcher: Sketcher,
 ) -> None:
     """Add the sums over channels of squares: fwd^2 and bwd^2 of each format, and scale^2."""
     tokens, changes, probes = seen.grad.numel(), product.changes, settings.num_probes
     input_share, output_share = _shares(placement)
-    inputs = _Channels(signs.input, input_share, tokens, probes)
-    outputs = _Channels(signs.output, output_share, tokens, probes)
+    inputs = _Channels(sketcher.of_inputs, input_share, tokens, probes)
+    outputs = _Channels(sketcher.of_outputs, output_share, tokens, probes)
     by_grad, by_input, output = product.over_n[0], product.over_k[0], product.over_k[1]
     noise = _scaled(changes.grad_noise, output)
     outputs.add(seen.scalings[1], seen.sketches[1], changes.grad * output, noise)
@@ -182,7 +184,7 @@ def _add_channels(
 class _Channels:
     """How terms of a shard's in_features, or of its out_features, are added."""
 
-    signs: torch.Tensor  # [WIDTH, C]
+    sketch: Callable[[torch.Tensor], torch.Tensor]
     share: float  # 1 / ranks that hold the same channels
     num_tokens: int
     num_probes: int
@@ -197,7 +199,7 @@ class _Channels:
         """Add [R, C] terms of the sampled tokens to a square's parts and to its sketch."""
         parts, sums = coherent_parts(terms, noise, self.num_tokens)
         square += parts * (self.share / self.num_probes)
-        across += sketch(self.signs, sums) * (self.share / self.num_probes**0.5)
+        across += self.sketch(sums) * (self.share / self.num_probes**0.5)
 
 
 def _scale_terms(product: _Products) -> torch.Tensor:
@@ -213,18 +215,18 @@ def _add_scales(
     visited: Sequence[Observation],
     per_token: Sequence[torch.Tensor],
     num_probes: int,
-    signs: Signs | None,
+    sketcher: Sketcher | None,
 ) -> None:
     """All ranks of the tensor axis: add scale^2 of all channels together."""
     joined = torch.cat(list(per_token), dim=1)
     if placement.kind == "column":  # a row-parallel linear's ranks all hold the whole output
         sum_over(joined, placement.tensor.group)
     pieces = torch.split(joined, [part.shape[1] for part in per_token], dim=1)
-    if signs is None:  # this rank failed
+    if sketcher is None:  # this rank failed
         return
     whole = 1.0 / placement.tensor.size
     for seen, (terms, noise) in zip(visited, pieces, strict=True):
-        channel = _Channels(signs.whole, whole, seen.grad.numel(), num_probes)
+        channel = _Channels(sketcher.of_whole, whole, seen.grad.numel(), num_probes)
         channel.add(seen.scalings[0], seen.sketches[0], terms[:, None], noise[:, None])
 
 

@@ -26,7 +26,7 @@ from megatron_snip.statistics.measure import (
 )
 from megatron_snip.statistics.observation import Observation, SampledRows
 from megatron_snip.statistics.sampling import sampled_rows
-from megatron_snip.statistics.sketch import WIDTH, Signs
+from megatron_snip.statistics.sketch import WIDTH, SketchSigns
 from megatron_snip.statistics.tap import all_tokens, tap
 from megatron_snip.streams import grad_output_stream
 from megatron_snip.topology import Placement, TensorAxis, Topology
@@ -93,6 +93,7 @@ class Recorder:
     Attributes:
         observations: by `Placement.instance`, in microbatch order.
         failure: the first error met while measuring on this rank, or None.
+        signs: of the refresh's sketches.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Recorder:
         self.settings = settings
         self.observations: dict[str, list[Observation]] = defaultdict(list)
         self.failure: str | None = None
+        self.signs = SketchSigns(settings.seed, settings.step)
         self._topology = topology
         self._sensitivity = sensitivity
 
@@ -155,8 +157,8 @@ class Recorder:
         row = placement.kind == "row"
         partial = [exact.output] if row else []
         sums, first, errors = None if row else _OutputSums.of(exact.output), [], []
-        signs = self._signs(placement, operands)
-        sketches = [signs.of_matrix(exact.weight_gradient)]
+        sketcher = self.signs.sketcher(placement, 0, operands.weight.device)
+        sketches = [sketcher.of_matrix(exact.weight_gradient)]
         stream = grad_output_stream(self.settings.seed, placement, self.settings.step, microbatch)
         for name in self.settings.formats:
             e = format_errors(operands, exact, name, stream)
@@ -169,7 +171,7 @@ class Recorder:
             weighted, common = torch.zeros_like(wgrad), torch.zeros_like(sketches[0])
             if sensitivity is not None:  # a frozen weight has no update to change
                 change = e.weight_gradient * sensitivity
-                weighted, common = squared_norm(change), signs.of_matrix(change)
+                weighted, common = squared_norm(change), sketcher.of_matrix(change)
             sketches.append(common)
             errors.append(
                 torch.stack([e.input_square, e.weight_square, e.grad_square, wgrad, weighted])
@@ -185,10 +187,6 @@ class Recorder:
             torch.stack(sketches),
             self._amax(operands),
         )
-
-    def _signs(self, placement: Placement, operands: Operands) -> Signs:
-        s = self.settings
-        return Signs.of(placement, s.seed, s.step, 0, operands.weight.device)
 
     def _amax(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor] | None:
         if not any(needs_tensor_amax(get_format(name)) for name in self.settings.formats):

@@ -227,6 +227,8 @@ def _couple(
     failure = None
     for instance, seen in recorder.observations.items():
         planned = inputs.weights[instance]
-        reason = couple(planned.placement, planned.weight.data, seen, settings, draw)
+        reason = couple(
+            planned.placement, planned.weight.data, seen, settings, recorder.signs, draw
+        )
         failure = failure or reason
     return failure

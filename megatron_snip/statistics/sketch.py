@@ -20,10 +20,12 @@ independent and drops out of `across`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from megatron_snip.matmul import matmul_fp32
+from megatron_snip.quantizers import StreamKey
 from megatron_snip.streams import channel_signs
 from megatron_snip.topology import Placement
 
@@ -31,55 +33,90 @@ WIDTH = 64
 
 
 @dataclass(frozen=True)
-class Signs:
-    """Random signs of one linear in one draw, equal in all microbatches.
+class Sketcher:
+    """Sketches of one linear in one draw; the same signs in all microbatches.
 
     Attributes:
-        input: [WIDTH, K], of this shard's in_features.
-        output: [WIDTH, N], of this shard's out_features.
-        whole: [WIDTH, 1], of a sum over all channels.
+        input: S [WIDTH, K], of this shard's in_features.
+        output: S [WIDTH, N], of this shard's out_features.
+        whole: S [WIDTH], of a sum over all channels.
+        shift: by how many places sketches are rotated, so that the experts of a layer, which share
+            a row of the table and these signs, do not mix.
     """
 
     input: torch.Tensor
     output: torch.Tensor
     whole: torch.Tensor
+    shift: int = 0
 
-    @classmethod
-    def of(
-        cls, placement: Placement, seed: int, step: int, draw: int, device: torch.device
-    ) -> Signs:
-        """Draw them; ranks that hold the same channels draw the same signs.
+    def of_inputs(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sketch s [K], a value an in_feature: [WIDTH] FP64."""
+        return self._rotated(torch.mv(self.input, sums.to(self.input.dtype)))
+
+    def of_outputs(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sketch s [N], a value an out_feature: [WIDTH] FP64."""
+        return self._rotated(torch.mv(self.output, sums.to(self.output.dtype)))
+
+    def of_whole(self, total: torch.Tensor) -> torch.Tensor:
+        """Sketch s [1], a sum over all channels: [WIDTH] FP64."""
+        return self._rotated(self.whole * total)
+
+    def of_matrix(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Sketch [N, K] numbers with products of signs: [WIDTH] FP64."""
+        return self._rotated((matmul_fp32(self.output, matrix) * self.input).sum(1))
+
+    def _rotated(self, sums: torch.Tensor) -> torch.Tensor:
+        rotated: torch.Tensor = (sums.double() / WIDTH**0.5).roll(self.shift)
+        return rotated
+
+
+class SketchSigns:
+    """The signs of one refresh, drawn once for all linears of a width."""
+
+    def __init__(self, seed: int, step: int) -> None:
+        """Start without any.
+
+        Args:
+            seed: the run's seed.
+            step: training step (0-based).
+        """
+        self._seed, self._step = seed, step
+        self._channels: dict[tuple[object, ...], torch.Tensor] = {}
+        self._wholes: dict[tuple[object, ...], torch.Tensor] = {}
+
+    def sketcher(self, placement: Placement, draw: int, device: torch.device) -> Sketcher:
+        """Return the sketcher of one linear; ranks that hold the same channels agree.
 
         Args:
             placement: which linear and shard.
-            seed: the run's seed.
-            step: training step (0-based).
             draw: which of the step's probes.
             device: where.
         """
-        return cls(
-            *(
-                channel_signs(seed, placement, step, draw, axis, WIDTH, device)
-                for axis in ("input", "output", "whole")
-            )
+        return Sketcher(
+            self._of_channels(placement, draw, "input", device),
+            self._of_channels(placement, draw, "output", device),
+            self._of_whole(draw, device),
+            placement.expert or 0,
         )
 
-    def of_matrix(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Sketch [N, K] numbers with products of signs, [WIDTH] FP64."""
-        rows = matmul_fp32(self.output, matrix)
-        result: torch.Tensor = (rows * self.input).sum(1, dtype=torch.float64) / WIDTH**0.5
-        return result
+    def _of_channels(
+        self, p: Placement, draw: int, axis: Literal["input", "output"], device: torch.device
+    ) -> torch.Tensor:
+        features = p.in_features if axis == "input" else p.out_features
+        shard = (p.kind, p.tensor.rank, p.tensor.size, p.num_chunks)
+        key = (axis, features, shard, draw, device)
+        if key not in self._channels:
+            drawn = channel_signs(self._seed, p, self._step, draw, axis, WIDTH, device)
+            self._channels[key] = drawn
+        return self._channels[key]
 
-
-def sketch(signs: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-    """Return S s / sqrt(WIDTH), [WIDTH] FP64.
-
-    Args:
-        signs: S [WIDTH, C].
-        sums: s [C].
-    """
-    result: torch.Tensor = torch.mv(signs, sums.to(signs.dtype)).double() / WIDTH**0.5
-    return result
+    def _of_whole(self, draw: int, device: torch.device) -> torch.Tensor:
+        key = (draw, device)
+        if key not in self._wholes:
+            word = StreamKey(self._seed, "channels", self._step, draw, "sketch.whole").word
+            signs = [1.0 if word >> place & 1 else -1.0 for place in range(WIDTH)]
+            self._wholes[key] = torch.tensor(signs, device=device)
+        return self._wholes[key]
 
 
 def own_squares(sketches: torch.Tensor) -> torch.Tensor:

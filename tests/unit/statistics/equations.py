@@ -116,7 +116,7 @@ def base_row(linear: Linear, batches: Sequence[Microbatch], s: Scales) -> dict[s
         0.0,
     )
     whole, apart = np.zeros(2), np.zeros(2)
-    signs_all, signs_n = signs(linear, "whole", 1, s), signs(linear, "output", len(linear.w), s)
+    signs_all, signs_n = signs("whole", 1, s), signs("output", len(linear.w), s)
     whole_sketches, apart_sketches = [], []
     for b in batches:
         x, g, w = b.x.astype(np.float64), b.g.astype(np.float64) * s.grad, linear.w.astype("f8")
@@ -174,11 +174,14 @@ def coherent(terms: Array, noise: Array, tokens: int) -> Array:
     return np.array([equal * tokens / sampled, (pairs.sum() - np.trace(pairs)) * rest])
 
 
-def signs(linear: Linear, axis: str, channels: int, s: Scales) -> Array:
-    """[64, channels], of length 1 a channel."""
-    stream = StochasticStream(StreamKey(s.seed, linear.name, s.step, 0, f"sketch.{axis}"))
-    bits = stream.bits16(range(64), range(channels), channels).numpy()
-    return (2.0 * (bits & 1) - 1) / 8
+def signs(axis: str, channels: int, s: Scales) -> Array:
+    """[64, channels], of length 1 a channel: the bits of four words a channel, or of one key."""
+    key = StreamKey(s.seed, "channels", s.step, 0, f"sketch.{axis}")
+    if axis == "whole":
+        return np.array([2.0 * (key.word >> i & 1) - 1 for i in range(64)])[:, None] / 8
+    words = StochasticStream(key).bits16(range(4), range(channels), channels).numpy()
+    bits = [words[i // 16].astype("i8") >> (i % 16) & 1 for i in range(64)]
+    return (2.0 * np.array(bits) - 1) / 8
 
 
 def over_tokens(terms: Array, tokens: int) -> Array:
@@ -202,7 +205,7 @@ def format_row(
     w_d = dequantized(linear.w, name, (cols, rows))
     total: dict[str, float] = {}
     parts = dict.fromkeys(("forward_channel", "backward"), np.zeros(2))
-    signs_n, signs_k = signs(linear, "output", n, s), signs(linear, "input", w.shape[1], s)
+    signs_n, signs_k = signs("output", n, s), signs("input", w.shape[1], s)
     sketches: dict[str, list[Array]] = {"forward_channel": [], "backward": [], "local": []}
 
     def add(key: str, value: float) -> None:

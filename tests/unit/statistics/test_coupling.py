@@ -14,6 +14,7 @@ from megatron_snip.statistics.observation import Observation, ProbedRows, Sample
 from megatron_snip.statistics.pooling import pooled_squares
 from megatron_snip.statistics.recorder import MeasureSettings, Recorder
 from megatron_snip.statistics.sensitivity import gather_sensitivity
+from megatron_snip.statistics.sketch import SketchSigns
 from megatron_snip.topology import Placement, Topology
 from tests.unit.statistics.equations import (
     Linear,
@@ -124,6 +125,7 @@ def test_several_probes_are_averaged(network: Network) -> None:
 
 
 SETTINGS = MeasureSettings(("fp4",), step=0, seed=0, num_rows=4)
+SIGNS = SketchSigns(0, 0)
 
 
 def seen(rows: int = 4) -> Observation:
@@ -152,8 +154,8 @@ def test_what_was_not_compared_has_no_coupling() -> None:
     placement, weight = Placement("l", 0, "row", 8, 6), torch.randn(6, 8)
     rerouted, other = seen(), seen()
     rerouted.probed = None
-    assert couple(placement, weight, [rerouted], SETTINGS) is None
-    assert couple(placement, weight, [rerouted, other], SETTINGS) is None
+    assert couple(placement, weight, [rerouted], SETTINGS, SIGNS) is None
+    assert couple(placement, weight, [rerouted, other], SETTINGS, SIGNS) is None
     assert rerouted.couplings.abs().max() == 0
     assert other.couplings.abs().max() > 0
 
@@ -167,10 +169,10 @@ def test_a_failure_is_returned_and_the_rows_are_given_back(
 
     placement, weight = Placement("l", 0, "row", 8, 6), torch.randn(6, 8)
     good, bad = seen(), seen()
-    assert couple(placement, weight, [good], SETTINGS) is None
+    assert couple(placement, weight, [good], SETTINGS, SIGNS) is None
     assert (good.couplings[..., 0] > 0).all()
     assert (good.scalings[..., 0] > 0).all()
     assert good.probed is None
     monkeypatch.setattr(coupling, where, fail)
-    assert couple(placement, weight, [bad], SETTINGS) == "l: RuntimeError: out of memory"
+    assert couple(placement, weight, [bad], SETTINGS, SIGNS) == "l: RuntimeError: out of memory"
     assert bad.probed is None

@@ -18,8 +18,9 @@ from tests.unit.statistics.toy import EPS, FORMATS, NAME, Toy, errors, row_of
         ("column", 1, torch.float32, 2e-5),
         ("column", 2, torch.float32, 2e-5),
         ("row", 1, torch.float32, 2e-5),
-        # The noise floor of BF16 is taken off the probe's changes.
-        ("row", 1, torch.bfloat16, 3e-2),
+        # BF16 rounds the probed values by up to a fiftieth of their changes; the noise floor is
+        # taken off the squares, not off products of different microbatches.
+        ("row", 1, torch.bfloat16, 1e-1),
     ],
 )
 def test_every_column_is_its_equation(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_snip.statistics.sketch import WIDTH, Signs, across, own_squares, sketch
+from megatron_snip.statistics.sketch import WIDTH, Sketcher, SketchSigns, across, own_squares
 from megatron_snip.topology import LinearKind, Placement, TensorAxis
 
 K, N = 48, 64
@@ -14,22 +14,27 @@ DRAWS = 200
 
 
 def placement(
-    kind: LinearKind = "column", rank: int = 0, size: int = 1, chunks: int = 1
+    kind: LinearKind = "column",
+    rank: int = 0,
+    size: int = 1,
+    chunks: int = 1,
+    expert: int | None = None,
 ) -> Placement:
-    return Placement("decoder.layers.1.x", 0, kind, K, N, TensorAxis(rank, size), chunks)
+    axis = TensorAxis(rank, size)
+    return Placement("decoder.layers.1.x", 0, kind, K, N, axis, chunks, expert)
 
 
-def signs(place: Placement, draw: int = 0) -> Signs:
-    return Signs.of(place, 5, 7, draw, CPU)
+def sketcher(place: Placement, draw: int = 0) -> Sketcher:
+    return SketchSigns(seed=5, step=7).sketcher(place, draw, CPU)
 
 
 def estimates(microbatches: torch.Tensor, matrix: bool = False) -> torch.Tensor:
     """What `across` gives in each of DRAWS draws, for microbatches [m, ...]."""
     found = []
     for draw in range(DRAWS):
-        drawn = signs(placement(), draw)
+        drawn = sketcher(placement(), draw)
         sketches = [
-            drawn.of_matrix(one) if matrix else sketch(drawn.output, one) for one in microbatches
+            drawn.of_matrix(one) if matrix else drawn.of_outputs(one) for one in microbatches
         ]
         found.append(across(own_squares(torch.stack(sketches)).sum(0)))
     return torch.stack(found)
@@ -62,15 +67,14 @@ def test_a_matrix_is_sketched_without_bias() -> None:
 
 
 def test_one_microbatch_shares_nothing() -> None:
-    drawn = signs(placement())
-    one = own_squares(sketch(drawn.input, torch.randn(K))[None])
+    one = own_squares(sketcher(placement()).of_inputs(torch.randn(K))[None])
     assert across(one).item() == pytest.approx(0.0, abs=1e-9)
 
 
 @pytest.mark.parametrize(("kind", "chunks"), [("column", 1), ("column", 2), ("row", 1)])
 def test_shards_draw_their_part_of_the_whole(kind: LinearKind, chunks: int) -> None:
-    whole = signs(placement(kind, chunks=chunks))
-    shards = [signs(placement(kind, rank, 2, chunks)) for rank in range(2)]
+    whole = sketcher(placement(kind, chunks=chunks))
+    shards = [sketcher(placement(kind, rank, 2, chunks)) for rank in range(2)]
     sharded, full = ("output", "input") if kind == "column" else ("input", "output")
     halves = [getattr(s, sharded).chunk(chunks, 1) for s in shards]
     joined = torch.cat([h[c] for c in range(chunks) for h in halves], dim=1)
@@ -80,14 +84,43 @@ def test_shards_draw_their_part_of_the_whole(kind: LinearKind, chunks: int) -> N
         assert torch.equal(shard.whole, whole.whole)
 
 
-def test_draws_and_steps_differ() -> None:
-    first, other = signs(placement()), signs(placement(), 1)
+def test_draws_steps_and_axes_differ() -> None:
+    first, other = sketcher(placement()), sketcher(placement(), 1)
     assert set(first.output.unique().tolist()) == {-1.0, 1.0}
     assert not torch.equal(first.output, other.output)
-    assert not torch.equal(first.output, Signs.of(placement(), 5, 8, 0, CPU).output)
+    assert not torch.equal(first.output[:, :K], first.input)
+    assert not torch.equal(first.whole, other.whole)
+    later = SketchSigns(5, 8).sketcher(placement(), 0, CPU)
+    assert not torch.equal(first.output, later.output)
+
+
+def test_a_sum_over_all_channels_keeps_its_square() -> None:
+    """One channel has no other to mix with: |z|^2 is exact, the signs of two draws apart."""
+    total = torch.tensor([3.0])
+    z = [sketcher(placement(), draw).of_whole(total) for draw in (0, 1)]
+    assert z[0].square().sum().item() == pytest.approx(9.0)
+    assert abs((z[0] @ z[1]).item()) < 9.0 * 4 / WIDTH**0.5
+
+
+def test_experts_of_a_layer_do_not_mix() -> None:
+    """With the same sums, what two experts share in a row of the table is chance."""
+    sums = torch.randn(N, generator=torch.Generator().manual_seed(3))
+    found = []
+    for draw in range(DRAWS):
+        both = [sketcher(placement(expert=e), draw).of_outputs(sums) for e in (0, 5)]
+        found.append(across(own_squares(torch.stack(both)).sum(0)))
+    square = sums.square().sum()
+    assert abs(torch.stack(found).mean()) < 0.1 * square
+
+
+def test_a_width_is_drawn_once() -> None:
+    signs = SketchSigns(5, 7)
+    first = signs.sketcher(placement(), 0, CPU)
+    other = signs.sketcher(placement(expert=3), 0, CPU)
+    assert other.input is first.input
+    assert other.shift == 3
 
 
 def test_nan_stays() -> None:
-    drawn = signs(placement())
     sums = torch.full((N,), torch.nan)
-    assert across(own_squares(sketch(drawn.output, sums)[None]).sum(0)).isnan()
+    assert across(own_squares(sketcher(placement()).of_outputs(sums)[None]).sum(0)).isnan()

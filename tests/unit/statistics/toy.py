@@ -92,7 +92,8 @@ class Toy:
         self._show(comparer, topology, sequence_parallel, probed=True)
         assert comparer.failure is None, comparer.failure
         weight = self._shard(self.linear.w, self._weight_dim, topology)
-        assert couple(placement, weight, recorder.observations[NAME], settings) is None
+        seen = recorder.observations[NAME]
+        assert couple(placement, weight, seen, settings, recorder.signs) is None
         inputs = ReduceInputs(
             step=STEP,
             formats=FORMATS,
