@@ -6,13 +6,16 @@ The first word decides: a subcommand's name, or a script (after `--cpu`, always 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
+import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from megatron_snip.cli.command import COMMANDS
 from megatron_snip.cli.script import is_script, prepare_script, run_script
-from megatron_snip.errors import SnipError, UsageError
+from megatron_snip.errors import SnipError, UsageError, shown
 from megatron_snip.version import __version__
 
 EPILOG = """\
@@ -31,6 +34,10 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
         """Raise instead of printing the usage and exiting, so that all errors look alike."""
         raise UsageError(f"{message} (see '{self.prog} --help')")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print; argparse's own hides that it could not."""
+        (file or sys.stderr).write(message)
 
 
 def build_parser(chosen: str | None) -> argparse.ArgumentParser:
@@ -56,20 +63,29 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand, or a script; return the exit status (2 on bad input, with one line)."""
+    """Run one subcommand, or a script; return its exit status.
+
+    Bad input is one line and status 2; what else fails as files do (a full disk, a closed stdout)
+    is one line and status 1.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if not words or words[0] in COMMANDS or not is_script(words):
-            return run_command(words)
+            return _to_the_end(words)
         script = prepare_script(words)
     except UsageError as error:
-        print(f"megatron-snip: error: {error}", file=sys.stderr)
+        print(f"megatron-snip: error: {shown(error)}", file=sys.stderr)
         return 2
     except SnipError as error:
-        print(f"megatron-snip: {error}", file=sys.stderr)
+        print(f"megatron-snip: {shown(error)}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader of our stdout has gone (| head)
+        _drop_stdout()
         return 141
+    except OSError as error:
+        print(f"megatron-snip: {shown(error)}", file=sys.stderr)
+        _drop_stdout()
+        return 1
     return run_script(script)  # its errors are its own
 
 
@@ -83,6 +99,27 @@ def run_command(words: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     args = build_parser(chosen).parse_args(words)
     return COMMANDS[args.command].load().run(args)
+
+
+def _to_the_end(words: Sequence[str]) -> int:
+    """Run one subcommand, until what it has printed is where it belongs.
+
+    Raises:
+        SnipError: as the subcommand does.
+        OSError: if it cannot be printed.
+    """
+    if sys.stdout is None:  # closed (>&-): every print would be lost without a word
+        raise OSError("standard output is closed; give it a file, or /dev/null")
+    try:
+        return run_command(words)
+    finally:
+        sys.stdout.flush()
+
+
+def _drop_stdout() -> None:
+    """Let the interpreter's own flush at exit, of what could not be printed, succeed."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # none, or a test's
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

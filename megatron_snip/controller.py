@@ -314,11 +314,14 @@ class SnipController:
         self._announce_start(state)
 
     def _announce_start(self, state: ControllerState | None) -> None:
-        """Tell of the plan that the run starts with, if it is a policy's."""
-        if state is not None and (state.history or self._schedule.static):
+        """Tell of the plan that the run starts with, if it is a policy's, or stays."""
+        stays = self._schedule.static or self.config.freeze_plan
+        if state is not None and (state.history or stays):
             changed = len(changed_linears(state.plan, self.plan))
-            applied = Applied(self.plan, state.step, changed, 0.0, resumed=True)
-        elif self._schedule.static:  # the only plan that this run will report
+            # A plan file may be another one than before the stop.
+            resumed = not (self.config.freeze_plan and changed)
+            applied = Applied(self.plan, state.step, changed, 0.0, resumed=resumed)
+        elif stays:  # the only plan that this run will report
             changed = sum(option != BF16 for option in self.plan.linears.values())
             applied = Applied(self.plan, 0, changed, 0.0)
         else:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+LONGEST = 2000
+"""Characters of an error that are shown."""
+
 
 class SnipError(Exception):
     """Base of all errors that this package raises on purpose."""
@@ -34,3 +37,15 @@ class PlanningError(SnipError):
 
 class UnsupportedError(SnipError):
     """A combination of settings that cannot run here; the message names both and the remedy."""
+
+
+def shown(error: BaseException | str) -> str:
+    """Return an error as one line that any terminal may show.
+
+    What it quotes may come from a hostile file: line breaks, escape sequences and lone surrogates
+    appear as Python would write them, and of an endless text only the ends.
+    """
+    text = str(error)
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST - 203]}...{text[-200:]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -77,5 +77,8 @@ def split_linear_name(name: str) -> tuple[str, int, str]:
 def natural_key(name: str) -> tuple[tuple[int, int | str], ...]:
     """Sort key that orders `layers.2` before `layers.10`."""
     return tuple(
-        (0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part
+        # int() refuses thousands of digits, and digits that are no decimals (superscripts).
+        (0, int(part)) if part.isdecimal() and len(part) < 300 else (1, part)
+        for part in re.split(r"(\d+)", name)
+        if part
     )

@@ -17,6 +17,7 @@ from rich import box
 from rich.table import Table as RichTable
 
 from megatron_snip.cli.gemm_bench import Shape, measure
+from megatron_snip.cli.numbers import whole_number
 from megatron_snip.cli.plan_tables import plain_console
 from megatron_snip.errors import UsageError
 from megatron_snip.formats import FORMATS, get_format
@@ -87,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
         try:
             seconds = measure(shape, tokens, device, budget_s, formats)
         except (MemoryError, RuntimeError) as error:
-            if "allocate" not in str(error):  # how torch says, on any device, that memory is short
+            # How torch says, on any device, that memory is short, or that no memory is so large.
+            if "allocate" not in str(error) and "overflow" not in str(error):
                 raise
             raise UsageError(
                 f"'{shape.names}': {shape.out_features} x {shape.in_features} with {tokens} tokens "
@@ -155,19 +157,17 @@ def _shapes(args: argparse.Namespace) -> tuple[list[Shape], int]:
         if globs.count(glob) > 1:
             raise UsageError(f"'{glob}' has two shapes, of which planning would take the first")
     if args.tokens is not None:
-        if not args.tokens.isdecimal() or int(args.tokens) == 0:
-            raise UsageError(f"--tokens must be a whole number above 0, got '{args.tokens}'")
-        tokens = int(args.tokens)
+        tokens = whole_number("--tokens", args.tokens)
     return shapes, tokens
 
 
 def _shape(text: str) -> Shape:
     names, sign, size = text.rpartition("=")
     out_features, times, in_features = size.partition("x")
-    sizes = (out_features, in_features)
-    if not names or not sign or not times or not all(s.isdecimal() and int(s) > 0 for s in sizes):
+    if not (names and sign and times and out_features and in_features):
         raise UsageError(f"--linear: '{text}' is not GLOB=OUTxIN, e.g. '*.linear_fc1=4096x1024'")
-    return Shape(names, int(out_features), int(in_features))
+    flag = f"--linear: each size of '{text}' (GLOB=OUTxIN)"
+    return Shape(names, whole_number(flag, out_features), whole_number(flag, in_features))
 
 
 def _number(flag: str, text: str) -> float:

@@ -6,6 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
+from megatron_snip.cli.numbers import whole_number
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
 from megatron_snip.flags import add_flags, given_values
@@ -70,7 +71,9 @@ def run(args: argparse.Namespace) -> int:
     config = read_settings(args)
     if under_torchrun():
         return _run_as_rank(config)
-    ranks = _number(args.nproc_per_node) or config.model_parallel_size
+    ranks = config.model_parallel_size
+    if args.nproc_per_node is not None:
+        ranks = whole_number("--nproc-per-node", args.nproc_per_node)
     check_run(config, ranks)
     return launch(config, ranks)
 
@@ -98,11 +101,3 @@ def _run_as_rank(config: TrainConfig) -> int:
             raise
         return 2  # every rank refuses the same input; one of them says so
     return 0
-
-
-def _number(text: str | None) -> int | None:
-    if text is None:
-        return None
-    if not text.isdigit() or int(text) < 1:
-        raise UsageError(f"--nproc-per-node must be a positive number, got '{text}'")
-    return int(text)

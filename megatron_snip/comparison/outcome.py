@@ -6,10 +6,14 @@ import dataclasses
 import math
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megatron_snip.comparison.run import Run
+from megatron_snip.config import explain
 from megatron_snip.errors import UsageError
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.json_file import read_json
@@ -38,6 +42,8 @@ class Outcome:
         refreshes: refreshes within the run.
         seconds: wall time of its steps and evaluations.
     """
+
+    __pydantic_config__: ClassVar = ConfigDict(strict=True, revalidate_instances="always")
 
     key: str
     steps: tuple[int, ...]
@@ -71,9 +77,19 @@ def read_outcome(path: Path) -> Outcome:
         raise UsageError(f"'{path}' is not an outcome of version {VERSION}; remove it")
     try:
         fields = {key: _read(item) for key, item in value.items()}
-        return Outcome(**fields)
-    except TypeError as error:
-        raise UsageError(f"'{path}' is not an outcome: {error}; remove it") from None
+        outcome = _CHECKED.validate_python(Outcome(**fields))
+    except (TypeError, ValidationError, RecursionError) as error:
+        why = explain(error) if isinstance(error, ValidationError) else str(error)
+        raise UsageError(f"'{path}' is not an outcome: {why}; remove it") from None
+    curves = (
+        ("loss", outcome.steps, outcome.losses),
+        ("validation loss", outcome.validation_steps, outcome.validation_losses),
+    )
+    for name, steps, values in curves:
+        ascending = all(a < b for a, b in pairwise((-1, *steps)))
+        if len(steps) != len(values) or not ascending:
+            raise UsageError(f"'{path}' is not an outcome: its {name} is no curve; remove it")
+    return outcome
 
 
 def outcome_of(run: Run, run_dir: Path, config: TrainConfig) -> Outcome:
@@ -153,4 +169,9 @@ def _nulled(value: Any) -> Any:
 def _read(value: Any) -> Any:
     if value is None:
         return math.nan
+    if isinstance(value, dict):
+        return {key: _read(item) for key, item in value.items()}
     return tuple(_read(item) for item in value) if isinstance(value, list) else value
+
+
+_CHECKED = TypeAdapter(Outcome)

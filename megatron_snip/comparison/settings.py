@@ -79,19 +79,19 @@ class ComparisonFields(BaseModel):
     """Directory of all runs, tables and curves. A comparison that finds finished runs in it does
     not make them again."""
 
-    modes: tuple[Mode, ...] = ("forks",)
+    modes: Annotated[tuple[Mode, ...], Field(min_length=1)] = ("forks",)
     """`forks`: short runs from a checkpoint. `scratch`: runs from a BF16 warm-up of each seed."""
 
-    lowest: tuple[str, ...] = ("fp4",)
+    lowest: Annotated[tuple[str, ...], Field(min_length=1)] = ("fp4",)
     """Lowest formats, a table each: fp4, or the stress format fp3."""
 
     gentle: str = "fp8"
     """The format that is on offer beside the lowest."""
 
-    targets: tuple[Target, ...] = (0.75,)
+    targets: Annotated[tuple[Target, ...], Field(min_length=1)] = (0.75,)
     """Shares of linear FLOPs in the lowest format, a table each."""
 
-    seeds: Count = 3
+    seeds: Annotated[int, Field(ge=1, le=1000)] = 3
     """Repetitions; all contenders of one see the same data."""
 
     policies: tuple[str, ...] = DEFAULT

@@ -232,7 +232,7 @@ def _with_name(message: str, linears: Any) -> str:
     parts = message.split(".", 2)
     if parts[0].endswith("linears") and len(parts) > 1 and isinstance(linears, list):
         digits = parts[1].split(":")[0]
-        index = int(digits) if digits.isdigit() else len(linears)
+        index = int(digits) if digits.isdecimal() else len(linears)
         linear = linears[index] if index < len(linears) else None
         if isinstance(linear, dict) and isinstance(linear.get("name"), str):
             return f"{message} (linear '{linear['name']}')"

@@ -91,7 +91,7 @@ class Stages:
         Raises:
             UsageError: if the layer does not exist.
         """
-        block, layer, module = split_linear_name(name)
+        block, layer, module = _split(name)
         if block != "decoder":
             last = len(self.chunks) - 1
             return last % self.num_stages, last // self.num_stages, name
@@ -104,9 +104,21 @@ class Stages:
         return chunk % self.num_stages, chunk // self.num_stages, text
 
 
+def _split(name: str) -> tuple[str, int, str]:
+    """Return (block, layer, module) of a linear's name.
+
+    Raises:
+        UsageError: if it is none; plans and problems may come from anywhere.
+    """
+    try:
+        return split_linear_name(name)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
 def num_layers(names: Iterable[str]) -> int:
     """Return how many decoder layers the names speak of."""
-    split = map(split_linear_name, names)
+    split = map(_split, names)
     return max((layer + 1 for block, layer, _ in split if block == "decoder"), default=0)
 
 

@@ -209,7 +209,7 @@ def _versions(path: Path) -> dict[str, str | None]:
 
 def _last(directory: Path, step: int) -> Path | None:
     """Return the file of the last step that is not after `step`."""
-    steps = [int(file.stem) for file in directory.glob("*.json") if file.stem.isdigit()]
+    steps = [int(file.stem) for file in directory.glob("*.json") if file.stem.isdecimal()]
     return max((directory / f"{s}.json" for s in steps if s <= step), key=_step, default=None)
 
 

@@ -112,7 +112,7 @@ class CheckpointFolder:
             text = pointer.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"cannot read '{pointer}': {error}") from None
-        if not text.isdigit():
+        if not text.isdecimal() or len(text) > 18:
             raise UsageError(f"'{pointer}' must hold a number of steps, got '{text[:40]}'")
         self.check_whole(int(text))
         return int(text)

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import sysconfig
 import tempfile
 from collections.abc import Iterator
@@ -21,10 +22,17 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from megatron_snip.errors import UsageError
+from megatron_snip.planning.json_file import read_json
+
 END_OF_DOCUMENT = 256
 HELD_OUT_EVERY = 20
 FORMAT = 1
 """Version of the folder's layout: raise it when tokens or split change."""
+
+TOKEN_BYTES = 2
+FILES = ("train.bin", "train.idx", "valid.bin", "valid.idx")
+"""What a corpus' folder holds beside its manifest."""
 
 _LEFT_OUT = frozenset(
     {
@@ -150,15 +158,28 @@ def _digest(documents: list[tuple[str, bytes]]) -> str:
 
 
 def _read_manifest(folder: Path, digest: str) -> Corpus | None:
-    """Return the corpus in `folder` if it is whole, else None."""
+    """Return the corpus in `folder` if it is whole, else None; others may have written there."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        sizes = {name: (folder / name).stat().st_size for name in manifest["sizes"]}
-        if manifest["digest"] != digest or manifest["sizes"] != sizes:
-            return None
-        return Corpus(folder=folder, **manifest["corpus"], digest=digest)
-    except (OSError, ValueError, KeyError, TypeError):
+        manifest = read_json(folder / "manifest.json", "manifest")
+        sizes = {name: _own_size(folder / name) for name in FILES}
+    except (OSError, UsageError):
         return None
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("corpus"), dict):
+        return None
+    if manifest.get("digest") != digest or manifest.get("sizes") != sizes:
+        return None
+    train, valid = (sizes[name] // TOKEN_BYTES for name in ("train.bin", "valid.bin"))
+    num_files = manifest["corpus"].get("num_files")
+    counts = {"num_files": num_files, "train_tokens": train, "valid_tokens": valid}
+    if manifest["corpus"] != counts or type(num_files) is not int:
+        return None
+    return Corpus(folder, digest, num_files, train, valid)
+
+
+def _own_size(path: Path) -> int:
+    """Return a file's size; -1 for a link or what is no regular file."""
+    status = path.lstat()
+    return status.st_size if stat.S_ISREG(status.st_mode) else -1
 
 
 def _write_corpus(folder: Path, digest: str, documents: list[tuple[str, bytes]]) -> Corpus:

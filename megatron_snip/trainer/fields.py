@@ -29,7 +29,7 @@ class _Section(BaseModel):
 class ModelFields(_Section):
     """The model: a Llama-style GPT (RMSNorm, SwiGLU, RoPE, no biases)."""
 
-    num_layers: Count = 4
+    num_layers: Annotated[int, Field(ge=1, le=10_000)] = 4
     """Transformer layers."""
 
     hidden_size: Count = 256

@@ -153,8 +153,9 @@ def as_megatron_means(args: argparse.Namespace, given: dict[str, Any]) -> dict[s
     if unused:
         warn_once(logger, f"without effect in this trainer: {', '.join(unused)}")
     values = dict(given)
-    if words.get("tokenizer_type") == NULL_TOKENIZER and str(values.get("vocab_size")).isdigit():
-        values["vocab_size"] = int(values["vocab_size"]) + 1
+    size = str(values.get("vocab_size"))
+    if words.get("tokenizer_type") == NULL_TOKENIZER and size.isdecimal() and len(size) < 18:
+        values["vocab_size"] = int(size) + 1
     if args.megatron_defaults:
         missing = [flag_name("", name) for name in NEEDED if name not in values]
         if missing:

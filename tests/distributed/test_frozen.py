@@ -43,19 +43,24 @@ def check(result: dict[str, Any]) -> None:
     assert all(value > 0 for value in with_refreshes["probed"])  # weights were perturbed
     assert with_refreshes["options"] == without["options"] == ["fp4", "fp8"]
     assert with_refreshes["warnings"] == without["warnings"] == []
+    (told,) = with_refreshes["told"]  # reporters hear of the only plan, wherever it is from
+    assert told[:2] == [0, with_refreshes["digest"]] and told[2] > 0
+    assert without["told"] == with_refreshes["told"]
     for bits in ("losses", "weights", "optimizer"):
         assert with_refreshes[bits] == without[bits], bits
     assert len(set(without["losses"])) == 30  # it did train
 
 
 @pytest.fixture(scope="module")
-def one_rank() -> list[dict[str, Any]]:
-    return run_ranks(1, WORKER, {"layouts": ONE}, timeout_s=200)
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    arguments = {"layouts": ONE, "folder": str(tmp_path_factory.mktemp("one"))}
+    return run_ranks(1, WORKER, arguments, timeout_s=200)
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> list[dict[str, Any]]:
-    return run_ranks(2, WORKER, {"layouts": TWO}, timeout_s=280)
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    arguments = {"layouts": TWO, "folder": str(tmp_path_factory.mktemp("two"))}
+    return run_ranks(2, WORKER, arguments, timeout_s=280)
 
 
 @pytest.mark.parametrize("name", ONE)

@@ -16,21 +16,31 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_snip.argument_file import read_argument_file
+from megatron_snip.comparison.outcome import Outcome, read_outcome
 from megatron_snip.config import SnipConfig, make_config, read_yaml
 from megatron_snip.controller_state import ControllerState, GuardState, Pending
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, UsageError
 from megatron_snip.loss_guard import GuardSettings, LossGuard
+from megatron_snip.options import Option
 from megatron_snip.patches.checkpoint_sidecar import read_sidecar
 from megatron_snip.planning import worker
+from megatron_snip.planning.calibration import (
+    CalibratedLinear,
+    CalibrationTable,
+    read_calibration,
+    with_seconds,
+)
 from megatron_snip.planning.exchange import PlanRequest, encode_request
 from megatron_snip.planning.json_file import MAX_BYTES, read_json
 from megatron_snip.planning.plan import assignment_digest, read_plan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import read_problem
 from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.planning.te_config import Stages, import_options
 from megatron_snip.reporting.divergence_record import read_divergences
 from megatron_snip.reporting.metrics_log import MetricsLog
 from megatron_snip.trainer.config import load_train_config
+from megatron_snip.trainer.corpus import prepare_corpus
 from tests.hostile.mutations import DEEP, mutants
 from tests.unit.planning.build import plan_of, problem_of
 
@@ -59,6 +69,38 @@ METRICS = {
     "changed_linears": 2,
     "wait_s": 0.1,
     "events": [{"kind": "kept", "message": "why"}],
+}
+SECONDS = {"fprop": 1e-3, "dgrad": 2e-3, "wgrad": 3e-3}
+CALIBRATION = CalibrationTable(
+    machine="x86_64",
+    device="cpu",
+    date="2026-01-01T00:00:00+00:00",
+    versions={"torch": "2.13.0"},
+    tokens=128,
+    linears=(
+        CalibratedLinear(
+            names="*",
+            out_features=128,
+            in_features=256,
+            seconds=dict.fromkeys(("bf16", "fp8", "fp4"), SECONDS),
+        ),
+    ),
+).model_dump(mode="json")
+OUTCOME = Outcome(
+    "forks-fp4", (3, 4), (2.5, 2.25), (4,), (2.5,), 0.75, {"fp4": 0.75, "fp8": 0.25}, 1, 2.0
+)
+TE_CONFIG = {
+    "configs": {
+        "low": {
+            "transformer_engine_config_type": "TEQuantizationParams",
+            "training_recipe": {
+                "fp4_quantization_recipe": "nvfp4",
+                "override_quantized_autocast": True,
+                "override_nonquantized_autocast": True,
+            },
+        }
+    },
+    "matchers": {"a": {"type": "glob", "pattern": "*fc1", "config": "low", "enabled": True}},
 }
 
 fuzzed = settings(
@@ -136,6 +178,36 @@ def test_sidecars(content: bytes, tmp_path_factory: pytest.TempPathFactory, file
 def test_divergences(content: bytes, file: Path) -> None:
     file.write_bytes(content)
     survives(lambda: read_divergences(file))
+
+
+@fuzzed
+@given(content=mutants(CALIBRATION))
+def test_calibration_tables(content: bytes, file: Path) -> None:
+    file.write_bytes(content)
+    table = survives(lambda: read_calibration(file))
+    if table is not None:
+        survives(lambda: with_seconds(PROBLEM, table))
+
+
+@fuzzed
+@given(content=mutants(OUTCOME.to_json()))
+def test_outcomes_of_a_comparison(content: bytes, file: Path) -> None:
+    file.write_bytes(content)
+    outcome = survives(lambda: read_outcome(file))
+    if outcome is not None:
+        assert len(outcome.steps) == len(outcome.losses)
+        assert json.loads(json.dumps(outcome.to_json(), allow_nan=False))["version"] == 1
+
+
+@fuzzed
+@given(content=mutants(TE_CONFIG))
+def test_precision_files_of_megatron(content: bytes, file: Path) -> None:
+    file.write_bytes(content)  # JSON is YAML
+    values = survives(lambda: read_yaml(file))
+    name, stages, base = "decoder.layers.0.mlp.linear_fc1", Stages.even(1, 1), Option.parse("bf16")
+    if values is not None:
+        found = survives(lambda: import_options(values, [name], stages, base, "'file'"))
+        assert found is None or list(found) == [name]
 
 
 @fuzzed
@@ -242,6 +314,46 @@ def test_what_is_no_file_of_usual_size_is_refused(
         assert survives(lambda path=path: read(path)) is None  # type: ignore[misc]
 
 
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path, Any]:
+    """(library, cache, the corpus' folder in it, its manifest)."""
+    root = tmp_path_factory.mktemp("corpus")
+    (root / "library").mkdir()
+    for index in range(3):
+        (root / "library" / f"{index}.py").write_text(f"value = {index}\n")
+    made = prepare_corpus(root / "cache", 10**6, root / "library")
+    manifest = json.loads((made.folder / "manifest.json").read_text())
+    return root / "library", root / "cache", made.folder, manifest
+
+
+@settings(fuzzed, max_examples=40)
+@given(data=st.data())
+def test_the_built_in_text_is_mended_whatever_its_cache_holds(
+    data: st.DataObject, corpus: tuple[Path, Path, Path, Any]
+) -> None:
+    library, cache, folder, good = corpus
+    (folder / "manifest.json").write_bytes(data.draw(mutants(good)))
+    made = prepare_corpus(cache, 10**6, library)
+    assert made.folder == folder
+    sizes = (made.train_tokens, made.valid_tokens, made.num_files)
+    assert sizes == tuple(good["corpus"][k] for k in ("train_tokens", "valid_tokens", "num_files"))
+    assert [p.name for p in cache.iterdir()] == [folder.name]
+
+
+def test_a_link_in_the_place_of_the_built_in_text_is_not_followed(
+    corpus: tuple[Path, Path, Path, Any], tmp_path: Path
+) -> None:
+    library, cache, folder, _ = corpus
+    data, elsewhere = folder / "train.bin", tmp_path / "elsewhere"
+    elsewhere.write_bytes(bytes(data.stat().st_size))
+    data.unlink()
+    data.symlink_to(elsewhere)
+    made = prepare_corpus(cache, 10**6, library)
+    whole = Path(f"{made.train_prefix}.bin")
+    assert not whole.is_symlink() and any(whole.read_bytes())
+    assert not any(elsewhere.read_bytes())
+
+
 def test_good_files_are_read(file: Path) -> None:
     """The documents that the mutants are made from are themselves fine."""
     file.write_text(json.dumps(PLAN.to_dict()))
@@ -249,6 +361,15 @@ def test_good_files_are_read(file: Path) -> None:
     file.write_text(json.dumps(PROBLEM.to_dict()))
     assert read_problem(file) == PROBLEM
     assert ControllerState.from_dict(STATE).to_dict() == STATE
+    file.write_text(json.dumps(OUTCOME.to_json()))
+    assert read_outcome(file) == OUTCOME
+    file.write_text(json.dumps(CALIBRATION))
+    seconds = with_seconds(PROBLEM, read_calibration(file)).linears[0].options["fp8"].seconds
+    assert seconds is not None and seconds > 0
+    file.write_text(json.dumps(TE_CONFIG))
+    name, base = "decoder.layers.0.mlp.linear_fc1", Option.parse("bf16")
+    found = import_options(read_yaml(file), [name], Stages.even(1, 1), base, "'file'")
+    assert str(found[name]) == "nvfp4"
     file.write_text(json.dumps(DIVERGENCES))
     assert read_divergences(file).step == 4
     file.write_text(yaml.safe_dump(SNIP))

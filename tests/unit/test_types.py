@@ -43,3 +43,10 @@ def test_each_gemm_contracts_two_of_three_tensors() -> None:
         Gemm.DGRAD: {Operand.GRAD_OUTPUT, Operand.WEIGHT},
         Gemm.WGRAD: {Operand.GRAD_OUTPUT, Operand.INPUT},
     }
+
+
+def test_any_text_has_a_natural_key() -> None:
+    """Names in files may be anything."""
+    names = ["9" * 5000, "\u00b2", "\u00b21", "\u0663", "", "a2", "a10"]
+    assert sorted(sorted(names), key=natural_key)[:2] == ["", "\u0663"]
+    assert natural_key("a2") < natural_key("a10")

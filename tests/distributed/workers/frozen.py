@@ -1,9 +1,16 @@
-"""What test_frozen.py runs on ranks: the same training with and without refreshes."""
+"""What test_frozen.py runs on ranks: the same training with and without refreshes.
+
+With them under a policy's plan, without them under the same plan from a file.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from megatron_snip.planning.plan import write_plan
 from tests.distributed.workers.small_model import layout
 
 MODEL = {
@@ -21,23 +28,32 @@ PLAN = {"policy": "random", "efficiency_target": 0.5, "freeze_plan": True, "seed
 STEPS = 30
 
 
-def with_and_without(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def with_and_without(layouts: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
     """Train each layout twice under one frozen plan; return the bits of both runs."""
-    return {name: _both({**MODEL, **values}) for name, values in layouts.items()}
+    file = Path(folder) / "plan.json"
+    return {name: _both({**MODEL, **values}, file) for name, values in layouts.items()}
 
 
-def _both(values: dict[str, Any]) -> dict[str, Any]:
+def _both(values: dict[str, Any], file: Path) -> dict[str, Any]:
     refreshing = {"interval": 5, "stat_microbatches": 2, "probe_rows": 8}
+    from_file = {"plan_file": file, "freeze_plan": True, "seed": PLAN["seed"], "start_step": STEPS}
     return {
-        "with": _train(values, {**PLAN, **refreshing}),
-        "without": _train(values, {**PLAN, "start_step": STEPS}),
+        "with": _train(values, {**PLAN, **refreshing}, file),
+        "without": _train(values, from_file, None),
     }
 
 
-def _train(values: dict[str, Any], snip: dict[str, Any]) -> dict[str, Any]:
+def _train(values: dict[str, Any], snip: dict[str, Any], file: Path | None) -> dict[str, Any]:
+    """Train; rank 0 writes the plan to `file`."""
     print(values, snip, flush=True)  # where a run that hangs has come to
     with layout(values) as trainer:
-        controller = trainer.run(STEPS, snip)
+        controller = trainer.controller(snip)
+        told = [(a.step, a.plan.digest, a.num_changed) for a in trainer.reporter.applied]
+        trainer.advance(STEPS, controller)
+        controller.close()
+        if file is not None and dist.get_rank() == 0:
+            write_plan(controller.plan, file)
+        dist.barrier()
         statistics = [r.statistics for r in trainer.reporter.refreshes]
         return {
             **trainer.digests(),
@@ -45,4 +61,6 @@ def _train(values: dict[str, Any], snip: dict[str, Any]) -> dict[str, Any]:
             "probed": [s.linears[-1].probe_input_square for s in statistics],
             "options": sorted({str(option) for option in controller.plan.linears.values()}),
             "warnings": trainer.warnings,
+            "told": told,
+            "digest": controller.plan.digest,
         }
