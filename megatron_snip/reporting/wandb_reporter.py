@@ -17,6 +17,7 @@ from megatron_snip.reporting.step_report import StepReporter
 from megatron_snip.reporting.wandb_writer import WandbWriter
 
 FLUSH_INTERVAL_S = 0.5
+_FLUSH = "x_transaction_log_flush_interval"
 
 Mode = Literal["online", "offline", "disabled", "shared"]
 
@@ -46,7 +47,7 @@ class WandbReporter(StepReporter):
             dir=directory,
             config=config,
             mode=_mode(),
-            settings=wandb.Settings(silent=True, x_transaction_log_flush_interval=FLUSH_INTERVAL_S),
+            settings=wandb.Settings(silent=True, **_prompt(wandb)),
         )
         super().__init__([WandbWriter(wandb)])
 
@@ -56,6 +57,12 @@ class WandbReporter(StepReporter):
         run, self._run = self._run, None
         if run is not None:
             run.finish(exit_code=0 if sys.exception() is None else 1)
+
+
+def _prompt(wandb: Any) -> dict[str, float]:
+    """Return the setting that has the file flushed often; W&B before 0.31 has none."""
+    known = getattr(wandb.Settings, "model_fields", {})
+    return {_FLUSH: FLUSH_INTERVAL_S} if _FLUSH in known else {}
 
 
 def _mode() -> Mode:

@@ -9,13 +9,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from PIL import Image
 
 from megatron_snip.errors import UsageError
 from megatron_snip.reporting.reporter import Event
-from megatron_snip.reporting.wandb_reporter import WandbReporter
+from megatron_snip.reporting.wandb_reporter import FLUSH_INTERVAL_S, WandbReporter, _prompt
 from tests.unit.reporting.runs import Shape, config, plan_from, refresh_at, tell
 from tests.unit.reporting.wandb_runs import Written, inspect, isolate, read_back
 
@@ -132,6 +134,19 @@ def test_an_unknown_mode_is_refused_in_one_line(
     monkeypatch.setenv("WANDB_MODE", "on")
     with pytest.raises(UsageError, match="WANDB_MODE is 'on'; expected one of online, offline"):
         WandbReporter("p", tmp_path, {})
+
+
+def test_releases_that_do_not_know_how_to_flush_often_are_not_asked_to() -> None:
+    """W&B refuses settings that it does not know; 0.19 to 0.30 do not know this one."""
+
+    class Old:
+        model_fields: ClassVar = {"silent": None}
+
+    assert _prompt(SimpleNamespace(Settings=Old)) == {}
+    assert _prompt(SimpleNamespace(Settings=type("Ancient", (), {}))) == {}
+    known = _prompt(wandb)
+    assert known == {"x_transaction_log_flush_interval": FLUSH_INTERVAL_S}
+    assert wandb.Settings(**known).x_transaction_log_flush_interval == FLUSH_INTERVAL_S
 
 
 def test_without_the_package_the_remedy_is_named(
