@@ -49,6 +49,9 @@ from megatron_snip.types import Gemm
 DEPTHS = (1, 2, 3, 5, 8, 32, 64)
 """Scale blocks along the contraction; the last ones are those of real layers."""
 
+GPU_SIDE, CPU_SIDE = 8192, 512
+"""Rows and columns of what the ceilings are measured with."""
+
 NORMS_TOLERANCE = 1e-5
 """Relative: FP32 sums of some ten thousand numbers in another order."""
 
@@ -58,7 +61,7 @@ Check = Callable[[torch.device], bool | float]
 def ceilings(device: torch.device) -> dict[str, float]:
     """Return copy bandwidth (bytes read and written) and BF16 GEMM rate."""
     gpu = device.type == "cuda"
-    side = 8192 if gpu else 512
+    side = GPU_SIDE if gpu else CPU_SIDE
     x, y = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
     big = torch.randn(side * (4 if gpu else 1), side, device=device).bfloat16()
     target = torch.empty_like(big)
