@@ -40,7 +40,8 @@ RUN apt-get update \
 ENV PATH=/opt/snip/bin:$PATH
 WORKDIR /opt/megatron-snip
 COPY requirements/gpu.txt requirements/gpu.txt
-RUN python -m pip install --no-cache-dir --no-deps -r requirements/gpu.txt
+RUN python -m pip install --no-cache-dir --require-hashes --only-binary :all: --no-deps \
+    -r requirements/gpu.txt
 COPY . .
 # The venv's torchrun runs the venv's Python; the container's would miss the packages above.
 RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation . \

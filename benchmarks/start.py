@@ -133,7 +133,7 @@ def pins(modules: Iterable[str], text: str) -> list[str]:
     known = {}
     for line in text.splitlines():
         if "==" in line and not line.startswith("#"):
-            known[_plain(line.split("==")[0])] = line.strip()
+            known[_plain(line.split("==")[0])] = line.split()[0]  # without its hashes
     return [known[_plain(name)] for module in modules for name in NEEDED[module]]
 
 

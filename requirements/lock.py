@@ -5,7 +5,9 @@ python requirements/lock.py        needs `uv` on PATH, and PyPI
 lock.txt          every package of the quickstart. A version's hashes are those of all its files
                   on PyPI: of other Pythons and other systems, too
 torch-cpu.txt     torch without CUDA, which is not on PyPI: the wheel that the venv's pip finds
-torch-cuda.txt    what PyPI's torch for Linux needs beside lock.txt: the CUDA libraries
+torch-cuda.txt    what PyPI's torch for Linux needs beside lock.txt: the CUDA libraries, and the
+                  release of Triton that it was made with
+gpu.txt           the packages that it already names, as lock.txt has them
 """
 
 from __future__ import annotations
@@ -21,6 +23,10 @@ HERE = Path(__file__).parent
 PYPI = "https://pypi.org/simple"
 PYTHON = "3.11"
 LINUX = "x86_64-manylinux_2_28"
+
+TORCHS_OWN = frozenset({"triton"})
+"""torch.compile's code is for one release, which torch with CUDA names; torch without CUDA names
+none, and lock.txt has a later one, whose compiler knows more GPUs."""
 
 Hashes = dict[str, list[str]]
 """{requirement `name==version`: its files' `sha256:...`, sorted}."""
@@ -66,26 +72,38 @@ def name_of(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", requirement.split("==")[0]).lower()
 
 
-def write(path: Path, pins: Hashes) -> None:
-    """Write a requirements file for `pip install --require-hashes`."""
+def write(path: Path, pins: Hashes, head: str = "") -> None:
+    """Write a requirements file for `pip install --require-hashes`, below comments."""
     lines = []
     for pin, hashes in pins.items():
         lines += [pin, *(f"    --hash={value}" for value in hashes)]
     text = "\n".join(lines).replace("\n    --hash", " \\\n    --hash")
-    path.write_text(text + "\n")
+    path.write_text(head + text + "\n")
+
+
+def write_part(path: Path, pins: Hashes) -> None:
+    """Write a requirements file's own packages anew, at these versions."""
+    lines = path.read_text().splitlines(keepends=True)
+    head = "".join(line for line in lines if line.startswith("#"))
+    by_name = {name_of(pin): pin for pin in pins}
+    names = [name_of(line) for line in lines if "==" in line and not line.startswith("#")]
+    write(path, {by_name[name]: pins[by_name[name]] for name in names}, head)
 
 
 def main() -> None:
-    """Write all three."""
+    """Write all four."""
     here = installed()
     (torch,) = [pin for pin in here if name_of(pin) == "torch"]
     if torch.endswith("+cpu"):
         write(HERE / "torch-cpu.txt", {torch: [chosen(torch)]})
     pins = [pin.split("+")[0] for pin in here]
     on_pypi = {name_of(pin): hashes for pin, hashes in hashed(pins, "--no-deps").items()}
-    write(HERE / "lock.txt", {pin: on_pypi[name_of(pin)] for pin in pins})
+    locked = {pin: on_pypi[name_of(pin)] for pin in pins}
+    write(HERE / "lock.txt", locked)
+    write_part(HERE / "gpu.txt", locked)
     with_cuda = hashed([torch.split("+")[0]], "--python-platform", LINUX)
-    beside = {pin: hashes for pin, hashes in with_cuda.items() if name_of(pin) not in on_pypi}
+    known = set(on_pypi) - TORCHS_OWN
+    beside = {pin: hashes for pin, hashes in with_cuda.items() if name_of(pin) not in known}
     write(HERE / "torch-cuda.txt", beside)
 
 

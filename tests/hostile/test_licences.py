@@ -19,13 +19,22 @@ PIN = re.compile(r"[\w.\-]+==[\w.!+]+(?: \\\n    --hash=sha256:[0-9a-f]{64})+")
 """A version and the hashes of its files, as `pip install --require-hashes` wants them."""
 
 
-@pytest.mark.parametrize("name", ["lock.txt", "torch-cpu.txt", "torch-cuda.txt"])
+@pytest.mark.parametrize("name", ["lock.txt", "torch-cpu.txt", "torch-cuda.txt", "gpu.txt"])
 def test_every_file_that_the_quickstart_installs_is_pinned_by_its_hash(name: str) -> None:
     text = (LOCK.parent / name).read_text(encoding="utf-8")
+    text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)
     entries = re.split(r"\n(?=\S)", text.rstrip("\n"))
     assert entries
     for entry in entries:
         assert PIN.fullmatch(entry), entry[:200]
+
+
+def test_a_container_takes_what_is_in_the_lock() -> None:
+    lock, part = (
+        set(re.findall(r"^(\S+==\S+)", (LOCK.parent / name).read_text(), flags=re.MULTILINE))
+        for name in ("lock.txt", "gpu.txt")
+    )
+    assert len(part) > 50 and part <= lock
 
 
 def test_the_quickstart_takes_nothing_else() -> None:
