@@ -104,3 +104,17 @@ def test_markers_that_say_nothing_are_refused() -> None:
         tables.replaced("<!-- bench:speed -->\n<!-- /bench:speed -->\n", [])
     with pytest.raises(UsageError, match="has no '<!-- /bench:step -->' after it"):
         tables.replaced("<!-- bench:step -->\n", [])
+
+
+def test_goals_of_kernels_are_not_the_reference_path_s() -> None:
+    result = {
+        "name": "fp8",
+        "milliseconds": 1.0,
+        "gigabytes_per_s": 9.0,
+        "copy_fraction": 0.9,
+        "goal": 0.85,
+    }
+    on_gpu = tables.markdown("kernels", [report("NVIDIA H200", kernels={"results": [result]})])
+    assert on_gpu.endswith("| 0.90 | >= 0.85 |")
+    on_cpu = tables.markdown("kernels", [report(None, kernels={"results": [result]})])
+    assert on_cpu.endswith("| 0.90 |  |")
