@@ -8,9 +8,15 @@ power of two hand theirs in first and get the result last.
 
 Both partners of an exchange combine the same two values, and a + b = b + a to the last bit, so all
 ranks end with the same bits.
+
+Every exchange carries the number of its all-reduce in the group. A rank that is one ahead of the
+others, after a failure that they do not share, is not heard for another: both wait until the
+group's timeout, which is a failure that all hear of, and not a wrong sum.
 """
 
 from __future__ import annotations
+
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -18,6 +24,9 @@ from torch.distributed import ProcessGroup
 
 LARGEST_BYTES = 1 << 20
 """Above this a ring, which moves less, is as good."""
+
+_made: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
+"""All-reduces that this rank has begun in each group."""
 
 
 def suits(tensor: torch.Tensor, group: ProcessGroup) -> bool:
@@ -39,34 +48,41 @@ def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     power = 1 << (size.bit_length() - 1)
+    tag = _next_tag(group)
     heard = torch.empty_like(tensor)
     if rank >= power:  # hand in, and wait for the result
-        _send(tensor, rank - power, group)
-        _receive(tensor, rank - power, group)
+        _send(tensor, rank - power, group, tag)
+        _receive(tensor, rank - power, group, tag)
         return tensor
     if rank + power < size:
-        _receive(heard, rank + power, group)
+        _receive(heard, rank + power, group, tag)
         tensor.add_(heard)
     bit = 1
     while bit < power:
         partner = rank ^ bit
-        sending = dist.isend(tensor, _global(partner, group), group=group)
-        _receive(heard, partner, group)
+        sending = dist.isend(tensor, _global(partner, group), group=group, tag=tag)
+        _receive(heard, partner, group, tag)
         if sending is not None:
             sending.wait()
         tensor.add_(heard)
         bit <<= 1
     if rank + power < size:
-        _send(tensor, rank + power, group)
+        _send(tensor, rank + power, group, tag)
     return tensor
 
 
-def _send(tensor: torch.Tensor, to: int, group: ProcessGroup) -> None:
-    dist.send(tensor, _global(to, group), group=group)
+def _next_tag(group: ProcessGroup) -> int:
+    """Count an all-reduce; tags are positive 32-bit integers, and 0 is everybody's."""
+    _made[group] = _made.get(group, 0) % (2**31 - 1) + 1
+    return _made[group]
 
 
-def _receive(tensor: torch.Tensor, source: int, group: ProcessGroup) -> None:
-    dist.recv(tensor, _global(source, group), group=group)
+def _send(tensor: torch.Tensor, to: int, group: ProcessGroup, tag: int) -> None:
+    dist.send(tensor, _global(to, group), group=group, tag=tag)
+
+
+def _receive(tensor: torch.Tensor, source: int, group: ProcessGroup, tag: int) -> None:
+    dist.recv(tensor, _global(source, group), group=group, tag=tag)
 
 
 def _global(rank: int, group: ProcessGroup) -> int:

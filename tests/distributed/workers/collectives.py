@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -67,7 +68,22 @@ def butterfly_checks() -> dict[str, Any]:
     assert not butterfly.suits(large, dist.group.WORLD)
     results["large"] = float(sum_over(large, dist.group.WORLD)[-1]) * world
     dist.barrier()
+    pair = dist.new_group([0, 1], backend="gloo", timeout=timedelta(seconds=4))
+    results["out of step"] = _out_of_step(pair) if rank < 2 else None
+    dist.barrier()
     return results
+
+
+def _out_of_step(group: Any) -> str:
+    """Ranks 0 and 1: one of them has left an all-reduce out; return what becomes of the next."""
+    flag = torch.ones(1, dtype=torch.int32)
+    assert int(butterfly.all_reduce(flag, group)) == 2
+    if dist.get_rank() == 1:
+        butterfly._next_tag(group)
+    try:
+        return str(int(butterfly.all_reduce(torch.ones(1, dtype=torch.int32), group)))
+    except RuntimeError as error:
+        return str(error)
 
 
 def _failure(action: Any) -> dict[str, Any]:
