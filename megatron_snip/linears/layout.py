@@ -32,7 +32,12 @@ logger = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"^(?:.*\.)?(?P<block>[A-Za-z_]\w*)\.layers\.\d+$")
 _EXPERT = re.compile(r"\.local_experts\.(?P<expert>\d+)\.")
-_DATA_FLOW = {"linear_qkv": 0, "linear_proj": 1, "linear_fc1": 2, "linear_fc2": 3}
+_USUAL = (
+    *("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj"),
+    *("linear_qkv_down_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_proj"),
+    *("linear_fc1", "linear_fc2"),
+)
+_DATA_FLOW = {name: order for order, name in enumerate(_USUAL)}
 """Order of the usual linears within a layer; modules register in another order."""
 _NOT_PLANNED = frozenset({"eh_proj"})  # joins embedding and hidden state in MTP; not a layer GEMM
 
