@@ -1,18 +1,16 @@
-"""Which machine and software a result comes from, and where results are written."""
+"""Where results are written, and which machine and software they come from."""
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
-import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
+from megatron_snip.reporting import provenance
+from megatron_snip.reporting.provenance import has_gpu
 
-from megatron_snip.reporting.run_directory import versions
+__all__ = ["RESULTS", "has_gpu", "machine", "write_result"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -21,16 +19,10 @@ PACKAGES = ("triton", "torchao", "nvidia-cublas", "nvidia-cublas-cu12")
 
 
 def machine() -> dict[str, Any]:
-    """Return date, processor, cores, GPU (or None) and versions."""
-    gpu = torch.cuda.get_device_name() if has_gpu() else None
-    installed = {package: _version(package) for package in PACKAGES}
-    return {
-        "date": datetime.date.today().isoformat(),
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "gpu": gpu,
-        "versions": {**versions(), "cuda": torch.version.cuda, **installed},
-    }
+    """Return date, processor, cores, GPU (or None) and versions, of what is timed here too."""
+    found = provenance.machine()
+    found["versions"] |= {package: _version(package) for package in PACKAGES}
+    return found
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
@@ -41,22 +33,8 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
     partial.replace(path)
 
 
-def has_gpu() -> bool:
-    """Whether there is a GPU; torch.cuda may be redirected to the CPU and is not asked."""
-    return bool(torch.version.cuda) and Path("/dev/nvidiactl").exists()
-
-
 def _version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

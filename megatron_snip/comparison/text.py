@@ -11,7 +11,7 @@ from megatron_snip.comparison.contender import BASELINE
 from megatron_snip.comparison.settings import ComparisonConfig
 from megatron_snip.comparison.spread import Spread
 from megatron_snip.comparison.table import DIVERGED, RIVAL, YARDSTICK, Row, Table
-from megatron_snip.reporting.run_directory import versions
+from megatron_snip.reporting.provenance import commit, machine
 
 VERSION = 1
 
@@ -58,10 +58,11 @@ def columns(table: Table) -> Columns:
 
 
 def to_json(tables: Sequence[Table], config: ComparisonConfig) -> dict[str, Any]:
-    """Return tables, settings and versions as plain types; what is not finite becomes None."""
+    """Return tables, settings, machine and commit as plain types; not finite becomes None."""
     settings = config.model_dump(mode="json", exclude={"output", "jobs", "threads"})
     plain = [{"title": t.title, **dataclasses.asdict(t)} for t in tables]
-    value = {"version": VERSION, "settings": settings, "versions": versions(), "tables": plain}
+    made = {"machine": machine(), "commit": commit()}
+    value = {**made, "version": VERSION, "settings": settings, "tables": plain}
     result: dict[str, Any] = _nulled(value)
     return result
 
