@@ -393,7 +393,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.json:
             write_result(options.json, report)
     _show(console, report, goals=not small)
-    return 1 if differing or failures else 0
+    ours = [name for name in failures if not name.startswith("torchao")]
+    return 1 if differing or ours else 0
 
 
 def _show(console: Console, report: dict[str, Any], *, goals: bool) -> None:
@@ -434,7 +435,7 @@ def _torchao_cases(device: torch.device) -> list[Case]:
         return []
     try:
         kernels = importlib.import_module("torchao.prototype.blockwise_fp8_training.kernels")
-    except ImportError:
+    except Exception:  # not installed, or made for another torch
         return []
     return [
         Case("torchao fp8 1x128", kernels.triton_fp8_blockwise_act_quant_lhs, 3 + 4 / 128),
