@@ -153,9 +153,16 @@ def replaced(text: str, found: Sequence[Report]) -> str:
     """Return a document with its tables made anew.
 
     Raises:
-        UsageError: if a marker names no table or has no end.
+        UsageError: if there is no marker, or one names no table or has no end.
     """
-    for name in re.findall(r"^<!-- bench:([\w-]+) -->$", text, re.MULTILINE):
+    names = re.findall(r"^<!-- bench:([\w-]+) -->$", text, re.MULTILINE)
+    if not names:
+        known = ", ".join(TABLES)
+        raise UsageError(
+            "there is no marker for a table; put the lines '<!-- bench:NAME -->' and "
+            f"'<!-- /bench:NAME -->' where one shall stand, NAME one of {known}"
+        )
+    for name in names:
         start, end = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
         before, _, rest = text.partition(start + "\n")
         _, closing, after = rest.partition(end)
@@ -198,4 +205,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        raise SystemExit(main())
+    except UsageError as error:
+        raise SystemExit(f"benchmarks.tables: {error}") from None

@@ -104,6 +104,8 @@ def test_markers_that_say_nothing_are_refused() -> None:
         tables.replaced("<!-- bench:speed -->\n<!-- /bench:speed -->\n", [])
     with pytest.raises(UsageError, match="has no '<!-- /bench:step -->' after it"):
         tables.replaced("<!-- bench:step -->\n", [])
+    with pytest.raises(UsageError, match="no marker for a table; put the lines"):
+        tables.replaced("# A page\n", [])
 
 
 def test_goals_of_kernels_are_not_the_reference_path_s() -> None:
