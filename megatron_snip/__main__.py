@@ -11,8 +11,10 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from megatron_snip.argument_file import read_lines
 from megatron_snip.cli.command import COMMANDS
 from megatron_snip.cli.script import is_script, prepare_script, run_script
 from megatron_snip.errors import SnipError, UsageError, shown
@@ -34,6 +36,20 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
         """Raise instead of printing the usage and exiting, so that all errors look alike."""
         raise UsageError(f"{message} (see '{self.prog} --help')")
+
+    def _read_args_from_files(self, arg_strings: list[str]) -> list[str]:
+        """Expand `@FILE` where a command takes it.
+
+        Argparse would read anything, and files in files without end.
+        """
+        words: list[str] = []
+        for word in arg_strings:
+            if word and word[0] in (self.fromfile_prefix_chars or ""):
+                for line in read_lines(Path(word[1:])):
+                    words += self.convert_arg_line_to_args(line)
+            else:
+                words.append(word)
+        return words
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Print; argparse's own hides that it could not."""
