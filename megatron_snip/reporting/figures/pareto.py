@@ -11,7 +11,7 @@ from matplotlib.ticker import PercentFormatter
 from megatron_snip.planning.pareto import ParetoPoint
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.reporting.figures.canvas import Canvas
-from megatron_snip.reporting.figures.training import run_color
+from megatron_snip.reporting.figures.training import run_color, run_line
 from megatron_snip.reporting.labels import label_of
 
 
@@ -55,7 +55,7 @@ def pareto_curves(canvas: Canvas, frontiers: Sequence[Frontier]) -> Figure:
         axes.plot(
             [efficiency for efficiency, _ in reached],
             [objective for _, objective in reached],
-            color=color,
+            **run_line(k, theme),
             marker="o",
             markersize=3.5,
             linewidth=1.4,

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from megatron_snip.reporting.figures.canvas import Canvas, step_ticks
-from megatron_snip.reporting.figures.training import run_color
+from megatron_snip.reporting.figures.training import run_line
 from megatron_snip.reporting.labels import label_of
 from megatron_snip.reporting.phases import Phases
 from megatron_snip.reporting.run_record import RunRecord
@@ -58,14 +58,16 @@ def step_seconds(canvas: Canvas, runs: Sequence[RunRecord]) -> Figure:
     figure = canvas.figure(2.6)
     axes = figure.subplots()
     for k, run in enumerate(runs):
-        color = canvas.theme.lines[2] if len(runs) == 1 else run_color(k, canvas.theme)
+        line = run_line(k, canvas.theme)
+        if len(runs) == 1:
+            line["color"] = canvas.theme.lines[2]
         steps, seconds = run.metrics.column("wall_s")
         label = "wall time" if len(runs) == 1 else label_of(run.name)
-        axes.plot(steps, seconds, color=color, linewidth=1.2, label=label)
+        axes.plot(steps, seconds, **line, linewidth=1.2, label=label)
         at, _ = run.metrics.column("refresh_s")
         marked = np.isin(steps, at)
         if marked.any():
-            accent = canvas.theme.lines[4] if len(runs) == 1 else color
+            accent = canvas.theme.lines[4] if len(runs) == 1 else line["color"]
             axes.plot(
                 steps[marked],
                 seconds[marked],

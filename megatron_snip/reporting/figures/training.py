@@ -26,6 +26,13 @@ def run_color(index: int, theme: Theme) -> str:
     return theme.lines[index % len(theme.lines)]
 
 
+def run_line(index: int, theme: Theme) -> dict[str, Any]:
+    """Return how a run's curve is drawn; where colors are used again, its line is another."""
+    styles = ("-", "-.", ":")
+    turn = index // len(theme.lines) % len(styles)
+    return {"color": run_color(index, theme), "linestyle": styles[turn]}
+
+
 def loss_curves(canvas: Canvas, runs: Sequence[RunRecord]) -> Figure:
     """Draw training and validation losses of all runs, and differences to the first where several.
 
@@ -59,14 +66,14 @@ def precision_share(canvas: Canvas, runs: Sequence[RunRecord]) -> Figure:
     figure = canvas.figure(2.6)
     axes = figure.subplots()
     for k, run in enumerate(runs):
-        color = run_color(k, canvas.theme)
+        line = run_line(k, canvas.theme)
         if len(runs) == 1 and run.snip is not None:
-            color = format_color(run.snip.lowest_format, canvas.theme)
+            line["color"] = format_color(run.snip.lowest_format, canvas.theme)
         steps, shares = run.metrics.column("lowest_precision_fraction")
         name = (
             run.lowest_format if len(runs) == 1 else f"{label_of(run.name)} ({run.lowest_format})"
         )
-        axes.plot(*_staircase(steps, shares), color=color, linewidth=1.8, label=name)
+        axes.plot(*_staircase(steps, shares), **line, linewidth=1.8, label=name)
     targets = {run.target: k for k, run in reversed(list(enumerate(runs))) if run.target}
     for target, k in targets.items():
         color = canvas.theme.muted if len(runs) == 1 else run_color(k, canvas.theme)
@@ -87,7 +94,7 @@ def _draw_run(canvas: Canvas, axes: Any, run: RunRecord, index: int, alone: bool
         _mark_changes(canvas, axes, run, changes)
     steps, losses = run.metrics.column("loss")
     label = "training" if alone else label_of(run.name)
-    axes.plot(steps, losses, color=color, linewidth=1.4, label=label, zorder=3)
+    axes.plot(steps, losses, **run_line(index, theme), linewidth=1.4, label=label, zorder=3)
     steps, losses = run.metrics.column("validation_loss")
     seen = np.isfinite(losses)
     if seen.any():
@@ -152,7 +159,7 @@ def _draw_differences(
 ) -> None:
     axes.axhline(0.0, color=run_color(0, canvas.theme), linewidth=1.2)
     for k, steps, values in differences:
-        axes.plot(steps, values, color=run_color(k, canvas.theme), linewidth=1.4)
+        axes.plot(steps, values, **run_line(k, canvas.theme), linewidth=1.4)
     _finish(axes, f"minus {runs[0].name}" if len(runs[0].name) < 14 else "minus first run")
 
 

@@ -131,6 +131,22 @@ def test_several_losses_are_compared_with_the_first(run: RunRecord, by_gemm: Run
     assert np.allclose(difference.get_ydata(), 0.0)
 
 
+def test_more_runs_than_colors_are_told_apart_by_their_lines(run: RunRecord) -> None:
+    runs, frontier = [run] * 15, frontier_of(run)
+    assert not isinstance(frontier, str)
+    with WIDE.style():
+        figures = (
+            training.loss_curves(WIDE, runs),
+            training.precision_share(WIDE, runs),
+            time.step_seconds(WIDE, runs),
+            pareto.pareto_curves(WIDE, [frontier] * 15),
+        )
+    for figure in figures:
+        curves = [c for c in figure.axes[0].lines if not str(c.get_label()).startswith("_")]
+        looks = {(curve.get_color(), curve.get_linestyle()) for curve in curves}
+        assert len(looks) == len(curves) >= 15
+
+
 def test_the_share_is_a_staircase_up_to_the_target(run: RunRecord) -> None:
     with HALF.style():
         axes = training.precision_share(HALF, [run]).axes[0]
