@@ -205,7 +205,9 @@ def _probe(
         def perturb_all(weights: list[ProbedWeight] = weights, draw: int = draw) -> None:
             for probed in weights:
                 pair = perturb(probed, eps, settings.seed, settings.step, draw)
-                if inputs.topology.data_axis(probed.placement).rank == 0:
+                tensor = probed.placement.tensor
+                speaks = tensor.shard == tensor.rank  # of the ranks that hold a weight whole, one
+                if speaks and inputs.topology.data_axis(probed.placement).rank == 0:
                     sizes.add_(torch.tensor(pair, dtype=torch.float64))
 
         try:
