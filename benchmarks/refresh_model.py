@@ -37,7 +37,7 @@ from megatron_snip.statistics.reduce import row_width
 FORMATS = 2
 """fp8 and fp4."""
 
-AGREEMENTS = 12
+AGREEMENTS = 14
 """Sums over all ranks in a refresh beside the table's: one decision after each of its phases."""
 
 OPTION_BYTES = 85

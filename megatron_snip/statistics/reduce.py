@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
-from megatron_snip.collectives import sum_over
+from megatron_snip.collectives import attempt, sum_over
 from megatron_snip.statistics.coherence import coherent_square
 from megatron_snip.statistics.observation import Observation
 from megatron_snip.statistics.pooling import pooled_across, pooled_squares
@@ -111,17 +112,21 @@ class ReduceInputs:
 
 
 def sum_over_tensor_axes(
-    placements: Mapping[str, Placement], observations: Mapping[str, list[Observation]]
+    placements: Mapping[str, Placement],
+    observations: Mapping[str, list[Observation]],
+    control: ProcessGroup | None = None,
 ) -> None:
-    """All ranks of each tensor axis: add the observations' partial sums, in place."""
-    by_axis: dict[TensorAxis, list[Observation]] = defaultdict(list)
-    for instance in sorted(observations):
-        by_axis[placements[instance].tensor].extend(observations[instance])
-    for axis, seen in by_axis.items():
-        if axis.group is None or not seen:
-            continue
+    """All ranks: add the observations' partial sums over each tensor axis, in place.
+
+    Agreed on first: later, peers wait for each other within Megatron's own groups.
+
+    Raises:
+        RemoteFailure: on every rank of `control`, if there is no room for the sums on any.
+    """
+    packed = attempt("collecting sums", lambda: _packed(placements, observations), control)
+    for axis, seen, flat in packed:
+        sum_over(flat, axis.group)
         parts = [part for observation in seen for part in observation.parts()]
-        flat = sum_over(torch.cat([part.reshape(-1) for part in parts]), axis.group)
         pieces = iter(torch.split(flat, [part.numel() for part in parts]))
         for observation in seen:
             observation.replace_parts(
@@ -129,9 +134,23 @@ def sum_over_tensor_axes(
             )
 
 
+def _packed(
+    placements: Mapping[str, Placement], observations: Mapping[str, list[Observation]]
+) -> list[tuple[TensorAxis, list[Observation], torch.Tensor]]:
+    """Return the observations of each tensor axis that is shared, and their sums in one piece."""
+    by_axis: dict[TensorAxis, list[Observation]] = defaultdict(list)
+    for instance in sorted(observations):
+        by_axis[placements[instance].tensor].extend(observations[instance])
+    shared = {axis: seen for axis, seen in by_axis.items() if axis.group is not None and seen}
+    return [
+        (axis, seen, torch.cat([part.reshape(-1) for o in seen for part in o.parts()]))
+        for axis, seen in shared.items()
+    ]
+
+
 def reduce_statistics(inputs: ReduceInputs, topology: Topology) -> StatisticsTable:
     """All ranks: return the table of the whole model, the same on every rank."""
-    sum_over_tensor_axes(inputs.placements, inputs.observations)
+    sum_over_tensor_axes(inputs.placements, inputs.observations, topology.control)
     table = _local_table(inputs, topology)
     sum_over(table, topology.control)
     return _decode(inputs, table)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +18,6 @@ import torch
 from megatron_snip.collectives import attempt, confirm, sum_over
 from megatron_snip.log import warn_once
 from megatron_snip.statistics.coupling import couple
-from megatron_snip.statistics.observation import Observation
 from megatron_snip.statistics.probe import Comparer, ProbedWeight, perturb, probe_step, restore
 from megatron_snip.statistics.probe_quality import poor_probe_warning
 from megatron_snip.statistics.recorder import MeasureSettings, Recorder
@@ -138,22 +137,30 @@ def _update_squares(
     """|update_k|^2 by instance; the measured |dW|^2 where the optimizer has no moments yet."""
     missing = [i for i, s in sensitivity.items() if s.update_square is None]
     squares = {i: s.update_square for i, s in sensitivity.items() if s.update_square is not None}
+    parts = attempt(
+        "collecting gradients' norms",
+        lambda: {i: _gradient_parts(inputs.weights[i], recorder) for i in missing},
+        inputs.topology.control,
+    )
     for instance in missing:
-        planned = inputs.weights[instance]
-        seen = recorder.observations.get(instance, [])
-        total = _gradient_square(planned, seen, inputs.topology) * runner.grad_scale**2
-        squares[instance] = total or 1.0  # no gradient at all: nothing to normalize
+        total = _gradient_square(inputs.weights[instance], parts[instance], inputs.topology)
+        squares[instance] = total * runner.grad_scale**2 or 1.0  # no gradient: nothing to normalize
     return squares
 
 
-def _gradient_square(
-    planned: PlannedWeight, seen: Sequence[Observation], topology: Topology
-) -> float:
-    """Ranks that hold a weight: |dW|^2 of the sum over microbatches, in units of G."""
-    placement, device = planned.placement, planned.weight.device
-    parts = torch.zeros((len(seen), 1 + WIDTH), dtype=torch.float64, device=device)
+def _gradient_parts(planned: PlannedWeight, recorder: Recorder) -> torch.Tensor:
+    """[microbatches, 1 + WIDTH] FP64: |dW|^2 of this shard and its sketch."""
+    seen = recorder.observations.get(planned.placement.instance, [])
+    shape, device = (len(seen), 1 + WIDTH), planned.weight.device
+    parts = torch.zeros(shape, dtype=torch.float64, device=device)
     for part, o in zip(parts, seen, strict=True):
         part.copy_(torch.cat([o.norms[4:5], o.wgrad]))
+    return parts
+
+
+def _gradient_square(planned: PlannedWeight, parts: torch.Tensor, topology: Topology) -> float:
+    """Ranks that hold a weight: |dW|^2 of the sum over microbatches, in units of G."""
+    placement = planned.placement
     sum_over(parts, placement.tensor.group)
     apart, common = parts[:, 0].sum(), own_squares(parts[:, 1:]).sum(0)
     total = sum_over(torch.cat([apart[None], common]), topology.data_axis(placement).group)

@@ -46,6 +46,7 @@ REASONS = {
     "perturb": "perturbing the weights failed on rank 1: RuntimeError: a bug",
     "pass B": "pass B (probe) failed on rank 1: ",
     "pass B memory": "OutOfMemoryError: tried to allocate",
+    "collect": "collecting sums failed on rank 1: RuntimeError: a bug",
     "reduce": "rank 1: RuntimeError: a bug",
     "late": "measuring failed on rank 0: ",
     "divergences": "measuring failed on rank 1: RuntimeError: a bug",

@@ -25,6 +25,7 @@ from megatron_snip.linears.model import PlannedModel
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.statistics import probe, recorder, reduce, refresh, sensitivity
+from megatron_snip.statistics.observation import Observation
 
 Strike = Callable[[Callable[[], Any]], Any]
 
@@ -137,6 +138,9 @@ WITHOUT_PEERS: dict[str, tuple[Place, Strike]] = {
     "model memory": ((passes, "_losses"), no_memory),
 }
 """Within a measuring pass but outside of what observers do; only data-parallel ranks survive it."""
+
+WITH_TENSOR: dict[str, tuple[Place, Strike]] = {"collect": ((Observation, "parts"), bug)}
+"""Before tensor-parallel peers add their parts up, in a group of Megatron's own."""
 
 LATE: dict[str, tuple[Place, Strike]] = {
     f"late at {phase}": (place, late) for phase, place in PHASES.items()

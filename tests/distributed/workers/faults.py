@@ -24,6 +24,7 @@ from tests.distributed.workers.fault_places import (
     LATE,
     LEFT,
     PLACES,
+    WITH_TENSOR,
     WITHOUT_PEERS,
     Faults,
     patience_s,
@@ -74,6 +75,8 @@ def _faulty_run(
 ) -> dict[str, Any]:
     peerless = not any(key.endswith("parallel_size") for key in values)
     kept = {**PLACES, **(WITHOUT_PEERS if peerless else {})}
+    if "tensor_model_parallel_size" in values:
+        kept |= WITH_TENSOR
     faults = Faults({**kept, **LATE})
     outcomes: dict[str, Any] = {}
     with layout({**MODEL, **values}) as trainer, faults.installed():
