@@ -92,10 +92,12 @@ def couple(
         return None
     group, failure = placement.tensor.group, None
     per_token = [torch.zeros((2, o.rows.numel()), device=weight.device) for o in visited]
+    products = None
     try:
         products = _products(placement, weight, visited, settings)
     except Exception as error:
         failure = f"{placement.name}: {type(error).__name__}: {error}"
+    if products is None:  # out of the handler: the error held all that had been made
         products = [_nothing(weight, o, len(settings.formats)) for o in visited]
     for product in products:
         sum_over(product.over_n if placement.kind == "column" else product.over_k, group)

@@ -140,10 +140,12 @@ class Recorder:
         data = self._topology.data_axis(placement)
         microbatch = len(seen) * data.size + data.rank
         rows = self._rows(operands.input.shape[0], microbatch).to(operands.input.device)
+        local = None
         try:
             local = self._measure(placement, operands, microbatch)
         except Exception as error:
             self.failure = self.failure or f"{placement.name}: {type(error).__name__}: {error}"
+        if local is None:  # out of the handler: the error held all that had been made
             local = self._nothing(placement, operands)
         seen.append(self._joined(placement, operands, rows, microbatch, local))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -176,3 +179,24 @@ def test_a_failure_is_returned_and_the_rows_are_given_back(
     monkeypatch.setattr(coupling, where, fail)
     assert couple(placement, weight, [bad], SETTINGS, SIGNS) == "l: RuntimeError: out of memory"
     assert bad.probed is None
+
+
+def test_what_failed_products_held_is_free_before_zeros_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+    make_zeros = coupling._nothing
+
+    def fail(*_: object) -> None:
+        large = torch.zeros(8)
+        held.append(weakref.ref(large))
+        raise RuntimeError("out of memory")
+
+    def nothing(*args: Any) -> Any:
+        assert held[0]() is None
+        return make_zeros(*args)
+
+    monkeypatch.setattr(coupling, "_products", fail)
+    monkeypatch.setattr(coupling, "_nothing", nothing)
+    placement, weight = Placement("l", 0, "row", 8, 6), torch.randn(6, 8)
+    assert couple(placement, weight, [seen()], SETTINGS, SIGNS) == "l: RuntimeError: out of memory"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 
@@ -108,3 +111,26 @@ def test_sums_that_every_rank_holds_in_full_are_shared_out() -> None:
         assert quarter[shared].item() == pytest.approx(one[shared].item() / 4)  # X, or G
         assert quarter[sharded].item() == pytest.approx(one[sharded].item())  # G, or X
         assert quarter[1].item() == pytest.approx(one[1].item())  # W is sharded either way
+
+
+def test_what_a_failed_measurement_held_is_free_before_zeros_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Out of memory, there is no room for both."""
+    held: list[weakref.ref[torch.Tensor]] = []
+    make_zeros = Recorder._nothing
+
+    def fail(*_: object) -> None:
+        large = torch.zeros(8)
+        held.append(weakref.ref(large))
+        raise RuntimeError("out of memory")
+
+    def nothing(self: Recorder, *args: Any) -> Any:
+        assert held[0]() is None
+        return make_zeros(self, *args)
+
+    monkeypatch.setattr(Recorder, "_measure", fail)
+    monkeypatch.setattr(Recorder, "_nothing", nothing)
+    recorder = Recorder(SETTINGS, Topology(), {})
+    recorder.record(PLACEMENT, operands())
+    assert recorder.failure == f"{PLACEMENT.name}: RuntimeError: out of memory"
