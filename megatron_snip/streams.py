@@ -67,10 +67,12 @@ def channel_signs(
     axis: Literal["input", "output"],
     count: int,
     device: torch.device | None = None,
+    group: int = 0,
 ) -> torch.Tensor:
     """Return `count` random signs +-1 for every channel of the shard, [count, channels] FP32.
 
-    They go by the channel's index in the global tensor, and are the same for every linear.
+    They go by the channel's index in the global tensor, and are the same for every linear of a
+    group.
 
     Args:
         seed: the run's seed.
@@ -80,6 +82,7 @@ def channel_signs(
         axis: channels of the input (in_features) or of the output (out_features).
         count: signs a channel, a multiple of 16.
         device: where to draw; the numbers are the same everywhere.
+        group: other groups draw other signs.
     """
     sharded = "output" if placement.kind == "column" else "input"
     channels = placement.out_features if axis == "output" else placement.in_features
@@ -88,11 +91,16 @@ def channel_signs(
         chunks = placement.num_chunks if axis == "output" else 1
         layout = _sharded(placement, channels, chunks)
         channels //= placement.tensor.size
-    key = StreamKey(seed, "channels", step, draw, f"sketch.{axis}")
+    key = StreamKey(seed, channels_of(group), step, draw, f"sketch.{axis}")
     rows = range(count // 16)
     words = StochasticStream(key, layout).bits16(rows, range(channels), channels, device)
     places = torch.arange(16, device=device, dtype=torch.int16)[:, None]
     return _signs((words[:, None] >> places).reshape(count, channels))
+
+
+def channels_of(group: int) -> str:
+    """Return by which name the channels of a group of linears draw."""
+    return f"channels.{group}" if group else "channels"
 
 
 def _signs(bits: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,8 @@ microbatch contributes a sketch of WIDTH numbers, which add over shards, microba
     across ~ |sum_m z_m|^2 - sum_m |z_m|^2
 
 with an error of sqrt(2 / WIDTH) of |sum_m s_m|^2 (0.18 for 64) whatever C and the number of
-microbatches are (Alon, Matias, Szegedy, STOC 1996). Rounding noise of different microbatches is
+microbatches are (Alon, Matias, Szegedy, STOC 1996); of a matrix, whose signs are products, up to
+twice that, the more the closer it is to rank one. Rounding noise of different microbatches is
 independent and drops out of `across`.
 """
 
@@ -26,7 +27,7 @@ import torch
 
 from megatron_snip.matmul import matmul_fp32
 from megatron_snip.quantizers import StreamKey
-from megatron_snip.streams import channel_signs
+from megatron_snip.streams import channel_signs, channels_of
 from megatron_snip.topology import Placement
 
 WIDTH = 64
@@ -40,8 +41,8 @@ class Sketcher:
         input: S [WIDTH, K], of this shard's in_features.
         output: S [WIDTH, N], of this shard's out_features.
         whole: S [WIDTH], of a sum over all channels.
-        shift: by how many places sketches are rotated, so that the experts of a layer, which share
-            a row of the table and these signs, do not mix.
+        shift: by how many places sketches are rotated, so that experts of a layer, which share a
+            row of the table and these signs, do not mix.
     """
 
     input: torch.Tensor
@@ -71,7 +72,10 @@ class Sketcher:
 
 
 class SketchSigns:
-    """The signs of one refresh, drawn once for all linears of a width."""
+    """The signs of one refresh, drawn once for all linears of a width.
+
+    Of a layer's experts, WIDTH share them at different rotations; the next WIDTH have others.
+    """
 
     def __init__(self, seed: int, step: int) -> None:
         """Start without any.
@@ -92,28 +96,35 @@ class SketchSigns:
             draw: which of the step's probes.
             device: where.
         """
+        group, shift = divmod(placement.expert or 0, WIDTH)
         return Sketcher(
-            self._of_channels(placement, draw, "input", device),
-            self._of_channels(placement, draw, "output", device),
-            self._of_whole(draw, device),
-            placement.expert or 0,
+            self._of_channels(placement, group, draw, "input", device),
+            self._of_channels(placement, group, draw, "output", device),
+            self._of_whole(group, draw, device),
+            shift,
         )
 
     def _of_channels(
-        self, p: Placement, draw: int, axis: Literal["input", "output"], device: torch.device
+        self,
+        p: Placement,
+        group: int,
+        draw: int,
+        axis: Literal["input", "output"],
+        device: torch.device,
     ) -> torch.Tensor:
         features = p.in_features if axis == "input" else p.out_features
         shard = (p.kind, p.tensor.rank, p.tensor.size, p.num_chunks)
-        key = (axis, features, shard, draw, device)
+        key = (axis, features, shard, group, draw, device)
         if key not in self._channels:
-            drawn = channel_signs(self._seed, p, self._step, draw, axis, WIDTH, device)
+            drawn = channel_signs(self._seed, p, self._step, draw, axis, WIDTH, device, group)
             self._channels[key] = drawn
         return self._channels[key]
 
-    def _of_whole(self, draw: int, device: torch.device) -> torch.Tensor:
-        key = (draw, device)
+    def _of_whole(self, group: int, draw: int, device: torch.device) -> torch.Tensor:
+        key = (group, draw, device)
         if key not in self._wholes:
-            word = StreamKey(self._seed, "channels", self._step, draw, "sketch.whole").word
+            name = channels_of(group)
+            word = StreamKey(self._seed, name, self._step, draw, "sketch.whole").word
             signs = [1.0 if word >> place & 1 else -1.0 for place in range(WIDTH)]
             self._wholes[key] = torch.tensor(signs, device=device)
         return self._wholes[key]

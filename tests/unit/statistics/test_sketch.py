@@ -102,15 +102,18 @@ def test_a_sum_over_all_channels_keeps_its_square() -> None:
     assert abs((z[0] @ z[1]).item()) < 9.0 * 4 / WIDTH**0.5
 
 
-def test_experts_of_a_layer_do_not_mix() -> None:
+@pytest.mark.parametrize("experts", [(0, 5), (3, 3 + WIDTH), (3, 3 + 2 * WIDTH)])
+def test_experts_of_a_layer_do_not_mix(experts: tuple[int, int]) -> None:
     """With the same sums, what two experts share in a row of the table is chance."""
     sums = torch.randn(N, generator=torch.Generator().manual_seed(3))
     found = []
     for draw in range(DRAWS):
-        both = [sketcher(placement(expert=e), draw).of_outputs(sums) for e in (0, 5)]
+        both = [sketcher(placement(expert=e), draw).of_outputs(sums) for e in experts]
         found.append(across(own_squares(torch.stack(both)).sum(0)))
     square = sums.square().sum()
     assert abs(torch.stack(found).mean()) < 0.1 * square
+    wholes = [sketcher(placement(expert=e)).of_whole(torch.ones(1)) for e in experts]
+    assert abs((wholes[0] @ wholes[1]).item()) < 4 / WIDTH**0.5
 
 
 def test_a_width_is_drawn_once() -> None:
