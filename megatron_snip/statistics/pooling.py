@@ -41,35 +41,44 @@ def pooled_squares(
         squares: scale^2 as sampled.
         channel_squares: its sum over channels apart; 0 where the probe changed nothing.
     """
-    return _pooled(names, squares, channel_squares, _capped_mean)
+    unbounded = [math.inf] * len(names)
+    return _pooled(names, squares, channel_squares, unbounded, _capped_mean)
 
 
 def pooled_across(
-    names: Sequence[str], across: Sequence[float], squares: Sequence[float]
+    names: Sequence[str],
+    across: Sequence[float],
+    squares: Sequence[float],
+    microbatches: Sequence[float],
 ) -> list[float]:
     """Return what microbatches have in common, pooled likewise.
 
     How much of it there is for each |s_m|^2 is a matter of the format and of the GEMM, and a sketch
     (sketch.py) knows it to 0.18 of the whole only: too little to rank linears of about one size.
+    It lies between -1 and M - 1 for M microbatches; one beyond 2 M, where |s_m|^2 is what noise
+    left of it, counts as that.
 
     Args:
         names: of the linears.
         across: sum_{m != m'} <s_m, s_m'> as sketched, of either sign.
         squares: sum_m |s_m|^2; 0 where nothing was seen.
+        microbatches: M of each linear; of all its experts together.
     """
-    return _pooled(names, across, squares, lambda ratios: sum(ratios) / len(ratios))
+    bounds = [2.0 * count for count in microbatches]
+    return _pooled(names, across, squares, bounds, lambda ratios: sum(ratios) / len(ratios))
 
 
 def _pooled(
     names: Sequence[str],
     values: Sequence[float],
     sizes: Sequence[float],
+    bounds: Sequence[float],
     mean: Callable[[Sequence[float]], float],
 ) -> list[float]:
     ratios: dict[str, list[float]] = defaultdict(list)
-    for name, value, size in zip(names, values, sizes, strict=True):
+    for name, value, size, bound in zip(names, values, sizes, bounds, strict=True):
         if size != 0 and math.isfinite(value / size):
-            ratios[kind_of(name)].append(value / size)
+            ratios[kind_of(name)].append(min(max(value / size, -bound), bound))
     means = {kind: mean(known) for kind, known in ratios.items()}
     pooled = []
     for name, value, size in zip(names, values, sizes, strict=True):

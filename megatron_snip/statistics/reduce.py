@@ -292,7 +292,8 @@ def _with_across(
         by_format[name] = {}
         for field in ACROSS_BY_FORMAT:
             apart = [getattr(s.formats[name], field) for s in linears]
-            by_format[name][field] = _sums(apart, pooled_across(names, next(given), apart))
+            pooled = pooled_across(names, next(given), apart, [s.microbatches for s in linears])
+            by_format[name][field] = _sums(apart, pooled)
     found = []
     for i, s in enumerate(linears):
         whole: dict[str, Any] = {field: sums[i] for field, sums in base.items()}

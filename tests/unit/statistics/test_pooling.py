@@ -60,6 +60,16 @@ def test_what_the_probe_did_not_reach_stays_at_zero_and_nan_stays_alone() -> Non
 
 def test_what_microbatches_share_is_pooled_with_its_sign() -> None:
     """rho = (3 - 1) / 2 = 1; a quarter is the linear's own."""
-    assert pooled_across(FC1[:2], [3.0, -2.0], [1.0, 2.0]) == pytest.approx([1.5, 1.0])
-    assert pooled_across(FC1[:2], [-3.0, -2.0], [1.0, 0.0]) == pytest.approx([-3.0, -2.0])
-    assert pooled_across(["output_layer"], [-1.0], [2.0]) == pytest.approx([-1.0])
+    four = [4.0, 4.0]
+    assert pooled_across(FC1[:2], [3.0, -2.0], [1.0, 2.0], four) == pytest.approx([1.5, 1.0])
+    assert pooled_across(FC1[:2], [-3.0, -2.0], [1.0, 0.0], four) == pytest.approx([-3.0, -2.0])
+    assert pooled_across(["output_layer"], [-1.0], [2.0], [4.0]) == pytest.approx([-1.0])
+
+
+def test_what_noise_left_of_a_square_does_not_spoil_what_its_kind_shares() -> None:
+    """Of 4 microbatches' sums none has a square beyond 4 times their own: 2 M = 8 bounds it."""
+    pooled = pooled_across(FC1[:4], [0.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1e-9], [4.0] * 4)
+    assert pooled[:3] == pytest.approx([1.5] * 3)  # 3 rho / 4, rho = 8 / 4
+    assert pooled[3] == pytest.approx(0.25)
+    pooled = pooled_across(FC1[:2], [0.0, -1.0], [1.0, 1e-9], [4.0] * 2)
+    assert pooled[0] == pytest.approx(-3.0)
