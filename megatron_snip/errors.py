@@ -45,7 +45,11 @@ def shown(error: BaseException | str) -> str:
     What it quotes may come from a hostile file: line breaks, escape sequences and lone surrogates
     appear as Python would write them, and of an endless text only the ends.
     """
-    text = str(error)
-    if len(text) > LONGEST:
-        text = f"{text[: LONGEST - 203]}...{text[-200:]}"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    text = _ends(str(error))  # cut before as well: escaping all of it could take as long as it is
+    return _ends(
+        "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    )
+
+
+def _ends(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 203]}...{text[-200:]}"

@@ -53,7 +53,8 @@ def test_what_an_error_quotes_cannot_reach_the_terminal(tmp_path: Path) -> None:
     error = UsageError("a\nb \x1b[31m \udcff \u202e ok \u00e9 " + "x" * 5000 + " the end")
     text = shown(error)
     assert text.startswith("a\\nb \\x1b[31m \\udcff \\u202e ok \u00e9 xxx")
-    assert text.endswith(" the end") and LONGEST <= len(text) < LONGEST + 50
+    assert text.endswith(" the end") and len(text) == LONGEST
+    assert len(shown("\U0010ffff" * LONGEST)) == LONGEST  # ten characters each, once escaped
     assert text.isprintable()
     assert shown("fine") == "fine"
 
