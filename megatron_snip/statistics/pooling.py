@@ -6,11 +6,12 @@ apart, channel^2, scatters little. How the two relate is a matter of where the o
 alike for the same linear of all layers, and its mean over them is well known:
 
     rho     = mean over linears of a kind of scale^2 / channel^2
-    pooled  = (scale^2 + PRIOR rho channel^2) / (1 + PRIOR)
+    pooled  = (probes scale^2 + PRIOR rho channel^2) / (probes + PRIOR)
 
-the mean of what was seen and of what the kind says, which counts as PRIOR more samples
-(benchmarks/fidelity.py shows the evidence; 1 to infinity do about as well). A ratio counts at most
-CAP times its kind's median: where channel^2 is what noise left of it, the ratio says nothing.
+the mean of what was seen and of what the kind says, which counts as PRIOR more samples: a linear
+unlike its kind, as the first layer's often are, shows with more probes (benchmarks/fidelity.py
+shows the evidence; 1 to infinity do about as well). A ratio counts at most CAP times its kind's
+median: where channel^2 is what noise left of it, the ratio says nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ def kind_of(name: str) -> str:
 
 
 def pooled_squares(
-    names: Sequence[str], squares: Sequence[float], channel_squares: Sequence[float]
+    names: Sequence[str],
+    squares: Sequence[float],
+    channel_squares: Sequence[float],
+    num_probes: int = 1,
 ) -> list[float]:
     """Return the pooled scale^2 of each linear, >= 0; a NaN stays with its linear.
 
@@ -40,9 +44,10 @@ def pooled_squares(
         names: of the linears.
         squares: scale^2 as sampled.
         channel_squares: its sum over channels apart; 0 where the probe changed nothing.
+        num_probes: samples that scale^2 is the mean of.
     """
     unbounded = [math.inf] * len(names)
-    return _pooled(names, squares, channel_squares, unbounded, _capped_mean)
+    return _pooled(names, squares, channel_squares, unbounded, _capped_mean, num_probes)
 
 
 def pooled_across(
@@ -74,6 +79,7 @@ def _pooled(
     sizes: Sequence[float],
     bounds: Sequence[float],
     mean: Callable[[Sequence[float]], float],
+    samples: int = 1,
 ) -> list[float]:
     ratios: dict[str, list[float]] = defaultdict(list)
     for name, value, size, bound in zip(names, values, sizes, bounds, strict=True):
@@ -82,8 +88,8 @@ def _pooled(
     means = {kind: mean(known) for kind, known in ratios.items()}
     pooled = []
     for name, value, size in zip(names, values, sizes, strict=True):
-        rho = means.get(kind_of(name), 0.0)
-        pooled.append((value + PRIOR * rho * size) / (1 + PRIOR) if size != 0 else value)
+        of_kind = PRIOR * means.get(kind_of(name), 0.0) * size
+        pooled.append((samples * value + of_kind) / (samples + PRIOR) if size != 0 else value)
     return pooled
 
 

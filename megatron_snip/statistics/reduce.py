@@ -96,6 +96,7 @@ class ReduceInputs:
         num_microbatches: microbatches a data rank.
         loss_sum: sum of this rank's microbatch losses (0 where it holds no loss).
         loss_count: number of them.
+        num_probes: over how many the observations are averaged.
     """
 
     step: int
@@ -109,6 +110,7 @@ class ReduceInputs:
     num_microbatches: int
     loss_sum: float
     loss_count: float
+    num_probes: int = 1
 
 
 def sum_over_tensor_axes(
@@ -257,7 +259,9 @@ def _decode(inputs: ReduceInputs, table: torch.Tensor) -> StatisticsTable:
     linears = _with_across(linears, inputs.formats, across(sketched).T.tolist())
     loss_sum, loss_count = rows[0][0], rows[0][1]
     loss = loss_sum / loss_count if loss_count else None
-    return StatisticsTable(inputs.step, loss, inputs.eps, tuple(_with_scales(linears)))
+    return StatisticsTable(
+        inputs.step, loss, inputs.eps, tuple(_with_scales(linears, inputs.num_probes))
+    )
 
 
 def _linear(info: LinearInfo, row: Sequence[float], formats: Sequence[str]) -> LinearStatistics:
@@ -315,12 +319,13 @@ def _joined(names: Sequence[str], parts: Sequence[float], all_sampled: bool) -> 
     return {name: coherent_square(one, rest, all_sampled) for name, one, rest in pairs}
 
 
-def _with_scales(linears: Sequence[LinearStatistics]) -> list[LinearStatistics]:
+def _with_scales(linears: Sequence[LinearStatistics], probes: int) -> list[LinearStatistics]:
     """Fill in what a format does through the output's scale: c^2 scale^2, pooled over a kind."""
     pooled = pooled_squares(
         [s.name for s in linears],
         [s.scale_square for s in linears],
         [s.scale_channel_square for s in linears],
+        probes,
     )
     return [
         replace(s, formats={name: _with_scale(s, f, square) for name, f in s.formats.items()})

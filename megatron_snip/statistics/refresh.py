@@ -119,6 +119,7 @@ def measure(
             num_microbatches=runner.num_microbatches,
             loss_sum=result.loss_sum,
             loss_count=result.loss_count,
+            num_probes=settings.num_probes,
         ),
         topology,
     )

@@ -43,6 +43,11 @@ def test_two_of_a_kind_by_hand() -> None:
     assert pooled_squares(FC1[:2], [4.0, 0.0], [1.0, 3.0]) == pytest.approx([2.5, 4.5])
 
 
+def test_more_probes_let_a_linear_differ_from_its_kind() -> None:
+    """rho = 2 as above; of 9 samples and PRIOR, three quarters are the linear's own."""
+    assert pooled_squares(FC1[:2], [4.0, 0.0], [1.0, 3.0], 9) == pytest.approx([3.5, 1.5])
+
+
 def test_a_ratio_of_noise_does_not_spoil_its_kind() -> None:
     """Of channel^2 in BF16 next to nothing may be left when its noise is taken off."""
     squares, channels = [1.0, 1.0, 2.0, 1.0], [1.0, 1e-9, 1.0, 1.0]
