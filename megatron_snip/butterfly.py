@@ -9,9 +9,9 @@ power of two hand theirs in first and get the result last.
 Both partners of an exchange combine the same two values, and a + b = b + a to the last bit, so all
 ranks end with the same bits.
 
-Every exchange carries the number of its all-reduce in the group. A rank that is one ahead of the
-others, after a failure that they do not share, is not heard for another: both wait until the
-group's timeout, which is a failure that all hear of, and not a wrong sum.
+Every exchange carries the number of its all-reduce in the group. A rank that left one with an error
+that the others did not see is not heard for another in the next: both wait until the group's
+timeout, which is a failure that all hear of, and not a wrong sum.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ does the same work.
 An observer is shown all tokens, X and G, on every rank, as if there were one; they are gathered in
 the backward, one linear at a time, so that no rank holds all tokens meanwhile. Every rank so finds
 the same, and rank 0 speaks (`topology.TensorAxis`): statistics and the probe's noise are those of
-one rank.
+one rank. (Without sequence parallelism Megatron leaves the positional columns of latent attention's
+G unreduced over these ranks: rank 0's stand for them, as for its own gradient.)
 """
 
 from __future__ import annotations
@@ -82,6 +83,6 @@ def _show(
 ) -> None:
     """Let an observer see a forward and backward of X [M, K], W [N, K], G [M, N]."""
     with torch.enable_grad():
-        output = torch.nn.functional.linear(x, w).detach().requires_grad_()
+        output = torch.empty_like(g).requires_grad_()  # observers look at its gradient alone
         tapped = observer.observe(placement, x, w, output, False)
     torch.autograd.grad(tapped, output, g)

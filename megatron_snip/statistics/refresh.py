@@ -165,7 +165,8 @@ def _gradient_square(planned: PlannedWeight, parts: torch.Tensor, topology: Topo
     sum_over(parts, placement.tensor.group)
     apart, common = parts[:, 0].sum(), own_squares(parts[:, 1:]).sum(0)
     total = sum_over(torch.cat([apart[None], common]), topology.data_axis(placement).group)
-    return max(float(total[0] + across(total[1:])), 0.0)
+    whole = float(total[0] + across(total[1:]))
+    return float(total[0]) if whole <= 0 else whole  # of a sketch, less than nothing is chance
 
 
 def _probe_step(
