@@ -6,7 +6,8 @@ For each model shape and checkpoint, each linear (and each of its GEMMs) is quan
 same microbatches are run again (benchmarks/lab.py); the loss change and the change of the real
 AdamW update are compared with what one refresh predicts from its two passes, and with what others
 would go by. Loss changes on held-out text that the statistics have not seen are compared as well,
-against the number of microbatches that the statistics used.
+against the number of microbatches that the statistics used. A probe is a draw: agreements of the
+defaults' weight divergence are means over refreshes with different random numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,14 @@ def agreement(predicted: np.ndarray, truth: np.ndarray) -> Agreement:
     )
 
 
+def mean_agreement(
+    tables: Sequence[StatisticsTable], name: str, score: Score, truth: np.ndarray
+) -> dict[str, float]:
+    """Return the fields of `Agreement`, means over refreshes that drew differently."""
+    found = [asdict(agreement(_scores(table, name, score), truth)) for table in tables]
+    return {key: float(np.mean([each[key] for each in found])) for key in found[0]}
+
+
 @dataclass(frozen=True)
 class Size:
     """How much to measure.
@@ -118,6 +127,7 @@ class Size:
         batches: microbatches of the same-batch truth and of the statistics.
         unseen: held-out microbatches of the unseen truth.
         counts: numbers of statistics microbatches for the unseen truth.
+        draws: refreshes that the defaults' weight divergence is judged by.
         variants: settings beside a refresh's defaults for the weight divergence, by what they say.
     """
 
@@ -127,6 +137,7 @@ class Size:
     batches: int
     unseen: int
     counts: tuple[int, ...]
+    draws: int
     variants: Mapping[str, dict[str, int]]
 
 
@@ -138,7 +149,7 @@ MORE = {
     "all tokens": {"probe_rows": ALL},
     "all tokens, 4 probes": {"probe_rows": ALL, "probes": 4},
 }
-QUICK = Size(({"num_layers": 4},), (40, 80, 120), ("fp4",), 2, 8, (1, 2, 4), FOUR)
+QUICK = Size(({"num_layers": 4},), (40, 80, 120), ("fp4",), 2, 8, (1, 2, 4), 3, FOUR)
 FULL = Size(
     (
         {"num_layers": 6},
@@ -149,6 +160,7 @@ FULL = Size(
     2,
     8,
     (1, 2, 4),
+    5,
     MORE,
 )
 
@@ -159,6 +171,9 @@ def judge(lab: Lab, snip: SnipConfig, size: Size, tick: Callable[[], None]) -> d
     start = time.perf_counter()
     table = lab.statistics(batches, snip)
     seconds = time.perf_counter() - start
+    tables = [table]
+    for draw in range(1, size.draws):
+        tables.append(lab.statistics(batches, snip.model_copy(update={"seed": snip.seed + draw})))
     more = {
         label: lab.statistics(batches, snip.model_copy(update=values))
         for label, values in size.variants.items()
@@ -187,7 +202,7 @@ def judge(lab: Lab, snip: SnipConfig, size: Size, tick: Callable[[], None]) -> d
                 Option("bf16", "bf16", name),
             )
         ]
-        found[name] = _agreements(table, name, whole, gemms)
+        found[name] = _agreements(tables, name, whole, gemms)
         for label, averaged in more.items():
             score = _scores(averaged, name, WEIGHT_SCORES[WEIGHT])
             found[name]["weight"][f"{WEIGHT}, {label}"] = asdict(agreement(score, whole[:, 1]))
@@ -200,8 +215,9 @@ def _scores(table: StatisticsTable, name: str, score: Score) -> np.ndarray:
 
 
 def _agreements(
-    table: StatisticsTable, name: str, whole: np.ndarray, gemms: list[np.ndarray]
+    tables: Sequence[StatisticsTable], name: str, whole: np.ndarray, gemms: list[np.ndarray]
 ) -> dict[str, Any]:
+    table = tables[0]
     locals_ = local_scores(name)
     parts: dict[str, Score] = {
         "fprop": lambda _, f: math.sqrt(f.forward_square),
@@ -214,11 +230,11 @@ def _agreements(
             for key, score in (LOSS_SCORES | locals_).items()
         },
         "weight": {
-            key: asdict(agreement(_scores(table, name, score), whole[:, 1]))
+            key: mean_agreement(tables, name, score, whole[:, 1])
             for key, score in (WEIGHT_SCORES | locals_).items()
         },
         "weight_by_gemm": {
-            gemm: asdict(agreement(_scores(table, name, score), true))
+            gemm: mean_agreement(tables, name, score, true)
             for (gemm, score), true in zip(parts.items(), gemms, strict=True)
         },
         "points": {
@@ -331,7 +347,7 @@ def main(argv: list[str] | None = None) -> int:
                     results.append({"shape": shape, **result})
                     summary = summarize(results, size.formats)
                     report = {"compute": "bf16" if args.bf16 else "fp32", **summary}
-                    report["microbatches"] = size.batches
+                    report |= {"microbatches": size.batches, "draws": size.draws}
                     if args.json:  # what is measured is kept, should the rest be interrupted
                         write_result(args.json, {**report, "checkpoints": results})
     _show(results, size, summary)

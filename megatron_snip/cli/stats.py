@@ -125,9 +125,7 @@ def table_rows(value: dict[str, Any]) -> list[dict[str, Any]]:
                     "first": parts.get("first"),
                     "fisher": parts.get("fisher"),
                     "aligned_fisher": parts.get("aligned_fisher"),
-                    "forward": _root(
-                        _sum(parts.get("forward_channel_square"), parts.get("forward_scale_square"))
-                    ),
+                    "forward": _root(parts.get("forward_square")),
                     "backward": _root(parts.get("backward_square")),
                     "local": _root(parts.get("local_square")),
                     "rel_error": measured.get("rel_error"),
@@ -161,10 +159,6 @@ def _table(rows: list[dict[str, Any]], step: int, value: dict[str, Any]) -> Tabl
 
 def _shown(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
-
-
-def _sum(a: float | None, b: float | None) -> float | None:
-    return None if a is None or b is None else a + b
 
 
 def _root(square: float | None) -> float | None:

@@ -2,41 +2,88 @@
 
     (sum_t a_t)^2 = sum_t a_t^2 + sum_{t != u} a_t a_u        diagonal and off-diagonal
 
-Both scale without bias from the pairs sampled to the pairs there are, and add up over shards,
-microbatches and ranks before they are joined. The sums themselves go to `sketch.py`.
+Both scale without bias from the pairs sampled to the pairs there are. Neither needs the terms one
+by one: the sample comes in groups, and products of different groups' sums S_j hold pairs of
+different tokens only,
+
+    (sum_j S_j)^2 - sum_j S_j^2 = sum over pairs of tokens of different groups
+
+while what the groups' own squares have beyond such pairs is the diagonal. The two parts add up over
+shards, microbatches and ranks before they are joined. The sums go to `sketch.py`, too.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+
+GROUPS = 4
+"""Of G groups, 1 - 1/G of a sample's pairs are of different groups."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """R sampled tokens of M, in groups.
+
+    Attributes:
+        sizes: tokens of each group; group j has the rows j, j + G, j + 2 G, ... of the sample.
+        num_tokens: M.
+    """
+
+    sizes: tuple[int, ...]
+    num_tokens: int
+
+    @classmethod
+    def of(cls, num_sampled: int, num_tokens: int, noisy: bool) -> Sample:
+        """Form groups; one is enough where all tokens are sampled and no noise comes off."""
+        count = 1 if num_sampled >= num_tokens and not noisy else min(GROUPS, num_sampled)
+        count = max(count, 1)
+        return cls(tuple(len(range(j, num_sampled, count)) for j in range(count)), num_tokens)
+
+    @property
+    def num_sampled(self) -> int:
+        """R."""
+        return sum(self.sizes)
+
+    @property
+    def groups(self) -> list[slice]:
+        """Which rows of the sample each group has."""
+        return [slice(j, None, len(self.sizes)) for j in range(len(self.sizes))]
+
+    def over_all(self, sums: torch.Tensor) -> torch.Tensor:
+        """[G, C], over each group's tokens, to [C]: over all M, of which the sample stands."""
+        return sums.sum(0) * (self.num_tokens / max(self.num_sampled, 1))
 
 
 def coherent_parts(
-    terms: torch.Tensor, noise: torch.Tensor | None, num_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Estimate sum_c (sum over all tokens of terms_tc)^2 from sampled tokens, without bias.
-
-    sum_t a_t^2 over the sample stands for the diagonal, (sum_t a_t)^2 - sum_t a_t^2 for the
-    off-diagonal; each is scaled from pairs sampled to pairs there are. The two add up over
-    shards, microbatches and ranks before `coherent_square` joins them.
+    sums: torch.Tensor, sample: Sample, signal: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Estimate sum_c (sum over all tokens of terms_tc)^2, without bias.
 
     Args:
-        terms: [R, C], the sampled tokens' terms.
-        noise: [R, C], variance of the terms that is not signal, or None.
-        num_tokens: M >= R.
+        sums: [G, C] FP64, over each group's tokens.
+        sample: what was sampled, in G groups.
+        signal: [C], the share of a channel's diagonal that is not noise; None: all of it.
 
     Returns:
-        [2] FP64: diagonal less noise, off-diagonal; and [C] FP64, the sums over all tokens.
+        [2] FP64: diagonal less noise, off-diagonal. Of one group there is nothing to tell them
+        apart by: all of its square counts as diagonal.
     """
-    sampled = terms.shape[0]
-    diagonal = terms.square().sum(dtype=torch.float64)
-    sums = terms.sum(dim=0, dtype=torch.float64)
-    off_diagonal = sums.square().sum() - diagonal
-    signal = diagonal if noise is None else diagonal - noise.sum(dtype=torch.float64)
-    whole, pairs = num_tokens / max(sampled, 1), 0.0
-    if sampled > 1:
-        pairs = num_tokens * (num_tokens - 1) / (sampled * (sampled - 1))
-    return torch.stack([signal * whole, off_diagonal * pairs]), sums * whole
+    sampled, tokens = sample.num_sampled, sample.num_tokens
+    whole, square = sums.sum(0).square(), sums.square().sum(0)
+    crossing = float(sampled**2 - sum(size**2 for size in sample.sizes))
+    if crossing == 0:
+        diagonal, off_diagonal = square, torch.zeros_like(square)
+    else:
+        pair = (whole - square) / crossing
+        diagonal = square - pair * float(sum(size * (size - 1) for size in sample.sizes))
+        off_diagonal = pair * (tokens * (tokens - 1.0))
+    if sampled >= tokens:  # every pair was seen
+        off_diagonal = whole - diagonal
+    if signal is not None:
+        diagonal = diagonal * signal
+    return torch.stack([diagonal.sum() * (tokens / max(sampled, 1)), off_diagonal.sum()])
 
 
 def coherent_square(diagonal: float, off_diagonal: float, all_sampled: bool) -> float:

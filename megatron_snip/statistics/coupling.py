@@ -25,14 +25,24 @@ straight into the residual stream (linear_proj, linear_fc2). It is added, as
 
 where scale^2, the change of the updates with the scale of the output, is again one sample a probe:
 its sum over channels apart, sum_n (sum_t dG_tn Y_tn)^2, comes along for `pooling.py`, which takes
-most of the chance out of it. Neither turns on how a single element was rounded, as the square of
-<dG, eY> over all tokens and channels does. Gradients are rounded without bias, so bwd^2 has no
-such part; benchmarks/fidelity.py shows the evidence.
+most of the chance out of it. Other ways in which channels go together, above all in the first
+layers, are in the whole, (sum_t <dG_t, eY_t>)^2, alone: one sample a probe, which `pooling.py` lets
+count for as much as that is worth. Gradients are rounded without bias, so bwd^2 needs neither;
+benchmarks/fidelity.py shows the evidence.
+
+No term is formed token by token. Over a group of tokens (coherence.py)
+
+    sum_t dG_tn (X_t dW_n) = <dW_n, P_n>      P = dG^T X
+    sum_t dX_tk (G_t dW_k) = <dW_k, P'_k>     P' = G^T dX
+
+so that four products, dG^T X, G^T dX, dG W and dX W^T, serve all formats, and all that
+tensor-parallel ranks need of each other are sums of a value a channel: each is linear in a shard.
 
 The sums over t run over the tokens of all microbatches, of each over R sampled of its M; squares of
 sums over one's tokens are estimated without bias from the sample (coherence.py), and what several
-have in common is added from sketches (sketch.py). One approximation: rounding noise in dG and dX
-(BF16) is subtracted where they enter squared themselves, not in their products with W.
+have in common is added from sketches (sketch.py). Two approximations: rounding noise in dG and dX
+(BF16) is subtracted where they enter squared themselves, not in their products with W, and as the
+same share of all of a channel's terms.
 """
 
 from __future__ import annotations
@@ -47,9 +57,10 @@ from megatron_snip.formats import FORMATS
 from megatron_snip.matmul import matmul_fp32
 from megatron_snip.quantizers import StochasticStream, quantize_dequantize_operand
 from megatron_snip.statistics.changes import Changes, take_changes
-from megatron_snip.statistics.coherence import coherent_parts
+from megatron_snip.statistics.coherence import Sample, coherent_parts
 from megatron_snip.statistics.observation import Observation, SampledRows
 from megatron_snip.statistics.recorder import MeasureSettings
+from megatron_snip.statistics.records import ACROSS, ACROSS_BY_FORMAT
 from megatron_snip.statistics.sketch import Sketcher, SketchSigns
 from megatron_snip.streams import grad_output_stream
 from megatron_snip.topology import Placement
@@ -57,12 +68,42 @@ from megatron_snip.types import Gemm, Operand
 
 
 @dataclass
-class _Products:
-    """Products of one microbatch's sampled rows with the weight and its errors."""
+class _Sums:
+    """Sums over each of G groups of tokens of one microbatch; F formats, FP64.
 
-    changes: Changes
-    over_n: torch.Tensor  # [1 + F, R, K]: dG W, then G dW of each format
-    over_k: torch.Tensor  # [2 + F, R, N]: dX W^T, X W^T, then X dW^T of each format
+    Of this shard before `_join`, of the whole linear after it; of features that only this shard
+    has, whole from the start.
+
+    Attributes:
+        inputs: [G, 2 F, K], a value an in_feature: of each format dX_q in fwd, then dW in bwd.
+        outputs: [G, 1 + 2 F, N], a value an out_feature: Y, each format's dW in fwd, dG_q in bwd.
+        wholes: [G, 1 + F], over all channels: <dG, Y>, then <dG, eY> of each format.
+        grad_signal: [N], the share of |dG_n|^2 that is not rounding noise; None: all.
+        input_signal: [K], likewise of |dX_k|^2.
+    """
+
+    inputs: torch.Tensor
+    outputs: torch.Tensor
+    wholes: torch.Tensor
+    grad_signal: torch.Tensor | None = None
+    input_signal: torch.Tensor | None = None
+
+    @classmethod
+    def zeros(cls, weight: torch.Tensor, groups: int, formats: int) -> _Sums:
+        n, k = weight.shape
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=weight.device)
+
+        return cls(
+            zeros(groups, 2 * formats, k),
+            zeros(groups, 1 + 2 * formats, n),
+            zeros(groups, 1 + formats),
+        )
+
+    def shared(self, placement: Placement) -> list[torch.Tensor]:
+        """What is a part of a sum over the linear's tensor axis, as long as it is not joined."""
+        return [self.inputs if placement.kind == "column" else self.outputs, self.wholes]
 
 
 def couple(
@@ -90,146 +131,192 @@ def couple(
     visited = [o for o in observations if o.sampled is not None and o.probed is not None]
     if not visited:
         return None
-    group, failure = placement.tensor.group, None
-    per_token = [torch.zeros((2, o.rows.numel()), device=weight.device) for o in visited]
-    products = None
+    samples = [_sample(seen) for seen in visited]
+    sums, failure = None, None
     try:
-        products = _products(placement, weight, visited, settings)
+        sums = _local_sums(placement, weight, visited, samples, settings)
     except Exception as error:
         failure = f"{placement.name}: {type(error).__name__}: {error}"
-    if products is None:  # out of the handler: the error held all that had been made
-        products = [_nothing(weight, o, len(settings.formats)) for o in visited]
-    for product in products:
-        sum_over(product.over_n if placement.kind == "column" else product.over_k, group)
-    sketcher = None
+    if sums is None:  # out of the handler: the error held all that had been made
+        sums = [_Sums.zeros(weight, len(s.sizes), len(settings.formats)) for s in samples]
+    _join(placement, sums)
     try:
         sketcher = signs.sketcher(placement, draw, weight.device)
-        for i, (seen, product) in enumerate(zip(visited, products, strict=True)):
-            _add_channels(placement, seen, product, settings, sketcher)
-            per_token[i] = _scale_terms(product)
+        for seen, sample, part in zip(visited, samples, sums, strict=True):
+            _add(placement, seen, sample, part, settings, sketcher)
     except Exception as error:
         failure = failure or f"{placement.name}: {type(error).__name__}: {error}"
-    _add_scales(placement, visited, per_token, settings.num_probes, sketcher)
     for seen in visited:
         seen.probed = None
     return failure
 
 
-def _products(
+def _sample(seen: Observation) -> Sample:
+    noisy = _sampled(seen).grad.dtype != torch.float32
+    return Sample.of(seen.rows.numel(), seen.grad.numel(), noisy)
+
+
+def _local_sums(
     placement: Placement,
     weight: torch.Tensor,
     visited: Sequence[Observation],
+    samples: Sequence[Sample],
     settings: MeasureSettings,
-) -> list[_Products]:
-    """Format by format, so that one error of the weight is held at a time."""
-    changes = [take_changes(placement, o, settings.num_probes) for o in visited]
-    over_n = [[matmul_fp32(c.grad, weight)] for c in changes]
-    over_k = [[matmul_fp32(c.input, weight.t())] for c in changes]
-    for rows, o in zip(over_k, visited, strict=True):
-        rows.append(matmul_fp32(_sampled(o).input, weight.t()))
-    for name in settings.formats:
+) -> list[_Sums]:
+    """This shard's sums of each microbatch."""
+    errors = _weight_errors(weight, settings.formats)
+    found = []
+    for seen, sample in zip(visited, samples, strict=True):
+        changes = take_changes(placement, seen, settings.num_probes)
+        sums = _Sums.zeros(weight, len(sample.sizes), len(settings.formats))
+        sums.grad_signal = _signal(changes.grad, changes.grad_noise)
+        sums.input_signal = _signal(changes.input, changes.input_noise)
+        _add_weight_errors(sums, weight, errors, _sampled(seen), changes, sample)
+        _add_row_errors(sums, placement, weight, seen, settings, changes, sample)
+        forward = slice(1, 1 + len(settings.formats))
+        sums.wholes[:, 0] = sums.outputs[:, 0].sum(-1)
+        sums.wholes[:, 1:] = sums.outputs[:, forward].sum(-1)
+        sums.wholes[:, 1:] += sums.inputs[:, : len(settings.formats)].sum(-1)
+        found.append(sums)
+    return found
+
+
+def _weight_errors(
+    weight: torch.Tensor, formats: Sequence[str]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return Q(W) - W [N, K] of each format, in fprop and in dgrad."""
+    found = []
+    for name in formats:
         error = _error(weight, name, Operand.WEIGHT, Gemm.FPROP)
-        for rows, o in zip(over_k, visited, strict=True):
-            rows.append(matmul_fp32(_sampled(o).input, error.t()))
         height, width = FORMATS[name].weight_block
-        if height != width:  # a square block makes one quantized weight serve both GEMMs
-            error = _error(weight, name, Operand.WEIGHT, Gemm.DGRAD)
-        for rows, o in zip(over_n, visited, strict=True):
-            rows.append(matmul_fp32(_sampled(o).grad, error))
-    return [
-        _Products(c, torch.stack(n), torch.stack(k))
-        for c, n, k in zip(changes, over_n, over_k, strict=True)
-    ]
+        square = height == width  # then one quantized weight serves both GEMMs
+        transposed = error if square else _error(weight, name, Operand.WEIGHT, Gemm.DGRAD)
+        found.append((error, transposed))
+    return found
 
 
-def _nothing(weight: torch.Tensor, seen: Observation, num_formats: int) -> _Products:
-    """Zeros of the shapes that `_products` gives, for the collectives of a failed rank."""
-    r, (n, k) = seen.rows.numel(), weight.shape
+def _add_weight_errors(
+    sums: _Sums,
+    weight: torch.Tensor,
+    errors: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    rows: SampledRows,
+    changes: Changes,
+    sample: Sample,
+) -> None:
+    """Fill in what comes from products with W and dW, of a group of tokens at a time."""
+    for j, group in enumerate(sample.groups):
+        product = matmul_fp32(changes.grad[group].t(), rows.input[group])  # dG^T X
+        sums.outputs[j, 0] = _over_inputs(weight.float(), product)
+        for f, (error, _) in enumerate(errors):
+            sums.outputs[j, 1 + f] = _over_inputs(error, product)
+        product = matmul_fp32(rows.grad[group].t(), changes.input[group])  # G^T dX
+        for f, (_, error) in enumerate(errors):
+            sums.inputs[j, len(errors) + f] = _over_outputs(error, product)
 
-    def zeros(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, device=weight.device)
 
-    changes = Changes(zeros(r, k), zeros(r, n), None, None)
-    return _Products(changes, zeros(1 + num_formats, r, k), zeros(2 + num_formats, r, n))
+def _add_row_errors(
+    sums: _Sums,
+    placement: Placement,
+    weight: torch.Tensor,
+    seen: Observation,
+    settings: MeasureSettings,
+    changes: Changes,
+    sample: Sample,
+) -> None:
+    """Fill in what comes from the rounding of X and G."""
+    count = len(settings.formats)
+    by_grad = matmul_fp32(changes.grad, weight)  # dG W
+    by_input = matmul_fp32(changes.input, weight.t())  # dX W^T
+    for f in range(count):
+        input_error, grad_error = _row_errors(placement, seen, settings, f)
+        input_error.mul_(by_grad)
+        grad_error.mul_(by_input)
+        for j, group in enumerate(sample.groups):
+            sums.inputs[j, f] = input_error[group].sum(0)
+            sums.outputs[j, 1 + count + f] = grad_error[group].sum(0)
 
 
-def _add_channels(
+def _over_inputs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """sum_k a_nk b_nk: [N]."""
+    summed: torch.Tensor = torch.linalg.vecdot(a, b, dim=-1)
+    return summed
+
+
+def _over_outputs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """sum_n a_nk b_nk: [K]."""
+    summed: torch.Tensor = torch.linalg.vecdot(a, b, dim=0)
+    return summed
+
+
+def _signal(change: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the share of each channel's sum of squares [C] that is not noise; None: all."""
+    if noise is None:
+        return None
+    square = change.square().sum(0, dtype=torch.float64)
+    share = 1.0 - noise.sum(0, dtype=torch.float64) / square
+    return share.where(square != 0, 0.0)
+
+
+def _join(placement: Placement, sums: Sequence[_Sums]) -> None:
+    """All ranks of the tensor axis: make the sums of the whole linear, in one exchange."""
+    group = placement.tensor.group
+    if group is None:
+        return
+    parts = [part for each in sums for part in each.shared(placement)]
+    flat = sum_over(torch.cat([part.reshape(-1) for part in parts]), group)
+    pieces = torch.split(flat, [part.numel() for part in parts])
+    for part, piece in zip(parts, pieces, strict=True):
+        part.copy_(piece.view(part.shape))
+
+
+def _add(
     placement: Placement,
     seen: Observation,
-    product: _Products,
+    sample: Sample,
+    sums: _Sums,
     settings: MeasureSettings,
     sketcher: Sketcher,
 ) -> None:
-    """Add the sums over channels of squares: fwd^2 and bwd^2 of each format, and scale^2."""
-    tokens, changes, probes = seen.grad.numel(), product.changes, settings.num_probes
+    """Add the squares' parts and sketches of one microbatch to its observation."""
+    count, probes = len(settings.formats), settings.num_probes
     input_share, output_share = _shares(placement)
-    inputs = _Channels(sketcher.of_inputs, input_share, tokens, probes)
-    outputs = _Channels(sketcher.of_outputs, output_share, tokens, probes)
-    by_grad, by_input, output = product.over_n[0], product.over_k[0], product.over_k[1]
-    noise = _scaled(changes.grad_noise, output)
-    outputs.add(seen.scalings[1], seen.sketches[1], changes.grad * output, noise)
-    for f in range(len(settings.formats)):
-        input_error, grad_error = _row_errors(placement, seen, settings, f)
-        forward, backward = seen.couplings[f]
-        across_forward, across_backward, _ = seen.sketches[2 + 3 * f : 5 + 3 * f]
-        by_weight = product.over_k[2 + f]
-        noise = _scaled(changes.grad_noise, by_weight)
-        outputs.add(forward, across_forward, changes.grad * by_weight, noise)
-        inputs.add(forward, across_forward, by_grad * input_error, None)
-        by_weight = product.over_n[1 + f]
-        noise = _scaled(changes.input_noise, by_weight)
-        inputs.add(backward, across_backward, changes.input * by_weight, noise)
-        outputs.add(backward, across_backward, by_input * grad_error, None)
+    inputs = _Terms(sketcher.of_inputs, input_share, sample, probes)
+    outputs = _Terms(sketcher.of_outputs, output_share, sample, probes)
+    wholes = _Terms(sketcher.of_whole, 1.0 / placement.tensor.size, sample, probes)
+    noisy_whole = None if sums.grad_signal is None else sums.grad_signal.mean()[None]
+    wholes.add(seen.scalings[0], seen.sketches[0], sums.wholes[:, :1], noisy_whole)
+    outputs.add(seen.scalings[1], seen.sketches[1], sums.outputs[:, 0], sums.grad_signal)
+    for f in range(count):
+        sketches = seen.sketches[len(ACROSS) + f * len(ACROSS_BY_FORMAT) :]
+        channels, backward, whole = zip(seen.couplings[f], sketches, strict=False)
+        outputs.add(*channels, sums.outputs[:, 1 + f], sums.grad_signal)
+        inputs.add(*channels, sums.inputs[:, f], None)
+        inputs.add(*backward, sums.inputs[:, count + f], sums.input_signal)
+        outputs.add(*backward, sums.outputs[:, 1 + count + f], None)
+        wholes.add(*whole, sums.wholes[:, 1 + f : 2 + f], noisy_whole)
 
 
 @dataclass(frozen=True)
-class _Channels:
-    """How terms of a shard's in_features, or of its out_features, are added."""
+class _Terms:
+    """How sums over a shard's in_features, its out_features, or both are added."""
 
     sketch: Callable[[torch.Tensor], torch.Tensor]
-    share: float  # 1 / ranks that hold the same channels
-    num_tokens: int
+    share: float  # 1 / ranks that hold the same sums
+    sample: Sample
     num_probes: int
 
     def add(
         self,
         square: torch.Tensor,
         across: torch.Tensor,
-        terms: torch.Tensor,
-        noise: torch.Tensor | None,
+        sums: torch.Tensor,
+        signal: torch.Tensor | None,
     ) -> None:
-        """Add [R, C] terms of the sampled tokens to a square's parts and to its sketch."""
-        parts, sums = coherent_parts(terms, noise, self.num_tokens)
+        """Add groups' sums [G, C] to a square's parts and to its sketch, both in place."""
+        parts = coherent_parts(sums, self.sample, signal)
         square += parts * (self.share / self.num_probes)
-        across += self.sketch(sums) * (self.share / self.num_probes**0.5)
-
-
-def _scale_terms(product: _Products) -> torch.Tensor:
-    """Return [2, R]: <dG_t, Y_t> over this shard's channels, and its variance from rounding."""
-    output, changes = product.over_k[1], product.changes
-    terms = (changes.grad * output).sum(1)
-    noise = _scaled(changes.grad_noise, output)
-    return torch.stack([terms, torch.zeros_like(terms) if noise is None else noise.sum(1)])
-
-
-def _add_scales(
-    placement: Placement,
-    visited: Sequence[Observation],
-    per_token: Sequence[torch.Tensor],
-    num_probes: int,
-    sketcher: Sketcher | None,
-) -> None:
-    """All ranks of the tensor axis: add scale^2 of all channels together."""
-    joined = torch.cat(list(per_token), dim=1)
-    if placement.kind == "column":  # a row-parallel linear's ranks all hold the whole output
-        sum_over(joined, placement.tensor.group)
-    pieces = torch.split(joined, [part.shape[1] for part in per_token], dim=1)
-    if sketcher is None:  # this rank failed
-        return
-    whole = 1.0 / placement.tensor.size
-    for seen, (terms, noise) in zip(visited, pieces, strict=True):
-        channel = _Channels(sketcher.of_whole, whole, seen.grad.numel(), num_probes)
-        channel.add(seen.scalings[0], seen.sketches[0], terms[:, None], noise[:, None])
+        over_all = self.sketch(self.sample.over_all(sums))
+        across += over_all * (self.share / self.num_probes**0.5)
 
 
 def _row_errors(
@@ -267,7 +354,3 @@ def _shares(placement: Placement) -> tuple[float, float]:
     """Weights of sums over in_features and over out_features: 1 / ranks where all hold them."""
     share = 1.0 / placement.tensor.size
     return (share, 1.0) if placement.kind == "column" else (1.0, share)
-
-
-def _scaled(noise: torch.Tensor | None, factor: torch.Tensor) -> torch.Tensor | None:
-    return None if noise is None else noise * factor.square()

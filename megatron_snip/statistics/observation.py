@@ -54,11 +54,11 @@ class Observation:
         errors: [F, 6] FP64: |Q(X)-X|^2, |Q(W)-W|^2, |Q(G)-G|^2, |eW|^2, |D * eW|^2, <eY, Y>.
         output_error: [F, M] FP64, |eY_t|^2.
         grad: [M] FP64, |G_t|^2.
-        couplings: [F, 2, 2] FP64, of fwd^2 over channels and of bwd^2, times eps^2: the parts that
-            `coupling.coherent_square` joins; zeros before the probe.
+        couplings: [F, 3, 2] FP64, of fwd^2 over channels, of bwd^2 and of fwd^2 as a whole, times
+            eps^2: the parts that `coherence.coherent_square` joins; zeros before the probe.
         scalings: [2, 2] FP64, of scale^2 as a whole and over channels, times eps^2; likewise.
-        sketches: [2 + 3 F, WIDTH] FP64, what microbatches have in common (sketch.py): of scale as a
-            whole and over channels, then of each format's fwd, bwd (all times eps) and D * eW.
+        sketches: [2 + 4 F, WIDTH] FP64, what microbatches have in common (sketch.py): of scale as a
+            whole and over channels, then of each format's couplings (all times eps) and D * eW.
         wgrad: [WIDTH] FP64, sketch of this shard's dW; not summed over tensor-parallel ranks.
         probe: [4] FP64, |dX|^2 and its noise, |dG|^2 and its noise, over the sampled tokens.
         sampled: tensors of the sampled tokens, until the probe has used them.

@@ -26,6 +26,23 @@ PRIOR = 3.0
 CAP = 16.0
 """A chi-square of one degree of freedom exceeds 16 medians once in 150 draws."""
 
+ESTIMATE = 8.0
+"""Of fwd^2, what channels give apart and through the scale counts as this many samples of the
+whole: it misses the whole by a third or so, and for single linears by more (docs/measuring.md)."""
+
+
+def joined_square(whole: float, estimate: float, num_probes: int) -> float:
+    """Return fwd^2 >= 0 from samples of it and from an estimate without chance.
+
+    With more probes the samples take over, and what other ways channels go together shows.
+
+    Args:
+        whole: fwd^2 as sampled.
+        estimate: of it, from channels apart and the output's scale.
+        num_probes: samples that `whole` is the mean of.
+    """
+    return (num_probes * whole + ESTIMATE * estimate) / (num_probes + ESTIMATE)
+
 
 def kind_of(name: str) -> str:
     """Return what the same linear of all layers shares: the name without the layer's number."""

@@ -25,6 +25,7 @@ from megatron_snip.statistics.measure import (
     token_squares,
 )
 from megatron_snip.statistics.observation import Observation, SampledRows
+from megatron_snip.statistics.records import ACROSS, ACROSS_BY_FORMAT, COUPLINGS
 from megatron_snip.statistics.sampling import sampled_rows
 from megatron_snip.statistics.sketch import WIDTH, SketchSigns
 from megatron_snip.statistics.tap import all_tokens, tap
@@ -250,8 +251,10 @@ class Recorder:
                 local.weight_norms[1],
             ]
         )
-        sketches = errors.new_zeros((2 + 3 * len(errors), WIDTH))
-        sketches[4::3] = local.sketches[1:]
+        by_format = len(ACROSS_BY_FORMAT)
+        sketches = errors.new_zeros((len(ACROSS) + by_format * len(errors), WIDTH))
+        first = len(ACROSS) + ACROSS_BY_FORMAT.index("local_square")
+        sketches[first::by_format] = local.sketches[1:]
         x, g = operands.input, operands.grad_output
         return Observation(
             microbatch=microbatch,
@@ -261,7 +264,7 @@ class Recorder:
             errors=errors,
             output_error=output_tokens[1:],
             grad=grad,
-            couplings=errors.new_zeros((len(errors), 2, 2)),
+            couplings=errors.new_zeros((len(errors), len(COUPLINGS), 2)),
             scalings=errors.new_zeros((2, 2)),
             sketches=sketches,
             wgrad=local.sketches[0],

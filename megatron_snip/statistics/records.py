@@ -26,6 +26,8 @@ class FormatStatistics:
         output_shift: sum <eY, Y>; over output_square it is c, the part of eY along Y.
         forward_channel_square: fwd^2, update change through eY (probe), channels apart.
         forward_scale_square: c^2 scale^2, update change through c Y, channels together.
+        forward_whole_square: fwd^2, all channels together: one sample a probe.
+        forward_square: fwd^2 as it is used, of the three above (pooling.py).
         backward_square: bwd^2, update change through eX (probe).
         local_square: loc^2 = |D * eW|^2, update change through eW; like the squares above of the
             sum over microbatches, what they have in common estimated (sketch.py).
@@ -44,6 +46,8 @@ class FormatStatistics:
     output_shift: float = 0.0
     forward_channel_square: float = 0.0
     forward_scale_square: float = 0.0
+    forward_whole_square: float = 0.0
+    forward_square: float = 0.0
     backward_square: float = 0.0
     local_square: float = 0.0
     output_error_square: float = 0.0
@@ -51,11 +55,6 @@ class FormatStatistics:
     weight_error_square: float = 0.0
     grad_error_square: float = 0.0
     wgrad_error_square: float = 0.0
-
-    @property
-    def forward_square(self) -> float:
-        """fwd^2, update change through eY: what channels give apart and together (coupling.py)."""
-        return self.forward_channel_square + self.forward_scale_square
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ class StatisticsTable:
         return {"version": SCHEMA_VERSION, **dataclasses.asdict(self)}
 
 
-COUPLINGS = ("forward_channel_square", "backward_square")
+COUPLINGS = ("forward_channel_square", "backward_square", "forward_whole_square")
 SCALES = ("scale_square", "scale_channel_square")
 """Fields that travel in two parts each (coherence.py), of a format and of a linear."""
 
@@ -148,6 +147,6 @@ BASE_COLUMNS: tuple[str, ...] = tuple(
 FORMAT_COLUMNS: tuple[str, ...] = tuple(
     f.name
     for f in dataclasses.fields(FormatStatistics)
-    if f.name not in ("forward_scale_square", *COUPLINGS)
+    if f.name not in ("forward_scale_square", "forward_square", *COUPLINGS)
 )
 """The additive fields of `FormatStatistics`, repeated for each format in the reduced table."""

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from megatron_snip.collectives import attempt, sum_over
 from megatron_snip.statistics.coherence import coherent_square
 from megatron_snip.statistics.observation import Observation
-from megatron_snip.statistics.pooling import pooled_across, pooled_squares
+from megatron_snip.statistics.pooling import joined_square, pooled_across, pooled_squares
 from megatron_snip.statistics.records import (
     ACROSS,
     ACROSS_BY_FORMAT,
@@ -260,7 +260,7 @@ def _decode(inputs: ReduceInputs, table: torch.Tensor) -> StatisticsTable:
     loss_sum, loss_count = rows[0][0], rows[0][1]
     loss = loss_sum / loss_count if loss_count else None
     return StatisticsTable(
-        inputs.step, loss, inputs.eps, tuple(_with_scales(linears, inputs.num_probes))
+        inputs.step, loss, inputs.eps, tuple(_with_forward(linears, inputs.num_probes))
     )
 
 
@@ -296,8 +296,10 @@ def _with_across(
         by_format[name] = {}
         for field in ACROSS_BY_FORMAT:
             apart = [getattr(s.formats[name], field) for s in linears]
-            pooled = pooled_across(names, next(given), apart, [s.microbatches for s in linears])
-            by_format[name][field] = _sums(apart, pooled)
+            shared = next(given)
+            if field != "forward_whole_square":  # a sum's own sketch is exact
+                shared = pooled_across(names, shared, apart, [s.microbatches for s in linears])
+            by_format[name][field] = _sums(apart, shared)
     found = []
     for i, s in enumerate(linears):
         whole: dict[str, Any] = {field: sums[i] for field, sums in base.items()}
@@ -319,8 +321,8 @@ def _joined(names: Sequence[str], parts: Sequence[float], all_sampled: bool) -> 
     return {name: coherent_square(one, rest, all_sampled) for name, one, rest in pairs}
 
 
-def _with_scales(linears: Sequence[LinearStatistics], probes: int) -> list[LinearStatistics]:
-    """Fill in what a format does through the output's scale: c^2 scale^2, pooled over a kind."""
+def _with_forward(linears: Sequence[LinearStatistics], probes: int) -> list[LinearStatistics]:
+    """Fill in fwd^2 and its part through the output's scale: c^2 scale^2, pooled over a kind."""
     pooled = pooled_squares(
         [s.name for s in linears],
         [s.scale_square for s in linears],
@@ -328,11 +330,15 @@ def _with_scales(linears: Sequence[LinearStatistics], probes: int) -> list[Linea
         probes,
     )
     return [
-        replace(s, formats={name: _with_scale(s, f, square) for name, f in s.formats.items()})
+        replace(s, formats={name: _forward(s, f, square, probes) for name, f in s.formats.items()})
         for s, square in zip(linears, pooled, strict=True)
     ]
 
 
-def _with_scale(s: LinearStatistics, f: FormatStatistics, square: float) -> FormatStatistics:
+def _forward(
+    s: LinearStatistics, f: FormatStatistics, square: float, probes: int
+) -> FormatStatistics:
     part = f.output_shift / s.output_square if s.output_square != 0 else 0.0  # c; NaN stays
-    return replace(f, forward_scale_square=part**2 * square)
+    scale = part**2 * square
+    forward = joined_square(f.forward_whole_square, f.forward_channel_square + scale, probes)
+    return replace(f, forward_scale_square=scale, forward_square=forward)

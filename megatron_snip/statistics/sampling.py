@@ -14,7 +14,7 @@ from megatron_snip.quantizers import StreamKey
 def sampled_rows(
     num_tokens: int, count: int, seed: int, step: int, microbatch: int
 ) -> torch.Tensor:
-    """Return the sorted indices of the sampled tokens.
+    """Return the indices of the sampled tokens, in random order: any part of them is a sample, too.
 
     Args:
         num_tokens: M, tokens of the microbatch on one data rank.
@@ -24,10 +24,10 @@ def sampled_rows(
         microbatch: global index of the microbatch (over data ranks) within the step.
 
     Returns:
-        [min(count, num_tokens)], int64, on the CPU.
+        [min(count, num_tokens)], int64, on the CPU; all of them in their own order.
     """
     if count >= num_tokens:
         return torch.arange(num_tokens)
     word = StreamKey(seed, "", step, microbatch, "sampled rows").word
     generator = torch.Generator().manual_seed(word >> 1)  # a seed has 63 bits
-    return torch.randperm(num_tokens, generator=generator)[:count].sort().values
+    return torch.randperm(num_tokens, generator=generator)[:count]

@@ -52,7 +52,7 @@ FOUR = {
 }
 RTOL = 1e-3
 FLIPPED_RTOL = 2e-2
-FLIPPED_SHARE = 0.01
+FLIPPED_SHARE = 0.02
 SIGNED = ("first", "first_abs", "first_square")
 """Sums of terms of both signs: what is left of them is compared with the size of the terms."""
 
@@ -69,8 +69,8 @@ def check(result: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     assert found["probe_step"] == pytest.approx(expected["probe_step"], rel=1e-4)
     assert list(found["linears"]) == list(expected["linears"])  # the order, too
-    check_statistics(found["linears"], expected["linears"])
     check_divergences(result["divergences"], wanted["divergences"])
+    check_statistics(found["linears"], expected["linears"])
     assert result["plan"] == wanted["plan"]
     assert result["warnings"] == []
 
@@ -104,7 +104,8 @@ def error_of(key: str, found: float, row: dict[str, float]) -> float:
     size = abs(row[key])
     if field == "output_shift":  # <eY, Y>: nearly unbiased errors leave little of it
         size = math.sqrt(row[f"{form}.output_error_square"] * row["output_square"])
-    if field == "forward_scale_square":  # goes with its square, and is added to this
+    if field in ("forward_scale_square", "forward_whole_square"):
+        # Goes with the square of a sum of terms of both signs, and is joined with this.
         size += row[f"{form}.forward_channel_square"]
     if field in SIGNED:
         size = math.sqrt(row[f"{form}.output_error_square"] * row["grad_square"])

@@ -36,6 +36,7 @@ def errors(size: float, **changes: Any) -> FormatStatistics:
         "aligned_fisher": 8.0 * size,
         "forward_channel_square": 4.0 * size**2,
         "forward_scale_square": 5.0 * size**2,
+        "forward_square": 9.0 * size**2,
         "backward_square": 16.0 * size**2,
         "local_square": 144.0 * size**2,
         "input_error_square": 1.0 * size**2,

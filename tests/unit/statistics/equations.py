@@ -123,8 +123,8 @@ def base_row(linear: Linear, batches: Sequence[Microbatch], s: Scales) -> dict[s
         change_g, change_x = probe_changes(b, s)
         y = (x @ w.T)[b.rows]
         noise = rounding_variance(b.g, b, s) * s.grad**2 * y**2
-        apart = apart + coherent(change_g * y, noise, len(x))
-        whole = whole + coherent((change_g * y).sum(1)[:, None], noise, len(x))
+        apart = apart + coherent(change_g * y, noise, len(x), s)
+        whole = whole + coherent((change_g * y).sum(1)[:, None], noise, len(x), s)
         apart_sketches.append(signs_n @ over_tokens(change_g * y, len(x)))
         whole_sketches.append(signs_all @ over_tokens((change_g * y).sum(1)[:, None], len(x)))
         total["microbatches"] += 1
@@ -165,13 +165,22 @@ def rounding_variance(x: Array, b: Microbatch, s: Scales) -> Array:
     return 2.0 ** (2 * (exponents - s.bits)) / 6
 
 
-def coherent(terms: Array, noise: Array, tokens: int) -> Array:
-    """sum_c (sum over all tokens)^2 from a sample: pairs of equal and of unequal tokens apart."""
+def coherent(terms: Array, noise: Array | float, tokens: int, s: Scales) -> Array:
+    """sum_c (sum over all tokens)^2 from a sample: pairs of equal and of unequal tokens apart.
+
+    Products of unequal tokens are known for those of different groups: of four, or of one where
+    all tokens are sampled and no noise comes off.
+    """
     sampled = len(terms)
     pairs = np.einsum("tc,uc->tu", terms, terms)
-    equal = np.trace(pairs) - noise.sum()
-    rest = tokens * (tokens - 1) / (sampled * (sampled - 1))
-    return np.array([equal * tokens / sampled, (pairs.sum() - np.trace(pairs)) * rest])
+    group = np.arange(sampled) % (1 if sampled == tokens and s.bits is None else 4)
+    apart = group[:, None] != group[None, :]
+    if not apart.any():
+        return np.array([pairs.sum(), 0.0])
+    per_pair = pairs[apart].mean()
+    equal = pairs[~apart].sum() - per_pair * ((~apart).sum() - sampled)
+    rest = per_pair * tokens * (tokens - 1) if sampled < tokens else pairs.sum() - equal
+    return np.array([(equal - np.sum(noise)) * tokens / sampled, rest])
 
 
 def signs(axis: str, channels: int, s: Scales) -> Array:
@@ -204,9 +213,10 @@ def format_row(
     w_f = dequantized(linear.w, name, (rows, cols))
     w_d = dequantized(linear.w, name, (cols, rows))
     total: dict[str, float] = {}
-    parts = dict.fromkeys(("forward_channel", "backward"), np.zeros(2))
+    parts = dict.fromkeys(("forward_channel", "backward", "forward_whole"), np.zeros(2))
     signs_n, signs_k = signs("output", n, s), signs("input", w.shape[1], s)
-    sketches: dict[str, list[Array]] = {"forward_channel": [], "backward": [], "local": []}
+    signs_all = signs("whole", 1, s)
+    sketches: dict[str, list[Array]] = {key: [] for key in (*parts, "local")}
 
     def add(key: str, value: float) -> None:
         total[key] = total.get(key, 0.0) + float(value)
@@ -231,20 +241,24 @@ def format_row(
         noise_g = rounding_variance(b.g, b, s) * s.grad**2
         noise_x = rounding_variance(b.x, b, s)
         by_w, by_x = (x @ (w_f - w).T)[b.rows], (d_g @ w) * (x_f - x)[b.rows]
-        forward = coherent(d_g * by_w, noise_g * by_w**2, len(x))
-        forward = forward + coherent(by_x, 0 * by_x, len(x))
+        forward = coherent(d_g * by_w, noise_g * by_w**2, len(x), s)
+        forward = forward + coherent(by_x, 0.0, len(x), s)
+        by_token = ((d_g * by_w).sum(1) + by_x.sum(1))[:, None]
+        whole = coherent(by_token, noise_g.sum() / (d_g**2).sum() * (by_token**2), len(x), s)
+        sketches["forward_whole"].append(signs_all @ over_tokens(by_token, len(x)) / s.eps)
         common = signs_n @ over_tokens(d_g * by_w, len(x)) + signs_k @ over_tokens(by_x, len(x))
         sketches["forward_channel"].append(common / s.eps)
         by_w = (g @ (w_d - w))[b.rows]
         by_g = (d_x @ w.T) * (g_d - b.g[b.rows]) * s.grad
-        backward = coherent(d_x * by_w, noise_x * by_w**2, len(x))
-        backward = backward + coherent(by_g, 0 * by_g, len(x))
+        backward = coherent(d_x * by_w, noise_x * by_w**2, len(x), s)
+        backward = backward + coherent(by_g, 0.0, len(x), s)
         common = signs_k @ over_tokens(d_x * by_w, len(x)) + signs_n @ over_tokens(by_g, len(x))
         sketches["backward"].append(common / s.eps)
         changed = linear.d * e_w / linear.update_square**0.5
         sketches["local"].append(((signs_n @ changed) * signs_k).sum(1) * 8)
         parts["forward_channel"] = parts["forward_channel"] + forward
         parts["backward"] = parts["backward"] + backward
+        parts["forward_whole"] = parts["forward_whole"] + whole
         add("local_square", ((linear.d * e_w) ** 2).sum() / linear.update_square)
         add("output_error_square", (e_y**2).sum())
         add("output_shift", (e_y * (x @ w.T)).sum())

@@ -3,56 +3,83 @@
 from __future__ import annotations
 
 import math
-from itertools import combinations
+from itertools import combinations, permutations
 
 import pytest
 import torch
 
-from megatron_snip.statistics.coherence import coherent_parts, coherent_square
+from megatron_snip.statistics.coherence import GROUPS, Sample, coherent_parts, coherent_square
 
 
-def square(terms: torch.Tensor, noise: torch.Tensor | None, tokens: int) -> float:
-    diagonal, off = coherent_parts(terms, noise, tokens)[0].tolist()
-    return coherent_square(diagonal, off, len(terms) == tokens)
+def parts(
+    terms: torch.Tensor, tokens: int, noisy: bool = False, signal: float = 1.0
+) -> list[float]:
+    sample = Sample.of(len(terms), tokens, noisy)
+    sums = torch.stack([terms[rows].double().sum(0) for rows in sample.groups])
+    share = torch.full((terms.shape[1],), signal) if noisy else None
+    found: list[float] = coherent_parts(sums, sample, share).tolist()
+    return found
+
+
+def square(terms: torch.Tensor, tokens: int) -> float:
+    return coherent_square(*parts(terms, tokens), len(terms) == tokens)
 
 
 def test_all_tokens_give_the_square_of_their_sum() -> None:
     terms = torch.tensor([[1.0, 2.0], [3.0, -1.0]])  # sums 4 and 1
-    assert square(terms, None, 2) == pytest.approx(17.0)
+    assert square(terms, 2) == pytest.approx(17.0)
 
 
-def test_a_sample_is_unbiased() -> None:
-    """The mean over all samples of 3 of 6 tokens is the square over all 6."""
-    terms = torch.randn((6, 4), generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize(("sampled", "tokens"), [(3, 5), (2, 4), (6, 6), (5, 6)])
+def test_a_sample_in_random_order_is_unbiased(sampled: int, tokens: int) -> None:
+    """The mean over all samples, in all orders, is the square over all tokens, part by part."""
+    terms = torch.randn((tokens, 4), generator=torch.Generator().manual_seed(0))
     whole = terms.double().sum(0).square().sum().item()
-    found = [coherent_parts(terms[list(rows)], None, 6) for rows in combinations(range(6), 3)]
-    parts = torch.stack([parts for parts, _ in found])
-    assert parts.mean(0).sum().item() == pytest.approx(whole, rel=1e-6)
-    sums = torch.stack([sums for _, sums in found])
-    torch.testing.assert_close(sums.mean(0), terms.double().sum(0), rtol=1e-6, atol=1e-6)
+    diagonal = terms.double().square().sum().item()
+    orders = permutations(range(tokens), sampled)
+    found = torch.tensor([parts(terms[list(rows)], tokens, noisy=True) for rows in orders])
+    assert found.mean(0).tolist() == pytest.approx([diagonal, whole - diagonal], rel=1e-4)
+    samples = [Sample.of(sampled, tokens, noisy=False)] * 2
+    sums = [
+        samples[0].over_all(torch.stack([terms[list(rows)][g].sum(0) for g in samples[0].groups]))
+        for rows in combinations(range(tokens), sampled)
+    ]
+    torch.testing.assert_close(torch.stack(sums).mean(0), terms.sum(0))
+
+
+def test_groups_take_every_token_of_the_sample_once() -> None:
+    for sampled in (1, 3, 4, 5, 11):
+        sample = Sample.of(sampled, 20, noisy=False)
+        taken = [i for rows in sample.groups for i in range(sampled)[rows]]
+        assert sorted(taken) == list(range(sampled))
+        assert sample.sizes == tuple(len(range(sampled)[rows]) for rows in sample.groups)
+        assert len(sample.sizes) == min(GROUPS, sampled)
+        assert sample.num_sampled == sampled
+    assert Sample.of(20, 20, noisy=False).sizes == (20,)
 
 
 def test_parts_add_up_over_shards() -> None:
     terms = torch.randn((5, 8), generator=torch.Generator().manual_seed(1))
-    halves = [coherent_parts(half, None, 9)[0] for half in (terms[:, :4], terms[:, 4:])]
-    torch.testing.assert_close(coherent_parts(terms, None, 9)[0], sum(halves))
+    left, right = parts(terms[:, :4], 9), parts(terms[:, 4:], 9)
+    assert parts(terms, 9) == pytest.approx([a + b for a, b in zip(left, right, strict=True)])
 
 
 def test_tokens_that_cancel_leave_their_own_squares() -> None:
     """Of a sample, a negative sum over pairs is chance: it must not make a square of nothing."""
     terms = torch.tensor([[1.0], [-1.0]])
-    assert square(terms, None, 4) == pytest.approx(2.0 * 4 / 2)
-    assert square(terms, None, 2) == pytest.approx(0.0)  # no sample, no chance
+    assert square(terms, 4) == pytest.approx(2.0 * 4 / 2)
+    assert square(terms, 2) == pytest.approx(0.0)  # no sample, no chance
 
 
 def test_noise_comes_off_the_diagonal_only() -> None:
-    terms, noise = torch.tensor([[3.0], [3.0]]), torch.tensor([[4.0], [4.0]])
-    assert square(terms, noise, 2) == pytest.approx((18 - 8) + 18)
-    assert square(terms, 9 * noise, 2) == 0  # never below
-    assert square(terms, 9 * noise, 4) == pytest.approx(18 * 6)  # 6 pairs for 1
+    terms = torch.tensor([[3.0], [3.0]])
+    assert parts(terms, 2, noisy=True, signal=0.5) == pytest.approx([9.0, 18.0])
+    assert parts(terms, 4, noisy=True, signal=-1.0) == pytest.approx([-36.0, 18.0 * 6])
+    assert coherent_square(-36.0, 108.0, all_sampled=False) == 108.0
+    assert coherent_square(-36.0, 18.0, all_sampled=True) == 0.0  # never below
 
 
 def test_no_tokens_have_no_effect_and_nan_stays() -> None:
-    assert square(torch.zeros((0, 3)), None, 0) == 0.0
-    assert square(torch.ones((1, 3)), None, 5) == pytest.approx(15.0)
-    assert math.isnan(square(torch.full((2, 3), torch.nan), None, 5))
+    assert square(torch.zeros((0, 3)), 0) == 0.0
+    assert square(torch.ones((1, 3)), 5) == pytest.approx(15.0)
+    assert math.isnan(square(torch.full((2, 3), torch.nan), 5))

@@ -57,8 +57,9 @@ def test_the_mean_over_signs_is_the_jacobian(network: Network) -> None:
                 per_k[i, j] += torch.einsum("tnp,nk,tk->kp", scaled, w.double(), rounded(x))
                 outputs[i, j] += torch.einsum("tnp,tn->np", scaled, y)
             x = torch.tanh(x @ w.t())
-    channels, wholes, whole_channels = np.zeros(3), np.zeros(3), np.zeros(3)
+    channels, wholes, whole_channels, together = (np.zeros(3) for _ in range(4))
     for i, j in per_n:
+        together[i] += float((per_n[i, j].sum(0) + per_k[i, j].sum(0)).square().sum())
         channels[i] += float(per_n[i, j].square().sum() + per_k[i, j].square().sum())
         whole_channels[i] += float(outputs[i, j].square().sum())
         wholes[i] += float(outputs[i, j].sum(0).square().sum())
@@ -67,6 +68,8 @@ def test_the_mean_over_signs_is_the_jacobian(network: Network) -> None:
         channel = np.mean([s.formats["fp4"].forward_channel_square for s in linears])
         # One draw of the whole scatters by sqrt(2) of itself, of the channels by much less.
         assert channel == pytest.approx(channels[i], rel=0.15), name
+        whole = np.mean([s.formats["fp4"].forward_whole_square for s in linears])
+        assert whole == pytest.approx(together[i], rel=0.5), name
         apart = np.mean([s.scale_channel_square for s in linears])
         assert apart == pytest.approx(whole_channels[i], rel=0.15), name
         assert np.mean([s.scale_square for s in linears]) == pytest.approx(wholes[i], rel=0.5), name
@@ -76,7 +79,8 @@ def test_the_part_along_the_output_is_added(network: Network) -> None:
     for s in network.measure().linears:
         for f in s.formats.values():
             assert f.forward_scale_square > 0
-            assert f.forward_square == f.forward_channel_square + f.forward_scale_square
+            apart = f.forward_channel_square + f.forward_scale_square
+            assert f.forward_square == pytest.approx((f.forward_whole_square + 8 * apart) / 9)
     outputs = [network.inputs[m] @ network.weights[0].detach().t() for m in range(MICROBATCHES)]
     errors = [error_of_output(x, network.weights[0].detach()) for x in network.inputs]
     along = sum(float((e * y).sum()) for e, y in zip(errors, outputs, strict=True))
@@ -143,9 +147,9 @@ def seen(rows: int = 4) -> Observation:
         errors=zeros(1, 6),
         output_error=zeros(1, TOKENS),
         grad=zeros(TOKENS),
-        couplings=zeros(1, 2, 2),
+        couplings=zeros(1, 3, 2),
         scalings=zeros(2, 2),
-        sketches=zeros(5, 64),
+        sketches=zeros(6, 64),
         wgrad=zeros(64),
         probe=zeros(4),
         sampled=SampledRows(torch.randn(rows, 8), torch.randn(rows, 6)),
@@ -163,7 +167,7 @@ def test_what_was_not_compared_has_no_coupling() -> None:
     assert other.couplings.abs().max() > 0
 
 
-@pytest.mark.parametrize("where", ["_products", "_add_channels"])
+@pytest.mark.parametrize("where", ["_local_sums", "_add"])
 def test_a_failure_is_returned_and_the_rows_are_given_back(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -181,22 +185,23 @@ def test_a_failure_is_returned_and_the_rows_are_given_back(
     assert bad.probed is None
 
 
-def test_what_failed_products_held_is_free_before_zeros_are_made(
+def test_what_failed_sums_held_is_free_before_zeros_are_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     held: list[weakref.ref[torch.Tensor]] = []
-    make_zeros = coupling._nothing
+    make_zeros = coupling._Sums.zeros
 
     def fail(*_: object) -> None:
         large = torch.zeros(8)
         held.append(weakref.ref(large))
         raise RuntimeError("out of memory")
 
-    def nothing(*args: Any) -> Any:
+    def zeros(*args: Any) -> Any:
         assert held[0]() is None
         return make_zeros(*args)
 
-    monkeypatch.setattr(coupling, "_products", fail)
-    monkeypatch.setattr(coupling, "_nothing", nothing)
+    monkeypatch.setattr(coupling, "_local_sums", fail)
+    monkeypatch.setattr(coupling._Sums, "zeros", zeros)
     placement, weight = Placement("l", 0, "row", 8, 6), torch.randn(6, 8)
     assert couple(placement, weight, [seen()], SETTINGS, SIGNS) == "l: RuntimeError: out of memory"
+    assert len(held) == 1

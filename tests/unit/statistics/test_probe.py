@@ -87,7 +87,7 @@ def observation(x: torch.Tensor, g: torch.Tensor, rows: torch.Tensor) -> Observa
         errors=empty(0, 6),
         output_error=empty(0, len(x)),
         grad=empty(len(x)),
-        couplings=empty(0, 2, 2),
+        couplings=empty(0, 3, 2),
         scalings=empty(2, 2),
         sketches=empty(2, 64),
         wgrad=empty(64),

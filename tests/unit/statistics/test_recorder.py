@@ -36,7 +36,7 @@ def test_an_observation_holds_sums_and_sampled_rows() -> None:
     assert torch.equal(seen.sampled.grad, o.grad_output[rows])
     assert seen.sampled.input_amax is None  # neither fp8 nor fp4 asks
     assert seen.output_error.shape == seen.first.shape == (2, 40)
-    assert seen.couplings.shape == seen.scalings.expand(2, 2, 2).shape
+    assert seen.couplings.shape == (2, 3, 2)
     torch.testing.assert_close(seen.grad, o.grad_output.double().square().sum(1), rtol=1e-6, atol=0)
     assert torch.allclose(seen.errors[:, 4], 4 * seen.errors[:, 3], rtol=1e-5)  # D = 2
     exact = o.input.double() @ o.weight.double().T

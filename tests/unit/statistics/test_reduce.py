@@ -51,9 +51,9 @@ def observation(tokens: int, rows: int) -> Observation:
         errors=torch.ones((1, 6), dtype=torch.float64),
         output_error=torch.full((1, tokens), 2.0, dtype=torch.float64),
         grad=torch.full((tokens,), 3.0, dtype=torch.float64),
-        couplings=torch.tensor([[[3.0, 2.0], [1.0, 6.0]]], dtype=torch.float64),
+        couplings=torch.tensor([[[3.0, 2.0], [1.0, 6.0], [2.0, 1.0]]], dtype=torch.float64),
         scalings=torch.tensor([[4.0, -9.0], [8.0, 8.0]], dtype=torch.float64),
-        sketches=torch.ones((5, 64), dtype=torch.float64),
+        sketches=torch.ones((6, 64), dtype=torch.float64),
         wgrad=torch.zeros(64, dtype=torch.float64),
         probe=torch.tensor([11.0, 1.0, 13.0, 2.0], dtype=torch.float64),
     )
@@ -103,7 +103,8 @@ def test_experts_count_the_tokens_of_the_whole_batch() -> None:
     assert first.scale_channel_square == pytest.approx(16 / 0.25 * scale)
     # The output's error has the part 1 / 1 along it; alone of its kind, nothing to pool with.
     assert first.formats["fp8"].forward_scale_square == pytest.approx(4 / 0.25 * scale)
-    assert first.formats["fp8"].forward_square == pytest.approx(9 / 0.25 * scale)
+    assert first.formats["fp8"].forward_whole_square == pytest.approx(3 / 0.25 * scale)
+    assert first.formats["fp8"].forward_square == pytest.approx((3 + 8 * 9) / 9 / 0.25 * scale)
     assert first.formats["fp8"].backward_square == pytest.approx(7 / 0.25 * scale)
     aligned = 0.5 * 10 * 2**2 * scale * batch_tokens
     assert first.formats["fp8"].aligned_fisher == pytest.approx(aligned)
