@@ -31,7 +31,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.kernels import FP4, FP8, OTHER, ROW, STREAM, TOKENS, _same
+from benchmarks.kernel_cases import FP4, FP8, OTHER, ROW, STREAM, TOKENS, same
 from benchmarks.linear import forwards
 from benchmarks.machine import has_gpu, write_result
 from benchmarks.timing import said, seconds_by_turns
@@ -159,7 +159,7 @@ def _bits(rows: int, cols: int, other_stream: bool = False) -> Check:
             found = [[(part.codes.cpu(), part.scales.cpu()) for part in pair] for pair in found]
         wanted = [[(part.codes, part.scales) for part in _both(x, fmt)] for fmt in (FP8, FP4)]
         return not all(
-            _same(a, b)
+            same(a, b)
             for f, w in zip(found, wanted, strict=True)
             for a, b in zip(f, w, strict=True)
         )
