@@ -38,6 +38,7 @@ from megatron_snip.divergence.quality import QualitySettings, divergence_table, 
 SHAPES = {
     "small": {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 512, "seq_length": 256},
     "wide": {"num_layers": 4, "hidden_size": 768, "ffn_hidden_size": 2048, "seq_length": 512},
+    "deep": {"num_layers": 24, "hidden_size": 768, "ffn_hidden_size": 2048, "seq_length": 256},
     "large": {"num_layers": 8, "hidden_size": 2048, "ffn_hidden_size": 5632, "seq_length": 2048},
 }
 """A microbatch is four sequences. What a refresh takes over an iteration and over a copy of the

@@ -99,15 +99,17 @@ def format_errors(
             tensor, format_name, operand, gemm, stream=stream, dtype=torch.float32
         )
 
-    x_q = quantized(x, Operand.INPUT, Gemm.FPROP)
-    w_q = quantized(w, Operand.WEIGHT, Gemm.FPROP)
-    output = matmul_fp32(x_q, w_q.t()).sub_(exact.output)
-    input_square, weight_square = squared_norm(x_q.sub_(x)), squared_norm(w_q - w)
-
+    # wgrad first: of the two, eW is the smaller one to hold while the other's operands are made.
     g_w = quantized(g, Operand.GRAD_OUTPUT, Gemm.WGRAD)
     x_w = quantized(x, Operand.INPUT, Gemm.WGRAD)
     weight_gradient = matmul_fp32(g_w.t(), x_w).sub_(exact.weight_gradient)
     grad_square = squared_norm(g_w.sub_(g))
+    del g_w, x_w
+
+    x_q = quantized(x, Operand.INPUT, Gemm.FPROP)
+    w_q = quantized(w, Operand.WEIGHT, Gemm.FPROP)
+    output = matmul_fp32(x_q, w_q.t()).sub_(exact.output)
+    input_square, weight_square = squared_norm(x_q.sub_(x)), squared_norm(w_q - w)
     return FormatErrors(output, weight_gradient, input_square, weight_square, grad_square)
 
 
