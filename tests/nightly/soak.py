@@ -6,7 +6,8 @@ A refresh every ten steps; at random it fails on the last rank, wherever a refre
 tests/distributed/workers/fault_places.py), or the solver dies, or its plan breaks the loss. After
 every cycle the ranks compare what they run. Printed and written: how often each thing happened and
 what became of it, whether ranks ever differed, and how much memory a rank held at the beginning and
-at the end.
+at the end: of the host, and of the device (what its allocator has given out; on a machine without
+one, the bytes of all tensors alive, which would lie there).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.refresh import tensor_bytes
 from megatron_snip.collectives import gather_json
 from megatron_snip.linears import gemms
 from megatron_snip.options import Option
@@ -91,6 +93,7 @@ def rank(steps: int, seed: int) -> dict[str, Any]:
     outcomes: Counter[str] = Counter()
     differences: list[int] = []
     memory: list[float] = []
+    device: list[int] = []
     with layout({**MODEL, "train_iters": steps}) as trainer, faults.installed():
         import torch.distributed as dist
 
@@ -120,8 +123,9 @@ def rank(steps: int, seed: int) -> dict[str, Any]:
                 differences.append(trainer.step)
             memory.append(_resident_mib())
             _forget(trainer)
+            device.append(_device_bytes())
         controller.close()
-    early = max(memory[len(memory) // 5 : len(memory) // 5 + 5])
+    early = slice(len(memory) // 5, len(memory) // 5 + 5)
     return {
         "steps": trainer.step,
         "refreshes": len(memory),
@@ -131,7 +135,8 @@ def rank(steps: int, seed: int) -> dict[str, Any]:
         "losses_finite": all(math.isfinite(loss) for loss in trainer.losses),
         "last_loss": sum(trainer.losses[-50:]) / 50,
         "seconds": time.monotonic() - begin,
-        "memory_mib": {"a fifth in": early, "last": max(memory[-5:])},
+        "memory_mib": {"a fifth in": max(memory[early]), "last": max(memory[-5:])},
+        "device_bytes": {"a fifth in": max(device[early]), "last": max(device[-5:])},
     }
 
 
@@ -166,6 +171,10 @@ def _resident_mib() -> float:
     return round(pages * 4096 / 2**20, 1)
 
 
+def _device_bytes() -> int:
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else tensor_bytes()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000)
@@ -184,12 +193,14 @@ def main() -> int:
         **leader,
         "memory_growth": [round(g, 4) for g in growth],
         "memory_mib": [r["memory_mib"] for r in ranks],
+        "device_bytes": [r["device_bytes"] for r in ranks],
     }
     print(json.dumps(result, indent=1))
     good = (
         all(r["losses_finite"] and not r["ranks_differed_at"] for r in ranks)
         and all(r["outcomes"] == leader["outcomes"] for r in ranks)
         and all(g < 0.05 for g in growth)
+        and all(r["device_bytes"]["last"] <= r["device_bytes"]["a fifth in"] for r in ranks)
     )
     print("soak: good" if good else "soak: BAD")
     if args.output is not None:
