@@ -6,8 +6,10 @@ dimension, weights `weight_block` = (rows, cols along the contraction) blocks.
 
 Sources: SNIP, arXiv:2602.01410 (fp8, fp4: 1x128 tiles, 128x128 blocks, FP32 scales);
 OCP Microscaling Formats (MX) v1.0 (mxfp8, mxfp4: 1x32, E8M0); NVIDIA, arXiv:2509.25149
-(nvfp4: 1x16, E4M3 scales under one FP32 scale per tensor). `fp3` is no hardware format: it is
-the stress format (E2M0: 0, 1, 2, 4) that tells policies apart on small models.
+(nvfp4: 1x16, E4M3 scales under one FP32 scale per tensor; its random Hadamard transform along the
+tokens of wgrad's operands: `..._rht`). `..._pow2` has scales rounded up to powers of two, as
+Transformer Engine's blockwise recipe has them. `fp3` is no hardware format: it is the stress
+format (E2M0: 0, 1, 2, 4) that tells policies apart on small models.
 """
 
 from __future__ import annotations
@@ -62,6 +64,8 @@ class Format:
         weight_block: (rows, cols along the contraction) that share a scale in a weight.
         scale: how that scale is stored.
         stochastic_grad: whether grad_output is rounded stochastically.
+        wgrad_hadamard: tokens that a random Hadamard transform mixes before wgrad's operands are
+            quantized, a power of two; 0: none.
     """
 
     name: str
@@ -71,6 +75,7 @@ class Format:
     weight_block: tuple[int, int] = (128, 128)
     scale: ScaleType = ScaleType.FP32
     stochastic_grad: bool = False
+    wgrad_hadamard: int = 0
 
     @property
     def quantized(self) -> bool:
@@ -84,13 +89,17 @@ FORMATS: dict[str, Format] = {
         Format("bf16", 16),
         Format("fp8", 8, E4M3),
         Format("fp4", 4, E2M1, stochastic_grad=True),
+        Format("fp8_pow2", 8, E4M3, scale=ScaleType.E8M0),
+        Format("fp4_pow2", 4, E2M1, scale=ScaleType.E8M0, stochastic_grad=True),
+        Format("fp4_rht", 4, E2M1, stochastic_grad=True, wgrad_hadamard=16),
         Format("mxfp8", 8, E4M3, 32, (1, 32), ScaleType.E8M0),
         Format("mxfp4", 4, E2M1, 32, (1, 32), ScaleType.E8M0, stochastic_grad=True),
         Format("nvfp4", 4, E2M1, 16, (1, 16), ScaleType.E4M3, stochastic_grad=True),
+        Format("nvfp4_rht", 4, E2M1, 16, (1, 16), ScaleType.E4M3, True, wgrad_hadamard=16),
         Format("fp3", 3, E2M0, stochastic_grad=True),
     )
 }
-"""Every format by name. Adding one is a line here and its test."""
+"""Every format by name. Adding one is a line here and its test; names have no dash."""
 
 
 def get_format(name: str) -> Format:

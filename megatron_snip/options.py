@@ -51,9 +51,11 @@ class Option:
     def share_in(self, format_name: str) -> float:
         """Share of the linear's FLOPs that run in `format_name`: 0, 1/3, 2/3 or 1.
 
-        The three GEMMs of a linear have the same number of FLOPs (2 M N K each).
+        The three GEMMs of a linear have the same number of FLOPs (2 M N K each); formats of as many
+        bits count alike.
         """
-        return self.formats.count(format_name) / 3
+        bits = get_format(format_name).bits
+        return sum(get_format(name).bits == bits for name in self.formats) / 3
 
     @classmethod
     def uniform(cls, format_name: str) -> Option:

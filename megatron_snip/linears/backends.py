@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from megatron_snip.errors import UnsupportedError
-from megatron_snip.formats import FORMATS, get_format
+from megatron_snip.formats import E2M1, E4M3, FORMATS, ScaleType, get_format
 from megatron_snip.options import Option
 from megatron_snip.planning.te_recipe import TERecipe
 from megatron_snip.types import Gemm
@@ -122,7 +122,7 @@ def support(backend: Backend, fmt: str, gemm: Gemm, where: str | None) -> Suppor
     if where is None:
         return Support(How.REFUSED, "needs a GPU of compute capability 8.0 to 12.1")
     if backend is Backend.NATIVE:
-        return _native(fmt, where)
+        return _native(fmt, gemm, where)
     return _te(fmt, gemm, where)
 
 
@@ -144,16 +144,19 @@ def here(backend: Backend, fmt: str, gemm: Gemm, machine: Machine) -> Support:
     return cell
 
 
-def _native(fmt: str, where: str) -> Support:
+def _native(fmt: str, gemm: Gemm, where: str) -> Support:
     if where == "8.0":
         return Support(How.REFUSED, "no FP8 tensor cores before 8.9")
-    if fmt not in ("fp8", "fp4", "fp3"):
+    row = get_format(fmt)
+    if (row.tile, row.weight_block) != (128, (128, 128)) or row.scale is ScaleType.E4M3:
         return Support(How.REFUSED, "only FP32 scales of 128 elements; simulate it")
+    if row.wgrad_hadamard and gemm is Gemm.WGRAD:
+        return Support(How.REFUSED, "no kernel for the Hadamard transform; simulate it")
     if where == "8.9":
         return Support(How.REFUSED, "FP8 GEMMs under 1x128 scales need 9.0")
     if where != "9.0":
         return Support(How.REFUSED, "FP8 GEMMs under 1x128 scales are Hopper's alone; use te")
-    if fmt == "fp8":
+    if row.element is E4M3:
         return Support(How.NATIVE, "E4M3 under FP32 scales")
     return Support(How.NATIVE, "exact in E4M3 bytes under its own scales, at FP8's speed")
 
@@ -172,10 +175,13 @@ def _te(fmt: str, gemm: Gemm, where: str) -> Support:
         return Support(How.REFUSED, "Transformer Engine has no MXFP4 recipe")
     if fmt == "fp3":
         return Support(How.REFUSED, "no hardware format")
-    if fmt in ("fp4", "nvfp4"):
+    row = get_format(fmt)
+    if row.element is E2M1:
         if not blackwell:
             return Support(How.REFUSED, _NO_BLOCK_SCALED_FP4)
-        tiles = "" if fmt == "nvfp4" else "NVFP4 in 1x16 tiles, not 1x128; "
+        if fmt == "nvfp4_rht" and gemm is Gemm.WGRAD:
+            return Support(How.APPROXIMATED, "the NVFP4 recipe, under other random signs", "nvfp4")
+        tiles = "" if row.scale is ScaleType.E4M3 else "NVFP4 in 1x16 tiles, not 1x128; "
         return Support(How.APPROXIMATED, tiles + _NVFP4_IS[gemm], "nvfp4")
     if where == "12.x":
         return Support(How.REFUSED, "its MXFP8 GEMMs do not cover 12.x")
@@ -183,9 +189,15 @@ def _te(fmt: str, gemm: Gemm, where: str) -> Support:
         if not blackwell:
             return Support(How.REFUSED, "MXFP8 GEMMs need 10.0")
         return Support(How.NATIVE, "the MXFP8 recipe", "mxfp8")
-    assert fmt == "fp8"
+    assert row.element is E4M3
     if blackwell:
         return Support(How.APPROXIMATED, "MXFP8: 1x32 tiles, power-of-two scales", "mxfp8")
+    if where == "9.0" and row.scale is ScaleType.E8M0:
+        return Support(
+            How.NATIVE,
+            "the blockwise recipe (without NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1)",
+            "blockwise",
+        )
     if where == "9.0":
         return Support(
             How.APPROXIMATED,

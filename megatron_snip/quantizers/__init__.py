@@ -17,6 +17,7 @@ from megatron_snip.quantizers.operand import (
     operand_block,
     quantize_dequantize_operand,
     quantize_operand,
+    rotated,
 )
 from megatron_snip.quantizers.pair import (
     quantize_dequantize_pair,
@@ -57,4 +58,5 @@ __all__ = [
     "operand_block",
     "is_stochastic",
     "needs_tensor_amax",
+    "rotated",
 ]

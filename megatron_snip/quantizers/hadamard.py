@@ -13,6 +13,7 @@ wgrad's operands only, one sign vector for all linears).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -65,5 +66,11 @@ class HadamardTransform:
         out = x.to(torch.float32, copy=True)
         if whole:
             runs = out[:whole].view(-1, self.size, x.shape[1])
-            out[:whole] = (self.matrix(x.device) @ runs).view(whole, x.shape[1])
+            out[:whole] = (_matrix(self, x.device) @ runs).view(whole, x.shape[1])
         return out
+
+
+@lru_cache(maxsize=8)
+def _matrix(transform: HadamardTransform, device: torch.device) -> Tensor:
+    """R, made once a device."""
+    return transform.matrix(device)

@@ -8,7 +8,8 @@ tensor's own [rows, cols], with `t` the format's tile and (r, c) its weight bloc
     wgrad  grad_output [M, N]  (t, 1)         input   [M, K]  (t, 1)
 
 A square weight block makes one quantized weight serve both fprop and dgrad. grad_output is
-rounded stochastically in formats that ask for it, everything else to nearest even.
+rounded stochastically in formats that ask for it, everything else to nearest even. Formats with a
+Hadamard transform rotate wgrad's operands first, both alike, which their product does not see.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def quantize_operand(
         stream: the tensor's random numbers; its role is set here. Needed for stochastic rounding.
         rounding: AUTO follows the format.
         tensor_amax: FP32 scalar, see `needs_tensor_amax`; None takes x's own.
-        hadamard: rotate tokens first; only for wgrad, and the same for both its operands.
+        hadamard: rotate tokens first; only for wgrad, and the same for both its operands; None
+            takes the format's, if it has one.
 
     Returns:
         The quantized [rows, cols] matrix.
@@ -118,7 +120,7 @@ def quantize_dequantize_operand(
         stream: random numbers.
         rounding: how to round.
         tensor_amax: for E4M3 scales.
-        hadamard: rotation of tokens for wgrad.
+        hadamard: rotation of tokens for wgrad; None takes the format's, if it has one.
         dtype: of the result; None is x's own.
 
     Returns:
@@ -138,6 +140,13 @@ def resolve(format_name: str | Format) -> Format:
     return format_name if isinstance(format_name, Format) else get_format(format_name)
 
 
+def rotated(x: Tensor, fmt: Format, gemm: Gemm) -> Tensor:
+    """Return the [tokens, cols] that `gemm` quantizes in a format: x, or for wgrad R x, FP32."""
+    if gemm is not Gemm.WGRAD or not fmt.wgrad_hadamard:
+        return x
+    return HadamardTransform(fmt.wgrad_hadamard).apply(x)
+
+
 def prepare(
     x: Tensor,
     fmt: Format,
@@ -150,10 +159,11 @@ def prepare(
     """Return the [rows, cols] matrix to quantize, its tile and the stream to round with."""
     block = operand_block(fmt, operand, gemm)
     source = x.detach().flatten(0, -2)
-    if hadamard is not None:
-        if gemm is not Gemm.WGRAD:
-            raise ValueError(f"a Hadamard transform runs along tokens, for wgrad; got {gemm}")
-        source = hadamard.apply(source)
+    if hadamard is not None and gemm is not Gemm.WGRAD:
+        raise ValueError(f"a Hadamard transform runs along tokens, for wgrad; got {gemm}")
+    source = source if hadamard is None else hadamard.apply(source)
+    if hadamard is None:
+        source = rotated(source, fmt, gemm)
     stochastic = rounding is Rounding.STOCHASTIC or (
         rounding is Rounding.AUTO and is_stochastic(fmt, operand)
     )

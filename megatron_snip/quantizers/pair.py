@@ -61,7 +61,7 @@ def quantize_dequantize_pair(
     """
     gemm = ROW_GEMM[operand]
     fmt_a, fmt_b = (resolve(name) for name in formats)
-    if not (fmt_a.quantized and fmt_b.quantized):
+    if not (fmt_a.quantized and fmt_b.quantized) or fmt_b.wgrad_hadamard:
         first, second = (
             quantize_dequantize_operand(
                 x,
@@ -117,6 +117,7 @@ def quantize_payload_pair(
     """
     gemm = ROW_GEMM[operand]
     fmt_a, fmt_b = (resolve(name) for name in formats)
+    assert not fmt_b.wgrad_hadamard, "wgrad's operand is another tensor then"
     source, block_a, stream_a = prepare(x, fmt_a, operand, gemm, stream, rounding, None)
     _, block_b, stream_b = prepare(x, fmt_b, operand, Gemm.WGRAD, stream, rounding, None)
     return quantize_payload_both(

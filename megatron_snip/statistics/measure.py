@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_snip.formats import get_format
 from megatron_snip.matmul import matmul_fp32
-from megatron_snip.quantizers import StochasticStream, quantize_dequantize_operand
+from megatron_snip.quantizers import StochasticStream, quantize_dequantize_operand, rotated
 from megatron_snip.types import Gemm, Operand
 
 
@@ -103,7 +104,7 @@ def format_errors(
     g_w = quantized(g, Operand.GRAD_OUTPUT, Gemm.WGRAD)
     x_w = quantized(x, Operand.INPUT, Gemm.WGRAD)
     weight_gradient = matmul_fp32(g_w.t(), x_w).sub_(exact.weight_gradient)
-    grad_square = squared_norm(g_w.sub_(g))
+    grad_square = squared_norm(g_w.sub_(rotated(g, get_format(format_name), Gemm.WGRAD)))
     del g_w, x_w
 
     x_q = quantized(x, Operand.INPUT, Gemm.FPROP)

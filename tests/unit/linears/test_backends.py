@@ -162,10 +162,13 @@ def test_auto_runs_natively_what_hopper_can_and_simulates_the_rest(
     capability: tuple[int, int], fmt: str
 ) -> None:
     machine = Machine(capability)
-    runs = capability == HOPPER and fmt in ("fp8", "fp4", "fp3")
-    assert (backends.refusal(Backend.NATIVE, Option.uniform(fmt), machine) is None) == runs
+    scaled_by_128 = ("fp8", "fp8_pow2", "fp4", "fp4_pow2", "fp4_rht", "fp3")
+    runs = dict.fromkeys(Gemm, capability == HOPPER and fmt in scaled_by_128)
+    runs[Gemm.WGRAD] &= fmt != "fp4_rht"  # no kernel rotates
+    whole = all(runs.values())
+    assert (backends.refusal(Backend.NATIVE, Option.uniform(fmt), machine) is None) == whole
     for gemm in Gemm:
-        wanted = Backend.NATIVE if runs else Backend.SIMULATE
+        wanted = Backend.NATIVE if runs[gemm] else Backend.SIMULATE
         assert backends.resolve("auto", fmt, gemm, machine) is wanted
         assert backends.resolve("simulate", fmt, gemm, machine) is Backend.SIMULATE
         assert backends.resolve("native", fmt, gemm, machine) is Backend.NATIVE

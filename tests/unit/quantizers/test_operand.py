@@ -43,9 +43,10 @@ def test_tiles_run_along_the_contraction(operand, gemm, fp4, mxfp4):
 def test_operands_are_quantized_in_their_tiles(name, gemm, operand):
     fmt, x = FORMATS[name], torch.randn(3, 50, 96)
     stream = STREAM.for_role(operand, gemm) if is_stochastic(fmt, operand) else None
-    wanted = quantize_dequantize(
-        x.view(150, 96), fmt, operand_block(fmt, operand, gemm), stream=stream
-    )
+    source = x.view(150, 96)
+    if fmt.wgrad_hadamard and gemm is Gemm.WGRAD:
+        source = HadamardTransform(fmt.wgrad_hadamard).apply(source)
+    wanted = quantize_dequantize(source, fmt, operand_block(fmt, operand, gemm), stream=stream)
     got = quantize_dequantize_operand(x, name, operand, gemm, stream=STREAM)
     assert torch.equal(got, wanted.view(3, 50, 96))
     values = quantize_operand(x, name, operand, gemm, stream=STREAM)
@@ -54,8 +55,47 @@ def test_operands_are_quantized_in_their_tiles(name, gemm, operand):
 
 def test_only_grad_output_of_low_formats_is_stochastic():
     stochastic = {(n, o) for n, f in FORMATS.items() for o in Operand if is_stochastic(f, o)}
-    wanted = {(n, Operand.GRAD_OUTPUT) for n in ("fp4", "mxfp4", "nvfp4", "fp3")}
+    wanted = {(n, Operand.GRAD_OUTPUT) for n, f in FORMATS.items() if f.bits <= 4}
     assert stochastic == wanted
+
+
+@pytest.mark.parametrize("name", ["fp4_rht", "nvfp4_rht"])
+def test_a_rotated_wgrad_is_the_same_product(name):
+    """Both operands rotate alike; an outlier spreads over the others of a long tile."""
+    generator = torch.Generator().manual_seed(3)
+    g, x = (torch.randn(1024, n, generator=generator) for n in (48, 64))
+    rows = torch.randperm(1024, generator=generator)[:60]
+    x[rows] *= 20.0
+    exact = g.double().t() @ x.double()
+
+    def error(fmt_name):
+        g_q = quantize_dequantize_operand(
+            g, fmt_name, Operand.GRAD_OUTPUT, Gemm.WGRAD, stream=STREAM, dtype=torch.float64
+        )
+        x_q = quantize_dequantize_operand(
+            x, fmt_name, Operand.INPUT, Gemm.WGRAD, dtype=torch.float64
+        )
+        return ((g_q.t() @ x_q - exact).norm() / exact.norm()).item()
+
+    plain = error(name.removesuffix("_rht"))
+    assert error(name) < min(0.25, (0.9 if FORMATS[name].tile == 128 else 1.2) * plain)
+    for operand in (Operand.INPUT, Operand.WEIGHT):  # fprop has tokens of its own on both sides
+        a, b = (
+            quantize_dequantize_operand(x, n, operand, Gemm.FPROP)
+            for n in (name, name.removesuffix("_rht"))
+        )
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["fp8_pow2", "fp4_pow2"])
+def test_power_of_two_scales_are_rounded_up(name):
+    x = torch.randn(64, 256) * torch.exp2(torch.randint(-30, 30, (64, 1)))
+    found = quantize_operand(x, name, Operand.INPUT, Gemm.FPROP)
+    exact = quantize_operand(x, name.removesuffix("_pow2"), Operand.INPUT, Gemm.FPROP).scales
+    assert (torch.frexp(found.scales)[0] == 0.5).all()
+    ratio = found.scales / exact
+    assert ratio.min() >= 1.0
+    assert ratio.max() < 2.0
 
 
 def test_the_two_copies_of_grad_output_round_independently():
@@ -100,7 +140,7 @@ def test_the_dtype_is_the_inputs_unless_asked():
 
 
 def test_which_formats_need_the_amax_of_all_shards():
-    assert [n for n, f in FORMATS.items() if needs_tensor_amax(f)] == ["nvfp4"]
+    assert [n for n, f in FORMATS.items() if needs_tensor_amax(f)] == ["nvfp4", "nvfp4_rht"]
 
 
 @pytest.mark.parametrize(
