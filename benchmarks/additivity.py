@@ -6,7 +6,8 @@ At each checkpoint random subsets of a quarter, half and three quarters of the l
 same share of single GEMMs, are quantized together. The truth is the change of the loss on the
 measured and on held-out text, and of the next AdamW update. For each way of joining the linears'
 terms the table shows Spearman's rank correlation among subsets of equal size (what a planner at a
-given target chooses between) and the median of predicted over measured.
+given target chooses between) and the median of predicted over measured, means over refreshes with
+different random numbers: a probe is a draw.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ CHECKPOINTS = (100, 250)
 SHARES = (0.25, 0.5, 0.75)
 MICROBATCHES = 2
 HELD_OUT = 8
+DRAWS = 3
 
 Chosen = dict[str, Option]
 Terms = list[tuple[FormatStatistics, Option]]
@@ -97,10 +99,13 @@ def subsets(
 
 
 def judge(lab: Lab, config: SnipConfig, name: str, count: int) -> list[dict[str, Any]]:
-    """Return, for each kind and share, predictions and truths of its subsets."""
+    """Return, for each kind, share and draw, predictions and truths of its subsets."""
     batches = lab.microbatches(MICROBATCHES)
     held_out = lab.microbatches(HELD_OUT, held_out=True)
-    table = lab.statistics(batches, config)
+    tables = [
+        lab.statistics(batches, config.model_copy(update={"seed": config.seed + draw}))
+        for draw in range(DRAWS)
+    ]
     loss, gradients = lab.gradients(batches)
     updates = lab.updates(gradients)
     unseen = lab.losses(held_out).mean()
@@ -118,15 +123,17 @@ def judge(lab: Lab, config: SnipConfig, name: str, count: int) -> list[dict[str,
                 )
                 unseen_change = float(lab.losses(held_out, options).mean() - unseen)
                 truths.append((new_loss - loss, unseen_change, math.sqrt(square)))
-            rows.append(
+            rows += [
                 {
                     "step": lab.step,
                     "kind": "gemm" if by_gemm else "linear",
                     "share": share,
+                    "draw": draw,
                     "truth": np.array(truths).T.tolist(),
                     "predicted": predictions(table, name, chosen),
                 }
-            )
+                for draw, table in enumerate(tables)
+            ]
     return rows
 
 

@@ -60,9 +60,13 @@ def test_this_machine_s_transformer_engine_has_its_say() -> None:
     assert "refused: Transformer Engine cannot be imported" in reasons(Backend.TE, without)
     assert how(Backend.TE, "bf16", without) == "native"
     old = Machine((9, 0), te_version="2.8", te_unavailable={"blockwise": "CUDA 12.9 is needed"})
-    assert reasons(Backend.TE, old)["refused: CUDA 12.9 is needed"] == ["fp8"]
+    assert reasons(Backend.TE, old)["refused: CUDA 12.9 is needed"] == [
+        "fp8",
+        "fp8_pow2",
+    ]
     new = Machine((9, 0), te_version="2.20.2")
     assert how(Backend.TE, "fp8", new) == "approximated"
+    assert how(Backend.TE, "fp8_pow2", new) == "native"
 
 
 def test_the_machine_s_own_row_is_printed(
