@@ -77,7 +77,9 @@ SHAPES = [(128, 128, 128), (256, 128, 640), (640, 384, 256), (1024, 256, 384), (
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["fp8", "fp4", "fp8-fp4-fp8", "fp4-fp3-fp4"])
+@pytest.mark.parametrize(
+    "name", ["fp8", "fp4", "fp8-fp4-fp8", "fp4-fp3-fp4", "fp8_pow2-fp4_pow2-fp8"]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_difference_to_simulate_is_the_order_of_accumulation(
     shape: tuple[int, int, int], name: str, dtype: torch.dtype
