@@ -125,7 +125,7 @@ def table_rows(value: dict[str, Any]) -> list[dict[str, Any]]:
                     "first": parts.get("first"),
                     "fisher": parts.get("fisher"),
                     "aligned_fisher": parts.get("aligned_fisher"),
-                    "forward": _root(parts.get("forward_square")),
+                    "forward": _root(_forward(parts)),
                     "backward": _root(parts.get("backward_square")),
                     "local": _root(parts.get("local_square")),
                     "rel_error": measured.get("rel_error"),
@@ -159,6 +159,15 @@ def _table(rows: list[dict[str, Any]], step: int, value: dict[str, Any]) -> Tabl
 
 def _shown(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
+
+
+def _forward(parts: dict[str, float | None]) -> float | None:
+    """fwd^2 as it was used; files from before it had a key of its own hold two terms."""
+    if "forward_square" in parts:
+        return parts["forward_square"]
+    terms = [parts.get(f"forward_{part}_square") for part in ("channel", "scale")]
+    known = [term for term in terms if term is not None]
+    return sum(known) if len(known) == len(terms) else None
 
 
 def _root(square: float | None) -> float | None:

@@ -58,7 +58,7 @@ class Sample:
 
 def coherent_parts(
     sums: torch.Tensor, sample: Sample, signal: torch.Tensor | None = None
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Estimate sum_c (sum over all tokens of terms_tc)^2, without bias.
 
     Args:
@@ -67,8 +67,8 @@ def coherent_parts(
         signal: [C], the share of a channel's diagonal that is not noise; None: all of it.
 
     Returns:
-        [2] FP64: diagonal less noise, off-diagonal. Of one group there is nothing to tell them
-        apart by: all of its square counts as diagonal.
+        [2] FP64: diagonal less noise, off-diagonal; and the noise that was taken off. Of one group
+        there is nothing to tell the two parts apart by: all of its square counts as diagonal.
     """
     sampled, tokens = sample.num_sampled, sample.num_tokens
     whole, square = sums.sum(0).square(), sums.square().sum(0)
@@ -81,14 +81,21 @@ def coherent_parts(
         off_diagonal = pair * (tokens * (tokens - 1.0))
     if sampled >= tokens:  # every pair was seen
         off_diagonal = whole - diagonal
-    if signal is not None:
-        diagonal = diagonal * signal
-    return torch.stack([diagonal.sum() * (tokens / max(sampled, 1)), off_diagonal.sum()])
+    diagonal = diagonal * (tokens / max(sampled, 1))
+    noise = torch.zeros_like(diagonal) if signal is None else diagonal * (1.0 - signal)
+    return torch.stack([(diagonal - noise).sum(), off_diagonal.sum()]), noise.sum()
 
 
-def coherent_square(diagonal: float, off_diagonal: float, all_sampled: bool) -> float:
-    """Join summed parts, >= 0; of a sample, a negative off-diagonal is chance and counts as 0."""
-    if all_sampled:
+def coherent_square(diagonal: float, off_diagonal: float, as_one: bool) -> float:
+    """Join summed parts, >= 0.
+
+    Args:
+        diagonal: less noise.
+        off_diagonal: of a sample and many channels, a negative one is chance and counts as 0.
+        as_one: count only the sum of both as 0 where it is negative: where all tokens are
+            sampled, and of a single channel, whose off-diagonal is negative as often as not.
+    """
+    if as_one:
         return _at_least_0(diagonal + off_diagonal)
     return _at_least_0(diagonal) + _at_least_0(off_diagonal)
 

@@ -42,7 +42,7 @@ The sums over t run over the tokens of all microbatches, of each over R sampled 
 sums over one's tokens are estimated without bias from the sample (coherence.py), and what several
 have in common is added from sketches (sketch.py). Two approximations: rounding noise in dG and dX
 (BF16) is subtracted where they enter squared themselves, not in their products with W, and as the
-same share of all of a channel's terms.
+same share of all of a channel's terms; off the whole comes the sum over channels.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ def couple(
 
 
 def _sample(seen: Observation) -> Sample:
-    noisy = _sampled(seen).grad.dtype != torch.float32
+    rows = _sampled(seen)
+    noisy = {rows.grad.dtype, rows.input.dtype} != {torch.float32}
     return Sample.of(seen.rows.numel(), seen.grad.numel(), noisy)
 
 
@@ -165,13 +166,14 @@ def _local_sums(
 ) -> list[_Sums]:
     """This shard's sums of each microbatch."""
     errors = _weight_errors(weight, settings.formats)
+    exact = weight.float()
     found = []
     for seen, sample in zip(visited, samples, strict=True):
         changes = take_changes(placement, seen, settings.num_probes)
         sums = _Sums.zeros(weight, len(sample.sizes), len(settings.formats))
         sums.grad_signal = _signal(changes.grad, changes.grad_noise)
         sums.input_signal = _signal(changes.input, changes.input_noise)
-        _add_weight_errors(sums, weight, errors, _sampled(seen), changes, sample)
+        _add_weight_errors(sums, exact, errors, _sampled(seen), changes, sample)
         _add_row_errors(sums, placement, weight, seen, settings, changes, sample)
         forward = slice(1, 1 + len(settings.formats))
         sums.wholes[:, 0] = sums.outputs[:, 0].sum(-1)
@@ -206,7 +208,7 @@ def _add_weight_errors(
     """Fill in what comes from products with W and dW, of a group of tokens at a time."""
     for j, group in enumerate(sample.groups):
         product = matmul_fp32(changes.grad[group].t(), rows.input[group])  # dG^T X
-        sums.outputs[j, 0] = _over_inputs(weight.float(), product)
+        sums.outputs[j, 0] = _over_inputs(weight, product)
         for f, (error, _) in enumerate(errors):
             sums.outputs[j, 1 + f] = _over_inputs(error, product)
         product = matmul_fp32(rows.grad[group].t(), changes.input[group])  # G^T dX
@@ -283,17 +285,18 @@ def _add(
     inputs = _Terms(sketcher.of_inputs, input_share, sample, probes)
     outputs = _Terms(sketcher.of_outputs, output_share, sample, probes)
     wholes = _Terms(sketcher.of_whole, 1.0 / placement.tensor.size, sample, probes)
-    noisy_whole = None if sums.grad_signal is None else sums.grad_signal.mean()[None]
-    wholes.add(seen.scalings[0], seen.sketches[0], sums.wholes[:, :1], noisy_whole)
-    outputs.add(seen.scalings[1], seen.sketches[1], sums.outputs[:, 0], sums.grad_signal)
+    wholes.add(seen.scalings[0], seen.sketches[0], sums.wholes[:, :1])
+    noise = outputs.add(seen.scalings[1], seen.sketches[1], sums.outputs[:, 0], sums.grad_signal)
+    seen.scalings[0, 0] -= noise  # rounding is independent from channel to channel
     for f in range(count):
         sketches = seen.sketches[len(ACROSS) + f * len(ACROSS_BY_FORMAT) :]
         channels, backward, whole = zip(seen.couplings[f], sketches, strict=False)
-        outputs.add(*channels, sums.outputs[:, 1 + f], sums.grad_signal)
-        inputs.add(*channels, sums.inputs[:, f], None)
+        noise = outputs.add(*channels, sums.outputs[:, 1 + f], sums.grad_signal)
+        inputs.add(*channels, sums.inputs[:, f])
         inputs.add(*backward, sums.inputs[:, count + f], sums.input_signal)
-        outputs.add(*backward, sums.outputs[:, 1 + count + f], None)
-        wholes.add(*whole, sums.wholes[:, 1 + f : 2 + f], noisy_whole)
+        outputs.add(*backward, sums.outputs[:, 1 + count + f])
+        wholes.add(*whole, sums.wholes[:, 1 + f : 2 + f])
+        whole[0][0] -= noise
 
 
 @dataclass(frozen=True)
@@ -310,13 +313,18 @@ class _Terms:
         square: torch.Tensor,
         across: torch.Tensor,
         sums: torch.Tensor,
-        signal: torch.Tensor | None,
-    ) -> None:
-        """Add groups' sums [G, C] to a square's parts and to its sketch, both in place."""
-        parts = coherent_parts(sums, self.sample, signal)
+        signal: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Add groups' sums [G, C] to a square's parts and to its sketch, both in place.
+
+        Returns:
+            The noise that was taken off the square's diagonal.
+        """
+        parts, noise = coherent_parts(sums, self.sample, signal)
         square += parts * (self.share / self.num_probes)
         over_all = self.sketch(self.sample.over_all(sums))
         across += over_all * (self.share / self.num_probes**0.5)
+        return noise * (self.share / self.num_probes)
 
 
 def _row_errors(

@@ -28,7 +28,7 @@ CAP = 16.0
 
 ESTIMATE = 8.0
 """Of fwd^2, what channels give apart and through the scale counts as this many samples of the
-whole: it misses the whole by a third or so, and for single linears by more (docs/measuring.md)."""
+whole. Of 1 to 32, 4 to 16 rank linears best with 1 to 4 probes (benchmarks/fidelity.py)."""
 
 
 def joined_square(whole: float, estimate: float, num_probes: int) -> float:
@@ -37,11 +37,12 @@ def joined_square(whole: float, estimate: float, num_probes: int) -> float:
     With more probes the samples take over, and what other ways channels go together shows.
 
     Args:
-        whole: fwd^2 as sampled.
+        whole: fwd^2 as sampled; of a sample of tokens it can be negative.
         estimate: of it, from channels apart and the output's scale.
         num_probes: samples that `whole` is the mean of.
     """
-    return (num_probes * whole + ESTIMATE * estimate) / (num_probes + ESTIMATE)
+    joined = (num_probes * whole + ESTIMATE * estimate) / (num_probes + ESTIMATE)
+    return 0.0 if joined < 0 else joined  # NaN stays
 
 
 def kind_of(name: str) -> str:

@@ -26,7 +26,7 @@ class FormatStatistics:
         output_shift: sum <eY, Y>; over output_square it is c, the part of eY along Y.
         forward_channel_square: fwd^2, update change through eY (probe), channels apart.
         forward_scale_square: c^2 scale^2, update change through c Y, channels together.
-        forward_whole_square: fwd^2, all channels together: one sample a probe.
+        forward_whole_square: fwd^2, all channels together: one sample a probe; below 0 by chance.
         forward_square: fwd^2 as it is used, of the three above (pooling.py).
         backward_square: bwd^2, update change through eX (probe).
         local_square: loc^2 = |D * eW|^2, update change through eW; like the squares above of the

@@ -297,8 +297,10 @@ def _with_across(
         for field in ACROSS_BY_FORMAT:
             apart = [getattr(s.formats[name], field) for s in linears]
             shared = next(given)
-            if field != "forward_whole_square":  # a sum's own sketch is exact
-                shared = pooled_across(names, shared, apart, [s.microbatches for s in linears])
+            if field == "forward_whole_square":  # sketched exactly, and of either sign
+                by_format[name][field] = [a + c for a, c in zip(apart, shared, strict=True)]
+                continue
+            shared = pooled_across(names, shared, apart, [s.microbatches for s in linears])
             by_format[name][field] = _sums(apart, shared)
     found = []
     for i, s in enumerate(linears):
@@ -317,8 +319,12 @@ def _sums(apart: Sequence[float], common: Sequence[float]) -> list[float]:
 
 
 def _joined(names: Sequence[str], parts: Sequence[float], all_sampled: bool) -> dict[str, float]:
-    pairs = zip(names, parts[::2], parts[1::2], strict=True)
-    return {name: coherent_square(one, rest, all_sampled) for name, one, rest in pairs}
+    found = {}
+    for name, diagonal, rest in zip(names, parts[::2], parts[1::2], strict=True):
+        found[name] = coherent_square(diagonal, rest, all_sampled or name == "scale_square")
+        if name == "forward_whole_square":  # of either sign; joined with its estimate later
+            found[name] = diagonal + rest
+    return found
 
 
 def _with_forward(linears: Sequence[LinearStatistics], probes: int) -> list[LinearStatistics]:

@@ -24,10 +24,8 @@ def sampled_rows(
         microbatch: global index of the microbatch (over data ranks) within the step.
 
     Returns:
-        [min(count, num_tokens)], int64, on the CPU; all of them in their own order.
+        [min(count, num_tokens)], int64, on the CPU.
     """
-    if count >= num_tokens:
-        return torch.arange(num_tokens)
     word = StreamKey(seed, "", step, microbatch, "sampled rows").word
     generator = torch.Generator().manual_seed(word >> 1)  # a seed has 63 bits
     return torch.randperm(num_tokens, generator=generator)[:count]

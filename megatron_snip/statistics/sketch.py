@@ -40,7 +40,8 @@ class Sketcher:
     Attributes:
         input: S [WIDTH, K], of this shard's in_features.
         output: S [WIDTH, N], of this shard's out_features.
-        whole: S [WIDTH], of a sum over all channels.
+        whole: S [WIDTH], of a sum over all channels: one place, another one in every draw, so that
+            its square is exact over draws as well.
         shift: by how many places sketches are rotated, so that experts of a layer, which share a
             row of the table and these signs, do not mix.
     """
@@ -125,8 +126,9 @@ class SketchSigns:
         if key not in self._wholes:
             name = channels_of(group)
             word = StreamKey(self._seed, name, self._step, draw, "sketch.whole").word
-            signs = [1.0 if word >> place & 1 else -1.0 for place in range(WIDTH)]
-            self._wholes[key] = torch.tensor(signs, device=device)
+            sign = torch.zeros(WIDTH, dtype=torch.float64)
+            sign[draw % WIDTH] = WIDTH**0.5 if word & 1 else -(WIDTH**0.5)
+            self._wholes[key] = sign.to(device)
         return self._wholes[key]
 
 

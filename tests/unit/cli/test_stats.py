@@ -56,6 +56,26 @@ def test_a_step_an_order_and_a_file_may_be_asked_for(run: Path, tmp_path: Path) 
     assert not (run / "statistics").exists()
 
 
+def test_files_without_the_joined_square_show_the_sum_of_its_terms(
+    run: Path, tmp_path: Path
+) -> None:
+    path, output = run / "divergences" / "30.json", tmp_path / "old.csv"
+    value = json.loads(path.read_text())
+    for row in value["linears"]:
+        for measured in row["statistics"]["formats"].values():
+            wanted = measured.pop("forward_square")
+    path.write_text(json.dumps(value))
+    assert main(["stats", str(run), "--output", str(output)]) == 0
+    found = [float(row["forward"]) ** 2 for row in csv.DictReader(output.open())]
+    assert found[-1] == pytest.approx(wanted)
+    for row in value["linears"]:
+        for measured in row["statistics"]["formats"].values():
+            measured["forward_scale_square"] = None  # was not finite
+    path.write_text(json.dumps(value))
+    assert main(["stats", str(run), "--output", str(output)]) == 0
+    assert {row["forward"] for row in csv.DictReader(output.open())} == {""}
+
+
 def test_json_is_the_file_and_nothing_else(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stats", str(run), "--step", "10", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)

@@ -144,10 +144,10 @@ def base_row(linear: Linear, batches: Sequence[Microbatch], s: Scales) -> dict[s
         "scale_square": (whole, whole_sketches),
         "scale_channel_square": (apart, apart_sketches),
     }
-    joined = {
-        k: max(float((np.maximum(pair, 0).sum() + across(z)) / s.eps**2), 0.0)
-        for k, (pair, z) in squares.items()
-    }
+    joined = {}
+    for k, (pair, z) in squares.items():  # of one sum alone, only the whole square is >= 0
+        own = max(pair.sum(), 0.0) if k == "scale_square" else np.maximum(pair, 0).sum()
+        joined[k] = max(float((own + across(z)) / s.eps**2), 0.0)
     return total | joined | {"update_square": linear.update_square}
 
 
@@ -184,10 +184,10 @@ def coherent(terms: Array, noise: Array | float, tokens: int, s: Scales) -> Arra
 
 
 def signs(axis: str, channels: int, s: Scales) -> Array:
-    """[64, channels], of length 1 a channel: the bits of four words a channel, or of one key."""
+    """[64, channels], of length 1 a channel: the bits of four words a channel, or one place."""
     key = StreamKey(s.seed, "channels", s.step, 0, f"sketch.{axis}")
     if axis == "whole":
-        return np.array([2.0 * (key.word >> i & 1) - 1 for i in range(64)])[:, None] / 8
+        return np.eye(64)[:, :1] * (1.0 if key.word & 1 else -1.0)
     words = StochasticStream(key).bits16(range(4), range(channels), channels).numpy()
     bits = [words[i // 16].astype("i8") >> (i % 16) & 1 for i in range(64)]
     return (2.0 * np.array(bits) - 1) / 8
@@ -244,7 +244,7 @@ def format_row(
         forward = coherent(d_g * by_w, noise_g * by_w**2, len(x), s)
         forward = forward + coherent(by_x, 0.0, len(x), s)
         by_token = ((d_g * by_w).sum(1) + by_x.sum(1))[:, None]
-        whole = coherent(by_token, noise_g.sum() / (d_g**2).sum() * (by_token**2), len(x), s)
+        whole = coherent(by_token, noise_g * by_w**2, len(x), s)
         sketches["forward_whole"].append(signs_all @ over_tokens(by_token, len(x)) / s.eps)
         common = signs_n @ over_tokens(d_g * by_w, len(x)) + signs_k @ over_tokens(by_x, len(x))
         sketches["forward_channel"].append(common / s.eps)
@@ -267,7 +267,9 @@ def format_row(
         add("grad_error_square", ((g_w - b.g) ** 2).sum() * s.grad**2)
         add("wgrad_error_square", (e_w**2).sum())
     for key, pair in parts.items():  # what a sample's pairs take away is chance
-        total[f"{key}_square"] = float(np.maximum(pair, 0).sum() / s.eps**2)
+        own = pair if key == "forward_whole" else np.maximum(pair, 0)
+        total[f"{key}_square"] = float(own.sum() / s.eps**2)
     for key, seen in sketches.items():
-        total[f"{key}_square"] = max(total[f"{key}_square"] + across(seen), 0.0)
+        value = total[f"{key}_square"] + across(seen)
+        total[f"{key}_square"] = value if key == "forward_whole" else max(value, 0.0)
     return total

@@ -17,7 +17,7 @@ def parts(
     sample = Sample.of(len(terms), tokens, noisy)
     sums = torch.stack([terms[rows].double().sum(0) for rows in sample.groups])
     share = torch.full((terms.shape[1],), signal) if noisy else None
-    found: list[float] = coherent_parts(sums, sample, share).tolist()
+    found: list[float] = coherent_parts(sums, sample, share)[0].tolist()
     return found
 
 
@@ -75,8 +75,8 @@ def test_noise_comes_off_the_diagonal_only() -> None:
     terms = torch.tensor([[3.0], [3.0]])
     assert parts(terms, 2, noisy=True, signal=0.5) == pytest.approx([9.0, 18.0])
     assert parts(terms, 4, noisy=True, signal=-1.0) == pytest.approx([-36.0, 18.0 * 6])
-    assert coherent_square(-36.0, 108.0, all_sampled=False) == 108.0
-    assert coherent_square(-36.0, 18.0, all_sampled=True) == 0.0  # never below
+    assert coherent_square(-36.0, 108.0, as_one=False) == 108.0
+    assert coherent_square(-36.0, 18.0, as_one=True) == 0.0  # never below
 
 
 def test_no_tokens_have_no_effect_and_nan_stays() -> None:

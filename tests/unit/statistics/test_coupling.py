@@ -445,3 +445,24 @@ def test_a_rank_that_fails_exchanges_as_much_as_its_peer(
     assert bad.startswith("l: RuntimeError")
     assert ranks.sizes[0] == ranks.sizes[1] != []
     assert all(o.probed is None for seen_by in shards for o in seen_by)
+
+
+@pytest.mark.parametrize("rows", [10, 20])
+def test_off_the_whole_comes_the_noise_of_all_channels(
+    monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """Rounding is independent from channel to channel; a channel without any signal has a say."""
+    placement = Placement("l", 0, "column", K, N)
+    found = []
+    for signal in (coupling._signal, lambda *_: None):
+        o = compared(20, rows, torch.bfloat16)
+        assert o.sampled is not None
+        assert o.probed is not None
+        o.probed.grad[:, 0] = o.sampled.grad[:, 0]
+        monkeypatch.setattr(coupling, "_signal", signal)
+        assert couple(placement, weights(torch.bfloat16), [o], TWO, SketchSigns(0, 0)) is None
+        found.append(torch.cat([o.scalings.sum(-1), o.couplings[0, :, 0]]))
+    whole, apart, *_ = taken = found[1] - found[0]
+    assert whole > 0
+    assert whole == pytest.approx(float(apart), rel=1e-9)
+    assert taken[4] == pytest.approx(float(taken[2]), rel=1e-9)  # likewise of a format

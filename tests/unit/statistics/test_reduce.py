@@ -52,7 +52,7 @@ def observation(tokens: int, rows: int) -> Observation:
         output_error=torch.full((1, tokens), 2.0, dtype=torch.float64),
         grad=torch.full((tokens,), 3.0, dtype=torch.float64),
         couplings=torch.tensor([[[3.0, 2.0], [1.0, 6.0], [2.0, 1.0]]], dtype=torch.float64),
-        scalings=torch.tensor([[4.0, -9.0], [8.0, 8.0]], dtype=torch.float64),
+        scalings=torch.tensor([[9.0, -5.0], [8.0, 8.0]], dtype=torch.float64),
         sketches=torch.ones((6, 64), dtype=torch.float64),
         wgrad=torch.zeros(64, dtype=torch.float64),
         probe=torch.tensor([11.0, 1.0, 13.0, 2.0], dtype=torch.float64),
@@ -111,6 +111,35 @@ def test_experts_count_the_tokens_of_the_whole_batch() -> None:
     assert first.update_square == 0.0  # data rank 0 speaks for dense weights
     assert second.update_square == pytest.approx(0.5)
     assert (second.microbatches, second.tokens) == (2, 4)
+
+
+def test_what_microbatches_share_is_pooled_over_a_kind_but_for_the_whole() -> None:
+    """Two layers, two microbatches each, of which those of layer 0 alone have all in common."""
+    places = [Placement(f"decoder.layers.{i}.mlp.linear_fc2", 0, "row", 4, 8) for i in (0, 1)]
+    seen = {p.instance: [observation(10, 10), observation(10, 10)] for p in places}
+    for o in seen[places[1].instance]:
+        o.sketches = torch.zeros_like(o.sketches)
+    inputs = ReduceInputs(
+        step=0,
+        formats=("fp8",),
+        linears=tuple(LinearInfo.of(p) for p in places),
+        placements={p.instance: p for p in places},
+        observations=seen,
+        update_square={p.instance: 1.0 for p in places},
+        eps=1.0,
+        grad_scale=1.0,
+        num_microbatches=2,
+        loss_sum=0.0,
+        loss_count=0,
+    )
+    one, other = (s.formats["fp8"] for s in reduce_statistics(inputs, Topology()).linears)
+    common = 2 * 64.0  # |2 z|^2 - 2 |z|^2 of z = (1, ..., 1)
+    assert other.forward_whole_square == pytest.approx(2 * 3.0)
+    assert one.forward_whole_square == pytest.approx(2 * 3.0 + common)
+    apart = 2 * 5.0
+    ratio = min(common / apart, 2 * 2.0) / 2  # the mean of the two layers', bounded by 2 M
+    assert other.forward_channel_square == pytest.approx(apart * (1 + 3 * ratio / 4))
+    assert one.forward_channel_square == pytest.approx(apart + (common + 3 * ratio * apart) / 4)
 
 
 def test_the_toy_is_where_the_tests_say() -> None:

@@ -29,7 +29,12 @@ def test_every_token_is_as_likely() -> None:
 
 @pytest.mark.parametrize(("tokens", "count"), [(7, 7), (7, 100), (0, 5)])
 def test_few_tokens_are_all_taken(tokens: int, count: int) -> None:
-    assert sampled_rows(tokens, count, 0, 0, 0).tolist() == list(range(tokens))
+    assert sorted(sampled_rows(tokens, count, 0, 0, 0).tolist()) == list(range(tokens))
+
+
+def test_all_tokens_come_in_random_order_too() -> None:
+    """Groups of a sample are samples; in their own order every fourth token is one sequence's."""
+    assert sampled_rows(100, 100, 0, 0, 0).tolist() != list(range(100))
 
 
 def test_training_s_random_numbers_are_left_alone() -> None:

@@ -95,11 +95,11 @@ def test_draws_steps_and_axes_differ() -> None:
 
 
 def test_a_sum_over_all_channels_keeps_its_square() -> None:
-    """One channel has no other to mix with: |z|^2 is exact, the signs of two draws apart."""
+    """One channel has no other to mix with: |z|^2 is exact, and draws lie apart."""
     total = torch.tensor([3.0])
-    z = [sketcher(placement(), draw).of_whole(total) for draw in (0, 1)]
+    z = [sketcher(placement(), draw).of_whole(total) for draw in (0, 1, WIDTH - 1)]
     assert z[0].square().sum().item() == pytest.approx(9.0)
-    assert abs((z[0] @ z[1]).item()) < 9.0 * 4 / WIDTH**0.5
+    assert (z[0] @ z[1]).item() == (z[0] @ z[2]).item() == 0.0
 
 
 @pytest.mark.parametrize("experts", [(0, 5), (3, 3 + WIDTH), (3, 3 + 2 * WIDTH)])
@@ -112,8 +112,12 @@ def test_experts_of_a_layer_do_not_mix(experts: tuple[int, int]) -> None:
         found.append(across(own_squares(torch.stack(both)).sum(0)))
     square = sums.square().sum()
     assert abs(torch.stack(found).mean()) < 0.1 * square
-    wholes = [sketcher(placement(expert=e)).of_whole(torch.ones(1)) for e in experts]
-    assert abs((wholes[0] @ wholes[1]).item()) < 4 / WIDTH**0.5
+    met = 0.0  # experts that are WIDTH apart meet, with random signs
+    for draw in range(DRAWS):
+        one, other = (sketcher(placement(expert=e), draw).of_whole(torch.ones(1)) for e in experts)
+        met += (one @ other).item()
+    assert abs(met) < 4 * DRAWS**0.5
+    assert met == 0.0 or (experts[1] - experts[0]) % WIDTH == 0
 
 
 def test_a_width_is_drawn_once() -> None:

@@ -159,5 +159,7 @@ def errors(found: dict[str, float], wanted: dict[str, float]) -> dict[str, float
             size = size**2 if field == "first_square" else size
         if field == "scale_square":  # its terms cancel over channels and pairs of tokens
             size = max(size, 8 * wanted["scale_channel_square"])
+        if field == "forward_whole_square":  # likewise
+            size = max(size, 8 * wanted[f"{form}.forward_channel_square"])
         result[key] = abs(found[key] - value) / (size or 1.0)
     return result
