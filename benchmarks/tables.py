@@ -106,6 +106,7 @@ def _refresh(report: Report) -> Iterator[Row]:
             f"{result['refresh_s'] * 1e3:.0f}",
             f"{result['ratio']:.2f}",
             f"{result['held_share_of_parameters']:.4%}",
+            f"{result['extra_peak_over_bf16_gradients']:.1f}",
         )
 
 
@@ -125,7 +126,10 @@ TABLES: dict[str, tuple[Row, Callable[[Report], Iterator[Row]]]] = {
     "kernels": (("kernel", "ms", "GB/s", "of copy", "goal"), _kernels),
     "step": (("model", "plan", "linears run", "ms", "over BF16", "peak, GiB"), _step),
     "switch": (("linears", "apply, ms", "step, ms", "step after, ms", "extra steps"), _switch),
-    "refresh": (("iteration, ms", "refresh, ms", "ratio", "held, of parameters"), _refresh),
+    "refresh": (
+        ("iteration, ms", "refresh, ms", "ratio", "held, of parameters", "peak, gradient copies"),
+        _refresh,
+    ),
 }
 """Name -> (header, rows of a machine's report). Ratios over BF16 are speeds in `linear`."""
 
