@@ -7,7 +7,9 @@ same microbatches are run again (benchmarks/lab.py); the loss change and the cha
 AdamW update are compared with what one refresh predicts from its two passes, and with what others
 would go by. Loss changes on held-out text that the statistics have not seen are compared as well,
 against the number of microbatches that the statistics used. A probe is a draw: agreements of the
-defaults' weight divergence are means over refreshes with different random numbers.
+defaults' weight divergence are means over refreshes with different random numbers. In BF16 the
+truth about the loss is itself uncertain by what rounding alone does; `loss_ceiling` is the rank
+correlation that is left of a truth under that noise.
 """
 
 from __future__ import annotations
@@ -192,6 +194,7 @@ def judge(lab: Lab, snip: SnipConfig, size: Size, tick: Callable[[], None]) -> d
         return loss - base_loss, math.sqrt(total)
 
     found: dict[str, Any] = {"step": lab.step, "loss": base_loss, "refresh_s": seconds}
+    noise = _rounding_noise(lab, batches) if lab.config.bf16 else 0.0
     for name in size.formats:
         whole = np.array([truth(linear, Option.uniform(name)) for linear in lab.names])
         gemms = [
@@ -206,8 +209,27 @@ def judge(lab: Lab, snip: SnipConfig, size: Size, tick: Callable[[], None]) -> d
         for label, averaged in more.items():
             score = _scores(averaged, name, WEIGHT_SCORES[WEIGHT])
             found[name]["weight"][f"{WEIGHT}, {label}"] = asdict(agreement(score, whole[:, 1]))
+        found[name]["loss_noise"] = noise
+        found[name]["loss_ceiling"] = ceiling(whole[:, 0], noise)
         found[name]["unseen"] = _unseen(lab, snip, size, name, tick)
     return found
+
+
+def _rounding_noise(lab: Lab, batches: Sequence[Any]) -> float:
+    """Root mean square of what rounding alone does to the loss, over the linears."""
+    base = float(lab.losses(batches).mean())
+    changes = [lab.loss_rounded_again(batches, name, i) - base for i, name in enumerate(lab.names)]
+    return float(np.sqrt(np.mean(np.square(changes))))
+
+
+def ceiling(truth: np.ndarray, noise: float, draws: int = 200) -> float:
+    """Return the rank correlation of a truth with itself under noise once more.
+
+    No prediction can be expected to agree better with a truth that was measured under such noise.
+    """
+    rng = np.random.default_rng(0)
+    again = [truth + noise * rng.standard_normal(len(truth)) for _ in range(draws)]
+    return float(np.mean([spearmanr(truth, other)[0] for other in again]))
 
 
 def _scores(table: StatisticsTable, name: str, score: Score) -> np.ndarray:
@@ -291,6 +313,7 @@ def summarize(results: list[dict[str, Any]], formats: tuple[str, ...]) -> dict[s
         "format": first,
         "loss_spearman": float(np.median(loss)),
         "loss_spearman_worst": float(np.min(loss)),
+        "loss_ceiling": float(np.median([r[first]["loss_ceiling"] for r in results])),
         "weight_spearman": float(np.median(weight)),
         "weight_spearman_worst": float(np.min(weight)),
         "weight_ratio": float(

@@ -11,6 +11,7 @@ would make next from its present moments,
 from __future__ import annotations
 
 import contextlib
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -119,6 +120,28 @@ class Lab:
         with torch.no_grad():
             reports = self._run(batches, forward_only=True)
         return np.array([_mean(report) for report in reports])
+
+    def loss_rounded_again(self, batches: Sequence[Batch], name: str, seed: int) -> float:
+        """Return the mean loss with the roundings of one linear's output, and all after, redrawn.
+
+        Each element of the output moves by up to half a step of its dtype at random before it is
+        rounded once more: the change of the loss is what rounding alone makes of it.
+        """
+        (planned,) = (p for p in self.model.linears if p.placement.name == name)
+        generator = torch.Generator().manual_seed(seed)
+
+        def again(_: torch.nn.Module, __: Any, result: Any) -> Any:
+            output, bias = result
+            bits = -math.log2(torch.finfo(output.dtype).eps)
+            step = torch.exp2(torch.frexp(output.float())[1].float() - 1 - bits)
+            offset = torch.rand(output.shape, generator=generator).to(output.device) - 0.5
+            return (output.float() + offset * step).to(output.dtype), bias
+
+        handle = planned.module.register_forward_hook(again)
+        try:
+            return float(self.losses(batches).mean())
+        finally:
+            handle.remove()
 
     def gradients(
         self, batches: Sequence[Batch], options: Mapping[str, Option] | None = None
