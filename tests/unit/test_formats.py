@@ -44,12 +44,18 @@ def test_tiles_and_scales_are_those_of_the_sources() -> None:
     assert facts == {
         "fp8": (8, 128, (128, 128), "fp32", False),
         "fp4": (4, 128, (128, 128), "fp32", True),
+        "fp8_pow2": (8, 128, (128, 128), "e8m0", False),
+        "fp4_pow2": (4, 128, (128, 128), "e8m0", True),
+        "fp4_rht": (4, 128, (128, 128), "fp32", True),
         "mxfp8": (8, 32, (1, 32), "e8m0", False),
         "mxfp4": (4, 32, (1, 32), "e8m0", True),
         "nvfp4": (4, 16, (1, 16), "e4m3", True),
+        "nvfp4_rht": (4, 16, (1, 16), "e4m3", True),
         "fp3": (3, 128, (128, 128), "fp32", True),
     }
     assert not get_format("bf16").quantized
+    rotated = {name: f.wgrad_hadamard for name, f in FORMATS.items() if f.wgrad_hadamard}
+    assert rotated == {"fp4_rht": 16, "nvfp4_rht": 16}
 
 
 def test_the_lowest_precision_is_that_of_fewest_bits() -> None:

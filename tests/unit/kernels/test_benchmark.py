@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import kernels
+from benchmarks import kernel_cases, kernels
 
 
 def test_without_a_gpu_it_says_so(capsys):
@@ -29,7 +29,7 @@ def test_a_small_run_on_the_cpu(tmp_path):
 
 def test_different_bits_are_found():
     x = torch.randn(4, 4)
-    assert kernels._same(x, x) and not kernels._same((x, x), (x, x + 1))
+    assert kernel_cases.same(x, x) and not kernel_cases.same((x, x), (x, x + 1))
     assert kernels.check_bits(torch.device("cpu")) == []
 
 
@@ -44,8 +44,9 @@ def test_a_case_that_fails_is_named_and_the_rest_is_measured(monkeypatch, tmp_pa
         raise RuntimeError("no\nkernel")
 
     cases = [c for c in kernels.cases() if c.name != "fp4 1x128 to bf16"]
-    broken = kernels.Case("fp4 1x128 to bf16", refuse, 4, 0.85)
-    monkeypatch.setattr(kernels, "cases", lambda: [*cases, broken])
+    broken = kernel_cases.Case("fp4 1x128 to bf16", refuse, 4, 0.85)
+    for room in (kernels, kernel_cases):
+        monkeypatch.setattr(room, "cases", lambda: [*cases, broken])
     file = tmp_path / "kernels.json"
     size = ["--rows", "128", "--cols", "256", "--repeats", "1"]
     assert kernels.main(["--cpu", *size, "--json", str(file)]) == 1
