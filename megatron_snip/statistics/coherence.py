@@ -86,6 +86,24 @@ def coherent_parts(
     return torch.stack([(diagonal - noise).sum(), off_diagonal.sum()]), noise.sum()
 
 
+def sampling_variance(diagonal: float, microbatches: float, tokens: float, sampled: float) -> float:
+    """Return the variance of ONE channel's off-diagonal that its sample of tokens alone gives.
+
+    R of M tokens show (1 - 1/G) R^2 pairs in place of M^2: of terms that do not go together, the
+    sum over pairs scatters by sqrt(2) M / R diagonals, less where all are sampled.
+
+    Args:
+        diagonal: summed over microbatches of about one size.
+        microbatches: how many.
+        tokens: M, of all of them.
+        sampled: R, of all of them.
+    """
+    if microbatches <= 0 or not 0 < sampled < tokens:
+        return 0.0
+    seen, unseen = 1.0 - 1.0 / GROUPS, 1.0 - sampled / tokens
+    return 2.0 * (diagonal * tokens / sampled) ** 2 * unseen / (seen * microbatches)
+
+
 def coherent_square(diagonal: float, off_diagonal: float, as_one: bool) -> float:
     """Join summed parts, >= 0.
 

@@ -31,18 +31,23 @@ ESTIMATE = 8.0
 whole. Of 1 to 32, 4 to 16 rank linears best with 1 to 4 probes (benchmarks/fidelity.py)."""
 
 
-def joined_square(whole: float, estimate: float, num_probes: int) -> float:
-    """Return fwd^2 >= 0 from samples of it and from an estimate without chance.
+def joined_square(whole: float, variance: float, estimate: float, num_probes: int) -> float:
+    """Return fwd^2 from samples of it and from an estimate without chance.
 
-    With more probes the samples take over, and what other ways channels go together shows.
+    With more probes the samples take over, and what other ways channels go together shows. One
+    probe's sample, the square of a Gaussian, has the variance 2 fwd^4; what the sample of tokens
+    adds to it makes it count for as much less.
 
     Args:
-        whole: fwd^2 as sampled; of a sample of tokens it can be negative.
-        estimate: of it, from channels apart and the output's scale.
+        whole: fwd^2 as sampled, >= 0.
+        variance: of one probe's, from the sample of tokens alone.
+        estimate: of fwd^2, from channels apart and the output's scale.
         num_probes: samples that `whole` is the mean of.
     """
-    joined = (num_probes * whole + ESTIMATE * estimate) / (num_probes + ESTIMATE)
-    return 0.0 if joined < 0 else joined  # NaN stays
+    samples = float(num_probes)
+    if variance > 0:
+        samples *= 2.0 * estimate**2 / (2.0 * estimate**2 + variance)
+    return (samples * whole + ESTIMATE * estimate) / (samples + ESTIMATE)
 
 
 def kind_of(name: str) -> str:

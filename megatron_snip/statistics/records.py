@@ -26,8 +26,9 @@ class FormatStatistics:
         output_shift: sum <eY, Y>; over output_square it is c, the part of eY along Y.
         forward_channel_square: fwd^2, update change through eY (probe), channels apart.
         forward_scale_square: c^2 scale^2, update change through c Y, channels together.
-        forward_whole_square: fwd^2, all channels together: one sample a probe; below 0 by chance.
-        forward_square: fwd^2 as it is used, of the three above (pooling.py).
+        forward_whole_square: fwd^2, all channels together: one sample a probe.
+        forward_whole_variance: of one probe's, from the sample of tokens alone (coherence.py).
+        forward_square: fwd^2 as it is used, of the four above (pooling.py).
         backward_square: bwd^2, update change through eX (probe).
         local_square: loc^2 = |D * eW|^2, update change through eW; like the squares above of the
             sum over microbatches, what they have in common estimated (sketch.py).
@@ -47,6 +48,7 @@ class FormatStatistics:
     forward_channel_square: float = 0.0
     forward_scale_square: float = 0.0
     forward_whole_square: float = 0.0
+    forward_whole_variance: float = 0.0
     forward_square: float = 0.0
     backward_square: float = 0.0
     local_square: float = 0.0
@@ -129,9 +131,15 @@ class StatisticsTable:
         return {"version": SCHEMA_VERSION, **dataclasses.asdict(self)}
 
 
+DERIVED = ("forward_scale_square", "forward_whole_variance", "forward_square")
+"""Fields of a format that reduce.py fills in from the columns."""
+
 COUPLINGS = ("forward_channel_square", "backward_square", "forward_whole_square")
 SCALES = ("scale_square", "scale_channel_square")
 """Fields that travel in two parts each (coherence.py), of a format and of a linear."""
+
+WHOLES = ("scale_square", "forward_whole_square")
+"""Squares of one sum over all channels, by linear and by format."""
 
 ACROSS = SCALES
 ACROSS_BY_FORMAT = (*COUPLINGS, "local_square")
@@ -145,8 +153,6 @@ BASE_COLUMNS: tuple[str, ...] = tuple(
 """The additive fields of `LinearStatistics`, in the order of the reduced table's columns."""
 
 FORMAT_COLUMNS: tuple[str, ...] = tuple(
-    f.name
-    for f in dataclasses.fields(FormatStatistics)
-    if f.name not in ("forward_scale_square", "forward_square", *COUPLINGS)
+    f.name for f in dataclasses.fields(FormatStatistics) if f.name not in (*DERIVED, *COUPLINGS)
 )
 """The additive fields of `FormatStatistics`, repeated for each format in the reduced table."""

@@ -22,7 +22,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megatron_snip.collectives import attempt, sum_over
-from megatron_snip.statistics.coherence import coherent_square
+from megatron_snip.statistics.coherence import coherent_square, sampling_variance
 from megatron_snip.statistics.observation import Observation
 from megatron_snip.statistics.pooling import joined_square, pooled_across, pooled_squares
 from megatron_snip.statistics.records import (
@@ -32,6 +32,7 @@ from megatron_snip.statistics.records import (
     COUPLINGS,
     FORMAT_COLUMNS,
     SCALES,
+    WHOLES,
     FormatStatistics,
     LinearStatistics,
     StatisticsTable,
@@ -272,7 +273,12 @@ def _linear(info: LinearInfo, row: Sequence[float], formats: Sequence[str]) -> L
     for f, name in enumerate(formats):
         columns = row[BASE_WIDTH + f * FORMAT_WIDTH :][:FORMAT_WIDTH]
         values = dict(zip(FORMAT_COLUMNS, columns, strict=False))
-        values |= _joined(COUPLINGS, columns[len(FORMAT_COLUMNS) :], all_sampled)
+        parts = columns[len(FORMAT_COLUMNS) :]
+        values |= _joined(COUPLINGS, parts, all_sampled)
+        diagonal = parts[2 * COUPLINGS.index("forward_whole_square")]
+        values["forward_whole_variance"] = sampling_variance(
+            diagonal, base["microbatches"], base["tokens"], base["probe_tokens"]
+        )
         by_format[name] = FormatStatistics(**values)
     return LinearStatistics(
         info.name,
@@ -297,10 +303,8 @@ def _with_across(
         for field in ACROSS_BY_FORMAT:
             apart = [getattr(s.formats[name], field) for s in linears]
             shared = next(given)
-            if field == "forward_whole_square":  # sketched exactly, and of either sign
-                by_format[name][field] = [a + c for a, c in zip(apart, shared, strict=True)]
-                continue
-            shared = pooled_across(names, shared, apart, [s.microbatches for s in linears])
+            if field not in WHOLES:  # whose sketch is exact
+                shared = pooled_across(names, shared, apart, [s.microbatches for s in linears])
             by_format[name][field] = _sums(apart, shared)
     found = []
     for i, s in enumerate(linears):
@@ -319,12 +323,10 @@ def _sums(apart: Sequence[float], common: Sequence[float]) -> list[float]:
 
 
 def _joined(names: Sequence[str], parts: Sequence[float], all_sampled: bool) -> dict[str, float]:
-    found = {}
-    for name, diagonal, rest in zip(names, parts[::2], parts[1::2], strict=True):
-        found[name] = coherent_square(diagonal, rest, all_sampled or name == "scale_square")
-        if name == "forward_whole_square":  # of either sign; joined with its estimate later
-            found[name] = diagonal + rest
-    return found
+    return {
+        name: coherent_square(diagonal, rest, all_sampled or name in WHOLES)
+        for name, diagonal, rest in zip(names, parts[::2], parts[1::2], strict=True)
+    }
 
 
 def _with_forward(linears: Sequence[LinearStatistics], probes: int) -> list[LinearStatistics]:
@@ -346,5 +348,6 @@ def _forward(
 ) -> FormatStatistics:
     part = f.output_shift / s.output_square if s.output_square != 0 else 0.0  # c; NaN stays
     scale = part**2 * square
-    forward = joined_square(f.forward_whole_square, f.forward_channel_square + scale, probes)
+    estimate = f.forward_channel_square + scale
+    forward = joined_square(f.forward_whole_square, f.forward_whole_variance, estimate, probes)
     return replace(f, forward_scale_square=scale, forward_square=forward)

@@ -267,9 +267,8 @@ def format_row(
         add("grad_error_square", ((g_w - b.g) ** 2).sum() * s.grad**2)
         add("wgrad_error_square", (e_w**2).sum())
     for key, pair in parts.items():  # what a sample's pairs take away is chance
-        own = pair if key == "forward_whole" else np.maximum(pair, 0)
-        total[f"{key}_square"] = float(own.sum() / s.eps**2)
+        own = max(pair.sum(), 0.0) if key == "forward_whole" else np.maximum(pair, 0).sum()
+        total[f"{key}_square"] = float(own / s.eps**2)
     for key, seen in sketches.items():
-        value = total[f"{key}_square"] + across(seen)
-        total[f"{key}_square"] = value if key == "forward_whole" else max(value, 0.0)
+        total[f"{key}_square"] = max(total[f"{key}_square"] + across(seen), 0.0)
     return total

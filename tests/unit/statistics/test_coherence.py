@@ -8,7 +8,13 @@ from itertools import combinations, permutations
 import pytest
 import torch
 
-from megatron_snip.statistics.coherence import GROUPS, Sample, coherent_parts, coherent_square
+from megatron_snip.statistics.coherence import (
+    GROUPS,
+    Sample,
+    coherent_parts,
+    coherent_square,
+    sampling_variance,
+)
 
 
 def parts(
@@ -83,3 +89,18 @@ def test_no_tokens_have_no_effect_and_nan_stays() -> None:
     assert square(torch.zeros((0, 3)), 0) == 0.0
     assert square(torch.ones((1, 3)), 5) == pytest.approx(15.0)
     assert math.isnan(square(torch.full((2, 3), torch.nan), 5))
+
+
+@pytest.mark.parametrize(("sampled", "tokens", "microbatches"), [(40, 320, 1), (40, 80, 4)])
+def test_the_variance_of_a_sample_s_pairs(sampled: int, tokens: int, microbatches: int) -> None:
+    """Of one channel whose terms do not go together, over many draws of both."""
+    generator = torch.Generator().manual_seed(7)
+    draws = []
+    for _ in range(1500):
+        terms = torch.randn((microbatches, sampled, 1), generator=generator)
+        draws.append(sum(parts(one, tokens)[1] for one in terms))
+    # Of the pairs that were seen; those of the sample are themselves drawn from all.
+    seen = torch.tensor(draws, dtype=torch.float64).var().item()
+    predicted = sampling_variance(microbatches * tokens, microbatches, tokens, sampled)
+    assert predicted == pytest.approx(seen * (1 - sampled / tokens), rel=0.2)
+    assert sampling_variance(5.0, 1, 10, 10) == sampling_variance(5.0, 0, 10, 5) == 0.0

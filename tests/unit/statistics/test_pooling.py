@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron_snip.statistics.pooling import kind_of, pooled_across, pooled_squares
+from megatron_snip.statistics.pooling import joined_square, kind_of, pooled_across, pooled_squares
 
 FC1 = [f"decoder.layers.{i}.mlp.linear_fc1" for i in range(40)]
 QKV = [f"decoder.layers.{i}.self_attention.linear_qkv" for i in range(40)]
@@ -78,3 +78,13 @@ def test_what_noise_left_of_a_square_does_not_spoil_what_its_kind_shares() -> No
     assert pooled[3] == pytest.approx(0.25)
     pooled = pooled_across(FC1[:2], [0.0, -1.0], [1.0, 1e-9], [4.0] * 2)
     assert pooled[0] == pytest.approx(-3.0)
+
+
+def test_samples_of_the_whole_count_for_what_they_are_worth() -> None:
+    assert joined_square(6.0, 0.0, 3.0, 1) == pytest.approx((6 + 8 * 3) / 9)
+    assert joined_square(6.0, 0.0, 3.0, 16) == pytest.approx((16 * 6 + 8 * 3) / 24)
+    # A variance as large as the sample's own halves it; of nothing but noise, the estimate is left.
+    assert joined_square(6.0, 18.0, 3.0, 2) == pytest.approx((6 + 8 * 3) / 9)
+    assert joined_square(6.0, 1e9, 3.0, 2) == pytest.approx(3.0, rel=1e-6)
+    assert joined_square(0.0, 0.0, 0.0, 1) == joined_square(6.0, 1.0, 0.0, 1) == 0.0
+    assert math.isnan(joined_square(math.nan, 1.0, 3.0, 1))

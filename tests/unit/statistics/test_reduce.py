@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_snip.statistics.observation import Observation
+from megatron_snip.statistics.pooling import joined_square
 from megatron_snip.statistics.records import BASE_COLUMNS, COUPLINGS, FORMAT_COLUMNS, SCALES
 from megatron_snip.statistics.reduce import LinearInfo, ReduceInputs, reduce_statistics
 from megatron_snip.topology import DataAxis, Placement, Topology
@@ -104,7 +105,10 @@ def test_experts_count_the_tokens_of_the_whole_batch() -> None:
     # The output's error has the part 1 / 1 along it; alone of its kind, nothing to pool with.
     assert first.formats["fp8"].forward_scale_square == pytest.approx(4 / 0.25 * scale)
     assert first.formats["fp8"].forward_whole_square == pytest.approx(3 / 0.25 * scale)
-    assert first.formats["fp8"].forward_square == pytest.approx((3 + 8 * 9) / 9 / 0.25 * scale)
+    # Half of the tokens of one microbatch: what that adds to the variance of one sample.
+    variance = 2 * (2.0 * 2) ** 2 * 0.5 / 0.75
+    joined = joined_square(3.0, variance, 9.0, 1)
+    assert first.formats["fp8"].forward_square == pytest.approx(joined / 0.25 * scale)
     assert first.formats["fp8"].backward_square == pytest.approx(7 / 0.25 * scale)
     aligned = 0.5 * 10 * 2**2 * scale * batch_tokens
     assert first.formats["fp8"].aligned_fisher == pytest.approx(aligned)
