@@ -108,7 +108,9 @@ class PlanFields(_Section):
     """Least share of linear FLOPs in the lowest precision on offer, 0 to 1."""
 
     formats: tuple[str, ...] = ("fp8", "fp4")
-    """Formats on offer, comma separated; the one with the fewest bits is the lowest precision."""
+    """Formats on offer, comma separated; the one with the fewest bits is the lowest precision.
+
+    Formats of as many bits count alike towards the target."""
 
     granularity: Granularity = "linear"
     """`linear`: one format a linear (the paper's). `gemm`: fprop, dgrad and wgrad each choose."""

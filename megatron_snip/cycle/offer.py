@@ -13,6 +13,7 @@ from megatron_snip.config import SnipConfig
 from megatron_snip.cycle.announcer import Announcer
 from megatron_snip.cycle.schedule import Schedule
 from megatron_snip.divergence.quality import unmeasured_problem_dict
+from megatron_snip.formats import lowest_precision
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.runnable import nearest, offered, restricted, told_changes
 from megatron_snip.options import BF16, Option
@@ -42,6 +43,15 @@ class Offer:
         self._announcer = announcer
         self._names = [linear.name for linear in model.all_linears]
         self.options = self._offered()
+
+    @property
+    def lowest_format(self) -> str:
+        """What quality losses are relative to: of the formats that can run, the lowest precision.
+
+        Another one of as few bits stands in for a lowest precision that no linear can run.
+        """
+        on_offer = {name for option in self.options for name in option.formats}
+        return lowest_precision(tuple(n for n in self._config.formats if n in on_offer)).name
 
     def first_plan(self, schedule: Schedule, resumed: PrecisionPlan | None) -> PrecisionPlan:
         """Rank 0: the plan file, a policy that needs no statistics, or `initial_option`.

@@ -103,11 +103,10 @@ class Refresher:
             self._agreement.measuring,
         )
         statistics = measure(inputs, settings, runner)
-        quality = QualitySettings(
-            self._offer.options, c.lowest_format, c.loss_join, c.weight_join, c.weight_lambda
-        )
+        options, lowest = self._offer.options, self._offer.lowest_format
+        quality = QualitySettings(options, lowest, c.loss_join, c.weight_join, c.weight_lambda)
         divergences = divergence_table(statistics, quality, warn=self._topology.rank == 0)
-        problem = problem_dict(divergences, c.lowest_format, c.efficiency_target)
+        problem = problem_dict(divergences, lowest, c.efficiency_target)
         seconds = time.perf_counter() - begin
         return Refresh(step, statistics, divergences, self._offer.restricted(problem), seconds)
 

@@ -20,6 +20,7 @@ from megatron_snip.config import LossJoin, WeightJoin
 from megatron_snip.divergence.local_error import absolute_error, relative_error
 from megatron_snip.divergence.loss import loss_divergence
 from megatron_snip.divergence.weight import weight_divergence
+from megatron_snip.formats import lowest_precision
 from megatron_snip.options import BF16, Option
 from megatron_snip.statistics.probe_quality import probe_snr_db
 from megatron_snip.statistics.records import LinearStatistics, StatisticsTable
@@ -91,6 +92,18 @@ class DivergenceTable:
 
     step: int
     linears: tuple[LinearDivergence, ...]
+
+    def of_lowest(self) -> list[OptionDivergence]:
+        """Return each linear's divergences in the uniform lowest precision on offer, in order.
+
+        Of several formats of as few bits it is the first; the last option where none is uniform.
+        """
+        found = []
+        for linear in self.linears:
+            names = dict.fromkeys(name for option in linear.options for name in option.formats)
+            uniform = Option.uniform(lowest_precision(tuple(names)).name)
+            found.append(linear.options.get(uniform) or list(linear.options.values())[-1])
+        return found
 
     def metrics(self) -> dict[str, dict[str, dict[str, float]]]:
         """Return {linear: {option: {metric: value}}}: what baseline policies score by."""

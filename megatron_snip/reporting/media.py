@@ -36,7 +36,7 @@ def divergence_values(table: DivergenceTable) -> dict[str, list[float]]:
     Divergences span orders of magnitude; what is zero or not measured has no logarithm and is left
     out.
     """
-    lowest = [list(linear.options.values())[-1] for linear in table.linears]
+    lowest = table.of_lowest()
     measures = {
         "snip/divergence/loss_log10": [d.loss_divergence for d in lowest],
         "snip/divergence/weight_log10": [d.weight_divergence for d in lowest],

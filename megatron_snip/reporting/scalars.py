@@ -91,7 +91,7 @@ def statistics_scalars(table: StatisticsTable) -> dict[str, float]:
 
 def divergence_scalars(table: DivergenceTable) -> dict[str, float]:
     """Return both divergences, summed over linears, of the uniform lowest precision."""
-    lowest = [list(linear.options.values())[-1] for linear in table.linears]
+    lowest = table.of_lowest()
     return _finite(
         {
             "snip/divergence/loss_total": sum(d.loss_divergence for d in lowest),

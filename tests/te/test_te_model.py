@@ -101,6 +101,18 @@ def test_a_lowest_precision_that_the_machine_lacks_is_refused(
     )
 
 
+def test_another_format_of_as_few_bits_stands_in_for_one_that_the_machine_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Quality losses are relative to a format that is measured."""
+    run = controller(build(), formats=("mxfp8", "mxfp4", "nvfp4"))
+    assert run.config.lowest_format == "mxfp4"
+    assert run._offer.lowest_format == "nvfp4"
+    on(monkeypatch, HOPPER)
+    run = controller(build(), formats=("bf16", "mxfp8", "fp8_pow2"))
+    assert run._offer.lowest_format == "fp8_pow2"
+
+
 def test_options_by_gemm_are_offered_where_they_run(
     monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:

@@ -223,3 +223,17 @@ def test_a_weight_divergence_that_does_not_count_forbids_nothing() -> None:
     settings = QualitySettings((Option.uniform("fp4"),), "fp4", "fisher", "norm", 0.0)
     (row,) = divergence_table(table(found), settings).linears
     assert row.options[Option.uniform("fp4")].quality_loss == 1.0
+
+
+def test_of_formats_with_as_few_bits_the_first_is_the_lowest() -> None:
+    rows = [
+        linear(i, fp8=errors(1.0), fp4=errors(4.0 + i), fp4_rht=errors(2.0), nvfp4=errors(3.0))
+        for i in (0, 1)
+    ]
+    found = divergence_table(table(*rows), settings(("fp8", "fp4", "fp4_rht", "nvfp4")))
+    assert found.of_lowest() == [one.options[FP4] for one in found.linears]
+    by_gemm = QualitySettings((Option.parse("fp8-fp4-fp4"),), "fp4", "fisher", "norm", 0.1)
+    (only, _) = divergence_table(table(*rows), by_gemm).linears
+    assert divergence_table(table(*rows), by_gemm).of_lowest()[0] == next(
+        iter(only.options.values())
+    )
