@@ -87,15 +87,22 @@ watch() {
   done
 }
 
-# A rank ignores it until it has set its handler; its default is to die.
+# Traps are set before torchrun starts; a signal that comes before its pid is known waits.
+torchrun=
+early=
+interrupted=0
+trap 'interrupted=1; if [ -n "$torchrun" ]; then to_ranks; else early=USR1; fi' USR1
+trap 'interrupted=1; if [ -n "$torchrun" ]; then kill -TERM "$torchrun" 2>/dev/null; else early=TERM; fi' TERM INT HUP
+# A rank ignores SIGUSR1 until it has set its handler; its default is to die.
 (
   trap '' USR1
   exec "${command[@]}"
 ) &
 torchrun=$!
-interrupted=0
-trap 'interrupted=1; to_ranks' USR1
-trap 'interrupted=1; kill -TERM "$torchrun" 2>/dev/null' TERM INT HUP
+case $early in
+  USR1) to_ranks ;;
+  TERM) kill -TERM "$torchrun" 2>/dev/null || true ;;
+esac
 watcher=
 if [ -n "$SNIP_CHECKPOINTS" ]; then
   watch &
