@@ -87,12 +87,13 @@ watch() {
   done
 }
 
-# Traps are set before torchrun starts; a signal that comes before its pid is known waits.
+# Traps are set before torchrun starts; a signal that comes before its pid is known waits. If torchrun
+# has ended by itself meanwhile there is nothing to signal, and its own status is what counts.
 torchrun=
 early=
 interrupted=0
 trap 'interrupted=1; if [ -n "$torchrun" ]; then to_ranks; else early=USR1; fi' USR1
-trap 'interrupted=1; if [ -n "$torchrun" ]; then kill -TERM "$torchrun" 2>/dev/null; else early=TERM; fi' TERM INT HUP
+trap 'interrupted=1; if [ -n "$torchrun" ]; then kill -TERM "$torchrun" 2>/dev/null || true; else early=TERM; fi' TERM INT HUP
 # A rank ignores SIGUSR1 until it has set its handler; its default is to die.
 (
   trap '' USR1
