@@ -7,9 +7,11 @@ same microbatches are run again (benchmarks/lab.py); the loss change and the cha
 AdamW update are compared with what one refresh predicts from its two passes, and with what others
 would go by. Loss changes on held-out text that the statistics have not seen are compared as well,
 against the number of microbatches that the statistics used. A probe is a draw: agreements of the
-defaults' weight divergence are means over refreshes with different random numbers. In BF16 the
-truth about the loss is itself uncertain by what rounding alone does; `loss_ceiling` is the rank
-correlation that is left of a truth under that noise.
+defaults' weight divergence are means over refreshes with different random numbers.
+
+In BF16 the loss is read from FP32 logits (lab.py says why); `loss_spearman_model_logits` is the
+agreement with the loss as the model reports it. What is left of rounding moves that truth, too:
+`loss_ceiling` is the rank correlation of a truth with itself under such noise.
 """
 
 from __future__ import annotations
@@ -32,90 +34,24 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from scipy.stats import pearsonr, spearmanr
 
+from benchmarks.agreement import (
+    LOSS,
+    LOSS_SCORES,
+    WEIGHT,
+    WEIGHT_SCORES,
+    Score,
+    agreement,
+    ceiling,
+    local_scores,
+    mean_agreement,
+    scores_of,
+)
 from benchmarks.lab import Lab, open_lab
 from benchmarks.machine import write_result
 from megatron_snip.config import SnipConfig
-from megatron_snip.divergence.local_error import absolute_error, relative_error
 from megatron_snip.options import Option
-from megatron_snip.statistics.records import FormatStatistics, LinearStatistics, StatisticsTable
-
-Score = Callable[[LinearStatistics, FormatStatistics], float]
-
-LOSS_SCORES: dict[str, Score] = {
-    "first + fisher": lambda _, f: f.first + f.fisher,
-    "first + aligned fisher": lambda _, f: f.first + f.aligned_fisher,
-    "|first| + fisher": lambda _, f: abs(f.first) + f.fisher,
-    "fisher only": lambda _, f: f.fisher,
-    "first order only": lambda _, f: f.first,
-    "aligned fisher only": lambda _, f: f.aligned_fisher,
-}
-"""What predicts a loss change (signed where the score is)."""
-
-WEIGHT_SCORES: dict[str, Score] = {
-    "fwd^2 + bwd^2 + loc^2": lambda _, f: math.sqrt(
-        f.forward_square + f.backward_square + f.local_square
-    ),
-    "loc only": lambda _, f: math.sqrt(f.local_square),
-}
-"""What predicts the change of the next update."""
-
-LOSS, WEIGHT = "first + fisher", "fwd^2 + bwd^2 + loc^2"
-"""The predictions that SNIP's statistics stand for."""
-
-
-def local_scores(format_name: str) -> dict[str, Score]:
-    """What others go by: local quantization errors and norm bounds."""
-    option = Option.uniform(format_name)
-    return {
-        "min-abs-err": lambda s, _: absolute_error(s, option),
-        "min-rel-err": lambda s, _: relative_error(s, option),
-        "norm bound": _norm_bound,
-    }
-
-
-def _norm_bound(s: LinearStatistics, f: FormatStatistics) -> float:
-    """|G| (|X| |Q(W)-W| + |Q(X)-X| |W|): bounds |<G, eY>| by Frobenius norms alone."""
-    weight = math.sqrt(s.weight_square / max(s.microbatches, 1))
-    weight_error = math.sqrt(f.weight_error_square / max(s.microbatches, 1))
-    error = math.sqrt(s.input_square) * weight_error + math.sqrt(f.input_error_square) * weight
-    return math.sqrt(s.grad_square) * error
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """How one prediction agrees with the truth over all linears.
-
-    Attributes:
-        spearman: rank correlation.
-        pearson_log: Pearson correlation of logarithms of magnitudes.
-        median_ratio: median of prediction over truth.
-    """
-
-    spearman: float
-    pearson_log: float
-    median_ratio: float
-
-
-def agreement(predicted: np.ndarray, truth: np.ndarray) -> Agreement:
-    """Compare two vectors; entries where either is 0 count for the ranks only."""
-    both = (predicted != 0) & (truth != 0)
-    logs = np.log(np.abs(predicted[both])), np.log(np.abs(truth[both]))
-    enough = both.sum() > 2
-    return Agreement(
-        float(spearmanr(predicted, truth)[0]),
-        float(pearsonr(*logs)[0]) if enough else math.nan,
-        float(np.median(predicted[both] / truth[both])) if enough else math.nan,
-    )
-
-
-def mean_agreement(
-    tables: Sequence[StatisticsTable], name: str, score: Score, truth: np.ndarray
-) -> dict[str, float]:
-    """Return the fields of `Agreement`, means over refreshes that drew differently."""
-    found = [asdict(agreement(_scores(table, name, score), truth)) for table in tables]
-    return {key: float(np.mean([each[key] for each in found])) for key in found[0]}
+from megatron_snip.statistics.records import StatisticsTable
 
 
 @dataclass(frozen=True)
@@ -182,6 +118,10 @@ def judge(lab: Lab, snip: SnipConfig, size: Size, tick: Callable[[], None]) -> d
     }
     base_loss, base_gradients = lab.gradients(batches)
     base_updates = lab.updates(base_gradients)
+    exact_base = float(lab.losses(batches).mean())
+
+    def exact_change(name: str, option: Option) -> float:
+        return float(lab.losses(batches, {name: option}).mean()) - exact_base
 
     def truth(name: str, option: Option) -> tuple[float, float]:
         loss, gradients = lab.gradients(batches, {name: option})
@@ -197,6 +137,9 @@ def judge(lab: Lab, snip: SnipConfig, size: Size, tick: Callable[[], None]) -> d
     noise = _rounding_noise(lab, batches) if lab.config.bf16 else 0.0
     for name in size.formats:
         whole = np.array([truth(linear, Option.uniform(name)) for linear in lab.names])
+        reported = whole[:, 0].copy()
+        if lab.config.bf16:
+            whole[:, 0] = [exact_change(linear, Option.uniform(name)) for linear in lab.names]
         gemms = [
             np.array([truth(linear, only)[1] for linear in lab.names])
             for only in (
@@ -207,8 +150,10 @@ def judge(lab: Lab, snip: SnipConfig, size: Size, tick: Callable[[], None]) -> d
         ]
         found[name] = _agreements(tables, name, whole, gemms)
         for label, averaged in more.items():
-            score = _scores(averaged, name, WEIGHT_SCORES[WEIGHT])
+            score = scores_of(averaged, name, WEIGHT_SCORES[WEIGHT])
             found[name]["weight"][f"{WEIGHT}, {label}"] = asdict(agreement(score, whole[:, 1]))
+        predicted = scores_of(table, name, LOSS_SCORES[LOSS])
+        found[name]["loss_model_logits"] = asdict(agreement(predicted, reported))
         found[name]["loss_noise"] = noise
         found[name]["loss_ceiling"] = ceiling(whole[:, 0], noise)
         found[name]["unseen"] = _unseen(lab, snip, size, name, tick)
@@ -220,20 +165,6 @@ def _rounding_noise(lab: Lab, batches: Sequence[Any]) -> float:
     base = float(lab.losses(batches).mean())
     changes = [lab.loss_rounded_again(batches, name, i) - base for i, name in enumerate(lab.names)]
     return float(np.sqrt(np.mean(np.square(changes))))
-
-
-def ceiling(truth: np.ndarray, noise: float, draws: int = 200) -> float:
-    """Return the rank correlation of a truth with itself under noise once more.
-
-    No prediction can be expected to agree better with a truth that was measured under such noise.
-    """
-    rng = np.random.default_rng(0)
-    again = [truth + noise * rng.standard_normal(len(truth)) for _ in range(draws)]
-    return float(np.mean([spearmanr(truth, other)[0] for other in again]))
-
-
-def _scores(table: StatisticsTable, name: str, score: Score) -> np.ndarray:
-    return np.array([score(s, s.formats[name]) for s in table.linears])
 
 
 def _agreements(
@@ -248,7 +179,7 @@ def _agreements(
     }
     return {
         "loss": {
-            key: asdict(agreement(_scores(table, name, score), whole[:, 0]))
+            key: asdict(agreement(scores_of(table, name, score), whole[:, 0]))
             for key, score in (LOSS_SCORES | locals_).items()
         },
         "weight": {
@@ -262,12 +193,12 @@ def _agreements(
         "points": {
             "loss": [
                 whole[:, 0].tolist(),
-                _scores(table, name, LOSS_SCORES[LOSS]).tolist(),
+                scores_of(table, name, LOSS_SCORES[LOSS]).tolist(),
             ],
             "terms": [asdict(s.formats[name]) for s in table.linears],
             "weight": [
                 whole[:, 1].tolist(),
-                _scores(table, name, WEIGHT_SCORES[WEIGHT]).tolist(),
+                scores_of(table, name, WEIGHT_SCORES[WEIGHT]).tolist(),
             ],
         },
     }
@@ -290,7 +221,7 @@ def _unseen(
     for count in size.counts:
         table = lab.statistics(lab.microbatches(count), snip)
         growth[str(count)] = {
-            key: asdict(agreement(_scores(table, name, score), true))
+            key: asdict(agreement(scores_of(table, name, score), true))
             for key, score in LOSS_SCORES.items()
         }
     noise = matrix.std(axis=1, ddof=1) / math.sqrt(matrix.shape[1])
@@ -313,6 +244,9 @@ def summarize(results: list[dict[str, Any]], formats: tuple[str, ...]) -> dict[s
         "format": first,
         "loss_spearman": float(np.median(loss)),
         "loss_spearman_worst": float(np.min(loss)),
+        "loss_spearman_model_logits": float(
+            np.median([r[first]["loss_model_logits"]["spearman"] for r in results])
+        ),
         "loss_ceiling": float(np.median([r[first]["loss_ceiling"] for r in results])),
         "weight_spearman": float(np.median(weight)),
         "weight_spearman_worst": float(np.min(weight)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.fidelity import agreement, ceiling, mean_agreement
+from benchmarks.agreement import agreement, ceiling, mean_agreement
 from tests.unit.divergence.build import errors, linear, table
 
 

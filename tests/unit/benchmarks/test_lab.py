@@ -1,0 +1,58 @@
+"""Truth that rounding does not drown: logits in FP32, roundings drawn again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.lab import fp32_logits, rounded_again
+
+
+class Head(torch.nn.Module):
+    """A head that returns (logits, bias), its weight handed over or its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(48, 16, dtype=torch.bfloat16))
+
+    def forward(
+        self, input_: torch.Tensor, weight: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, None]:
+        return input_ @ (self.weight if weight is None else weight).t(), None
+
+
+class Model(torch.nn.Module):
+    """A model with a head where Megatron's has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output_layer = Head()
+
+
+def test_roundings_are_drawn_again() -> None:
+    values = torch.randn(200, 500).to(torch.bfloat16)
+    again = rounded_again(values, torch.Generator().manual_seed(0))
+    steps = (again.float() - values.float()) / (
+        torch.exp2(torch.frexp(values.float())[1].float() - 8)  # of BF16: 8 bits of significand
+    )
+    moved = steps != 0
+    # Just below a power of two the step is half as large.
+    assert set(steps[moved].abs().tolist()) == {0.5, 1.0}
+    assert float(moved.double().mean()) == pytest.approx(1 / 6, abs=0.005)
+    assert float(steps.double().square().mean()) == pytest.approx(1 / 6, abs=0.005)
+    assert abs(float(steps.double().mean())) < 0.005
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_are_exact_within_and_the_models_own_after(tied: bool) -> None:
+    torch.manual_seed(0)
+    model, hidden = Model(), torch.randn(8, 16, dtype=torch.bfloat16)
+    weight = torch.randn(48, 16, dtype=torch.bfloat16) if tied else None
+    used = model.output_layer.weight if weight is None else weight
+    own = model.output_layer(hidden, weight=weight)[0]
+    with torch.no_grad(), fp32_logits(model):
+        exact = model.output_layer(hidden, weight=weight)[0]
+    assert exact.dtype == torch.float32
+    assert torch.equal(exact, hidden.float() @ used.float().t())
+    assert not torch.equal(exact, own.float())
+    assert torch.equal(model.output_layer(hidden, weight=weight)[0], own)
