@@ -59,6 +59,10 @@ class CarefulPasses:
         """All ranks: finish what is under way."""
         self._passes.prepare()
 
+    def finish(self) -> None:
+        """Take the spare memory back."""
+        self._passes.finish()
+
     def run(self, observer: Observer) -> PassResult:
         """All ranks: run one pass; a failure is noted in `observer.failure`.
 

@@ -104,7 +104,7 @@ class PlannedModel:
     def weights(self) -> dict[str, PlannedWeight]:
         """This rank's planned weights, by instance, in model order."""
         return {
-            linear.placement.instance: PlannedWeight(linear.placement, linear.weight)
+            linear.placement.instance: PlannedWeight(linear.placement, linear.weight, linear.spare)
             for linear in self.linears
         }
 

@@ -4,8 +4,9 @@ A pass runs the step's forward-backward function over the first microbatches wit
 synchronization off. What it touches is put back: RNG states (torch, CUDA, Megatron's tracker,
 numpy, random), module buffers, gradients (DDP's buffers are zeroed, as they are at this point of a
 training step), the auxiliary losses that Megatron collects for its log, and the schedule hooks in
-the model's config. Megatron's rerun state machine does not hear of a pass. Tokens go to the same
-experts in all passes of a refresh.
+the model's config. From `prepare` to `finish` DDP's buffers are lent, and zeroed at the end only.
+Megatron's rerun state machine does not hear of a pass. Tokens go to the same experts in all passes
+of a refresh.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class MeasuringPasses:
         self._config = get_model_config(training.chunks[0])
         self._count = self._allowed(wanted_microbatches, runtime.topology)
         self._routes = ExpertRoutes(training.chunks, runtime.topology)
+        self._lent = False
 
     @property
     def num_microbatches(self) -> int:
@@ -103,9 +105,18 @@ class MeasuringPasses:
         return 1.0 / (scale * self._runtime.topology.data.size)
 
     def prepare(self) -> None:
-        """All ranks: gather the parameters whose gather overlaps with the forward."""
+        """All ranks: gather the parameters whose gather overlaps with the forward.
+
+        From here on gradients of planned weights are spare memory (`PlannedLinear.spare`).
+        """
         for chunk in self._training.chunks:
             _gather_parameters(chunk)
+        self._lent = True
+
+    def finish(self) -> None:
+        """Zero gradients, as they are at this point of a training step."""
+        self._lent = False
+        _zero_gradients(self._training.chunks)
 
     def run(self, observer: Observer) -> PassResult:
         """All ranks: run one pass under `observer`; see `PassRunner.run`."""
@@ -117,7 +128,7 @@ class MeasuringPasses:
             "forward_only": False,
         }
         with (
-            _no_trace(training.chunks, self._config),
+            _no_trace(training.chunks, self._config, self._lent),
             self._routes.watched(observer) as watched,
             self._runtime.observing(watched),
         ):
@@ -133,11 +144,11 @@ class MeasuringPasses:
 
 
 @contextmanager
-def _no_trace(chunks: Sequence[Any], config: Any) -> Iterator[None]:
-    """Put back all that a forward-backward changes, at the end of the block."""
+def _no_trace(chunks: Sequence[Any], config: Any, lent: bool) -> Iterator[None]:
+    """Put back all that a forward-backward changes, at the end of the block; lent memory apart."""
     with ExitStack() as stack:
         stack.enter_context(_kept_traces(chunks))
-        stack.enter_context(_kept_gradients(chunks))
+        stack.enter_context(_kept_gradients(chunks, lent))
         stack.enter_context(_without_hooks(config))
         stack.enter_context(_unvalidated())
         for chunk in chunks:
@@ -158,8 +169,8 @@ def _kept_traces(chunks: Sequence[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _kept_gradients(chunks: Sequence[Any]) -> Iterator[None]:
-    """Keep `.grad`, and zero DDP's buffers, in which gradients end up in its place."""
+def _kept_gradients(chunks: Sequence[Any], lent: bool) -> Iterator[None]:
+    """Keep `.grad`, and zero DDP's buffers, in which gradients end up in its place, unless lent."""
     grads = [(p, p.grad) for chunk in chunks for p in chunk.parameters()]
     for parameter, _ in grads:
         parameter.grad = None
@@ -168,9 +179,14 @@ def _kept_gradients(chunks: Sequence[Any]) -> Iterator[None]:
     finally:
         for parameter, grad in grads:
             parameter.grad = grad
-        for chunk in chunks:
-            if hasattr(chunk, "zero_grad_buffer"):
-                chunk.zero_grad_buffer()
+        if not lent:
+            _zero_gradients(chunks)
+
+
+def _zero_gradients(chunks: Sequence[Any]) -> None:
+    for chunk in chunks:
+        if hasattr(chunk, "zero_grad_buffer"):
+            chunk.zero_grad_buffer()
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from megatron_snip.linears.kept_weights import KeptWeights
+from megatron_snip.linears.measured import Elsewhere
 from megatron_snip.quantizers import StochasticStream
 from megatron_snip.statistics.tap import Observer
 from megatron_snip.streams import grad_output_stream
@@ -35,6 +36,7 @@ class Runtime:
         mode: how linears run.
         observer: watches every linear's forward and backward, or None.
         kept: weights quantized for the training pass under way.
+        elsewhere: where measuring passes send gradients.
     """
 
     topology: Topology
@@ -44,6 +46,7 @@ class Runtime:
     mode: Mode = Mode.PLAN
     observer: Observer | None = None
     kept: KeptWeights = field(default_factory=KeptWeights)
+    elsewhere: Elsewhere = field(default_factory=Elsewhere)
 
     def begin_pass(self, step: int) -> None:
         """A training forward-backward of `step` begins; microbatches count from 0 again."""
@@ -58,7 +61,8 @@ class Runtime:
         self.kept.close()  # whoever observes may change weights as well
         self.mode, self.observer = Mode.BF16, observer
         try:
-            yield
+            with self.elsewhere.watched():
+                yield
         finally:
             self.mode, self.observer = before
 

@@ -21,7 +21,7 @@ from megatron_snip.linears import backends, printed
 from megatron_snip.linears.autograd import LinearCall, QuantizedLinear
 from megatron_snip.linears.backends import Backend, Machine
 from megatron_snip.linears.gemms import unkept
-from megatron_snip.linears.measured import without_wgrad
+from megatron_snip.linears.measured import spare_memory, without_wgrad
 from megatron_snip.linears.runtime import Mode, Runtime
 from megatron_snip.log import warn_once
 from megatron_snip.options import BF16, Option
@@ -87,6 +87,11 @@ class PlannedLinear:
         weight = self.module.weight
         assert isinstance(weight, torch.nn.Parameter)
         return weight
+
+    @property
+    def spare(self) -> torch.Tensor | None:
+        """Memory [N, K] that is free in measuring passes: no gradient of the weight is formed."""
+        return spare_memory(self.weight)
 
     @property
     def backend(self) -> Backend:
@@ -157,7 +162,12 @@ class PlannedLinear:
     ) -> torch.Tensor:
         """Run Megatron's own GEMMs under `observer`, without the gradient of the weight."""
         input, weight = _operands(args, kwargs)
-        output = self._original(*args, **kwargs) if args else without_wgrad(self._original, kwargs)
+        elsewhere = self._runtime.elsewhere
+        if args:
+            elsewhere.send(self.weight)
+            output = self._original(*args, **kwargs)
+        else:
+            output = without_wgrad(self._original, kwargs, elsewhere)
         gathers = bool(kwargs.get("sequence_parallel", False))
         return observer.observe(self.placement, input, weight, output, gathers)
 

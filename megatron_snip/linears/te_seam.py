@@ -204,6 +204,8 @@ class PlannedTELinear:
     """
 
     backend = Backend.TE
+    spare: torch.Tensor | None = None
+    """Measuring passes form the weight's gradient."""
 
     def __init__(self, shared: TEModule, index: int) -> None:
         self.placement = shared.placements[index]

@@ -39,79 +39,87 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class ExactProducts:
-    """What the three GEMMs give without quantization, shared by all formats.
-
-    Attributes:
-        output: Y [M, N] (of this shard).
-        weight_gradient: dW [N, K].
-    """
-
-    output: torch.Tensor
-    weight_gradient: torch.Tensor
-
-
-@dataclass(frozen=True)
-class FormatErrors:
-    """The errors of one format on this shard.
+class FpropError:
+    """What quantizing the operands of fprop does on this shard.
 
     Attributes:
         output: eY [M, N]; a partial sum for a row-parallel linear.
-        weight_gradient: eW [N, K].
         input_square: |Q(X) - X|^2, a scalar (tiles along K).
         weight_square: |Q(W) - W|^2, a scalar.
-        grad_square: |Q(G) - G|^2, a scalar (tiles along tokens).
     """
 
     output: torch.Tensor
-    weight_gradient: torch.Tensor
     input_square: torch.Tensor
     weight_square: torch.Tensor
+
+
+@dataclass(frozen=True)
+class WgradError:
+    """What quantizing the operands of wgrad does on this shard.
+
+    Attributes:
+        weight_gradient: eW [N, K].
+        grad_square: |Q(G) - G|^2, a scalar (tiles along tokens).
+    """
+
+    weight_gradient: torch.Tensor
     grad_square: torch.Tensor
 
 
-def exact_products(operands: Operands) -> ExactProducts:
-    """Compute fprop and wgrad without quantization, in FP32."""
-    x, w, g = operands.input, operands.weight, operands.grad_output
-    return ExactProducts(
-        output=matmul_fp32(x, w.t()),
-        weight_gradient=matmul_fp32(g.t(), x),
-    )
+def exact_output(operands: Operands) -> torch.Tensor:
+    """Compute Y [M, N] (of this shard) without quantization, in FP32."""
+    return matmul_fp32(operands.input, operands.weight.t())
 
 
-def format_errors(
-    operands: Operands,
-    exact: ExactProducts,
-    format_name: str,
-    stream: StochasticStream,
-) -> FormatErrors:
-    """Measure one format.
+def exact_weight_gradient(operands: Operands) -> torch.Tensor:
+    """Compute dW [N, K] without quantization, in FP32."""
+    return matmul_fp32(operands.grad_output.t(), operands.input)
+
+
+def fprop_error(operands: Operands, exact: torch.Tensor, format_name: str) -> FpropError:
+    """Measure fprop in one format.
 
     Args:
         operands: the linear's tensors.
-        exact: their products without quantization.
-        format_name: the format of all operands.
+        exact: Y without quantization.
+        format_name: the format of both operands.
+    """
+    x, w = operands.input, operands.weight
+    x_q = _quantized(x, format_name, Operand.INPUT, Gemm.FPROP)
+    w_q = _quantized(w, format_name, Operand.WEIGHT, Gemm.FPROP)
+    output = matmul_fp32(x_q, w_q.t()).sub_(exact)
+    return FpropError(output, squared_norm(x_q.sub_(x)), squared_norm(w_q.sub_(w)))
+
+
+def wgrad_error(
+    operands: Operands, exact: torch.Tensor, format_name: str, stream: StochasticStream
+) -> WgradError:
+    """Measure wgrad in one format.
+
+    Args:
+        operands: the linear's tensors.
+        exact: dW without quantization.
+        format_name: the format of both operands.
         stream: random numbers for G, where the format rounds it stochastically.
     """
-    x, w, g = operands.input, operands.weight, operands.grad_output
+    x, g = operands.input, operands.grad_output
+    g_q = _quantized(g, format_name, Operand.GRAD_OUTPUT, Gemm.WGRAD, stream)
+    x_q = _quantized(x, format_name, Operand.INPUT, Gemm.WGRAD)
+    weight_gradient = matmul_fp32(g_q.t(), x_q).sub_(exact)
+    grad_square = squared_norm(g_q.sub_(rotated(g, get_format(format_name), Gemm.WGRAD)))
+    return WgradError(weight_gradient, grad_square)
 
-    def quantized(tensor: torch.Tensor, operand: Operand, gemm: Gemm) -> torch.Tensor:
-        return quantize_dequantize_operand(
-            tensor, format_name, operand, gemm, stream=stream, dtype=torch.float32
-        )
 
-    # wgrad first: of the two, eW is the smaller one to hold while the other's operands are made.
-    g_w = quantized(g, Operand.GRAD_OUTPUT, Gemm.WGRAD)
-    x_w = quantized(x, Operand.INPUT, Gemm.WGRAD)
-    weight_gradient = matmul_fp32(g_w.t(), x_w).sub_(exact.weight_gradient)
-    grad_square = squared_norm(g_w.sub_(rotated(g, get_format(format_name), Gemm.WGRAD)))
-    del g_w, x_w
-
-    x_q = quantized(x, Operand.INPUT, Gemm.FPROP)
-    w_q = quantized(w, Operand.WEIGHT, Gemm.FPROP)
-    output = matmul_fp32(x_q, w_q.t()).sub_(exact.output)
-    input_square, weight_square = squared_norm(x_q.sub_(x)), squared_norm(w_q - w)
-    return FormatErrors(output, weight_gradient, input_square, weight_square, grad_square)
+def _quantized(
+    tensor: torch.Tensor,
+    format_name: str,
+    operand: Operand,
+    gemm: Gemm,
+    stream: StochasticStream | None = None,
+) -> torch.Tensor:
+    return quantize_dequantize_operand(
+        tensor, format_name, operand, gemm, stream=stream, dtype=torch.float32
+    )
 
 
 def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
@@ -130,3 +138,23 @@ def token_squares(tensor: torch.Tensor) -> torch.Tensor:
     """
     norms: torch.Tensor = torch.linalg.vector_norm(tensor.float(), dim=-1)
     return norms.double().square()
+
+
+def token_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return each row's <a, b>.
+
+    Args:
+        a: [rows, cols], any float dtype.
+        b: likewise.
+
+    Returns:
+        [rows], FP64 (each row summed in FP32). Only some rows at a time are made FP32.
+    """
+    step = max(1, _PIECE // max(a.shape[-1], 1))
+    pieces = zip(torch.split(a, step), torch.split(b, step), strict=True)
+    found = [torch.einsum("mn,mn->m", x.float(), y.float()) for x, y in pieces]
+    return torch.cat(found).double()
+
+
+_PIECE = 1 << 21
+"""Elements that are copied at a time."""

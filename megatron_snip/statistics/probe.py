@@ -34,7 +34,7 @@ class ProbedWeight:
     Attributes:
         placement: which linear.
         weight: [N, K] of this shard; changed in place between `perturb` and `restore`.
-        buffer: [N, K] of the weight's dtype: D (not normalized), then the original weight.
+        buffer: [N, K], FP32 or the weight's dtype: D (not normalized), then the original weight.
         update_norm: |update_k| over the whole linear, which normalizes D.
         saved: whether `buffer` holds the original weight.
     """

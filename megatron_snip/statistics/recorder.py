@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,10 +19,13 @@ from megatron_snip.formats import get_format
 from megatron_snip.quantizers import needs_tensor_amax
 from megatron_snip.statistics.measure import (
     Operands,
-    exact_products,
-    format_errors,
+    exact_output,
+    exact_weight_gradient,
+    fprop_error,
     squared_norm,
+    token_products,
     token_squares,
+    wgrad_error,
 )
 from megatron_snip.statistics.observation import Observation, SampledRows
 from megatron_snip.statistics.records import ACROSS, ACROSS_BY_FORMAT, COUPLINGS
@@ -67,12 +70,12 @@ class _OutputSums:
     def add(self, error: torch.Tensor, exact: torch.Tensor) -> None:
         """Add one format's eY [M, N]."""
         self.squares.append(token_squares(error))
-        self.shift.append(_inner(error, exact))
+        self.shift.append(token_products(error, exact).sum())
 
 
 @dataclass
-class _Local:
-    """What one shard measured.
+class _Fprop:
+    """What fprop's errors give on this shard; F formats.
 
     A row-parallel linear's outputs are partial sums, held until they are whole; a column-parallel
     linear's are whole, and only their sums are held.
@@ -80,6 +83,25 @@ class _Local:
 
     partial: list[torch.Tensor]  # row: 1 + F of [M, N]: Y, then eY of each format
     sums: _OutputSums | None  # column
+    first: list[torch.Tensor] = field(default_factory=list)  # F of [M]: <G_t, eY_t>
+    errors: list[torch.Tensor] = field(default_factory=list)  # F of [2]: |dX|^2, |dW|^2
+
+
+@dataclass
+class _Wgrad:
+    """What wgrad's errors give on this shard; F formats."""
+
+    norm: torch.Tensor  # |dW|^2
+    errors: list[torch.Tensor]  # F of [3]: |dG|^2, |eW|^2, |D * eW|^2
+    sketches: list[torch.Tensor]  # 1 + F of [WIDTH]: of dW, then of D * eW of each format
+
+
+@dataclass
+class _Local:
+    """What one shard measured."""
+
+    partial: list[torch.Tensor]  # see `_Fprop`
+    sums: _OutputSums | None
     first: torch.Tensor  # [F, M]: <G_t, eY_t> of this shard
     weight_norms: torch.Tensor  # [2]: |W|^2, |dW|^2
     input_norm: torch.Tensor  # |X|^2
@@ -155,41 +177,51 @@ class Recorder:
         return sampled_rows(num_tokens, s.num_rows, s.seed, s.step, microbatch)
 
     def _measure(self, placement: Placement, operands: Operands, microbatch: int) -> _Local:
-        sensitivity = self._sensitivity.get(placement.instance)
-        exact = exact_products(operands)
-        row = placement.kind == "row"
-        partial = [exact.output] if row else []
-        sums, first, errors = None if row else _OutputSums.of(exact.output), [], []
-        sketcher = self.signs.sketcher(placement, 0, operands.weight.device)
-        sketches = [sketcher.of_matrix(exact.weight_gradient)]
-        stream = grad_output_stream(self.settings.seed, placement, self.settings.step, microbatch)
-        for name in self.settings.formats:
-            e = format_errors(operands, exact, name, stream)
-            if sums is None:
-                partial.append(e.output)
-            else:
-                sums.add(e.output, exact.output)
-            first.append((operands.grad_output * e.output).sum(dim=-1, dtype=torch.float64))
-            wgrad = squared_norm(e.weight_gradient)
-            weighted, common = torch.zeros_like(wgrad), torch.zeros_like(sketches[0])
-            if sensitivity is not None:  # a frozen weight has no update to change
-                change = e.weight_gradient * sensitivity
-                weighted, common = squared_norm(change), sketcher.of_matrix(change)
-            sketches.append(common)
-            errors.append(
-                torch.stack([e.input_square, e.weight_square, e.grad_square, wgrad, weighted])
-            )
-        weight_norms = [squared_norm(operands.weight), squared_norm(exact.weight_gradient)]
+        # One GEMM after the other: neither holds what the other one makes.
+        wgrad = self._measure_wgrad(placement, operands, microbatch)
+        fprop = self._measure_fprop(placement, operands)
+        input_weight = torch.stack(fprop.errors)
         return _Local(
-            partial,
-            sums,
-            torch.stack(first),
-            torch.stack(weight_norms),
+            fprop.partial,
+            fprop.sums,
+            torch.stack(fprop.first),
+            torch.stack([squared_norm(operands.weight), wgrad.norm]),
             squared_norm(operands.input),
-            torch.stack(errors),
-            torch.stack(sketches),
+            torch.cat([input_weight, torch.stack(wgrad.errors)], dim=1),
+            torch.stack(wgrad.sketches),
             self._amax(operands),
         )
+
+    def _measure_fprop(self, placement: Placement, operands: Operands) -> _Fprop:
+        exact = exact_output(operands)
+        row = placement.kind == "row"
+        found = _Fprop([exact] if row else [], None if row else _OutputSums.of(exact))
+        for name in self.settings.formats:
+            e = fprop_error(operands, exact, name)
+            found.first.append(token_products(operands.grad_output, e.output))
+            found.errors.append(torch.stack([e.input_square, e.weight_square]))
+            if found.sums is None:
+                found.partial.append(e.output)
+            else:
+                found.sums.add(e.output, exact)
+        return found
+
+    def _measure_wgrad(self, placement: Placement, operands: Operands, microbatch: int) -> _Wgrad:
+        sensitivity = self._sensitivity.get(placement.instance)
+        stream = grad_output_stream(self.settings.seed, placement, self.settings.step, microbatch)
+        sketcher = self.signs.sketcher(placement, 0, operands.weight.device)
+        exact = exact_weight_gradient(operands)
+        found = _Wgrad(squared_norm(exact), [], [sketcher.of_matrix(exact)])
+        for name in self.settings.formats:
+            e = wgrad_error(operands, exact, name, stream)
+            square = squared_norm(e.weight_gradient)
+            weighted, common = torch.zeros_like(square), torch.zeros_like(found.sketches[0])
+            if sensitivity is not None:  # a frozen weight has no update to change
+                change = e.weight_gradient.mul_(sensitivity)
+                weighted, common = squared_norm(change), sketcher.of_matrix(change)
+            found.sketches.append(common)
+            found.errors.append(torch.stack([e.grad_square, square, weighted]))
+        return found
 
     def _amax(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor] | None:
         if not any(needs_tensor_amax(get_format(name)) for name in self.settings.formats):
@@ -280,8 +312,3 @@ def _joined_sums(partial: list[torch.Tensor], axis: TensorAxis) -> _OutputSums:
     for i in range(1, len(partial)):
         sums.add(sum_over(partial[i], axis.group), exact)
     return sums
-
-
-def _inner(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """<a, b> of two [M, N], FP64; each token summed in FP32, without a product in memory."""
-    return torch.einsum("mn,mn->m", a, b).sum(dtype=torch.float64)

@@ -61,8 +61,12 @@ class PassRunner(Protocol):
     def run(self, observer: Observer) -> PassResult:
         """Run one pass with `observer` on every planned linear, all of them in BF16.
 
-        Gradients are discarded; RNG states, buffers and the data's order are as before.
+        Gradients are discarded; RNG states, buffers and the data's order are as before. What the
+        linears' spare memory holds stays.
         """
+
+    def finish(self) -> None:
+        """Take the spare memory back; called after `prepare`, whatever happened meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +101,17 @@ def measure(
     Raises:
         RemoteFailure: on every rank, if measuring failed on any; weights are as before.
     """
-    topology = inputs.topology
     runner.prepare()
+    try:
+        return _measure(inputs, settings, runner)
+    finally:
+        runner.finish()
+
+
+def _measure(
+    inputs: RefreshInputs, settings: MeasureSettings, runner: PassRunner
+) -> StatisticsTable:
+    topology = inputs.topology
     sensitivity = gather_sensitivity(inputs.trained, inputs.optimizer, topology)
     recorder = Recorder(settings, topology, {i: s.d for i, s in sensitivity.items()})
     result = runner.run(recorder)

@@ -1,9 +1,9 @@
 """D for every planned weight, whole on every rank that holds the weight, and |update|^2.
 
 With a distributed optimizer each data rank owns the moments of a range only; ranges are put into
-a zero-filled buffer of the weight's dtype and added over the data axis, which is exact (every
-element comes from one rank). The buffers are the refresh's one BF16 copy of the stage's weights;
-the probe later keeps the original weights in them.
+a zero-filled buffer and added over the data axis, which is exact (every element comes from one
+rank). The probe later keeps the original weights in the buffers. They are a copy of the stage's
+weights; where measuring passes form no gradient of a weight, the gradient's memory serves.
 
 Everything that can fail on one rank alone (reading the optimizer, making the buffers) comes first
 and is agreed on; what is left are sums in which all ranks take part.
@@ -30,10 +30,13 @@ class PlannedWeight:
     Attributes:
         placement: which linear and shard.
         weight: the parameter, [N, K] of this shard.
+        spare: [N, K], FP32 or the weight's dtype: memory that is anybody's between the passes'
+            `prepare` and `finish`; None: there is none.
     """
 
     placement: Placement
     weight: torch.nn.Parameter
+    spare: torch.Tensor | None = None
 
 
 @dataclass
@@ -41,7 +44,8 @@ class Sensitivity:
     """How one weight's update depends on its gradient.
 
     Attributes:
-        d: D [N, K], the weight's dtype; ones where the optimizer has no moments yet.
+        d: D [N, K], as the weight's dtype holds it, in the spare memory if there is any; ones where
+            the optimizer has no moments yet.
         update_square: |update|^2 over the whole linear, or None where there are no moments (then
             the gradient's own norm, known after pass A, takes its place).
         direction_square: |D|^2 over the whole linear.
@@ -69,14 +73,15 @@ def gather_sensitivity(
     Raises:
         RemoteFailure: on every rank, if one cannot read or hold its part.
     """
-    sharded, parts = attempt(
+    sharded, parts, scratch = attempt(
         "reading the optimizer's state",
         lambda: _own_parts(weights, optimizer, topology),
         topology.control,
     )
     if sharded:
         for instance, planned in weights.items():
-            sum_over(parts[instance][0], topology.data_axis(planned.placement).group)
+            group = topology.data_axis(planned.placement).group
+            _sum_parts(parts[instance][0], scratch.get(planned.weight.dtype), group)
     scalars = {instance: part[1] for instance, part in parts.items()}
     _sum_scalars(weights, scalars, topology, sharded)
     return {
@@ -91,26 +96,45 @@ _Part = tuple[torch.Tensor, torch.Tensor]
 
 def _own_parts(
     weights: Mapping[str, PlannedWeight], optimizer: Any, topology: Topology
-) -> tuple[bool, dict[str, _Part]]:
-    """Return whether moments are sharded, and this rank's part of each weight."""
+) -> tuple[bool, dict[str, _Part], dict[torch.dtype, torch.Tensor]]:
+    """Return whether moments are sharded, this rank's part of each weight, and scratch memory.
+
+    Parts travel in the weights' dtype, through the scratch memory where their buffers have another.
+    """
     shards = adam_shards(optimizer)
     sharded = is_sharded(optimizer)
     parts = {}
     for instance, planned in weights.items():
         # Of the ranks that hold a weight, one counts it.
         counts = not sharded or topology.data_axis(planned.placement).rank == 0
-        parts[instance] = _own_part(planned.weight, shards.get(planned.weight), counts)
-    return sharded, parts
+        parts[instance] = _own_part(planned, shards.get(planned.weight), counts)
+    scratch: dict[torch.dtype, torch.Tensor] = {}
+    for instance, planned in weights.items() if sharded else ():
+        dtype, size = planned.weight.dtype, planned.weight.numel()
+        enough = dtype in scratch and scratch[dtype].numel() >= size
+        if parts[instance][0].dtype != dtype and not enough:
+            scratch[dtype] = planned.weight.new_empty(size)
+    return sharded, parts, scratch
 
 
-def _own_part(weight: torch.Tensor, shard: AdamShard | None, counts: bool) -> _Part:
-    buffer = torch.zeros_like(weight.data)
+def _sum_parts(buffer: torch.Tensor, scratch: torch.Tensor | None, group: Any) -> None:
+    """All ranks of a data axis: add their parts of one weight's D, in place."""
+    if scratch is None or scratch.dtype == buffer.dtype:
+        sum_over(buffer, group)
+    else:
+        part = scratch[: buffer.numel()].view_as(buffer)
+        buffer.copy_(sum_over(part.copy_(buffer), group))
+
+
+def _own_part(planned: PlannedWeight, shard: AdamShard | None, counts: bool) -> _Part:
+    weight, spare = planned.weight, planned.spare
+    buffer = torch.zeros_like(weight.data) if spare is None else spare.zero_()
     scalars = torch.zeros(4, dtype=torch.float64, device=weight.device)
     d = shard.sensitivity() if shard is not None else None
     if shard is not None and d is not None:
         update = shard.update()
         assert update is not None
-        own = buffer.view(-1)[shard.start : shard.end].copy_(d)
+        own = buffer.view(-1)[shard.start : shard.end].copy_(d.to(weight.dtype))
         scalars[0] = shard.end - shard.start
         scalars[1] = _square(update)
         scalars[2] = _square(own)

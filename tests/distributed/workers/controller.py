@@ -200,7 +200,7 @@ def measuring_faults(layout_values: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def _failing(where: str) -> Iterator[None]:
     module: Any = recorder if where == "pass A" else refresh
-    name = "format_errors" if where == "pass A" else "perturb"
+    name = "fprop_error" if where == "pass A" else "perturb"
     original = getattr(module, name)
     calls: list[int] = []
 

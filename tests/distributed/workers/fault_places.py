@@ -70,7 +70,7 @@ def not_a_number(call: Callable[[], Any]) -> Any:
 DUE = (Refresher, "_measured")
 PREPARE = (refresher, "MeasuringPasses")
 MOMENTS = (sensitivity, "_own_part")
-PASS_A = (recorder, "format_errors")
+PASS_A = (recorder, "fprop_error")
 PASS_B = (probe.Comparer, "_compare")
 REDUCE = (reduce, "_local_table")
 SUBMIT = (SolverProcess, "submit")

@@ -50,14 +50,14 @@ def _topology(axis: str) -> Topology:
 
 def failing(kinds: list[str]) -> dict[str, str]:
     """Rank 1 cannot measure; pass A's collectives go on in step, then all ranks raise."""
-    original = recorder.format_errors
+    original = recorder.fprop_error
 
     def fail(*args: Any) -> Any:
         if dist.get_rank() == 1:
             raise RuntimeError("no memory here")
         return original(*args)
 
-    recorder.format_errors = fail  # type: ignore[assignment]
+    recorder.fprop_error = fail  # type: ignore[assignment]
     raised = {}
     try:
         for kind in kinds:
@@ -69,7 +69,7 @@ def failing(kinds: list[str]) -> dict[str, str]:
             except RemoteFailure as error:
                 raised[kind] = str(error)
     finally:
-        recorder.format_errors = original
+        recorder.fprop_error = original
     return raised
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_snip.linears.layout import current_topology
+from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.seam import PlannedLinear
 from megatron_snip.patches import cpu
 from megatron_snip.statistics import recorder, refresh
 from megatron_snip.statistics.recorder import Recorder
@@ -34,13 +38,13 @@ SNIP = {
 }
 
 
-@pytest.fixture
-def trainer() -> Iterator[Trainer]:
-    """One rank."""
+@contextmanager
+def one_rank(model: dict[str, Any]) -> Iterator[Trainer]:
+    """A trainer in this process."""
     installed = cpu.install()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with layout(MODEL) as made:
+        with layout(model) as made:
             yield made
     finally:
         dist.destroy_process_group()
@@ -48,10 +52,17 @@ def trainer() -> Iterator[Trainer]:
             cpu.uninstall()
 
 
+@pytest.fixture
+def trainer() -> Iterator[Trainer]:
+    """One rank."""
+    with one_rank(MODEL) as made:
+        yield made
+
+
 def test_what_does_not_fit_is_tried_once_with_a_quarter(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured, calls, held = recorder.format_errors, [], []
+    measured, calls, held = recorder.fprop_error, [], []
 
     def short_of_memory(*args: Any) -> Any:
         calls.append(1)
@@ -69,7 +80,7 @@ def test_what_does_not_fit_is_tried_once_with_a_quarter(
     controller = trainer.controller(SNIP)
     trainer.advance(1, controller)
     with monkeypatch.context() as patch:
-        patch.setattr(recorder, "format_errors", short_of_memory)
+        patch.setattr(recorder, "fprop_error", short_of_memory)
         patch.setattr(refresh, "Recorder", Watched)
         trainer.advance(1, controller)
     controller.close()
@@ -103,3 +114,28 @@ def test_refreshes_leave_no_tensor_behind(trainer: Trainer) -> None:
         assert live_bytes() == before
     assert len(trainer.reporter.refreshes) == 14
     controller.close()
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_gradients_memory_serves_as_well_as_memory_of_its_own(
+    bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit the same statistics and training; two probes fill the buffers twice."""
+    results = []
+    for own in (False, True):
+        if own:
+            monkeypatch.setattr(PlannedLinear, "spare", None)
+        with one_rank({**MODEL, "bf16": bf16}) as trainer:
+            controller = trainer.controller({**SNIP, "probes": 2})
+            trainer.advance(3, controller)
+            tables = [r.statistics.to_json() for r in trainer.reporter.refreshes]
+            controller.close()
+            chunks = list(trainer.state.runner.model)
+            planned = PlannedModel(chunks, current_topology(), 0).weights().values()
+            assert [w.spare is not None for w in planned] == [not own] * 4
+            weights = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
+        results.append((tables, weights))
+    (tables, weights), (own_tables, own_weights) = results
+    assert len(tables) == 3
+    assert tables == own_tables
+    assert all(torch.equal(a, b) for a, b in zip(weights, own_weights, strict=True))

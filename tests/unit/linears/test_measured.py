@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 
-from megatron_snip.linears.measured import without_wgrad
+from megatron_snip.linears.measured import Elsewhere, spare_memory, without_wgrad
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.passes import MeasuringPasses
 from megatron_snip.statistics.tap import tap
@@ -33,7 +33,7 @@ def plain(input: Any, weight: Any, bias: Any, **_: Any) -> torch.Tensor:
 
 def test_only_the_input_gets_a_gradient() -> None:
     kwargs, grad = call(), torch.randn(5, 48)
-    output = without_wgrad(plain, kwargs)
+    output = without_wgrad(plain, kwargs, Elsewhere())
     output.backward(grad)
     assert torch.equal(output, plain(**kwargs))
     torch.testing.assert_close(kwargs["input"].grad, grad @ kwargs["weight"].detach())
@@ -46,15 +46,75 @@ def test_only_the_input_gets_a_gradient() -> None:
 )
 def test_what_the_frozen_linear_refuses_runs_as_ever(changes: dict[str, Any]) -> None:
     kwargs = call(**changes)
-    without_wgrad(plain, kwargs).sum().backward()
+    without_wgrad(plain, kwargs, Elsewhere()).sum().backward()
     assert kwargs["weight"].grad is not None
 
 
 def test_behind_frozen_layers_the_weight_keeps_the_graph_alive() -> None:
     """Without any gradient the backward, in which statistics are taken, would not come."""
     kwargs = call(input=torch.randn(5, 64))
-    without_wgrad(plain, kwargs).sum().backward()
+    without_wgrad(plain, kwargs, Elsewhere()).sum().backward()
     assert kwargs["weight"].grad is not None
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_gradient_that_is_formed_all_the_same_goes_elsewhere(enabled: bool) -> None:
+    kwargs, elsewhere = call(input=torch.randn(5, 64)), Elsewhere()
+    weight = kwargs["weight"]
+    weight.main_grad = lent = torch.full_like(weight, 7.0)
+
+    def add(gradient: torch.Tensor) -> None:
+        weight.main_grad.add_(gradient)
+
+    weight.register_hook(add)
+    with elsewhere.watched():
+        with torch.set_grad_enabled(enabled):  # off: the first forward of a recomputed layer
+            output = without_wgrad(plain, kwargs, elsewhere)
+        assert (weight.main_grad is lent) is not enabled
+        if enabled:
+            output.sum().backward()
+            assert weight.main_grad.abs().sum() > 0
+    assert weight.main_grad is lent
+    assert torch.equal(lent, torch.full_like(lent, 7.0))
+
+
+def test_which_memory_is_spare() -> None:
+    weight = torch.nn.Parameter(torch.randn(4, 6, dtype=torch.bfloat16))
+    assert spare_memory(weight) is None
+    buffer = torch.zeros(100)
+    for gradient, spare in [
+        (buffer[8:32].view(4, 6), True),
+        (torch.zeros(4, 6, dtype=torch.bfloat16), True),
+        (torch.zeros(4, 6, dtype=torch.float16), False),  # BF16 does not fit into it
+        (torch.zeros(6, 4).t(), False),
+        (torch.zeros(4, 5), False),
+        (torch.zeros(4, 6, device="meta"), False),
+        (None, False),
+    ]:
+        weight.main_grad = gradient  # type: ignore[attr-defined]
+        assert (spare_memory(weight) is gradient) is (spare or gradient is None)
+
+
+def test_lent_memory_is_left_alone_until_the_end(make_model: MakeModel) -> None:
+    model = make_model()
+    under = PlannedModel([model], Topology(), seed=0)
+    under.install()
+    zeroed: list[int] = []
+    model.zero_grad_buffer = lambda: zeroed.append(1)
+    for linear in under.linears:
+        linear.weight.main_grad = torch.full(linear.weight.shape, 7.0)  # type: ignore[attr-defined]
+    weights = under.weights().values()
+    assert all(w.spare is w.weight.main_grad for w in weights)  # type: ignore[attr-defined]
+    passes = MeasuringPasses(training(model), under.runtime, 2)
+    passes.prepare()
+    passes.run(Tapping())
+    assert zeroed == []
+    assert all(torch.equal(w.spare, torch.full_like(w.spare, 7.0)) for w in weights)  # type: ignore[arg-type]
+    passes.finish()
+    assert zeroed == [1]
+    passes.run(Tapping())
+    assert zeroed == [1, 1]
+    under.uninstall()
 
 
 def test_megatrons_own_linears_are_the_same_bit_by_bit(
@@ -78,7 +138,9 @@ def test_megatrons_own_linears_are_the_same_bit_by_bit(
         results = []
         for measuring in (False, True):
             if measuring:
-                linear._forward_impl = lambda inner=inner, **kwargs: without_wgrad(inner, kwargs)
+                linear._forward_impl = lambda inner=inner, **kwargs: without_wgrad(
+                    inner, kwargs, Elsewhere()
+                )
             given = x.clone().requires_grad_()
             output, _ = linear(given)
             output.backward(grad)

@@ -75,6 +75,9 @@ class Network:
     def prepare(self) -> None:
         self.prepared += 1
 
+    def finish(self) -> None:
+        self.prepared -= 1
+
     def run(self, observer: Observer) -> PassResult:
         """See `PassRunner.run`."""
         self.passes.append(observer)

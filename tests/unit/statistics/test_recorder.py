@@ -85,7 +85,7 @@ def test_a_failure_is_noted_and_training_goes_on(monkeypatch: pytest.MonkeyPatch
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(recorder_module, "format_errors", fail)
+    monkeypatch.setattr(recorder_module, "fprop_error", fail)
     recorder = Recorder(SETTINGS, Topology(), {})
     recorder.record(PLACEMENT, operands())
     recorder.record(PLACEMENT, operands())
