@@ -204,6 +204,7 @@ class Recorder:
                 found.partial.append(e.output)
             else:
                 found.sums.add(e.output, exact)
+            del e  # before the next format's is formed
         return found
 
     def _measure_wgrad(self, placement: Placement, operands: Operands, microbatch: int) -> _Wgrad:
@@ -219,8 +220,10 @@ class Recorder:
             if sensitivity is not None:  # a frozen weight has no update to change
                 change = e.weight_gradient.mul_(sensitivity)
                 weighted, common = squared_norm(change), sketcher.of_matrix(change)
+                del change
             found.sketches.append(common)
             found.errors.append(torch.stack([e.grad_square, square, weighted]))
+            del e  # before the next format's is formed
         return found
 
     def _amax(self, operands: Operands) -> tuple[torch.Tensor, torch.Tensor] | None:
