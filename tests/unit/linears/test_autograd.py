@@ -6,13 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from scipy.linalg import hadamard
 from torch.utils.checkpoint import checkpoint
 
 from megatron_snip.linears import gemms, native
 from megatron_snip.linears.autograd import LinearCall, QuantizedLinear
 from megatron_snip.options import Option
-from megatron_snip.quantizers import StochasticStream, StreamKey
-from megatron_snip.types import Gemm
+from megatron_snip.quantizers import (
+    HadamardTransform,
+    StochasticStream,
+    StreamKey,
+    quantize_dequantize_operand,
+)
+from megatron_snip.types import Gemm, Operand
 
 FP4 = Option.uniform("fp4")
 STREAM = StochasticStream(StreamKey(0, "linear", 0, 0))
@@ -161,6 +167,33 @@ def test_native_gradients_are_those_of_the_simulated_gemms(option: str, dtype: t
     for ours, theirs in zip(*results, strict=True):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * 10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rotated_wgrad_beside_native_gemms(dtype: torch.dtype) -> None:
+    """No kernel rotates, so of fp4_rht two GEMMs are native and one is simulated."""
+    x, w, _, g = tensors(dtype)
+    option = Option.uniform("fp4_rht")
+    two = LinearCall(
+        option, lambda: STREAM, False, False, False, None, frozenset({Gemm.FPROP, Gemm.DGRAD})
+    )
+    leaves = [t.clone().requires_grad_() for t in (x, w)]
+    plain = [t.clone().requires_grad_() for t in (x, w)]
+    y, wanted = run(*leaves, None, two), run(*plain, None, native_call("fp4"))
+    y.backward(g)
+    wanted.backward(g)
+    assert torch.equal(y, wanted)
+    assert torch.equal(leaves[0].grad, plain[0].grad)  # type: ignore[arg-type]
+    mixing = torch.from_numpy(hadamard(16) / 4.0).float() * HadamardTransform(16).signs()
+    by_hand = []
+    for tensor, operand in ((g, Operand.GRAD_OUTPUT), (x, Operand.INPUT)):
+        tokens = tensor.reshape(24, -1).float()
+        rotated = torch.cat([mixing @ tokens[:16], tokens[16:]])  # 8 are less than a run
+        by_hand.append(
+            quantize_dequantize_operand(rotated, "fp4", operand, Gemm.WGRAD, stream=STREAM)
+        )
+    torch.testing.assert_close(leaves[1].grad, (by_hand[0].t() @ by_hand[1]).to(dtype))
+    assert not torch.allclose(leaves[1].grad, plain[1].grad)  # type: ignore[arg-type]
 
 
 def test_native_gradients_are_added_in_fp32() -> None:
