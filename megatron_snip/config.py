@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from megatron_snip.errors import UsageError
-from megatron_snip.formats import lowest_precision
+from megatron_snip.formats import get_format, lowest_precision
 from megatron_snip.options import Granularity, Option, enumerate_options
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -237,6 +237,12 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
     def lowest_format(self) -> str:
         """Name of the lowest precision on offer: what `efficiency_target` counts."""
         return lowest_precision(self.formats).name
+
+    @property
+    def lowest_formats(self) -> str:
+        """All formats on offer that count towards the target, for people: `fp4`, `fp4/fp4_rht`."""
+        bits = get_format(self.lowest_format).bits
+        return "/".join(n for n in dict.fromkeys(self.formats) if get_format(n).bits == bits)
 
     @property
     def pin_pairs(self) -> tuple[tuple[str, Option], ...]:

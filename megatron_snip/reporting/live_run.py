@@ -59,9 +59,9 @@ class LiveRun:
         return self._planned
 
     @property
-    def lowest_format(self) -> str:
+    def lowest_formats(self) -> str:
         """What the low-precision share counts."""
-        return "low precision" if self._snip is None else self._snip.lowest_format
+        return "low precision" if self._snip is None else self._snip.lowest_formats
 
     @property
     def next_refresh(self) -> int | None:

@@ -171,7 +171,7 @@ def _numbers(run: LiveRun, ascii_only: bool) -> RenderableType:
         note = f"at step {checked[-1]}"
         table.add_row("validation", number(metrics.last("validation_loss")), Text(note, "dim"))
     share = metrics.last("lowest_precision_fraction")
-    table.add_row(f"FLOPs in {run.lowest_format}", percent(share), _upcoming(run))
+    table.add_row(f"FLOPs in {run.lowest_formats}", percent(share), _upcoming(run))
     speed = metrics.last("tokens_per_s")
     if speed is not None:
         table.add_row("tokens/s", f"{speed:,.0f}", _overhead(metrics))

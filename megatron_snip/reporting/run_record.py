@@ -90,9 +90,9 @@ class RunRecord:
         return planned_steps(self.config)
 
     @property
-    def lowest_format(self) -> str:
+    def lowest_formats(self) -> str:
         """What `lowest_precision_fraction` counts."""
-        return "lowest precision" if self.snip is None else self.snip.lowest_format
+        return "lowest precision" if self.snip is None else self.snip.lowest_formats
 
     @property
     def target(self) -> float | None:

@@ -43,7 +43,7 @@ def describe(config: TrainConfig, metrics: dict[str, Any]) -> str:
     words.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
     if config.snip.enabled:
         share = metrics["lowest_precision_fraction"]
-        words.append(f"{config.snip.lowest_format} {100 * share:.0f}%")
+        words.append(f"{config.snip.lowest_formats} {100 * share:.0f}%")
     return "  ".join(words)
 
 

@@ -162,7 +162,9 @@ def test_a_run_that_makes_no_plans_has_no_lag() -> None:
 def test_what_follows_from_the_fields() -> None:
     config = SnipConfig(formats=("fp4", "fp8"), pins=("a.*=fp8", "b=c=fp4"))
     assert [str(option) for option in config.options] == ["fp8", "fp4"]
-    assert config.lowest_format == "fp4"
+    assert config.lowest_format == config.lowest_formats == "fp4"
+    several = SnipConfig(formats=("bf16", "fp4_rht", "fp8", "fp4"))
+    assert several.lowest_formats == "fp4_rht/fp4"  # as many bits count alike
     assert config.pin_pairs == (
         ("a.*", Option.uniform("fp8")),
         ("b=c", Option.uniform("fp4")),

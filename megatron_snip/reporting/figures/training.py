@@ -71,7 +71,7 @@ def precision_share(canvas: Canvas, runs: Sequence[RunRecord]) -> Figure:
             line["color"] = format_color(run.snip.lowest_format, canvas.theme)
         steps, shares = run.metrics.column("lowest_precision_fraction")
         name = (
-            run.lowest_format if len(runs) == 1 else f"{label_of(run.name)} ({run.lowest_format})"
+            run.lowest_formats if len(runs) == 1 else f"{label_of(run.name)} ({run.lowest_formats})"
         )
         axes.plot(*_staircase(steps, shares), **line, linewidth=1.8, label=name)
     targets = {run.target: k for k, run in reversed(list(enumerate(runs))) if run.target}

@@ -58,7 +58,7 @@ def tiles(run: RunRecord) -> tuple[Tile, ...]:
         Tile("training loss", number(metrics.last("loss")), f"at step {metrics.last_step}"),
         Tile("validation loss", number(metrics.last("validation_loss")), _validated_at(run)),
         Tile(
-            f"linear FLOPs in {run.lowest_format}",
+            f"linear FLOPs in {run.lowest_formats}",
             percent(share),
             "" if target is None else f"target {percent(target)}",
         ),

@@ -43,7 +43,7 @@ def test_a_run_is_read_as_it_was_told(whole: Path) -> None:
     assert record.plan is not None and record.plan.step == 18
     assert record.problem_step == 18 and record.divergences is not None
     assert record.divergences.step == 18 and record.target == 0.6
-    assert record.lowest_format == "fp4"
+    assert record.lowest_formats == "fp4"
     assert record.versions["python"] is not None
 
 
