@@ -9,8 +9,8 @@ runs all the same, it is sent elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -48,14 +48,25 @@ class Elsewhere:
             weight.main_grad = torch.zeros_like(gradient)  # type: ignore[attr-defined]
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Within, gradients may be sent; afterwards all have their own memory again."""
-        try:
-            yield
-        finally:
-            for weight, gradient in self._own.items():
-                weight.main_grad = gradient  # type: ignore[attr-defined]
-            self._own.clear()
+    def watched(self, weights: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+        """Within, gradients may be sent; afterwards all have their own memory again.
+
+        Args:
+            weights: whose gradients are sent by themselves, should any come on a way of their own
+                (a penalty on weights in the loss).
+        """
+        with ExitStack() as hooks:
+            for weight in weights:
+                if weight.requires_grad:
+                    untyped: Any = weight
+                    handle = untyped.register_hook(lambda _, weight=weight: self.send(weight))
+                    hooks.callback(handle.remove)
+            try:
+                yield
+            finally:
+                for weight, gradient in self._own.items():
+                    weight.main_grad = gradient  # type: ignore[attr-defined]
+                self._own.clear()
 
 
 def without_wgrad(

@@ -66,6 +66,9 @@ class PlannedModel:
             self.machine = agreed(self.machine, topology.control)
             _warn_of_hopper(self.machine)
         self.linears = _planned(found, self.runtime, backend, self.machine)
+        self.runtime.without_wgrad = [
+            linear.weight for linear in self.linears if isinstance(linear, PlannedLinear)
+        ]
         self._fresh = _fresh_weights(self.chunks, self.linears)
         self.all_linears: tuple[LinearInfo, ...] = global_linears([p for _, p in found], topology)
         if not self.all_linears:
@@ -102,9 +105,15 @@ class PlannedModel:
         return changed
 
     def weights(self) -> dict[str, PlannedWeight]:
-        """This rank's planned weights, by instance, in model order."""
+        """This rank's planned weights, by instance, in model order.
+
+        Their gradients' memory is spare where DDP can zero it afterwards.
+        """
+        zeroes = all(hasattr(chunk, "zero_grad_buffer") for chunk in self.chunks)
         return {
-            linear.placement.instance: PlannedWeight(linear.placement, linear.weight, linear.spare)
+            linear.placement.instance: PlannedWeight(
+                linear.placement, linear.weight, linear.spare if zeroes else None
+            )
             for linear in self.linears
         }
 

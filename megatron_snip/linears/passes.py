@@ -152,7 +152,8 @@ def _no_trace(chunks: Sequence[Any], config: Any, lent: bool) -> Iterator[None]:
         stack.enter_context(_without_hooks(config))
         stack.enter_context(_unvalidated())
         for chunk in chunks:
-            _gather_parameters(chunk)
+            if not lent:  # `prepare` has; again, it might go through the gradients' memory
+                _gather_parameters(chunk)
             if hasattr(chunk, "no_sync"):
                 stack.enter_context(chunk.no_sync())
         yield

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import torch
+
 from megatron_snip.linears.kept_weights import KeptWeights
 from megatron_snip.linears.measured import Elsewhere
 from megatron_snip.quantizers import StochasticStream
@@ -37,6 +39,7 @@ class Runtime:
         observer: watches every linear's forward and backward, or None.
         kept: weights quantized for the training pass under way.
         elsewhere: where measuring passes send gradients.
+        without_wgrad: weights whose gradients measuring passes do not form.
     """
 
     topology: Topology
@@ -47,6 +50,7 @@ class Runtime:
     observer: Observer | None = None
     kept: KeptWeights = field(default_factory=KeptWeights)
     elsewhere: Elsewhere = field(default_factory=Elsewhere)
+    without_wgrad: list[torch.nn.Parameter] = field(default_factory=list)
 
     def begin_pass(self, step: int) -> None:
         """A training forward-backward of `step` begins; microbatches count from 0 again."""
@@ -61,7 +65,7 @@ class Runtime:
         self.kept.close()  # whoever observes may change weights as well
         self.mode, self.observer = Mode.BF16, observer
         try:
-            with self.elsewhere.watched():
+            with self.elsewhere.watched(self.without_wgrad):
                 yield
         finally:
             self.mode, self.observer = before

@@ -139,3 +139,48 @@ def test_gradients_memory_serves_as_well_as_memory_of_its_own(
     assert len(tables) == 3
     assert tables == own_tables
     assert all(torch.equal(a, b) for a, b in zip(weights, own_weights, strict=True))
+
+
+def test_a_penalty_on_weights_in_the_loss_stays_out_of_what_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its gradient comes past the linears, while the original weights lie in gradients' memory."""
+    restored: list[bool] = []
+    with one_rank({**MODEL, "bf16": True}) as trainer:
+        runner = trainer.state.runner
+        schedule, names = runner.function, runner.model[0].named_parameters()
+        (penalized,) = (p for name, p in names if name.endswith("linear_fc1.weight"))
+
+        def with_penalty(**kwargs: Any) -> Any:
+            forward_step = kwargs["forward_step_func"]
+
+            def step(*args: Any) -> Any:
+                output, loss_of = forward_step(*args)
+
+                def loss(result: Any) -> Any:
+                    total, tokens, report = loss_of(result)
+                    return total + tokens * 0.1 * penalized.float().square().sum(), tokens, report
+
+                return output, loss
+
+            return schedule(**{**kwargs, "forward_step_func": step})
+
+        monkeypatch.setattr(type(runner), "function", property(lambda _: with_penalty))
+        controller = trainer.controller(SNIP)
+        restore, perturb = refresh.restore, refresh.perturb
+        before: dict[int, torch.Tensor] = {}
+
+        def remember(probed: Any, *args: Any) -> Any:
+            before[id(probed.weight)] = probed.weight.detach().clone()
+            return perturb(probed, *args)
+
+        def compare(probed: Any) -> None:
+            restore(probed)
+            restored.append(torch.equal(probed.weight, before[id(probed.weight)]))
+
+        monkeypatch.setattr(refresh, "perturb", remember)
+        monkeypatch.setattr(refresh, "restore", compare)
+        trainer.advance(2, controller)
+        assert len(trainer.reporter.refreshes) == 2
+        controller.close()
+    assert restored == [True] * 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from megatron.core.tensor_parallel import layers
 from megatron_snip.linears.measured import Elsewhere, spare_memory, without_wgrad
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.passes import MeasuringPasses
+from megatron_snip.linears.runtime import Runtime
 from megatron_snip.statistics.tap import tap
 from megatron_snip.topology import Topology
 from tests.unit.linears.conftest import MakeModel
@@ -67,7 +69,7 @@ def test_a_gradient_that_is_formed_all_the_same_goes_elsewhere(enabled: bool) ->
         weight.main_grad.add_(gradient)
 
     weight.register_hook(add)
-    with elsewhere.watched():
+    with elsewhere.watched([]):
         with torch.set_grad_enabled(enabled):  # off: the first forward of a recomputed layer
             output = without_wgrad(plain, kwargs, elsewhere)
         assert (weight.main_grad is lent) is not enabled
@@ -76,6 +78,42 @@ def test_a_gradient_that_is_formed_all_the_same_goes_elsewhere(enabled: bool) ->
             assert weight.main_grad.abs().sum() > 0
     assert weight.main_grad is lent
     assert torch.equal(lent, torch.full_like(lent, 7.0))
+
+
+def test_a_gradient_that_comes_past_the_linear_goes_elsewhere() -> None:
+    """A penalty on weights in the loss; DDP's hook adds what it gives to `main_grad`."""
+    weights = [torch.nn.Parameter(torch.randn(4, 6)) for _ in range(2)]
+    weights[1].requires_grad_(False)
+    weight: Any = weights[0]
+    weight.main_grad = lent = torch.full_like(weight, 7.0)
+
+    def add(parameter: Any) -> None:
+        parameter.main_grad.add_(parameter.grad)
+
+    weight.register_post_accumulate_grad_hook(add)
+    with Elsewhere().watched(weights):
+        assert weight.main_grad is lent  # no memory before there is a need
+        weight.square().sum().backward()
+        assert torch.equal(weight.main_grad, 2 * weight.detach())
+    assert weight.main_grad is lent
+    assert torch.equal(lent, torch.full_like(lent, 7.0))
+    weight.grad = None
+    weight.square().sum().backward()
+    assert torch.equal(lent, 7.0 + 2 * weight.detach())
+
+
+def test_operands_by_position_send_the_gradient_elsewhere(make_model: MakeModel) -> None:
+    """Megatron passes them by keyword; what is passed otherwise runs as it is."""
+    under = PlannedModel([make_model()], Topology(), seed=0)
+    (linear, *_) = under.linears
+    weight: Any = linear.weight
+    weight.main_grad = lent = torch.zeros(weight.shape)
+    linear._original = lambda x, w: x @ w.t()
+    x = torch.randn(3, weight.shape[1], requires_grad=True)
+    with under.runtime.observing(Tapping()):
+        linear._forward(x, weight)
+        assert weight.main_grad is not lent
+    assert weight.main_grad is lent
 
 
 def test_which_memory_is_spare() -> None:
@@ -114,7 +152,24 @@ def test_lent_memory_is_left_alone_until_the_end(make_model: MakeModel) -> None:
     assert zeroed == [1]
     passes.run(Tapping())
     assert zeroed == [1, 1]
+    del model.zero_grad_buffer  # nobody would zero what lies there
+    assert [w.spare for w in under.weights().values()] == [None] * len(weights)
     under.uninstall()
+
+
+def test_parameters_are_gathered_before_memory_is_lent_only(make_model: MakeModel) -> None:
+    """Some optimizers' parameters are gathered through the gradients' memory."""
+    model: Any = make_model()
+    gathered: list[dict[str, Any]] = []
+    model.ddp_config = SimpleNamespace(overlap_param_gather=True)
+    model.start_param_sync = lambda **kwargs: gathered.append(kwargs)
+    passes = MeasuringPasses(training(model), Runtime(Topology(), 0), 2)
+    passes.prepare()
+    passes.run(Tapping())
+    assert gathered == [{"force_sync": True}]
+    passes.finish()
+    passes.run(Tapping())
+    assert len(gathered) == 2
 
 
 def test_megatrons_own_linears_are_the_same_bit_by_bit(

@@ -100,6 +100,7 @@ def test_the_perturbation_has_the_size_that_was_asked_for(network: Network) -> N
     size = float(sum(b.square().sum() for b in before)) ** 0.5
     assert seen == [pytest.approx(0.02 * size, rel=1e-3)]
     assert all(torch.equal(w, b) for w, b in zip(network.weights, before, strict=True))
+    assert network.prepared == 0
 
 
 def test_first_order_is_the_slope_of_the_loss(network: Network) -> None:
@@ -213,6 +214,7 @@ def test_a_failure_leaves_the_weights_as_they_were(
     with pytest.raises(RemoteFailure, match="RuntimeError: late"):
         network.measure()
     assert all(torch.equal(w, b) for w, b in zip(network.weights, before, strict=True))
+    assert network.prepared == 0
 
 
 def test_a_pass_that_raises_leaves_the_weights_as_they_were() -> None:
@@ -228,6 +230,7 @@ def test_a_pass_that_raises_leaves_the_weights_as_they_were() -> None:
     with pytest.raises(MemoryError):
         Failing(**vars(network)).measure()
     assert all(torch.equal(w, b) for w, b in zip(network.weights, before, strict=True))
+    assert network.prepared == 0
 
 
 def test_nan_in_the_weights_gives_the_measurement_up() -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_snip.statistics.optimizer_state import adam_shards
-from megatron_snip.statistics.sensitivity import gather_sensitivity
-from megatron_snip.topology import Topology
+from megatron_snip.statistics.optimizer_state import AdamShard, adam_shards
+from megatron_snip.statistics.sensitivity import (
+    PlannedWeight,
+    _own_part,
+    gather_sensitivity,
+)
+from megatron_snip.topology import Placement, Topology
 from tests.unit.statistics.network import NAMES, Network
 
 
@@ -68,3 +72,16 @@ def test_the_optimizer_and_the_weights_are_only_read() -> None:
     after = [t for s in network.optimizer.state.values() for t in s.values()]
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(network.weights, weights, strict=True))
+
+
+def test_what_spare_memory_held_does_not_count() -> None:
+    """A rank with a shard of the moments leaves zeros elsewhere: parts are added over ranks."""
+    weight = torch.nn.Parameter(torch.randn(4, 6, dtype=torch.bfloat16))
+    placement = Placement("l", 0, "column", 6, 4)
+    spare = torch.full((4, 6), 7.0)
+    shard = AdamShard(6, 18, torch.ones(12), torch.rand(12), 3, (0.9, 0.95), 1e-8)
+    found, _ = _own_part(PlannedWeight(placement, weight, spare), shard, True)
+    own, _ = _own_part(PlannedWeight(placement, weight), shard, True)
+    assert found is spare and own.dtype == torch.bfloat16
+    assert torch.equal(found, own.float())
+    assert found.count_nonzero() == 12
