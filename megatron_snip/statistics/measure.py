@@ -148,11 +148,11 @@ def token_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         b: likewise.
 
     Returns:
-        [rows], FP64. Only some rows at a time are made FP32.
+        [rows], FP64 (each row summed in FP32). Only some rows at a time are made FP32.
     """
     step = max(1, _PIECE // max(a.shape[-1], 1))
     pieces = zip(torch.split(a, step), torch.split(b, step), strict=True)
-    return torch.cat([(x.float() * y).sum(-1, dtype=torch.float64) for x, y in pieces])
+    return torch.cat([(x.float() * y).sum(-1) for x, y in pieces]).double()
 
 
 _PIECE = 1 << 20
