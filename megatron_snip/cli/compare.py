@@ -19,6 +19,8 @@ from rich import box
 from rich.table import Table as RichTable
 
 from megatron_snip.cli.plan_tables import plain_console
+from megatron_snip.comparison.measured_rates import check_covers
+from megatron_snip.comparison.outcome import Outcome
 from megatron_snip.comparison.pool import Event, Pool
 from megatron_snip.comparison.process import TrainingProcess
 from megatron_snip.comparison.run import Run
@@ -29,13 +31,16 @@ from megatron_snip.comparison.settings import (
     load_comparison,
 )
 from megatron_snip.comparison.store import Store
-from megatron_snip.comparison.table import Table, make_tables
+from megatron_snip.comparison.table import Calibration, Table, make_tables
 from megatron_snip.comparison.text import columns, markdown, to_json
 from megatron_snip.flags import add_flags, given_values
+from megatron_snip.planning.calibration import read_calibration
 from megatron_snip.planning.json_file import write_atomic
 from megatron_snip.reporting.report.words import printable
 
 INTERRUPTED = 130
+
+EXTRA = "megatron-snip[report]"
 
 EXAMPLES = """\
 Every contender trains from the same checkpoint on the same samples; gaps to BF16 are taken pair by
@@ -47,6 +52,7 @@ examples:
   megatron-snip compare --config configs/compare.yaml --lowest fp3,fp4 --targets 0.75,0.9
   megatron-snip compare --config configs/compare.yaml --modes scratch --seeds 5
   megatron-snip compare --config configs/compare.yaml --list
+  megatron-snip compare --config configs/compare.yaml --table --calibration seconds.json
 """
 
 
@@ -57,7 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("Where settings come from, and what to do")
     group.add_argument("--config", metavar="FILE", type=Path, help="YAML file with settings")
     group.add_argument("--list", action="store_true", help="list the runs and what is done; only")
-    group.add_argument("--table", action="store_true", help="tables of finished runs; run nothing")
+    group.add_argument(
+        "--table", action="store_true", help="tables and report of what has finished; no run"
+    )
     add_flags(parser, ComparisonFields)
 
 
@@ -74,13 +82,14 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         _list(schedule, store)
         return 0
+    books = _Books(config, schedule, store, _calibration(config))
     if args.table:
-        _show(_write(config, schedule, store))
+        books.close()
         return 0
-    return _run(config, schedule, store)
+    return _run(config, schedule, store, books)
 
 
-def _run(config: ComparisonConfig, schedule: Schedule, store: Store) -> int:
+def _run(config: ComparisonConfig, schedule: Schedule, store: Store, books: _Books) -> int:
     status = 0
     with store.locked() as lock:
         pool = Pool(
@@ -89,7 +98,7 @@ def _run(config: ComparisonConfig, schedule: Schedule, store: Store) -> int:
                 store.config_file(run), store.log(run), config.threads, lock
             ),
             config.jobs,
-            _Teller(config, schedule, store),
+            _Teller(books),
         )
         former = signal.signal(signal.SIGTERM, _interrupt)
         try:
@@ -98,7 +107,7 @@ def _run(config: ComparisonConfig, schedule: Schedule, store: Store) -> int:
             status = INTERRUPTED
         finally:
             signal.signal(signal.SIGTERM, former)
-        _show(_write(config, schedule, store))
+        books.close()
     for key, problem in pool.failed.items():
         print(f"megatron-snip: run {key} failed: {problem}", file=sys.stderr)
     if status == INTERRUPTED:
@@ -106,13 +115,28 @@ def _run(config: ComparisonConfig, schedule: Schedule, store: Store) -> int:
     return status or (1 if pool.failed else 0)
 
 
+def _calibration(config: ComparisonConfig) -> Calibration | None:
+    """Return the machine that step times are predicted for, or None; refuse a table too small.
+
+    Raises:
+        UsageError: if the file is no table, or lacks what some run takes.
+    """
+    if config.calibration is None:
+        return None
+    table, model = read_calibration(config.calibration), config.train_config()
+    formats = {config.gentle, *config.lowest}
+    for name in config.policies:
+        option = config.contender(name, config.lowest[0]).uniform
+        formats |= set(() if option is None else option.formats)
+    check_covers(table, model, sorted(formats))
+    return Calibration(table, model)
+
+
 class _Teller:
     """Prints a line a run, and keeps the tables up to date."""
 
-    def __init__(self, config: ComparisonConfig, schedule: Schedule, store: Store) -> None:
-        self._config = config
-        self._schedule = schedule
-        self._store = store
+    def __init__(self, books: _Books) -> None:
+        self._books = books
         self._begin = time.monotonic()
         self._made = 0
 
@@ -131,31 +155,55 @@ class _Teller:
         ]
         print("  ".join(words), flush=True)
         if event.outcome is not None and event.run.kind == "branch":
-            _write(self._config, self._schedule, self._store, pictures=False)
+            self._books.write()
 
 
-def _write(
-    config: ComparisonConfig, schedule: Schedule, store: Store, pictures: bool = True
-) -> tuple[Table, ...]:
-    """Write tables (and pictures) of what has finished; return the tables."""
-    found = {run.key: store.outcome(run) for run in schedule.runs}
-    outcomes = {key: outcome for key, outcome in found.items() if outcome is not None}
-    tables = make_tables(schedule.entries, outcomes)
-    if not tables:
-        return tables
-    write_atomic(store.path / "table.md", markdown(tables))
-    write_atomic(
-        store.path / "comparison.json", json.dumps(to_json(tables, config), indent=1) + "\n"
-    )
-    if pictures and find_spec("matplotlib") is not None:
+class _Books:
+    """Keeps tables of what has finished, and in the end the pictures and the report."""
+
+    def __init__(
+        self,
+        config: ComparisonConfig,
+        schedule: Schedule,
+        store: Store,
+        calibration: Calibration | None,
+    ) -> None:
+        self._config = config
+        self._schedule = schedule
+        self._store = store
+        self._calibration = calibration
+
+    def write(self) -> tuple[tuple[Table, ...], dict[str, Outcome]]:
+        """Write table.md and comparison.json; return the tables and the outcomes behind them."""
+        store, entries = self._store, self._schedule.entries
+        found = {run.key: store.outcome(run) for run in self._schedule.runs}
+        outcomes = {key: outcome for key, outcome in found.items() if outcome is not None}
+        tables = make_tables(entries, outcomes, self._calibration)
+        if tables:
+            write_atomic(store.path / "table.md", markdown(tables))
+            text = json.dumps(to_json(tables, self._config), indent=1)
+            write_atomic(store.path / "comparison.json", text + "\n")
+        return tables, outcomes
+
+    def close(self) -> None:
+        """Write tables, pictures and the report, and show the tables."""
+        tables, outcomes = self.write()
+        _show(tables)
+        missing = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
+        if not tables or missing:
+            if missing:
+                print(f"no pictures without {' and '.join(missing)}: pip install '{EXTRA}'")
+            return
         from megatron_snip.comparison.curves import draw_table  # heavy and optional
+        from megatron_snip.comparison.report import make_comparison_report, table_slug
 
+        entries = self._schedule.entries
         for table in tables:
-            image = draw_table(table, schedule.entries, outcomes)
-            name = f"{table.mode}-{table.lowest}-{100 * table.target:g}.png"
+            image = draw_table(table, entries, outcomes)
             if image is not None:
-                (store.path / name).write_bytes(image)
-    return tables
+                (self._store.path / f"{table_slug(table)}.png").write_bytes(image)
+        report = make_comparison_report(tables, entries, outcomes, self._config)
+        print(report.write(self._store.path / "report"))
 
 
 def _show(tables: tuple[Table, ...]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -41,6 +42,8 @@ class Outcome:
         shares: share of linear FLOPs by format, mean over the steps.
         refreshes: refreshes within the run.
         seconds: wall time of its steps and evaluations.
+        options: by linear, the share of the steps at each option; empty in files from before it
+            was kept.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(strict=True, revalidate_instances="always")
@@ -54,6 +57,7 @@ class Outcome:
     shares: dict[str, float]
     refreshes: int
     seconds: float
+    options: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def validation_loss(self) -> float:
@@ -110,6 +114,7 @@ def outcome_of(run: Run, run_dir: Path, config: TrainConfig) -> Outcome:
         raise UsageError(f"'{run_dir}' ends after step {done}, not {run.last_step}")
     steps, losses = _column(record.metrics, "loss", run.first_step)
     at, validation = _column(record.metrics, "validation_loss", run.first_step)
+    options = _options(record, config, run)
     return Outcome(
         key=run.key,
         steps=steps,
@@ -117,9 +122,10 @@ def outcome_of(run: Run, run_dir: Path, config: TrainConfig) -> Outcome:
         validation_steps=at,
         validation_losses=validation,
         lowest_fraction=_mean([float(row["lowest_precision_fraction"]) for row in rows]),
-        shares=_shares(record, config, run),
+        shares=_shares(options, config),
         refreshes=sum(row.get("refresh_s") is not None for row in rows),
         seconds=sum(float(row.get("wall_s") or 0.0) for row in rows),
+        options=options,
     )
 
 
@@ -129,14 +135,11 @@ def _column(log: MetricsLog, name: str, first: int) -> tuple[tuple[int, ...], tu
     return tuple(steps[kept].tolist()), tuple(values[kept].tolist())
 
 
-def _shares(record: RunRecord, config: TrainConfig, run: Run) -> dict[str, float]:
-    """Return the share of linear FLOPs by format, over GEMMs, linears and steps."""
-    shapes = linear_shapes(config)
-    total = sum(shape.flops_per_token for shape in shapes) * (run.last_step - run.first_step)
-    found: dict[str, float] = defaultdict(float)
+def _options(record: RunRecord, config: TrainConfig, run: Run) -> dict[str, dict[str, float]]:
+    """Return, by linear, the share of the run's steps at each option."""
     covered = run.first_step
     plan_file = config.snip.plan_file if config.snip.enabled else None
-    plain = dict.fromkeys((shape.name for shape in shapes), BF16)
+    plain = dict.fromkeys((shape.name for shape in linear_shapes(config)), BF16)
     if plan_file is not None:  # a plan that a run starts with is in no line of its metrics
         plain = read_plan(plan_file).linears
     spans: list[tuple[int, dict[str, Option]]] = []
@@ -145,10 +148,23 @@ def _shares(record: RunRecord, config: TrainConfig, run: Run) -> dict[str, float
         spans += [(start - covered, plain), (span.end - start, span.linears)]
         covered = span.end
     spans.append((run.last_step - covered, plain))
+    total = run.last_step - run.first_step
+    found: dict[str, dict[str, float]] = {name: defaultdict(float) for name in plain}
     for steps, linears in spans:
-        for shape in shapes if steps > 0 else ():
-            for name in linears[shape.name].formats:
-                found[name] += shape.flops_per_token * steps / 3 / total
+        for name, option in linears.items() if steps > 0 else ():
+            found[name][str(option)] += steps / total
+    return {name: dict(options) for name, options in found.items()}
+
+
+def _shares(options: Mapping[str, Mapping[str, float]], config: TrainConfig) -> dict[str, float]:
+    """Return the share of linear FLOPs by format, over GEMMs, linears and steps."""
+    shapes = linear_shapes(config)
+    total = sum(shape.flops_per_token for shape in shapes)
+    found: dict[str, float] = defaultdict(float)
+    for shape in shapes:
+        for option, share in options[shape.name].items():
+            for name in Option.parse(option).formats:
+                found[name] += shape.flops_per_token * share / 3 / total
     return dict(found)
 
 

@@ -103,6 +103,9 @@ class ComparisonFields(BaseModel):
     threads: Count = 1
     """Threads of each run."""
 
+    calibration: Path | None = None
+    """A table of `megatron-snip calibrate`: step times are predicted for its machine as well."""
+
     @field_validator("modes", "lowest", "targets", "policies", mode="before")
     @classmethod
     def _split_commas(cls, value: Any) -> Any:

@@ -19,9 +19,12 @@ from dataclasses import dataclass
 
 from megatron_snip.comparison.contender import BASELINE
 from megatron_snip.comparison.gemm_rates import DEVICES, relative_step_time
+from megatron_snip.comparison.measured_rates import measured_step_time
 from megatron_snip.comparison.outcome import Outcome
 from megatron_snip.comparison.run import Entry
 from megatron_snip.comparison.spread import Spread, spread_of
+from megatron_snip.planning.calibration import CalibrationTable
+from megatron_snip.trainer.config import TrainConfig
 
 DIVERGED = 0.5
 """Nats above BF16's loss of the same step."""
@@ -50,7 +53,7 @@ class Row:
         over_rival: validation loss minus the rival's.
         share_of_yardstick: mean gap over the yardstick's; NaN where that is not positive.
         diverged_steps: over all seeds.
-        step_time: predicted, over BF16's, by device.
+        step_time: predicted, over BF16's, by device; NaN where a run has not kept what it takes.
     """
 
     contender: str
@@ -88,25 +91,54 @@ class Table:
         return f"{self.mode}, {100 * self.target:g} % of linear FLOPs in {self.lowest}"
 
 
-def make_tables(entries: Sequence[Entry], outcomes: Mapping[str, Outcome]) -> tuple[Table, ...]:
+@dataclass(frozen=True)
+class Calibration:
+    """A machine whose step times are predicted from its own GEMMs.
+
+    Attributes:
+        table: their seconds.
+        model: what the comparison trains.
+    """
+
+    table: CalibrationTable
+    model: TrainConfig
+
+    def step_time(self, outcomes: Sequence[Outcome]) -> dict[str, float]:
+        """Return the mean predicted time of the runs' steps over BF16's, by the table's device."""
+        times = [measured_step_time(o.options, self.table, self.model) for o in outcomes]
+        return {self.table.device: math.fsum(times) / len(times)}
+
+
+def make_tables(
+    entries: Sequence[Entry],
+    outcomes: Mapping[str, Outcome],
+    calibration: Calibration | None = None,
+) -> tuple[Table, ...]:
     """Return a table for every mode, lowest format and target of which something has finished.
 
     Args:
         entries: all of a comparison, in order.
         outcomes: of the runs that have finished, by key.
+        calibration: a machine to predict step times for, beside those of `gemm_rates`.
+
+    Raises:
+        UsageError: if the calibration lacks a linear or a format that a run has used.
     """
     places = dict.fromkeys((e.mode, e.lowest, e.target) for e in entries)
     tables = []
     for place in places:
         of_place = [e for e in entries if (e.mode, e.lowest, e.target) == place]
-        rows = _rows(of_place, outcomes, place[1])
+        rows = _rows(of_place, outcomes, place[1], calibration)
         if rows:
             tables.append(Table(*place, rows))
     return tuple(tables)
 
 
 def _rows(
-    entries: Sequence[Entry], outcomes: Mapping[str, Outcome], lowest: str
+    entries: Sequence[Entry],
+    outcomes: Mapping[str, Outcome],
+    lowest: str,
+    calibration: Calibration | None,
 ) -> tuple[Row, ...]:
     found: dict[str, dict[int, Outcome]] = {}
     for entry in entries:
@@ -115,11 +147,15 @@ def _rows(
             found.setdefault(entry.contender, {})[entry.seed] = outcome
     names = [n for n in dict.fromkeys(e.contender for e in entries) if n in found]
     yardstick = _spread(found, YARDSTICK, BASELINE, validation_gap).mean
-    return tuple(_row(found, name, yardstick, lowest) for name in names)
+    return tuple(_row(found, name, yardstick, lowest, calibration) for name in names)
 
 
 def _row(
-    found: Mapping[str, Mapping[int, Outcome]], name: str, yardstick: float, lowest: str
+    found: Mapping[str, Mapping[int, Outcome]],
+    name: str,
+    yardstick: float,
+    lowest: str,
+    calibration: Calibration | None,
 ) -> Row:
     outcomes = list(found[name].values())
     gap = _spread(found, name, BASELINE, validation_gap)
@@ -139,7 +175,10 @@ def _row(
         diverged_steps=sum(
             diverged_steps(o, baseline[s]) for s, o in found[name].items() if s in baseline
         ),
-        step_time={d.name: relative_step_time(shares, d) for d in DEVICES},
+        step_time={
+            **{d.name: relative_step_time(shares, d) for d in DEVICES},
+            **(calibration.step_time(outcomes) if calibration is not None else {}),
+        },
     )
 
 

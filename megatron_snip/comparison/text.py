@@ -20,8 +20,9 @@ Losses in nats. Gaps in thousandths of a nat, mean +- standard deviation over se
 held-out loss at the end to BF16's, `training gap` of the training loss over all steps, `over
 {RIVAL}` of the held-out loss to that contender's; all are differences of runs on the same samples
 from the same weights. `of {YARDSTICK}`: gap over that contender's. `diverged`: steps whose loss is
-not finite or more than {DIVERGED} above BF16's. Step times are predicted from published GEMM rates
-for Llama's 70B shape, over BF16's.
+not finite or more than {DIVERGED} above BF16's. Step times are predicted, over BF16's: Hopper's and
+Blackwell's from published GEMM rates for Llama's 70B shape, a calibrated device's from its own
+measured seconds for the model trained here.
 """
 
 Columns = tuple[tuple[str, ...], ...]
@@ -59,7 +60,7 @@ def columns(table: Table) -> Columns:
 
 def to_json(tables: Sequence[Table], config: ComparisonConfig) -> dict[str, Any]:
     """Return tables, settings, machine and commit as plain types; not finite becomes None."""
-    settings = config.model_dump(mode="json", exclude={"output", "jobs", "threads"})
+    settings = config.model_dump(mode="json", exclude={"output", "jobs", "threads", "calibration"})
     plain = [{"title": t.title, **dataclasses.asdict(t)} for t in tables]
     made = {"machine": machine(), "commit": commit()}
     value = {**made, "version": VERSION, "settings": settings, "tables": plain}
@@ -80,7 +81,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         "" if row.contender == RIVAL else _thousandths(row.over_rival),
         "" if own else _number(row.share_of_yardstick, ".2f"),
         str(row.diverged_steps),
-        *(f"{time:.2f}" for time in row.step_time.values()),
+        *(_number(time, ".2f") for time in row.step_time.values()),
     )
 
 

@@ -26,7 +26,7 @@ from megatron_snip.errors import UsageError
 from megatron_snip.formats import FORMATS
 from megatron_snip.options import Option
 from megatron_snip.planning.json_file import read_json, write_atomic
-from megatron_snip.planning.problem import LinearChoices, PlanningProblem
+from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.types import Gemm
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -75,16 +75,21 @@ class CalibrationTable(BaseModel):
     tokens: _Count
     linears: Annotated[tuple[CalibratedLinear, ...], Field(min_length=1)]
 
-    def seconds(self, linear: LinearChoices, option: Option) -> float:
+    def seconds(self, linear: str, flops: float, option: Option) -> float:
         """Return the time of a linear's three GEMMs under an option.
+
+        Args:
+            linear: its layout-independent name.
+            flops: FLOPs of its three GEMMs together.
+            option: what they run in.
 
         Raises:
             UsageError: if no entry matches the linear or a format was not measured.
         """
-        entry = next((e for e in self.linears if fnmatchcase(linear.name, e.names)), None)
+        entry = next((e for e in self.linears if fnmatchcase(linear, e.names)), None)
         if entry is None:
             globs = ", ".join(entry.names for entry in self.linears)
-            raise UsageError(f"the calibration table has no entry for '{linear.name}' ({globs})")
+            raise UsageError(f"the calibration table has no entry for '{linear}' ({globs})")
         missing = [name for name in option.formats if name not in entry.seconds]
         if missing:
             raise UsageError(
@@ -92,8 +97,7 @@ class CalibrationTable(BaseModel):
                 f"(it has {', '.join(entry.seconds)})"
             )
         measured = sum(entry.seconds[option[gemm]][gemm.value] for gemm in Gemm)
-        flops = 6.0 * self.tokens * entry.out_features * entry.in_features
-        return measured * linear.flops / flops
+        return measured * flops / (6.0 * self.tokens * entry.out_features * entry.in_features)
 
 
 def read_calibration(path: Path) -> CalibrationTable:
@@ -132,7 +136,9 @@ def with_seconds(problem: PlanningProblem, table: CalibrationTable) -> PlanningP
     linears = []
     for linear in problem.linears:
         options = {
-            name: cost.model_copy(update={"seconds": table.seconds(linear, Option.parse(name))})
+            name: cost.model_copy(
+                update={"seconds": table.seconds(linear.name, linear.flops, Option.parse(name))}
+            )
             for name, cost in linear.options.items()
         }
         linears.append(linear.model_copy(update={"options": options}))

@@ -63,9 +63,9 @@ def test_seconds_come_from_the_first_match_and_scale_with_flops(tmp_path: Path) 
     measured = table(tmp_path, TABLE)
     first, second = PROBLEM.linears
     # 6 * 2 * 10 * 5 = 600 FLOPs were measured, the linear has twice as many.
-    assert measured.seconds(first, Option.parse("fp8")) == 12.0
-    assert measured.seconds(first, Option.parse("fp4-fp8-fp8")) == 8.0
-    assert measured.seconds(second, Option.parse("fp4")) == pytest.approx(0.5)
+    assert measured.seconds(first.name, first.flops, Option.parse("fp8")) == 12.0
+    assert measured.seconds(first.name, first.flops, Option.parse("fp4-fp8-fp8")) == 8.0
+    assert measured.seconds(second.name, second.flops, Option.parse("fp4")) == pytest.approx(0.5)
 
 
 def test_planning_by_time_follows_the_measured_seconds(tmp_path: Path) -> None:
@@ -103,4 +103,4 @@ def test_what_was_not_measured_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no entry for 'decoder\.layers\.1"):
         with_seconds(PROBLEM, measured)
     with pytest.raises(UsageError, match="no seconds for 'bf16'"):
-        measured.seconds(PROBLEM.linears[0], Option.parse("bf16"))
+        measured.seconds(PROBLEM.linears[0].name, 1.0, Option.parse("bf16"))
