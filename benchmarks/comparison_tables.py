@@ -82,9 +82,8 @@ def made(kind: str, names: Sequence[str], folder: Path = RESULTS) -> str:
     if kind not in KINDS:
         raise UsageError(f"no kind of table is called '{kind}'; known: {', '.join(KINDS)}")
     found = [read_table(name, folder) for name in names]
-    head, *rows = KINDS[kind]([table for table, _ in found])
-    words = sum(cell in ("policy", "settings") for cell in head)
-    rule = tuple("---" if k < words else "---:" for k in range(len(head)))
+    head, *rows = _filled(KINDS[kind]([table for table, _ in found]))
+    rule = tuple("---:" if k else "---" for k in range(len(head)))
     lines = ["| " + " | ".join(line) + " |" for line in (head, rule, *rows)]
     origins = [_origin(name, content) for name, (_, content) in zip(names, found, strict=True)]
     return "\n".join([*lines, "", *dict.fromkeys(origins)])
@@ -137,7 +136,7 @@ def _short(tables: Sequence[Table]) -> list[tuple[str, ...]]:
     table = _only(tables)
     kept = Table(table.mode, table.lowest, table.target, _quantized(table))
     drop = ("seeds", "diverged", "validation loss", "gap, %")
-    return [line for line in _without(kept, drop, "step, ")]
+    return _without(kept, drop, "step, ")
 
 
 def _gaps(tables: Sequence[Table]) -> list[tuple[str, ...]]:
@@ -184,6 +183,12 @@ def _without(
         if name not in headings and not (beginning and name.startswith(beginning))
     ]
     return [tuple(line[k] for k in kept) for line in (head, *rows)]
+
+
+def _filled(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Leave out columns that say nothing, such as distances to a rival that did not run."""
+    kept = [k for k in range(len(lines[0])) if any(line[k] for line in lines[1:])]
+    return [tuple(line[k] for k in kept) for line in lines]
 
 
 def _seeds(table: Table) -> str:
