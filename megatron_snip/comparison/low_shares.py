@@ -37,7 +37,8 @@ def low_shares(
         runs = [options for options in runs if options]
         shares = {
             name: tuple(
-                math.fsum(_share(options[name], gemm, table.lowest) for options in runs) / len(runs)
+                math.fsum(share_in(options[name], gemm, table.lowest) for options in runs)
+                / len(runs)
                 for gemm in Gemm
             )
             for name in (runs[0] if runs else {})
@@ -88,7 +89,8 @@ def low_share_maps(canvas: Canvas, shares: Mapping[str, Shares], low: str) -> Fi
     return figure
 
 
-def _share(options: Mapping[str, float], gemm: Gemm, low: str) -> float:
+def share_in(options: Mapping[str, float], gemm: Gemm, low: str) -> float:
+    """Return the share of steps that a linear's GEMM ran in formats of as many bits as `low`."""
     bits = get_format(low).bits
     return math.fsum(
         share
