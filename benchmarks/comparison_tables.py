@@ -35,6 +35,7 @@ from megatron_snip.comparison.contender import BASELINE
 from megatron_snip.comparison.table import Row, Table
 from megatron_snip.comparison.text import columns
 from megatron_snip.errors import UsageError
+from megatron_snip.reporting.report.words import plural
 
 MARKED = re.compile(r"^<!-- compare:(\w+) (.+?) -->\n(.*?)^<!-- /compare -->$", re.M | re.S)
 
@@ -118,8 +119,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     stale = 0
     for file in args.files:
-        before = file.read_text(encoding="utf-8")
-        after = replaced(before)
+        try:
+            before = file.read_text(encoding="utf-8")
+            after = replaced(before)
+        except (OSError, UsageError) as error:
+            parser.error(f"{file}: {error}")
         if after != before:
             stale = 1
             print(f"{file}: {'out of date' if args.check else 'written'}")
@@ -193,7 +197,11 @@ def _filled(lines: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 def _seeds(table: Table) -> str:
     counts = {row.seeds for row in table.rows}
-    return f"{min(counts)} seeds" if len(counts) == 1 else f"{min(counts)} to {max(counts)} seeds"
+    return (
+        plural(counts.pop(), "seed")
+        if len(counts) == 1
+        else f"{min(counts)} to {max(counts)} seeds"
+    )
 
 
 def _origin(name: str, content: dict[str, Any]) -> str:

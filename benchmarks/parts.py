@@ -3,17 +3,17 @@
     python -m benchmarks.parts COMPARISON.json [--statistics DIVERGENCES.json] [--output FILE]
 
 COMPARISON.json is what `megatron-snip compare --config configs/compare-warm.yaml --policies
-bf16,low-fprop,low-dgrad,low-wgrad,low-fprop-but-0,...` wrote: runs with one GEMM of every linear in
-the lowest format, and runs with the fprop of all linears in it but for one layer or one kind of
-linear. Gaps to BF16 at the end of the run then say
+bf16,fp8,low-fprop,low-dgrad,low-wgrad,low-fprop-but-0,...` wrote: runs with one GEMM of every
+linear in the lowest format and the others in FP8, and runs with the fprop of all linears in it but
+for one layer or one kind of linear. Gaps to BF16 at the end of the run then say
 
-    cost of a GEMM             its gap
+    cost of a GEMM             its gap - gap of `fp8`
     cost of fprop by layer     gap of `low-fprop` - gap of `low-fprop-but-LAYER`; by kind likewise
 
 and, with fprop's cost split as (share of the layer) x (share of the kind), dgrad's and wgrad's
-split by FLOPs, and all of them taken to add up, the least gap that any plan can leave: the
-cheapest GEMMs (or whole linears) are put into the lowest format until the target is reached, the
-last in part. That is a bound for plans under these costs, not a plan.
+split by FLOPs, and all of them and FP8's gap taken to add up, the least gap that a plan can leave:
+the cheapest GEMMs (or whole linears) are put into the lowest format until the target is reached,
+the last in part. That is a bound for plans if these costs are right and add up, not a plan.
 
 With the statistics of a refresh, the shares that SNIP's loss divergence predicts stand beside.
 """
@@ -38,19 +38,21 @@ from megatron_snip.trainer.sizes import linear_shapes
 
 Costs = dict[str, float]
 GEMMS = ("fprop", "dgrad", "wgrad")
+GENTLE = "fp8"
 WITHOUT = "low-fprop-but-"
 
 
 def gaps_of(comparison: Mapping[str, Any]) -> Costs:
-    """Return each contender's gap to BF16, in nats.
+    """Return each contender's gap to BF16, in nats; those that are not finite are left out.
 
     Raises:
         UsageError: if the file does not hold one table with the runs that this takes.
     """
     if len(comparison["tables"]) != 1:
         raise UsageError(f"one table is wanted, got {len(comparison['tables'])}")
-    gaps = {r["contender"]: r["gap"]["mean"] for r in comparison["tables"][0]["rows"]}
-    missing = [f"low-{gemm}" for gemm in GEMMS if f"low-{gemm}" not in gaps]
+    rows = comparison["tables"][0]["rows"]
+    gaps = {r["contender"]: r["gap"]["mean"] for r in rows if r["gap"]["mean"] is not None}
+    missing = [name for name in (GENTLE, *map(_low, GEMMS)) if name not in gaps]
     if missing:
         raise UsageError(f"the comparison has no '{missing[0]}'; it has {', '.join(gaps)}")
     return gaps
@@ -69,9 +71,15 @@ def fprop_costs(gaps: Mapping[str, float], names: Sequence[str]) -> Costs:
 
 
 def shares(costs: Mapping[str, float]) -> Costs:
-    """Return costs over their sum; what came out negative counts as nothing."""
+    """Return costs over their sum; what came out negative counts as nothing.
+
+    Raises:
+        UsageError: if nothing costs anything.
+    """
     positive = {name: max(0.0, cost) for name, cost in costs.items()}
     total = sum(positive.values())
+    if total == 0:
+        raise UsageError(f"none of {', '.join(costs)} costs anything; there is nothing to share")
     return {name: cost / total for name, cost in positive.items()}
 
 
@@ -85,7 +93,7 @@ def least_gap(pieces: Sequence[tuple[float, float]], target: float) -> float:
     left = target * sum(flops for _, flops in pieces)
     cost = 0.0
     for piece, flops in sorted(pieces, key=lambda each: each[0] / each[1]):
-        taken = min(flops, left)
+        taken = flops if piece < 0 else min(flops, max(0.0, left))
         cost += piece * taken / flops
         left -= taken
     return cost
@@ -117,12 +125,13 @@ def parts_of(
     layers, kinds = fprop_costs(gaps, grid.rows), fprop_costs(gaps, grid.columns)
     of_layer, of_kind = shares(layers), shares(kinds)
     total = sum(shape.flops_per_token for shape in shapes)
+    of_gemm = {gemm: gaps[_low(gemm)] - gaps[GENTLE] for gemm in GEMMS}
     by_gemm, by_linear = [], []
     for shape in shapes:
         layer, kind = grid.places[shape.name]
         flops = shape.flops_per_token / total
         share = of_layer[grid.rows[layer]] * of_kind[grid.columns[kind]]
-        costs = (share * gaps["low-fprop"], flops * gaps["low-dgrad"], flops * gaps["low-wgrad"])
+        costs = (share * of_gemm["fprop"], flops * of_gemm["dgrad"], flops * of_gemm["wgrad"])
         by_gemm += [(cost, flops / 3) for cost in costs]
         by_linear.append((sum(costs), flops))
     predicted = None if divergences is None else predicted_shares(divergences, table["lowest"])
@@ -132,12 +141,13 @@ def parts_of(
         "target": table["target"],
         "gaps": gaps,
         "seeds": {r["contender"]: r["seeds"] for r in table["rows"]},
+        "costs": of_gemm,
         "fprop_by_layer": layers,
         "fprop_by_kind": kinds,
         "predicted_by_layer": predicted and predicted[0],
         "predicted_by_kind": predicted and predicted[1],
-        "least_gap_by_linear": least_gap(by_linear, table["target"]),
-        "least_gap_by_gemm": least_gap(by_gemm, table["target"]),
+        "least_gap_by_linear": gaps[GENTLE] + least_gap(by_linear, table["target"]),
+        "least_gap_by_gemm": gaps[GENTLE] + least_gap(by_gemm, table["target"]),
     }
 
 
@@ -153,17 +163,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     read = [
         None if p is None else json.loads(p.read_text()) for p in (args.comparison, args.statistics)
     ]
-    parts = parts_of(*read)
+    try:
+        parts = parts_of(*read)
+    except UsageError as error:
+        parser.error(str(error))
     _print(parts)
     if args.output is not None:
         write_atomic(args.output, json.dumps(parts, indent=1) + "\n")
     return 0
 
 
+def _low(gemm: str) -> str:
+    """Return the contender that has one GEMM in the lowest format."""
+    return f"low-{gemm}"
+
+
 def _print(parts: Mapping[str, Any]) -> None:
     table = Table("part", "cost, 1e-3", "share", "predicted share")
     for gemm in GEMMS:
-        table.add_row(f"{gemm} of all linears", f"{1e3 * parts['gaps'][f'low-{gemm}']:.1f}")
+        table.add_row(f"{gemm} of all linears", f"{1e3 * parts['costs'][gemm]:.1f}")
     for what in ("layer", "kind"):
         costs, predicted = parts[f"fprop_by_{what}"], parts[f"predicted_by_{what}"]
         for name, share in shares(costs).items():

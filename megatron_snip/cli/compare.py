@@ -40,8 +40,6 @@ from megatron_snip.reporting.report.words import printable
 
 INTERRUPTED = 130
 
-EXTRA = "megatron-snip[report]"
-
 EXAMPLES = """\
 Every contender trains from the same checkpoint on the same samples; gaps to BF16 are taken pair by
 pair. Runs that have finished are not made again, so the same command goes on where it was stopped,
@@ -83,10 +81,13 @@ def run(args: argparse.Namespace) -> int:
         _list(schedule, store)
         return 0
     books = _Books(config, schedule, store, _calibration(config))
-    if args.table:
+    status = 0 if args.table else _run(config, schedule, store, books)
+    try:
         books.close()
-        return 0
-    return _run(config, schedule, store, books)
+    except KeyboardInterrupt:
+        print("megatron-snip: interrupted; --table makes tables and the report", file=sys.stderr)
+        status = INTERRUPTED
+    return status
 
 
 def _run(config: ComparisonConfig, schedule: Schedule, store: Store, books: _Books) -> int:
@@ -107,7 +108,6 @@ def _run(config: ComparisonConfig, schedule: Schedule, store: Store, books: _Boo
             status = INTERRUPTED
         finally:
             signal.signal(signal.SIGTERM, former)
-        books.close()
     for key, problem in pool.failed.items():
         print(f"megatron-snip: run {key} failed: {problem}", file=sys.stderr)
     if status == INTERRUPTED:
@@ -124,11 +124,17 @@ def _calibration(config: ComparisonConfig) -> Calibration | None:
     if config.calibration is None:
         return None
     table, model = read_calibration(config.calibration), config.train_config()
-    formats = {config.gentle, *config.lowest}
-    for name in config.policies:
-        option = config.contender(name, config.lowest[0]).uniform
-        formats |= set(() if option is None else option.formats)
-    check_covers(table, model, sorted(formats))
+    formats: set[str] = set()
+    for lowest in config.lowest:
+        for name in config.policies:
+            option = config.contender(name, lowest).uniform
+            formats |= {config.gentle, lowest} if option is None else set(option.formats)
+    for names in check_covers(table, model, sorted(formats)):
+        print(
+            f"megatron-snip: '{config.calibration}' holds other shapes for '{names}' than this "
+            "comparison trains; its seconds are scaled by FLOPs",
+            file=sys.stderr,
+        )
     return Calibration(table, model)
 
 
@@ -181,7 +187,7 @@ class _Books:
         tables = make_tables(entries, outcomes, self._calibration)
         if tables:
             write_atomic(store.path / "table.md", markdown(tables))
-            text = json.dumps(to_json(tables, self._config), indent=1)
+            text = json.dumps(to_json(tables, self._config, self._calibration), indent=1)
             write_atomic(store.path / "comparison.json", text + "\n")
         return tables, outcomes
 
@@ -190,29 +196,43 @@ class _Books:
         tables, outcomes = self.write()
         _show(tables)
         missing = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
-        if not tables or missing:
-            if missing:
-                print(f"no pictures without {' and '.join(missing)}: pip install '{EXTRA}'")
+        if not tables:
             return
-        from megatron_snip.comparison.curves import draw_table  # heavy and optional
-        from megatron_snip.comparison.report import make_comparison_report, table_slug
+        if "matplotlib" not in missing:
+            self._draw(tables, outcomes)
+        if missing:
+            print(
+                f"megatron-snip: a report needs {' and '.join(missing)}; "
+                "pip install 'megatron-snip[report]'",
+                file=sys.stderr,
+            )
+            return
+        from megatron_snip.comparison.report import make_comparison_report  # heavy and optional
 
-        entries = self._schedule.entries
+        report = make_comparison_report(tables, self._schedule.entries, outcomes, self._config)
+        folder = self._store.path / "report"
+        for former in folder.glob("*.png"):  # of tables that are no longer asked for
+            former.unlink()
+        print(report.write(folder))
+
+    def _draw(self, tables: tuple[Table, ...], outcomes: dict[str, Outcome]) -> None:
+        from megatron_snip.comparison.curves import draw_table  # heavy and optional
+
         for table in tables:
-            image = draw_table(table, entries, outcomes)
+            image = draw_table(table, self._schedule.entries, outcomes)
             if image is not None:
-                (self._store.path / f"{table_slug(table)}.png").write_bytes(image)
-        report = make_comparison_report(tables, entries, outcomes, self._config)
-        print(report.write(self._store.path / "report"))
+                (self._store.path / f"{table.slug}.png").write_bytes(image)
 
 
 def _show(tables: tuple[Table, ...]) -> None:
-    console = plain_console(160)
+    console = plain_console(240)
     for table in tables:
         head, *rows = columns(table)
         shown = RichTable(box=box.SIMPLE, title=table.title, title_justify="left")
         for k, heading in enumerate(head):
-            shown.add_column(heading, justify="left" if k == 0 else "right")
+            shown.add_column(
+                printable(heading), justify="left" if k == 0 else "right", no_wrap=k == 0
+            )
         for row in rows:
             shown.add_row(*map(printable, row))
         console.print(shown)

@@ -12,6 +12,7 @@ that it changes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,9 @@ BASELINE = "bf16"
 """What gaps are counted from."""
 
 LOWEST = "lowest"
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}")
+"""Of a contender that a configuration adds."""
 
 MEASURED = ("snip", "greedy", "min-")
 """Beginnings of the policies that plan from statistics."""
@@ -87,6 +91,11 @@ def make_contender(name: str, settings: Mapping[str, Any]) -> Contender:
     Raises:
         UsageError: if it changes what contenders have in common, or a value is no good.
     """
+    if not NAME.fullmatch(name):
+        raise UsageError(
+            f"contender '{name[:80]}': files are named after it, so a name is 1 to 80 letters, "
+            "digits, '.', '_', '+' and '-', the first a letter or digit"
+        )
     foreign = sorted(set(settings) - SETTINGS, key=str)
     if foreign:
         raise UsageError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,8 @@ from megatron_snip.reporting.labels import label_of
 
 Floats = NDArray[np.float64]
 
-_DASHES = ("solid", "dashed", "dotted")
+_DASHES = ("solid", "dashed", "dotted", "dashdot")
+_LEGEND_COLUMNS = 3
 
 
 def drawn_rows(table: Table) -> tuple[Row, ...]:
@@ -51,6 +53,7 @@ def draw_table(
         left, right = figure.subplots(1, 2, width_ratios=[1.0, 1.5])
         _draw_gaps(left, WIDE, table)
         _draw_curves(right, WIDE, table, entries, outcomes)
+        right.legend(ncols=2)
         figure.suptitle(table.title)
         return png(figure, WIDE)
 
@@ -66,8 +69,9 @@ def gap_curves(
     canvas: Canvas, table: Table, entries: Sequence[Entry], outcomes: Mapping[str, Outcome]
 ) -> Figure:
     """Draw how each contender's training loss departs from BF16's."""
-    figure = canvas.figure(4.2 if canvas.narrow else 3.6)
+    figure = canvas.figure(3.4 + _legend_height(canvas, table))
     _draw_curves(figure.subplots(), canvas, table, entries, outcomes)
+    figure.legend(loc="outside lower center", ncols=_LEGEND_COLUMNS)
     return figure
 
 
@@ -79,23 +83,23 @@ def gap_against_time(canvas: Canvas, table: Table, device: str) -> Figure:
         table: what to draw.
         device: one of its rows' `step_time`.
     """
-    figure = canvas.figure(3.4 if canvas.narrow else 3.0)
+    figure = canvas.figure(3.0 + _legend_height(canvas, table))
     axes, colors = figure.subplots(), _colors(canvas, table)
-    axes.axhline(0.0, color=canvas.theme.muted, linewidth=0.8)
+    axes.plot([1.0], [0.0], marker="*", color=canvas.theme.text, linestyle="none", label=BASELINE)
     for k, row in enumerate(drawn_rows(table)):
         axes.errorbar(
             [row.step_time[device]],
             [1e3 * row.gap.mean],
             yerr=[1e3 * np.nan_to_num(row.gap.deviation)],
             color=colors[row.contender],
-            marker="os^"[k // len(canvas.theme.lines) % 3],
+            marker="os^Dv"[k // len(canvas.theme.lines) % 5],
             linestyle="none",
             label=label_of(row.contender),
         )
     axes.set_xlabel(f"predicted step time on {label_of(device)} over BF16's")
     axes.set_ylabel("held-out loss minus BF16's, 1e-3")
     axes.grid()
-    axes.legend(ncols=2)
+    figure.legend(loc="outside lower center", ncols=_LEGEND_COLUMNS)
     return figure
 
 
@@ -134,8 +138,11 @@ def _draw_gaps(axes: Any, canvas: Canvas, table: Table) -> None:
         color=[colors[row.contender] for row in rows],
         ecolor=canvas.theme.text,
     )
+    for place, row in zip(places, rows, strict=True):
+        if math.isnan(row.gap.mean):
+            axes.text(0.0, place, " not finite", va="center", color=canvas.theme.warning)
     axes.set_yticks(places, [label_of(row.contender) for row in rows])
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel("held-out loss minus BF16's, 1e-3")
 
 
@@ -161,7 +168,11 @@ def _draw_curves(
     axes.set_xlabel("training step")
     axes.set_ylabel("training loss minus BF16's\n(mean so far), 1e-3")
     axes.xaxis.set_major_locator(step_ticks(8))
-    axes.legend(ncols=2)
+
+
+def _legend_height(canvas: Canvas, table: Table) -> float:
+    """Return the inches that a legend of all contenders takes."""
+    return 0.2 * math.ceil((len(drawn_rows(table)) + 1) / _LEGEND_COLUMNS)
 
 
 def _colors(canvas: Canvas, table: Table) -> dict[str, str]:

@@ -82,6 +82,13 @@ def low_share_maps(canvas: Canvas, shares: Mapping[str, Shares], low: str) -> Fi
             axes.axhline(line, color=canvas.theme.surface, linewidth=1.5)
     for axes in panels.flat[len(shares) :]:
         axes.set_visible(False)
+    slanted = sum(map(len, grid.columns)) > 24
+    for axes in panels.flat[
+        max(0, len(shares) - across) : len(shares)
+    ]:  # the lowest of each column
+        axes.tick_params(labelbottom=True, labelrotation=0)
+        if slanted:
+            axes.tick_params(axis="x", labelrotation=60)
     panels[0, 0].invert_yaxis()
     for panel_line in panels:
         panel_line[0].set_ylabel("layer")

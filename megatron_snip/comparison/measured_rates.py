@@ -4,15 +4,16 @@
            share of the steps * seconds(linear, option)
 
 for the model that the comparison trains, over the same sum with every linear in BF16. Seconds come
-from a table of `megatron-snip calibrate` and hold quantization; where its machine emulates a
-format, that format is slower than BF16 and the prediction says so. Attention and the output layer,
-which no table holds, count at the rate of the linears' BF16 GEMMs.
+from a table of `megatron-snip calibrate`, scaled by FLOPs, and hold quantization; where its machine
+emulates a format, that format is slower than BF16 and the prediction says so. Attention and the
+output layer, which no table holds, count at the rate of the linears' BF16 GEMMs.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 
 from megatron_snip.comparison.gemm_rates import other_flops_per_token
 from megatron_snip.options import BF16, Option
@@ -48,12 +49,22 @@ def measured_step_time(
     return (other + spent) / (other + bf16)
 
 
-def check_covers(table: CalibrationTable, model: TrainConfig, formats: Iterable[str]) -> None:
+def check_covers(
+    table: CalibrationTable, model: TrainConfig, formats: Iterable[str]
+) -> tuple[str, ...]:
     """Refuse a table that cannot predict runs of `model` in these formats and BF16.
+
+    Returns:
+        The globs of entries that were measured at other shapes than the linears they stand for.
 
     Raises:
         UsageError: naming the linear or the format that it lacks.
     """
+    others = []
     for shape in linear_shapes(model):
         for name in ("bf16", *formats):
             table.seconds(shape.name, shape.flops_per_token, Option.uniform(name))
+        entry = next(e for e in table.linears if fnmatchcase(shape.name, e.names))
+        if (entry.out_features, entry.in_features) != (shape.out_features, shape.in_features):
+            others.append(entry.names)
+    return tuple(dict.fromkeys(others))

@@ -93,6 +93,9 @@ def read_outcome(path: Path) -> Outcome:
         ascending = all(a < b for a, b in pairwise((-1, *steps)))
         if len(steps) != len(values) or not ascending:
             raise UsageError(f"'{path}' is not an outcome: its {name} is no curve; remove it")
+    for linear, options in outcome.options.items():
+        if not _are_shares(options):
+            raise UsageError(f"'{path}' is not an outcome: options of '{linear}'; remove it")
     return outcome
 
 
@@ -166,6 +169,18 @@ def _shares(options: Mapping[str, Mapping[str, float]], config: TrainConfig) -> 
             for name in Option.parse(option).formats:
                 found[name] += shape.flops_per_token * share / 3 / total
     return dict(found)
+
+
+def _are_shares(options: Mapping[str, float]) -> bool:
+    """Whether these are options and the shares of all steps that they were in force."""
+    try:
+        for name in options:
+            Option.parse(name)
+    except UsageError:
+        return False
+    return all(share >= 0 for share in options.values()) and (
+        abs(math.fsum(options.values()) - 1) < 1e-6
+    )
 
 
 def _mean(values: list[float]) -> float:

@@ -6,6 +6,7 @@ what it is worth in predicted speed, and which linears each contender protected.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -45,7 +46,7 @@ def make_comparison_report(
     made = PageTable("Machine and versions", ("what", "value"), _rows(origin), 2)
     parts.append(Part("Settings and versions", (), (settings, made)))
     page = Page(
-        title=f"Comparison {config.output.name}",
+        title=f"Comparison {config.output.resolve().name}",
         subtitle=_subtitle(tables, outcomes, entries),
         tiles=(),
         tables=(),
@@ -55,35 +56,33 @@ def make_comparison_report(
     return Report(page_html(page), {f"{item.picture.slug}.png": item.png for item in drawn})
 
 
-def table_slug(table: Table) -> str:
-    """Return a table's name for files: forks-fp4-75."""
-    return f"{table.mode}-{table.lowest}-{100 * table.target:g}"
-
-
 def _part(table: Table, entries: Sequence[Entry], outcomes: Mapping[str, Outcome]) -> Part:
     head, *rows = columns(table)
-    shown = PageTable("Table", head, tuple(rows), note=" ".join(LEGEND.split()), folded=False)
+    shown = PageTable(
+        "Table", head, tuple(rows), note=" ".join(LEGEND.replace("`", "").split()), folded=False
+    )
     if not drawn_rows(table):
-        missing = Missing("Gaps", "Nothing but BF16 has finished.")
+        missing = Missing("Gaps", "No contender has finished a seed that BF16 has finished too.")
         return Part(table.title, (missing,), (shown,))
-    pictures = [*_gaps(table, entries, outcomes), *_times(table)]
-    shares = low_shares(table, entries, outcomes)
-    if shares:
-        pictures.append(_protected(table, shares))
-    return Part(table.title, tuple(map(render, pictures)), (shown,))
+    items: list[Picture | Missing] = [*_gaps(table, entries, outcomes), *_times(table)]
+    items.append(_protected(table, low_shares(table, entries, outcomes)))
+    drawn = (render(item) if isinstance(item, Picture) else item for item in items)
+    return Part(table.title, tuple(drawn), (shown,))
 
 
 def _gaps(
     table: Table, entries: Sequence[Entry], outcomes: Mapping[str, Outcome]
 ) -> tuple[Picture, Picture]:
-    said = "; ".join(f"{r.contender} {1e3 * r.gap.mean:.1f}" for r in drawn_rows(table))
-    slug = table_slug(table)
+    rows, slug = drawn_rows(table), table.slug
+    said = "; ".join(f"{r.contender} {1e3 * r.gap.mean:.1f}" for r in rows)
+    lost = [r.contender for r in rows if math.isnan(r.gap.mean)]
+    note = f" Losses that are not finite: {listing(lost)}." if lost else ""
     return (
         Picture(
             f"{slug}-gaps",
             "What each policy loses against BF16",
             "Held-out loss at the end minus BF16's on the same data, in thousandths of a nat; the "
-            "line is one standard deviation over seeds.",
+            f"line is one standard deviation over seeds.{note}",
             f"Bars of the gap by policy, in thousandths: {said}.",
             partial(gap_bars, table=table),
             wide=False,
@@ -100,33 +99,45 @@ def _gaps(
     )
 
 
-def _times(table: Table) -> tuple[Picture, ...]:
-    devices = table.rows[0].step_time
-    return tuple(
-        Picture(
-            f"{table_slug(table)}-time-{k}",
-            f"Quality beside speed: {device}",
-            f"Predicted step time on {device} over BF16's against the gap. Down is better, left is "
-            "faster; a policy is worth having if nothing lies below it to its left.",
-            f"Scatter chart of gap against predicted step time for {_names(table)}.",
-            partial(gap_against_time, table=table, device=device),
-            wide=False,
-        )
-        for k, device in enumerate(devices)
-        if all(row.step_time[device] > 0 for row in drawn_rows(table))  # known, that is
+def _times(table: Table) -> tuple[Picture | Missing, ...]:
+    return tuple(_time(table, k, device) for k, device in enumerate(table.rows[0].step_time))
+
+
+def _time(table: Table, place: int, device: str) -> Picture | Missing:
+    title = f"Quality beside speed: {device}"
+    unknown = [r.contender for r in drawn_rows(table) if math.isnan(r.step_time[device])]
+    if unknown:
+        reason = f"Not known is what ran in which format in some runs of {listing(unknown)}."
+        return Missing(title, reason)
+    return Picture(
+        f"{table.slug}-time-{place}",
+        title,
+        f"Predicted step time on {device} over BF16's against the gap. Down is better, left is "
+        "faster; a policy is worth having if none that is as fast or faster lies below it.",
+        f"Scatter chart of gap against predicted step time for {_names(table)}.",
+        partial(gap_against_time, table=table, device=device),
+        wide=False,
     )
 
 
-def _protected(table: Table, shares: Mapping[str, Shares]) -> Picture:
+def _protected(table: Table, shares: Mapping[str, Shares]) -> Picture | Missing:
+    title = "What each policy protects"
+    if not shares:
+        reason = (
+            "No contender treats linears differently, or what ran in which format is not known."
+        )
+        return Missing(title, reason)
     whose = RIVAL if RIVAL in shares else next(iter(shares))
-    kept = sorted(shares[whose], key=lambda name: sum(shares[whose][name]))[:4]
+    mean = {name: sum(each) / len(each) for name, each in shares[whose].items()}
+    kept = [name for name in sorted(mean, key=mean.__getitem__) if mean[name] < max(mean.values())]
+    most = f"{whose} keeps, the most first, {listing(kept)}."
     return Picture(
-        f"{table_slug(table)}-linears",
-        "What each policy protects",
+        f"{table.slug}-linears",
+        title,
         f"Share of the steps that each GEMM of each linear ran in {table.lowest} (fprop, dgrad, "
-        "wgrad from the left), mean over seeds: dark is protected, bright is low. "
-        f"{whose} protects {listing(kept)} most.",
-        f"Maps of layers and linears for {listing(shares)}. {whose} protects {listing(kept)} most.",
+        "wgrad from the left), mean over seeds: dark is kept in higher precision, bright is low. "
+        f"{most}",
+        f"Maps of layers and linears for {listing(shares)}. {most}",
         partial(low_share_maps, shares=dict(shares), low=table.lowest),
     )
 
@@ -139,7 +150,7 @@ def _subtitle(
     tables: Sequence[Table], outcomes: Mapping[str, Outcome], entries: Sequence[Entry]
 ) -> str:
     contenders = dict.fromkeys(row.contender for table in tables for row in table.rows)
-    runs = {entry.run.key for entry in entries}
+    runs = {entry.run.key for entry in entries}  # tables share those of uniform contenders
     return (
         f"{plural(len(contenders), 'contender')}, "
         f"{len(runs & set(outcomes))} of {plural(len(runs), 'run')} finished."

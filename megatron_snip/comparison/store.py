@@ -6,7 +6,7 @@
     OUTPUT/configs/<key>.yaml      settings of the run, as they were given to it
     OUTPUT/logs/<key>.log          what it printed
     OUTPUT/outcomes/<key>.json     its numbers; written last, so a run that has one has finished
-    OUTPUT/comparison.json table.md *.png
+    OUTPUT/comparison.json table.md *.png report/
 
 A lock on OUTPUT/.lock is held by the comparison and inherited by its runs, so that nothing else
 writes here while any of them lives, even if the comparison itself was killed.
@@ -14,6 +14,8 @@ writes here while any of them lives, even if the comparison itself was killed.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -30,6 +32,7 @@ from megatron_snip.planning.json_file import write_atomic
 from megatron_snip.planning.plan import write_plan
 from megatron_snip.trainer.checkpoint_folder import CheckpointFolder
 from megatron_snip.trainer.config import TrainConfig, make_train_config
+from megatron_snip.trainer.sizes import linear_shapes
 
 FOLDERS = ("runs", "checkpoints", "plans", "configs", "logs", "outcomes")
 
@@ -89,11 +92,24 @@ class Store:
     def outcome(self, run: Run) -> Outcome | None:
         """Return a run's numbers, or None if it has not finished.
 
+        What files from before do not hold is taken from the run's directory, if that is there.
+
         Raises:
             UsageError: if the file is damaged.
         """
         path = self.path / "outcomes" / f"{run.key}.json"
-        return read_outcome(path) if path.is_file() else None
+        if not path.is_file():
+            return None
+        outcome, config = read_outcome(path), self.config_of(run)
+        if run.kind == "branch" and not outcome.options:
+            with contextlib.suppress(UsageError):
+                kept = outcome_of(run, self.run_dir(run), config).options
+                return dataclasses.replace(outcome, options=kept)
+        if outcome.options and set(outcome.options) != {s.name for s in linear_shapes(config)}:
+            raise UsageError(
+                f"'{path}' is not an outcome of '{run.name}': other linears; remove it"
+            )
+        return outcome
 
     def finished(self, run: Run) -> bool:
         """Whether a run need not be made again, with what other runs need of it."""

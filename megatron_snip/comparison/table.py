@@ -24,6 +24,7 @@ from megatron_snip.comparison.outcome import Outcome
 from megatron_snip.comparison.run import Entry
 from megatron_snip.comparison.spread import Spread, spread_of
 from megatron_snip.planning.calibration import CalibrationTable
+from megatron_snip.reporting.report.words import printable
 from megatron_snip.trainer.config import TrainConfig
 
 DIVERGED = 0.5
@@ -90,6 +91,11 @@ class Table:
         """One line."""
         return f"{self.mode}, {100 * self.target:g} % of linear FLOPs in {self.lowest}"
 
+    @property
+    def slug(self) -> str:
+        """A name for files: forks-fp4-75."""
+        return f"{self.mode}-{self.lowest}-{100 * self.target:g}"
+
 
 @dataclass(frozen=True)
 class Calibration:
@@ -103,10 +109,16 @@ class Calibration:
     table: CalibrationTable
     model: TrainConfig
 
+    @property
+    def device(self) -> str:
+        """What it is called in tables, beside the devices of `gemm_rates`."""
+        name = printable(self.table.device).replace("|", "/")
+        return f"{name}, calibrated" if name in {d.name for d in DEVICES} else name
+
     def step_time(self, outcomes: Sequence[Outcome]) -> dict[str, float]:
-        """Return the mean predicted time of the runs' steps over BF16's, by the table's device."""
+        """Return the mean predicted time of the runs' steps over BF16's, by the device's name."""
         times = [measured_step_time(o.options, self.table, self.model) for o in outcomes]
-        return {self.table.device: math.fsum(times) / len(times)}
+        return {self.device: math.fsum(times) / len(times)}
 
 
 def make_tables(

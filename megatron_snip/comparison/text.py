@@ -10,7 +10,7 @@ from typing import Any
 from megatron_snip.comparison.contender import BASELINE
 from megatron_snip.comparison.settings import ComparisonConfig
 from megatron_snip.comparison.spread import Spread
-from megatron_snip.comparison.table import DIVERGED, RIVAL, YARDSTICK, Row, Table
+from megatron_snip.comparison.table import DIVERGED, RIVAL, YARDSTICK, Calibration, Row, Table
 from megatron_snip.reporting.provenance import commit, machine
 
 VERSION = 1
@@ -22,7 +22,7 @@ held-out loss at the end to BF16's, `training gap` of the training loss over all
 from the same weights. `of {YARDSTICK}`: gap over that contender's. `diverged`: steps whose loss is
 not finite or more than {DIVERGED} above BF16's. Step times are predicted, over BF16's: Hopper's and
 Blackwell's from published GEMM rates for Llama's 70B shape, a calibrated device's from its own
-measured seconds for the model trained here.
+measured seconds, scaled by FLOPs to the linears trained here.
 """
 
 Columns = tuple[tuple[str, ...], ...]
@@ -58,12 +58,19 @@ def columns(table: Table) -> Columns:
     return (head, *(_cells(row) for row in table.rows))
 
 
-def to_json(tables: Sequence[Table], config: ComparisonConfig) -> dict[str, Any]:
-    """Return tables, settings, machine and commit as plain types; not finite becomes None."""
+def to_json(
+    tables: Sequence[Table], config: ComparisonConfig, calibration: Calibration | None = None
+) -> dict[str, Any]:
+    """Return tables, settings, machine and commit as plain types; not finite becomes None.
+
+    With a calibration, also where its seconds come from.
+    """
     settings = config.model_dump(mode="json", exclude={"output", "jobs", "threads", "calibration"})
     plain = [{"title": t.title, **dataclasses.asdict(t)} for t in tables]
     made = {"machine": machine(), "commit": commit()}
     value = {**made, "version": VERSION, "settings": settings, "tables": plain}
+    if calibration is not None:
+        value["calibration"] = calibration.table.model_dump(mode="json", exclude={"linears"})
     result: dict[str, Any] = _nulled(value)
     return result
 

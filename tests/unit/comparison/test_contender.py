@@ -57,3 +57,9 @@ def test_what_contenders_have_in_common_stays_common(
 def test_an_unknown_contender_is_answered_with_those_there_are() -> None:
     with pytest.raises(UsageError, match=r"unknown contender 'snip'; known: bf16.*mine"):
         resolve("snip", "fp4", {"mine": make_contender("mine", {})})
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../up", "-x", "a" * 81, "a b", "<a>"])
+def test_a_name_that_no_file_can_have_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="files are named after it"):
+        make_contender(name, {})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,10 @@ import pytest
 from PIL import Image
 
 from megatron_snip.comparison import report as report_module
-from megatron_snip.comparison.low_shares import low_shares
 from megatron_snip.comparison.outcome import Outcome
 from megatron_snip.comparison.report import make_comparison_report
+from megatron_snip.comparison.run import Entry
 from megatron_snip.comparison.schedule import Schedule, make_schedule
-from megatron_snip.comparison.settings import ComparisonConfig
 from megatron_snip.comparison.table import make_tables
 from megatron_snip.reporting.report.build import Report
 from megatron_snip.trainer.sizes import linear_shapes
@@ -27,9 +28,7 @@ pytestmark = pytest.mark.filterwarnings("error:constrained_layout")  # labels le
 
 HOSTILE = "<script>alert(1)</script>{{ 7*7 }}"
 CONFIG = comparison(
-    policies=("bf16", "fp8", "random", "snip-linear", "snip-gemm", HOSTILE),
-    contenders={HOSTILE: {"weight_lambda": 0.5}},
-    targets=(0.5, 0.75),
+    policies=("bf16", "fp8", "random", "snip-linear", "snip-gemm"), targets=(0.5, 0.75)
 )
 NAMES = [shape.name for shape in linear_shapes(CONFIG.train_config())]
 GAPS = {"bf16": 0.0, "fp8": 0.001, "random": 0.05, "snip-linear": 0.02, "snip-gemm": 0.01}
@@ -49,16 +48,22 @@ def kept(contender: str, seed: int) -> dict[str, dict[str, float]]:
 def outcomes_of(schedule: Schedule) -> dict[str, Outcome]:
     return {
         e.run.key: dataclasses.replace(
-            outcome(e.run.key, 2.0 + GAPS.get(e.contender, 0.03) + 0.01 * e.seed),
+            outcome(e.run.key, 2.0 + GAPS[e.contender] + 0.01 * e.seed),
             options=kept(e.contender, e.seed),
         )
         for e in schedule.entries
     }
 
 
-def report_of(config: ComparisonConfig, found: dict[str, Outcome]) -> Report:
-    entries = make_schedule(config).entries
-    return make_comparison_report(make_tables(entries, found), entries, found, config)
+def report_of(found: dict[str, Outcome], entries: Sequence[Entry] | None = None) -> Report:
+    entries = make_schedule(CONFIG).entries if entries is None else entries
+    return make_comparison_report(make_tables(entries, found), entries, found, CONFIG)
+
+
+def words(report: Report) -> str:
+    """Text of a page, and what its pictures say to those who do not see them."""
+    page = Elements(report.html)
+    return page.text + " ".join(item.get("alt") or "" for item in page.all("img"))
 
 
 @pytest.fixture
@@ -69,51 +74,64 @@ def sketched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("sketched")
 def test_every_table_has_its_numbers_and_pictures() -> None:
-    report = report_of(CONFIG, outcomes_of(make_schedule(CONFIG)))
+    report = report_of(outcomes_of(make_schedule(CONFIG)))
     tables = ("forks-fp3-50", "forks-fp3-75")
     assert sorted(report.pictures) == sorted(f"{t}-{name}.png" for t in tables for name in ALL)
-    text = Elements(report.html).text
-    for words in ("75 % of linear FLOPs in fp3", "snip-gemm", "+50.0", "contenders", "torch"):
-        assert words in text
-    assert "24 of 24 runs finished" not in text  # the 50 and 75 % tables share bf16 and fp8
-    assert "20 of 20 runs finished" in text
+    text = words(report)
+    for said in ("75 % of linear FLOPs in fp3", "+50.0", "5 contenders", "torch"):
+        assert said in text
+    assert "16 of 16 runs finished" in text  # tables share those of bf16 and fp8
+    assert "random 50.0; snip-linear 20.0; snip-gemm 10.0" in text
+    # Both seeds' protected linears, and none of the others.
+    assert f"snip-linear keeps, the most first, {NAMES[0]}, {NAMES[1]}." in text
+    assert all(f"speed: {device}" in text for device in ("Hopper", "Blackwell"))
 
 
 @pytest.mark.usefixtures("sketched")
 def test_the_page_asks_nobody_and_names_do_no_harm() -> None:
-    page = Elements(report_of(CONFIG, outcomes_of(make_schedule(CONFIG))).html)
+    schedule = make_schedule(CONFIG)
+    entries = [
+        dataclasses.replace(e, contender=HOSTILE if e.contender == "random" else e.contender)
+        for e in schedule.entries
+    ]
+    page = Elements(report_of(outcomes_of(schedule), entries).html)
     assert not page.all("script") and "{{ 7*7 }}" in page.text
     sources = [item.get("src") or item.get("srcset") or "" for item in page.all("img")]
     assert sources and all(source.startswith("data:") for source in sources)
 
 
 @pytest.mark.usefixtures("sketched")
-def test_what_is_unknown_is_left_out_or_said() -> None:
+def test_what_is_unknown_is_said() -> None:
     schedule = make_schedule(CONFIG)
     bare = {
         key: dataclasses.replace(found, options={}) for key, found in outcomes_of(schedule).items()
     }
-    assert not any("linears" in name for name in report_of(CONFIG, bare).pictures)
+    report = report_of(bare)
+    assert not any("linears" in name for name in report.pictures)
+    assert "what ran in which format is not known" in words(report)
     alone = {e.run.key: bare[e.run.key] for e in schedule.entries if e.contender == "bf16"}
-    report = report_of(CONFIG, alone)
-    assert report.pictures == {}
-    assert "Nothing but BF16 has finished" in Elements(report.html).text
+    rest = {key: found for key, found in bare.items() if key not in alone}
+    for part in (alone, rest):
+        report = report_of(part)
+        assert report.pictures == {}
+        assert "a seed that BF16 has finished too" in words(report)
 
 
-def test_shares_are_by_gemm_and_a_mean_over_seeds() -> None:
+@pytest.mark.usefixtures("sketched")
+def test_a_loss_that_is_not_finite_is_named() -> None:
     schedule = make_schedule(CONFIG)
     found = outcomes_of(schedule)
-    table = make_tables(schedule.entries, found)[0]
-    shares = low_shares(table, schedule.entries, found)
-    assert list(shares) == ["random", "snip-linear", "snip-gemm", HOSTILE]  # fp8 treats all alike
-    assert shares["snip-linear"][NAMES[0]] == pytest.approx((0.375,) * 3)
-    assert shares["snip-linear"][NAMES[-1]] == pytest.approx((0.75,) * 3)
-    assert shares["snip-gemm"][NAMES[-1]] == pytest.approx((0.0, 0.75, 0.75))
+    for entry in schedule.entries:
+        if entry.contender == "random":
+            lost = dataclasses.replace(found[entry.run.key], validation_losses=(math.nan,))
+            found[entry.run.key] = lost
+    assert "Losses that are not finite: random." in words(report_of(found))
 
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:
-    config = CONFIG.model_copy(update={"targets": (0.5,)})
-    report = report_of(config, outcomes_of(make_schedule(config)))
+    schedule = make_schedule(CONFIG)
+    entries = [e for e in schedule.entries if e.target == 0.5]
+    report = report_of(outcomes_of(schedule), entries)
     for name in ALL:
         with Image.open(io.BytesIO(report.pictures[f"forks-fp3-50-{name}.png"])) as image:
             pixels: Any = image.convert("L").getextrema()
