@@ -206,9 +206,12 @@ def _seeds(table: Table) -> str:
 
 def _origin(name: str, content: dict[str, Any]) -> str:
     machine = content["machine"]
-    stem, commit = name.partition("/")[0], (content["commit"] or "unknown")[:10]
+    stem, (commit, dash, changed) = (
+        name.partition("/")[0],
+        (content["commit"] or "?").partition("-"),
+    )
     where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
-    return f"`benchmarks/results/{stem}.json`: {machine['date']}, {where}, commit {commit}."
+    return f"`benchmarks/results/{stem}.json`: {machine['date']}, {where}, commit {commit[:10]}{dash}{changed}."
 
 
 def _unknown_is_nan(value: Any) -> Any:
