@@ -211,7 +211,8 @@ def _origin(name: str, content: dict[str, Any]) -> str:
         (content["commit"] or "?").partition("-"),
     )
     where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
-    return f"`benchmarks/results/{stem}.json`: {machine['date']}, {where}, commit {commit[:10]}{dash}{changed}."
+    made_at = f"commit {commit[:10]}{dash}{changed}"
+    return f"`benchmarks/results/{stem}.json`: {machine['date']}, {where}, {made_at}."
 
 
 def _unknown_is_nan(value: Any) -> Any:
