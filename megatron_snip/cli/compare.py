@@ -33,7 +33,9 @@ from megatron_snip.comparison.settings import (
 from megatron_snip.comparison.store import Store
 from megatron_snip.comparison.table import Calibration, Table, make_tables
 from megatron_snip.comparison.text import columns, markdown, to_json
+from megatron_snip.errors import UsageError
 from megatron_snip.flags import add_flags, given_values
+from megatron_snip.options import Option
 from megatron_snip.planning.calibration import read_calibration
 from megatron_snip.planning.json_file import write_atomic
 from megatron_snip.reporting.report.words import printable
@@ -87,6 +89,10 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("megatron-snip: interrupted; --table makes tables and the report", file=sys.stderr)
         status = INTERRUPTED
+    except UsageError as error:
+        if not status:
+            raise
+        print(f"megatron-snip: error: {error}", file=sys.stderr)
     return status
 
 
@@ -127,8 +133,11 @@ def _calibration(config: ComparisonConfig) -> Calibration | None:
     formats: set[str] = set()
     for lowest in config.lowest:
         for name in config.policies:
-            option = config.contender(name, lowest).uniform
+            contender = config.contender(name, lowest)
+            option = contender.uniform
             formats |= {config.gentle, lowest} if option is None else set(option.formats)
+            for pin in contender.settings.get("pins", ()):
+                formats |= set(Option.parse(pin.rpartition("=")[2]).formats)
     for names in check_covers(table, model, sorted(formats)):
         print(
             f"megatron-snip: '{config.calibration}' holds other shapes for '{names}' than this "
@@ -212,7 +221,7 @@ class _Books:
         report = make_comparison_report(tables, self._schedule.entries, outcomes, self._config)
         folder = self._store.path / "report"
         for former in folder.glob("*.png"):  # of tables that are no longer asked for
-            former.unlink()
+            former.unlink(missing_ok=True)
         print(report.write(folder))
 
     def _draw(self, tables: tuple[Table, ...], outcomes: dict[str, Outcome]) -> None:

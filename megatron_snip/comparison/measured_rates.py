@@ -4,9 +4,9 @@
            share of the steps * seconds(linear, option)
 
 for the model that the comparison trains, over the same sum with every linear in BF16. Seconds come
-from a table of `megatron-snip calibrate`, scaled by FLOPs, and hold quantization; where its machine
-emulates a format, that format is slower than BF16 and the prediction says so. Attention and the
-output layer, which no table holds, count at the rate of the linears' BF16 GEMMs.
+from a table of `megatron-snip calibrate`, scaled by FLOPs; they are of GEMMs as training runs them
+on that machine, quantization included, so a format that is emulated there may be slower than BF16.
+Attention and the output layer, which no table holds, count at the rate of the linears' BF16 GEMMs.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def _protected(table: Table, shares: Mapping[str, Shares]) -> Picture | Missing:
     whose = RIVAL if RIVAL in shares else next(iter(shares))
     mean = {name: sum(each) / len(each) for name, each in shares[whose].items()}
     kept = [name for name in sorted(mean, key=mean.__getitem__) if mean[name] < max(mean.values())]
-    most = f"{whose} keeps, the most first, {listing(kept)}."
+    most = f"{whose} keeps, the most first, {listing(kept)}." if kept else ""
     return Picture(
         f"{table.slug}-linears",
         title,

@@ -102,7 +102,7 @@ class Store:
             return None
         outcome, config = read_outcome(path), self.config_of(run)
         if run.kind == "branch" and not outcome.options:
-            with contextlib.suppress(UsageError):
+            with contextlib.suppress(UsageError, KeyError, TypeError, ValueError):
                 kept = outcome_of(run, self.run_dir(run), config).options
                 return dataclasses.replace(outcome, options=kept)
         if outcome.options and set(outcome.options) != {s.name for s in linear_shapes(config)}:

@@ -1,10 +1,13 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from megatron_snip.__main__ import main
 from megatron_snip.formats import FORMATS
+from megatron_snip.patches import cpu_tensors
 from megatron_snip.planning.calibration import read_calibration
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.problem import write_problem
@@ -32,6 +35,22 @@ def test_every_format_is_measured_at_every_shape(
     text = capsys.readouterr().out
     assert "nvfp4" in text
     assert "64 tokens" in text
+
+
+def test_gemms_run_as_training_on_the_cpu_runs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products = []
+
+    def product(func: Any, args: Any, kwargs: Any) -> Any:
+        products.append({a.dtype for a in args if isinstance(a, torch.Tensor)})
+        return cpu_product(func, args, kwargs)
+
+    cpu_product = cpu_tensors._product
+    monkeypatch.setattr(cpu_tensors, "_product", product)
+    words = ["--linear", "*=128x128", "--formats", "bf16", "--tokens", "32"]
+    assert main(["calibrate", *words, *QUICK, "--output", str(tmp_path / "t.json")]) == 0
+    assert len(products) >= 9 and {torch.bfloat16} in products
 
 
 def test_a_table_serves_planning_by_time(

@@ -139,3 +139,20 @@ def test_an_interrupt_while_drawing_leaves_no_traceback(
     monkeypatch.setattr(compare, "_show", interrupt)
     assert main(finished(tmp_path)) == compare.INTERRUPTED
     assert "interrupted" in capsys.readouterr().err
+
+
+def test_formats_of_pins_are_asked_of_a_calibration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "compare.yaml"
+    contender = {"policy": "snip", "pins": ["*fc1=mxfp8"]}
+    settings = CONFIG.model_dump(mode="json") | {"output": str(tmp_path / "out")}
+    settings |= {"contenders": {"pinned": contender}, "policies": ["bf16", "pinned"]}
+    file.write_text(json.dumps(settings))
+    seconds = {n: {"fprop": 1.0, "dgrad": 1.0, "wgrad": 1.0} for n in ("bf16", "fp8", "fp3")}
+    linear = {"names": "*", "out_features": 8, "in_features": 8, "seconds": seconds}
+    table = {"version": 1, "machine": "m", "device": "cpu", "date": "d", "versions": {}}
+    calibration = tmp_path / "seconds.json"
+    calibration.write_text(json.dumps({**table, "tokens": 8, "linears": [linear]}))
+    assert main(["compare", "--config", str(file), "--calibration", str(calibration)]) == 2
+    assert "no seconds for 'mxfp8'" in capsys.readouterr().err
