@@ -32,7 +32,7 @@ Report = dict[str, Any]
 def reports(folder: Path) -> list[Report]:
     """Return what `benchmarks.gpu` wrote, GPUs first."""
     found = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
-    ours = [r for r in found if "machine" in r and any(name in r for name in TABLES)]
+    ours = [r for r in found if any(isinstance(r.get(name), dict) for name in TABLES)]
     return sorted(ours, key=lambda r: r["machine"]["gpu"] is None)
 
 
