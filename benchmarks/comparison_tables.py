@@ -14,6 +14,7 @@ formats. KINDs:
     full    one comparison: losses, gaps, predicted step times
     short   one comparison: gaps alone
     gaps    the gap of every contender, a column for each comparison
+    parts   what each part of a model costs, of a file of `benchmarks.parts`
 
 Below each stands where it comes from. The JSON is what `megatron-snip compare` wrote.
 """
@@ -31,6 +32,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from benchmarks.machine import RESULTS
+from benchmarks.parts import shares
 from megatron_snip.comparison.contender import BASELINE
 from megatron_snip.comparison.table import Row, Table
 from megatron_snip.comparison.text import columns
@@ -62,10 +64,7 @@ def read_table(name: str, folder: Path = RESULTS) -> tuple[Table, dict[str, Any]
         UsageError: if there is no such file or table.
     """
     stem, _, lowest = name.partition("/")
-    path = folder / f"{stem}.json"
-    if not path.is_file():
-        raise UsageError(f"there is no '{path}'")
-    content = json.loads(path.read_text())
+    content = _read(folder / f"{stem}.json")
     found = [t for t in content["tables"] if lowest in ("", t["lowest"])]
     if len(found) != 1:
         known = ", ".join(f"{stem}/{t['lowest']}" for t in content["tables"])
@@ -80,13 +79,20 @@ def made(kind: str, names: Sequence[str], folder: Path = RESULTS) -> str:
     Raises:
         UsageError: if there is no such kind, file or table.
     """
-    if kind not in KINDS:
-        raise UsageError(f"no kind of table is called '{kind}'; known: {', '.join(KINDS)}")
-    found = [read_table(name, folder) for name in names]
-    head, *rows = _filled(KINDS[kind]([table for table, _ in found]))
+    if kind == "parts":
+        contents = [_read(folder / f"{name}.json") for name in names]
+        cells = [line for content in contents for line in _parts(content)]
+    elif kind in KINDS:
+        found = [read_table(name, folder) for name in names]
+        contents = [content for _, content in found]
+        cells = KINDS[kind]([table for table, _ in found])
+    else:
+        known = ", ".join((*KINDS, "parts"))
+        raise UsageError(f"no kind of table is called '{kind}'; known: {known}")
+    head, *rows = _filled(cells)
     rule = tuple("---:" if k else "---" for k in range(len(head)))
     lines = ["| " + " | ".join(line) + " |" for line in (head, rule, *rows)]
-    origins = [_origin(name, content) for name, (_, content) in zip(names, found, strict=True)]
+    origins = [_origin(name, content) for name, content in zip(names, contents, strict=True)]
     return "\n".join([*lines, "", *dict.fromkeys(origins)])
 
 
@@ -130,6 +136,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not args.check:
                 file.write_text(after, encoding="utf-8")
     return stale if args.check else 0
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise UsageError(f"there is no '{path}'")
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def _parts(parts: dict[str, Any]) -> list[tuple[str, ...]]:
+    lines: list[tuple[str, ...]] = [("part", "cost, 1e-3", "share of fprop", "SNIP's")]
+    lines += [(f"{g}, all linears", f"{1e3 * c:.1f}", "", "") for g, c in parts["costs"].items()]
+    for what, word in (("layer", "layer "), ("kind", "")):
+        costs, predicted = parts[f"fprop_by_{what}"], parts[f"predicted_by_{what}"]
+        for name, share in shares(costs).items():
+            cells = (f"fprop of {word}{name}", f"{1e3 * costs[name]:.1f}", f"{share:.2f}")
+            lines.append((*cells, f"{predicted[name]:.2f}" if predicted else ""))
+    return lines
 
 
 def _full(tables: Sequence[Table]) -> list[tuple[str, ...]]:

@@ -79,6 +79,29 @@ def test_gaps_of_several_comparisons_share_rows(folder: Path) -> None:
     ]
 
 
+def test_parts_with_and_without_predictions(folder: Path) -> None:
+    parts = {
+        "commit": "c",
+        "machine": {"date": "2026-01-02", "cpu": "A CPU", "cores": 3, "gpu": None},
+        "costs": {"fprop": 0.04},
+        "fprop_by_layer": {"0": 0.03, "1": 0.01},
+        "predicted_by_layer": {"0": 0.5, "1": 0.5},
+        "fprop_by_kind": {"qkv": 0.04},
+        "predicted_by_kind": {"qkv": 1.0},
+    }
+    (folder / "p.json").write_text(json.dumps(parts))
+    lines = comparison_tables.made("parts", ["p"], folder).splitlines()
+    assert lines[2:6] == [
+        "| fprop, all linears | 40.0 |  |  |",
+        "| fprop of layer 0 | 30.0 | 0.75 | 0.50 |",
+        "| fprop of layer 1 | 10.0 | 0.25 | 0.50 |",
+        "| fprop of qkv | 40.0 | 1.00 | 1.00 |",
+    ]
+    bare = {**parts, "predicted_by_layer": None, "predicted_by_kind": None}
+    (folder / "p.json").write_text(json.dumps(bare))
+    assert "SNIP's" not in comparison_tables.made("parts", ["p"], folder)
+
+
 def test_everything_between_the_markers_is_replaced(folder: Path) -> None:
     text = "# T\n\n<!-- compare:short compare-x/fp4 -->\nold\n<!-- /compare -->\n\nend\n"
     made = comparison_tables.replaced(text, folder)
