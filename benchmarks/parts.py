@@ -160,12 +160,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the numbers as JSON")
     args = parser.parse_args(argv)
-    read = [
-        None if p is None else json.loads(p.read_text()) for p in (args.comparison, args.statistics)
-    ]
+    files = (args.comparison, args.statistics)
     try:
-        parts = parts_of(*read)
-    except UsageError as error:
+        parts = parts_of(*(None if p is None else json.loads(p.read_text()) for p in files))
+    except (OSError, ValueError, UsageError) as error:
         parser.error(str(error))
     _print(parts)
     if args.output is not None:

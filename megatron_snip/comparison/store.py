@@ -102,6 +102,7 @@ class Store:
             return None
         outcome, config = read_outcome(path), self.config_of(run)
         if run.kind == "branch" and not outcome.options:
+            # A directory that is gone or damaged leaves them unknown, which tables and report say.
             with contextlib.suppress(UsageError, KeyError, TypeError, ValueError):
                 kept = outcome_of(run, self.run_dir(run), config).options
                 return dataclasses.replace(outcome, options=kept)
