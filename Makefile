@@ -61,7 +61,7 @@ $(STAMP):
 
 .PHONY: demo
 demo: $(STAMP)  ## train a small Llama with SNIP on two ranks and show what it did
-	$(BIN)/megatron-snip train --config configs/demo.yaml --run-dir $(RUN_DIR) $(DEMO_ARGS)
+	$(BIN)/megatron-snip train --config configs/demo.yaml --run-dir $(RUN_DIR) --overwrite $(DEMO_ARGS)
 
 .PHONY: test
 test: lint types docs unit distributed  ## lint, types, docs and the whole CPU test suite

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_snip.collectives import attempt
 from megatron_snip.config import SnipConfig
+from megatron_snip.directory import archive_run, check_new_run, lock_directory, mark
 from megatron_snip.reporting.megatron_writers import MegatronWriters
 from megatron_snip.reporting.reporter import FileReporter, Reporter, Reporters
 from megatron_snip.reporting.run_directory import RunDirectory
@@ -62,7 +63,14 @@ def _files(config: SnipConfig, args: argparse.Namespace, topology: Topology) -> 
     """Rank 0: open the directory and write what was asked for."""
     if topology.rank != 0:
         return None
-    directory = RunDirectory(output_directory(config, getattr(args, "save", None)))
+    path = output_directory(config, getattr(args, "save", None))
+    directory = RunDirectory(path, lock_directory(path))
+    check_new_run(path, overwrite=True)  # files without our marker are not touched
+    mark(path)
+    if not getattr(args, "iteration", 0):
+        archive = archive_run(path)
+        if archive is not None:
+            logger.info("SNIP: files of the run before were moved to '%s'", archive)
     megatron = {k: v for k, v in sorted(vars(args).items()) if type(v) in _PLAIN}
     directory.start({"snip": config.model_dump(mode="json"), "megatron": megatron})
     logger.info("SNIP's plans, problems and metrics go to %s", directory.path)

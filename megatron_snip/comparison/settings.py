@@ -33,7 +33,7 @@ Mode = Literal["forks", "scratch"]
 
 OWNED = frozenset(
     {"run_dir", "save", "load", "save_interval", "ckpt_step", "exit_interval", "train_iters"}
-    | {"exit_on_missing_checkpoint", "eval_interval"}
+    | {"overwrite", "eval_interval"}
 )
 """Settings of a run that the comparison sets itself."""
 

@@ -148,7 +148,7 @@ class Store:
 
     def config_of(self, run: Run) -> TrainConfig:
         """Return a run's settings with its paths."""
-        values = {**run.values, "run_dir": self.run_dir(run)}
+        values = {**run.values, "run_dir": self.run_dir(run), "overwrite": True}
         if run.kind == "base":
             values["save"] = values["load"] = self._checkpoints(run)
         if run.base is not None:

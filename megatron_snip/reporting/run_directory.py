@@ -38,6 +38,7 @@ from typing import IO, Any
 
 import yaml
 
+from megatron_snip.directory import DirectoryLock
 from megatron_snip.planning.json_file import write_atomic
 from megatron_snip.planning.plan import PrecisionPlan, write_plan
 
@@ -71,8 +72,10 @@ class RunDirectory:
         path: the directory; made (with parents) at construction.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, lock: DirectoryLock | None = None) -> None:
+        """Open a directory; `lock`, if given, is released by `close`."""
         self.path = path
+        self._lock = lock
         path.mkdir(parents=True, exist_ok=True)
         self._metrics: IO[str] | None = None
 
@@ -123,6 +126,8 @@ class RunDirectory:
             self.flush()
             self._metrics.close()
             self._metrics = None
+        if self._lock is not None:
+            self._lock.release()
 
     def _json(self, kind: str, step: int, value: dict[str, Any]) -> Path:
         path = self._made(kind) / f"{step}.json"

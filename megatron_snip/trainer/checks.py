@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import os
 import struct
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from megatron_snip.config import SnipConfig
+from megatron_snip.directory import check_new_run
 from megatron_snip.errors import InfeasiblePlanError, UsageError
 from megatron_snip.log import warn_once
 from megatron_snip.planning.plan import read_plan
@@ -31,27 +31,6 @@ logger = logging.getLogger(__name__)
 
 TOKENS_LOOKED_AT = 1_000_000
 """Tokens of the data whose ids are compared with vocab_size."""
-RUN_FILES = frozenset(
-    {
-        "config.yaml",
-        "data",
-        "data.json",
-        "data_index",
-        "divergences",
-        "metrics.jsonl",
-        "plans",
-        "precision",
-        "problems",
-        "report",
-        "report.html",
-        "statistics",
-        "tensorboard",
-        "versions.json",
-        "wandb",
-    }
-)
-"""What a run directory holds; a folder with anything else in it is not overwritten."""
-
 _INDEX_HEADER = b"MMIDIDX\x00\x00"
 _INDEX_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
@@ -67,8 +46,8 @@ def check_run(config: TrainConfig, world_size: int) -> None:
         UsageError: one line that names what is wrong and what to do.
     """
     check_ranks(config, world_size)
-    check_run_dir(config.run_dir, [p for p in (config.save, config.load) if p is not None])
     check_checkpoints(config)
+    check_run_dir(config)
     if config.data_path is not None:
         check_data(config.data_path, config.vocab_size)
     if config.snip.enabled:
@@ -77,39 +56,23 @@ def check_run(config: TrainConfig, world_size: int) -> None:
             warn_once(logger, warning)
 
 
-def check_run_dir(run_dir: Path, checkpoints: Sequence[Path] = ()) -> None:
-    """Refuse a folder that holds something else than a run, or that cannot be written.
-
-    Args:
-        run_dir: the folder.
-        checkpoints: folders that may lie in it.
+def check_run_dir(config: TrainConfig) -> None:
+    """Refuse a run directory that cannot be written or holds files that must stay.
 
     Raises:
         UsageError: names what is in the way.
     """
+    run_dir = config.run_dir
     if not run_dir.exists():
         _check_can_be_made("run_dir", run_dir)
         return
     if not run_dir.is_dir():
         raise UsageError(f"run_dir '{run_dir}' is a file; name a folder")
-    try:
-        names = sorted(p.name for p in run_dir.iterdir())
-    except OSError as error:
-        raise UsageError(f"cannot read run_dir '{run_dir}': {error.strerror}") from None
-    if not os.access(run_dir, os.W_OK | os.X_OK):
-        raise UsageError(f"run_dir '{run_dir}' cannot be written; name another folder")
-    kept = {p for path in checkpoints for p in (path.absolute(), *path.absolute().parents)}
-    foreign = [n for n in names if not _is_ours(n) and run_dir.absolute() / n not in kept]
-    if foreign:
-        raise UsageError(
-            f"run_dir '{run_dir}' holds '{foreign[0]}', which is not of a run; name another "
-            "folder or empty it"
-        )
-
-
-def _is_ours(name: str) -> bool:
-    # Files being written start with a dot and the name they will have.
-    return name in RUN_FILES or any(name.startswith(f".{ours}") for ours in RUN_FILES)
+    if not os.access(run_dir, os.R_OK | os.W_OK | os.X_OK):
+        raise UsageError(f"run_dir '{run_dir}' cannot be read and written; name another folder")
+    # A command that starts or resumes moves the files of an attempt without a checkpoint aside.
+    may_start_again = config.load is not None and config.load == config.save
+    check_new_run(run_dir, config.overwrite or resume_step(config) > 0 or may_start_again)
 
 
 def _check_can_be_made(name: str, folder: Path) -> None:
@@ -127,7 +90,6 @@ def check_checkpoints(config: TrainConfig) -> None:
     for name, needed in (
         ("save_interval", "save"),
         ("ckpt_step", "load"),
-        ("exit_on_missing_checkpoint", "load"),
     ):
         if getattr(config, name) and getattr(config, needed) is None:
             raise UsageError(f"{name} needs {needed}, a folder of checkpoints")
@@ -161,8 +123,11 @@ def resume_step(config: TrainConfig) -> int:
         folder.check_whole(config.ckpt_step)
         return config.ckpt_step
     latest = folder.latest()
-    if latest is None and config.exit_on_missing_checkpoint:
-        raise UsageError(f"load '{config.load}' holds no checkpoint")
+    if latest is None and config.load != config.save:
+        raise UsageError(
+            f"load '{config.load}' holds no checkpoint; name the folder that --save wrote to, or "
+            "drop --load to start a new run"
+        )
     return latest or 0
 
 

@@ -242,14 +242,12 @@ class CheckpointFields(_Section):
     """Steps between two checkpoints; by default only at the end and on a signal."""
 
     load: Path | None = None
-    """Folder of checkpoints to go on from; without one in it the run starts at step 0, so the
-    same folder as save's lets one command both start and resume."""
+    """Folder of checkpoints to resume from. A folder without a checkpoint is an error, unless it
+    is also the folder of save: then one command both starts and resumes a run. Load only
+    checkpoints that you trust: reading one can run code."""
 
     ckpt_step: Count | None = None
     """Load the checkpoint after so many steps instead of the latest."""
-
-    exit_on_missing_checkpoint: bool = False
-    """Refuse to start at step 0 when load holds no checkpoint."""
 
     dist_ckpt_optim_fully_reshardable: bool = False
     """Write use_distributed_optimizer's state so that any layout can read it, which gathers it on
@@ -263,8 +261,11 @@ class RunFields(_Section):
     """What is written, and where."""
 
     run_dir: Path = Path("runs/train")
-    """Directory of the run: config.yaml, versions.json, metrics.jsonl and what SNIP writes. A
-    former run's files in it are replaced, or continued by a run that goes on from a checkpoint."""
+    """Directory of the run: config.yaml, versions.json, metrics.jsonl and what SNIP writes. A run
+    that resumes from a checkpoint continues the files in it."""
+
+    overwrite: bool = False
+    """Replace the files of a former run in run_dir. Files that SNIP did not write stay."""
 
 
 class TrainFields(

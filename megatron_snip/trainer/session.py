@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from datetime import timedelta
@@ -22,6 +21,14 @@ from rich.logging import RichHandler
 
 from megatron_snip.collectives import broadcast_json
 from megatron_snip.controller import SnipController
+from megatron_snip.directory import (
+    DirectoryLock,
+    archive_run,
+    lock_directory,
+    mark,
+    own_files,
+    remove_run,
+)
 from megatron_snip.errors import UsageError
 from megatron_snip.patches import cpu, torch_adam
 from megatron_snip.planning.json_file import write_atomic
@@ -31,7 +38,7 @@ from megatron_snip.reporting.summary import SummaryReporter
 from megatron_snip.reporting.tensorboard_reporter import TensorBoardReporter
 from megatron_snip.reporting.wandb_reporter import WandbReporter
 from megatron_snip.trainer.checkpoint import Checkpoints, Progress
-from megatron_snip.trainer.checks import RUN_FILES, check_run, resume_step
+from megatron_snip.trainer.checks import check_run, check_run_dir, resume_step
 from megatron_snip.trainer.config import TrainConfig
 from megatron_snip.trainer.data import build_datasets
 from megatron_snip.trainer.hooks import PlainHook, TrainingHook
@@ -78,12 +85,21 @@ def run_session(config: TrainConfig, console: Console | None) -> TrainingResult:
         console: where rank 0 shows how it goes; None shows nothing.
     """
     control = _control_group()
+    step = broadcast_json(resume_step(config), control)
+    with _written_directories(config, step, control) as directory:
+        return _train(config, console, control, step, directory)
+
+
+def _train(
+    config: TrainConfig,
+    console: Console | None,
+    control: dist.ProcessGroup,
+    step: int,
+    directory: RunDirectory | None,
+) -> TrainingResult:
     state = build_training_state(config, dist.get_world_size())
     checkpoints = Checkpoints(config, state, control)
-    step = broadcast_json(resume_step(config), control)
     start = checkpoints.load(step) if step else None
-    directory = _start_run(config, step) if dist.get_rank() == 0 else None
-    dist.barrier()
     datasets = build_datasets(config, control)
     if directory is not None:
         write_atomic(directory.path / "data.json", json.dumps(datasets.source) + "\n")
@@ -215,21 +231,50 @@ def _stop_requests(
     return nullcontext(requests) if config.save is None else requests
 
 
+@contextmanager
+def _written_directories(
+    config: TrainConfig, step: int, control: dist.ProcessGroup
+) -> Iterator[RunDirectory | None]:
+    """All ranks: lock and prepare what this run writes to; rank 0 gets the run directory.
+
+    Raises:
+        UsageError: on every rank, if another job writes there.
+    """
+    locks: list[DirectoryLock] = []
+    directory: RunDirectory | None = None
+    failure = {}
+    if dist.get_rank() == 0:
+        try:
+            for path in dict.fromkeys(p for p in (config.run_dir, config.save) if p is not None):
+                locks.append(lock_directory(path))
+            directory = _start_run(config, step)
+        except (UsageError, OSError) as error:
+            failure = {"error": str(error)}
+    try:
+        failure = broadcast_json(failure, control)
+        if failure:
+            raise UsageError(failure["error"])
+        yield directory
+    finally:
+        for lock in locks:
+            lock.release()
+
+
 def _start_run(config: TrainConfig, step: int) -> RunDirectory:
-    """Rank 0: replace a former run's files, or keep those of its first `step` steps."""
+    """Rank 0: make room for this run's files, or keep those of its first `step` steps."""
+    check_run_dir(config)
+    mark(config.run_dir)
     if step:
         keep_steps_before(config.run_dir, step)
+    elif config.overwrite:
+        remove_run(config.run_dir)
     else:
-        for name in RUN_FILES:
-            path = config.run_dir / name
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+        archive_run(config.run_dir)
     directory = RunDirectory(config.run_dir)
     directory.start(config.model_dump(mode="json"))
     return directory
 
 
 def _written(run_dir: Path) -> list[Path]:
-    return [run_dir / name for name in sorted(RUN_FILES) if (run_dir / name).exists()]
+    names = sorted({path.relative_to(run_dir).parts[0] for path in own_files(run_dir)})
+    return [run_dir / name for name in names]

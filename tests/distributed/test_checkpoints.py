@@ -62,7 +62,7 @@ def runs_of(
     base = {**TINY, "bf16": True, "train_iters": STEPS, "data_cache_path": str(folder / "data")}
     place = folder / name
     saving = {"run_dir": str(place / "run"), "save": str(place / "checkpoints")}
-    going_on = {**saving, "load": saving["save"], "exit_on_missing_checkpoint": True}
+    going_on = {**saving, "load": saving["save"]}
     return {
         name: {**base, **before, "run_dir": str(place / "whole")},
         f"{name}: stopped": {**base, **before, **saving, "exit_interval": STOP},

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from megatron_snip.__main__ import main
+from megatron_snip.directory import mark
 from megatron_snip.errors import UsageError
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan, assignment_digest, write_plan
 from megatron_snip.trainer.checkpoint_folder import CheckpointFolder, SavedRun
-from megatron_snip.trainer.checks import check_data, check_run, check_run_dir, resume_step
+from megatron_snip.trainer.checks import check_data, check_run, resume_step
 from megatron_snip.trainer.config import TrainConfig
 from megatron_snip.trainer.corpus import _write_indexed
 from megatron_snip.trainer.sizes import linear_shapes
@@ -93,27 +94,34 @@ def test_data_must_be_there_and_fit_the_vocabulary(tmp_path: Path) -> None:
         check_data(prefix, 257)
 
 
-def test_a_folder_that_is_no_run_is_not_overwritten(tmp_path: Path) -> None:
-    check_run_dir(tmp_path / "new" / "run")
-    for name in ("config.yaml", ".metrics.jsonl.x.tmp"):
+def test_run_directories_that_cannot_be_made_or_hold_another_run_are_refused(
+    tmp_path: Path,
+) -> None:
+    def check(path: Path, **values: Any) -> None:
+        check_run(TrainConfig(run_dir=path, **values), 1)
+
+    check(tmp_path / "new" / "run")
+    for name in ("slurm-123.out", ".gitignore", "thesis.tex"):
         (tmp_path / name).touch()
-    check_run_dir(tmp_path)
-    (tmp_path / "thesis.tex").touch()
-    with pytest.raises(UsageError, match=r"holds .thesis\.tex."):
-        check_run_dir(tmp_path)
+    check(tmp_path)
     with pytest.raises(UsageError, match="is a file"):
-        check_run_dir(tmp_path / "thesis.tex")
+        check(tmp_path / "thesis.tex")
     with pytest.raises(UsageError, match="cannot be made"):
-        check_run_dir(tmp_path / "thesis.tex" / "run")
+        check(tmp_path / "thesis.tex" / "run")
+    mark(tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(UsageError, match="holds another run; continue it with --load"):
+        check(tmp_path)
+    check(tmp_path, overwrite=True)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
     with pytest.raises(UsageError, match="cannot be"):
-        check_run_dir(tmp_path / "run")
-    with pytest.raises(UsageError, match="cannot be written"):
-        check_run_dir(tmp_path)
+        check_run(TrainConfig(run_dir=tmp_path / "run"), 1)
+    with pytest.raises(UsageError, match="cannot be read and written"):
+        check_run(TrainConfig(run_dir=tmp_path), 1)
 
 
 @pytest.mark.parametrize(
@@ -154,8 +162,8 @@ def checkpoint(folder: Path, step: int, **values: Any) -> Path:
     [
         ({"save_interval": 5}, "save_interval needs save"),
         ({"ckpt_step": 5}, "ckpt_step needs load"),
-        ({"exit_on_missing_checkpoint": True}, "exit_on_missing_checkpoint needs load"),
-        ({"load": "none", "exit_on_missing_checkpoint": True}, "load '.*none' holds no checkpoint"),
+        ({"load": "none"}, "load '.*none' holds no checkpoint"),
+        ({"load": "none", "overwrite": True}, "load '.*none' holds no checkpoint"),
         ({"load": "there", "ckpt_step": 30}, "iter_0000030' is not a whole checkpoint"),
         ({"load": "there", "hidden_size": 512}, "of another model: hidden_size 256 -> 512"),
         ({"save": "there"}, "holds checkpoints of another run, up to step 20; go on .*--load"),
@@ -176,20 +184,12 @@ def test_folders_of_checkpoints_are_checked(
 def test_where_a_run_goes_on(tmp_path: Path) -> None:
     there = checkpoint(tmp_path / "there", 20)
     assert resume_step(TrainConfig()) == 0
-    assert resume_step(TrainConfig(load=tmp_path / "not yet")) == 0
+    same = tmp_path / "not yet"
+    assert resume_step(TrainConfig(load=same, save=same)) == 0
     assert resume_step(TrainConfig(load=there)) == 20
     checkpoint(there, 40)
     assert resume_step(TrainConfig(load=there)) == 40
     assert resume_step(TrainConfig(load=there, ckpt_step=20)) == 20
-
-
-def test_checkpoints_may_lie_in_the_run_directory_and_only_where_they_are_named(
-    tmp_path: Path,
-) -> None:
-    folder = checkpoint(tmp_path / "run" / "deep" / "checkpoints", 20)
-    check_run(TrainConfig(run_dir=tmp_path / "run", save=folder, load=folder), 1)
-    with pytest.raises(UsageError, match="holds 'deep', which is not of a run"):
-        check_run(TrainConfig(run_dir=tmp_path / "run"), 1)
 
 
 def test_another_order_of_samples_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

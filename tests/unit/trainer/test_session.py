@@ -9,7 +9,6 @@ import pytest
 from megatron_snip.reporting.reporter import NullReporter
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.reporting.summary import SummaryReporter
-from megatron_snip.trainer.checks import check_run_dir
 from megatron_snip.trainer.config import make_train_config
 from megatron_snip.trainer.session import _console, make_reporter
 
@@ -33,9 +32,3 @@ def test_tensorboard_is_written_where_it_is_asked_for(tmp_path: Path) -> None:
         reporter.metrics(3, {"loss": 2.0})
         reporter.close()
         assert len(list(run.path.glob("tensorboard/events.*"))) == int(wanted)
-
-
-@pytest.mark.parametrize("name", ["report", "statistics", "tensorboard", "wandb"])
-def test_what_was_made_of_a_run_does_not_keep_it_from_going_on(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).mkdir()
-    check_run_dir(tmp_path)

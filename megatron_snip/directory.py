@@ -1,0 +1,316 @@
+"""Output directories: one writer at a time, and nothing is removed that SNIP did not write.
+
+    DIR/.megatron-snip          marker: SNIP writes its files in this directory
+    DIR/.megatron-snip.lock     held by the job that writes now (JSON: host, pid, Slurm job)
+
+A file counts as written by SNIP if its directory has the marker and its path matches `OWN_FILES`.
+The lock is a hard link, which is atomic on local file systems and on NFS. It is taken over only if
+its holder is provably gone: the process has ended on this host, this host has booted since, or
+Slurm says that the job has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_snip.errors import UsageError
+
+MARKER = ".megatron-snip"
+LOCK = ".megatron-snip.lock"
+
+OWN_FILES = re.compile(
+    r"config\.yaml|versions\.json|data\.json|metrics\.jsonl"
+    r"|(plans|problems|divergences|precision)/\d+\.json"
+    r"|tensorboard/events\.out\.tfevents\.[^/]*"
+    r"|report\.html|report/[a-z0-9-]+\.(png|svg|html|json)"
+)
+"""Paths below a marked directory that SNIP writes."""
+
+_MAX_LOCK_BYTES = 4096
+_SQUEUE_TIMEOUT_S = 10
+
+
+def own_files(directory: Path) -> Iterator[Path]:
+    """Yield the files below `directory` whose paths match `OWN_FILES`; links are not followed."""
+    for entry in _entries(directory):
+        inner = _entries(Path(entry)) if entry.is_dir(follow_symlinks=False) else [entry]
+        for file in inner:
+            path = Path(file)
+            is_file = file.is_file(follow_symlinks=False)
+            if is_file and OWN_FILES.fullmatch(path.relative_to(directory).as_posix()):
+                yield path
+
+
+def check_new_run(directory: Path, overwrite: bool, flag: str = "--overwrite") -> None:
+    """Refuse to start a new run where its files would replace others.
+
+    Args:
+        directory: need not exist.
+        overwrite: whether files of a former run may be replaced.
+        flag: the flag that sets `overwrite`, for the message.
+
+    Raises:
+        UsageError: if the directory holds another run and `overwrite` is not set, or holds files
+            with SNIP's names that SNIP did not write.
+    """
+    present = next(own_files(directory), None)
+    if present is None:
+        return
+    if not (directory / MARKER).is_file():
+        raise UsageError(
+            f"'{directory}' holds '{present.relative_to(directory)}' but not the marker "
+            f"'{MARKER}' of a SNIP run; name another directory (if an earlier megatron-snip wrote "
+            f"it, create the marker: touch '{directory / MARKER}')"
+        )
+    if not overwrite:
+        raise UsageError(
+            f"'{directory}' holds another run; continue it with --load, name another directory, "
+            f"or replace its files with {flag}"
+        )
+
+
+def mark(directory: Path) -> None:
+    """Make the directory and put the marker in it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / MARKER).touch()
+
+
+def remove_run(directory: Path) -> None:
+    """Delete the files of a former run from a marked directory, and folders left empty by that."""
+    assert (directory / MARKER).is_file(), "only a marked directory holds files of SNIP"
+    for path in list(own_files(directory)):
+        path.unlink(missing_ok=True)
+        _remove_if_empty(path.parent, directory)
+
+
+def archive_run(directory: Path) -> Path | None:
+    """Move the files of a former run in a marked directory to `previous-N` below it.
+
+    Returns:
+        The new folder, or None if there was nothing to move.
+    """
+    assert (directory / MARKER).is_file(), "only a marked directory holds files of SNIP"
+    files = list(own_files(directory))
+    if not files:
+        return None
+    number = 1
+    while (archive := directory / f"previous-{number}").exists():
+        number += 1
+    for path in files:
+        target = archive / path.relative_to(directory)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(target)
+        _remove_if_empty(path.parent, directory)
+    mark(archive)
+    return archive
+
+
+class DirectoryLock:
+    """The right to write in one directory, held until `release` or the end of the process."""
+
+    def __init__(self, path: Path, token: str) -> None:
+        self._path = path
+        self._token = token
+
+    def release(self) -> None:
+        """Remove the lock if it is still this one's; may be called more than once."""
+        holder = _read(self._path)
+        if holder is not None and holder.get("token") == self._token:
+            self._path.unlink(missing_ok=True)
+
+
+def lock_directory(directory: Path) -> DirectoryLock:
+    """Take the lock of a directory, which is made if need be.
+
+    Raises:
+        UsageError: if another job holds it; one line names its host, process and Slurm job.
+        OSError: if the directory cannot be written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / LOCK
+    own = _this_process()
+    for _ in range(3):
+        if _create(path, own):
+            return DirectoryLock(path, own["token"])
+        holder = _read(path)
+        if holder is None:  # released in between
+            continue
+        if not _is_gone(holder):
+            raise UsageError(
+                f"'{directory}' is in use by {_describe(holder)}; wait for it, or name another "
+                f"directory (if that job has ended, delete '{path}')"
+            )
+        _remove_stale(path, holder)
+    raise UsageError(f"'{directory}' is contended: could not take '{path}'; try again")
+
+
+def _remove_if_empty(folder: Path, directory: Path) -> None:
+    if folder != directory:
+        with contextlib.suppress(OSError):  # it holds other files
+            folder.rmdir()
+
+
+def _entries(directory: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(directory) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _this_process() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": _start_time(os.getpid()),
+        "boot": _boot_and_namespace(),
+        "job": os.environ.get("SLURM_JOB_ID"),
+        "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+        "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "token": secrets.token_hex(8),
+    }
+
+
+def _create(path: Path, content: dict[str, Any]) -> bool:
+    """Make the lock with its content in one step; return False if there is one."""
+    temporary = path.with_name(f"{path.name}.{content['token']}")
+    temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        # NFS may report this for a link that it has made, when an answer was lost.
+        return temporary.stat().st_nlink == 2
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+            raise
+        return _create_exclusively(path, temporary)  # a file system without hard links
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
+
+
+def _create_exclusively(path: Path, source: Path) -> bool:
+    try:
+        with path.open("x", encoding="utf-8") as stream:
+            stream.write(source.read_text(encoding="utf-8"))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Return a lock's content; {} if it cannot be understood, None if there is no lock."""
+    try:
+        with path.open("rb") as stream:
+            value = json.loads(stream.read(_MAX_LOCK_BYTES))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _remove_stale(path: Path, holder: dict[str, Any]) -> None:
+    """Remove a lock whose holder is gone, unless another job has taken it meanwhile."""
+    aside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    try:
+        os.rename(path, aside)
+    except FileNotFoundError:
+        return
+    if _read(aside) != holder:  # another job's new lock: put it back
+        with contextlib.suppress(OSError):
+            os.link(aside, path)
+    aside.unlink(missing_ok=True)
+
+
+def _is_gone(holder: dict[str, Any]) -> bool:
+    """Whether the process that holds a lock has provably ended."""
+    own = _this_process()
+    if holder.get("host") == own["host"] and isinstance(holder.get("pid"), int):
+        if holder.get("boot") == own["boot"]:
+            started = _start_time(holder["pid"])
+            return started is None or started != holder.get("started", started)
+        if _boot_of(holder.get("boot")) != _boot_of(own["boot"]):
+            return True
+    job = holder.get("job")
+    if not isinstance(job, str) or not job.isdecimal():
+        return False
+    if job == own["job"]:
+        return bool(own["restart"] > int(holder.get("restart") or 0))
+    return _slurm_job_has_ended(job)
+
+
+def _slurm_job_has_ended(job: str) -> bool:
+    squeue = shutil.which("squeue")
+    if squeue is None:
+        return False
+    command = [squeue, "--noheader", "--states=all", "--format=%T", f"--jobs={job}"]
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SQUEUE_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    if answer.returncode != 0:
+        return "Invalid job id" in answer.stderr  # Slurm has forgotten it
+    states = set(answer.stdout.split())
+    return states <= {
+        *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
+        *("OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
+    }
+
+
+def _start_time(pid: int) -> str | None:
+    """Return when a process of this host started, in clock ticks; None if it does not run."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        if Path("/proc/self/stat").exists():
+            return None
+        return _alive_without_proc(pid)
+    fields = status.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _alive_without_proc(pid: int) -> str | None:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except OSError:
+        pass
+    return "unknown"
+
+
+def _boot_and_namespace() -> str:
+    """Return what identifies this boot of the host and this process's PID namespace."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return "unknown"
+
+
+def _boot_of(identity: Any) -> str:
+    return str(identity).split(" ")[0]
+
+
+def _describe(holder: dict[str, Any]) -> str:
+    if not holder:
+        return "another job (its lock cannot be read)"
+    job = f", Slurm job {holder['job']}" if holder.get("job") else ""
+    return (
+        f"process {holder.get('pid')} on host {holder.get('host')}{job}, "
+        f"since {holder.get('since')}"
+    )

@@ -1,0 +1,210 @@
+"""Output directories: foreign files stay, and one job writes at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_snip.__main__ import main
+from megatron_snip.directory import (
+    LOCK,
+    archive_run,
+    check_new_run,
+    lock_directory,
+    mark,
+    own_files,
+    remove_run,
+)
+from megatron_snip.errors import UsageError
+
+OWN = ("config.yaml", "metrics.jsonl", "plans/20.json", "tensorboard/events.out.tfevents.1.host")
+FOREIGN = ("data/my.bin", "plans/best.json", "plans/notes/20.json", "wandb/run.bin", "slurm-1.out")
+
+
+def fill(directory: Path, *names: str) -> None:
+    for name in names:
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+
+
+def files(directory: Path) -> set[str]:
+    return {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
+
+
+def test_foreign_files_do_not_keep_a_run_from_starting_and_are_never_removed(
+    tmp_path: Path,
+) -> None:
+    fill(tmp_path, *FOREIGN)
+    check_new_run(tmp_path, overwrite=False)
+    mark(tmp_path)
+    fill(tmp_path, *OWN)
+    assert {str(p.relative_to(tmp_path)) for p in own_files(tmp_path)} == set(OWN)
+    with pytest.raises(UsageError, match="holds another run"):
+        check_new_run(tmp_path, overwrite=False)
+    check_new_run(tmp_path, overwrite=True)
+    remove_run(tmp_path)
+    assert files(tmp_path) == {*FOREIGN, ".megatron-snip"}
+    assert not (tmp_path / "tensorboard").exists()
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_file_of_our_name_in_a_folder_without_marker_is_foreign(
+    tmp_path: Path, name: str
+) -> None:
+    fill(tmp_path, name)
+    for overwrite in (False, True):
+        with pytest.raises(UsageError, match="not the marker"):
+            check_new_run(tmp_path, overwrite)
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    fill(elsewhere, "20.json")
+    run = tmp_path / "run"
+    mark(run)
+    (run / "plans").symlink_to(elsewhere)
+    (run / "metrics.jsonl").symlink_to(elsewhere / "20.json")
+    assert list(own_files(run)) == []
+
+
+def test_an_earlier_attempt_is_moved_aside(tmp_path: Path) -> None:
+    mark(tmp_path)
+    assert archive_run(tmp_path) is None
+    for attempt in (1, 2):
+        fill(tmp_path, *OWN, "plans/best.json")
+        assert archive_run(tmp_path) == tmp_path / f"previous-{attempt}"
+        kept = files(tmp_path / f"previous-{attempt}")
+        assert kept == {*OWN, ".megatron-snip"}
+    assert (tmp_path / "plans" / "best.json").exists()
+
+
+def test_train_leaves_a_users_files_alone(tmp_path: Path, capsys: Any) -> None:
+    fill(tmp_path, "data/my.bin", "metrics.jsonl")
+    before = files(tmp_path)
+    words = ["train", "--run-dir", str(tmp_path), "--train-iters", "2", "--lr-warmup-iters", "0"]
+    assert main(words) == 2
+    assert main([*words, "--overwrite"]) == 2
+    assert main([*words, "--load", str(tmp_path / "typo")]) == 2
+    assert files(tmp_path) == before
+    assert capsys.readouterr().err.count("\n") == 3
+
+
+# ---- locks ------------------------------------------------------------------------------------
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from megatron_snip.directory import lock_directory
+lock_directory(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def holding(directory: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(directory)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    return process
+
+
+def test_the_second_writer_is_refused_with_the_holders_name(tmp_path: Path) -> None:
+    process = holding(tmp_path)
+    try:
+        with pytest.raises(UsageError, match=f"in use by process {process.pid} on host "):
+            lock_directory(tmp_path)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    lock = lock_directory(tmp_path)  # its holder is dead
+    lock.release()
+    lock.release()
+    assert files(tmp_path) == set()
+
+
+def test_of_many_that_find_a_dead_holder_one_gets_the_lock(tmp_path: Path) -> None:
+    process = holding(tmp_path)
+    process.kill()
+    process.wait()
+    results: list[bool] = []
+
+    def take() -> None:
+        try:
+            lock_directory(tmp_path)
+            results.append(True)
+        except UsageError:
+            results.append(False)
+
+    threads = [threading.Thread(target=take) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == [False] * 7 + [True]
+
+
+def with_holder(directory: Path, **changes: Any) -> None:
+    lock_directory(directory)
+    held = json.loads((directory / LOCK).read_text())
+    (directory / LOCK).write_text(json.dumps({**held, **changes}))
+
+
+def test_a_holder_on_another_host_is_not_presumed_dead(tmp_path: Path) -> None:
+    with_holder(tmp_path, host="node7", pid=2**22 - 1, job="12")
+    with pytest.raises(UsageError, match="on host node7, Slurm job 12, since"):
+        lock_directory(tmp_path)
+
+
+def test_a_reboot_ends_a_holder_and_a_recycled_pid_is_another_process(tmp_path: Path) -> None:
+    with_holder(tmp_path, boot="another boot")
+    lock_directory(tmp_path).release()
+    with_holder(tmp_path, started="1")
+    lock_directory(tmp_path).release()
+
+
+def test_a_requeued_slurm_job_takes_over_from_its_former_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_holder(tmp_path, host="node7", job="12", restart=0)
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    with pytest.raises(UsageError, match="in use"):
+        lock_directory(tmp_path)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    lock_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("answer", "gone"),
+    [("COMPLETED", True), ("RUNNING", False), ("COMPLETED\nCOMPLETING", False), ("", True)],
+)
+def test_slurm_is_asked_whether_a_job_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, gone: bool
+) -> None:
+    squeue = tmp_path / "bin" / "squeue"
+    fill(tmp_path, "bin/squeue")
+    squeue.write_text(f"#!/bin/sh\nprintf '{answer}\\n'\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{squeue.parent}{os.pathsep}{os.environ['PATH']}")
+    with_holder(tmp_path / "run", host="node7", job="12")
+    if gone:
+        lock_directory(tmp_path / "run")
+    else:
+        with pytest.raises(UsageError, match="Slurm job 12"):
+            lock_directory(tmp_path / "run")
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", "[" * 5000, "\0"])
+def test_a_lock_that_cannot_be_read_is_respected(tmp_path: Path, content: str) -> None:
+    (tmp_path / LOCK).write_text(content)
+    with pytest.raises(UsageError, match="in use by"):
+        lock_directory(tmp_path)
