@@ -66,7 +66,7 @@ PARTS = (
     Part("kernels", "--json", 120.0, cpu_arguments=("--cpu",)),
     Part("step", "--json", 120.0),
     Part("switch", "--json", 75.0, ("--rounds", "5"), ("--rounds", "2")),
-    Part("refresh", "--output", 75.0, (), ("--steps", "3")),
+    Part("refresh", "--output", 75.0, (), ("--rounds", "3")),
 )
 """In the order of what is most wanted, should the time run out."""
 

@@ -26,13 +26,13 @@ import torch.distributed as dist
 from megatron_snip.config import SnipConfig
 from megatron_snip.linears.layout import current_topology
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.linears.passes import MeasuringPasses, TrainingPass
+from megatron_snip.linears.training_step import TrainingStep
 from megatron_snip.options import BF16, Option
 from megatron_snip.patches import cpu
+from megatron_snip.statistics.observer import MeasureSettings, StepObserver
 from megatron_snip.statistics.optimizer_state import adam_shards
-from megatron_snip.statistics.recorder import MeasureSettings
 from megatron_snip.statistics.records import StatisticsTable
-from megatron_snip.statistics.refresh import RefreshInputs, measure
+from megatron_snip.statistics.sensitivity import gather_sensitivities
 from megatron_snip.trainer.config import TrainConfig, make_train_config
 from megatron_snip.trainer.data import Batch, DataRank, Datasets, build_datasets, step_batches
 from megatron_snip.trainer.hooks import PlainHook
@@ -173,23 +173,56 @@ class Lab:
             found[name] = -zero.detach()
         return found
 
-    def statistics(self, batches: Sequence[Batch], snip: SnipConfig) -> StatisticsTable:
-        """Measure as a refresh does, on these microbatches."""
-        training = TrainingPass(
-            self.state.runner.function, self._arguments(batches, forward_only=False)
-        )
-        topology = self.model.runtime.topology
-        runner = MeasuringPasses(training, self.model.runtime, len(batches))
-        inputs = RefreshInputs(
-            linears=self.model.all_linears,
-            weights=self.model.weights(),
-            optimizer=self.state.optimizer,
-            topology=topology,
-            probe_relative_step=snip.probe_relative_step,
-        )
+    def statistics(
+        self,
+        batches: Sequence[Batch],
+        snip: SnipConfig,
+        options: Mapping[str, Option] | None = None,
+        all_tokens: bool = False,
+    ) -> StatisticsTable:
+        """Observe a forward-backward over these microbatches as a training iteration is observed.
+
+        Args:
+            batches: the microbatches.
+            snip: gives formats and seed.
+            options: what the linears run meanwhile (bf16 by default).
+            all_tokens: measure all tokens and not a sample.
+        """
+        self.model.apply(self._assignment(options))
+        self.state.runner.zero_gradients()
+        arguments = self._arguments(batches, forward_only=False)
+        found = self.observed(arguments, snip, all_tokens=all_tokens)
+        self.state.runner.zero_gradients()
+        return found
+
+    def observed(
+        self,
+        arguments: dict[str, Any],
+        snip: SnipConfig,
+        names: frozenset[str] | None = None,
+        all_tokens: bool = False,
+    ) -> StatisticsTable:
+        """Run a forward-backward observed; gradients stay.
+
+        Args:
+            arguments: of Megatron's schedule.
+            snip: gives formats and seed.
+            names: linears to measure; None measures all.
+            all_tokens: measure all tokens and not a sample.
+        """
+        topology, runtime = self.model.runtime.topology, self.model.runtime
+        runtime.begin_pass(self.step)
         formats = tuple(name for name in snip.formats if name != "bf16")
-        settings = MeasureSettings(formats, self.step, snip.seed, snip.probe_rows, snip.probes)
-        return measure(inputs, settings, runner)
+        settings = MeasureSettings(formats, self.step, snip.seed, names, all_tokens)
+        sensitivities = gather_sensitivities(
+            self.model.weights(names), self.state.optimizer, topology
+        )
+        observer = StepObserver(settings, topology, sensitivities)
+        training = TrainingStep(self.state.runner.function, arguments)
+        with runtime.observed_by(observer):
+            reports = training.run()
+        loss = float(np.mean([_mean(report) for report in reports]))
+        return observer.table(self.model.all_linears, training.grad_scale(topology), loss)
 
     def _assignment(self, options: Mapping[str, Option] | None) -> dict[str, Option]:
         return {name: (options or {}).get(name, BF16) for name in self.names}

@@ -1,18 +1,19 @@
-"""What a refresh costs: time over an ordinary iteration, bytes held between refreshes, peak memory.
+"""What a measured training iteration costs over an ordinary one: time, and peak memory.
 
-    python -m benchmarks.refresh [--steps 5] [--probes 1] [--rows 512] [--shape small]
+    python -m benchmarks.refresh [--rounds 7] [--shape small] [--fraction 1.0] [--microbatches 1]
 
-A BF16 Llama trains in this process. Ordinary iterations (forward, backward, optimizer) and
-refreshes (both passes with fp8 and fp4 on offer, reduction, divergences) take turns on the same
-microbatches; the ratio is of the medians (of CPU seconds on a CPU, one thread). Memory is counted
-by torch's profiler on the CPU and by the allocator on a GPU; peaks are above what is held when the
-iteration or the refresh begins.
+A BF16 Llama trains in this process. Ordinary iterations (forward, backward, optimizer) and measured
+ones (all linears, or a part of them, with fp8 and fp4 on offer; reduction, divergences, problem)
+alternate; the ratio is of the medians (of CPU seconds on a CPU, one thread). Memory is counted by
+torch's profiler on the CPU and by the allocator on a GPU; peaks are above what is held when the
+iteration begins.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
 import statistics
 import sys
@@ -41,23 +42,28 @@ SHAPES = {
     "deep": {"num_layers": 24, "hidden_size": 768, "ffn_hidden_size": 2048, "seq_length": 256},
     "large": {"num_layers": 8, "hidden_size": 2048, "ffn_hidden_size": 5632, "seq_length": 2048},
 }
-"""A microbatch is four sequences. What a refresh takes over an iteration and over a copy of the
-gradients falls with the width and with the tokens of a microbatch, of which the probe compares a
-fixed number."""
+"""A microbatch is four sequences."""
 
 
-def refresh(lab: Lab, config: SnipConfig, microbatches: int) -> dict[str, Any]:
-    """Measure on the step's microbatches and return the planner's problem."""
-    table = lab.statistics(lab.microbatches(microbatches), config)
-    quality = QualitySettings(
-        config.options,
-        config.lowest_format,
-        config.loss_join,
-        config.weight_join,
-        config.weight_lambda,
-    )
-    divergences = divergence_table(table, quality)
-    return problem_dict(divergences, config.lowest_format, config.efficiency_target)
+def iterate(lab: Lab, config: SnipConfig | None = None, part: int = 0) -> None:
+    """Make one training iteration; measured if `config` is given."""
+    batches = lab.microbatches(lab.config.global_batch_size // lab.config.micro_batch_size)
+    runner = lab.state.runner
+    arguments = runner.arguments(iter(batches))
+    runner.zero_gradients()
+    if config is None:
+        lab.model.runtime.begin_pass(lab.step)
+        runner.function(**arguments)
+    else:
+        linears = lab.model.all_linears
+        stride = math.ceil(1 / config.measure_fraction - 1e-9)
+        names = frozenset(linear.name for linear in linears[part % stride :: stride])
+        table = lab.observed(arguments, config, names)
+        lowest = config.lowest_format
+        quality = QualitySettings(config.options, lowest, config.loss_join, config.weight_lambda)
+        problem_dict(divergence_table(table, quality, warn=False), lowest, 0.75)
+    lab.state.optimizer.step()
+    lab.step += 1
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -105,35 +111,36 @@ def tensor_bytes() -> int:
     return sum(storages.values())
 
 
-def compare(lab: Lab, config: SnipConfig, microbatches: int, rounds: int) -> dict[str, Any]:
-    """Return times and memory of iterations and refreshes in turn."""
-
-    def measure() -> None:
-        refresh(lab, config, microbatches)
-
-    def iterate() -> None:
-        lab.train(1)
-
-    iterate()
-    measure()
-    iterations, refreshes = [], []
-    for _ in range(rounds):
-        iterations.append(seconds(iterate))
-        refreshes.append(seconds(measure))
+def compare(lab: Lab, config: SnipConfig, rounds: int) -> dict[str, Any]:
+    """Return times and memory of ordinary and measured iterations that alternate."""
+    iterate(lab)
+    iterate(lab, config)
+    ordinary, measured = [], []
+    for part in range(rounds):
+        ordinary.append(seconds(lambda: iterate(lab)))
+        measured.append(seconds(lambda part=part: iterate(lab, config, part)))
     before = tensor_bytes()
-    peak_refresh, peak_iteration = peak_bytes(measure), peak_bytes(iterate)
+    peak_measured = peak_bytes(lambda: iterate(lab, config))
     held = tensor_bytes() - before
+    peak_ordinary = peak_bytes(lambda: iterate(lab))
     parameters = sum(p.numel() for p in lab.state.runner.model[0].parameters())
-    iteration, whole = statistics.median(iterations), statistics.median(refreshes)
+    linear = max(i.in_features * i.out_features for i in lab.model.all_linears)
+    tokens = lab.config.micro_batch_size * lab.config.seq_length
+    widest = max(max(i.in_features, i.out_features) for i in lab.model.all_linears)
+    medians = statistics.median(ordinary), statistics.median(measured)
+    ratio = medians[1] / medians[0]
+
     return {
-        "iteration_s": iteration,
-        "refresh_s": whole,
-        "ratio": whole / iteration,
-        "held_bytes": held,
+        "iteration_s": medians[0],
+        "measured_s": medians[1],
+        "ratio": ratio,
+        "mean_ratio_at_interval_100": 1 + (ratio - 1) / config.measure_fraction / 100,
+        "worst_ratio": max(measured) / medians[0],
         "held_share_of_parameters": held / (2 * parameters),
-        "peak_iteration_bytes": peak_iteration,
-        "peak_refresh_bytes": peak_refresh,
-        "extra_peak_over_bf16_gradients": (peak_refresh - peak_iteration) / (2 * parameters),
+        "peak_iteration_bytes": peak_ordinary,
+        "peak_measured_bytes": peak_measured,
+        "extra_over_output_and_wgrad": (peak_measured - peak_ordinary)
+        / (4 * (linear + tokens * widest)),
         "parameters": parameters,
     }
 
@@ -141,10 +148,9 @@ def compare(lab: Lab, config: SnipConfig, microbatches: int, rounds: int) -> dic
 def main(argv: list[str] | None = None) -> int:
     """Run, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--steps", type=int, default=5, help="iterations and refreshes timed")
-    parser.add_argument("--probes", type=int, default=1, help="probes that a refresh averages")
-    rows = SnipConfig().probe_rows
-    parser.add_argument("--rows", type=int, default=rows, help="tokens that the probe compares")
+    parser.add_argument("--rounds", type=int, default=7, help="iterations of each kind timed")
+    parser.add_argument("--fraction", type=float, default=1.0, help="of linears measured at once")
+    parser.add_argument("--microbatches", type=int, default=1, help="of an iteration")
     parser.add_argument(
         "--shape", choices=SHAPES, default="large" if on_gpu() else "small", help="of the model"
     )
@@ -157,32 +163,24 @@ def main(argv: list[str] | None = None) -> int:
         "num_attention_heads": heads,
         "num_query_groups": heads,
         "micro_batch_size": 4,
-        "global_batch_size": 4,
+        "global_batch_size": 4 * args.microbatches,
         "bf16": True,
-        "train_iters": 4 * args.steps + 16,
+        "train_iters": 4 * args.rounds + 16,
     }
-    config = SnipConfig(formats=("fp8", "fp4"), probes=args.probes, probe_rows=args.rows)
+    config = SnipConfig(formats=("fp8", "fp4"), measure_fraction=args.fraction)
     with open_lab(values) as lab:
         lab.train(3)
-        result = compare(lab, config, 1, args.steps)
+        result = compare(lab, config, args.rounds)
     _show(result)
-    write_result(args.output, {"shape": shape, "probes": args.probes, "rows": args.rows, **result})
+    row = {"shape": args.shape, "fraction": args.fraction, "microbatches": args.microbatches}
+    write_result(args.output, {**row, **result})
     return 0
 
 
 def _show(result: dict[str, Any]) -> None:
     table = Table("quantity", "value")
-    table.add_row("ordinary iteration", f"{result['iteration_s']:.3f} s")
-    table.add_row("refresh", f"{result['refresh_s']:.3f} s")
-    table.add_row("ratio", f"{result['ratio']:.2f}")
-    table.add_row("held between refreshes", f"{result['held_bytes']} bytes")
-    table.add_row("  share of parameter bytes", f"{result['held_share_of_parameters']:.5%}")
-    table.add_row(
-        "peak above start, iteration", f"{result['peak_iteration_bytes'] / 2**20:.1f} MiB"
-    )
-    table.add_row("peak above start, refresh", f"{result['peak_refresh_bytes'] / 2**20:.1f} MiB")
-    extra = f"{result['extra_peak_over_bf16_gradients']:.2f}"
-    table.add_row("  extra over a BF16 copy of the gradients", extra)
+    for name, value in result.items():
+        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
     Console(width=100).print(table)
 
 

@@ -6,6 +6,7 @@ Every field is a flag: `efficiency_target` is `--snip-efficiency-target` on the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,8 +26,7 @@ _MAX_DEPTH = 32
 _MAX_ALIASES = 8
 
 Backend = Literal["auto", "simulate", "native", "te"]
-LossJoin = Literal["fisher", "first_plus_fisher", "mean_first_plus_fisher", "aligned_fisher"]
-WeightJoin = Literal["norm", "square"]
+LossJoin = Literal["fisher", "first_plus_fisher"]
 PipelineBalance = Literal["none", "stage", "bottleneck"]
 
 
@@ -70,28 +70,16 @@ class ScheduleFields(_Section):
 class MeasureFields(_Section):
     """What a refresh measures."""
 
-    stat_microbatches: Annotated[int, Field(ge=1)] = 1
-    """Microbatches (of the step's own, per data-parallel rank) that a refresh replays."""
+    measure_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Share of the linears that one training iteration measures. Below 1, a refresh takes as many
+    iterations as it needs to measure all, so that no single iteration takes much longer."""
 
-    probe_rows: Annotated[int, Field(ge=1)] = 512
-    """Tokens a microbatch whose activations and gradients the probe (pass B) compares."""
-
-    probes: Annotated[int, Field(ge=1, le=64)] = 1
-    """Probes that a refresh averages, each a forward-backward of its own: the noise of the
-    second-order part of the weight divergence falls with their square root."""
-
-    probe_relative_step: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.3
-    """Size of the probe's weight perturbation relative to the weights' norm. 0.3 stands clear of
-    BF16 rounding and is still small (docs/measuring.md); FP32 compute may go down to 0.001."""
+    stat_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
+    """Weight of former measurements in the running mean of second-order statistics."""
 
     loss_join: LossJoin = "fisher"
-    """How the loss divergence joins its parts: `fisher` (second order alone),
-    `first_plus_fisher` (|sum of first order| + fisher), `mean_first_plus_fisher` (mean over
-    microbatches of |first order| + fisher), `aligned_fisher` (second order along the error's own
-    direction)."""
-
-    weight_join: WeightJoin = "norm"
-    """Whether the weight divergence enters the quality loss as a norm or as its square."""
+    """What the loss divergence is: `fisher` (second order) or the paper's `first_plus_fisher`
+    (|first order| + second order)."""
 
     weight_lambda: Annotated[float, Field(ge=0.0)] = 0.1
     """Weight of the weight divergence beside the loss divergence, both normalized."""
@@ -142,7 +130,7 @@ class PlanFields(_Section):
     """Start from this plan (a plans/<step>.json of another run)."""
 
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Seed of stochastic rounding, of the probe, of sampled rows and of the solver."""
+    """Seed of stochastic rounding, of sampled tokens and of the solver."""
 
     time_limit_s: Annotated[float, Field(gt=0.0)] = 30.0
     """Seconds the solver may take; then the best plan found so far counts."""
@@ -170,10 +158,6 @@ class GuardFields(_Section):
     guard_patience: Annotated[int, Field(ge=1)] = 10
     """Steps in a row with such a loss after which the plan goes, even if the step is no better
     without it."""
-
-    timeout: Annotated[float, Field(gt=0.0)] | None = None
-    """Seconds that a rank waits for another one within a refresh; then the refresh is given up on
-    all ranks. By default the process group's own timeout, which ends the job."""
 
 
 class OutputFields(_Section):
@@ -221,10 +205,17 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
             if not sep or not glob:
                 raise UsageError(f"pins: '{pin}' is not GLOB=OPTION, e.g. 'decoder.layers.0.*=fp8'")
             _named("pins", partial(Option.parse, option))
-        if self.lag >= self.interval and not (self.collect_only or self.freeze_plan):
+        window = math.ceil(1 / self.measure_fraction - 1e-9)
+        if window > self.interval:
             raise UsageError(
-                f"lag ({self.lag}) must be smaller than interval ({self.interval}), so that a "
-                "plan is applied before the next refresh starts"
+                f"measure_fraction ({self.measure_fraction}) takes {window} iterations to measure "
+                f"all linears, and interval is {self.interval}; raise one of them"
+            )
+        if self.lag + window > self.interval and not (self.collect_only or self.freeze_plan):
+            raise UsageError(
+                f"lag ({self.lag}) must be smaller than interval ({self.interval}) less the "
+                f"{window - 1} further iterations that measure, so that a plan is applied before "
+                "the next refresh starts"
             )
         return self
 

@@ -1,12 +1,12 @@
 """The loop that closes: due -> measure -> plan -> broadcast -> apply -> report.
 
-    step s            a refresh is due: pass A, pass B, one reduction; rank 0 hands the problem to
-                      the solver's process and training goes on with the old plan
+    step s            a refresh is due: this training iteration is observed; at its end one
+                      reduction, and rank 0 hands the problem to the solver's process
     step s + lag      rank 0 broadcasts the outcome (a plan, or why there is none); every rank
                       applies the same plan between two steps and checks its digest
 
 Every rank makes the same calls in the same order. A failure anywhere becomes the same decision on
-every rank: keep the old plan, warn once, go on (cycle/agreement.py). A plan that breaks the loss
+every rank: keep the old plan, warn once, go on. A plan that breaks the loss
 goes (plan_guard.py).
 """
 
@@ -22,18 +22,17 @@ import torch
 from megatron_snip.collectives import RemoteFailure, attempt
 from megatron_snip.config import SnipConfig
 from megatron_snip.controller_state import ControllerState, Pending
-from megatron_snip.cycle.agreement import Agreement
 from megatron_snip.cycle.announcer import Announcer
 from megatron_snip.cycle.offer import Offer
-from megatron_snip.cycle.refresher import Refresher, RefreshFailure
+from megatron_snip.cycle.refresher import Refresher
 from megatron_snip.cycle.schedule import Schedule
 from megatron_snip.cycle.solving import Solving, from_leader
 from megatron_snip.errors import PlanningError
 from megatron_snip.linears.layout import current_topology
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.linears.passes import ForwardBackward, TrainingPass
 from megatron_snip.linears.precision_log import precision_table
 from megatron_snip.linears.runtime import Mode
+from megatron_snip.linears.training_step import ForwardBackward, TrainingStep
 from megatron_snip.options import BF16
 from megatron_snip.plan_guard import PlanGuard
 from megatron_snip.planning.plan import PrecisionPlan, changed_linears
@@ -100,16 +99,16 @@ class SnipController:
             solver = None
         self._solving = Solving(config, self._offer, self._control, solver)
         self._guard = self._made_guard(topology, state)
-        self._agreement = Agreement(self._control, config.timeout)
         self._refresher = Refresher(
             config,
             self.model,
             optimizer,
             topology,
             self._offer,
-            self._agreement,
-            self._announcer,
+            self._schedule.num_parts,
+            None if state is None else state.statistics,
         )
+        self._measuring_failed: str | None = None
         self._start(state)
 
     # What a training loop calls.
@@ -124,7 +123,7 @@ class SnipController:
     def forward_backward(
         self, step: int, function: ForwardBackward, **kwargs: Any
     ) -> list[dict[str, Any]]:
-        """All ranks: run the step's forward-backward, measuring first where a refresh is due.
+        """All ranks: run the step's forward-backward, observed where a refresh is due.
 
         Args:
             step: training step (0-based).
@@ -134,16 +133,14 @@ class SnipController:
         Returns:
             What `function` returns.
         """
-        training = TrainingPass(function, kwargs)
-        if self._due(step):
-            self._refresh(step, training)
-        if self._guard is not None and self._guard.watching:
-            return self._watched(step, training, self._guard)
-        self.model.runtime.begin_pass(step)
-        results = training.train()
-        if self._guard is not None:
-            self._guard.noted(results)
-        return results
+        training = TrainingStep(function, kwargs)
+        wanted_at = None if self._guard is None else self._guard.refresh_at
+        # A plan that is being solved, after a refresh out of turn, comes first.
+        may_begin = self._solving.pending is None
+        part = self._schedule.part(step, wanted_at, may_begin)
+        if part is None:
+            return self._train(step, training)[0]
+        return self._measure(step, part, training)
 
     def end_step(self, step: int, metrics: dict[str, Any]) -> None:
         """All ranks, after step `step`: report its metrics."""
@@ -162,14 +159,15 @@ class SnipController:
         """Return what a checkpoint after `step` training steps keeps; the same on all ranks."""
         guard = None if self._guard is None else self._guard.state()
         refreshed, pending = self._schedule.refreshed, self._solving.pending
-        return ControllerState(step, self.plan, tuple(self.history), refreshed, pending, guard)
+        return ControllerState(
+            step, self.plan, tuple(self.history), refreshed, pending, guard, self._refresher.mean
+        )
 
     def close(self) -> None:
         """All ranks: put Megatron's methods back, end the solver's process, close reports."""
         self.model.uninstall()
         self._solving.close()
         self._announcer.tell(lambda r: r.close())
-        self._agreement.close()
 
     @property
     def lowest_precision_fraction(self) -> float:
@@ -184,19 +182,40 @@ class SnipController:
 
     # The steps of a cycle.
 
-    def _due(self, step: int) -> bool:
-        if self._solving.pending is not None:  # of a refresh out of turn
-            return False
-        wanted_at = None if self._guard is None else self._guard.refresh_at
-        return self._schedule.due(step, wanted_at)
+    def _train(self, step: int, training: TrainingStep) -> tuple[list[dict[str, Any]], bool]:
+        """All ranks: run the forward-backward; return its results and whether it ran once only."""
+        if self._guard is not None and self._guard.watching:
+            return self._watched(step, training, self._guard)
+        self.model.runtime.begin_pass(step)
+        results = training.run()
+        if self._guard is not None:
+            self._guard.noted(results)
+        return results, True
 
-    def _refresh(self, step: int, training: TrainingPass) -> None:
-        """All ranks: measure; then rank 0 starts the solver."""
-        self._schedule.refreshed = step
+    def _measure(self, step: int, part: int, training: TrainingStep) -> list[dict[str, Any]]:
+        """All ranks: run the forward-backward observed; rank 0 starts the solver at the end."""
+        results, failure = self._refresher.measure(
+            step, part, training, lambda: self._train(step, training)
+        )
+        if part == 0:
+            self._measuring_failed = None
+        self._measuring_failed = self._measuring_failed or failure
+        if part == self._schedule.num_parts - 1:
+            self._finish_refresh(step)
+        return results
+
+    def _finish_refresh(self, step: int) -> None:
+        """All ranks: every linear was measured; hand the problem to the solver."""
+        if self._measuring_failed is not None:
+            why = f"the refresh at step {step} was given up: {self._measuring_failed}"
+            self._keep(step, why)
+            return
         try:
-            refresh = self._refresher.refresh(step, training)
-        except RefreshFailure as failure:
-            self._keep(step, str(failure))
+            refresh = attempt(
+                "making a planning problem", lambda: self._refresher.refresh(step), self._control
+            )
+        except RemoteFailure as failure:
+            self._keep(step, f"the refresh at step {step} was given up: {failure}")
             return
         self._announcer.tell(lambda r: r.refreshed(refresh))
         if self._schedule.replans:
@@ -240,13 +259,15 @@ class SnipController:
 
     # A plan that has yet to prove itself.
 
-    def _watched(self, step: int, training: TrainingPass, guard: PlanGuard) -> list[dict[str, Any]]:
+    def _watched(
+        self, step: int, training: TrainingStep, guard: PlanGuard
+    ) -> tuple[list[dict[str, Any]], bool]:
         """All ranks: make a step whose loss decides whether the plan in force stays."""
 
         def run(plan: PrecisionPlan) -> list[dict[str, Any]]:
             self.model.apply(plan.linears)
             self.model.runtime.begin_pass(step)
-            return training.train()
+            return training.run()
 
         def clear() -> None:
             for chunk in training.chunks:
@@ -263,7 +284,7 @@ class SnipController:
             self.model.apply(self.plan.linears)
         else:
             self._fall_back(step, judged.fallback, guard)
-        return judged.results
+        return judged.results, judged.message is None
 
     def _fall_back(self, step: int, fallback: PrecisionPlan, guard: PlanGuard) -> None:
         """All ranks: `fallback`, which the step was made under, is the plan from now on."""

@@ -4,16 +4,16 @@ Plain built-in types both ways (`to_dict`, `from_dict`): the dict travels inside
 checkpoints, which are read with `weights_only=True`, and in sidecar JSON files. Schema version 1:
 
     {"version": 1, "step": int, "plan": {a plan file's object}, "history": [[step, digest], ...],
-     "refreshed": int | null,
+     "refreshed": int | null, "statistics": null | {a StatisticsTable's},
      "pending": null | {"step": int, "apply_at": int, "problem": {...}, "metrics": {...}},
      "guard": null | {"loss": {a LossGuard's}, "good": null | {a plan file's object},
                       "refused": [digest, ...], "falls": int, "refresh_at": int | null}}
 
-`guard` may be missing, as in checkpoints of before there was one.
+`guard` and `statistics` may be missing, as in older checkpoints.
 
 A plan that was still being solved is kept as its problem: the resumed run submits it again and the
-outcome is applied at the same step. Everything else that a plan decides (stochastic rounding,
-probes, sampled rows) is a function of the seed and the step.
+outcome is applied at the same step. Stochastic rounding and the sampled tokens are functions of the
+seed and the step.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 from megatron_snip.errors import UsageError
 from megatron_snip.loss_guard import LossGuard
 from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.statistics.records import StatisticsTable
 
 SCHEMA_VERSION = 1
 
@@ -91,9 +92,10 @@ class ControllerState:
         step: training steps done; the next one is number `step` (0-based).
         plan: in force.
         history: (step, digest) of every plan applied, in order.
-        refreshed: the last step whose refresh was begun, or None.
+        refreshed: the first step of the last refresh that was begun, or None.
         pending: what the solver is working on, or None.
         guard: the plans' standing, or None without a guard.
+        statistics: running mean of what was measured, or None.
     """
 
     step: int
@@ -102,6 +104,7 @@ class ControllerState:
     refreshed: int | None = None
     pending: Pending | None = None
     guard: GuardState | None = None
+    statistics: StatisticsTable | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the dict described above."""
@@ -113,6 +116,7 @@ class ControllerState:
             "refreshed": self.refreshed,
             "pending": None if self.pending is None else self.pending.to_dict(),
             "guard": None if self.guard is None else self.guard.to_dict(),
+            "statistics": None if self.statistics is None else self.statistics.to_dict(),
         }
 
     @classmethod
@@ -133,7 +137,7 @@ class ControllerState:
             )
         try:
             refreshed, pending = value["refreshed"], value["pending"]
-            guard = value.get("guard")
+            guard, statistics = value.get("guard"), value.get("statistics")
             return cls(
                 step=int(value["step"]),
                 plan=PrecisionPlan.from_dict(value["plan"], f"{source}, plan"),
@@ -141,6 +145,7 @@ class ControllerState:
                 refreshed=None if refreshed is None else int(refreshed),
                 pending=None if pending is None else _pending(pending),
                 guard=None if guard is None else _guard(guard, source),
+                statistics=None if statistics is None else StatisticsTable.from_dict(statistics),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             detail = f"{type(error).__name__}: {error}"

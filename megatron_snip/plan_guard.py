@@ -25,9 +25,9 @@ from typing import Any
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.controller_state import GuardState
-from megatron_snip.linears.passes import TrainingPass, tolerating_non_finite
 from megatron_snip.linears.step_loss import StepLoss, finite_gradients
 from megatron_snip.linears.traces import Traces
+from megatron_snip.linears.training_step import TrainingStep, tolerating_non_finite
 from megatron_snip.loss_guard import GuardSettings, LossGuard, Verdict
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.topology import Topology
@@ -115,7 +115,7 @@ class PlanGuard:
 
     def watch(
         self,
-        training: TrainingPass,
+        training: TrainingStep,
         plan: PrecisionPlan,
         safe: PrecisionPlan,
         run: Run,
@@ -171,7 +171,7 @@ class PlanGuard:
                 return candidate
         return None
 
-    def _measured(self, results: list[dict[str, Any]], training: TrainingPass) -> float | None:
+    def _measured(self, results: list[dict[str, Any]], training: TrainingStep) -> float | None:
         """The step's loss; NaN where a gradient is not finite, None without a report."""
         loss = StepLoss(results, self._topology).value()
         if loss is None or finite_gradients(training.chunks, self._topology):

@@ -86,13 +86,33 @@ class Topology:
     control: ProcessGroup | None = None
 
     def data_axis(self, placement: Placement) -> DataAxis:
-        """Ranks that hold the same weight as `placement` and see other tokens.
-
-        Of what an observer is shown: how its microbatches count (`Placement.shown`).
-        """
-        if placement.shown is not None:
-            return placement.shown
+        """Ranks that hold the same weight as `placement` and see other tokens."""
         return self.data if placement.expert is None else self.expert_data
+
+
+@dataclass(frozen=True)
+class LinearInfo:
+    """What all ranks know of a linear; a table's row order follows a list of these.
+
+    Attributes:
+        name: layout-independent name.
+        stage: pipeline stage.
+        in_features: K, global.
+        out_features: N, global.
+        flops_per_token: FLOPs of fprop, dgrad and wgrad for one token: 6 N K (times the experts
+            that see each token).
+    """
+
+    name: str
+    stage: int
+    in_features: int
+    out_features: int
+    flops_per_token: float
+
+    @property
+    def num_active(self) -> float:
+        """Experts that see each token; 1 for a dense linear."""
+        return self.flops_per_token / (6.0 * self.in_features * self.out_features)
 
 
 @dataclass(frozen=True)
@@ -109,8 +129,6 @@ class Placement:
         num_chunks: 2 for a gated fc1, whose shard is [gate_r; up_r] of [gate; up]; else 1.
         expert: global index of the expert, or None for a dense linear.
         num_active: experts that see each token (1 for a dense linear); scales the FLOPs.
-        shown: the i-th microbatch that an observer is shown is microbatch i * size + rank of the
-            step; None: as the ranks with the same weight count (`Topology.data_axis`).
     """
 
     name: str
@@ -122,12 +140,12 @@ class Placement:
     num_chunks: int = 1
     expert: int | None = None
     num_active: float = 1.0
-    shown: DataAxis | None = None
 
     @property
-    def flops_per_token(self) -> float:
-        """FLOPs of fprop, dgrad and wgrad for one token: 6 N K (times the active experts)."""
-        return 6.0 * self.in_features * self.out_features * self.num_active
+    def info(self) -> LinearInfo:
+        """What is the same on all ranks."""
+        flops = 6.0 * self.in_features * self.out_features * self.num_active
+        return LinearInfo(self.name, self.stage, self.in_features, self.out_features, flops)
 
     @property
     def instance(self) -> str:

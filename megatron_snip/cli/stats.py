@@ -27,14 +27,10 @@ FIELDS = (
     "first",
     "fisher",
     "aligned_fisher",
-    "forward",
-    "backward",
     "local",
     "rel_error",
-    "probe_snr_db",
 )
-"""Columns after linear, stage and option. forward, backward and local are roots: parts of the
-weight divergence through fprop, dgrad and wgrad."""
+"""Columns after linear, stage and option; `local` is the root of local_square."""
 
 EXAMPLES = """\
 examples:
@@ -125,11 +121,8 @@ def table_rows(value: dict[str, Any]) -> list[dict[str, Any]]:
                     "first": parts.get("first"),
                     "fisher": parts.get("fisher"),
                     "aligned_fisher": parts.get("aligned_fisher"),
-                    "forward": _root(_forward(parts)),
-                    "backward": _root(parts.get("backward_square")),
                     "local": _root(parts.get("local_square")),
                     "rel_error": measured.get("rel_error"),
-                    "probe_snr_db": linear.get("probe_snr_db"),
                 }
             )
     return rows
@@ -159,15 +152,6 @@ def _table(rows: list[dict[str, Any]], step: int, value: dict[str, Any]) -> Tabl
 
 def _shown(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
-
-
-def _forward(parts: dict[str, float | None]) -> float | None:
-    """fwd^2 as it was used; files from before it had a key of its own hold two terms."""
-    if "forward_square" in parts:
-        return parts["forward_square"]
-    terms = [parts.get(f"forward_{part}_square") for part in ("channel", "scale")]
-    known = [term for term in terms if term is not None]
-    return sum(known) if len(known) == len(terms) else None
 
 
 def _root(square: float | None) -> float | None:

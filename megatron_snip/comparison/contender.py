@@ -35,7 +35,7 @@ MEASURED = ("snip", "greedy", "min-")
 """Beginnings of the policies that plan from statistics."""
 
 SETTINGS = frozenset(
-    {"policy", "granularity", "loss_join", "weight_join", "weight_lambda", "pins"},
+    {"policy", "granularity", "loss_join", "weight_lambda", "pins"},
 )
 """What may differ between contenders: who plans and how divergences join, nothing else."""
 

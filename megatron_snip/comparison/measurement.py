@@ -36,7 +36,7 @@ def read_statistics(path: Path) -> StatisticsTable:
     value = read_json(path, "divergences file")
     try:
         linears = tuple(_linear(row["statistics"]) for row in value["linears"])
-        return StatisticsTable(value["step"], value["loss"], _number(value["probe_step"]), linears)
+        return StatisticsTable(value["step"], value["loss"], linears)
     except (KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"'{path}' holds no statistics ({error!r})") from None
 
@@ -48,9 +48,7 @@ def plan_from(statistics: StatisticsTable, snip: SnipConfig) -> PrecisionPlan:
         InfeasiblePlanError: no plan reaches the target.
         UsageError: the statistics lack a format.
     """
-    quality = QualitySettings(
-        snip.options, snip.lowest_format, snip.loss_join, snip.weight_join, snip.weight_lambda
-    )
+    quality = QualitySettings(snip.options, snip.lowest_format, snip.loss_join, snip.weight_lambda)
     table = divergence_table(statistics, quality)
     problem = problem_dict(table, snip.lowest_format, snip.efficiency_target)
     settings = PlanSettings.from_config(snip)

@@ -24,12 +24,8 @@ from megatron_snip.config import make_config
 SPELLED_OUT = {
     "granularity",
     "loss_join",
-    "weight_join",
     "weight_lambda",
-    "stat_microbatches",
-    "probe_rows",
-    "probes",
-    "probe_relative_step",
+    "stat_decay",
 }
 """SNIP's settings whose defaults follow the evidence: a plan under another default is another."""
 

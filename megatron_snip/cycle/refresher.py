@@ -1,48 +1,38 @@
-"""Refresher: one refresh's measurement, as a problem for the solver, or as nothing on all ranks.
+"""Refresher: observes training iterations, and makes a planning problem of what they show.
 
-    pass A, pass B, one reduction    statistics/refresh.py
-    statistics -> divergences        divergence/quality.py
-    divergences -> problem           cut to what each linear can run
-
-Where memory runs out, what was held is freed and it is tried once more with less; whatever else
-fails, this refresh is given up.
+a training iteration      a part of the linears is observed while it runs (statistics/observer.py)
+its end                   one all-reduce; statistics join their running mean
+after the last part       statistics -> divergences -> problem, cut to what each linear can run
 """
 
 from __future__ import annotations
 
-import gc
-import time
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from megatron_snip.collectives import RemoteFailure, attempt
+from megatron_snip.collectives import RemoteFailure
 from megatron_snip.config import SnipConfig
-from megatron_snip.cycle.agreement import Agreement
-from megatron_snip.cycle.announcer import Announcer
 from megatron_snip.cycle.offer import Offer
 from megatron_snip.divergence.quality import QualitySettings, divergence_table, problem_dict
-from megatron_snip.errors import SnipError
-from megatron_snip.linears.careful import CarefulPasses, out_of_memory
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.linears.passes import MeasuringPasses, TrainingPass
+from megatron_snip.linears.moe_dispatch import ExpertDispatch
+from megatron_snip.linears.step_loss import StepLoss
+from megatron_snip.linears.training_step import TrainingStep
 from megatron_snip.reporting.reporter import Refresh
-from megatron_snip.statistics.recorder import MeasureSettings
-from megatron_snip.statistics.refresh import RefreshInputs, measure
+from megatron_snip.statistics.observer import MeasureSettings, StepObserver
+from megatron_snip.statistics.records import StatisticsTable, running_mean
+from megatron_snip.statistics.sensitivity import gather_sensitivities
 from megatron_snip.topology import Topology
 
-FEWER = 4
-"""A refresh that runs out of memory is tried again with this part of microbatches and rows."""
-
-
-class RefreshFailure(SnipError):
-    """A refresh came to nothing, on every rank; weights and training are as before."""
+Results = list[dict[str, Any]]
 
 
 class Refresher:
-    """Measures a model under training; all ranks call every method together."""
+    """Measures a model in training; all ranks call every method together.
+
+    Attributes:
+        mean: running mean of the statistics, or None before the first measurement.
+    """
 
     def __init__(
         self,
@@ -51,86 +41,66 @@ class Refresher:
         optimizer: Any,
         topology: Topology,
         offer: Offer,
-        agreement: Agreement,
-        announcer: Announcer,
+        num_parts: int,
+        mean: StatisticsTable | None,
     ) -> None:
-        """Args are the settings, what is measured, and who has a say in it."""
+        """Args are the settings, what is measured in how many parts, and the mean so far."""
+        self.mean = mean
         self._config = config
         self._model = model
         self._optimizer = optimizer
         self._topology = topology
         self._offer = offer
-        self._agreement = agreement
-        self._announcer = announcer
+        self._num_parts = num_parts
+        self._dispatch = ExpertDispatch(model.chunks, topology)
+        self._seconds = 0.0
 
-    def refresh(self, step: int, training: TrainingPass) -> Refresh:
-        """Measure, with less where memory runs out.
+    def measure(
+        self, step: int, part: int, training: TrainingStep, run: Callable[[], tuple[Results, bool]]
+    ) -> tuple[Results, str | None]:
+        """Run a training iteration, observed.
 
         Args:
             step: training step (0-based).
-            training: the step's forward-backward call; it leaves no trace in it.
+            part: which part of the linears to measure.
+            training: the iteration's forward-backward call.
+            run: runs it; returns its results, and False if it had to be run twice.
 
-        Raises:
-            RefreshFailure: the same on every rank, if that came to nothing.
-            StrandedError: on a rank whose peers cannot be helped.
+        Returns:
+            The iteration's results, and why nothing was measured, the same on all ranks.
         """
-        begin = time.perf_counter()
-        for parts in (1, FEWER):
-            try:
-                return self._agreement.together(
-                    partial(self._measured, step, training, begin, parts)
-                )
-            except RemoteFailure as failure:
-                why, again = str(failure), out_of_memory(failure.failures.values())
-            # Out of the handler, so that the failed attempt's tensors have no owner left.
-            _free_memory()
-            if not again:
-                break
-            if parts == 1:
-                self._announcer.warn(
-                    f"the refresh at step {step} ran out of memory ({why}); trying once more "
-                    f"with 1/{FEWER} of its microbatches and sampled rows"
-                )
-        raise RefreshFailure(f"the refresh at step {step} was given up: {why}")
-
-    def _measured(self, step: int, training: TrainingPass, begin: float, parts: int) -> Refresh:
-        """Measure with 1 / `parts` of the microbatches and rows."""
         c = self._config
-        # Agreed on first: later, peers wait for each other within Megatron's own groups.
-        inputs, settings, runner = attempt(
-            "preparing to measure",
-            lambda: self._prepared(step, training, parts),
-            self._agreement.measuring,
-        )
-        statistics = measure(inputs, settings, runner)
-        options, lowest = self._offer.options, self._offer.lowest_format
-        quality = QualitySettings(options, lowest, c.loss_join, c.weight_join, c.weight_lambda)
-        divergences = divergence_table(statistics, quality, warn=self._topology.rank == 0)
-        problem = problem_dict(divergences, lowest, c.efficiency_target)
-        seconds = time.perf_counter() - begin
-        return Refresh(step, statistics, divergences, self._offer.restricted(problem), seconds)
-
-    def _prepared(
-        self, step: int, training: TrainingPass, parts: int
-    ) -> tuple[RefreshInputs, MeasureSettings, CarefulPasses]:
-        c = self._config
-        topology = replace(self._topology, control=self._agreement.measuring)
-        microbatches, num_rows = -(-c.stat_microbatches // parts), -(-c.probe_rows // parts)
-        passes = MeasuringPasses(training, self._model.runtime, microbatches)
-        inputs = RefreshInputs(
-            linears=self._model.all_linears,
-            weights=self._model.weights(),
-            optimizer=self._optimizer,
-            topology=topology,
-            probe_relative_step=c.probe_relative_step,
-        )
+        if part == 0:
+            self._seconds = 0.0
+        linears = self._model.all_linears
+        names = frozenset(linear.name for linear in linears[part :: self._num_parts])
         on_offer = {name for option in self._offer.options for name in option.formats}
         formats = tuple(name for name in c.formats if name != "bf16" and name in on_offer)
-        settings = MeasureSettings(formats, step, c.seed, num_rows, c.probes)
-        return inputs, settings, CarefulPasses(passes, topology)
+        try:
+            weights = self._model.weights(names)
+            sensitivities = gather_sensitivities(weights, self._optimizer, self._topology)
+        except RemoteFailure as failure:
+            return run()[0], str(failure)
+        settings = MeasureSettings(formats, step, c.seed, names)
+        observer = StepObserver(settings, self._topology, sensitivities, self._dispatch.parts)
+        with self._dispatch.counting(), self._model.runtime.observed_by(observer):
+            results, ran_once = run()
+        loss = StepLoss(results, self._topology).value()
+        try:
+            table = observer.table(linears, training.grad_scale(self._topology), loss)
+        except RemoteFailure as failure:
+            return results, str(failure)
+        if not ran_once:
+            return results, "the loss guard ran this iteration twice"
+        self._seconds += observer.seconds
+        self.mean = running_mean(self.mean, table, c.stat_decay)
+        return results, None
 
-
-def _free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    def refresh(self, step: int) -> Refresh:
+        """Return what the measurements so far say of every option, as a problem for the solver."""
+        assert self.mean is not None, "something was measured"
+        c, options, lowest = self._config, self._offer.options, self._offer.lowest_format
+        quality = QualitySettings(options, lowest, c.loss_join, c.weight_lambda)
+        divergences = divergence_table(self.mean, quality, warn=self._topology.rank == 0)
+        problem = self._offer.restricted(problem_dict(divergences, lowest, c.efficiency_target))
+        return Refresh(step, self.mean, divergences, problem, self._seconds)

@@ -3,8 +3,7 @@
     Q[l, q] = loss[l, q] / sum_l loss[l, lowest]  +  lambda * weight[l, q] / sum_l weight[l, lowest]
 
 `lowest` is the uniform option of the lowest precision on offer, so Q of the uniform lowest plan
-is 1 + lambda whatever the units. The weight divergence enters as dW or as dW^2 (`weight_join`);
-squares add over linears when their errors are independent. An entry that is NaN, infinite or
+is 1 + lambda whatever the units. An entry that is NaN, infinite or
 missing forbids that option for that linear, with a warning that names it.
 """
 
@@ -16,15 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_snip.config import LossJoin, WeightJoin
+from megatron_snip.config import LossJoin
 from megatron_snip.divergence.local_error import absolute_error, relative_error
 from megatron_snip.divergence.loss import loss_divergence
-from megatron_snip.divergence.weight import weight_divergence
+from megatron_snip.divergence.weight import fprop_scale, weight_divergence
 from megatron_snip.formats import lowest_precision
 from megatron_snip.options import BF16, Option
-from megatron_snip.statistics.probe_quality import probe_snr_db
 from megatron_snip.statistics.records import LinearStatistics, StatisticsTable
-from megatron_snip.statistics.reduce import LinearInfo
+from megatron_snip.topology import LinearInfo
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +37,12 @@ class QualitySettings:
         options: what every linear may choose.
         lowest_format: the lowest precision on offer.
         loss_join: see divergence/loss.py.
-        weight_join: `norm` takes dW, `square` takes dW^2.
         weight_lambda: lambda.
     """
 
     options: tuple[Option, ...]
     lowest_format: str
     loss_join: LossJoin
-    weight_join: WeightJoin
     weight_lambda: float
 
 
@@ -55,8 +51,8 @@ class OptionDivergence:
     """Divergences of one option at one linear; NaN where a value could not be measured.
 
     Attributes:
-        loss_divergence: predicted loss change, in units of the loss.
-        weight_divergence: predicted change of the next update, relative to the update.
+        loss_divergence: sensitivity of the loss, in units of the loss (divergence/loss.py).
+        weight_divergence: change of the next updates, relative to them (divergence/weight.py).
         quality_loss: Q, or None if the option is forbidden.
         abs_error: the min-abs-err baseline's measure.
         rel_error: the min-rel-err baseline's measure.
@@ -128,18 +124,19 @@ def divergence_table(
     """
     lowest = Option.uniform(settings.lowest_format)
     loss_sum = _finite_sum(_loss(linear, lowest, settings) for linear in table.linears)
-    weight_sum = _finite_sum(_weight(linear, lowest, settings) for linear in table.linears)
+    kappa = fprop_scale(table.linears, settings.lowest_format)
+    weight_sum = _finite_sum(_weight(linear, lowest, kappa) for linear in table.linears)
     rows = []
     for linear in table.linears:
         options = {}
         for option in settings.options:
-            loss, weight = _loss(linear, option, settings), _weight(linear, option, settings)
+            loss, weight = _loss(linear, option, settings), _weight(linear, option, kappa)
             quality = _share(loss, loss_sum)
             if settings.weight_lambda > 0:  # what does not count cannot forbid
                 quality += settings.weight_lambda * _share(weight, weight_sum)
             options[option] = OptionDivergence(
                 loss,
-                _or_nan(weight_divergence, linear, option),
+                weight,
                 _allowed(quality, linear.name, option, warn),
                 _or_nan(absolute_error, linear, option),
                 _or_nan(relative_error, linear, option),
@@ -185,21 +182,18 @@ def unmeasured_problem_dict(
 
 def divergences_dict(table: DivergenceTable, statistics: StatisticsTable) -> dict[str, Any]:
     """Return divergences and the statistics behind them as plain types (NaN becomes null)."""
-    raw = statistics.to_json()
+    raw = statistics.to_dict()
     by_name = {linear["name"]: linear for linear in raw["linears"]}
-    rows = {linear.name: linear for linear in statistics.linears}
     result: dict[str, Any] = {
         "version": SCHEMA_VERSION,
         "step": table.step,
         "loss": raw["loss"],
-        "probe_step": raw["probe_step"],
         "linears": [
             {
                 "name": linear.name,
                 "stage": linear.stage,
                 "flops": linear.flops,
                 "options": {str(o): vars(d) for o, d in linear.options.items()},
-                "probe_snr_db": probe_snr_db(rows[linear.name]),
                 "statistics": by_name[linear.name],
             }
             for linear in table.linears
@@ -213,9 +207,8 @@ def _loss(linear: LinearStatistics, option: Option, settings: QualitySettings) -
     return _or_nan(loss_divergence, linear, option, settings.loss_join)
 
 
-def _weight(linear: LinearStatistics, option: Option, settings: QualitySettings) -> float:
-    value = _or_nan(weight_divergence, linear, option)
-    return value**2 if settings.weight_join == "square" else value
+def _weight(linear: LinearStatistics, option: Option, kappa: float) -> float:
+    return _or_nan(weight_divergence, linear, option, kappa)
 
 
 def _or_nan(

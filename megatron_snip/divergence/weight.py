@@ -1,33 +1,51 @@
-"""Weight divergence: how much the next AdamW update of all weights changes.
+"""Weight divergence: how much the next optimizer updates change, as a score that orders options.
 
-    dW_l = sqrt(fwd^2 + bwd^2 + loc^2)
+    dW_l^2 = kappa aligned_l(fprop) + 1/4 loc_l^2(dgrad) + loc_l^2(wgrad)
 
-fwd: through eY_l (every weight's gradient, second order); bwd: through eX_l (weights below l);
-loc: through eW_l (the linear's own weight). fprop's format decides fwd, dgrad's bwd, wgrad's loc,
-so an option may mix them. Relative to |update_k| of each weight k (design: a probe in place of
-SNIP's two noise injections, arXiv:2602.01410, Sec. 4).
+loc^2 = |D * eW|^2 / |update|^2 is the change of the linear's own update through wgrad, as it is.
+What fprop's error does to all updates goes with `aligned_fisher`; kappa makes its sum over linears
+equal to that of loc^2, both in the lowest precision. What dgrad's error does to the updates of the
+layers below is small and of about one size everywhere; a quarter of loc^2 stands for it.
+docs/measuring.md compares this with brute force and with fuller estimators.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from megatron_snip.options import Option
 from megatron_snip.statistics.records import LinearStatistics
 from megatron_snip.types import Gemm
 
+DGRAD_SHARE = 0.25
+"""Of loc^2, for dgrad."""
 
-def weight_divergence(linear: LinearStatistics, option: Option) -> float:
+
+def fprop_scale(linears: Sequence[LinearStatistics], lowest_format: str) -> float:
+    """Return kappa; 0 where `aligned_fisher` is 0 everywhere."""
+    rows = [linear.formats[lowest_format] for linear in linears if lowest_format in linear.formats]
+    aligned = math.fsum(row.aligned_fisher for row in rows if math.isfinite(row.aligned_fisher))
+    local = math.fsum(row.local_square for row in rows if math.isfinite(row.local_square))
+    return local / aligned if aligned > 0 else 0.0
+
+
+def weight_divergence(linear: LinearStatistics, option: Option, kappa: float) -> float:
     """Return dW of `option` at one linear (>= 0; 0 for bf16).
+
+    Args:
+        linear: its statistics.
+        option: the formats of its GEMMs.
+        kappa: see `fprop_scale`.
 
     Raises:
         KeyError: if one of the option's formats was not measured.
     """
     total = 0.0
     if option[Gemm.FPROP] != "bf16":
-        total += linear.formats[option[Gemm.FPROP]].forward_square
+        total += kappa * linear.formats[option[Gemm.FPROP]].aligned_fisher
     if option[Gemm.DGRAD] != "bf16":
-        total += linear.formats[option[Gemm.DGRAD]].backward_square
+        total += DGRAD_SHARE * linear.formats[option[Gemm.DGRAD]].local_square
     if option[Gemm.WGRAD] != "bf16":
         total += linear.formats[option[Gemm.WGRAD]].local_square
     return math.sqrt(total)

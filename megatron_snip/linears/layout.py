@@ -24,8 +24,7 @@ from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.te_modules import is_grouped, te_kind, weights_of
 from megatron_snip.linears.te_replicas import is_replica, is_understood
 from megatron_snip.log import warn_once
-from megatron_snip.statistics.reduce import LinearInfo
-from megatron_snip.topology import DataAxis, LinearKind, Placement, TensorAxis, Topology
+from megatron_snip.topology import DataAxis, LinearInfo, LinearKind, Placement, TensorAxis, Topology
 from megatron_snip.types import linear_name, split_linear_name
 
 logger = logging.getLogger(__name__)
@@ -222,7 +221,7 @@ def global_linears(placements: Sequence[Placement], topology: Topology) -> tuple
     """
     own = []
     for order, p in enumerate(placements):
-        info = LinearInfo.of(p)
+        info = p.info
         own.append([order, vars(info)])
     merged: dict[str, tuple[int, LinearInfo]] = {}
     for ranks_linears in gather_json(own, topology.control):

@@ -22,9 +22,8 @@ from megatron_snip.linears.te_support import this_machine
 from megatron_snip.linears.te_weights import FreshWeights
 from megatron_snip.log import warn_once
 from megatron_snip.options import Option
-from megatron_snip.statistics.reduce import LinearInfo
 from megatron_snip.statistics.sensitivity import PlannedWeight
-from megatron_snip.topology import Placement, Topology
+from megatron_snip.topology import LinearInfo, Placement, Topology
 from megatron_snip.types import Gemm
 
 logger = logging.getLogger(__name__)
@@ -66,9 +65,6 @@ class PlannedModel:
             self.machine = agreed(self.machine, topology.control)
             _warn_of_hopper(self.machine)
         self.linears = _planned(found, self.runtime, backend, self.machine)
-        self.runtime.without_wgrad = [
-            linear.weight for linear in self.linears if isinstance(linear, PlannedLinear)
-        ]
         self._fresh = _fresh_weights(self.chunks, self.linears)
         self.all_linears: tuple[LinearInfo, ...] = global_linears([p for _, p in found], topology)
         if not self.all_linears:
@@ -104,17 +100,12 @@ class PlannedModel:
             linear.option = option
         return changed
 
-    def weights(self) -> dict[str, PlannedWeight]:
-        """This rank's planned weights, by instance, in model order.
-
-        Their gradients' memory is spare where DDP can zero it afterwards.
-        """
-        zeroes = all(hasattr(chunk, "zero_grad_buffer") for chunk in self.chunks)
+    def weights(self, names: frozenset[str] | None = None) -> dict[str, PlannedWeight]:
+        """Return this rank's trained weights of the named linears, by instance, in model order."""
         return {
-            linear.placement.instance: PlannedWeight(
-                linear.placement, linear.weight, linear.spare if zeroes else None
-            )
+            linear.placement.instance: PlannedWeight(linear.placement, linear.weight)
             for linear in self.linears
+            if linear.weight.requires_grad and (names is None or linear.placement.name in names)
         }
 
     def approximations(self, options: Sequence[Option]) -> list[str]:

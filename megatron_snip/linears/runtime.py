@@ -7,10 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-import torch
-
 from megatron_snip.linears.kept_weights import KeptWeights
-from megatron_snip.linears.measured import Elsewhere
 from megatron_snip.quantizers import StochasticStream
 from megatron_snip.statistics.tap import Observer
 from megatron_snip.streams import grad_output_stream
@@ -38,8 +35,6 @@ class Runtime:
         mode: how linears run.
         observer: watches every linear's forward and backward, or None.
         kept: weights quantized for the training pass under way.
-        elsewhere: where measuring passes send gradients.
-        without_wgrad: weights whose gradients measuring passes do not form.
     """
 
     topology: Topology
@@ -49,8 +44,6 @@ class Runtime:
     mode: Mode = Mode.PLAN
     observer: Observer | None = None
     kept: KeptWeights = field(default_factory=KeptWeights)
-    elsewhere: Elsewhere = field(default_factory=Elsewhere)
-    without_wgrad: list[torch.nn.Parameter] = field(default_factory=list)
 
     def begin_pass(self, step: int) -> None:
         """A training forward-backward of `step` begins; microbatches count from 0 again."""
@@ -59,16 +52,13 @@ class Runtime:
         self.kept.open()
 
     @contextmanager
-    def observing(self, observer: Observer) -> Iterator[None]:
-        """Run linears in BF16 under `observer` inside the block."""
-        before = (self.mode, self.observer)
-        self.kept.close()  # whoever observes may change weights as well
-        self.mode, self.observer = Mode.BF16, observer
+    def observed_by(self, observer: Observer) -> Iterator[None]:
+        """Let `observer` watch every linear inside the block; how they run does not change."""
+        self.observer = observer
         try:
-            with self.elsewhere.watched(self.without_wgrad):
-                yield
+            yield
         finally:
-            self.mode, self.observer = before
+            self.observer = None
 
     @contextmanager
     def running(self, mode: Mode) -> Iterator[None]:

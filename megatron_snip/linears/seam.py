@@ -21,12 +21,10 @@ from megatron_snip.linears import backends, printed
 from megatron_snip.linears.autograd import LinearCall, QuantizedLinear
 from megatron_snip.linears.backends import Backend, Machine
 from megatron_snip.linears.gemms import unkept
-from megatron_snip.linears.measured import spare_memory, without_wgrad
 from megatron_snip.linears.runtime import Mode, Runtime
 from megatron_snip.log import warn_once
 from megatron_snip.options import BF16, Option
 from megatron_snip.quantizers import StochasticStream
-from megatron_snip.statistics.tap import Observer
 from megatron_snip.topology import Placement
 from megatron_snip.types import Gemm
 
@@ -89,11 +87,6 @@ class PlannedLinear:
         return weight
 
     @property
-    def spare(self) -> torch.Tensor | None:
-        """Memory [N, K] that is free in measuring passes: no gradient of the weight is formed."""
-        return spare_memory(self.weight)
-
-    @property
     def backend(self) -> Backend:
         """Who runs it: native if any GEMM does under the present option, else simulate."""
         return Backend.NATIVE if self._native else Backend.SIMULATE
@@ -135,10 +128,17 @@ class PlannedLinear:
             delattr(self.module, _ATTRIBUTE)
 
     def _forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        runtime = self._runtime
-        if runtime.observer is not None:
-            return self._observed(runtime.observer, args, kwargs)
-        if self._option == BF16 or runtime.mode is Mode.BF16 or not self._quantizable(kwargs):
+        output = self._run(args, kwargs)
+        observer = self._runtime.observer
+        if observer is None:
+            return output
+        input, weight = _operands(args, kwargs)
+        gathers = bool(kwargs.get("sequence_parallel", False))
+        return observer.observe(self.placement, input, weight, output, input_is_split=gathers)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        bf16 = self._option == BF16 or self._runtime.mode is Mode.BF16
+        if bf16 or not self._quantizable(kwargs):
             return self._original(*args, **kwargs)
         input, weight = _operands(args, kwargs)
         call = LinearCall(
@@ -156,20 +156,6 @@ class PlannedLinear:
             input, weight, kwargs.get("bias"), call
         )
         return output
-
-    def _observed(
-        self, observer: Observer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> torch.Tensor:
-        """Run Megatron's own GEMMs under `observer`, without the gradient of the weight."""
-        input, weight = _operands(args, kwargs)
-        elsewhere = self._runtime.elsewhere
-        if args:
-            elsewhere.send(self.weight)
-            output = self._original(*args, **kwargs)
-        else:
-            output = without_wgrad(self._original, kwargs, elsewhere)
-        gathers = bool(kwargs.get("sequence_parallel", False))
-        return observer.observe(self.placement, input, weight, output, gathers)
 
     def _keeper(self, weight: torch.Tensor) -> Callable[[Hashable, Callable[[], Any]], Any]:
         """Return what keeps forms of the weight; in evaluations nothing is kept."""

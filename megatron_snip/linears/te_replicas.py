@@ -7,11 +7,10 @@ does the same work.
 
     Y_r = X_r W^T,  dW = sum_r G_r^T X_r        X = [X_0; X_1; ...], rows in the ranks' order
 
-An observer is shown all tokens, X and G, on every rank, as if there were one; they are gathered in
-the backward, one linear at a time, so that no rank holds all tokens meanwhile. Every rank so finds
-the same, and rank 0 speaks (`topology.TensorAxis`): statistics and the probe's noise are those of
-one rank. (Without sequence parallelism Megatron leaves the positional columns of latent attention's
-G unreduced over these ranks: rank 0's stand for them, as for its own gradient.)
+An observer gathers the sampled tokens of X and G from all ranks, so that every rank measures the
+same, and rank 0 reports it (`topology.TensorAxis`). (Without sequence parallelism Megatron leaves
+the positional columns of latent attention's G unreduced over these ranks: rank 0's stand for them,
+as for its own gradient.)
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from typing import Any
 import torch
 
 from megatron_snip.linears.te_modules import is_plain
-from megatron_snip.statistics.tap import Observer, all_tokens, tap
-from megatron_snip.topology import Placement, TensorAxis
 
 _SPLIT = frozenset(
     {
@@ -51,38 +48,3 @@ def is_understood(name: str) -> bool:
 def splits_tokens(module: Any) -> bool:
     """Whether each tensor-parallel rank multiplies only its own part of the tokens."""
     return is_replica(module) and bool(module.config.sequence_parallel)
-
-
-def observe_split(
-    observer: Observer,
-    placement: Placement,
-    axis: TensorAxis,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    output: torch.Tensor,
-) -> torch.Tensor:
-    """Return `output` with a tap by which `observer` sees the tokens of all ranks.
-
-    Args:
-        observer: of the measuring pass.
-        placement: of the linear.
-        axis: the ranks that share the tokens; all of them call this together.
-        input: [tokens or [s, b], K] of this rank.
-        weight: [N, K], whole.
-        output: [tokens or [s, b], N] of this rank.
-    """
-
-    def on_backward(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> None:
-        _show(observer, placement, all_tokens(x, axis, True), w, all_tokens(g, axis, True))
-
-    return tap(output, input, weight, on_backward)
-
-
-def _show(
-    observer: Observer, placement: Placement, x: torch.Tensor, w: torch.Tensor, g: torch.Tensor
-) -> None:
-    """Let an observer see a forward and backward of X [M, K], W [N, K], G [M, N]."""
-    with torch.enable_grad():
-        output = torch.nn.functional.linear(x, w).detach().requires_grad_()
-        tapped = observer.observe(placement, x, w, output, False)
-    torch.autograd.grad(tapped, output, g)

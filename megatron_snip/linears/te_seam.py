@@ -24,10 +24,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import (
-    gather_from_sequence_parallel_region,
-    scatter_to_sequence_parallel_region,
-)
 
 from megatron_snip.formats import get_format
 from megatron_snip.linears import backends
@@ -41,7 +37,7 @@ from megatron_snip.linears.te_modules import (
     scatters_output,
     weights_of,
 )
-from megatron_snip.linears.te_replicas import observe_split, splits_tokens
+from megatron_snip.linears.te_replicas import splits_tokens
 from megatron_snip.linears.te_shapes import unfit
 from megatron_snip.log import warn_once
 from megatron_snip.options import BF16, Option
@@ -159,23 +155,20 @@ class TEModule:
         return self._observe(given["x"], out), bias
 
     def _observe(self, input: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """Put a tap on the output; where tokens are scattered, on all of them."""
+        """Put a tap on the output."""
         observer = self._runtime.observer
         assert observer is not None
         placement, (weight,) = self.placements[0], weights_of(self.module)
-        x = multiplied_input(self.module, input)
-        if splits_tokens(self.module):
-            axis = self._runtime.topology.tensor
-            return observe_split(observer, placement, axis, x, weight, output)
-        gathers = gathers_input(self.module)
-        if not scatters_output(self.module):
-            return observer.observe(placement, x, weight, output, gathers)
-        # The tap must see G of all tokens: gather the output, tap it, scatter it again.
-        group = placement.tensor.group
-        full = gather_from_sequence_parallel_region(output, False, group)
-        tapped = observer.observe(placement, x, weight, full, gathers)
-        scattered: torch.Tensor = scatter_to_sequence_parallel_region(tapped, group)
-        return scattered
+        splits = splits_tokens(self.module)
+        return observer.observe(
+            placement,
+            input,
+            weight,
+            output,
+            input_is_split=splits or gathers_input(self.module),
+            output_is_split=splits or scatters_output(self.module),
+            prepare_input=lambda rows: multiplied_input(self.module, rows),
+        )
 
     def _observe_experts(
         self, input: torch.Tensor, splits: Any, output: torch.Tensor
@@ -191,7 +184,7 @@ class TEModule:
             torch.split(output, sizes),
             strict=True,
         )
-        return torch.cat([observer.observe(p, x, w, y, False) for p, x, w, y in pieces])
+        return torch.cat([observer.observe(p, x, w, y) for p, x, w, y in pieces])
 
 
 class PlannedTELinear:
@@ -204,8 +197,6 @@ class PlannedTELinear:
     """
 
     backend = Backend.TE
-    spare: torch.Tensor | None = None
-    """Measuring passes form the weight's gradient."""
 
     def __init__(self, shared: TEModule, index: int) -> None:
         self.placement = shared.placements[index]

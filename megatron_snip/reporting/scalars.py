@@ -11,7 +11,6 @@ What is unknown (None, NaN, infinite, not measured yet) is left out.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +18,6 @@ from typing import Any
 from megatron_snip.divergence.quality import DivergenceTable
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.reporting.reporter import Applied, Event, EventKind, Refresh
-from megatron_snip.statistics.probe_quality import probe_snr_db
 from megatron_snip.statistics.records import StatisticsTable
 
 _OF_THE_STEP = {
@@ -78,15 +76,10 @@ class StepScalars:
 
 
 def statistics_scalars(table: StatisticsTable) -> dict[str, float]:
-    """Return the numbers of the table as a whole; the probe's SNR is its poorest linear's."""
-    whole = {
-        f"snip/statistics/{field.name}": getattr(table, field.name)
-        for field in dataclasses.fields(table)
-        if field.name not in ("step", "linears")
-    }
-    rated = [db for db in map(probe_snr_db, table.linears) if db is not None]
-    whole["snip/statistics/probe_snr_db"] = min(rated, default=None)
-    return _finite(whole | {"snip/statistics/num_linears": len(table.linears)})
+    """Return the numbers of the table as a whole."""
+    return _finite(
+        {"snip/statistics/loss": table.loss, "snip/statistics/num_linears": len(table.linears)}
+    )
 
 
 def divergence_scalars(table: DivergenceTable) -> dict[str, float]:

@@ -1,1 +1,1 @@
-"""What a refresh measures: pass A (statistics), pass B (probe), and their reduction over ranks."""
+"""What is observed in a training iteration: taps, errors, sums over ranks, running means."""

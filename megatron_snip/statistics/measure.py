@@ -1,14 +1,15 @@
-"""The errors of one linear in one format, measured exactly on one microbatch.
+"""The errors of one linear in every format on offer, on a sample of one microbatch's tokens.
 
-For tokens t = 1..M, X [M, K], W [N, K], G = dL/dY [M, N], and Q the format's quantizer:
+For X [S, K], W [N, K], G = dL/dY [S, N], and Q the quantizer of a format:
 
-    eY = Q(X) Q(W)^T - X W^T        forward error            [M, N]
-    eW = Q(G)^T Q(X) - G^T X        weight-gradient error    [N, K]
+    eY = Q(X) Q(W)^T - X W^T        fprop    [S, N]
+    eX = Q(G) Q(W) - G W            dgrad    [S, K]
+    eW = Q(G)^T Q(X) - G^T X        wgrad    [N, K]
 
-Tiles run along each GEMM's contraction dimension, so fprop, dgrad and wgrad each quantize their
-own operands (SNIP, arXiv:2602.01410, Sec. 3). dgrad's errors are looked at for the sampled tokens
-only, by `coupling.py`. Everything is FP32. Nothing here communicates; what a shard
-measures is a partial result whose sum over tensor-parallel ranks is formed by the recorder.
+Tiles run along the contraction dimension of each GEMM, so fprop and dgrad are measured on single
+tokens drawn at random, and wgrad on runs of tokens that are whole tiles. Products are FP32. On a
+tensor-parallel rank the tensors are shards: `partial_sums` returns what must be added over the
+shards, and `totals` turns the sums into statistics.
 """
 
 from __future__ import annotations
@@ -16,144 +17,263 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from megatron_snip.collectives import sum_over
 from megatron_snip.formats import get_format
 from megatron_snip.matmul import matmul_fp32
-from megatron_snip.quantizers import StochasticStream, quantize_dequantize_operand, rotated
+from megatron_snip.quantizers import (
+    StochasticStream,
+    operand_block,
+    quantize_dequantize_operand,
+    rotated,
+)
+from megatron_snip.statistics.sensitivity import Sensitivity
+from megatron_snip.topology import LinearKind
 from megatron_snip.types import Gemm, Operand
 
 
 @dataclass(frozen=True)
 class Operands:
-    """The three tensors of a linear in its backward, on this shard.
+    """The tensors of a linear on this shard, for the sampled tokens.
 
     Attributes:
-        input: X [M, K].
+        input: X [S, K], single tokens.
         weight: W [N, K].
-        grad_output: G [M, N].
+        grad_output: G [S, N], the same tokens.
+        input_runs: X [R, K], runs of tokens.
+        grad_output_runs: G [R, N], the same tokens.
+        amax: FP32 [3], the largest magnitudes of all of X, W and G over all tokens and shards; None
+            where no format has a scale per tensor.
     """
 
-    input: torch.Tensor
-    weight: torch.Tensor
-    grad_output: torch.Tensor
+    input: Tensor
+    weight: Tensor
+    grad_output: Tensor
+    input_runs: Tensor
+    grad_output_runs: Tensor
+    amax: Tensor | None = None
+
+    def in_fp32(self) -> Operands:
+        """Return the same values in FP32."""
+        return Operands(
+            self.input.float(),
+            self.weight.float(),
+            self.grad_output.float(),
+            self.input_runs.float(),
+            self.grad_output_runs.float(),
+            self.amax,
+        )
 
 
 @dataclass(frozen=True)
-class FpropError:
-    """What quantizing the operands of fprop does on this shard.
+class PartialSums:
+    """What a shard measured, in FP32; entries add over shards. F formats.
 
     Attributes:
-        output: eY [M, N]; a partial sum for a row-parallel linear.
-        input_square: |Q(X) - X|^2, a scalar (tiles along K).
-        weight_square: |Q(W) - W|^2, a scalar.
+        products: [1 + F, S, N] Y and each format's eY of a row-parallel linear, or [1 + F, S, K] dX
+            and each eX of a column-parallel one: sums over the shards' part of the contraction.
+        tokens: [2 + 2 F, S] |G_t|^2, |Y_t|^2, |eY_t|^2 and <G_t, eY_t>; column-parallel only.
+        scalars: squared norms, in the order of `_scalar_names`.
     """
 
-    output: torch.Tensor
-    input_square: torch.Tensor
-    weight_square: torch.Tensor
+    products: Tensor
+    tokens: Tensor | None
+    scalars: Tensor
+
+    def summed(self, group: ProcessGroup) -> PartialSums:
+        """All ranks of `group`: return the sums over the shards, in one exchange."""
+        own = [t for t in (self.products, self.tokens, self.scalars) if t is not None]
+        flat = sum_over(torch.cat([t.reshape(-1) for t in own]), group)
+        pieces = torch.split(flat, [t.numel() for t in own])
+        products, *tokens, scalars = (
+            piece.view_as(t) for piece, t in zip(pieces, own, strict=True)
+        )
+        return PartialSums(products, tokens[0] if tokens else None, scalars)
+
+    @classmethod
+    def zeros(
+        cls, kind: LinearKind, num_tokens: int, weight: Tensor, formats: tuple[str, ...]
+    ) -> PartialSums:
+        """Return what a shard contributes that could not measure; `weight` is [N, K]."""
+        rows, cols = weight.shape
+        num = len(formats)
+        new = weight.new_zeros
+        tokens = None
+        if kind == "column":
+            tokens = new((2 + 2 * num, num_tokens), dtype=torch.float32)
+        return cls(
+            new((1 + num, num_tokens, rows if kind == "row" else cols), dtype=torch.float32),
+            tokens,
+            new(len(_scalar_names(kind, formats)), dtype=torch.float32),
+        )
 
 
-@dataclass(frozen=True)
-class WgradError:
-    """What quantizing the operands of wgrad does on this shard.
-
-    Attributes:
-        weight_gradient: eW [N, K].
-        grad_square: |Q(G) - G|^2, a scalar (tiles along tokens).
-    """
-
-    weight_gradient: torch.Tensor
-    grad_square: torch.Tensor
-
-
-def exact_output(operands: Operands) -> torch.Tensor:
-    """Compute Y [M, N] (of this shard) without quantization, in FP32."""
-    return matmul_fp32(operands.input, operands.weight.t())
-
-
-def exact_weight_gradient(operands: Operands) -> torch.Tensor:
-    """Compute dW [N, K] without quantization, in FP32."""
-    return matmul_fp32(operands.grad_output.t(), operands.input)
-
-
-def fprop_error(operands: Operands, exact: torch.Tensor, format_name: str) -> FpropError:
-    """Measure fprop in one format.
+def partial_sums(
+    operands: Operands,
+    kind: LinearKind,
+    num_shards: int,
+    formats: tuple[str, ...],
+    stream: StochasticStream,
+    sensitivity: Sensitivity | None,
+) -> PartialSums:
+    """Measure on this shard.
 
     Args:
-        operands: the linear's tensors.
-        exact: Y without quantization.
-        format_name: the format of both operands.
+        operands: the shard's tensors.
+        kind: how the linear is sharded.
+        num_shards: how many shards will be added.
+        formats: names of the formats.
+        stream: random numbers of G, where a format rounds it stochastically.
+        sensitivity: D of the shard; None takes D = 1.
     """
-    x, w = operands.input, operands.weight
-    x_q = _quantized(x, format_name, Operand.INPUT, Gemm.FPROP)
-    w_q = _quantized(w, format_name, Operand.WEIGHT, Gemm.FPROP)
-    output = matmul_fp32(x_q, w_q.t()).sub_(exact)
-    return FpropError(output, squared_norm(x_q.sub_(x)), squared_norm(w_q.sub_(w)))
+    if not operands.weight.is_cuda:
+        operands = operands.in_fp32()  # once, and not for each product and norm
+    x, w, g = operands.input, operands.weight, operands.grad_output
+    outputs, input_grads = [matmul_fp32(x, w.t())], [matmul_fp32(g, w)]
+    x_runs, g_runs = operands.input_runs, operands.grad_output_runs
+    wgrad = matmul_fp32(g_runs.t(), x_runs)
+    found = {
+        "input_square": _square(x),
+        "weight_square": _square(w),
+        "grad_square": _square(g),
+        "wgrad_square": _square(wgrad),
+    }
+    for name in formats:
+        x_q = _quantized(operands, name, Operand.INPUT, Gemm.FPROP)
+        w_q = _quantized(operands, name, Operand.WEIGHT, Gemm.FPROP)
+        outputs.append(matmul_fp32(x_q, w_q.t()).sub_(outputs[0]))
+        w_t = w_q if _is_symmetric(name) else _quantized(operands, name, Operand.WEIGHT, Gemm.DGRAD)
+        g_q = _quantized(operands, name, Operand.GRAD_OUTPUT, Gemm.DGRAD, stream)
+        input_grads.append(matmul_fp32(g_q, w_t).sub_(input_grads[0]))
+        found[f"{name}.input_error_square"] = _square(x_q.sub_(x))
+        found[f"{name}.weight_error_square"] = _square(w_q.sub_(w))
+        del x_q, w_q, w_t  # a weight's worth of FP32 at a time
+        g_q = _quantized(operands, name, Operand.GRAD_OUTPUT, Gemm.WGRAD, stream)
+        x_q = _quantized(operands, name, Operand.INPUT, Gemm.WGRAD)
+        error = matmul_fp32(g_q.t(), x_q).sub_(wgrad)
+        rotated_g = rotated(g_runs, get_format(name), Gemm.WGRAD)
+        found[f"{name}.grad_error_square"] = _square(g_q.sub_(rotated_g))
+        found[f"{name}.wgrad_error_square"] = _square(error)
+        if sensitivity is not None:
+            error.mul_(sensitivity.row[:, None]).mul_(sensitivity.col)
+        found[f"{name}.local_square"] = _square(error)
+    if kind == "row":
+        for name, square in zip(_prefixes(formats), map(_square, input_grads), strict=True):
+            found[_field(name, "input_grad", "square")] = square
+    # A tensor that every shard holds in full counts once in the sum over shards.
+    replicated = "grad" if kind == "row" else "input"
+    scalars = [
+        value / num_shards if name.rpartition(".")[2].startswith(f"{replicated}_") else value
+        for name, value in found.items()
+    ]
+    assert list(found) == _scalar_names(kind, formats)
+    if kind == "row":
+        return PartialSums(torch.stack(outputs), None, torch.stack(scalars))
+    tokens = torch.stack(
+        [
+            _token_squares(g),
+            *map(_token_squares, outputs),
+            *(_token_products(g, error) for error in outputs[1:]),
+        ]
+    )
+    return PartialSums(torch.stack(input_grads), tokens, torch.stack(scalars))
 
 
-def wgrad_error(
-    operands: Operands, exact: torch.Tensor, format_name: str, stream: StochasticStream
-) -> WgradError:
-    """Measure wgrad in one format.
+def totals(
+    sums: PartialSums, kind: LinearKind, grad_output: Tensor, formats: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """Return the statistics of the whole linear, FP64 scalars over the sampled tokens.
 
     Args:
-        operands: the linear's tensors.
-        exact: dW without quantization.
-        format_name: the format of both operands.
-        stream: random numbers for G, where the format rounds it stochastically.
+        sums: added over all shards.
+        kind: how the linear is sharded.
+        grad_output: G [S, N] of this shard.
+        formats: the formats measured.
+
+    Returns:
+        By column of `records.py`, those of a format as `format.column`. `fisher` lacks its factor
+        T / N and `aligned_fisher` its factor T, with T the tokens of the batch.
     """
-    x, g = operands.input, operands.grad_output
-    g_q = _quantized(g, format_name, Operand.GRAD_OUTPUT, Gemm.WGRAD, stream)
-    x_q = _quantized(x, format_name, Operand.INPUT, Gemm.WGRAD)
-    weight_gradient = matmul_fp32(g_q.t(), x_q).sub_(exact)
-    grad_square = squared_norm(g_q.sub_(rotated(g, get_format(format_name), Gemm.WGRAD)))
-    return WgradError(weight_gradient, grad_square)
+    num = len(formats)
+    found = dict(zip(_scalar_names(kind, formats), sums.scalars.double(), strict=True))
+    if kind == "row":
+        outputs, grads = sums.products, _token_squares(grad_output)
+        output_squares = [_token_squares(y) for y in outputs]
+        products = [_token_products(grad_output, error) for error in outputs[1:]]
+    else:
+        assert sums.tokens is not None
+        grads, output_squares = sums.tokens[0], list(sums.tokens[1 : 2 + num])
+        products = list(sums.tokens[2 + num :])
+        for name, square in zip(_prefixes(formats), map(_square, sums.products), strict=True):
+            found[_field(name, "input_grad", "square")] = square.double()
+    for name, square in zip(_prefixes(formats), output_squares, strict=True):
+        found[_field(name, "output", "square")] = square.double().sum()
+    for name, square, product in zip(formats, output_squares[1:], products, strict=True):
+        found[f"{name}.first"] = product.double().sum()
+        found[f"{name}.fisher"] = 0.5 * (square.double() * grads.double()).sum()
+        found[f"{name}.aligned_fisher"] = 0.5 * product.double().square().sum()
+    return found
 
 
 def _quantized(
-    tensor: torch.Tensor,
+    operands: Operands,
     format_name: str,
     operand: Operand,
     gemm: Gemm,
     stream: StochasticStream | None = None,
-) -> torch.Tensor:
+) -> Tensor:
+    """Return what `gemm` sees of an operand, FP32."""
+    runs = gemm is Gemm.WGRAD
+    index, tensor = {
+        Operand.INPUT: (0, operands.input_runs if runs else operands.input),
+        Operand.WEIGHT: (1, operands.weight),
+        Operand.GRAD_OUTPUT: (2, operands.grad_output_runs if runs else operands.grad_output),
+    }[operand]
+    amax = None if operands.amax is None else operands.amax[index]
     return quantize_dequantize_operand(
-        tensor, format_name, operand, gemm, stream=stream, dtype=torch.float32
+        tensor, format_name, operand, gemm, stream=stream, tensor_amax=amax, dtype=torch.float32
     )
 
 
-def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares as an FP64 scalar on the tensor's device."""
-    return token_squares(tensor.reshape(1, -1) if tensor.dim() < 2 else tensor).sum()
+def _is_symmetric(format_name: str) -> bool:
+    """Whether one quantized weight serves fprop and dgrad."""
+    fmt = get_format(format_name)
+    blocks = {operand_block(fmt, Operand.WEIGHT, gemm) for gemm in (Gemm.FPROP, Gemm.DGRAD)}
+    return len(blocks) == 1
 
 
-def token_squares(tensor: torch.Tensor) -> torch.Tensor:
-    """Return each row's sum of squares.
-
-    Args:
-        tensor: [rows, cols], any float dtype.
-
-    Returns:
-        [rows], FP64 (each row summed in FP32, which keeps 6 digits at 16k columns).
-    """
-    norms: torch.Tensor = torch.linalg.vector_norm(tensor.float(), dim=-1)
-    return norms.double().square()
+def _scalar_names(kind: LinearKind, formats: tuple[str, ...]) -> list[str]:
+    names = ["input_square", "weight_square", "grad_square", "wgrad_square"]
+    errors = ("input_error", "weight_error", "grad_error", "wgrad_error", "local")
+    names += [f"{name}.{error}_square" for name in formats for error in errors]
+    if kind == "row":
+        names += [_field(name, "input_grad", "square") for name in _prefixes(formats)]
+    return names
 
 
-def token_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return each row's <a, b>.
-
-    Args:
-        a: [rows, cols], any float dtype.
-        b: likewise.
-
-    Returns:
-        [rows], FP64 (each row summed in FP32). Only some rows at a time are made FP32.
-    """
-    step = max(1, _PIECE // max(a.shape[-1], 1))
-    pieces = zip(torch.split(a, step), torch.split(b, step), strict=True)
-    return torch.cat([(x.float() * y).sum(-1) for x, y in pieces]).double()
+def _prefixes(formats: tuple[str, ...]) -> list[str]:
+    """The exact product's prefix (none), then each format's."""
+    return ["", *formats]
 
 
-_PIECE = 1 << 20
-"""Elements that are copied at a time."""
+def _field(prefix: str, tensor: str, measure: str) -> str:
+    return f"{prefix}.{tensor}_error_{measure}" if prefix else f"{tensor}_{measure}"
+
+
+def _square(tensor: Tensor) -> Tensor:
+    """Return the sum of squares, FP32 (each row summed in FP32, rows in FP64)."""
+    return _token_squares(tensor.reshape(-1, tensor.shape[-1])).double().sum().float()
+
+
+def _token_squares(tensor: Tensor) -> Tensor:
+    """Return each row's sum of squares, FP32: [rows, cols] -> [rows]."""
+    norms: Tensor = torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32)
+    return norms.square()
+
+
+def _token_products(a: Tensor, b: Tensor) -> Tensor:
+    """Return each row's <a, b>, FP32: two [rows, cols] -> [rows]."""
+    products: Tensor = torch.linalg.vecdot(a.float(), b.float())
+    return products

@@ -1,16 +1,18 @@
-"""The records that leave a refresh: sums over all tokens, microbatches and ranks, as floats.
+"""What a measurement yields: sums over tokens, microbatches and ranks, as floats.
 
-Units are those of the loss and of the gradient of the batch-mean loss; `divergence/` turns sums
-into divergences. Symbols as in `statistics/measure.py`.
+Units are those of the loss and of the gradient of the batch-mean loss. X, W, Y = X W^T and
+G = dL/dY are the tensors of a linear; eY, eX and eW are the errors of Y, of dX = G W and of
+dW = G^T X when the operands of that GEMM are quantized (`measure.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -18,50 +20,33 @@ class FormatStatistics:
     """Errors of one linear with its operands in one format.
 
     Attributes:
-        first: sum over tokens of <G, eY>: signed first-order loss change.
-        first_abs: sum over microbatches of |first of the microbatch|.
-        first_square: sum over microbatches of (first of the microbatch)^2.
-        fisher: 1/2 sum_t |eY_t|^2 |G_t|^2 T / N: second-order loss change, directions at random.
-        aligned_fisher: 1/2 sum_t <G_t, eY_t>^2 T: the same with the errors' own directions.
-        output_shift: sum <eY, Y>; over output_square it is c, the part of eY along Y.
-        forward_channel_square: fwd^2, update change through eY (probe), channels apart.
-        forward_scale_square: c^2 scale^2, update change through c Y, channels together.
-        forward_whole_square: fwd^2, all channels together: one sample a probe.
-        forward_whole_variance: of one probe's, from the sample of tokens alone (coherence.py).
-        forward_square: fwd^2 as it is used, of the four above (pooling.py).
-        backward_square: bwd^2, update change through eX (probe).
-        local_square: loc^2 = |D * eW|^2, update change through eW; like the squares above of the
-            sum over microbatches, what they have in common estimated (sketch.py).
+        first: sum over tokens of <G, eY>: the signed first-order change of the loss.
+        fisher: 1/2 sum_t |eY_t|^2 |G_t|^2 T / N: second-order change, errors in any direction.
+        aligned_fisher: 1/2 sum_t <G_t, eY_t>^2 T: the same along the errors' own direction.
+        local_square: |D * eW|^2 / |update|^2: change of the linear's own optimizer update.
         output_error_square: sum |eY|^2.
-        input_error_square: sum |Q(X) - X|^2.
-        weight_error_square: |Q(W) - W|^2, summed over microbatches.
-        grad_error_square: sum |Q(G) - G|^2.
+        input_grad_error_square: sum |eX|^2.
         wgrad_error_square: sum over microbatches of |eW|^2.
+        input_error_square: sum |Q(X) - X|^2, in the tiles of fprop.
+        weight_error_square: |Q(W) - W|^2, in the tiles of fprop.
+        grad_error_square: sum |Q(G) - G|^2, in the tiles of wgrad.
     """
 
     first: float = 0.0
-    first_abs: float = 0.0
-    first_square: float = 0.0
     fisher: float = 0.0
     aligned_fisher: float = 0.0
-    output_shift: float = 0.0
-    forward_channel_square: float = 0.0
-    forward_scale_square: float = 0.0
-    forward_whole_square: float = 0.0
-    forward_whole_variance: float = 0.0
-    forward_square: float = 0.0
-    backward_square: float = 0.0
     local_square: float = 0.0
     output_error_square: float = 0.0
+    input_grad_error_square: float = 0.0
+    wgrad_error_square: float = 0.0
     input_error_square: float = 0.0
     weight_error_square: float = 0.0
     grad_error_square: float = 0.0
-    wgrad_error_square: float = 0.0
 
 
 @dataclass(frozen=True)
 class LinearStatistics:
-    """All statistics of one linear (of all its experts, for an MoE layer).
+    """Statistics of one linear (of all experts of a layer together, for a mixture of experts).
 
     Attributes:
         name: layout-independent name.
@@ -69,22 +54,16 @@ class LinearStatistics:
         in_features: K, global.
         out_features: N, global.
         flops_per_token: FLOPs of its three GEMMs for one token.
-        microbatches: number of microbatches summed (over all data ranks).
-        tokens: number of tokens summed.
+        microbatches: microbatches observed, over all data ranks; 0 if none was.
+        tokens: tokens in them.
         input_square: sum |X|^2.
-        weight_square: |W|^2, summed over microbatches.
-        output_square: sum |Y|^2 (without bias).
+        weight_square: |W|^2.
+        output_square: sum |Y|^2, without bias.
         grad_square: sum |G|^2.
+        input_grad_square: sum |dX|^2.
         wgrad_square: sum over microbatches of |dW|^2.
-        update_square: |update|^2 of the optimizer's current step direction.
-        probe_tokens: how many of them the probe compared.
-        probe_input_square: sum over tokens of |dX / eps|^2 (from the sample), noise included.
-        probe_input_noise: the part of it that rounding alone gives.
-        probe_grad_square: sum over tokens of |dG / eps|^2 (from the sample), noise included.
-        probe_grad_noise: the part of it that rounding alone gives.
-        scale_square: scale^2, update change with the scale of Y (probe), channels together.
-        scale_channel_square: the same with channels apart.
-        formats: per format name.
+        update_square: |update|^2 of the optimizer's current direction; 0 if it has none.
+        formats: by format name.
     """
 
     name: str
@@ -98,61 +77,107 @@ class LinearStatistics:
     weight_square: float = 0.0
     output_square: float = 0.0
     grad_square: float = 0.0
+    input_grad_square: float = 0.0
     wgrad_square: float = 0.0
     update_square: float = 0.0
-    probe_tokens: float = 0.0
-    probe_input_square: float = 0.0
-    probe_input_noise: float = 0.0
-    probe_grad_square: float = 0.0
-    probe_grad_noise: float = 0.0
-    scale_square: float = 0.0
-    scale_channel_square: float = 0.0
     formats: dict[str, FormatStatistics] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class StatisticsTable:
-    """What one refresh measured, the same on every rank.
+    """Statistics of a model, the same on every rank.
 
     Attributes:
-        step: training step (0-based) whose microbatches were measured.
-        loss: mean loss of those microbatches, or None where the model reported none.
-        probe_step: eps, the factor of the probe's perturbation eps * D * r.
+        step: training step (0-based) of the measurement.
+        loss: mean loss of that step, or None where the model reported none.
         linears: one entry a linear, in global order.
     """
 
     step: int
     loss: float | None
-    probe_step: float
     linears: tuple[LinearStatistics, ...]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return plain built-in types, with the schema's version."""
         return {"version": SCHEMA_VERSION, **dataclasses.asdict(self)}
 
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> StatisticsTable:
+        """Build from what `to_dict` returned.
 
-DERIVED = ("forward_scale_square", "forward_whole_variance", "forward_square")
-"""Fields of a format that reduce.py fills in from the columns."""
+        Raises:
+            KeyError, TypeError or ValueError: if an entry is missing or of another type.
+        """
+        linears = tuple(
+            LinearStatistics(
+                **{
+                    **row,
+                    "formats": {
+                        name: FormatStatistics(**{k: float(v) for k, v in columns.items()})
+                        for name, columns in row["formats"].items()
+                    },
+                }
+            )
+            for row in value["linears"]
+        )
+        return cls(int(value["step"]), value["loss"], linears)
 
-COUPLINGS = ("forward_channel_square", "backward_square", "forward_whole_square")
-SCALES = ("scale_square", "scale_channel_square")
-"""Fields that travel in two parts each (coherence.py), of a format and of a linear."""
-
-WHOLES = ("scale_square", "forward_whole_square")
-"""Squares of one sum over all channels, by linear and by format."""
-
-ACROSS = SCALES
-ACROSS_BY_FORMAT = (*COUPLINGS, "local_square")
-"""Fields to which microbatches add what they have in common, in the order of the sketches."""
 
 BASE_COLUMNS: tuple[str, ...] = tuple(
     f.name
     for f in dataclasses.fields(LinearStatistics)
-    if f.type == "float" and f.name not in ("flops_per_token", *SCALES)
+    if f.type == "float" and f.name != "flops_per_token"
 )
-"""The additive fields of `LinearStatistics`, in the order of the reduced table's columns."""
+"""The measured fields of `LinearStatistics`, in the order of the reduced table's columns."""
 
-FORMAT_COLUMNS: tuple[str, ...] = tuple(
-    f.name for f in dataclasses.fields(FormatStatistics) if f.name not in (*DERIVED, *COUPLINGS)
-)
-"""The additive fields of `FormatStatistics`, repeated for each format in the reduced table."""
+FORMAT_COLUMNS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(FormatStatistics))
+"""The fields of `FormatStatistics`, repeated for each format in the reduced table."""
+
+_NOT_AVERAGED = frozenset({"microbatches", "tokens", "first"})
+
+
+def running_mean(
+    mean: StatisticsTable | None, new: StatisticsTable, decay: float
+) -> StatisticsTable:
+    """Return the exponential mean of second-order statistics after one more measurement.
+
+    Linears that the new measurement did not observe keep their mean. `first` and the counts are
+    those of the last measurement: the sign of a first-order term belongs to its batch.
+
+    Args:
+        mean: of the measurements so far; None before the first.
+        new: the measurement.
+        decay: weight of `mean`, in [0, 1).
+    """
+    if mean is None:
+        return new
+    before = {linear.name: linear for linear in mean.linears}
+    linears = tuple(_blend(before.get(row.name), row, decay) for row in new.linears)
+    return StatisticsTable(new.step, new.loss, linears)
+
+
+def _blend(old: LinearStatistics | None, new: LinearStatistics, decay: float) -> LinearStatistics:
+    if old is None or old.microbatches == 0:
+        return new
+    if new.microbatches == 0:
+        return replace(old, stage=new.stage)
+    formats = {
+        name: values
+        if name not in old.formats
+        else replace(values, **_mixed(old.formats[name], values, FORMAT_COLUMNS, decay))
+        for name, values in new.formats.items()
+    }
+    return replace(new, formats=formats, **_mixed(old, new, BASE_COLUMNS, decay))
+
+
+def _mixed(old: Any, new: Any, columns: tuple[str, ...], decay: float) -> dict[str, Any]:
+    return {
+        name: _mean(getattr(old, name), getattr(new, name), decay)
+        for name in columns
+        if name not in _NOT_AVERAGED
+    }
+
+
+def _mean(old: float, new: float, decay: float) -> float:
+    """A NaN counts in the measurement that had it, and is gone with the next."""
+    return decay * old + (1 - decay) * new if math.isfinite(old) else new

@@ -1,12 +1,14 @@
-"""D for every planned weight, whole on every rank that holds the weight, and |update|^2.
+"""How much each weight's next optimizer update depends on its gradient, in factored form.
 
-With a distributed optimizer each data rank owns the moments of a range only; ranges are put into
-a zero-filled buffer and added over the data axis, which is exact (every element comes from one
-rank). The probe later keeps the original weights in the buffers. They are a copy of the stage's
-weights; where measuring passes form no gradient of a weight, the gradient's memory serves.
+AdamW's update changes with its gradient by D = (1 - beta1) / (1 - beta1^t) / (sqrt(v^) + eps). Like
+Adafactor (Shazeer and Stern, arXiv:1804.04235), 1 / D^2 is approximated by the outer product of its
+row sums and column sums over their total,
 
-Everything that can fail on one rank alone (reading the optimizer, making the buffers) comes first
-and is agreed on; what is left are sums in which all ranks take part.
+    D[n, k] = row[n] col[k],    row = r^-1/2,   col = (c / sum c)^-1/2
+
+so that a linear [N, K] needs N + K numbers, and a distributed optimizer, whose ranks own ranges of
+the moments, adds vectors over the data axis instead of gathering matrices. docs/measuring.md says
+how close that is.
 """
 
 from __future__ import annotations
@@ -17,52 +19,48 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_snip.collectives import attempt, sum_over
 from megatron_snip.statistics.optimizer_state import AdamShard, adam_shards, is_sharded
-from megatron_snip.topology import DataAxis, Placement, TensorAxis, Topology
+from megatron_snip.topology import DataAxis, LinearKind, Placement, TensorAxis, Topology
 
 
-@dataclass
+@dataclass(frozen=True)
 class PlannedWeight:
     """A weight of this rank that SNIP plans for.
 
     Attributes:
         placement: which linear and shard.
         weight: the parameter, [N, K] of this shard.
-        spare: [N, K], FP32 or the weight's dtype: memory that is anybody's between the passes'
-            `prepare` and `finish`; None: there is none.
     """
 
     placement: Placement
     weight: torch.nn.Parameter
-    spare: torch.Tensor | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sensitivity:
-    """How one weight's update depends on its gradient.
+    """D of one weight's shard, and the size of its update.
 
     Attributes:
-        d: D [N, K], as the weight's dtype holds it, in the spare memory if there is any; ones where
-            the optimizer has no moments yet.
-        update_square: |update|^2 over the whole linear, or None where there are no moments (then
-            the gradient's own norm, known after pass A, takes its place).
-        direction_square: |D|^2 over the whole linear.
-        weight_square: |W|^2 over the whole linear.
+        row: FP32 [N].
+        col: FP32 [K].
+        update_square: |update|^2 over the whole linear, > 0.
     """
 
-    d: torch.Tensor
-    update_square: float | None
-    direction_square: float
-    weight_square: float
+    row: Tensor
+    col: Tensor
+    update_square: float
 
 
 @torch.no_grad()
-def gather_sensitivity(
+def gather_sensitivities(
     weights: Mapping[str, PlannedWeight], optimizer: Any, topology: Topology
 ) -> dict[str, Sensitivity]:
     """All ranks: return the sensitivity of each of this rank's weights, by instance.
+
+    A weight without moments for all its elements (a first step, another optimizer) is left out.
 
     Args:
         weights: this rank's planned weights, by `Placement.instance`, the same keys in the same
@@ -71,107 +69,103 @@ def gather_sensitivity(
         topology: this rank's place.
 
     Raises:
-        RemoteFailure: on every rank, if one cannot read or hold its part.
+        RemoteFailure: on every rank, if one cannot read its moments.
     """
-    sharded, parts, scratch = attempt(
-        "reading the optimizer's state",
-        lambda: _own_parts(weights, optimizer, topology),
-        topology.control,
+    sums = attempt(
+        "reading the optimizer's state", lambda: _own_sums(weights, optimizer), topology.control
     )
-    if sharded:
-        for instance, planned in weights.items():
-            group = topology.data_axis(planned.placement).group
-            _sum_parts(parts[instance][0], scratch.get(planned.weight.dtype), group)
-    scalars = {instance: part[1] for instance, part in parts.items()}
-    _sum_scalars(weights, scalars, topology, sharded)
-    return {
-        instance: _finish(planned, parts[instance][0], scalars[instance])
-        for instance, planned in weights.items()
-    }
-
-
-_Part = tuple[torch.Tensor, torch.Tensor]
-"""(buffer with D in this rank's range, FP64 [elements with moments, |update|^2, |D|^2, |W|^2])."""
-
-
-def _own_parts(
-    weights: Mapping[str, PlannedWeight], optimizer: Any, topology: Topology
-) -> tuple[bool, dict[str, _Part], dict[torch.dtype, torch.Tensor]]:
-    """Return whether moments are sharded, this rank's part of each weight, and scratch memory.
-
-    Parts travel in the weights' dtype, through the scratch memory where their buffers have another.
-    """
-    shards = adam_shards(optimizer)
     sharded = is_sharded(optimizer)
-    parts = {}
-    for instance, planned in weights.items():
-        # Of the ranks that hold a weight, one counts it.
-        counts = not sharded or topology.data_axis(planned.placement).rank == 0
-        parts[instance] = _own_part(planned, shards.get(planned.weight), counts)
-    scratch: dict[torch.dtype, torch.Tensor] = {}
-    for instance, planned in weights.items() if sharded else ():
-        dtype, size = planned.weight.dtype, planned.weight.numel()
-        enough = dtype in scratch and scratch[dtype].numel() >= size
-        if parts[instance][0].dtype != dtype and not enough:
-            scratch[dtype] = planned.weight.new_empty(size)
-    return sharded, parts, scratch
-
-
-def _sum_parts(buffer: torch.Tensor, scratch: torch.Tensor | None, group: Any) -> None:
-    """All ranks of a data axis: add their parts of one weight's D, in place."""
-    if scratch is None or scratch.dtype == buffer.dtype:
-        sum_over(buffer, group)
-    else:
-        part = scratch[: buffer.numel()].view_as(buffer)
-        buffer.copy_(sum_over(part.copy_(buffer), group))
-
-
-def _own_part(planned: PlannedWeight, shard: AdamShard | None, counts: bool) -> _Part:
-    weight, spare = planned.weight, planned.spare
-    buffer = torch.zeros_like(weight.data) if spare is None else spare.zero_()
-    scalars = torch.zeros(4, dtype=torch.float64, device=weight.device)
-    d = shard.sensitivity() if shard is not None else None
-    if shard is not None and d is not None:
-        update = shard.update()
-        assert update is not None
-        own = buffer.view(-1)[shard.start : shard.end].copy_(d.to(weight.dtype))
-        scalars[0] = shard.end - shard.start
-        scalars[1] = _square(update)
-        scalars[2] = _square(own)
-    if counts:
-        scalars[3] = _square(weight.data)
-    return buffer, scalars
-
-
-def _sum_scalars(
-    weights: Mapping[str, PlannedWeight],
-    scalars: Mapping[str, torch.Tensor],
-    topology: Topology,
-    sharded: bool,
-) -> None:
-    """Add the scalars over the data axis (if the moments are sharded) and the tensor axis."""
     by_axes: dict[tuple[DataAxis, TensorAxis], list[str]] = defaultdict(list)
     for instance, planned in weights.items():
         data = topology.data_axis(planned.placement) if sharded else DataAxis()
         by_axes[data, planned.placement.tensor].append(instance)
     for (data, tensor), instances in by_axes.items():
-        stacked = torch.stack([scalars[i] for i in instances])
-        sum_over(sum_over(stacked, data.group), tensor.group)
-        for instance, row in zip(instances, stacked, strict=True):
-            scalars[instance].copy_(row)
+        _add([part for i in instances for part in sums[i].all_parts], data.group)
+        kinds = [weights[i].placement.kind for i in instances]
+        parts = [p for i, kind in zip(instances, kinds, strict=True) for p in sums[i].shared(kind)]
+        _add(parts, tensor.group)
+    return _complete(weights, sums)
 
 
-def _finish(planned: PlannedWeight, buffer: torch.Tensor, scalars: torch.Tensor) -> Sensitivity:
-    known, update_square, direction_square, weight_square = scalars.tolist()
-    size = float(planned.placement.in_features * planned.placement.out_features)
-    whole = known == size
-    if not whole:  # no moments yet, or for a part only: fall back to the plain gradient
-        buffer.fill_(1)
-        direction_square = size
-    usable = whole and update_square > 0
-    return Sensitivity(buffer, update_square if usable else None, direction_square, weight_square)
+def _own_sums(weights: Mapping[str, PlannedWeight], optimizer: Any) -> dict[str, _ShardSums]:
+    shards = adam_shards(optimizer)
+    return {i: _ShardSums.of(w.weight, shards.get(w.weight)) for i, w in weights.items()}
 
 
-def _square(tensor: torch.Tensor) -> torch.Tensor:
-    norm: torch.Tensor = torch.linalg.vector_norm(tensor.float())
-    return norm.double().square()
+@dataclass(frozen=True)
+class _ShardSums:
+    """Sums of 1 / D^2 over the elements whose moments are here, FP64.
+
+    Attributes:
+        rows: [N].
+        cols: [K].
+        scalars: [2], elements with moments and |update|^2.
+    """
+
+    rows: Tensor
+    cols: Tensor
+    scalars: Tensor
+
+    @classmethod
+    def of(cls, weight: torch.nn.Parameter, shard: AdamShard | None) -> _ShardSums:
+        num_rows, num_cols = weight.shape
+        new = weight.data.new_zeros
+        rows, cols = (new(n, dtype=torch.float64) for n in (num_rows, num_cols))
+        scalars = new(2, dtype=torch.float64)
+        d = None if shard is None else shard.sensitivity()
+        if shard is not None and d is not None:
+            update = shard.update()
+            assert update is not None
+            scalars[0] = shard.end - shard.start
+            scalars[1] = torch.linalg.vector_norm(update).double().square()
+            inverse = d.square_().reciprocal_()
+            for start, part in _row_runs(inverse, shard.start, num_cols):
+                first = start // num_cols
+                rows[first : first + part.shape[0]] += part.sum(1, dtype=torch.float64)
+                offset = start % num_cols
+                cols[offset : offset + part.shape[1]] += part.sum(0, dtype=torch.float64)
+        return cls(rows, cols, scalars)
+
+    @property
+    def all_parts(self) -> list[Tensor]:
+        return [self.rows, self.cols, self.scalars]
+
+    def shared(self, kind: LinearKind) -> list[Tensor]:
+        """What the shards of a linear have in common and must be added over them."""
+        return [self.cols if kind == "column" else self.rows, self.scalars]
+
+
+def _complete(
+    weights: Mapping[str, PlannedWeight], sums: Mapping[str, _ShardSums]
+) -> dict[str, Sensitivity]:
+    found = {}
+    numbers = torch.stack([s.scalars for s in sums.values()]).tolist() if sums else []
+    for (instance, planned), (known, update_square) in zip(weights.items(), numbers, strict=True):
+        placement, part = planned.placement, sums[instance]
+        if known == placement.in_features * placement.out_features and update_square > 0:
+            total = (part.cols if placement.kind == "column" else part.rows).sum()
+            row, col = part.rows.rsqrt(), (part.cols / total).rsqrt()
+            found[instance] = Sensitivity(row.float(), col.float(), update_square)
+    return found
+
+
+def _row_runs(flat: Tensor, start: int, num_cols: int) -> list[tuple[int, Tensor]]:
+    """Cut elements [start, ..) of a flattened matrix into parts of rows; [(start, 2-D part)]."""
+    parts = []
+    at = 0
+    while at < flat.numel():
+        offset = (start + at) % num_cols
+        whole = (flat.numel() - at) // num_cols if offset == 0 else 0
+        size = whole * num_cols or min(num_cols - offset, flat.numel() - at)
+        parts.append((start + at, flat[at : at + size].view(max(whole, 1), -1)))
+        at += size
+    return parts
+
+
+def _add(parts: list[Tensor], group: Any) -> None:
+    """All ranks of a group: add tensors over it, in place, in one exchange."""
+    if group is None or not parts:
+        return
+    flat = sum_over(torch.cat([part.reshape(-1) for part in parts]), group)
+    for part, total in zip(parts, torch.split(flat, [p.numel() for p in parts]), strict=True):
+        part.copy_(total.view_as(part))

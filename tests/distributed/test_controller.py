@@ -58,31 +58,6 @@ def test_the_next_refresh_succeeds(faults: list[dict[str, Any]], fault: str) -> 
 
 
 @pytest.fixture(scope="module")
-def other_faults(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("refusals")
-    arguments = {"layouts": {"tp": TP, "pp": PP}, "folder": str(folder)}
-    return run_ranks(2, f"{WORKERS}:other_faults", arguments, timeout_s=200)
-
-
-@pytest.mark.parametrize("layout", ["tp", "pp"])
-def test_a_rank_that_cannot_measure_costs_a_refresh_and_nothing_else(
-    other_faults: list[dict[str, Any]], layout: str
-) -> None:
-    results = [dict(result["measuring"][layout]) for result in other_faults]
-    for rank, result in enumerate(results):
-        plain = result.pop("none")
-        assert set(result) == {"pass A", "perturb"}
-        for fault in result.values():
-            assert {key: fault[key] for key in plain} == plain
-            assert fault["history"] == []
-            assert fault["refreshes"] == 0
-            assert len(fault["warnings"]) == (1 if rank == 0 else 0)
-    warning = results[0]["pass A"]["warnings"][0]
-    assert "the refresh at step 1 was given up: pass A (statistics) failed on rank 1" in warning
-    assert "RuntimeError: a bug" in warning
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cycles")
 
@@ -179,8 +154,9 @@ def test_the_run_directory_holds_what_was_decided(
     assert all(wanted <= set(m) for m in metrics)
 
 
-def test_what_cannot_work_is_refused_on_every_rank(other_faults: list[dict[str, Any]]) -> None:
-    first, second = (result["refusals"] for result in other_faults)
+def test_what_cannot_work_is_refused_on_every_rank(tmp_path: Path) -> None:
+    arguments = {"layout_values": TP, "folder": str(tmp_path)}
+    first, second = run_ranks(2, f"{WORKERS}:refusals", arguments, timeout_s=200)
     assert first == second
     wanted = {
         "policy": "unknown policy 'clever'; known: snip",

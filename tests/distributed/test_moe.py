@@ -1,7 +1,7 @@
 """A mixture of experts trains, measures and plans alike, wherever its experts are.
 
 What an expert computes in a training step depends on whose tokens meet in it (tiles along tokens,
-random rounding), what a refresh measures does not: see megatron_snip/linears/expert_routes.py.
+random rounding), what a refresh measures does not: see megatron_snip/linears/moe_dispatch.py.
 """
 
 from __future__ import annotations
@@ -16,23 +16,21 @@ from tests.distributed.test_invariance import check_statistics
 WORKER = "tests.distributed.workers.moe:refresh_in"
 EP = {"expert_model_parallel_size": 2}
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-# A data-parallel rank measures half of the microbatches that one rank alone would.
-HALF = {"stat_microbatches": 1}
 DISTRIBUTED = {
     "use_distributed_optimizer": True,
     "overlap_grad_reduce": True,
     "overlap_param_gather": True,
 }
-ONE: dict[str, dict[str, Any]] = {"plain": {}, "all microbatches": {"stat_microbatches": 4}}
+ONE: dict[str, dict[str, Any]] = {"plain": {}}
 TWO: dict[str, dict[str, Any]] = {
-    "dp": HALF,
-    "ep": {**EP, **HALF},
-    "ep allgather": {**EP, **HALF, "moe_token_dispatcher_type": "allgather"},
+    "dp": {},
+    "ep": EP,
+    "ep allgather": {**EP, "moe_token_dispatcher_type": "allgather"},
     "tp ep": {**TP, **EP, "expert_tensor_parallel_size": 1},
 }
 FOUR: dict[str, dict[str, Any]] = {
-    "dp ep distributed optimizer": {**EP, **HALF, **DISTRIBUTED},
-    "tp dp ep": {**TP, **EP, **HALF},
+    "dp ep distributed optimizer": {**EP, **DISTRIBUTED},
+    "tp dp ep": {**TP, **EP},
 }
 RTOL = 1e-3
 
@@ -68,12 +66,11 @@ def check(result: dict[str, Any], wanted: dict[str, Any]) -> None:
 def test_a_row_holds_all_experts_of_a_layer(one_rank: dict[str, Any]) -> None:
     rows = one_rank["plain"]["statistics"]["linears"]
     assert list(rows)[2:4] == [f"decoder.layers.0.mlp.experts.linear_fc{i}" for i in (1, 2)]
-    tokens = 2 * 256  # microbatches of one sample
+    tokens = 4 * 512  # microbatches of one sample
     for name, row in rows.items():
         # Two of four experts see each token, and each expert is shown every microbatch.
         assert row["tokens"] == tokens * (2 if "experts" in name else 1)
-        assert row["microbatches"] == (2 * 4 if "experts" in name else 2)
-        assert row["probe_tokens"] == row["tokens"] and row["probe_grad_square"] > 0
+        assert row["microbatches"] == (4 * 4 if "experts" in name else 4)
     plan = one_rank["plain"]["plan"]
     assert set(plan) == set(rows) and set(plan.values()) == {"fp4", "fp8"}
     assert one_rank["plain"]["losses"][0] > one_rank["plain"]["losses"][2]
@@ -95,6 +92,5 @@ def test_two_ranks_measure_and_plan_as_one(
 def test_four_ranks_measure_and_plan_as_one(
     one_rank: dict[str, Any], four_ranks: list[dict[str, Any]], name: str
 ) -> None:
-    wanted = one_rank["plain" if "tp" in name else "all microbatches"]
     for result in four_ranks:
-        check(result[name], wanted)
+        check(result[name], one_rank["plain"])

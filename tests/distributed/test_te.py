@@ -79,10 +79,10 @@ def test_experts_of_both_ranks_are_rows_of_one_table(ranks: list[dict[str, Any]]
     """That what is observed agrees with Megatron's own experts was asserted on the ranks."""
     tokens = ranks[0]["experts"]["tokens"] | ranks[1]["experts"]["tokens"]
     assert len(tokens) == 2 * 4  # layers and experts: no rank has another's
-    for microbatch in range(2 * 2):  # each rank's two, shown one by one
+    for microbatch in range(2):
         for layer in range(2):
             own = [n for n in tokens if n.startswith(f"decoder.layers.{layer}.")]
-            # A microbatch of 32 tokens, two experts each.
-            assert sum(tokens[name][microbatch] for name in own) == 32 * 2
+            # A microbatch of 32 tokens of each of two ranks, two experts each.
+            assert sum(tokens[name][microbatch] for name in own) == 2 * 32 * 2
     assert ranks[0]["experts"]["rows"] == ranks[1]["experts"]["rows"]
     assert len(ranks[0]["experts"]["rows"]) == 8

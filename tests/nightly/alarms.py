@@ -85,7 +85,7 @@ def _run(seed: int) -> dict[str, Any]:
         "lr": 10 ** dice.uniform(-3.2, -2.3),
         "lr_warmup_iters": dice.choice((1, 5, 20)),
     }
-    snip = {"interval": 12, "start_step": 6, "lag": 2, "probe_rows": 8}
+    snip = {"interval": 12, "start_step": 6, "lag": 2}
     snip["efficiency_target"] = dice.choice((0.5, 0.75))
     factors = {}
     for first in (dice.randint(16, 40), dice.randint(48, 72)):

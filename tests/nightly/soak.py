@@ -43,7 +43,6 @@ SNIP: dict[str, Any] = {
     "interval": INTERVAL,
     "start_step": 5,
     "lag": 3,
-    "probe_rows": 8,
     "efficiency_target": 0.5,
     "timeout": 2.5,
     "guard_steps": 3,

@@ -26,7 +26,7 @@ STEPS = 14
 DEMO = f"""
     train --config {ROOT}/configs/demo.yaml --train-iters {STEPS} --eval-iters 1
     --micro-batch-size 2 --global-batch-size 2 --max-corpus-bytes 300000
-    --snip-start-step 4 --snip-interval 5 --no-bf16 --snip-probe-relative-step 0.001
+    --snip-start-step 4 --snip-interval 5 --no-bf16
 """
 """The demo, shorter; plans are made at steps 4 and 9. FP32, so that sums in another order (a
 pipeline's) leave the plan alone."""

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.linears.passes import TrainingPass
+from megatron_snip.linears.training_step import TrainingStep
 from megatron_snip.options import BF16, Option
 
 SEQUENCE, BATCH = 16, 2
@@ -117,7 +117,7 @@ def forward_step(data: Any, model: Any) -> Any:
     return output, loss
 
 
-def training(model: Any, num_microbatches: int = 2, **changes: Any) -> TrainingPass:
+def training(model: Any, num_microbatches: int = 2, **changes: Any) -> TrainingStep:
     """A step's forward-backward on the same data each time."""
     kwargs = {
         "forward_step_func": forward_step,
@@ -128,12 +128,12 @@ def training(model: Any, num_microbatches: int = 2, **changes: Any) -> TrainingP
         "micro_batch_size": BATCH,
         "forward_only": False,
     }
-    return TrainingPass(get_forward_backward_func(), {**kwargs, **changes})
+    return TrainingStep(get_forward_backward_func(), {**kwargs, **changes})
 
 
 def losses(model: Any, num_microbatches: int = 2) -> list[float]:
     """Run a step; gradients add up in `.grad`."""
-    results = training(model, num_microbatches).train()
+    results = training(model, num_microbatches).run()
     return [float(next(iter(result.values()))) for result in results]
 
 

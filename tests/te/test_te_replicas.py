@@ -6,7 +6,6 @@ What ranks measure together is tested in tests/distributed/test_te.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,13 +17,11 @@ from megatron_snip.linears.te_modules import te_kind
 from megatron_snip.linears.te_replicas import (
     is_replica,
     is_understood,
-    observe_split,
     splits_tokens,
 )
-from megatron_snip.topology import Placement, TensorAxis, Topology
+from megatron_snip.topology import TensorAxis, Topology
 from tests.te.models import build
 from tests.te.test_te_model import logged as logged  # a fixture
-from tests.te.test_te_statistics import Keeper
 
 SECOND_OF_TWO = Topology(rank=1, world_size=2, tensor=TensorAxis(1, 2))
 
@@ -104,29 +101,3 @@ def test_tokens_are_split_under_sequence_parallelism_alone(model: Any) -> None:
 def test_names_are_matched_whole() -> None:
     assert is_understood("self_attention.linear_kv_down_proj") and is_understood("fc1_latent_proj")
     assert not is_understood("my_linear_kv_down_proj") and not is_understood("linear_wk")
-
-
-def test_an_observer_sees_a_forward_and_backward_of_all_tokens() -> None:
-    """On an axis of one rank all tokens are its own."""
-    x, w = torch.randn(3, 2, 8), torch.randn(4, 8)
-    place = Placement("decoder.layers.0.self_attention.linear_q_down_proj", 0, "column", 8, 4)
-    outputs: list[torch.Tensor] = []
-
-    class Watching(Keeper):
-        def observe(self, placement: Any, x: Any, w: Any, y: Any, sp: bool) -> torch.Tensor:
-            outputs.append(y)
-            return super().observe(placement, x, w, y, sp)
-
-    keeper = Watching()
-    leaf = x.clone().requires_grad_()
-    output = leaf @ w.t()
-    tapped = observe_split(keeper, place, TensorAxis(), leaf, w, output)
-    assert torch.equal(tapped, output) and keeper.seen == {}
-    grad = torch.randn_like(output)
-    tapped.backward(grad)
-    ((seen_x, seen_w, seen_g),) = keeper.seen[place.instance]
-    assert torch.equal(seen_x, x.reshape(6, 8)) and torch.equal(seen_w, w)
-    assert torch.equal(seen_g, grad.reshape(6, 4))
-    torch.testing.assert_close(outputs[0], output.detach().reshape(6, 4))
-    torch.testing.assert_close(leaf.grad, grad @ w)
-    assert replace(place, tensor=TensorAxis(rank=3)).tensor.shard == 0

@@ -15,11 +15,9 @@ import pytest
 import torch
 
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.linears.passes import MeasuringPasses
-from megatron_snip.options import Option
-from megatron_snip.statistics.tap import all_tokens, tap
+from megatron_snip.statistics.tap import tap
 from megatron_snip.topology import Placement, Topology
-from tests.te.models import EXPERTS, build, copy_weights, everything, losses, training
+from tests.te.models import EXPERTS, build, copy_weights, losses, training
 
 Seen = dict[str, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]
 """X [M, K], W and G [M, N] of every linear (of every expert), by instance, in order."""
@@ -39,20 +37,28 @@ class Keeper:
         input: torch.Tensor,
         weight: torch.Tensor,
         output: torch.Tensor,
-        sequence_parallel: bool,
+        *,
+        input_is_split: bool = False,
+        output_is_split: bool = False,
+        prepare_input: Any = None,
     ) -> torch.Tensor:
-        def on_backward(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> None:
-            tokens = all_tokens(x, placement.tensor, sequence_parallel)
-            found = (tokens.clone(), w.detach().clone(), g.reshape(-1, g.shape[-1]).clone())
+        assert not (input_is_split or output_is_split)  # on one rank
+        if not (torch.is_grad_enabled() and output.requires_grad):
+            return output
+        rows = input.detach().reshape(-1, input.shape[-1]).clone()
+        x = rows if prepare_input is None else prepare_input(rows)
+
+        def on_backward(g: torch.Tensor) -> None:
+            found = (x, weight.detach().clone(), g.reshape(-1, g.shape[-1]).clone())
             self.seen[placement.instance].append(found)
 
-        return tap(output, input, weight, on_backward)
+        return tap(output, on_backward)
 
 
 def observed(model: Any, under: PlannedModel, microbatches: int = 2) -> Seen:
     keeper = Keeper()
-    result = MeasuringPasses(training(model, microbatches), under.runtime, microbatches).run(keeper)
-    assert result.loss_count == microbatches
+    with under.runtime.observed_by(keeper):
+        assert len(losses(model, microbatches)) == microbatches
     return keeper.seen
 
 
@@ -141,7 +147,7 @@ def test_weight_gradients_flow_as_without_an_observer() -> None:
         under = PlannedModel([model], Topology(), seed=0)
         under.install()
         model.zero_grad()
-        with under.runtime.observing(Keeper()):
+        with under.runtime.observed_by(Keeper()):
             losses(model)
         for name, parameter in model.named_parameters():
             assert (parameter.grad is None) == (name not in plain), name
@@ -159,19 +165,6 @@ def equal(a: Seen, b: Seen) -> bool:
     )
 
 
-def test_what_is_seen_does_not_depend_on_the_plan_in_force() -> None:
-    model = build()
-    under = PlannedModel([model], Topology(), seed=0)
-    under.install()
-    plain = observed(model, under)
-    under.apply(everything(under, Option.uniform("nvfp4")))
-    planned_losses = losses(model)
-    assert equal(observed(model, under), plain)
-    model.zero_grad()
-    assert losses(model) == planned_losses  # and the plan goes on
-    under.uninstall()
-
-
 def test_recomputed_forwards_are_seen_once() -> None:
     recompute = {
         "recompute_granularity": "full",
@@ -186,7 +179,7 @@ def test_forwards_without_gradients_show_nothing() -> None:
     under = PlannedModel([model], Topology(), seed=0)
     under.install()
     keeper = Keeper()
-    with under.runtime.observing(keeper), torch.no_grad():
-        losses_of = training(model, forward_only=True).train()
+    with under.runtime.observed_by(keeper), torch.no_grad():
+        losses_of = training(model, forward_only=True).run()
     assert len(losses_of) == 2 and not keeper.seen
     under.uninstall()

@@ -258,7 +258,7 @@ def test_a_model_is_the_published_one(name: str, layout: str, megatron: None) ->
         assert parameters(built) == model.parameters
         found = placements(built)
         assert found.keys() == shapes.keys()
-        assert all(found[n].flops_per_token == s.flops_per_token for n, s in shapes.items())
+        assert all(found[n].info.flops_per_token == s.flops_per_token for n, s in shapes.items())
     linears = [(s.name, s.flops_per_token, s.stage) for s in shapes.values()]
     assert_planned(linears, intent("balanced"))
 

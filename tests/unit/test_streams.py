@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_snip.streams import grad_output_stream, random_signs
+from megatron_snip.streams import grad_output_stream
 from megatron_snip.topology import LinearKind, Placement, TensorAxis
 from megatron_snip.types import Gemm, Operand
 
@@ -49,41 +49,7 @@ def test_row_shards_hold_all_of_grad_output_and_draw_alike() -> None:
         assert torch.equal(bits(shard, 96), bits(whole, 96))
 
 
-@pytest.mark.parametrize(("kind", "chunks"), [("column", 1), ("column", 2), ("row", 1)])
-def test_signs_of_shards_make_up_those_of_the_weight(kind: LinearKind, chunks: int) -> None:
-    whole = placement(kind, chunks)
-    dim = 0 if kind == "column" else 1
-    signs = random_signs(7, whole, 4)
-    assert signs.shape == (96, 64)
-    assert signs.dtype == torch.float32
-    for rank, shard in enumerate(shards(whole, 2)):
-        wanted = torch.cat([c.chunk(2, dim)[rank] for c in signs.chunk(chunks, dim)], dim)
-        assert torch.equal(random_signs(7, shard, 4), wanted)
-
-
 def test_ranks_that_hold_a_weight_whole_draw_alike() -> None:
     whole = placement("column")
     second = replace(whole, tensor=TensorAxis(rank=1))
     assert torch.equal(bits(second, 96), bits(whole, 96))
-    assert torch.equal(random_signs(1, second, 2), random_signs(1, whole, 2))
-
-
-def test_signs_are_fair_and_differ_by_seed_step_and_linear() -> None:
-    one = replace(placement("row"), in_features=1024, out_features=1024)
-    signs = random_signs(0, one, 0)
-    assert set(signs.unique().tolist()) == {-1.0, 1.0}
-    assert abs(signs.mean()) < 5 / 1024  # five standard deviations
-    others = (
-        random_signs(1, one, 0),
-        random_signs(0, one, 1),
-        random_signs(0, replace(one, name="decoder.layers.2.mlp.linear_fc1"), 0),
-        grad_output_stream(0, one, 0, 0).bits16(range(1024), range(1024), 1024).sign().float(),
-    )
-    for other in others:
-        assert abs((signs * other).mean()) < 5 / 1024
-
-
-def test_experts_draw_apart() -> None:
-    one, two = (replace(placement("row"), expert=e) for e in (0, 1))
-    assert not torch.equal(bits(one, 96), bits(two, 96))
-    assert not torch.equal(random_signs(0, one, 0), random_signs(0, two, 0))

@@ -15,9 +15,9 @@ def test_experts_have_their_own_data_ranks() -> None:
 def test_flops_are_those_of_three_gemms_and_active_experts() -> None:
     tokens = 7
     gemm = 2 * tokens * DENSE.in_features * DENSE.out_features
-    assert DENSE.flops_per_token * tokens == 3 * gemm
+    assert DENSE.info.flops_per_token * tokens == 3 * gemm
     two = Placement(EXPERT.name, 0, "column", 256, 512, expert=3, num_active=2.0)
-    assert two.flops_per_token == 2 * EXPERT.flops_per_token
+    assert two.info.flops_per_token == 2 * EXPERT.info.flops_per_token
 
 
 def test_experts_of_a_layer_share_a_name_and_not_an_instance() -> None:

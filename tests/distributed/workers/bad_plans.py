@@ -23,7 +23,6 @@ GUARDED: dict[str, Any] = {
     "interval": 200,
     "start_step": START,
     "lag": 1,
-    "probe_rows": 8,
     "efficiency_target": 0.5,
 }
 """One refresh, when the model has learned something; its plan comes before the step after."""

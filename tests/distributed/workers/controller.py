@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.solver_process import SolverProcess, worker_command
 from megatron_snip.reporting.reporter import FileReporter
 from megatron_snip.reporting.run_directory import RunDirectory
-from megatron_snip.statistics import recorder, refresh
 from tests.distributed.workers.small_model import Memory, Trainer, layout
 
 MODEL: dict[str, Any] = {
@@ -38,7 +36,6 @@ SNIP: dict[str, Any] = {
     "interval": 4,
     "start_step": 1,
     "lag": 1,
-    "probe_rows": 8,
     "efficiency_target": 0.5,
     "time_limit_s": 20.0,
 }
@@ -165,56 +162,6 @@ def _options(controller: SnipController) -> dict[str, Option]:
     """What this rank's linears really run, and the plan's word for the others."""
     mine = {p.placement.name: p.option for p in controller.model.linears}
     return {name: mine.get(name, option) for name, option in controller.plan.linears.items()}
-
-
-def other_faults(layouts: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
-    """`measuring_faults` of several layouts and `refusals` of the first, in one process group."""
-    return {
-        "measuring": {name: measuring_faults(values) for name, values in layouts.items()},
-        "refusals": refusals(next(iter(layouts.values())), folder),
-    }
-
-
-def measuring_faults(layout_values: dict[str, Any]) -> dict[str, Any]:
-    """The last rank fails in pass A, or in the perturbation; also training without SNIP."""
-    results = {}
-    for fault in ("none", "pass A", "perturb"):
-        with layout({**MODEL, **layout_values}) as trainer:
-            if fault == "none":
-                trainer.advance(4, trainer.plain())
-                results[fault] = trainer.digests()
-                continue
-            with _failing(fault):
-                controller = trainer.controller({**SNIP, "stop_step": 5})
-                trainer.advance(4, controller)
-                controller.close()
-            results[fault] = {
-                **trainer.digests(),
-                "history": controller.history,
-                "warnings": trainer.warnings,
-                "refreshes": len(trainer.reporter.refreshes),
-            }
-    return results
-
-
-@contextmanager
-def _failing(where: str) -> Iterator[None]:
-    module: Any = recorder if where == "pass A" else refresh
-    name = "fprop_error" if where == "pass A" else "perturb"
-    original = getattr(module, name)
-    calls: list[int] = []
-
-    def fail_late(*args: Any) -> Any:
-        calls.append(1)
-        if dist.get_rank() == dist.get_world_size() - 1 and len(calls) == 3:
-            raise RuntimeError("a bug")
-        return original(*args)
-
-    setattr(module, name, fail_late)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
 
 
 def cycles(layout_values: dict[str, Any], folder: str) -> dict[str, Any]:

@@ -6,11 +6,9 @@ raises, or returns what then counts as the call's result.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,20 +17,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_snip.cycle import refresher
-from megatron_snip.cycle.refresher import Refresher
-from megatron_snip.linears import passes
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.solver_process import SolverProcess
-from megatron_snip.statistics import probe, recorder, reduce, refresh, sensitivity
-from megatron_snip.statistics.observation import Observation
+from megatron_snip.statistics import observer, reduce, sensitivity
 
 Strike = Callable[[Callable[[], Any]], Any]
-
-
-def patience_s() -> float:
-    """How long ranks wait for each other in a refresh: well above what one takes on two cores."""
-    return 2.0 + 0.5 * dist.get_world_size()
 
 
 def bug(call: Callable[[], Any]) -> Any:
@@ -48,31 +38,21 @@ def no_memory(call: Callable[[], Any]) -> Any:
     raise torch.OutOfMemoryError("tried to allocate 1.00 EiB")
 
 
-def late(call: Callable[[], Any]) -> Any:
-    """Come too late for the others' patience."""
-    time.sleep(patience_s() + 1.0)
-    return call()
-
-
 def killed(call: Callable[[], Any]) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def not_a_number(call: Callable[[], Any]) -> Any:
-    """Put NaN into a tensor, or into every tensor of a record."""
+    """Fill the tensors of a record with NaN."""
     result = call()
-    if isinstance(result, torch.Tensor):
-        return result.mul_(math.nan)
-    names = [field.name for field in dataclasses.fields(result)]
-    return dataclasses.replace(result, **{name: getattr(result, name) * math.nan for name in names})
+    return type(result)(*(None if t is None else t * math.nan for t in vars(result).values()))
 
 
-DUE = (Refresher, "_measured")
-PREPARE = (refresher, "MeasuringPasses")
-MOMENTS = (sensitivity, "_own_part")
-PASS_A = (recorder, "fprop_error")
-PASS_B = (probe.Comparer, "_compare")
-REDUCE = (reduce, "_local_table")
+MOMENTS = (sensitivity, "_own_sums")
+FORWARD = (observer, "_rows_of")
+BACKWARD = (observer, "partial_sums")
+REDUCE = (reduce, "_fill")
+PROBLEM = (refresher, "divergence_table")
 SUBMIT = (SolverProcess, "submit")
 SOLVE = (SolverProcess, "result")
 BROADCAST = (PrecisionPlan, "from_dict")
@@ -81,31 +61,25 @@ Place = tuple[Any, str]
 """Whose attribute it is, and its name."""
 
 PHASES: dict[str, Place] = {
-    "due": DUE,
-    "pass A": PASS_A,
-    "pass B": PASS_B,
+    "moments": MOMENTS,
+    "forward": FORWARD,
+    "backward": BACKWARD,
     "reduce": REDUCE,
+    "problem": PROBLEM,
     "solve": SOLVE,
     "broadcast": BROADCAST,
     "apply": APPLY,
 }
 
 PLACES: dict[str, tuple[Place, Strike]] = {
-    "due": (DUE, bug),
-    "prepare": (PREPARE, bug),
     "moments": (MOMENTS, bug),
     "moments memory": (MOMENTS, no_memory),
-    "pass A": (PASS_A, bug),
-    "pass A memory": (PASS_A, no_memory),
-    "perturb": ((refresh, "perturb"), bug),
-    "pass B": (PASS_B, bug),
-    "pass B memory": (PASS_B, no_memory),
+    "forward": (FORWARD, bug),
+    "backward": (BACKWARD, bug),
+    "backward memory": (BACKWARD, no_memory),
     "reduce": (REDUCE, bug),
-    "late": (REDUCE, late),
-    "divergences": ((refresher, "divergence_table"), bug),
-    "NaN in pass A": (PASS_A, not_a_number),
-    "NaN in pass B": ((probe, "ProbedRows"), not_a_number),
-    "NaN": (REDUCE, not_a_number),
+    "problem": (PROBLEM, bug),
+    "NaN": (BACKWARD, not_a_number),
     "submit": (SUBMIT, bug),
     "solve": (SOLVE, bug),
     "broadcast": (BROADCAST, bug),
@@ -114,38 +88,8 @@ PLACES: dict[str, tuple[Place, Strike]] = {
 """Faults after which all ranks keep the old plan. They strike on the last rank; the solver is on
 rank 0."""
 
-A_PHASE_EACH = (
-    "due",
-    "prepare",
-    "pass A",
-    "pass B",
-    "reduce",
-    "NaN",
-    "solve",
-    "broadcast",
-    "apply",
-)
-"""One fault a phase, where many layouts are to be tried."""
-
-REFRESHED = ("NaN in pass A", "NaN in pass B", "NaN", "submit", "solve", "broadcast", "apply")
+MEASURED = ("NaN", "submit", "solve", "broadcast", "apply")
 """Faults of refreshes that have measured."""
-
-LEFT = ("due", "perturb", "pass B", "reduce", "late", "divergences")
-"""Faults that leave somebody waiting, or the weights perturbed; then measuring works again."""
-
-WITHOUT_PEERS: dict[str, tuple[Place, Strike]] = {
-    "model": ((passes, "_losses"), bug),
-    "model memory": ((passes, "_losses"), no_memory),
-}
-"""Within a measuring pass but outside of what observers do; only data-parallel ranks survive it."""
-
-WITH_TENSOR: dict[str, tuple[Place, Strike]] = {"collect": ((Observation, "parts"), bug)}
-"""Before tensor-parallel peers add their parts up, in a group of Megatron's own."""
-
-LATE: dict[str, tuple[Place, Strike]] = {
-    f"late at {phase}": (place, late) for phase, place in PHASES.items()
-}
-"""A rank comes late; whether the others give up depends on what they wait in, but they all do."""
 
 KILLED: dict[str, tuple[Place, Strike]] = {
     f"killed at {phase}": (place, killed) for phase, place in PHASES.items()

@@ -1,6 +1,7 @@
-"""What test_frozen.py runs on ranks: the same training with and without refreshes.
+"""What test_frozen.py runs on ranks: the same training, observed and not observed.
 
-With them under a policy's plan, without them under the same plan from a file.
+Observed under a policy's plan, and not observed under the same plan from a file; and with
+`collect_only` against Megatron's own loop.
 """
 
 from __future__ import annotations
@@ -35,12 +36,25 @@ def with_and_without(layouts: dict[str, dict[str, Any]], folder: str) -> dict[st
 
 
 def _both(values: dict[str, Any], file: Path) -> dict[str, Any]:
-    refreshing = {"interval": 5, "stat_microbatches": 2, "probe_rows": 8}
+    refreshing = {"interval": 5, "measure_fraction": 0.34}
     from_file = {"plan_file": file, "freeze_plan": True, "seed": PLAN["seed"], "start_step": STEPS}
     return {
         "with": _train(values, {**PLAN, **refreshing}, file),
         "without": _train(values, from_file, None),
+        "collecting": _collect(values),
+        "megatron": _collect(None, values),
     }
+
+
+def _collect(values: dict[str, Any] | None, plain: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Train with `collect_only`, or with Megatron alone."""
+    with layout(values or plain or {}) as trainer:
+        hook = trainer.plain()
+        if values is not None:
+            hook = trainer.controller({"collect_only": True, "interval": 4, "start_step": 1})
+        trainer.advance(10, hook)
+        hook.close()
+        return {**trainer.digests(), "refreshes": len(trainer.reporter.refreshes)}
 
 
 def _train(values: dict[str, Any], snip: dict[str, Any], file: Path | None) -> dict[str, Any]:
@@ -58,7 +72,7 @@ def _train(values: dict[str, Any], snip: dict[str, Any], file: Path | None) -> d
         return {
             **trainer.digests(),
             "refreshes": [s.step for s in statistics],
-            "probed": [s.linears[-1].probe_input_square for s in statistics],
+            "errors": [s.linears[-1].formats["fp4"].wgrad_error_square for s in statistics],
             "options": sorted({str(option) for option in controller.plan.linears.values()}),
             "warnings": trainer.warnings,
             "told": told,

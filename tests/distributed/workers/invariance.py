@@ -12,8 +12,6 @@ SNIP = {
     "interval": 100,
     "start_step": 3,
     "lag": 1,
-    "probe_rows": MODEL["seq_length"],
-    "probe_relative_step": 0.1,
     "efficiency_target": 0.6,
 }
 
@@ -24,9 +22,8 @@ def refresh_in(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _refresh(values: dict[str, Any]) -> dict[str, Any]:
-    microbatches = values.pop("stat_microbatches", 2)
     with layout(values) as trainer:
-        controller = trainer.run(5, {**SNIP, "stat_microbatches": microbatches})
+        controller = trainer.run(5, SNIP)
         refresh = trainer.reporter.refreshes[0]
         return {
             "losses": trainer.losses[:4],

@@ -10,7 +10,7 @@ MODEL = {
     "num_layers": 2,
     "ffn_hidden_size": 256,
     "num_experts": 4,
-    "seq_length": 256,
+    "seq_length": 512,
     "adam_eps": 1e-4,
 }
 """Enough tokens, and D even enough, that no single element decides a sum."""
@@ -18,8 +18,6 @@ SNIP = {
     "interval": 100,
     "start_step": 3,
     "lag": 1,
-    "probe_rows": MODEL["seq_length"],
-    "probe_relative_step": 0.1,
     "efficiency_target": 0.6,
 }
 STEPS = 5
@@ -31,9 +29,8 @@ def refresh_in(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _refresh(values: dict[str, Any]) -> dict[str, Any]:
-    microbatches = values.pop("stat_microbatches", 2)
     with layout(values) as trainer:
-        controller = trainer.run(STEPS, {**SNIP, "stat_microbatches": microbatches})
+        controller = trainer.run(STEPS, SNIP)
         assert trainer.reporter.refreshes, trainer.warnings
         refresh = trainer.reporter.refreshes[0]
         return {

@@ -223,4 +223,4 @@ def statistics_json(table: StatisticsTable) -> dict[str, Any]:
         for name, statistics in linear.formats.items():
             row |= {f"{name}.{k}": v for k, v in vars(statistics).items()}
         rows[linear.name] = row
-    return {"loss": table.loss, "probe_step": table.probe_step, "linears": rows}
+    return {"loss": table.loss, "linears": rows}

@@ -39,8 +39,6 @@ REFRESH = {
     "interval": 100,
     "start_step": 2,
     "lag": 1,
-    "probe_rows": MODEL["seq_length"],
-    "probe_relative_step": 0.1,
     "efficiency_target": 0.4,
 }
 LATENT = {
@@ -71,7 +69,7 @@ def _latent(values: dict[str, Any]) -> dict[str, Any]:
     with _latent_attention():
         return {
             "split": _refresh({**MODEL, **values}, te=True, multi_latent_attention=True),
-            "whole": _refresh(MODEL, te=True, stat_microbatches=1, multi_latent_attention=True),
+            "whole": _refresh(MODEL, te=True, multi_latent_attention=True),
         }
 
 
@@ -105,11 +103,9 @@ def _linears(te: bool, **spec_settings: Any) -> Any:
     return mock.patch.object(trainer_model, "get_gpt_layer_local_spec", spec)
 
 
-def _refresh(
-    values: dict[str, Any], te: bool, stat_microbatches: int = 2, **spec_settings: Any
-) -> dict[str, Any]:
+def _refresh(values: dict[str, Any], te: bool, **spec_settings: Any) -> dict[str, Any]:
     with _linears(te, **spec_settings), layout(values) as trainer:
-        hook = trainer.controller({**REFRESH, "stat_microbatches": stat_microbatches})
+        hook = trainer.controller(REFRESH)
         trainer.advance(3, hook)
         modules = [linear.module for linear in hook.model.linears]
         for module in modules if te else []:

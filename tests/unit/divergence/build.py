@@ -30,15 +30,9 @@ def errors(size: float, **changes: Any) -> FormatStatistics:
     """Statistics whose divergences are simple multiples of `size`."""
     values = {
         "first": -2.0 * size,
-        "first_abs": 3.0 * size,
-        "first_square": 5.0 * size,
         "fisher": 7.0 * size,
-        "aligned_fisher": 8.0 * size,
-        "forward_channel_square": 4.0 * size**2,
-        "forward_scale_square": 5.0 * size**2,
-        "forward_square": 9.0 * size**2,
-        "backward_square": 16.0 * size**2,
-        "local_square": 144.0 * size**2,
+        "aligned_fisher": 8.0 * size**2,
+        "local_square": 64.0 * size**2,
         "input_error_square": 1.0 * size**2,
         "weight_error_square": 4.0 * size**2,
         "grad_error_square": 0.25 * size**2,
@@ -47,4 +41,4 @@ def errors(size: float, **changes: Any) -> FormatStatistics:
 
 
 def table(*linears: LinearStatistics) -> StatisticsTable:
-    return StatisticsTable(30, 2.5, 0.125, linears)
+    return StatisticsTable(30, 2.5, linears)

@@ -15,8 +15,6 @@ from tests.unit.divergence.build import errors, linear
     [
         ("fisher", 7.0),
         ("first_plus_fisher", 2.0 + 7.0),
-        ("mean_first_plus_fisher", 3.0 + 7.0),
-        ("aligned_fisher", 8.0),
     ],
 )
 def test_the_named_ways_to_join(join: str, wanted: float) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_snip.config import LossJoin, WeightJoin
+from megatron_snip.config import LossJoin
 from megatron_snip.divergence.quality import (
     QualitySettings,
     divergence_table,
@@ -20,7 +20,7 @@ from megatron_snip.divergence.quality import (
 from megatron_snip.options import Option, enumerate_options
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.statistics.records import LinearStatistics
-from megatron_snip.statistics.reduce import LinearInfo
+from megatron_snip.topology import LinearInfo
 from tests.unit.divergence.build import errors, linear, table
 
 FP8, FP4, BF16 = (Option.uniform(name) for name in ("fp8", "fp4", "bf16"))
@@ -29,11 +29,10 @@ FP8, FP4, BF16 = (Option.uniform(name) for name in ("fp8", "fp4", "bf16"))
 def settings(
     formats: tuple[str, ...] = ("fp8", "fp4"),
     loss_join: LossJoin = "fisher",
-    weight_join: WeightJoin = "norm",
     weight_lambda: float = 0.1,
 ) -> QualitySettings:
     options = enumerate_options(formats, "linear")
-    return QualitySettings(options, "fp4", loss_join, weight_join, weight_lambda)
+    return QualitySettings(options, "fp4", loss_join, weight_lambda)
 
 
 def two() -> list[LinearStatistics]:
@@ -46,24 +45,21 @@ def two() -> list[LinearStatistics]:
 def test_q_is_each_part_over_its_sum_under_the_lowest_precision() -> None:
     found = divergence_table(table(*two()), settings())
     first, second = found.linears
-    loss_sum, weight_sum = 7.0 * (16 + 48), 13.0 * (16 + 48)
-    assert first.options[FP8].quality_loss == pytest.approx(7 / loss_sum + 0.1 * 13 / weight_sum)
+    loss_sum, weight_sum = 7.0 * (16 + 48), 12.0 * (16 + 48)
+    assert first.options[FP8].quality_loss == pytest.approx(7 / loss_sum + 0.1 * 12 / weight_sum)
     assert first.options[FP4].quality_loss == pytest.approx(1.1 * 16 / 64)
     assert second.options[FP4].quality_loss == pytest.approx(1.1 * 48 / 64)
     assert first.options[FP8].loss_divergence == 7.0
-    assert first.options[FP8].weight_divergence == pytest.approx(13.0)
+    assert first.options[FP8].weight_divergence == pytest.approx(12.0)
     assert (found.step, second.stage, second.name) == (30, 1, "decoder.layers.1.mlp.linear_fc2")
 
 
 @pytest.mark.parametrize("weight_lambda", [0.0, 0.1, 2.0])
-@pytest.mark.parametrize("weight_join", ["norm", "square"])
 @pytest.mark.parametrize("loss_join", ["fisher", "first_plus_fisher"])
 def test_the_uniform_lowest_plan_costs_one_plus_lambda(
-    loss_join: LossJoin, weight_join: WeightJoin, weight_lambda: float
+    loss_join: LossJoin, weight_lambda: float
 ) -> None:
-    found = divergence_table(
-        table(*two()), settings(("fp8", "fp4"), loss_join, weight_join, weight_lambda)
-    )
+    found = divergence_table(table(*two()), settings(("fp8", "fp4"), loss_join, weight_lambda))
     total = sum(row.options[FP4].quality_loss or math.nan for row in found.linears)
     assert total == pytest.approx(1.0 + weight_lambda)
 
@@ -77,24 +73,6 @@ def test_units_of_loss_and_gradients_do_not_matter() -> None:
     assert scaled(1.0) == pytest.approx(scaled(1e-9))
 
 
-def test_squares_weigh_large_divergences_more() -> None:
-    norm, square = (
-        divergence_table(table(*two()), settings(weight_join=j)) for j in ("norm", "square")
-    )  # type: ignore[arg-type]
-    share = [
-        t.linears[1].options[FP4].quality_loss - 48 / 64  # type: ignore[operator]
-        for t in (norm, square)
-    ]
-    assert share[0] == pytest.approx(0.1 * 48 / 64)
-    assert share[1] == pytest.approx(0.1 * 48**2 / (16**2 + 48**2))
-    # The record keeps dW itself either way.
-    assert (
-        norm.linears[1].options[FP4].weight_divergence
-        == square.linears[1].options[FP4].weight_divergence
-        == pytest.approx(13 * 48)
-    )
-
-
 def test_bf16_costs_nothing() -> None:
     found = divergence_table(table(*two()), settings(("bf16", "fp8", "fp4")))
     assert [row.options[BF16].quality_loss for row in found.linears] == [0.0, 0.0]
@@ -106,8 +84,8 @@ def test_bf16_costs_nothing() -> None:
         {"fisher": math.nan},
         {"fisher": math.inf},
         {"local_square": math.nan},
-        {"backward_square": math.inf},
-        {"backward_square": -1e9},
+        {"aligned_fisher": math.inf},
+        {"local_square": -1e9},
     ],
 )
 def test_what_is_not_finite_is_forbidden_by_name(
@@ -174,7 +152,7 @@ def test_the_planner_accepts_the_problem(granularity: Any) -> None:
     rows = two()
     rows[0] = linear(0, fp8=errors(1.0, fisher=math.nan), fp4=errors(16.0))
     options = enumerate_options(("fp8", "fp4"), granularity)
-    chosen = QualitySettings(options, "fp4", "fisher", "norm", 0.1)
+    chosen = QualitySettings(options, "fp4", "fisher", 0.1)
     found = divergence_table(table(*rows), chosen)
     raw = problem_dict(found, "fp4", target=0.75)
     problem = PlanningProblem.from_dict(json.loads(json.dumps(raw, allow_nan=False)))
@@ -206,7 +184,7 @@ def test_the_record_holds_divergences_and_statistics_without_nan() -> None:
     assert (again["version"], again["step"], again["loss"]) == (1, 30, 2.5)
     (row,) = again["linears"]
     assert row["options"]["fp8"]["loss_divergence"] is None
-    assert row["options"]["fp8"]["weight_divergence"] == pytest.approx(13.0)
+    assert row["options"]["fp8"]["weight_divergence"] == pytest.approx(12.0)
     assert row["options"]["fp8"]["quality_loss"] is None
     assert row["statistics"]["formats"]["fp8"]["fisher"] is None
     assert row["statistics"]["formats"]["fp4"]["fisher"] == 7 * 16
@@ -220,7 +198,7 @@ def test_baselines_get_their_metrics() -> None:
 
 def test_a_weight_divergence_that_does_not_count_forbids_nothing() -> None:
     found = linear(fp4=errors(1.0, local_square=math.nan), fp8=errors(1.0))
-    settings = QualitySettings((Option.uniform("fp4"),), "fp4", "fisher", "norm", 0.0)
+    settings = QualitySettings((Option.uniform("fp4"),), "fp4", "fisher", 0.0)
     (row,) = divergence_table(table(found), settings).linears
     assert row.options[Option.uniform("fp4")].quality_loss == 1.0
 
@@ -232,7 +210,7 @@ def test_of_formats_with_as_few_bits_the_first_is_the_lowest() -> None:
     ]
     found = divergence_table(table(*rows), settings(("fp8", "fp4", "fp4_rht", "nvfp4")))
     assert found.of_lowest() == [one.options[FP4] for one in found.linears]
-    by_gemm = QualitySettings((Option.parse("fp8-fp4-fp4"),), "fp4", "fisher", "norm", 0.1)
+    by_gemm = QualitySettings((Option.parse("fp8-fp4-fp4"),), "fp4", "fisher", 0.1)
     (only, _) = divergence_table(table(*rows), by_gemm).linears
     assert divergence_table(table(*rows), by_gemm).of_lowest()[0] == next(
         iter(only.options.values())

@@ -43,15 +43,14 @@ def test_a_plan_that_misses_a_linear_is_an_error(make_model: MakeModel) -> None:
         model.apply(plan)
 
 
-def test_weights_are_all_the_frozen_ones_included(make_model: MakeModel) -> None:
+def test_weights_are_those_that_are_trained_and_named(make_model: MakeModel) -> None:
     model = PlannedModel([make_model()], Topology(), seed=0)
-    model.linears[2].module.weight.requires_grad_(False)  # type: ignore[union-attr]
-    weights = model.weights()
-    assert list(weights) == [linear.placement.instance for linear in model.linears]
-    assert len(weights) == 8
-    for instance, planned in weights.items():
-        assert planned.placement.instance == instance
-        assert isinstance(planned.weight, torch.nn.Parameter)
+    frozen = model.linears[2]
+    frozen.module.weight.requires_grad_(False)  # type: ignore[union-attr]
+    instances = [linear.placement.instance for linear in model.linears]
+    assert list(model.weights()) == [i for i in instances if i != frozen.placement.instance]
+    name = model.linears[0].placement.name
+    assert list(model.weights(frozenset({name}))) == [name]
 
 
 def test_a_model_without_linears_is_refused() -> None:

@@ -13,28 +13,17 @@ PLACEMENT = Placement("decoder.layers.0.mlp.linear_fc2", 0, "row", 64, 48)
 OBSERVER: Any = object()
 
 
-def test_observing_runs_bf16_and_ends_even_on_an_error() -> None:
+def test_an_observer_watches_within_its_block_whatever_happens() -> None:
     runtime = Runtime(Topology(), seed=0)
-    seen = []
 
     def fail() -> None:
-        with runtime.observing(OBSERVER):
-            seen.append((runtime.mode, runtime.observer))
+        with runtime.observed_by(OBSERVER):
+            assert (runtime.mode, runtime.observer) == (Mode.PLAN, OBSERVER)
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
-    assert seen == [(Mode.BF16, OBSERVER)]
-    assert (runtime.mode, runtime.observer) == (Mode.PLAN, None)
-
-
-def test_modes_nest() -> None:
-    runtime = Runtime(Topology(), seed=0)
-    with runtime.running(Mode.BF16):
-        with runtime.observing(OBSERVER):
-            pass
-        assert (runtime.mode, runtime.observer) == (Mode.BF16, None)
-    assert runtime.mode is Mode.PLAN
+    assert runtime.observer is None
 
 
 def test_streams_count_microbatches_over_data_ranks() -> None:

@@ -68,7 +68,7 @@ def refresh_at(shape: Shape, step: int) -> Refresh:
         raw.append(LinearStatistics(name, stage, 64, 64, flops, 1.0, 128.0, formats=formats))
     table = DivergenceTable(step, tuple(rows))
     problem = problem_dict(table, c.lowest_format, c.efficiency_target)
-    statistics = StatisticsTable(step, 4.0, 1e-3, tuple(raw))
+    statistics = StatisticsTable(step, 4.0, tuple(raw))
     return Refresh(step, statistics, table, problem, seconds=0.25)
 
 

@@ -31,7 +31,7 @@ from tests.unit.divergence.build import errors, linear, table
 def refresh() -> Refresh:
     statistics = table(linear(0), linear(1, stage=1, fp8=errors(1.0), fp4=errors(3.0)))
     options = enumerate_options(("fp8", "fp4"), "linear")
-    settings = QualitySettings(options, "fp4", "fisher", "norm", 0.1)
+    settings = QualitySettings(options, "fp4", "fisher", 0.1)
     divergences = divergence_table(statistics, settings)
     problem = problem_dict(divergences, "fp4", target=0.5)
     return Refresh(30, statistics, divergences, problem, seconds=1.25)

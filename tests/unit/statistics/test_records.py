@@ -1,63 +1,58 @@
-"""Records print, compare, and go to JSON and back."""
+"""Running means keep what persists, and never the signed first order."""
 
-import dataclasses
+from __future__ import annotations
+
 import json
+import math
+from dataclasses import replace
 
-from megatron_snip.statistics.records import (
-    BASE_COLUMNS,
-    COUPLINGS,
-    DERIVED,
-    FORMAT_COLUMNS,
-    SCALES,
-    SCHEMA_VERSION,
-    FormatStatistics,
-    LinearStatistics,
-    StatisticsTable,
-)
+import pytest
+
+from megatron_snip.statistics.records import StatisticsTable, running_mean
+from tests.unit.divergence.build import errors, linear, table
 
 
-def made() -> StatisticsTable:
-    numbers = iter(range(1, 100))
-    formats = {
-        name: FormatStatistics(**{c: next(numbers) / 7 for c in FORMAT_COLUMNS})
-        for name in ("fp8", "fp4")
-    }
-    base = {c: next(numbers) / 7 for c in BASE_COLUMNS}
-    linear = LinearStatistics(
-        "decoder.layers.0.mlp.linear_fc2", 1, 128, 256, 6.0, **base, formats=formats
-    )
-    return StatisticsTable(20, 2.5, 0.125, (linear,))
+def measured(size: float, step: int = 4) -> StatisticsTable:
+    return replace(table(linear(0, fp4=errors(size)), linear(1, fp4=errors(2 * size))), step=step)
 
 
-def test_a_table_survives_json_exactly() -> None:
-    table = made()
-    data = json.loads(json.dumps(table.to_json(), allow_nan=False))
-    assert data.pop("version") == SCHEMA_VERSION == 1
-    linears = tuple(
-        LinearStatistics(
-            **{**row, "formats": {n: FormatStatistics(**f) for n, f in row["formats"].items()}}
-        )
-        for row in data.pop("linears")
-    )
-    assert StatisticsTable(**data, linears=linears) == table
+def test_second_order_is_averaged_and_first_order_is_the_last() -> None:
+    first, second = measured(1.0), measured(3.0, step=9)
+    mean = running_mean(running_mean(None, first, 0.75), second, 0.75)
+    old, new = first.linears[1].formats["fp4"], second.linears[1].formats["fp4"]
+    found = mean.linears[1].formats["fp4"]
+    assert found.fisher == pytest.approx(0.75 * old.fisher + 0.25 * new.fisher)
+    assert found.local_square == pytest.approx(0.75 * old.local_square + 0.25 * new.local_square)
+    assert found.first == new.first
+    assert (mean.step, mean.linears[0].tokens) == (9, second.linears[0].tokens)
+    assert running_mean(first, second, 0.0) == second
 
 
-def test_the_schema_is_what_readers_rely_on() -> None:
-    data = made().to_json()
-    assert set(data) == {"version", "step", "loss", "probe_step", "linears"}
-    (row,) = data["linears"]
-    assert set(row) == {
-        *("name", "stage", "in_features", "out_features", "flops_per_token", "formats"),
-        *BASE_COLUMNS,
-        *SCALES,
-    }
-    assert set(row["formats"]["fp4"]) == {*FORMAT_COLUMNS, *COUPLINGS, *DERIVED}
+def test_a_linear_that_was_not_observed_keeps_its_mean() -> None:
+    first = measured(1.0)
+    unobserved = replace(linear(1, fp4=errors(0.0)), microbatches=0.0, tokens=0.0)
+    mean = running_mean(first, table(linear(0, fp4=errors(5.0)), unobserved), 0.5)
+    assert mean.linears[1] == first.linears[1]
+    assert mean.linears[0].formats["fp4"].fisher == 0.5 * (7.0 + 35.0)
+    never = table(unobserved, unobserved)
+    assert running_mean(never, first, 0.9) == first
 
 
-def test_every_number_of_a_row_is_a_column() -> None:
-    """A field that is in no column would stay 0 after the reduction."""
-    fields = {f.name for f in dataclasses.fields(LinearStatistics)}
-    known = {"name", "stage", "in_features", "out_features", "flops_per_token", "formats"}
-    assert fields - known == {*BASE_COLUMNS, *SCALES}
-    fields = {f.name for f in dataclasses.fields(FormatStatistics)}
-    assert fields - set(DERIVED) == {*FORMAT_COLUMNS, *COUPLINGS}
+def test_a_format_that_is_new_starts_its_own_mean() -> None:
+    first = table(linear(0, fp4=errors(1.0)))
+    second = table(linear(0, fp4=errors(3.0), fp8=errors(0.5)))
+    (row,) = running_mean(first, second, 0.5).linears
+    assert row.formats["fp8"] == errors(0.5)
+    assert row.formats["fp4"].fisher == 14.0
+
+
+def test_what_is_not_finite_is_gone_with_the_next_measurement() -> None:
+    bad = table(linear(0, fp4=errors(1.0, fisher=math.nan, local_square=math.inf)))
+    good = table(linear(0, fp4=errors(1.0)))
+    assert math.isnan(running_mean(good, bad, 0.5).linears[0].formats["fp4"].fisher)
+    assert running_mean(running_mean(good, bad, 0.5), good, 0.5) == good
+
+
+def test_it_goes_through_json() -> None:
+    value = json.loads(json.dumps(measured(1.0).to_dict()))
+    assert StatisticsTable.from_dict(value) == measured(1.0)

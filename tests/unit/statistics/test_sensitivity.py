@@ -1,87 +1,76 @@
-"""D and |update|^2 of every planned weight, on one rank."""
+"""D out of AdamW's moments: factored, from ranges of a flattened weight."""
 
 from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_snip.statistics.optimizer_state import AdamShard, adam_shards
-from megatron_snip.statistics.sensitivity import (
-    PlannedWeight,
-    _own_part,
-    gather_sensitivity,
-)
+from megatron_snip.statistics import sensitivity as module
+from megatron_snip.statistics.optimizer_state import AdamShard
+from megatron_snip.statistics.sensitivity import PlannedWeight, gather_sensitivities
 from megatron_snip.topology import Placement, Topology
-from tests.unit.statistics.network import NAMES, Network
+
+ROWS, COLS, STEP = 6, 4, 5
 
 
-def gathered(network: Network) -> dict:  # type: ignore[type-arg]
-    return gather_sensitivity(network.refresh_inputs().weights, network.optimizer, Topology())
+def weight_and_moments(separable: bool) -> tuple[PlannedWeight, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(3)
+    weight = torch.nn.Parameter(torch.randn(ROWS, COLS, generator=g))
+    second = torch.rand(ROWS, 1, generator=g) * torch.rand(1, COLS, generator=g) + 0.0
+    if not separable:
+        second = torch.rand(ROWS, COLS, generator=g)
+    first = torch.randn(ROWS * COLS, generator=g)
+    place = Placement("decoder.layers.0.mlp.linear_fc1", 0, "column", COLS, ROWS)
+    return PlannedWeight(place, weight), first, second.reshape(-1)
 
 
-def test_each_weight_has_its_own_moments() -> None:
-    network = Network.make(steps=5)
-    found = gathered(network)
-    assert list(found) == list(NAMES)
-    for sensitivity, w in zip(found.values(), network.weights, strict=True):
-        shard = adam_shards(network.optimizer)[w]
-        d, update = shard.sensitivity(), shard.update()
-        assert d is not None and update is not None
-        assert torch.equal(sensitivity.d, d.view_as(w))
-        close = {"rtol": 1e-6, "atol": 0.0}
-        norms = (update, d, w.detach())
-        wanted = [t.double().square().sum() for t in norms]
-        got = [
-            torch.tensor(v, dtype=torch.float64)
-            for v in (
-                sensitivity.update_square,
-                sensitivity.direction_square,
-                sensitivity.weight_square,
-            )
-        ]
-        for value, reference in zip(got, wanted, strict=True):
-            torch.testing.assert_close(value, reference, **close)
+def shard(first: torch.Tensor, second: torch.Tensor, start: int, end: int) -> AdamShard:
+    return AdamShard(start, end, first[start:end], second[start:end], STEP, (0.9, 0.95), 0.0)
 
 
-def test_without_moments_the_gradient_stands_for_the_update() -> None:
-    for network in (Network.make(steps=0), Network.make(steps=2, optimizer="sgd")):
-        for sensitivity, w in zip(gathered(network).values(), network.weights, strict=True):
-            assert sensitivity.update_square is None
-            assert torch.equal(sensitivity.d, torch.ones_like(w))
-            assert sensitivity.direction_square == pytest.approx(w.numel())
+def gathered(
+    monkeypatch: pytest.MonkeyPatch, planned: PlannedWeight, shards: list[AdamShard]
+) -> Any:
+    """Add the sums of several ranks' shards, as a distributed optimizer's data ranks do."""
+    parts = [module._ShardSums.of(planned.weight, each) for each in shards]
+    sums = [sum(tensors) for tensors in zip(*(p.all_parts for p in parts), strict=True)]
+    total = module._ShardSums(*sums)
+    monkeypatch.setattr(module, "_own_sums", lambda *_: {planned.placement.instance: total})
+    weights = {planned.placement.instance: planned}
+    return gather_sensitivities(weights, object(), Topology()).get(planned.placement.instance)
 
 
-def test_moments_that_cover_a_part_do_not_count() -> None:
-    """A rank that reads less than the whole weight's moments must not mix D with zeros."""
-    network = Network.make(steps=3)
-    w = network.weights[1]
-    state = network.optimizer.state.pop(w)
-    found = gathered(network)
-    assert found[NAMES[0]].update_square is not None
-    assert found[NAMES[1]].update_square is None
-    network.optimizer.state[w] = state
+@pytest.mark.parametrize("cuts", [[], [8], [3, 9, 10, 17], [1, 2, 3], [23]])
+def test_a_separable_second_moment_gives_d_exactly_from_any_ranges(
+    monkeypatch: pytest.MonkeyPatch, cuts: list[int]
+) -> None:
+    planned, first, second = weight_and_moments(separable=True)
+    bounds = [0, *cuts, ROWS * COLS]
+    shards = [shard(first, second, a, b) for a, b in pairwise(bounds)]
+    found = gathered(monkeypatch, planned, shards)
+    slope = 0.1 / (1 - 0.9 ** (STEP + 1))
+    wanted = slope / (second / (1 - 0.95**STEP)).sqrt().view(ROWS, COLS)
+    torch.testing.assert_close(found.row[:, None] * found.col, wanted, rtol=1e-5, atol=0)
+    update = first / (1 - 0.9**STEP) / (second / (1 - 0.95**STEP)).sqrt()
+    assert found.update_square == pytest.approx(float(update.square().sum()), rel=1e-5)
 
 
-def test_the_optimizer_and_the_weights_are_only_read() -> None:
-    network = Network.make(steps=3)
-    before = [t.clone() for s in network.optimizer.state.values() for t in s.values()]
-    weights = [w.detach().clone() for w in network.weights]
-    found = gathered(network)
-    for sensitivity in found.values():
-        sensitivity.d.fill_(7)
-    after = [t for s in network.optimizer.state.values() for t in s.values()]
-    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(network.weights, weights, strict=True))
+def test_factors_keep_the_sums_of_rows_and_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned, first, second = weight_and_moments(separable=False)
+    found = gathered(monkeypatch, planned, [shard(first, second, 0, ROWS * COLS)])
+    inverse = 1 / (found.row[:, None] * found.col).square()
+    wanted = second.view(ROWS, COLS)
+    ratio = inverse.sum(1) / wanted.sum(1)
+    torch.testing.assert_close(ratio, ratio[:1].expand(ROWS), rtol=1e-5, atol=0)
+    ratio = inverse.sum(0) / wanted.sum(0)
+    torch.testing.assert_close(ratio, ratio[:1].expand(COLS), rtol=1e-5, atol=0)
 
 
-def test_what_spare_memory_held_does_not_count() -> None:
-    """A rank with a shard of the moments leaves zeros elsewhere: parts are added over ranks."""
-    weight = torch.nn.Parameter(torch.randn(4, 6, dtype=torch.bfloat16))
-    placement = Placement("l", 0, "column", 6, 4)
-    spare = torch.full((4, 6), 7.0)
-    shard = AdamShard(6, 18, torch.ones(12), torch.rand(12), 3, (0.9, 0.95), 1e-8)
-    found, _ = _own_part(PlannedWeight(placement, weight, spare), shard, True)
-    own, _ = _own_part(PlannedWeight(placement, weight), shard, True)
-    assert found is spare and own.dtype == torch.bfloat16
-    assert torch.equal(found, own.float())
-    assert found.count_nonzero() == 12
+def test_a_weight_without_all_moments_has_no_sensitivity(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned, first, second = weight_and_moments(separable=True)
+    assert gathered(monkeypatch, planned, [shard(first, second, 0, 20)]) is None
+    fresh = AdamShard(0, ROWS * COLS, None, None, 0, (0.9, 0.95), 0.0)
+    assert gathered(monkeypatch, planned, [fresh]) is None

@@ -1,0 +1,346 @@
+"""StepObserver: watches the linears of one training iteration and adds up what `measure.py` finds.
+
+A tap on each linear's output keeps a sample of the input's tokens in the forward, and measures in
+the backward, when the gradient of the output is there. Training itself is not changed: nothing is
+replayed, perturbed or restored. Ranks of a tensor axis exchange their sums within the backward, in
+the same order on all of them even if one fails to measure: it takes part with zeros, and `table`
+raises on all ranks. Nothing waits for the device before `table`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_snip.collectives import one_line, sum_over
+from megatron_snip.formats import get_format
+from megatron_snip.quantizers import StreamKey, needs_tensor_amax
+from megatron_snip.statistics.measure import Operands, PartialSums, partial_sums, totals
+from megatron_snip.statistics.records import StatisticsTable
+from megatron_snip.statistics.reduce import reduce_sums, table_columns
+from megatron_snip.statistics.sensitivity import Sensitivity
+from megatron_snip.statistics.tap import TokenPart, tap
+from megatron_snip.streams import grad_output_stream
+from megatron_snip.topology import LinearInfo, Placement, TensorAxis, Topology
+
+T = TypeVar("T")
+
+SAMPLED_SHARE, LEAST_TOKENS, MOST_TOKENS = 16, 64, 512
+"""One in so many tokens of a microbatch is measured, but at least and at most so many."""
+
+
+@dataclass(frozen=True)
+class MeasureSettings:
+    """What a measurement observes.
+
+    Attributes:
+        formats: names of the quantized formats on offer.
+        step: the training step (0-based).
+        seed: the run's seed.
+        names: linears to observe; None observes all.
+        all_tokens: measure all tokens and not a sample (benchmarks).
+    """
+
+    formats: tuple[str, ...]
+    step: int
+    seed: int
+    names: frozenset[str] | None = None
+    all_tokens: bool = False
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One forward of a linear.
+
+    Attributes:
+        placement: the linear.
+        weight: W [N, K] of this shard.
+        axis: the ranks that share its tokens or shards.
+        input_is_split, output_is_split: see `tap.Observer`.
+    """
+
+    placement: Placement
+    weight: Tensor
+    axis: TensorAxis
+    input_is_split: bool
+    output_is_split: bool
+
+
+@dataclass
+class _Sample:
+    """Sampled tokens of one microbatch, kept from the forward for the backward.
+
+    Attributes:
+        microbatch: global index of the microbatch within the step.
+        num_tokens: tokens of the microbatch, over the whole tensor axis.
+        rows: [S + R] int64: S single tokens, then R that are whole token tiles.
+        num_single: S.
+        expansions: factors from sums over the S and over the R tokens to those over all.
+        input: X of the sample; zeros for tokens of other ranks, where tokens are split.
+        input_amax: of all tokens of this shard, where a format needs it.
+    """
+
+    microbatch: int
+    num_tokens: int
+    rows: Tensor
+    num_single: int
+    expansions: tuple[float, float]
+    input: Tensor | None = None
+    input_amax: Tensor | None = None
+
+
+def all_together(placement: Placement, num_tokens: int) -> None:
+    """Return None: no linear's tokens are told apart by sender."""
+
+
+class StepObserver:
+    """Observes one iteration; see `tap.Observer`.
+
+    Attributes:
+        failure: the first error met while measuring on this rank, or None.
+        seconds: time that this rank's host has spent in the taps.
+    """
+
+    def __init__(
+        self,
+        settings: MeasureSettings,
+        topology: Topology,
+        sensitivities: Mapping[str, Sensitivity],
+        token_parts: Callable[[Placement, int], list[TokenPart] | None] = all_together,
+    ) -> None:
+        """Start with nothing observed.
+
+        Args:
+            settings: what to observe.
+            topology: this rank's place.
+            sensitivities: by `Placement.instance`.
+            token_parts: returns the rows of a linear's input by sender, or None if all are one
+                microbatch of this rank's.
+        """
+        self.failure: str | None = None
+        self.seconds = 0.0
+        self._settings = settings
+        self._topology = topology
+        self._sensitivities = sensitivities
+        self._token_parts = token_parts
+        self._needs_amax = any(needs_tensor_amax(get_format(n)) for n in settings.formats)
+        self._num_forwards: dict[str, int] = defaultdict(int)
+        self._sums: dict[str, Tensor] = {}
+        self._seen: set[str] = set()
+
+    def observe(
+        self,
+        placement: Placement,
+        input: Tensor,
+        weight: Tensor,
+        output: Tensor,
+        *,
+        input_is_split: bool = False,
+        output_is_split: bool = False,
+        prepare_input: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """See `tap.Observer`."""
+        names = self._settings.names
+        if names is not None and placement.name not in names:
+            return output
+        if not (torch.is_grad_enabled() and output.requires_grad):
+            return output  # an evaluation, or a forward that is recomputed later
+        axis = placement.tensor
+        if input_is_split and axis.size == 1:  # every rank holds the weight and its own tokens
+            axis = self._topology.tensor
+        call = _Call(placement, weight.detach(), axis, input_is_split, output_is_split)
+        with torch.no_grad(), self._timed():
+            samples = self._samples(call, input.detach(), prepare_input)
+
+        def on_backward(grad: Tensor) -> None:
+            with torch.no_grad(), self._timed():
+                flat = grad.detach().reshape(-1, grad.shape[-1])
+                for sample in samples:
+                    self._measure(call, sample, flat)
+
+        return tap(output, on_backward)
+
+    def table(
+        self, linears: Sequence[LinearInfo], grad_scale: float, loss: float | None
+    ) -> StatisticsTable:
+        """All ranks: add up over ranks; see `reduce_sums` for arguments and errors."""
+        s = self._settings
+        control = self._topology.control
+        with self._timed():
+            return reduce_sums(
+                self._sums, self.failure, s.formats, s.step, linears, grad_scale, loss, control
+            )
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - begin
+
+    def _samples(
+        self, call: _Call, input: Tensor, prepare: Callable[[Tensor], Tensor] | None
+    ) -> list[_Sample]:
+        """Keep the sampled tokens of a linear's input, by sender; communicates nothing."""
+        placement = call.placement
+        data = self._topology.data_axis(placement)
+        forward = self._num_forwards[placement.instance]
+        self._num_forwards[placement.instance] += 1
+        x = input.reshape(-1, input.shape[-1])
+        num_tokens = x.shape[0] * (call.axis.size if call.input_is_split else 1)
+        parts = self._token_parts(placement, num_tokens)
+        if parts is None:
+            parts = [TokenPart(data.rank, torch.arange(num_tokens))]
+        else:
+            data = self._topology.data
+        samples = []
+        for part in parts:
+            microbatch = forward * data.size + part.data_rank
+            sample = self._choose(part, microbatch)
+            self._try(placement, partial(self._keep, call, sample, x, prepare))
+            samples.append(sample)
+        return samples
+
+    def _keep(
+        self, call: _Call, sample: _Sample, x: Tensor, prepare: Callable[[Tensor], Tensor] | None
+    ) -> None:
+        """Put the sampled rows of X [tokens, K] into the sample."""
+        if self._needs_amax:
+            x, prepare = (x if prepare is None else prepare(x)), None
+            sample.input_amax = _amax(x)
+        rows = _rows_of(x, sample.rows, call.input_is_split, call.axis)
+        sample.input = rows if prepare is None else prepare(rows)
+
+    def _choose(self, part: TokenPart, microbatch: int) -> _Sample:
+        """Choose tokens at random: by (seed, step, microbatch) alone, so in all layouts alike."""
+        s, num_tokens = self._settings, len(part.rows)
+        tile = max((get_format(name).tile for name in s.formats), default=1)
+        wanted = min(max(num_tokens // SAMPLED_SHARE, LEAST_TOKENS), MOST_TOKENS)
+        num_tiles, num_chosen = math.ceil(num_tokens / tile), math.ceil(wanted / tile)
+        single = runs = torch.arange(num_tokens)
+        expansions = 1.0, 1.0
+        if not s.all_tokens and num_chosen < num_tiles:
+            word = StreamKey(s.seed, "", s.step, microbatch, "sampled tokens").word
+            generator = torch.Generator().manual_seed(word >> 1)  # a seed has 63 bits
+            single = torch.randperm(num_tokens, generator=generator)[:wanted]
+            chosen = torch.randperm(num_tiles, generator=generator)[:num_chosen].sort().values
+            runs = (chosen[:, None] * tile + torch.arange(tile)).reshape(-1)
+            runs = runs[runs < num_tokens]
+            expansions = num_tokens / wanted, num_tiles / num_chosen
+        rows = part.rows[torch.cat([single, runs])]
+        return _Sample(microbatch, num_tokens, rows, len(single), expansions)
+
+    def _measure(self, call: _Call, sample: _Sample, grad: Tensor) -> None:
+        """All ranks of the tensor axis: measure one linear on one microbatch."""
+        placement, weight, formats = call.placement, call.weight, self._settings.formats
+        single, count = sample.num_single, len(sample.rows)
+        x = sample.input
+        g = self._try(
+            placement, lambda: _rows_of(grad, sample.rows, call.output_is_split, call.axis)
+        )
+        # A rank that fails takes part in what its peers exchange, with zeros.
+        x = weight.new_zeros((count, weight.shape[1])) if x is None else x
+        g = weight.new_zeros((count, weight.shape[0])) if g is None else g
+        if call.input_is_split:
+            x = sum_over(x, call.axis.group)
+        if call.output_is_split:
+            g = sum_over(g, call.axis.group)
+        amax = self._shared_amax(call, sample, grad)
+        operands = Operands(x[:single], weight, g[:single], x[single:], g[single:], amax)
+        sums = self._try(placement, lambda: self._partial_sums(call, sample, operands))
+        if placement.tensor.group is not None:
+            if sums is None:
+                sums = PartialSums.zeros(placement.kind, single, weight, formats)
+            sums = sums.summed(placement.tensor.group)
+        if sums is not None and placement.tensor.rank == 0:
+            found = totals(sums, placement.kind, g[:single], formats)
+            self._try(placement, lambda: self._add(call, sample, found))
+
+    def _partial_sums(self, call: _Call, sample: _Sample, operands: Operands) -> PartialSums:
+        s, placement = self._settings, call.placement
+        stream = grad_output_stream(s.seed, placement, s.step, sample.microbatch)
+        sensitivity = self._sensitivities.get(placement.instance)
+        # The CPU patch looks at every call of torch in Python; here is nothing to redirect.
+        with torch._C.DisableTorchFunction():
+            return partial_sums(
+                operands, placement.kind, placement.tensor.size, s.formats, stream, sensitivity
+            )
+
+    def _try(self, placement: Placement, action: Callable[[], T]) -> T | None:
+        """Return the result of `action`; None if measuring has failed: training must go on."""
+        if self.failure is None:
+            try:
+                return action()
+            except Exception as error:
+                self.failure = f"{placement.name}: {type(error).__name__}: {one_line(error)}"
+        return None
+
+    def _add(self, call: _Call, sample: _Sample, found: dict[str, Tensor]) -> None:
+        """Add one microbatch's sums to its linear's row."""
+        numbers = {"microbatches": 1.0, "tokens": float(sample.num_tokens), "update_square": 0.0}
+        instance, name = call.placement.instance, call.placement.name
+        if instance not in self._seen and self._topology.data_axis(call.placement).rank == 0:
+            sensitivity = self._sensitivities.get(instance)
+            numbers["update_square"] = 0.0 if sensitivity is None else sensitivity.update_square
+        self._seen.add(instance)
+        device = next(iter(found.values())).device
+        known = torch.tensor(list(numbers.values()), dtype=torch.float64)
+        found = {**found, **dict(zip(numbers, known.to(device), strict=True))}
+        expansions = [_expansion(c, sample) for c in table_columns(self._settings.formats)]
+        row = torch.stack([found[c] for c in table_columns(self._settings.formats)])
+        row *= torch.tensor(expansions, dtype=torch.float64).to(device)
+        self._sums[name] = self._sums[name] + row if name in self._sums else row
+
+    def _shared_amax(self, call: _Call, sample: _Sample, grad: Tensor) -> Tensor | None:
+        """All ranks of the tensor axis: largest magnitudes of X, W and G, where a format asks."""
+        if not self._needs_amax:
+            return None
+        input_amax = sample.input_amax
+        if input_amax is None:
+            input_amax = call.weight.new_zeros((), dtype=torch.float32)
+        amax = torch.stack([input_amax, _amax(call.weight), _amax(grad)])
+        if call.axis.group is not None:
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=call.axis.group)
+        return amax
+
+
+_IN_FULL = frozenset(
+    {"microbatches", "tokens", "update_square", "weight_square", "weight_error_square"}
+)
+"""Columns that do not depend on the sample of tokens."""
+
+_OF_RUNS = frozenset({"wgrad_square", "wgrad_error_square", "grad_error_square", "local_square"})
+"""Columns measured on whole token tiles."""
+
+
+def _expansion(column: str, sample: _Sample) -> float:
+    field = column.rpartition(".")[2]
+    return 1.0 if field in _IN_FULL else sample.expansions[int(field in _OF_RUNS)]
+
+
+def _rows_of(matrix: Tensor, rows: Tensor, is_split: bool, axis: TensorAxis) -> Tensor:
+    """Return rows of a matrix; zeros for those of other ranks, where its rows are split."""
+    if not is_split:
+        return matrix[rows.to(matrix.device)]
+    first = axis.rank * matrix.shape[0]
+    here = (rows >= first) & (rows < first + matrix.shape[0])
+    found = matrix.new_zeros((len(rows), matrix.shape[1]))
+    found[here.to(matrix.device)] = matrix[(rows[here] - first).to(matrix.device)]
+    return found
+
+
+def _amax(tensor: Tensor) -> Tensor:
+    if tensor.numel() == 0:
+        return tensor.new_zeros((), dtype=torch.float32)
+    return tensor.detach().abs().amax().float()

@@ -1,0 +1,168 @@
+"""What an observed iteration measures, and that observing changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatron_snip.collectives import RemoteFailure
+from megatron_snip.statistics import observer as observer_module
+from megatron_snip.statistics.observer import MeasureSettings, StepObserver
+from megatron_snip.statistics.tap import TokenPart
+from megatron_snip.topology import Placement, Topology
+from tests.unit.statistics.equations import (
+    FORMATS,
+    NAME,
+    SEED,
+    STEP,
+    Toy,
+    largest_error,
+    row_of,
+)
+
+ALL = MeasureSettings(FORMATS, STEP, SEED, all_tokens=True)
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("grad_scale", [1.0, 0.125])
+def test_every_column_is_what_its_definition_says(kind: str, grad_scale: float) -> None:
+    """Against FP64 NumPy; FP32 products and sums leave 1e-5."""
+    toy = Toy.make(kind)
+    found = row_of(toy.observed(Topology(), grad_scale=grad_scale))
+    assert largest_error(found, toy.wanted(grad_scale)) < 2e-5
+
+
+def test_a_sample_of_tokens_is_without_bias() -> None:
+    """Mean over 60 samples against all tokens; the bound is 4 standard errors of that mean."""
+    toy = Toy.make("column", microbatches=1, tokens=2048)
+    wanted = row_of(toy.observed(Topology()))
+    draws = [
+        row_of(toy.observed(Topology(), MeasureSettings(FORMATS, step, SEED))) for step in range(60)
+    ]
+    for key, value in wanted.items():
+        if key == "wgrad_square" or key.endswith(".first"):
+            continue  # a sum that is coherent over tokens; a sum of both signs
+        values = torch.tensor([draw[key] for draw in draws], dtype=torch.float64)
+        error = abs(values.mean() - value)
+        # Stochastic rounding draws anew in each step, so that wgrad's errors scatter as well.
+        assert error <= 4 * values.std() / len(draws) ** 0.5 + 2e-3 * abs(value), key
+    assert all(draw["tokens"] == 2048 for draw in draws)
+
+
+def test_linears_that_are_not_asked_for_are_not_touched() -> None:
+    observer = StepObserver(MeasureSettings(FORMATS, 0, 0, frozenset()), Topology(), {})
+    x = torch.randn(4, 8, requires_grad=True)
+    output = x * 2
+    weight = torch.randn(8, 8)
+    place = Placement(NAME, 0, "column", 8, 8)
+    assert observer.observe(place, x, weight, output) is output
+
+
+def linear_with_tap(observer: StepObserver, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    place = Placement(NAME, 0, "column", x.shape[1], w.shape[0])
+    return observer.observe(place, x, w, torch.nn.functional.linear(x, w))
+
+
+def gradients(run: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(2)
+    x = torch.randn(256, 128, generator=g).requires_grad_()
+    w = torch.randn(128, 128, generator=g).requires_grad_()
+    loss = run(x, w).square().mean()
+    loss.backward()
+    assert x.grad is not None and w.grad is not None
+    return loss.detach(), x.grad, w.grad
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_observing_changes_no_bit_and_recompute_is_counted_once(recompute: bool) -> None:
+    observer = StepObserver(ALL, Topology(), {})
+
+    def run(x: torch.Tensor, w: torch.Tensor) -> Any:
+        if not recompute:
+            return linear_with_tap(observer, x, w)
+        return checkpoint(lambda x, w: linear_with_tap(observer, x, w), x, w, use_reentrant=True)
+
+    before = torch.get_rng_state()
+    observed = gradients(run)
+    plain = gradients(torch.nn.functional.linear)
+    assert all(torch.equal(a, b) for a, b in zip(observed, plain, strict=True))
+    assert torch.equal(torch.get_rng_state(), before)
+    info = Placement(NAME, 0, "column", 128, 128).info
+    row = observer.table([info], 1.0, None).linears[0]
+    assert (row.microbatches, row.tokens) == (1.0, 256.0)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), torch.OutOfMemoryError("no memory")])
+@pytest.mark.parametrize("place", ["_rows_of", "partial_sums"])
+def test_a_tap_that_fails_leaves_the_backward_alone(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, place: str
+) -> None:
+    real = getattr(observer_module, place)
+    calls = 0
+
+    def fail(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise error
+        return real(*args)
+
+    monkeypatch.setattr(observer_module, place, fail)
+    observer = StepObserver(ALL, Topology(), {})
+    observed = gradients(lambda x, w: linear_with_tap(observer, x, w))
+    plain = gradients(torch.nn.functional.linear)
+    assert all(torch.equal(a, b) for a, b in zip(observed, plain, strict=True))
+    info = Placement(NAME, 0, "column", 128, 128).info
+    wanted = f"measuring failed on rank 0: {NAME}: {type(error).__name__}: {error}"
+    with pytest.raises(RemoteFailure, match=wanted):
+        observer.table([info], 1.0, None)
+
+
+def test_a_forward_without_gradients_is_not_observed() -> None:
+    observer = StepObserver(ALL, Topology(), {})
+    with torch.no_grad():
+        linear_with_tap(observer, torch.randn(8, 16), torch.randn(4, 16))
+    info = Placement(NAME, 0, "column", 16, 4).info
+    (row,) = observer.table([info], 1.0, 1.5).linears
+    assert row.microbatches == 0.0 and row.formats["fp4"].fisher == 0.0
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 130])
+def test_experts_with_few_tokens_or_none(tokens: int) -> None:
+    observer = StepObserver(MeasureSettings(FORMATS, 0, 0), Topology(), {})
+    w = torch.randn(64, 128, requires_grad=True)
+    linear_with_tap(observer, torch.randn(tokens, 128), w).sum().backward()
+    info = Placement(NAME, 0, "column", 128, 64).info
+    (row,) = observer.table([info], 1.0, None).linears
+    assert row.tokens == tokens and row.microbatches == 1.0
+    assert (row.formats["fp4"].output_error_square > 0) == (tokens > 0)
+
+
+def test_tokens_of_several_senders_are_measured_as_microbatches_of_their_own() -> None:
+    """Rows that came mixed give what each sender's rows give alone."""
+    toy = Toy.make("column", microbatches=2)
+    x, g = torch.cat(toy.inputs), torch.cat(toy.grads)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
+    place_of = order.argsort()
+    parts = [TokenPart(0, place_of[:128]), TokenPart(1, place_of[128:])]
+    from megatron_snip.topology import DataAxis
+
+    topology = Topology(data=DataAxis(0, 2))
+    place = Placement(NAME, 0, "column", 256, 512, expert=3)
+    observer = StepObserver(ALL, topology, {}, lambda placement, rows: parts)
+    weight = toy.weight.clone().requires_grad_()
+    mixed = x[order]
+    tapped = observer.observe(place, mixed, weight, torch.nn.functional.linear(mixed, weight))
+    tapped.backward(g[order])
+    (row,) = observer.table([place.info], 1.0, None).linears
+    wanted = toy.wanted()
+    assert (row.microbatches, row.tokens) == (2.0, 256.0)
+    for name in ("fisher", "aligned_fisher", "wgrad_error_square", "input_grad_error_square"):
+        # Stochastic rounding draws by expert, the reference by dense linear.
+        tolerance = 1e-5 if "fisher" in name else 0.03
+        assert getattr(row.formats["fp4"], name) == pytest.approx(
+            wanted[f"fp4.{name}"], rel=tolerance
+        )
