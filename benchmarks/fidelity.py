@@ -1,362 +1,250 @@
-"""Do the divergences predict what quantizing a linear really does? Brute force is the truth.
+"""Do the divergences predict what quantizing a linear does? Brute force is the truth.
 
-    python -m benchmarks.fidelity [--quick] [--bf16] [--json FILE] [--plot FILE]
+    python -m benchmarks.fidelity [--quick] [--bf16] [--microbatches 2] [--output FILE]
 
-For each model shape and checkpoint, each linear (and each of its GEMMs) is quantized alone and the
-same microbatches are run again (benchmarks/lab.py); the loss change and the change of the real
-AdamW update are compared with what one refresh predicts from its two passes, and with what others
-would go by. Loss changes on held-out text that the statistics have not seen are compared as well,
-against the number of microbatches that the statistics used. A probe is a draw: agreements of the
-defaults' weight divergence are means over refreshes with different random numbers.
+For each model shape and checkpoint, each linear, and each of its GEMMs, is quantized alone and the
+same microbatches are run again (benchmarks/lab.py). The change of the real AdamW update of all
+linears, and of the loss on held-out text, are compared with what one observed iteration says:
 
-In BF16 the loss is read from FP32 logits (lab.py says why); `loss_spearman_model_logits` is the
-agreement with the loss as the model reports it. What is left of rounding moves that truth, too:
-`loss_ceiling` is the rank correlation of a truth with itself under such noise.
+    score        rank correlation (Spearman) over linears, and median of predicted over measured
+    sample       the same from the sample of tokens that a job measures, mean over draws
+    under plan   statistics observed while 75 % of the linears run in the format, against those
+                 observed in BF16: Spearman and median ratio of each term
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
+from scipy.stats import spearmanr
 
-from benchmarks.agreement import (
-    LOSS,
-    LOSS_SCORES,
-    WEIGHT,
-    WEIGHT_SCORES,
-    Score,
-    agreement,
-    ceiling,
-    local_scores,
-    mean_agreement,
-    scores_of,
-)
 from benchmarks.lab import Lab, open_lab
-from benchmarks.machine import write_result
+from benchmarks.machine import RESULTS, write_result
 from megatron_snip.config import SnipConfig
+from megatron_snip.divergence.local_error import absolute_error, relative_error
+from megatron_snip.divergence.weight import fprop_scale, weight_divergence
 from megatron_snip.options import Option
-from megatron_snip.statistics.records import StatisticsTable
+from megatron_snip.statistics.records import FormatStatistics, LinearStatistics, StatisticsTable
+
+Score = Callable[[LinearStatistics, FormatStatistics], float]
+
+SHAPES = (
+    {"num_layers": 6},
+    {"num_layers": 3, "hidden_size": 256, "ffn_hidden_size": 512, "num_query_groups": 2},
+)
+CHECKPOINTS = (60, 120, 200)
+GEMMS = {
+    "linear": (1, 1, 1),
+    "fprop": (1, 0, 0),
+    "dgrad": (0, 1, 0),
+    "wgrad": (0, 0, 1),
+}
+DRAWS = 5
+"""Samples of tokens that the agreement of a sample is averaged over."""
+HELD_OUT = 8
+"""Microbatches of held-out text."""
+
+
+def option(name: str, gemm: str) -> Option:
+    """Return the option with one GEMM, or all, in a format."""
+    return Option(*(name if used else "bf16" for used in GEMMS[gemm]))
+
+
+def norm_products(s: LinearStatistics, f: FormatStatistics) -> float:
+    """|G| (|X| |Q(W)-W| + |Q(X)-X| |W|): the paper's idea, products of Frobenius norms."""
+    weight, error = s.weight_square**0.5, f.weight_error_square**0.5
+    return s.grad_square**0.5 * (s.input_square**0.5 * error + f.input_error_square**0.5 * weight)
+
+
+def scores(table: StatisticsTable, name: str, gemm: str) -> dict[str, np.ndarray]:
+    """Return what predicts the change of the updates, by score; one entry a linear."""
+    chosen = option(name, gemm)
+    kappa = fprop_scale(table.linears, name)
+    functions: dict[str, Score] = {
+        "weight divergence": lambda s, _: weight_divergence(s, chosen, kappa),
+        "norm products": norm_products,
+        "aligned_fisher": lambda _, f: f.aligned_fisher**0.5,
+        "fisher": lambda _, f: f.fisher**0.5,
+        "local": lambda _, f: f.local_square**0.5,
+        "min-rel-err": lambda s, _: relative_error(s, chosen),
+        "min-abs-err": lambda s, _: absolute_error(s, chosen),
+    }
+    return {
+        key: np.array([score(s, s.formats[name]) for s in table.linears])
+        for key, score in functions.items()
+    }
 
 
 @dataclass(frozen=True)
-class Size:
-    """How much to measure.
+class Agreement:
+    """Spearman's rank correlation, and the median of predicted over measured."""
 
-    Attributes:
-        shapes: overrides of the lab's model.
-        checkpoints: training steps at which to measure.
-        formats: formats to judge.
-        batches: microbatches of the same-batch truth and of the statistics.
-        unseen: held-out microbatches of the unseen truth.
-        counts: numbers of statistics microbatches for the unseen truth.
-        draws: refreshes that the defaults' weight divergence is judged by.
-        variants: settings beside a refresh's defaults for the weight divergence, by what they say.
-    """
+    spearman: float
+    ratio: float
 
-    shapes: tuple[dict[str, Any], ...]
-    checkpoints: tuple[int, ...]
-    formats: tuple[str, ...]
-    batches: int
-    unseen: int
-    counts: tuple[int, ...]
-    draws: int
-    variants: Mapping[str, dict[str, int]]
+    @classmethod
+    def of(cls, predicted: np.ndarray, measured: np.ndarray) -> Agreement:
+        """Compare two vectors; zeros count for ranks only."""
+        both = (predicted != 0) & (measured != 0)
+        ratio = np.median(predicted[both] / measured[both]) if both.any() else np.nan
+        return cls(float(spearmanr(predicted, measured)[0]), float(ratio))
 
 
-ALL = 10**6
-FOUR = {"4 probes": {"probes": 4}}
-MORE = {
-    **FOUR,
-    "16 probes": {"probes": 16},
-    "all tokens": {"probe_rows": ALL},
-    "all tokens, 4 probes": {"probe_rows": ALL, "probes": 4},
-}
-QUICK = Size(({"num_layers": 4},), (40, 80, 120), ("fp4",), 2, 8, (1, 2, 4), 3, FOUR)
-FULL = Size(
-    (
-        {"num_layers": 6},
-        {"num_layers": 3, "hidden_size": 256, "ffn_hidden_size": 512, "num_query_groups": 2},
-    ),
-    (60, 120, 200),
-    ("fp4",),
-    2,
-    8,
-    (1, 2, 4),
-    5,
-    MORE,
-)
+def judge(lab: Lab, name: str, num_microbatches: int) -> dict[str, Any]:
+    """Return the agreements at the lab's present checkpoint."""
+    batches = lab.microbatches(num_microbatches)
+    snip = SnipConfig(formats=("fp8", name) if name != "fp8" else ("fp8",))
+    exact = lab.statistics(batches, snip, all_tokens=True)
+    draws = [
+        lab.statistics(batches, snip.model_copy(update={"seed": seed})) for seed in range(DRAWS)
+    ]
+    base = lab.updates(lab.gradients(batches)[1])
 
+    def change(linear: str, gemm: str) -> float:
+        """Root of sum_k |update_k(q) - update_k|^2 / |update_k|^2."""
+        updates = lab.updates(lab.gradients(batches, {linear: option(name, gemm)})[1])
+        parts = [(updates[k] - u).square().sum() / u.square().sum() for k, u in base.items()]
+        return float(sum(parts)) ** 0.5
 
-def judge(lab: Lab, snip: SnipConfig, size: Size, tick: Callable[[], None]) -> dict[str, Any]:
-    """Return the agreements at the lab's present checkpoint, and the raw points."""
-    batches = lab.microbatches(size.batches)
-    start = time.perf_counter()
-    table = lab.statistics(batches, snip)
-    seconds = time.perf_counter() - start
-    tables = [table]
-    for draw in range(1, size.draws):
-        tables.append(lab.statistics(batches, snip.model_copy(update={"seed": snip.seed + draw})))
-    more = {
-        label: lab.statistics(batches, snip.model_copy(update=values))
-        for label, values in size.variants.items()
-    }
-    base_loss, base_gradients = lab.gradients(batches)
-    base_updates = lab.updates(base_gradients)
-    exact_base = float(lab.losses(batches).mean())
-
-    def exact_change(name: str, option: Option) -> float:
-        return float(lab.losses(batches, {name: option}).mean()) - exact_base
-
-    def truth(name: str, option: Option) -> tuple[float, float]:
-        loss, gradients = lab.gradients(batches, {name: option})
-        changed = lab.updates(gradients)
-        total = sum(
-            float((changed[k] - u).square().sum() / u.square().sum())
-            for k, u in base_updates.items()
-        )
-        tick()
-        return loss - base_loss, math.sqrt(total)
-
-    found: dict[str, Any] = {"step": lab.step, "loss": base_loss, "refresh_s": seconds}
-    noise = _rounding_noise(lab, batches) if lab.config.bf16 else 0.0
-    for name in size.formats:
-        whole = np.array([truth(linear, Option.uniform(name)) for linear in lab.names])
-        reported = whole[:, 0].copy()
-        if lab.config.bf16:
-            whole[:, 0] = [exact_change(linear, Option.uniform(name)) for linear in lab.names]
-        gemms = [
-            np.array([truth(linear, only)[1] for linear in lab.names])
-            for only in (
-                Option(name, "bf16", "bf16"),
-                Option("bf16", name, "bf16"),
-                Option("bf16", "bf16", name),
-            )
-        ]
-        found[name] = _agreements(tables, name, whole, gemms)
-        for label, averaged in more.items():
-            score = scores_of(averaged, name, WEIGHT_SCORES[WEIGHT])
-            found[name]["weight"][f"{WEIGHT}, {label}"] = asdict(agreement(score, whole[:, 1]))
-        predicted = scores_of(table, name, LOSS_SCORES[LOSS])
-        found[name]["loss_model_logits"] = asdict(agreement(predicted, reported))
-        found[name]["loss_noise"] = noise
-        found[name]["loss_ceiling"] = ceiling(whole[:, 0], noise)
-        found[name]["unseen"] = _unseen(lab, snip, size, name, tick)
+    found: dict[str, Any] = {}
+    for gemm in GEMMS:
+        truth = np.array([change(linear, gemm) for linear in lab.names])
+        found[gemm] = {
+            "size": float((truth**2).sum() ** 0.5),
+            "scores": {k: Agreement.of(v, truth) for k, v in scores(exact, name, gemm).items()},
+            "sample": float(
+                np.mean(
+                    [
+                        spearmanr(scores(draw, name, gemm)["weight divergence"], truth)[0]
+                        for draw in draws
+                    ]
+                )
+            ),
+        }
+    found["loss"] = _held_out(lab, exact, name)
+    found["under plan"] = _under_plan(lab, batches, snip, exact, name)
     return found
 
 
-def _rounding_noise(lab: Lab, batches: Sequence[Any]) -> float:
-    """Root mean square of what rounding alone does to the loss, over the linears."""
-    base = float(lab.losses(batches).mean())
-    changes = [lab.loss_rounded_again(batches, name, i) - base for i, name in enumerate(lab.names)]
-    return float(np.sqrt(np.mean(np.square(changes))))
-
-
-def _agreements(
-    tables: Sequence[StatisticsTable], name: str, whole: np.ndarray, gemms: list[np.ndarray]
-) -> dict[str, Any]:
-    table = tables[0]
-    locals_ = local_scores(name)
-    parts: dict[str, Score] = {
-        "fprop": lambda _, f: math.sqrt(f.forward_square),
-        "dgrad": lambda _, f: math.sqrt(f.backward_square),
-        "wgrad": lambda _, f: math.sqrt(f.local_square),
-    }
-    return {
-        "loss": {
-            key: asdict(agreement(scores_of(table, name, score), whole[:, 0]))
-            for key, score in (LOSS_SCORES | locals_).items()
-        },
-        "weight": {
-            key: mean_agreement(tables, name, score, whole[:, 1])
-            for key, score in (WEIGHT_SCORES | locals_).items()
-        },
-        "weight_by_gemm": {
-            gemm: mean_agreement(tables, name, score, true)
-            for (gemm, score), true in zip(parts.items(), gemms, strict=True)
-        },
-        "points": {
-            "loss": [
-                whole[:, 0].tolist(),
-                scores_of(table, name, LOSS_SCORES[LOSS]).tolist(),
-            ],
-            "terms": [asdict(s.formats[name]) for s in table.linears],
-            "weight": [
-                whole[:, 1].tolist(),
-                scores_of(table, name, WEIGHT_SCORES[WEIGHT]).tolist(),
-            ],
-        },
-    }
-
-
-def _unseen(
-    lab: Lab, snip: SnipConfig, size: Size, name: str, tick: Callable[[], None]
-) -> dict[str, Any]:
-    """Loss changes on held-out text against statistics of growing numbers of microbatches."""
-    held_out = lab.microbatches(size.unseen, held_out=True)
+def _held_out(lab: Lab, table: StatisticsTable, name: str) -> dict[str, Agreement]:
+    """Compare with the change of the loss on text that was not measured; only fprop changes it."""
+    held_out = lab.microbatches(HELD_OUT, held_out=True)
     base = lab.losses(held_out)
-    forward = Option(name, "bf16", "bf16")  # only fprop changes the loss
-    changes = []
-    for linear in lab.names:
-        changes.append(lab.losses(held_out, {linear: forward}) - base)
-        tick()
-    matrix = np.array(changes)
-    true = matrix.mean(axis=1)
-    growth = {}
-    for count in size.counts:
-        table = lab.statistics(lab.microbatches(count), snip)
-        growth[str(count)] = {
-            key: asdict(agreement(scores_of(table, name, score), true))
-            for key, score in LOSS_SCORES.items()
+    changes = [lab.losses(held_out, {n: option(name, "fprop")}) - base for n in lab.names]
+    truth = np.array(changes).mean(axis=1)
+    found = {}
+    for key in ("fisher", "aligned_fisher", "first"):
+        values = np.array([getattr(s.formats[name], key) for s in table.linears])
+        found[key] = Agreement.of(values, truth)
+    return found
+
+
+def _under_plan(
+    lab: Lab, batches: Sequence[Any], snip: SnipConfig, exact: StatisticsTable, name: str
+) -> dict[str, Agreement]:
+    """Compare statistics observed under a plan with those observed in BF16."""
+    chosen = np.random.default_rng(0).permutation(len(lab.names))[: int(0.75 * len(lab.names))]
+    plan = {lab.names[i]: Option.uniform(name) for i in chosen}
+    under = lab.statistics(batches, snip, plan, all_tokens=True)
+    found = {}
+    for field in fields(FormatStatistics):
+        a, b = (
+            np.array([getattr(s.formats[name], field.name) for s in table.linears])
+            for table in (under, exact)
+        )
+        found[field.name] = Agreement.of(a, b)
+    return found
+
+
+def summarize(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return medians over checkpoints, and the worst rank correlation."""
+
+    def median(pick: Callable[[Mapping[str, Any]], float]) -> float:
+        return round(float(np.median([pick(r) for r in results])), 3)
+
+    summary: dict[str, Any] = {}
+    for gemm in GEMMS:
+        of_gemm = {
+            key: {
+                "spearman": median(lambda r, g=gemm, k=key: r[g]["scores"][k].spearman),
+                "worst": round(min(r[gemm]["scores"][key].spearman for r in results), 3),
+                "ratio": median(lambda r, g=gemm, k=key: r[g]["scores"][k].ratio),
+            }
+            for key in results[0][gemm]["scores"]
         }
-    noise = matrix.std(axis=1, ddof=1) / math.sqrt(matrix.shape[1])
-    return {"by_microbatches": growth, "truth": true.tolist(), "truth_noise": noise.tolist()}
-
-
-def summarize(results: list[dict[str, Any]], formats: tuple[str, ...]) -> dict[str, Any]:
-    """Return the headline numbers: medians over checkpoints, and the worst."""
-    first = formats[0]
-    loss = [r[first]["loss"][LOSS]["spearman"] for r in results]
-    weights = {
-        key: [r[first]["weight"][key]["spearman"] for r in results]
-        for key in results[0][first]["weight"]
-        if key.startswith(WEIGHT)
-    }
-    weight = weights[WEIGHT]
-    unseen = [list(r[first]["unseen"]["by_microbatches"].values())[-1] for r in results]
-    best = {key: float(np.median([u[key]["spearman"] for u in unseen])) for key in LOSS_SCORES}
-    return {
-        "format": first,
-        "loss_spearman": float(np.median(loss)),
-        "loss_spearman_worst": float(np.min(loss)),
-        "loss_spearman_model_logits": float(
-            np.median([r[first]["loss_model_logits"]["spearman"] for r in results])
-        ),
-        "loss_ceiling": float(np.median([r[first]["loss_ceiling"] for r in results])),
-        "weight_spearman": float(np.median(weight)),
-        "weight_spearman_worst": float(np.min(weight)),
-        "weight_ratio": float(
-            np.median([r[first]["weight"][WEIGHT]["median_ratio"] for r in results])
-        ),
-        "weight_by_gemm": _by_gemm([r[first]["weight_by_gemm"] for r in results]),
-        "weight_spearman_by_effort": {k: float(np.median(v)) for k, v in weights.items()},
-        "loss_spearman_unseen": best[LOSS],
-        "loss_spearman_unseen_by_score": best,
-    }
-
-
-def _by_gemm(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Medians over checkpoints of one GEMM's agreement and of predicted over measured."""
-    return {
-        gemm: {
-            key: float(np.median([r[gemm][key] for r in results]))
-            for key in ("spearman", "median_ratio")
+        summary[gemm] = {
+            "size": median(lambda r, g=gemm: r[g]["size"]),
+            "sample": median(lambda r, g=gemm: r[g]["sample"]),
+            "scores": of_gemm,
         }
-        for gemm in results[0]
-    }
-
-
-def _count_ticks(size: Size) -> int:
-    layers = sum(4 * shape["num_layers"] for shape in size.shapes)
-    return layers * len(size.checkpoints) * len(size.formats) * 5
+    for kind in ("loss", "under plan"):
+        summary[kind] = {
+            key: {
+                "spearman": median(lambda r, k=key, kind=kind: r[kind][k].spearman),
+                "ratio": median(lambda r, k=key, kind=kind: r[kind][k].ratio),
+            }
+            for key in results[0][kind]
+        }
+    return summary
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run, print a table, write JSON and a plot."""
+    """Run, print tables, write a summary."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--quick", action="store_true", help="one shape, within 5 minutes")
+    parser.add_argument("--quick", action="store_true", help="one shape, two checkpoints")
     parser.add_argument("--bf16", action="store_true", help="BF16 compute instead of FP32")
-    parser.add_argument(
-        "--microbatches", type=int, metavar="N", help="of which truth and statistics are taken [2]"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers here")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a scatter plot (PNG) here")
+    parser.add_argument("--format", default="fp4", help="format to judge [fp4]")
+    parser.add_argument("--microbatches", type=int, default=2, help="of an iteration [2]")
+    parser.add_argument("--output", type=Path, default=RESULTS / "fidelity.json", metavar="FILE")
     args = parser.parse_args(argv)
-    size = QUICK if args.quick else FULL
-    size = replace(size, batches=args.microbatches or size.batches)
-    console = Console(stderr=True)
-    step = 0.3 if args.bf16 else 0.003
-    snip = SnipConfig(formats=size.formats, probe_relative_step=step)
-    results: list[dict[str, Any]] = []
-    with Progress(console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("brute force", total=_count_ticks(size))
-        for shape in size.shapes:
-            values = {**shape, "bf16": args.bf16, "train_iters": size.checkpoints[-1] + 64}
-            with open_lab(values) as lab:
-                for checkpoint in size.checkpoints:
-                    lab.train(checkpoint - lab.step)
-                    result = judge(lab, snip, size, lambda: progress.advance(task))
-                    results.append({"shape": shape, **result})
-                    summary = summarize(results, size.formats)
-                    report = {"compute": "bf16" if args.bf16 else "fp32", **summary}
-                    report |= {"microbatches": size.batches, "draws": size.draws}
-                    if args.json:  # what is measured is kept, should the rest be interrupted
-                        write_result(args.json, {**report, "checkpoints": results})
-    _show(results, size, summary)
-    if args.plot:
-        _plot(results, size.formats, args.plot)
+    shapes = SHAPES[:1] if args.quick else SHAPES
+    checkpoints = CHECKPOINTS[:2] if args.quick else CHECKPOINTS
+    results = []
+    for shape in shapes:
+        values = {**shape, "bf16": args.bf16, "train_iters": checkpoints[-1] + 64}
+        with open_lab(values) as lab:
+            for checkpoint in checkpoints:
+                lab.train(checkpoint - lab.step)
+                results.append(judge(lab, args.format, args.microbatches))
+                print(f"{shape} iteration {checkpoint}", file=sys.stderr)
+    summary = summarize(results)
+    _show(summary)
+    row = {"format": args.format, "compute": "bf16" if args.bf16 else "fp32"}
+    row |= {"microbatches": args.microbatches, "checkpoints": len(results)}
+    write_result(args.output, {**row, **summary})
     return 0
 
 
-def _show(results: list[dict[str, Any]], size: Size, summary: dict[str, Any]) -> None:
-    console = Console(width=110)
-    for kind in ("loss", "weight"):
-        table = Table(
-            title=f"{kind} divergence against brute force, Spearman", title_justify="left"
-        )
-        table.add_column("prediction")
-        for result in results:
-            table.add_column(f"L{result['shape']['num_layers']} step {result['step']}")
-        for name in size.formats:
-            for key in results[0][name][kind]:
-                cells = [f"{r[name][kind][key]['spearman']:.2f}" for r in results]
-                table.add_row(f"{name} {key}", *cells)
+def _show(summary: Mapping[str, Any]) -> None:
+    console = Console(width=100)
+    table = Table("score", *GEMMS, title="change of the AdamW update: Spearman (worst), ratio")
+    for key in summary["linear"]["scores"]:
+        cells = []
+        for gemm in GEMMS:
+            s = summary[gemm]["scores"][key]
+            cells.append(f"{s['spearman']:.2f} ({s['worst']:.2f}) {s['ratio']:.3g}")
+        table.add_row(key, *cells)
+    table.add_row("weight divergence, sample", *(f"{summary[g]['sample']:.2f}" for g in GEMMS))
+    table.add_row("size of the change, all linears", *(f"{summary[g]['size']:.3f}" for g in GEMMS))
+    console.print(table)
+    for kind in ("loss", "under plan"):
+        table = Table("term", "Spearman", "ratio", title=kind)
+        for key, s in summary[kind].items():
+            table.add_row(key, f"{s['spearman']:.2f}", f"{s['ratio']:.3g}")
         console.print(table)
-    for key in ("loss_spearman", "weight_spearman", "loss_spearman_unseen"):
-        console.print(f"{key} {summary[key]:.3f}")
-
-
-def _plot(results: list[dict[str, Any]], formats: tuple[str, ...], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4.5))
-    for axis, kind in zip(axes, ("loss", "weight"), strict=True):
-        for result in results:
-            for name in formats:
-                true, predicted = (np.array(v) for v in result[name]["points"][kind])
-                label = f"L{result['shape']['num_layers']} step {result['step']} {name}"
-                axis.scatter(true, predicted, s=14, alpha=0.7, label=label)
-        if kind == "loss":
-            axis.set_xscale("symlog", linthresh=1e-5)
-            axis.set_yscale("symlog", linthresh=1e-5)
-        else:
-            axis.set_xscale("log")
-            axis.set_yscale("log")
-        axis.set_xlabel(f"measured {kind} change")
-        axis.set_ylabel("predicted")
-        axis.set_title(f"{kind} divergence, one linear at a time")
-    axes[1].legend(fontsize=6)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":
