@@ -1,12 +1,13 @@
 """Weight divergence: how much the next optimizer updates change, as a score that orders options.
 
-    dW_l^2 = kappa aligned_l(fprop) + 1/4 loc_l^2(dgrad) + loc_l^2(wgrad)
+    dW_l^2 = kappa aligned_l(fprop) + 1/8 loc_l^2(dgrad) + loc_l^2(wgrad)
 
 loc^2 = |D * eW|^2 / |update|^2 is the change of the linear's own update through wgrad, as it is.
 What fprop's error does to all updates goes with `aligned_fisher`; kappa makes its sum over linears
-equal to that of loc^2, both in the lowest precision. What dgrad's error does to the updates of the
-layers below is small and of about one size everywhere; a quarter of loc^2 stands for it.
-docs/measuring.md compares this with brute force and with fuller estimators.
+four times that of loc^2, both in the lowest precision. What dgrad's error does to the updates of
+the layers below is small and about equally large everywhere; an eighth of loc^2 stands for it.
+Both factors are from brute force on one model (5 layers of width 192); docs/measuring.md judges
+them on others, and against fuller estimators.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from megatron_snip.options import Option
 from megatron_snip.statistics.records import LinearStatistics
 from megatron_snip.types import Gemm
 
-DGRAD_SHARE = 0.25
+FPROP_RATIO = 4.0
+"""Sum of the fprop terms over linears, in units of the sum of loc^2."""
+DGRAD_SHARE = 0.125
 """Of loc^2, for dgrad."""
 
 
@@ -27,7 +30,7 @@ def fprop_scale(linears: Sequence[LinearStatistics], lowest_format: str) -> floa
     rows = [linear.formats[lowest_format] for linear in linears if lowest_format in linear.formats]
     aligned = math.fsum(row.aligned_fisher for row in rows if math.isfinite(row.aligned_fisher))
     local = math.fsum(row.local_square for row in rows if math.isfinite(row.local_square))
-    return local / aligned if aligned > 0 else 0.0
+    return FPROP_RATIO * local / aligned if aligned > 0 else 0.0
 
 
 def weight_divergence(linear: LinearStatistics, option: Option, kappa: float) -> float:

@@ -45,12 +45,13 @@ def two() -> list[LinearStatistics]:
 def test_q_is_each_part_over_its_sum_under_the_lowest_precision() -> None:
     found = divergence_table(table(*two()), settings())
     first, second = found.linears
-    loss_sum, weight_sum = 7.0 * (16 + 48), 12.0 * (16 + 48)
-    assert first.options[FP8].quality_loss == pytest.approx(7 / loss_sum + 0.1 * 12 / weight_sum)
+    each = math.sqrt(4 * 64 + 64 / 8 + 64)
+    loss_sum, weight_sum = 7.0 * (16 + 48), each * (16 + 48)
+    assert first.options[FP8].quality_loss == pytest.approx(7 / loss_sum + 0.1 * each / weight_sum)
     assert first.options[FP4].quality_loss == pytest.approx(1.1 * 16 / 64)
     assert second.options[FP4].quality_loss == pytest.approx(1.1 * 48 / 64)
     assert first.options[FP8].loss_divergence == 7.0
-    assert first.options[FP8].weight_divergence == pytest.approx(12.0)
+    assert first.options[FP8].weight_divergence == pytest.approx(each)
     assert (found.step, second.stage, second.name) == (30, 1, "decoder.layers.1.mlp.linear_fc2")
 
 
