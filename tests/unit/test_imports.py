@@ -17,7 +17,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("errors", "log"),
     ("formats", "types"),
     ("options",),
-    ("butterfly",),
+    ("recursive_doubling",),
     ("argument_file", "config", "directory", "flags", "loss_guard", "matmul"),
     ("collectives", "topology"),
     ("kernels",),
