@@ -34,10 +34,10 @@ from megatron_snip.comparison.store import Store
 from megatron_snip.comparison.table import Calibration, Table, make_tables
 from megatron_snip.comparison.text import columns, markdown, to_json
 from megatron_snip.errors import UsageError
+from megatron_snip.files import write_atomic
 from megatron_snip.flags import add_flags, given_values
 from megatron_snip.options import Option
 from megatron_snip.planning.calibration import read_calibration
-from megatron_snip.planning.json_file import write_atomic
 from megatron_snip.reporting.report.words import printable
 
 INTERRUPTED = 130

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from megatron_snip.cli.stages import add_stage_flags, stages_from
 from megatron_snip.errors import UsageError
+from megatron_snip.files import write_atomic
 from megatron_snip.options import Option
-from megatron_snip.planning.json_file import write_atomic
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.te_config import config_text, export_configs, num_layers, stage_paths
 from megatron_snip.planning.te_recipe import TERecipe, run_flags

@@ -25,7 +25,7 @@ from megatron_snip.cli.plan_flags import (
 )
 from megatron_snip.cli.plan_tables import plain_console
 from megatron_snip.errors import UsageError
-from megatron_snip.planning.json_file import write_atomic
+from megatron_snip.files import write_atomic
 from megatron_snip.planning.pareto import ParetoPoint, frontier
 from megatron_snip.planning.policies import get_policy
 from megatron_snip.planning.settings import PlanSettings

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.quality import QualitySettings, divergence_table, problem_dict
 from megatron_snip.errors import UsageError
-from megatron_snip.planning.json_file import read_json
+from megatron_snip.files import read_json
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import PlanningProblem

@@ -16,8 +16,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from megatron_snip.comparison.run import Run
 from megatron_snip.config import explain
 from megatron_snip.errors import UsageError
+from megatron_snip.files import read_json
 from megatron_snip.options import BF16, Option
-from megatron_snip.planning.json_file import read_json
 from megatron_snip.planning.plan import read_plan
 from megatron_snip.reporting.metrics_log import MetricsLog
 from megatron_snip.reporting.run_record import RunRecord, read_run

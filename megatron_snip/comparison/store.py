@@ -28,7 +28,7 @@ from megatron_snip.comparison.measurement import plan_from, read_statistics
 from megatron_snip.comparison.outcome import Outcome, outcome_of, read_outcome
 from megatron_snip.comparison.run import Run
 from megatron_snip.errors import UsageError
-from megatron_snip.planning.json_file import write_atomic
+from megatron_snip.files import write_atomic
 from megatron_snip.planning.plan import write_plan
 from megatron_snip.trainer.checkpoint_folder import CheckpointFolder
 from megatron_snip.trainer.config import TrainConfig, make_train_config

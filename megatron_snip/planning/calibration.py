@@ -23,9 +23,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from megatron_snip.config import explain
 from megatron_snip.errors import UsageError
+from megatron_snip.files import read_json, write_atomic
 from megatron_snip.formats import FORMATS
 from megatron_snip.options import Option
-from megatron_snip.planning.json_file import read_json, write_atomic
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.types import Gemm
 

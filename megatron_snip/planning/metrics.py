@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_snip.errors import UsageError
-from megatron_snip.planning.json_file import read_json
+from megatron_snip.files import read_json
 from megatron_snip.planning.policies import Metrics
 
 

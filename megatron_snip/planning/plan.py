@@ -24,8 +24,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from megatron_snip.config import explain
 from megatron_snip.errors import UsageError
+from megatron_snip.files import read_json, write_atomic
 from megatron_snip.options import Option
-from megatron_snip.planning.json_file import read_json, write_atomic
 from megatron_snip.types import Gemm
 
 Status = Literal["optimal", "feasible", "fixed", "kept"]

@@ -39,7 +39,7 @@ from typing import IO, Any
 import yaml
 
 from megatron_snip.directory import DirectoryLock
-from megatron_snip.planning.json_file import write_atomic
+from megatron_snip.files import write_atomic
 from megatron_snip.planning.plan import PrecisionPlan, write_plan
 
 PACKAGES = (

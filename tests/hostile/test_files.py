@@ -20,6 +20,7 @@ from megatron_snip.comparison.outcome import Outcome, read_outcome
 from megatron_snip.config import SnipConfig, make_config, read_yaml
 from megatron_snip.controller_state import ControllerState, GuardState, Pending
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, UsageError
+from megatron_snip.files import MAX_BYTES, read_json
 from megatron_snip.loss_guard import GuardSettings, LossGuard
 from megatron_snip.options import Option
 from megatron_snip.patches.checkpoint_sidecar import read_sidecar
@@ -31,7 +32,6 @@ from megatron_snip.planning.calibration import (
     with_seconds,
 )
 from megatron_snip.planning.exchange import PlanRequest, encode_request
-from megatron_snip.planning.json_file import MAX_BYTES, read_json
 from megatron_snip.planning.plan import assignment_digest, read_plan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import read_problem

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_snip.planning.json_file import write_atomic
+from megatron_snip.files import write_atomic
 from megatron_snip.planning.plan import write_plan
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.reporting.run_record import read_run

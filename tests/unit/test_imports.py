@@ -15,7 +15,7 @@ PACKAGE = ROOT / "megatron_snip"
 ORDER: tuple[tuple[str, ...], ...] = (
     ("version",),
     ("errors", "log"),
-    ("formats", "types"),
+    ("files", "formats", "types"),
     ("options",),
     ("butterfly",),
     ("argument_file", "config", "directory", "flags", "loss_guard", "matmul"),
