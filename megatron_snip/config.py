@@ -119,12 +119,9 @@ class PlanFields(_Section):
     """GLOB=OPTION, comma separated: linears that keep an option,
     e.g. 'decoder.layers.0.*=fp8'. The option must be among those on offer or bf16."""
 
-    max_changes: Annotated[int, Field(ge=0)] | None = None
-    """Most linears that may change their option in one refresh."""
-
-    min_gain: Fraction = 0.0
-    """A new plan must lower the quality loss by at least this share of the old plan's, or the
-    old plan stays (where it is still feasible)."""
+    change_penalty: Annotated[float, Field(ge=0.0, le=1e150)] = 0.0
+    """Price of each linear that changes its option at a refresh, in units of quality loss. The
+    uniform plan in the lowest precision has quality loss 1 + weight_lambda."""
 
     plan_file: Path | None = None
     """Start from this plan (a plans/<step>.json of another run)."""

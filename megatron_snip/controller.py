@@ -219,8 +219,7 @@ class SnipController:
             return
         self._announcer.tell(lambda r: r.refreshed(refresh))
         if self._schedule.replans:
-            metrics = refresh.divergences.metrics()
-            pending = Pending(step, step + self.config.lag, refresh.problem, metrics)
+            pending = Pending(step, step + self.config.lag, refresh.problem)
             self._solving.submit(pending, self.plan)
 
     def _conclude(self, step: int) -> None:
@@ -231,7 +230,7 @@ class SnipController:
             self._keep(step, str(failure))
             return
         if self._guard is not None and self._guard.refuses(plan):
-            why = f"the loss guard took back the very plan of step {plan.step} before"
+            why = f"the loss guard took back the same plan as that of iteration {plan.iteration}"
             self._keep(step, why)
             return
         self._apply(plan, step, waited_s)
@@ -254,7 +253,7 @@ class SnipController:
             self._log_precision(step)
 
     def _keep(self, step: int, why: str) -> None:
-        message = f"the plan of step {self.plan.step} stays: {why}"
+        message = f"the plan of iteration {self.plan.iteration} stays: {why}"
         self._announcer.happened(step, "kept", message)
 
     # A plan that has yet to prove itself.
@@ -289,15 +288,16 @@ class SnipController:
     def _fall_back(self, step: int, fallback: PrecisionPlan, guard: PlanGuard) -> None:
         """All ranks: `fallback`, which the step was made under, is the plan from now on."""
         self._solving.drop()
-        # A plan's step names its file; that of the plan it repeats is taken.
-        plan = fallback.model_copy(update={"step": step})
+        # The iteration names the plan's file; that of the plan it repeats exists already.
+        plan = fallback.model_copy(update={"iteration": step + 1})
         guard.fell(self.plan, plan, step)
         changed = changed_linears(self.plan, plan)
         was, self.plan = self.plan, plan
         self.history.append((step, plan.digest))
         message = (
-            f"the plan of step {was.step} was taken back: {len(changed)} of {len(plan.linears)} "
-            f"linears are as in the {fallback.policy} plan of step {fallback.step}"
+            f"the plan of iteration {was.iteration} was taken back: {len(changed)} of "
+            f"{len(plan.linears)} linears are as in the {fallback.policy} plan of iteration "
+            f"{fallback.iteration}"
         )
         self._announcer.happened(step, "fallback", message)
         self._announcer.tell(lambda r: r.planned(Applied(plan, step, len(changed), 0.0)))

@@ -5,11 +5,12 @@ checkpoints, which are read with `weights_only=True`, and in sidecar JSON files.
 
     {"version": 1, "step": int, "plan": {a plan file's object}, "history": [[step, digest], ...],
      "refreshed": int | null, "statistics": null | {a StatisticsTable's},
-     "pending": null | {"step": int, "apply_at": int, "problem": {...}, "metrics": {...}},
+     "pending": null | {"step": int, "apply_at": int, "problem": {a problem file's object}},
      "guard": null | {"loss": {a LossGuard's}, "good": null | {a plan file's object},
                       "refused": [digest, ...], "falls": int, "refresh_at": int | null}}
 
-`guard` and `statistics` may be missing, as in older checkpoints.
+`guard` and `statistics` may be missing, as in older checkpoints. There, `pending` has the scores of
+the options apart, as "metrics".
 
 A plan that was still being solved is kept as its problem: the resumed run submits it again and the
 outcome is applied at the same step. Stochastic rounding and the sampled tokens are functions of the
@@ -18,12 +19,14 @@ seed and the step.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_snip.errors import UsageError
 from megatron_snip.loss_guard import LossGuard
 from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.statistics.records import StatisticsTable
 
 SCHEMA_VERSION = 1
@@ -36,23 +39,17 @@ class Pending:
     Attributes:
         step: training step that was measured.
         apply_at: training step before which the outcome is broadcast.
-        problem: what is being solved, as plain types (a problem file's object).
-        metrics: what baseline policies score by: {linear: {option: {metric: value}}}.
+        problem: what is being solved.
     """
 
     step: int
     apply_at: int
-    problem: dict[str, Any]
-    metrics: dict[str, Any]
+    problem: PlanningProblem
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain types."""
-        return {
-            "step": self.step,
-            "apply_at": self.apply_at,
-            "problem": self.problem,
-            "metrics": self.metrics,
-        }
+        problem = self.problem.to_dict()
+        return {"step": self.step, "apply_at": self.apply_at, "problem": problem}
 
 
 @dataclass(frozen=True)
@@ -143,7 +140,7 @@ class ControllerState:
                 plan=PrecisionPlan.from_dict(value["plan"], f"{source}, plan"),
                 history=tuple((int(step), str(digest)) for step, digest in value["history"]),
                 refreshed=None if refreshed is None else int(refreshed),
-                pending=None if pending is None else _pending(pending),
+                pending=None if pending is None else _pending(pending, source),
                 guard=None if guard is None else _guard(guard, source),
                 statistics=None if statistics is None else StatisticsTable.from_dict(statistics),
             )
@@ -152,13 +149,32 @@ class ControllerState:
             raise UsageError(f"{source} is damaged ({detail})") from None
 
 
-def _pending(value: dict[str, Any]) -> Pending:
+def _pending(value: dict[str, Any], source: str) -> Pending:
+    problem = dict(value["problem"])
+    if "metrics" in value:
+        problem["linears"] = [
+            {**row, "options": _scored(row["options"], value["metrics"].get(row["name"], {}))}
+            for row in problem["linears"]
+        ]
     return Pending(
         step=int(value["step"]),
         apply_at=int(value["apply_at"]),
-        problem=dict(value["problem"]),
-        metrics=dict(value["metrics"]),
+        problem=PlanningProblem.from_dict(problem, f"{source}, pending problem"),
     )
+
+
+def _scored(options: dict[str, Any], metrics: dict[str, Any]) -> dict[str, Any]:
+    """Put the metrics of an older checkpoint into the options; NaN becomes null."""
+    return {
+        option: {
+            **cost,
+            "scores": {
+                name: None if isinstance(score, float) and not math.isfinite(score) else score
+                for name, score in metrics.get(option, {}).items()
+            },
+        }
+        for option, cost in options.items()
+    }
 
 
 def _guard(value: dict[str, Any], source: str) -> GuardState:

@@ -144,13 +144,13 @@ class PlanGuard:
         traces.restore()
         clear()
         results = run(plan if fallback is None else fallback)
-        told = f"loss {loss:.4g} under the {plan.policy} plan of step {plan.step}"
+        told = f"loss {loss:.4g} under the {plan.policy} plan of iteration {plan.iteration}"
         if fallback is None:  # the step was made again so that Megatron sees what there is to see
             self._loss = self._loss.stood_down()
             return Judged(results, None, f"{told}, and there is nothing to fall back to")
         second = self._measured(results, training)
         second = math.nan if second is None else second
-        told += f", {second:.4g} under the {fallback.policy} plan of step {fallback.step}"
+        told += f", {second:.4g} under the {fallback.policy} plan of iteration {fallback.iteration}"
         if verdict is Verdict.SUSPECT and not self._loss.blames(loss, second):
             self._heard(loss)
             return Judged(results, None, f"{told}: the plan stays")

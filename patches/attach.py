@@ -40,11 +40,11 @@ def attach(
         linears, plan = session.controller.model.all_linears, session.controller.plan
         begin = "start from" if state is None else f"go on at step {state.step} with"
         logger.info(
-            "SNIP: %d linears %s the %s plan of step %d",
+            "SNIP: %d linears %s the %s plan of iteration %d",
             len(linears),
             begin,
             plan.policy,
-            plan.step,
+            plan.iteration,
         )
 
 

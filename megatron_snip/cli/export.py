@@ -68,8 +68,9 @@ def run(args: argparse.Namespace) -> int:
     paths = stage_paths(args.te_precision_config, len(configs))
     shown = ".".join(map(str, capability))
     comment = (
-        f"The {plan.policy} plan of step {plan.step} (digest {plan.digest[:12]}) for Transformer\n"
-        f"Engine on compute capability {shown}; read by Megatron's --te-precision-config-file."
+        f"The {plan.policy} plan of iteration {plan.iteration} (digest {plan.digest[:12]}) for\n"
+        f"Transformer Engine on compute capability {shown}; read by Megatron's\n"
+        "--te-precision-config-file."
     )
     for path, config in zip(paths, configs, strict=True):
         _write(path, config_text(config, comment))

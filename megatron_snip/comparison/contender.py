@@ -31,9 +31,6 @@ LOWEST = "lowest"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}")
 """Of a contender that a configuration adds."""
 
-MEASURED = ("snip", "greedy", "min-")
-"""Beginnings of the policies that plan from statistics."""
-
 SETTINGS = frozenset(
     {"policy", "granularity", "loss_join", "weight_lambda", "pins"},
 )
@@ -68,7 +65,7 @@ class Contender:
     @property
     def measured(self) -> bool:
         """Whether its plans need statistics."""
-        return self.policy.startswith(MEASURED)
+        return get_policy(self.policy).needs_statistics
 
 
 POLICIES = ("random", "layer-id", "layer-type", "min-abs-err", "min-rel-err", "greedy")

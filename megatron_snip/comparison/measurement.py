@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.divergence.quality import QualitySettings, divergence_table, problem_dict
+from megatron_snip.divergence.quality import QualitySettings, divergence_table, planning_problem
 from megatron_snip.errors import UsageError
 from megatron_snip.files import read_json
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.planner import make_plan
-from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.statistics.records import (
     BASE_COLUMNS,
@@ -50,11 +49,9 @@ def plan_from(statistics: StatisticsTable, snip: SnipConfig) -> PrecisionPlan:
     """
     quality = QualitySettings(snip.options, snip.lowest_format, snip.loss_join, snip.weight_lambda)
     table = divergence_table(statistics, quality)
-    problem = problem_dict(table, snip.lowest_format, snip.efficiency_target)
+    problem = planning_problem(table, snip.lowest_format, snip.efficiency_target)
     settings = PlanSettings.from_config(snip)
-    return make_plan(
-        PlanningProblem.from_dict(problem), settings, None, statistics.step, table.metrics()
-    )
+    return make_plan(problem, settings, None, statistics.step + 1)
 
 
 def _linear(row: dict[str, Any]) -> LinearStatistics:

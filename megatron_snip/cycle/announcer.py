@@ -56,8 +56,8 @@ class Announcer:
         """A plan of the solver has been applied."""
         plan, objective = applied.plan, applied.plan.objective
         self.info(
-            f"step {applied.step}: {plan.policy} plan of step {plan.step} applied: {plan.status}, "
-            f"efficiency {plan.efficiency:.3f} (target {plan.target:.3f}), "
+            f"step {applied.step}: {plan.policy} plan of iteration {plan.iteration} applied: "
+            f"{plan.status}, efficiency {plan.efficiency:.3f} (target {plan.target:.3f}), "
             f"objective {'none' if objective is None else f'{objective:.4g}'}, "
             f"{applied.num_changed} of {len(plan.linears)} linears changed, "
             f"solved in {plan.seconds:.2f} s, waited {applied.waited_s:.2f} s"

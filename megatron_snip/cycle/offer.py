@@ -7,18 +7,16 @@ from elsewhere is checked against the model and brought to what can run, never s
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from typing import Any
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.cycle.announcer import Announcer
 from megatron_snip.cycle.schedule import Schedule
-from megatron_snip.divergence.quality import unmeasured_problem_dict
+from megatron_snip.divergence.quality import unmeasured_problem
 from megatron_snip.formats import lowest_precision
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.runnable import nearest, offered, restricted, told_changes
 from megatron_snip.options import BF16, Option
-from megatron_snip.planning.assigned import Work, assigned_plan
-from megatron_snip.planning.plan import PrecisionPlan, read_plan
+from megatron_snip.planning.plan import PrecisionPlan, assigned_plan, read_plan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.policies import get_policy
 from megatron_snip.planning.problem import PlanningProblem
@@ -66,7 +64,11 @@ class Offer:
         """
         get_policy(self._config.policy)
         settings = PlanSettings.from_config(self._config)
-        problem = PlanningProblem.from_dict(self._unmeasured())
+        c = self._config
+        linears = self._model.all_linears
+        problem = self.restricted(
+            unmeasured_problem(linears, self.options, c.lowest_format, c.efficiency_target)
+        )
         if schedule.replans:
             make_plan(problem, settings.model_copy(update={"policy": "greedy"}))
         keeps_file = self._config.plan_file is not None and self._config.freeze_plan
@@ -75,8 +77,8 @@ class Offer:
         if self._config.plan_file is not None:
             return self.checked(read_plan(self._config.plan_file))
         if not schedule.static:
-            initial = {"policy": f"uniform-{self._config.initial_option}", "max_changes": None}
-            settings = settings.model_copy(update=initial)
+            initial = f"uniform-{self._config.initial_option}"
+            settings = settings.model_copy(update={"policy": initial})
         return make_plan(problem, settings)
 
     def safe_plan(self, plan: PrecisionPlan, step: int) -> PrecisionPlan:
@@ -86,7 +88,7 @@ class Offer:
             name: option if any(fnmatchcase(name, glob) for glob in globs) else BF16
             for name, option in plan.linears.items()
         }
-        return self._assigned(linears, "guard", step)
+        return self._assigned(linears, "guard", step + 1)
 
     def checked(self, plan: PrecisionPlan) -> PrecisionPlan:
         """Return `plan` if it is one of this model.
@@ -102,7 +104,7 @@ class Offer:
         runnable = self._model.runnable
         runnable.learn((*plan.linears.values(), *self.options))
         linears = nearest(runnable, plan.linears, self.options)
-        whose = f"the {plan.policy} plan of step {plan.step}"
+        whose = f"the {plan.policy} plan of iteration {plan.iteration}"
         foreign = [o for o in dict.fromkeys(linears.values()) if o not in self.options]
         for text in self._model.approximations(foreign):  # of those on offer it has been said
             self._announcer.warn(f"{whose}: {text}")
@@ -110,27 +112,25 @@ class Offer:
             return plan
         for text in told_changes(runnable, plan.linears, linears):
             self._announcer.warn(f"{whose}: {text}")
-        return self._assigned(linears, plan.policy, plan.step)
+        return self._assigned(linears, plan.policy, plan.iteration)
 
-    def restricted(self, problem: dict[str, Any]) -> dict[str, Any]:
+    def restricted(self, problem: PlanningProblem) -> PlanningProblem:
         """Return the problem with what every linear can run; in full where nothing will run it."""
         if self._config.collect_only:
             return problem
         return restricted(self._model.runnable, problem)
 
-    def placed(self, problem: dict[str, Any]) -> dict[str, Any] | None:
+    def placed(self, problem: PlanningProblem) -> PlanningProblem | None:
         """All ranks: return a former run's problem with this layout's stages and what runs here.
 
         None if it is of another model.
         """
         stages = {linear.name: linear.stage for linear in self._model.all_linears}
-        rows = problem["linears"]
-        if {row["name"] for row in rows} != set(stages):
+        if set(problem.names) != set(stages):
             return None
-        moved = [{**row, "stage": stages[row["name"]]} for row in rows]
-        options = (Option.parse(text) for row in moved for text in row["options"])
-        self._model.runnable.learn(options)
-        return self.restricted({**problem, "linears": moved})
+        moved = [row.model_copy(update={"stage": stages[row.name]}) for row in problem.linears]
+        self._model.runnable.learn(Option.parse(text) for row in moved for text in row.options)
+        return self.restricted(problem.model_copy(update={"linears": tuple(moved)}))
 
     def _offered(self) -> tuple[Option, ...]:
         c, runnable = self._config, self._model.runnable
@@ -144,12 +144,6 @@ class Offer:
             self._announcer.info(text)
         return options
 
-    def _unmeasured(self) -> dict[str, Any]:
-        c, linears = self._config, self._model.all_linears
-        return self.restricted(
-            unmeasured_problem_dict(linears, self.options, c.lowest_format, c.efficiency_target)
-        )
-
-    def _assigned(self, linears: dict[str, Option], policy: str, step: int) -> PrecisionPlan:
-        work = [Work(i.name, i.stage, i.flops_per_token) for i in self._model.all_linears]
-        return assigned_plan(linears, work, self._config.lowest_format, policy, step)
+    def _assigned(self, linears: dict[str, Option], policy: str, iteration: int) -> PrecisionPlan:
+        work = {i.name: (i.stage, i.flops_per_token) for i in self._model.all_linears}
+        return assigned_plan(linears, work, self._config.lowest_format, policy, iteration)

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_snip.collectives import RemoteFailure
 from megatron_snip.config import SnipConfig
 from megatron_snip.cycle.offer import Offer
-from megatron_snip.divergence.quality import QualitySettings, divergence_table, problem_dict
+from megatron_snip.divergence.quality import QualitySettings, divergence_table, planning_problem
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.moe_dispatch import ExpertDispatch
 from megatron_snip.linears.step_loss import StepLoss
@@ -102,5 +102,5 @@ class Refresher:
         c, options, lowest = self._config, self._offer.options, self._offer.lowest_format
         quality = QualitySettings(options, lowest, c.loss_join, c.weight_lambda)
         divergences = divergence_table(self.mean, quality, warn=self._topology.rank == 0)
-        problem = self._offer.restricted(problem_dict(divergences, lowest, c.efficiency_target))
+        problem = self._offer.restricted(planning_problem(divergences, lowest, c.efficiency_target))
         return Refresh(step, self.mean, divergences, problem, self._seconds)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 
 from megatron_snip.config import SnipConfig
-
-STATIC_POLICIES = ("uniform-", "random", "layer-type", "layer-id", "none")
-"""Beginnings of the policies that look at names and FLOPs only: planned once, never refreshed."""
+from megatron_snip.planning.policies import get_policy
 
 
 class Schedule:
@@ -25,7 +23,7 @@ class Schedule:
 
     def __init__(self, config: SnipConfig, refreshed: int | None = None) -> None:
         """Start, or go on after the refresh that was begun in step `refreshed`."""
-        self.static = config.policy.startswith(STATIC_POLICIES)
+        self.static = not get_policy(config.policy).needs_statistics
         self.replans = not (self.static or config.collect_only or config.freeze_plan)
         self.num_parts = math.ceil(1 / config.measure_fraction - 1e-9)
         self.refreshed = refreshed

@@ -20,7 +20,6 @@ from megatron_snip.controller_state import Pending
 from megatron_snip.cycle.offer import Offer
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, SnipError, UsageError
 from megatron_snip.planning.plan import PrecisionPlan
-from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
 
@@ -70,11 +69,10 @@ class Solving:
             return
         try:
             self._solver.submit(
-                PlanningProblem.from_dict(pending.problem),
+                pending.problem,
                 PlanSettings.from_config(self.config),
                 plan,
-                pending.step,
-                pending.metrics,
+                pending.step + 1,
             )
         except Exception as error:  # told to all ranks when the outcome is due
             self._unsent = error
@@ -96,7 +94,7 @@ class Solving:
         try:
             found = from_leader(None if self._solver is None else self._solved, self._control)
         except SnipError as error:
-            why = f"no new plan from the statistics of step {pending.step}: {error}"
+            why = f"no new plan from the statistics of iteration {pending.step + 1}: {error}"
             raise PlanningError(why) from None
         waited_s = time.perf_counter() - begin
         plan = attempt(

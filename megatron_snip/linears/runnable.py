@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch.distributed import ProcessGroup
 
@@ -17,6 +17,7 @@ from megatron_snip.collectives import gather_json
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import get_format
 from megatron_snip.options import BF16, Option
+from megatron_snip.planning.problem import OptionCost, PlanningProblem
 from megatron_snip.topology import Placement
 from megatron_snip.types import Gemm
 
@@ -97,18 +98,18 @@ def offered(
     return tuple(kept), warnings
 
 
-def restricted(runnable: Runnable, problem: dict[str, Any]) -> dict[str, Any]:
+def restricted(runnable: Runnable, problem: PlanningProblem) -> PlanningProblem:
     """Return a planning problem whose linears list only what they can run, BF16 at least."""
-    bf16 = {str(BF16): {"quality_loss": 0.0, "saving": 0.0}}
+    bf16 = {str(BF16): OptionCost(quality_loss=0.0, saving=0.0)}
     rows = []
-    for row in problem["linears"]:
+    for row in problem.linears:
         options = {
             text: cost
-            for text, cost in row["options"].items()
-            if row["name"] not in runnable.refused(Option.parse(text))
+            for text, cost in row.options.items()
+            if row.name not in runnable.refused(Option.parse(text))
         }
-        rows.append({**row, "options": options or bf16})
-    return {**problem, "linears": rows}
+        rows.append(row.model_copy(update={"options": options or bf16}))
+    return problem.model_copy(update={"linears": tuple(rows)})
 
 
 def nearest(

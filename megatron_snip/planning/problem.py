@@ -177,9 +177,18 @@ def read_record(
     try:
         return record.model_validate(value)
     except ValidationError as error:
-        raise UsageError(f"{source}: {explain(error)}") from None
+        raise UsageError(f"{source}: {explain(error)}{_linear_of(error, value)}") from None
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
+
+
+def _linear_of(error: ValidationError, value: dict[str, Any]) -> str:
+    """Return the name of the linear where the first error is, if it has one."""
+    place = error.errors()[0]["loc"]
+    if len(place) > 2 and place[0] == "linears" and isinstance(place[1], int):
+        name = value["linears"][place[1]].get("name")
+        return f" (linear {name!r})" if isinstance(name, str) else ""
+    return ""
 
 
 def read_problem(path: Path) -> PlanningProblem:

@@ -191,7 +191,8 @@ def _overhead(metrics: MetricsLog) -> Text:
 
 def _plan_line(plan: PrecisionPlan, mark: PlanMark) -> Text:
     return Text(
-        f"plan of step {plan.step}, applied before step {mark.step}: {choices(plan.linears)}; "
+        f"plan of iteration {plan.iteration}, applied before step {mark.step}: "
+        f"{choices(plan.linears)}; "
         f"efficiency {percent(plan.efficiency)}, quality loss {number(plan.objective)}, "
         f"{plan.status}, {mark.changed} changed, waited {seconds(mark.wait_s)}"
     )

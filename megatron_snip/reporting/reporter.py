@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from megatron_snip.divergence.quality import DivergenceTable, divergences_dict
 from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.statistics.records import StatisticsTable
 
@@ -26,14 +27,14 @@ class Refresh:
         step: training step (0-based).
         statistics: the reduced statistics.
         divergences: computed from them.
-        problem: the planner's problem as plain types, schema version 1.
+        problem: the planner's problem.
         seconds: wall time of the measurement.
     """
 
     step: int
     statistics: StatisticsTable
     divergences: DivergenceTable
-    problem: dict[str, Any]
+    problem: PlanningProblem
     seconds: float
 
 
@@ -145,10 +146,10 @@ class FileReporter:
 
     def planned(self, applied: Applied) -> None:
         """Write the plan, unless a run goes on with it here, where it was applied."""
-        if applied.resumed and self.directory.has_plan(applied.plan.step):
+        if applied.resumed and self.directory.has_plan(applied.plan.iteration):
             return
         self._told |= {
-            "plan_step": applied.plan.step,
+            "plan_step": applied.plan.iteration,
             "changed_linears": applied.num_changed,
             "wait_s": applied.waited_s,
         }

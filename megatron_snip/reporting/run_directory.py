@@ -5,7 +5,7 @@
     metrics.jsonl             one JSON object a training step
     problems/<step>.json      the planner's problem at each refresh
     divergences/<step>.json   the divergences and statistics behind it
-    plans/<step>.json         the plan made from it
+    plans/<iteration>.json    the plan made from it (iteration = step + 1)
     precision/<step>.json     what every linear resolved to from that step on (--snip-precision-log)
 
 A line of metrics.jsonl holds `step` (0-based), what the training loop measured (loss, grad_norm,
@@ -14,7 +14,7 @@ FLOPs in the lowest precision) and `wall_s`, the seconds since the line before (
 checkpoints included). Where they happened, also:
 
     refresh_s         seconds that the refresh of this step took (part of wall_s)
-    plan_step         the plan applied before this step: plans/<plan_step>.json
+    plan_step         iteration of the plan applied before this step: plans/<plan_step>.json
     changed_linears   linears whose option that plan changed
     wait_s            seconds that training waited for it (part of wall_s)
     events            [{"kind": "kept" | "guard" | "fallback", "message": str}]
@@ -41,6 +41,7 @@ import yaml
 from megatron_snip.directory import DirectoryLock
 from megatron_snip.files import write_atomic
 from megatron_snip.planning.plan import PrecisionPlan, write_plan
+from megatron_snip.planning.problem import PlanningProblem, write_problem
 
 PACKAGES = (
     "megatron-snip",
@@ -91,9 +92,11 @@ class RunDirectory:
             self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
         self._metrics.write(json.dumps({k: _finite(v) for k, v in values.items()}) + "\n")
 
-    def problem(self, step: int, problem: dict[str, Any]) -> Path:
+    def problem(self, step: int, problem: PlanningProblem) -> Path:
         """Write problems/<step>.json; return its path."""
-        return self._json("problems", step, problem)
+        path = self._made("problems") / f"{step}.json"
+        write_problem(problem, path)
+        return path
 
     def divergences(self, step: int, divergences: dict[str, Any]) -> Path:
         """Write divergences/<step>.json; return its path."""
@@ -104,15 +107,15 @@ class RunDirectory:
         return self._json("precision", step, table)
 
     def plan(self, plan: PrecisionPlan) -> Path:
-        """Write plans/<step>.json and flush the metrics; return the plan's path."""
-        path = self._made("plans") / f"{plan.step}.json"
+        """Write plans/<iteration>.json and flush the metrics; return the plan's path."""
+        path = self._made("plans") / f"{plan.iteration}.json"
         write_plan(plan, path)
         self.flush()
         return path
 
-    def has_plan(self, step: int) -> bool:
-        """Whether there is a plans/<step>.json."""
-        return (self.path / "plans" / f"{step}.json").is_file()
+    def has_plan(self, iteration: int) -> bool:
+        """Whether there is a plans/<iteration>.json."""
+        return (self.path / "plans" / f"{iteration}.json").is_file()
 
     def flush(self) -> None:
         """Put the metrics written so far on disk."""

@@ -102,7 +102,7 @@ def plan_scalars(plan: PrecisionPlan) -> dict[str, float]:
             "snip/planning/efficiency": plan.efficiency,
             "snip/planning/target": plan.target,
             "snip/planning/solve_s": plan.seconds,
-            "snip/planning/measured_step": plan.step,
+            "snip/planning/measured_iteration": plan.iteration,
         }
     )
 

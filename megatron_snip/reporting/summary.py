@@ -58,7 +58,7 @@ def plans_table(applied: list[Applied]) -> Table:
         plan = entry.plan
         table.add_row(
             str(entry.step),
-            str(plan.step),
+            str(plan.iteration),
             plan.policy,
             plan.status,
             f"{plan.efficiency:.3f}",
@@ -87,11 +87,11 @@ def linears_table(refresh: Refresh, applied: Applied | None) -> Table:
         for option in options:
             table.add_column(f"{kind}\n{option}", justify="right", no_wrap=True)
     table.add_column("plan", no_wrap=True)
-    total = sum(linear.flops for linear in linears)
+    total = sum(linear.statistics.flops_per_token for linear in linears)
     for linear in linears:
         cells = [f"{linear.options[o].loss_divergence:.1e}" for o in options]
         cells += [f"{linear.options[o].weight_divergence:.3f}" for o in options]
         chosen: Option | None = applied.plan.linears[linear.name] if applied else None
-        share = f"{100 * linear.flops / total:.1f}%"
+        share = f"{100 * linear.statistics.flops_per_token / total:.1f}%"
         table.add_row(linear.name, share, *cells, str(chosen) if chosen else "-")
     return table

@@ -102,9 +102,13 @@ class WandbWriter:
         return self._wandb.Image(Image.open(stream))
 
     def _keep(self, run: Any, plan: PrecisionPlan) -> None:
-        metadata = {"step": plan.step, "digest": plan.digest, "efficiency": plan.efficiency}
+        metadata = {
+            "iteration": plan.iteration,
+            "digest": plan.digest,
+            "efficiency": plan.efficiency,
+        }
         artifact = self._wandb.Artifact(f"plan-{run.id}", ARTIFACT_TYPE, metadata=metadata)
-        with artifact.new_file(f"{plan.step}.json") as stream:
+        with artifact.new_file(f"{plan.iteration}.json") as stream:
             stream.write(plan.to_json())
         run.log_artifact(artifact)
 

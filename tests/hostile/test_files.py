@@ -14,6 +14,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from megatron_snip.planning.exchange import PlanRequest, encode_request
 
 from megatron_snip.argument_file import read_argument_file
 from megatron_snip.comparison.outcome import Outcome, read_outcome
@@ -31,7 +32,6 @@ from megatron_snip.planning.calibration import (
     read_calibration,
     with_seconds,
 )
-from megatron_snip.planning.exchange import PlanRequest, encode_request
 from megatron_snip.planning.plan import assignment_digest, read_plan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import read_problem

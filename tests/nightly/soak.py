@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron_snip.planning.assigned import Work, assigned_plan
 
 from benchmarks.refresh import tensor_bytes
 from megatron_snip.collectives import gather_json
 from megatron_snip.files import write_atomic
 from megatron_snip.linears import gemms
 from megatron_snip.options import Option
-from megatron_snip.planning.assigned import Work, assigned_plan
 from megatron_snip.planning.plan import PrecisionPlan, assignment_digest
 from megatron_snip.planning.solver_process import SolverProcess
 from tests.distributed.launch import run_ranks
