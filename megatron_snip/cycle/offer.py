@@ -6,11 +6,11 @@ from elsewhere is checked against the model and brought to what can run, never s
 
 from __future__ import annotations
 
+import logging
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.cycle.announcer import Announcer
-from megatron_snip.cycle.schedule import Schedule
 from megatron_snip.divergence.quality import unmeasured_problem
 from megatron_snip.formats import lowest_precision
 from megatron_snip.linears.model import PlannedModel
@@ -22,6 +22,11 @@ from megatron_snip.planning.policies import get_policy
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 
+if TYPE_CHECKING:
+    from megatron_snip.refresh import Schedule
+
+logger = logging.getLogger(__name__)
+
 
 class Offer:
     """What the linears of one model may choose from.
@@ -30,7 +35,7 @@ class Offer:
         options: on offer, in the settings' order; the same on all ranks.
     """
 
-    def __init__(self, config: SnipConfig, model: PlannedModel, announcer: Announcer) -> None:
+    def __init__(self, config: SnipConfig, model: PlannedModel, seed: int, leader: bool) -> None:
         """All ranks: find out what can run; rank 0 warns of what cannot.
 
         Raises:
@@ -38,7 +43,8 @@ class Offer:
         """
         self._config = config
         self._model = model
-        self._announcer = announcer
+        self._seed = seed
+        self._leader = leader
         self._names = [linear.name for linear in model.all_linears]
         self.options = self._offered()
 
@@ -63,22 +69,20 @@ class Offer:
             InfeasiblePlanError: if no plan reaches the target.
         """
         get_policy(self._config.policy)
-        settings = PlanSettings.from_config(self._config)
-        c = self._config
-        linears = self._model.all_linears
+        settings = PlanSettings.from_config(self._config, self._seed)
+        c, linears = self._config, self._model.all_linears
         problem = self.restricted(
             unmeasured_problem(linears, self.options, c.lowest_format, c.efficiency_target)
         )
         if schedule.replans:
             make_plan(problem, settings.model_copy(update={"policy": "greedy"}))
-        keeps_file = self._config.plan_file is not None and self._config.freeze_plan
+        keeps_file = self._config.plan_file is not None and self._config.collect_only
         if resumed is not None and not (schedule.static or keeps_file):
             return self.checked(resumed)
         if self._config.plan_file is not None:
             return self.checked(read_plan(self._config.plan_file))
-        if not schedule.static:
-            initial = f"uniform-{self._config.initial_option}"
-            settings = settings.model_copy(update={"policy": initial})
+        if self._config.collect_only or not schedule.static:
+            settings = settings.model_copy(update={"policy": "uniform-bf16"})
         return make_plan(problem, settings)
 
     def safe_plan(self, plan: PrecisionPlan, step: int) -> PrecisionPlan:
@@ -104,19 +108,19 @@ class Offer:
         runnable = self._model.runnable
         runnable.learn((*plan.linears.values(), *self.options))
         linears = nearest(runnable, plan.linears, self.options)
-        whose = f"the {plan.policy} plan of iteration {plan.iteration}"
+        whose = plan.label
         foreign = [o for o in dict.fromkeys(linears.values()) if o not in self.options]
         for text in self._model.approximations(foreign):  # of those on offer it has been said
-            self._announcer.warn(f"{whose}: {text}")
+            self._warn(f"{whose}: {text}")
         if linears == plan.linears:
             return plan
         for text in told_changes(runnable, plan.linears, linears):
-            self._announcer.warn(f"{whose}: {text}")
+            self._warn(f"{whose}: {text}")
         return self._assigned(linears, plan.policy, plan.iteration)
 
     def restricted(self, problem: PlanningProblem) -> PlanningProblem:
         """Return the problem with what every linear can run; in full where nothing will run it."""
-        if self._config.collect_only:
+        if self._config.collect_only and self._config.plan_file is None:
             return problem
         return restricted(self._model.runnable, problem)
 
@@ -132,16 +136,21 @@ class Offer:
         self._model.runnable.learn(Option.parse(text) for row in moved for text in row.options)
         return self.restricted(problem.model_copy(update={"linears": tuple(moved)}))
 
+    def _warn(self, text: str) -> None:
+        if self._leader:
+            logger.warning("snip: %s", text)
+
     def _offered(self) -> tuple[Option, ...]:
         c, runnable = self._config, self._model.runnable
-        if c.collect_only:  # statistics are wanted of what other machines can run, too
+        if c.collect_only and c.plan_file is None:  # measure also what other machines can run
             return c.options
         runnable.learn((*c.options, Option.uniform(c.lowest_format)))
         options, warnings = offered(runnable, c.options, self._names, c.lowest_format)
         for text in warnings:
-            self._announcer.warn(text)
-        for text in self._model.approximations(options):
-            self._announcer.info(text)
+            self._warn(text)
+        if self._leader:
+            for text in self._model.approximations(options):
+                logger.info("snip: %s", text)
         return options
 
     def _assigned(self, linears: dict[str, Option], policy: str, iteration: int) -> PrecisionPlan:

@@ -88,14 +88,14 @@ class PlanSettings(BaseModel):
             raise UsageError(f"plan settings: {explain(error)}") from None
 
     @classmethod
-    def from_config(cls, config: SnipConfig) -> PlanSettings:
+    def from_config(cls, config: SnipConfig, seed: int = 0) -> PlanSettings:
         """Return the planner's part of a run's settings."""
-        same = ("policy", "pipeline_balance", "change_penalty", "time_limit_s", "seed")
+        same = ("policy", "pipeline_balance", "change_penalty")
         return cls.from_dict(
             {
                 **{name: getattr(config, name) for name in same},
                 "target": config.efficiency_target,
                 "pins": tuple((glob, str(option)) for glob, option in config.pin_pairs),
-                "workers": config.solver_workers,
+                "seed": seed,
             }
         )

@@ -28,7 +28,7 @@ def frontier_of(run: RunRecord) -> Frontier | str:
     rules = PlanSettings.from_config(run.snip).model_copy(
         update={
             "policy": "snip",
-            "time_limit_s": min(TIME_LIMIT_S, run.snip.time_limit_s),
+            "time_limit_s": min(TIME_LIMIT_S, TIME_LIMIT_S),
         }
     )
     try:
