@@ -142,7 +142,7 @@ def _recipes(
 ) -> tuple[dict[Option, TERecipe], list[str]]:
     """Return the recipe of every option of the plan, and what had to be exchanged."""
     from megatron_snip.linears.backends import Backend, Machine, refusal, te_recipe
-    from megatron_snip.linears.runnable import at_least
+    from megatron_snip.planning.planner import nearest_option
 
     machine = Machine(capability, te_version="any", te_per_gemm=True)
     recipes, changes, refused = {}, [], {}
@@ -153,7 +153,7 @@ def _recipes(
             continue
         refused[option] = reason
         runnable = [o for o in _uniform() if refusal(Backend.TE, o, machine) is None]
-        instead = at_least(option, runnable)
+        instead = nearest_option(option, runnable)
         recipes[option] = te_recipe(instead, machine)
         changes.append(f"{option} becomes {instead}: {reason}")
     if refused and not nearest:

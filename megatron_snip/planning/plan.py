@@ -36,6 +36,9 @@ Status = Literal["optimal", "feasible", "fixed"]
 """optimal: proven best (to a relative 1e-9); feasible: all constraints hold, and the gap limits the
 distance from the best plan; fixed: the policy does not optimize (`uniform-OPTION`, `none`)."""
 
+Work = Mapping[str, tuple[int, float]]
+"""Pipeline stage and FLOPs of each linear; of the FLOPs only ratios matter."""
+
 _LISTED = 8
 
 
@@ -145,7 +148,7 @@ class PrecisionPlan(BaseModel):
 
 def assigned_plan(
     linears: Mapping[str, Option],
-    work: Mapping[str, tuple[int, float]],
+    work: Work,
     lowest_format: str,
     policy: str,
     iteration: int = 0,
@@ -154,7 +157,7 @@ def assigned_plan(
 
     Args:
         linears: option of each linear.
-        work: pipeline stage and FLOPs of each linear; of the FLOPs only ratios matter.
+        work: of the same linears.
         lowest_format: the format whose share of FLOPs is the efficiency.
         policy: where the assignment comes from.
         iteration: as in `PrecisionPlan`.

@@ -1,18 +1,41 @@
-"""make_plan: problem -> table -> constraints -> policy -> checked plan."""
+"""The plans of a run.
+
+make_plan         problem -> table -> constraints -> policy -> checked plan
+initial_plan      the plan that a run starts with
+adapt_plan        a plan of another machine or run, changed to what the linears can run
+bf16_plan         BF16 except for pinned linears: the guard's last resort
+restrict_problem  a problem without the options that linears cannot run
+"""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 
+from megatron_snip.config import SnipConfig
 from megatron_snip.errors import PlanningError
-from megatron_snip.options import Option
+from megatron_snip.formats import get_format
+from megatron_snip.options import BF16, Option
 from megatron_snip.planning.checker import find_violations
 from megatron_snip.planning.constraints import changes, make_constraints
 from megatron_snip.planning.cost import make_table
-from megatron_snip.planning.plan import PrecisionPlan, assignment_digest
-from megatron_snip.planning.policies import Request, get_policy
-from megatron_snip.planning.problem import PlanningProblem, check_options
+from megatron_snip.planning.plan import (
+    PrecisionPlan,
+    Work,
+    assigned_plan,
+    assignment_digest,
+    read_plan,
+)
+from megatron_snip.planning.policies import UNIFORM, Request, get_policy
+from megatron_snip.planning.problem import OptionCost, PlanningProblem, check_options
 from megatron_snip.planning.settings import PlanSettings
+
+Refusals = Mapping[Option, Mapping[str, str]]
+"""Option -> linears that cannot run it -> reason."""
+
+_MAX_REASONS = 3
 
 
 def make_plan(
@@ -77,3 +100,125 @@ def make_plan(
     if faults:
         raise PlanningError(f"policy '{settings.policy}' made an invalid plan: {faults[0]}")
     return plan
+
+
+def initial_plan(
+    problem: PlanningProblem,
+    config: SnipConfig,
+    seed: int = 0,
+    resumed: PrecisionPlan | None = None,
+) -> PrecisionPlan:
+    """Return the plan for the first iteration of a run.
+
+    Priority: plan file with `collect_only`, resumed plan, plan file, policy without statistics,
+    BF16. A policy without statistics makes its plan anew in a resumed run.
+
+    Args:
+        problem: what every linear can run; quality losses are not used.
+        config: the run's settings.
+        seed: of the policy `random`.
+        resumed: the plan in the checkpoint, or None.
+
+    Raises:
+        UsageError: if the policy is unknown, or a pin or the plan does not fit the model.
+        InfeasiblePlanError: if the constraints cannot be met (checked now, not at the first
+            measurement).
+    """
+    is_static = not get_policy(config.policy).needs_statistics
+    settings = PlanSettings.from_config(config, seed)
+    if not (is_static or config.collect_only):
+        make_plan(problem, settings.model_copy(update={"policy": "greedy"}))
+    stays = config.collect_only and config.plan_file is not None
+    if resumed is not None and not (is_static or stays):
+        plan = resumed
+    elif config.plan_file is not None:
+        plan = read_plan(config.plan_file)
+    else:
+        if config.collect_only or not is_static:
+            settings = settings.model_copy(update={"policy": f"{UNIFORM}bf16"})
+        plan = make_plan(problem, settings)
+    plan.check_against(problem.names)
+    return plan
+
+
+def adapt_plan(
+    plan: PrecisionPlan,
+    available: Sequence[Option],
+    refusals: Refusals,
+    work: Work,
+    lowest_format: str,
+) -> tuple[PrecisionPlan, list[str]]:
+    """Return a plan that can run here, and one line for each pair of options that was exchanged.
+
+    Args:
+        plan: of the same linears.
+        available: what a linear may get instead of its option.
+        refusals: of `available` and of the plan's options.
+        work: stage and FLOPs of each linear.
+        lowest_format: the format whose share of FLOPs is the efficiency.
+    """
+    linears = {
+        name: nearest_option(
+            option, [o for o in (option, *available) if name not in refusals.get(o, {})]
+        )
+        for name, option in plan.linears.items()
+    }
+    if linears == plan.linears:
+        return plan, []
+    pairs = Counter((old, linears[name]) for name, old in plan.linears.items())
+    changes = [
+        f"{count} of {len(linears)} linears run {new} instead of {old}: {reasons(refusals[old])}"
+        for (old, new), count in pairs.items()
+        if old != new
+    ]
+    return assigned_plan(linears, work, lowest_format, plan.policy, plan.iteration), changes
+
+
+def nearest_option(option: Option, candidates: Iterable[Option]) -> Option:
+    """Return `option` if it is a candidate, else the nearest one of no lower precision, else BF16.
+
+    That is one with at least as many bits in every GEMM and the fewest bits in total; the first of
+    them on a tie.
+    """
+    options = (*candidates, BF16)
+    if option in options:
+        return option
+    fits = [o for o in options if all(a >= b for a, b in zip(_bits(o), _bits(option), strict=True))]
+    return min(fits, key=lambda other: sum(_bits(other)))
+
+
+def bf16_plan(
+    plan: PrecisionPlan, pins: Iterable[str], work: Work, lowest_format: str, iteration: int
+) -> PrecisionPlan:
+    """Return `plan` with BF16 for every linear except those whose names match a glob of `pins`."""
+    globs = list(pins)
+    linears = {
+        name: option if any(fnmatchcase(name, glob) for glob in globs) else BF16
+        for name, option in plan.linears.items()
+    }
+    return assigned_plan(linears, work, lowest_format, "guard", iteration)
+
+
+def restrict_problem(problem: PlanningProblem, refusals: Refusals) -> PlanningProblem:
+    """Return a problem whose linears list only what they can run; BF16 if that is nothing."""
+    bf16 = {str(BF16): OptionCost(quality_loss=0.0, saving=0.0)}
+    rows = []
+    for row in problem.linears:
+        options = {
+            name: cost
+            for name, cost in row.options.items()
+            if row.name not in refusals.get(Option.parse(name), {})
+        }
+        rows.append(row.model_copy(update={"options": options or bf16}))
+    return problem.model_copy(update={"linears": tuple(rows)})
+
+
+def reasons(refused: Mapping[str, str]) -> str:
+    """Return the distinct reasons for which linears cannot run an option, the first few of them."""
+    distinct = list(dict.fromkeys(refused.values()))
+    more = f" and {len(distinct) - _MAX_REASONS} other reasons"
+    return "; ".join(distinct[:_MAX_REASONS]) + (more if len(distinct) > _MAX_REASONS else "")
+
+
+def _bits(option: Option) -> list[int]:
+    return [get_format(name).bits for name in option.formats]

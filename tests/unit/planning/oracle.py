@@ -58,6 +58,19 @@ def choices_of(
     return found
 
 
+def num_changes(
+    plan: PrecisionPlan, problem: PlanningProblem, previous: PrecisionPlan | None
+) -> int:
+    """Return how many linears leave an available option of the previous plan."""
+    count = 0
+    for linear in problem.linears if previous is not None else ():
+        before = previous.linears[linear.name]
+        cost = {Option.parse(name): cost for name, cost in linear.options.items()}.get(before)
+        available = cost is not None and cost.quality_loss is not None
+        count += available and plan.linears[linear.name] != before
+    return count
+
+
 def brute_force(
     problem: PlanningProblem, settings: PlanSettings, previous: PrecisionPlan | None = None
 ) -> tuple[np.ndarray, np.ndarray] | None:

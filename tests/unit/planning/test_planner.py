@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, UsageError
 from megatron_snip.planning import planner
 from megatron_snip.planning.checker import find_violations
-from megatron_snip.planning.plan import PrecisionPlan, changed_linears
+from megatron_snip.planning.plan import changed_linears
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from tests.unit.planning.build import name_of, options_of, plan_of, problem_of
 from tests.unit.planning.instances import OPTIONS, Instance, random_instance
-from tests.unit.planning.oracle import brute_force, highs_model
+from tests.unit.planning.oracle import brute_force, highs_model, num_changes
 
 LOSS = st.one_of(
     st.none(),
@@ -66,19 +66,6 @@ def small_instances(draw: st.DrawFn) -> Instance:
     return Instance(PlanningProblem(linears=tuple(linears), target=target), rules, previous)
 
 
-def num_changes(plan: PrecisionPlan, instance: Instance) -> int:
-    """Linears that leave an available option of the previous plan."""
-    if instance.previous is None:
-        return 0
-    changed = set(changed_linears(instance.previous, plan))
-    count = 0
-    for linear in instance.problem.linears:
-        cost = linear.options.get(str(instance.previous.linears[linear.name]))
-        available = cost is not None and cost.quality_loss is not None
-        count += available and linear.name in changed
-    return count
-
-
 def check_against_enumeration(instance: Instance) -> None:
     problem, rules, previous = instance.problem, instance.settings, instance.previous
     assignments = brute_force(problem, rules, previous)
@@ -90,7 +77,7 @@ def check_against_enumeration(instance: Instance) -> None:
     plan = make_plan(problem, rules, previous)
     known = [c.quality_loss or 0.0 for linear in problem.linears for c in linear.options.values()]
     slack = 1e-9 * (sum(map(abs, known)) + rules.change_penalty * len(problem.linears))
-    changed = num_changes(plan, instance)
+    changed = num_changes(plan, problem, previous)
     wanted = (losses + rules.change_penalty * changes).min()
     assert plan.status == "optimal"
     assert plan.objective + rules.change_penalty * changed == pytest.approx(wanted, abs=slack)
@@ -124,7 +111,7 @@ def test_medium_problems_are_solved_at_least_as_well_as_by_highs(num_linears: in
                 make_plan(problem, rules, previous)
             continue
         plan = make_plan(problem, rules, previous)
-        paid = rules.change_penalty * num_changes(plan, instance)
+        paid = rules.change_penalty * num_changes(plan, problem, previous)
         # HiGHS stops at an absolute gap of 1e-6 of the largest loss, and may miss by as much.
         slack = 2e-6 * model.scale
         assert wanted - 2e-2 * abs(wanted) - slack <= plan.objective + paid <= wanted + slack
