@@ -135,7 +135,7 @@ class PrecisionPlan(BaseModel):
         """
         version = value.get("version") if isinstance(value, dict) else None
         if type(version) is int and version == 1:
-            value = _upgraded(value)
+            value = _upgraded(value, source)
         plan = read_record(cls, value, source, version=2, readable="versions 1 and 2")
         wanted = assignment_digest(plan.linears)
         if plan.digest != wanted:
@@ -233,13 +233,16 @@ def _assignment_dict(linears: Mapping[str, Option]) -> dict[str, dict[str, str]]
     }
 
 
-def _upgraded(value: dict[str, Any]) -> dict[str, Any]:
+def _upgraded(value: dict[str, Any], source: str) -> dict[str, Any]:
     """Return the object of a version 1 file as one of version 2."""
     step = value.get("step")
-    iteration = step + 1 if type(step) is int else step
+    if type(step) is not int or step < 0 or "iteration" in value:
+        raise UsageError(
+            f"{source}: version 1 has 'step' (an integer >= 0) and no 'iteration'; got {step!r}"
+        )
     status = "feasible" if value.get("status") == "kept" else value.get("status")
     rest = {name: given for name, given in value.items() if name != "step"}
-    return {**rest, "version": 2, "iteration": iteration, "status": status}
+    return {**rest, "version": 2, "iteration": step + 1, "status": status}
 
 
 def _read_option(name: str, given: Any) -> Option:

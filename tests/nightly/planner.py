@@ -2,9 +2,9 @@
 
     python -m tests.nightly.planner [--instances 10000] [--seed 0]
 
-Instances cover every balance, pins, limits on changes, both cost models, forbidden options, ties,
+Instances cover every balance, pins, prices of changes, both cost models, forbidden options, ties,
 zeros, negative losses and losses over 12 decades. Exit status 1 and the seeds of the failures if
-the planner ever disagrees with a judge, returns a plan that the validator refuses, or proves a
+the planner ever disagrees with a judge, returns a plan that the checker refuses, or proves a
 bound above the optimum.
 """
 
@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 
-from megatron_snip.planning.validate import find_violations
+from megatron_snip.planning.checker import find_violations
 
 from megatron_snip.errors import InfeasiblePlanError
 from megatron_snip.planning.planner import make_plan
