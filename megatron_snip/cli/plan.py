@@ -123,7 +123,7 @@ def _refuse_idle_flags(args: argparse.Namespace, settings: PlanSettings) -> None
 def _iteration(text: str) -> int:
     if not text.isdecimal() or len(text) > MAX_DIGITS:
         raise UsageError(
-            f"--iteration must be a number of at most {MAX_DIGITS} digits, got '{text}'"
+            f"--iteration must be a number of at most {MAX_DIGITS} digits, got {text[:40]!r}"
         )
     return int(text)
 

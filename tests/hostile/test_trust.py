@@ -100,7 +100,7 @@ def watch(event, arguments):
 sys.addaudithook(watch)
 import io, json, torch
 from pathlib import Path
-from megatron_snip.controller_state import ControllerState
+from megatron_snip.state import ControllerState
 from megatron_snip.planning.plan import read_plan, write_plan
 from megatron_snip.planning.problem import read_problem
 from megatron_snip.planning.settings import PlanSettings

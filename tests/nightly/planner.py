@@ -15,9 +15,8 @@ import sys
 import time
 from collections import Counter
 
-from megatron_snip.planning.checker import find_violations
-
 from megatron_snip.errors import InfeasiblePlanError
+from megatron_snip.planning.checker import find_violations
 from megatron_snip.planning.planner import make_plan
 from tests.unit.planning.instances import Instance, random_instance
 from tests.unit.planning.oracle import brute_force, highs_model, num_changes
