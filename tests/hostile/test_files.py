@@ -370,6 +370,6 @@ def test_good_files_are_read(file: Path) -> None:
     found = import_options(read_yaml(file), [name], Stages.even(1, 1), base, "'file'")
     assert str(found[name]) == "nvfp4"
     file.write_text(json.dumps(DIVERGENCES))
-    assert read_divergences(file).step == 4
+    assert read_divergences(file).iteration == 5
     file.write_text(yaml.safe_dump(SNIP))
     assert make_config(read_yaml(file)).interval == 10
