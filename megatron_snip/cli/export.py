@@ -14,8 +14,8 @@ from pathlib import Path
 
 from megatron_snip.cli.stages import add_stage_flags, stages_from
 from megatron_snip.errors import UsageError
+from megatron_snip.files import write_atomic
 from megatron_snip.options import Option
-from megatron_snip.planning.json_file import write_atomic
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.te_config import config_text, export_configs, num_layers, stage_paths
 from megatron_snip.planning.te_recipe import TERecipe, run_flags
@@ -68,8 +68,9 @@ def run(args: argparse.Namespace) -> int:
     paths = stage_paths(args.te_precision_config, len(configs))
     shown = ".".join(map(str, capability))
     comment = (
-        f"The {plan.policy} plan of step {plan.step} (digest {plan.digest[:12]}) for Transformer\n"
-        f"Engine on compute capability {shown}; read by Megatron's --te-precision-config-file."
+        f"The {plan.policy} plan of iteration {plan.iteration} (digest {plan.digest[:12]}) for\n"
+        f"Transformer Engine on compute capability {shown}; read by Megatron's\n"
+        "--te-precision-config-file."
     )
     for path, config in zip(paths, configs, strict=True):
         _write(path, config_text(config, comment))
@@ -141,7 +142,7 @@ def _recipes(
 ) -> tuple[dict[Option, TERecipe], list[str]]:
     """Return the recipe of every option of the plan, and what had to be exchanged."""
     from megatron_snip.linears.backends import Backend, Machine, refusal, te_recipe
-    from megatron_snip.linears.runnable import at_least
+    from megatron_snip.planning.planner import nearest_option
 
     machine = Machine(capability, te_version="any", te_per_gemm=True)
     recipes, changes, refused = {}, [], {}
@@ -152,7 +153,7 @@ def _recipes(
             continue
         refused[option] = reason
         runnable = [o for o in _uniform() if refusal(Backend.TE, o, machine) is None]
-        instead = at_least(option, runnable)
+        instead = nearest_option(option, runnable)
         recipes[option] = te_recipe(instead, machine)
         changes.append(f"{option} becomes {instead}: {reason}")
     if refused and not nearest:

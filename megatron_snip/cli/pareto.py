@@ -19,13 +19,12 @@ from rich.table import Table as RichTable
 
 from megatron_snip.cli.plan_flags import (
     add_rule_flags,
-    metrics_from,
     problem_from,
     settings_from,
 )
 from megatron_snip.cli.plan_tables import plain_console
 from megatron_snip.errors import UsageError
-from megatron_snip.planning.json_file import write_atomic
+from megatron_snip.files import write_atomic
 from megatron_snip.planning.pareto import ParetoPoint, frontier
 from megatron_snip.planning.policies import get_policy
 from megatron_snip.planning.settings import PlanSettings
@@ -64,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.plot is not None:
         _pyplot()  # say that it is missing before the work, not after it
-    points = frontier(problem_from(args), settings, targets, metrics_from(args, settings))
+    points = frontier(problem_from(args), settings, targets)
     if args.csv is not None:
         _write(args.csv, to_csv(points))
     if args.plot is not None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from megatron_snip.cli.plan_flags import (
     add_rule_flags,
     flag_of,
-    metrics_from,
     problem_from,
     settings_from,
 )
@@ -26,7 +25,7 @@ from megatron_snip.cli.plan_tables import (
 )
 from megatron_snip.errors import InfeasiblePlanError, UsageError
 from megatron_snip.planning.plan import PrecisionPlan, read_plan, write_plan
-from megatron_snip.planning.planner import PlanReport, make_plan_report
+from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.policies import get_policy
 from megatron_snip.planning.problem import PlanningProblem, check_options
 from megatron_snip.planning.settings import PlanSettings
@@ -34,14 +33,14 @@ from megatron_snip.planning.settings import PlanSettings
 INFEASIBLE = 3
 """Exit status where no plan satisfies the rules."""
 
-MAX_STEP_DIGITS = 18
-"""A step is a count: any that a 64-bit integer holds, so that what is written can be read."""
+MAX_DIGITS = 18
+"""Digits of an iteration: a 64-bit integer holds it."""
 
 EXAMPLES = """\
 examples:
   megatron-snip plan runs/demo/problems/20.json --target 0.9
   megatron-snip plan problem.json --pipeline-balance stage --first-layers 1=bf16 --json
-  megatron-snip plan problem.json --previous plan.json --max-changes 10 --output next.json
+  megatron-snip plan problem.json --previous plan.json --change-penalty 1e-4 --output next.json
 """
 
 
@@ -51,13 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add_rule_flags(parser)
     parser.add_argument("--target", metavar="T", help="least efficiency, 0 to 1 [the problem's]")
-    changes = parser.add_argument_group("changes against a plan in force")
-    changes.add_argument("--previous", metavar="PLAN.json", type=Path, help="the plan in force")
-    changes.add_argument("--max-changes", metavar="N", help="most linears that may change")
+    changes = parser.add_argument_group("changes of the current plan")
+    changes.add_argument("--previous", metavar="PLAN.json", type=Path, help="the current plan")
     changes.add_argument(
-        "--min-gain", metavar="F", help="share of the quality loss that a change must save"
+        "--change-penalty", metavar="X", help="quality loss that each changed linear costs [0]"
     )
-    parser.add_argument("--step", metavar="N", default="0", help="training step of the plan [0]")
+    parser.add_argument(
+        "--iteration", metavar="N", default="0", help="iteration of the statistics [0]"
+    )
     parser.add_argument("--output", metavar="FILE", type=Path, help="write the plan here as well")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON, nothing else")
 
@@ -73,17 +73,15 @@ def run(args: argparse.Namespace) -> int:
     check_options(problem, f"problem file '{args.problem}'")
     previous = None if args.previous is None else _previous(args.previous, problem)
     try:
-        report = make_plan_report(
-            problem, settings, previous, _step(args.step), metrics_from(args, settings)
-        )
+        plan = make_plan(problem, settings, previous, _iteration(args.iteration))
     except InfeasiblePlanError as error:
         return _infeasible(error, args.json)
     if args.output is not None:
-        _write(report.plan, args.output)
+        _write(plan, args.output)
     if args.json:
-        sys.stdout.write(report.plan.to_json())
+        sys.stdout.write(plan.to_json())
     else:
-        _print(report, problem, settings, previous)
+        _print(plan, problem, settings, previous)
     return 0
 
 
@@ -97,11 +95,9 @@ def _previous(path: Path, problem: PlanningProblem) -> PrecisionPlan:
 
 
 def _settings(args: argparse.Namespace) -> PlanSettings:
-    given = {"target": args.target, "max_changes": args.max_changes, "min_gain": args.min_gain}
-    settings = settings_from(args, **given)
-    for name in ("max_changes", "min_gain"):
-        if given[name] is not None and args.previous is None:
-            raise UsageError(f"{flag_of(name)} needs --previous PLAN.json, the plan that changes")
+    settings = settings_from(args, target=args.target, change_penalty=args.change_penalty)
+    if args.change_penalty is not None and args.previous is None:
+        raise UsageError("--change-penalty needs --previous PLAN.json, the current plan")
     _refuse_idle_flags(args, settings)
     return settings
 
@@ -114,7 +110,7 @@ def _refuse_idle_flags(args: argparse.Namespace, settings: PlanSettings) -> None
     idle = {
         "target": args.target is not None,
         "pipeline_balance": settings.pipeline_balance != "none",
-        "min_gain": settings.min_gain > 0.0,
+        "change_penalty": settings.change_penalty > 0.0,
     }
     for field, given in idle.items():
         if given:
@@ -124,11 +120,10 @@ def _refuse_idle_flags(args: argparse.Namespace, settings: PlanSettings) -> None
             )
 
 
-def _step(text: str) -> int:
-    if not text.isdecimal() or len(text) > MAX_STEP_DIGITS:
+def _iteration(text: str) -> int:
+    if not text.isdecimal() or len(text) > MAX_DIGITS:
         raise UsageError(
-            f"--step must be a number of at least 0 and {MAX_STEP_DIGITS} digits at most, "
-            f"got '{text}'"
+            f"--iteration must be a number of at most {MAX_DIGITS} digits, got {text[:40]!r}"
         )
     return int(text)
 
@@ -154,20 +149,19 @@ def _infeasible(error: InfeasiblePlanError, as_json: bool) -> int:
 
 
 def _print(
-    report: PlanReport,
+    plan: PrecisionPlan,
     problem: PlanningProblem,
     settings: PlanSettings,
     previous: PrecisionPlan | None,
 ) -> None:
     console = plain_console()
-    console.print(linear_table(report.plan, problem, previous))
-    console.print(stage_table(report.plan, problem))
-    for line in _summary(report, problem, settings):
+    console.print(linear_table(plan, problem, previous))
+    console.print(stage_table(plan, problem))
+    for line in _summary(plan, problem, settings):
         console.print(line, markup=False, soft_wrap=True)
 
 
-def _summary(report: PlanReport, problem: PlanningProblem, settings: PlanSettings) -> list[str]:
-    plan = report.plan
+def _summary(plan: PrecisionPlan, problem: PlanningProblem, settings: PlanSettings) -> list[str]:
     heeds = get_policy(plan.policy).heeds_target
     target = f"target {plan.target:g}" if heeds else f"{plan.policy} heeds no target"
     objective = "unknown" if plan.objective is None else f"{plan.objective:.6g}"
@@ -179,8 +173,6 @@ def _summary(report: PlanReport, problem: PlanningProblem, settings: PlanSetting
         f"objective   {objective} (quality loss)",
         f"bound       {bound}, gap {gap}",
         f"efficiency  {plan.efficiency:.6f} of {settings.cost} ({target})",
-        f"scaling     integer rounding is off by at most {report.scaling_error:.1e} in quality "
-        f"loss, {report.efficiency_error:.1e} in efficiency",
         f"stages      {stage_efficiencies(plan, problem)}",
         f"seconds     {plan.seconds:.3f}",
         f"digest      {plan.digest}",

@@ -11,13 +11,9 @@ from pydantic import ValidationError
 from megatron_snip.config import explain
 from megatron_snip.errors import UsageError
 from megatron_snip.planning.calibration import read_calibration, with_seconds
-from megatron_snip.planning.metrics import default_statistics, read_metrics
-from megatron_snip.planning.policies import Metrics, get_policy, policy_names
+from megatron_snip.planning.policies import get_policy, policy_names
 from megatron_snip.planning.problem import PlanningProblem, check_options, read_problem
 from megatron_snip.planning.settings import PlanSettings
-
-SCORING = "min-"
-"""How the names of policies begin that score by local errors."""
 
 FLAGS = {"time_limit_s": "--time-limit", "pins": "--pin"}
 """Flags that are not called like the field of `PlanSettings` that they set."""
@@ -56,13 +52,6 @@ def add_rule_flags(parser: argparse.ArgumentParser) -> None:
         metavar="TABLE.json",
         type=Path,
         help="seconds for --cost time, from 'megatron-snip calibrate'",
-    )
-    rules.add_argument(
-        "--statistics",
-        metavar="FILE",
-        type=Path,
-        help="a run's divergences/<step>.json, for min-abs-err and min-rel-err [the one beside "
-        "the problem]",
     )
     solver = parser.add_argument_group("solver")
     solver.add_argument("--policy", metavar="NAME", help=f"{', '.join(policy_names())} [snip]")
@@ -105,24 +94,6 @@ def settings_from(args: argparse.Namespace, **more: str | None) -> PlanSettings:
         raise UsageError(f"{flag_of(field)}: {explain(error).partition(': ')[2]}") from None
     get_policy(settings.policy)  # an unknown one is told before any file is read
     return settings
-
-
-def metrics_from(args: argparse.Namespace, settings: PlanSettings) -> Metrics | None:
-    """Return the local errors that the policy scores by; None where it needs none.
-
-    Raises:
-        UsageError: if there are some that it would not use, or the file is bad.
-    """
-    path: Path | None = args.statistics
-    if not settings.policy.startswith(SCORING):
-        if path is None:
-            return None
-        raise UsageError(
-            "--statistics is for policies that score by local errors (min-abs-err, min-rel-err); "
-            f"policy '{settings.policy}' does not"
-        )
-    path = default_statistics(args.problem) if path is None else path
-    return None if path is None else read_metrics(path)
 
 
 def flag_of(field: str) -> str:

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from megatron_snip.cli.plan_tables import plain_console
 from megatron_snip.errors import UsageError
-from megatron_snip.planning.json_file import read_json, write_atomic
+from megatron_snip.files import read_json, write_atomic
 from megatron_snip.reporting.divergence_record import divergence_record
 from megatron_snip.reporting.report.words import printable
 

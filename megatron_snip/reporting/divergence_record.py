@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_snip.errors import UsageError
+from megatron_snip.files import read_json
 from megatron_snip.options import Option
-from megatron_snip.planning.json_file import read_json
 
 Kind = Literal["loss_divergence", "weight_divergence"]
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_snip.errors import UsageError
-from megatron_snip.planning.json_file import parse_json
+from megatron_snip.files import parse_json
 
 _NUMBERS = frozenset(
     {

@@ -14,8 +14,8 @@ from typing import Any
 
 from megatron_snip.config import SnipConfig, make_config, read_yaml
 from megatron_snip.errors import UsageError
+from megatron_snip.files import read_json
 from megatron_snip.options import BF16, Option
-from megatron_snip.planning.json_file import read_json
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.problem import PlanningProblem, read_problem
 from megatron_snip.reporting.divergence_record import DivergenceRecord, read_divergences

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_snip.errors import UsageError
-from megatron_snip.planning.json_file import write_atomic
+from megatron_snip.files import write_atomic
 from megatron_snip.reporting.report.gallery import Section, common_section, run_section
 from megatron_snip.reporting.report.page import Page, Part, page_html
 from megatron_snip.reporting.report.picture import Picture, Rendering, render

@@ -5,9 +5,8 @@ from __future__ import annotations
 from megatron_snip.errors import SnipError
 from megatron_snip.planning.pareto import frontier
 from megatron_snip.planning.plan import PrecisionPlan
-from megatron_snip.planning.problem import PlanningProblem
+from megatron_snip.planning.problem import PlanningProblem, canonical
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.planning.table import canonical
 from megatron_snip.reporting.figures.pareto import Frontier
 from megatron_snip.reporting.run_record import RunRecord
 
@@ -29,8 +28,6 @@ def frontier_of(run: RunRecord) -> Frontier | str:
     rules = PlanSettings.from_config(run.snip).model_copy(
         update={
             "policy": "snip",
-            "max_changes": None,
-            "min_gain": 0.0,
             "time_limit_s": min(TIME_LIMIT_S, TIME_LIMIT_S),
         }
     )

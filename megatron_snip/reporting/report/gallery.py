@@ -165,7 +165,7 @@ def _plan(run: RunRecord, prefix: str) -> Item:
     return Picture(
         f"{prefix}plan",
         title,
-        f"Measured at step {now.step}, applied before step {run.spans[-1].start}: "
+        f"Measured at iteration {now.iteration}, applied before step {run.spans[-1].start}: "
         f"{choices(now.linears)}. Efficiency {percent(now.efficiency)} "
         f"(target {percent(now.target)}), policy {now.policy}, {now.status}.",
         f"Grid of layers and linears, colored by format: {choices(now.linears)}.{kept}",

@@ -114,7 +114,7 @@ def plans_table(run: RunRecord) -> Table | None:
     rows = [
         (
             str(span.start),
-            str(span.plan.step),
+            str(span.plan.iteration),
             span.plan.policy,
             span.plan.status,
             percent(span.plan.efficiency),
