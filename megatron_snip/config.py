@@ -25,7 +25,7 @@ _MAX_YAML_BYTES = 1 << 20
 _MAX_DEPTH = 32
 _MAX_ALIASES = 8
 
-Backend = Literal["auto", "simulate", "native", "te"]
+Backend = Literal["auto", "simulate", "te"]
 LossJoin = Literal["fisher", "first_plus_fisher"]
 PipelineBalance = Literal["none", "stage", "bottleneck"]
 
@@ -104,9 +104,9 @@ class PlanFields(_Section):
     """`linear`: one format a linear (the paper's). `gemm`: fprop, dgrad and wgrad each choose."""
 
     backend: Backend = "auto"
-    """Who runs the linears: `simulate` (Megatron's own, any format on any machine), `native`
-    (FP8 tensor cores), `te` (Transformer Engine's recipes), `auto` (te for Transformer Engine's
-    linears; for Megatron's, native where it can, else simulate). docs/backends.md lists all."""
+    """Who runs the linears: `simulate` (Megatron's own linears, any format on any machine), `te`
+    (Transformer Engine's linears under its recipes), `auto` (whichever of these linears the model
+    has). docs/backends.md has the table."""
 
     pipeline_balance: PipelineBalance = "none"
     """`stage`: every pipeline stage reaches the target; `bottleneck`: first make the slowest
@@ -231,7 +231,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
 
     @property
     def lowest_formats(self) -> str:
-        """All formats on offer that count towards the target, for people: `fp4`, `fp4/fp4_rht`."""
+        """All formats on offer that count towards the target, for people: `fp4`, `fp4/nvfp4`."""
         bits = get_format(self.lowest_format).bits
         return "/".join(n for n in dict.fromkeys(self.formats) if get_format(n).bits == bits)
 

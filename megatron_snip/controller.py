@@ -28,7 +28,7 @@ from megatron_snip.cycle.refresher import Refresher
 from megatron_snip.cycle.schedule import Schedule
 from megatron_snip.cycle.solving import Solving, from_leader
 from megatron_snip.errors import PlanningError
-from megatron_snip.linears.layout import current_topology
+from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.precision_log import precision_table
 from megatron_snip.linears.runtime import Mode

@@ -26,7 +26,7 @@ from typing import Any
 from megatron_snip.config import SnipConfig
 from megatron_snip.controller_state import GuardState
 from megatron_snip.linears.step_loss import StepLoss, finite_gradients
-from megatron_snip.linears.traces import Traces
+from megatron_snip.linears.training_state import TrainingStateSnapshot
 from megatron_snip.linears.training_step import TrainingStep, tolerating_non_finite
 from megatron_snip.loss_guard import GuardSettings, LossGuard, Verdict
 from megatron_snip.planning.plan import PrecisionPlan
@@ -130,7 +130,7 @@ class PlanGuard:
             run: makes the step's forward-backward under a plan.
             clear: empties the gradients, as before a step.
         """
-        traces = Traces(training.chunks)
+        before = TrainingStateSnapshot(training.chunks)
         with tolerating_non_finite():
             results = run(plan)
         loss = self._measured(results, training)
@@ -141,7 +141,7 @@ class PlanGuard:
             self._heard(loss)
             return Judged(results)
         fallback = self._fallback(plan, safe)
-        traces.restore()
+        before.restore()
         clear()
         results = run(plan if fallback is None else fallback)
         told = f"loss {loss:.4g} under the {plan.policy} plan of step {plan.step}"

@@ -16,16 +16,16 @@ from megatron_snip.cli.stages import add_stage_flags, stages_from
 from megatron_snip.config import read_yaml
 from megatron_snip.errors import UsageError
 from megatron_snip.formats import lowest_precision
-from megatron_snip.options import Option
-from megatron_snip.planning.assigned import Work, assigned_plan
-from megatron_snip.planning.plan import PrecisionPlan, write_plan
-from megatron_snip.planning.problem import PlanningProblem, read_problem
-from megatron_snip.planning.te_config import (
+from megatron_snip.linears.te.precision_config import (
     Stages,
     evaluates_otherwise,
     import_options,
     num_layers,
 )
+from megatron_snip.options import Option
+from megatron_snip.planning.assigned import Work, assigned_plan
+from megatron_snip.planning.plan import PrecisionPlan, write_plan
+from megatron_snip.planning.problem import PlanningProblem, read_problem
 
 EXAMPLES = """\
 examples:

@@ -6,6 +6,7 @@ from elsewhere is checked against the model and brought to what can run, never s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,8 +15,16 @@ from megatron_snip.cycle.announcer import Announcer
 from megatron_snip.cycle.schedule import Schedule
 from megatron_snip.divergence.quality import unmeasured_problem_dict
 from megatron_snip.formats import lowest_precision
+from megatron_snip.linears.availability import (
+    Refusals,
+    approximations,
+    available_options,
+    nearest_options,
+    option_changes,
+    option_refusals,
+    restrict_problem,
+)
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.linears.runnable import nearest, offered, restricted, told_changes
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.assigned import Work, assigned_plan
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
@@ -42,7 +51,13 @@ class Offer:
         self._model = model
         self._announcer = announcer
         self._names = [linear.name for linear in model.all_linears]
-        self.options = self._offered()
+        available = available_options(model, config)
+        self.options = available.options
+        self._refusals: Refusals = available.refusals
+        for text in available.warnings:
+            announcer.warn(text)
+        for text in available.notes:
+            announcer.info(text)
 
     @property
     def lowest_format(self) -> str:
@@ -99,24 +114,21 @@ class Offer:
 
     def runnable(self, plan: PrecisionPlan) -> PrecisionPlan:
         """All ranks: bring a plan from elsewhere to what can run here; rank 0 says what changed."""
-        runnable = self._model.runnable
-        runnable.learn((*plan.linears.values(), *self.options))
-        linears = nearest(runnable, plan.linears, self.options)
+        refusals = self._refusals_of((*plan.linears.values(), *self.options))
+        linears = nearest_options(plan.linears, self.options, refusals)
         whose = f"the {plan.policy} plan of step {plan.step}"
         foreign = [o for o in dict.fromkeys(linears.values()) if o not in self.options]
-        for text in self._model.approximations(foreign):  # of those on offer it has been said
+        for text in approximations(self._model, foreign):  # those available were logged before
             self._announcer.warn(f"{whose}: {text}")
         if linears == plan.linears:
             return plan
-        for text in told_changes(runnable, plan.linears, linears):
+        for text in option_changes(plan.linears, linears, refusals):
             self._announcer.warn(f"{whose}: {text}")
         return self._assigned(linears, plan.policy, plan.step)
 
     def restricted(self, problem: dict[str, Any]) -> dict[str, Any]:
         """Return the problem with what every linear can run; in full where nothing will run it."""
-        if self._config.collect_only:
-            return problem
-        return restricted(self._model.runnable, problem)
+        return restrict_problem(problem, self._refusals)
 
     def placed(self, problem: dict[str, Any]) -> dict[str, Any] | None:
         """All ranks: return a former run's problem with this layout's stages and what runs here.
@@ -128,21 +140,16 @@ class Offer:
         if {row["name"] for row in rows} != set(stages):
             return None
         moved = [{**row, "stage": stages[row["name"]]} for row in rows]
-        options = (Option.parse(text) for row in moved for text in row["options"])
-        self._model.runnable.learn(options)
-        return self.restricted({**problem, "linears": moved})
+        moved_problem = {**problem, "linears": moved}
+        if self._config.collect_only:
+            return moved_problem
+        options = [Option.parse(text) for row in moved for text in row["options"]]
+        return restrict_problem(moved_problem, self._refusals_of(options))
 
-    def _offered(self) -> tuple[Option, ...]:
-        c, runnable = self._config, self._model.runnable
-        if c.collect_only:  # statistics are wanted of what other machines can run, too
-            return c.options
-        runnable.learn((*c.options, Option.uniform(c.lowest_format)))
-        options, warnings = offered(runnable, c.options, self._names, c.lowest_format)
-        for text in warnings:
-            self._announcer.warn(text)
-        for text in self._model.approximations(options):
-            self._announcer.info(text)
-        return options
+    def _refusals_of(self, options: Iterable[Option]) -> Refusals:
+        """All ranks, with the same options: find out which linears cannot run them."""
+        control = self._model.runtime.topology.control
+        return option_refusals(self._model.linears, options, control)
 
     def _unmeasured(self) -> dict[str, Any]:
         c, linears = self._config, self._model.all_linears

@@ -36,7 +36,7 @@ from megatron_snip.planning.plan import assignment_digest, read_plan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import read_problem
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.planning.te_config import Stages, import_options
+from megatron_snip.linears.te.precision_config import Stages, import_options
 from megatron_snip.reporting.divergence_record import read_divergences
 from megatron_snip.reporting.metrics_log import MetricsLog
 from megatron_snip.trainer.config import load_train_config
