@@ -20,6 +20,7 @@ from megatron_snip.comparison.outcome import Outcome, read_outcome
 from megatron_snip.config import SnipConfig, make_config, read_yaml
 from megatron_snip.controller_state import ControllerState, GuardState, Pending
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, UsageError
+from megatron_snip.linears.te.precision_config import Stages, import_options
 from megatron_snip.loss_guard import GuardSettings, LossGuard
 from megatron_snip.options import Option
 from megatron_snip.patches.checkpoint_sidecar import read_sidecar
@@ -36,7 +37,6 @@ from megatron_snip.planning.plan import assignment_digest, read_plan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import read_problem
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.linears.te.precision_config import Stages, import_options
 from megatron_snip.reporting.divergence_record import read_divergences
 from megatron_snip.reporting.metrics_log import MetricsLog
 from megatron_snip.trainer.config import load_train_config

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from megatron.core.fp8_utils import _get_custom_recipe
+from megatron_snip.planning.te_recipe import FORMAT_OF_WORD, TERecipe
 from transformer_engine.pytorch.quantization import QuantizerRole
 from transformer_engine.pytorch.quantizers import HybridQuantizer, IdentityQuantizer
 
 from megatron_snip.linears import te_factories
-from megatron_snip.planning.te_recipe import FORMAT_OF_WORD, TERecipe
 
 EVERY = [TERecipe(*words) for words in itertools.product(FORMAT_OF_WORD, repeat=3)]
 

@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformer_engine.pytorch.norms import normalized
-
-from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.layout import find_linears
 from megatron_snip.linears.te_modules import (
     gathers_input,
@@ -18,6 +15,9 @@ from megatron_snip.linears.te_modules import (
     te_kind,
     weights_of,
 )
+from transformer_engine.pytorch.norms import normalized
+
+from megatron_snip.errors import UnsupportedError
 from megatron_snip.topology import Topology
 from tests.te.models import EXPERTS, build
 

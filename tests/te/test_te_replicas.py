@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.extensions import transformer_engine as extension
-
 from megatron_snip.linears.layout import find_linears
 from megatron_snip.linears.te_modules import te_kind
 from megatron_snip.linears.te_replicas import (
@@ -19,6 +18,7 @@ from megatron_snip.linears.te_replicas import (
     is_understood,
     splits_tokens,
 )
+
 from megatron_snip.topology import TensorAxis, Topology
 from tests.te.models import build
 from tests.te.test_te_model import logged as logged  # a fixture

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.extensions import transformer_engine as extension
+from megatron_snip.linears.te_seam import PlannedTELinear
 from transformer_engine.common.recipe import Format, MXFP8BlockScaling
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, fp8_autocast
 
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.runtime import Mode
-from megatron_snip.linears.te_seam import PlannedTELinear
 from megatron_snip.options import BF16, Option
 from megatron_snip.topology import Topology
 from tests.te.models import (

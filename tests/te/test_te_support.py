@@ -6,12 +6,12 @@ import sys
 
 import pytest
 import torch
+from megatron_snip.linears.backends import Backend, Machine
+from megatron_snip.linears.te_support import has_per_gemm, this_machine
 from transformer_engine.pytorch import quantization
 from transformer_engine.pytorch.tensor import hybrid_tensor
 
 from megatron_snip.linears import backends
-from megatron_snip.linears.backends import Backend, Machine
-from megatron_snip.linears.te_support import has_per_gemm, this_machine
 from megatron_snip.options import Option
 
 Capability = tuple[int, int]

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.extensions import transformer_engine as extension
+from megatron_snip.linears.te_weights import FreshWeights
 from transformer_engine.pytorch.quantizers import Quantized
 
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.linears.te_weights import FreshWeights
 from megatron_snip.options import Option
 from megatron_snip.topology import Topology
 from tests.te.models import build, by_name, everything, losses

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from megatron_snip.linears.backends import CAPABILITIES, Backend, How, Machine
 
 from megatron_snip.errors import UnsupportedError, UsageError
 from megatron_snip.formats import FORMATS
 from megatron_snip.linears import backends
-from megatron_snip.linears.backends import CAPABILITIES, Backend, How, Machine
 from megatron_snip.options import BF16, Option, enumerate_options
 from megatron_snip.types import Gemm
 

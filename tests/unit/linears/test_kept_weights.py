@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-
 from megatron_snip.linears.kept_weights import KeptWeights
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from megatron_snip.linears.layout import current_topology, find_linears, global_linears
 
 from megatron_snip.errors import UnsupportedError
-from megatron_snip.linears.layout import current_topology, find_linears, global_linears
 from megatron_snip.log import forget_warnings
 from megatron_snip.topology import Placement, TensorAxis, Topology
 from tests.unit.linears.conftest import MakeModel

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from megatron_snip.linears.native_gemm import GemmOperand
+from megatron_snip.quantizers.codes import decode_e4m3, encode_e4m3
 
 from megatron_snip.formats import FORMATS
 from megatron_snip.linears import gemms, native
-from megatron_snip.linears.native_gemm import GemmOperand
 from megatron_snip.options import Option
 from megatron_snip.quantizers import (
     StochasticStream,
@@ -15,7 +16,6 @@ from megatron_snip.quantizers import (
     quantize_dequantize_operand,
     quantize_payload_operand,
 )
-from megatron_snip.quantizers.codes import decode_e4m3, encode_e4m3
 from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand
 
 STREAM = StochasticStream(StreamKey(0, "linear", 1, 2))

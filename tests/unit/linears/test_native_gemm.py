@@ -6,8 +6,6 @@ import itertools
 
 import pytest
 import torch
-
-from megatron_snip.formats import FORMATS
 from megatron_snip.linears.native_gemm import (
     GemmOperand,
     check_layout,
@@ -16,6 +14,8 @@ from megatron_snip.linears.native_gemm import (
     operand,
 )
 from megatron_snip.quantizers.routes import Payload, quantize_payload
+
+from megatron_snip.formats import FORMATS
 
 BLOCKS = (1, 2, 3, 5, 8)
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-
-from megatron_snip.linears import native, native_gemm, native_support
 from megatron_snip.linears.backends import Machine
 from megatron_snip.linears.native_gemm import GemmOperand
 from megatron_snip.linears.native_support import (
@@ -22,6 +20,8 @@ from megatron_snip.linears.native_support import (
     worst_error,
 )
 from megatron_snip.quantizers.codes import decode_e4m3
+
+from megatron_snip.linears import native, native_gemm, native_support
 from megatron_snip.types import Gemm
 
 CPU = torch.device("cpu")

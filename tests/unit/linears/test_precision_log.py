@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-
 from megatron_snip.linears.backends import Backend
+
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.precision_log import LinearPrecision, precision_table
 from megatron_snip.options import Option

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.runnable import (
     Runnable,
     at_least,
@@ -16,6 +14,8 @@ from megatron_snip.linears.runnable import (
     restricted,
     told_changes,
 )
+
+from megatron_snip.errors import UnsupportedError
 from megatron_snip.options import BF16, Option, enumerate_options
 
 FP8, FP4, NVFP4, MXFP8 = map(Option.uniform, ("fp8", "fp4", "nvfp4", "mxfp8"))

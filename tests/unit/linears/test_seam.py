@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_snip.linears.backends import Backend, Machine
+from megatron_snip.linears.seam import PlannedLinear
 
 from megatron_snip.linears import gemms, native
-from megatron_snip.linears.backends import Backend, Machine
 from megatron_snip.linears.runtime import Mode, Runtime
-from megatron_snip.linears.seam import PlannedLinear
 from megatron_snip.log import forget_warnings
 from megatron_snip.options import Option
 from megatron_snip.topology import Placement, Topology

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-
 from megatron_snip.linears.te_shapes import TOKEN_GROUP, padded_tokens, unfit
 from megatron_snip.planning.te_recipe import TERecipe
+
 from megatron_snip.topology import Placement
 
 NAME = "decoder.layers.0.mlp.experts.linear_fc1"

@@ -6,7 +6,6 @@ import random
 
 import numpy as np
 import torch
-
 from megatron_snip.linears.traces import Traces
 
 

@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 import yaml
-
-from megatron_snip.errors import UsageError
-from megatron_snip.options import Option
 from megatron_snip.planning.te_config import (
     Stages,
     config_text,
@@ -24,6 +21,9 @@ from megatron_snip.planning.te_config import (
     stage_paths,
 )
 from megatron_snip.planning.te_recipe import FORMAT_OF_WORD, TERecipe
+
+from megatron_snip.errors import UsageError
+from megatron_snip.options import Option
 
 MODULES = (
     "self_attention.linear_qkv",

@@ -6,10 +6,10 @@ import itertools
 from typing import Any
 
 import pytest
+from megatron_snip.planning.te_recipe import FORMAT_OF_WORD, TERecipe, applies
 
 from megatron_snip.errors import UsageError
 from megatron_snip.options import Option
-from megatron_snip.planning.te_recipe import FORMAT_OF_WORD, TERecipe, applies
 
 WORDS = tuple(FORMAT_OF_WORD)
 EVERY = [TERecipe(*words) for words in itertools.product(WORDS, repeat=3)]
