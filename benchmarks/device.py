@@ -28,6 +28,13 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from megatron_snip.linears.native_gemm import alignment
+from megatron_snip.linears.native_support import (
+    RAGGED,
+    gemm_error,
+    native_obstacle,
+    sample_operands,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -36,13 +43,6 @@ from benchmarks.linear import forwards
 from benchmarks.machine import has_gpu, write_result
 from benchmarks.timing import said, seconds_by_turns
 from megatron_snip.linears import native
-from megatron_snip.linears.native_gemm import alignment
-from megatron_snip.linears.native_support import (
-    RAGGED,
-    gemm_error,
-    native_obstacle,
-    sample_operands,
-)
 from megatron_snip.quantizers import error_norms, moments, quantize_payload_both
 from megatron_snip.types import Gemm
 

@@ -26,6 +26,9 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # on the CPU: one core, whatever else it does
 
 import torch
+from megatron_snip.linears.gemms import unkept
+from megatron_snip.linears.kept_weights import KeptWeights
+from megatron_snip.linears.native_support import native_obstacle, worst_error
 from rich.console import Console
 from rich.table import Table
 
@@ -34,9 +37,6 @@ from benchmarks.timing import said as said_error
 from benchmarks.timing import seconds_by_turns
 from megatron_snip.linears import native
 from megatron_snip.linears.autograd import Keep, LinearCall, QuantizedLinear
-from megatron_snip.linears.gemms import unkept
-from megatron_snip.linears.kept_weights import KeptWeights
-from megatron_snip.linears.native_support import native_obstacle, worst_error
 from megatron_snip.options import Option
 from megatron_snip.patches import cpu
 from megatron_snip.quantizers import StochasticStream, StreamKey

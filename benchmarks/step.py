@@ -28,6 +28,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from megatron_snip.linears.layout import current_topology
 from rich.console import Console
 from rich.table import Table
 
@@ -35,7 +36,6 @@ from benchmarks.lab import Lab, open_lab
 from benchmarks.machine import has_gpu, write_result
 from benchmarks.timing import seconds_by_turns
 from megatron_snip.config import Backend
-from megatron_snip.linears.layout import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import Option
 

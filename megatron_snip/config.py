@@ -26,7 +26,7 @@ _MAX_DEPTH = 32
 _MAX_ALIASES = 8
 
 Backend = Literal["auto", "simulate", "te"]
-LossJoin = Literal["fisher", "first_plus_fisher"]
+LossDivergence = Literal["fisher", "first_plus_fisher"]
 PipelineBalance = Literal["none", "stage", "bottleneck"]
 
 
@@ -45,140 +45,100 @@ class ScheduleFields(_Section):
     """Turn SNIP on. Off means that the model runs exactly as Megatron runs it."""
 
     interval: Annotated[int, Field(ge=1)] = 200
-    """Training steps between two refreshes (a refresh measures, solves and applies a plan)."""
+    """Iterations between two refreshes. A refresh measures, solves and applies a plan."""
 
-    start_step: Annotated[int, Field(ge=0)] = 0
-    """Training step (0-based) of the first refresh; give the optimizer a few steps first."""
+    start_step: Annotated[int, Field(ge=1)] = 100
+    """Iteration of the first refresh (Megatron's count, from 1). Adam's moments are too young
+    for a plan in the first iterations."""
 
     lag: Annotated[int, Field(ge=1)] = 2
-    """Steps between measuring and applying a plan. It is fixed, so that runs replay exactly;
-    training goes on meanwhile."""
-
-    stop_step: Annotated[int, Field(ge=0)] | None = None
-    """No refresh starts at or after this step; the last plan stays."""
+    """Iterations between measuring and applying a plan. Training continues meanwhile. The lag
+    is fixed so that a run can be repeated exactly."""
 
     collect_only: bool = False
-    """Measure and write statistics at every refresh, and change nothing."""
-
-    freeze_plan: bool = False
-    """Keep the plan that the run starts with; refreshes still measure and write problems."""
+    """Measure and write statistics at every refresh, and never change the plan: BF16, or the
+    plan of --snip-plan-file."""
 
     eval_precision: Literal["plan", "bf16"] = "plan"
-    """What evaluations run in: the plan in force, or BF16 throughout."""
+    """Precision of evaluations: the current plan, or BF16 throughout."""
 
 
 class MeasureFields(_Section):
     """What a refresh measures."""
 
     measure_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Share of the linears that one training iteration measures. Below 1, a refresh takes as many
-    iterations as it needs to measure all, so that no single iteration takes much longer."""
+    """Share of the linears that one iteration measures. Below 1, a refresh spreads over several
+    iterations, and each of them costs less."""
 
     stat_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
-    """Weight of former measurements in the running mean of second-order statistics."""
+    """Weight of earlier measurements in the running mean of second-order statistics."""
 
-    loss_join: LossJoin = "fisher"
-    """What the loss divergence is: `fisher` (second order) or the paper's `first_plus_fisher`
-    (|first order| + second order)."""
+    loss_divergence: LossDivergence = "fisher"
+    """Estimator of the loss divergence: `fisher` (second order) or the paper's
+    `first_plus_fisher` (|first order| + second order)."""
 
     weight_lambda: Annotated[float, Field(ge=0.0)] = 0.1
-    """Weight of the weight divergence beside the loss divergence, both normalized."""
+    """Weight of the normalized weight divergence relative to the loss divergence."""
 
 
 class PlanFields(_Section):
     """What the planner may choose and must reach."""
 
     policy: str = "snip"
-    """Who makes the plan: snip, uniform-OPTION (e.g. uniform-fp8), random, or another baseline;
-    `megatron-snip plan --help` lists all."""
+    """Planning policy: snip, uniform-OPTION (for example uniform-fp8), random, or another
+    baseline. `megatron-snip plan --help` lists all."""
 
     efficiency_target: Fraction = 0.75
-    """Least share of linear FLOPs in the lowest precision on offer, 0 to 1."""
+    """Smallest share of the linears' FLOPs in the lowest precision among the formats, 0 to 1."""
 
     formats: tuple[str, ...] = ("fp8", "fp4")
-    """Formats on offer, comma separated; the one with the fewest bits is the lowest precision.
-
-    Formats of as many bits count alike towards the target."""
+    """Formats that a plan may use, comma separated. The one with the fewest bits is the lowest
+    precision; formats with equally many bits count alike."""
 
     granularity: Granularity = "linear"
-    """`linear`: one format a linear (the paper's). `gemm`: fprop, dgrad and wgrad each choose."""
+    """`linear`: one format per linear (the paper's). `gemm`: fprop, dgrad and wgrad choose
+    separately."""
 
     backend: Backend = "auto"
-    """Who runs the linears: `simulate` (Megatron's own linears, any format on any machine), `te`
-    (Transformer Engine's linears under its recipes), `auto` (whichever of these linears the model
-    has). docs/backends.md has the table."""
+    """What runs the linears: `simulate` (Megatron's linears, any format on any machine), `te`
+    (Transformer Engine's recipes), or `auto` (the one that fits the model's linears)."""
 
     pipeline_balance: PipelineBalance = "none"
-    """`stage`: every pipeline stage reaches the target; `bottleneck`: first make the slowest
-    stage as fast as possible; `none`: only the whole model reaches the target."""
-
-    initial_option: str = "bf16"
-    """Option of every linear before the first plan."""
+    """`stage`: every pipeline stage reaches the target. `bottleneck`: first make the slowest
+    stage as fast as possible. `none`: only the model as a total reaches the target."""
 
     pins: tuple[str, ...] = ()
-    """GLOB=OPTION, comma separated: linears that keep an option,
-    e.g. 'decoder.layers.0.*=fp8'. The option must be among those on offer or bf16."""
+    """GLOB=OPTION, comma separated: linears with a fixed option, for example
+    'decoder.layers.0.*=fp8'. The option must be bf16 or one that the formats allow."""
 
     max_changes: Annotated[int, Field(ge=0)] | None = None
     """Most linears that may change their option in one refresh."""
 
     min_gain: Fraction = 0.0
-    """A new plan must lower the quality loss by at least this share of the old plan's, or the
-    old plan stays (where it is still feasible)."""
+    """Replace a plan only if the quality loss falls by at least this share."""
 
     plan_file: Path | None = None
-    """Start from this plan (a plans/<step>.json of another run)."""
-
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Seed of stochastic rounding, of sampled tokens and of the solver."""
-
-    time_limit_s: Annotated[float, Field(gt=0.0)] = 30.0
-    """Seconds the solver may take; then the best plan found so far counts."""
-
-    solver_workers: Annotated[int, Field(ge=1)] = 1
-    """Threads of the solver; 1 makes it deterministic."""
+    """Start with this plan (a plans/<iteration>.json of another run). With --snip-collect-only
+    the plan stays for the whole run."""
 
 
 class GuardFields(_Section):
-    """How training is kept safe from SNIP."""
+    """Protection of training against a bad plan."""
 
     guard: bool = True
-    """Watch the loss after a plan change: where it is NaN or jumps, make the step again with the
-    last good plan, go on with that, and measure anew."""
-
-    guard_steps: Annotated[int, Field(ge=1)] = 50
-    """Steps after a plan change in which the guard watches."""
-
-    guard_rise: Annotated[float, Field(gt=0.0)] = 0.2
-    """Least rise of the loss, as a share of its level before the change, that is a jump."""
+    """Watch the loss after a plan change. If it is NaN or jumps, repeat the iteration with the
+    last good plan, keep that plan, and measure again."""
 
     guard_sigmas: Annotated[float, Field(ge=0.0)] = 6.0
-    """Least rise of the loss, in standard deviations of its step-to-step noise, that is a jump."""
-
-    guard_patience: Annotated[int, Field(ge=1)] = 10
-    """Steps in a row with such a loss after which the plan goes, even if the step is no better
-    without it."""
+    """Smallest rise of the loss that counts as a jump, in standard deviations of its noise from
+    iteration to iteration."""
 
 
 class OutputFields(_Section):
-    """What is written, and where."""
+    """Output."""
 
     output_dir: Path | None = None
-    """Directory for plans, problems, divergences and metrics."""
-
-    precision_log: bool = False
-    """At every plan change log what each linear resolved to (option, recipe, backend, weight
-    storage), and write it as JSON beside the plans."""
-
-    wandb: bool = False
-    """Log to Weights & Biases (offline unless WANDB_MODE says otherwise)."""
-
-    wandb_project: str = "megatron-snip"
-    """The W&B project to log to."""
-
-    tensorboard: bool = False
-    """Write TensorBoard files below the run's directory. Only `megatron-snip train` needs it: a
-    Megatron job's own writer (--tensorboard-dir) is used where it has one."""
+    """Directory for plans, problems, divergences and metrics. Default: snip/ below --save."""
 
 
 class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputFields):
@@ -199,7 +159,6 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
     @model_validator(mode="after")
     def _check_words(self) -> SnipConfig:
         _named("formats", partial(lowest_precision, self.formats))
-        _named("initial_option", partial(Option.parse, self.initial_option))
         for pin in self.pins:
             glob, sep, option = pin.rpartition("=")
             if not sep or not glob:
@@ -211,7 +170,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
                 f"measure_fraction ({self.measure_fraction}) takes {window} iterations to measure "
                 f"all linears, and interval is {self.interval}; raise one of them"
             )
-        if self.lag + window > self.interval and not (self.collect_only or self.freeze_plan):
+        if self.lag + window > self.interval and not self.collect_only:
             raise UsageError(
                 f"lag ({self.lag}) must be smaller than interval ({self.interval}) less the "
                 f"{window - 1} further iterations that measure, so that a plan is applied before "

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import logging
-from dataclasses import replace
 from typing import Any
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.controller import SnipController
-from megatron_snip.controller_state import ControllerState
 from megatron_snip.linears.discovery import current_topology
-from megatron_snip.patches.outputs import make_reporter
+from megatron_snip.patches.outputs import make_writers
 from megatron_snip.patches.refusals import refuse_modules
 from megatron_snip.patches.session import Session
 from megatron_snip.patches.step_metrics import StepMetrics
+from megatron_snip.state import ControllerState
 from megatron_snip.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -31,21 +30,15 @@ def attach(
     refuse_modules(model)
     topology = current_topology()
     state = _resumed_state(session.loaded, args, topology)
-    reporter = make_reporter(config, args, topology)
+    writers = make_writers(config, args, topology)
     session.controller = SnipController(
-        config, model, optimizer, reporter=reporter, state=state, topology=topology
+        config, model, optimizer, writers=writers, state=state, topology=topology
     )
     session.metrics = StepMetrics(topology)
     if topology.rank == 0:
         linears, plan = session.controller.model.all_linears, session.controller.plan
-        begin = "start from" if state is None else f"go on at step {state.step} with"
-        logger.info(
-            "SNIP: %d linears %s the %s plan of step %d",
-            len(linears),
-            begin,
-            plan.policy,
-            plan.step,
-        )
+        verb = "starts with" if state is None else f"resumes after iteration {state.iteration} with"
+        logger.info("snip: plans %d linears; training %s %s", len(linears), verb, plan.label)
 
 
 def _resumed_state(
@@ -57,12 +50,12 @@ def _resumed_state(
     state = None
     if loaded is not None:
         state = ControllerState.from_dict(loaded, "SNIP state of the checkpoint")
-        if state.step != iteration:
+        if state.iteration != iteration:
             missing = (
-                f"the checkpoint's SNIP state is of iteration {state.step} and training goes on "
+                f"the checkpoint's SNIP state is of iteration {state.iteration} and training goes on "
                 f"from {iteration}: its plan stays, a refresh in flight is dropped"
             )
-            state = replace(state, step=iteration, refreshed=None, pending=None, guard=None)
+            state = state.restarted_at(iteration)
     elif iteration > 0:
         missing = (
             f"the checkpoint of iteration {iteration} has no SNIP state; "

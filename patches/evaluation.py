@@ -14,7 +14,7 @@ def _wrap(original: Function, session: Session) -> Function:
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         if session.controller is None or session.metrics is None:
             return original(*args, **kwargs)
-        with session.controller.evaluating():
+        with session.controller.evaluation():
             result = original(*args, **kwargs)
         session.metrics.evaluated(result[0])
         return result

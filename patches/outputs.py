@@ -14,9 +14,9 @@ from typing import Any
 from megatron_snip.collectives import attempt
 from megatron_snip.config import SnipConfig
 from megatron_snip.directory import archive_run, check_new_run, lock_directory, mark
-from megatron_snip.reporting.megatron_writers import MegatronWriters
-from megatron_snip.reporting.reporter import FileReporter, Reporter, Reporters
+from megatron_snip.reporting.events import Writer
 from megatron_snip.reporting.run_directory import RunDirectory
+from megatron_snip.reporting.writers import MEGATRON_LOGS, TensorBoardWriter, WandbWriter
 from megatron_snip.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -37,32 +37,23 @@ def output_directory(config: SnipConfig, save: str | None) -> Path:
     return (Path() if save is None else Path(save)) / "snip"
 
 
-def make_reporter(
-    config: SnipConfig, args: argparse.Namespace, topology: Topology
-) -> Reporter | None:
-    """All ranks: return this rank's reporter; None on ranks that report nothing.
+def make_writers(config: SnipConfig, args: argparse.Namespace, topology: Topology) -> list[Writer]:
+    """All ranks: return this rank's writers: files on rank 0, Megatron's own on the last rank.
 
     Raises:
         RemoteFailure: on every rank, if the directory cannot be written.
     """
-    reporters: list[Reporter] = []
-    if (
-        files := attempt(
-            "opening --snip-output-dir", lambda: _files(config, args, topology), topology.control
-        )
-    ) is not None:
-        reporters.append(files)
+
+    def files() -> list[Writer]:
+        return [_run_directory(config, args)] if topology.rank == 0 else []
+
+    writers = attempt("opening --snip-output-dir", files, topology.control)
     if topology.rank == topology.world_size - 1:
-        writers = _writers(config, args)
-        if writers is not None:
-            reporters.append(writers)
-    return Reporters(reporters) if reporters else None
+        writers += _megatron_writers(config, args)
+    return writers
 
 
-def _files(config: SnipConfig, args: argparse.Namespace, topology: Topology) -> Reporter | None:
-    """Rank 0: open the directory and write what was asked for."""
-    if topology.rank != 0:
-        return None
+def _run_directory(config: SnipConfig, args: argparse.Namespace) -> RunDirectory:
     path = output_directory(config, getattr(args, "save", None))
     directory = RunDirectory(path, lock_directory(path))
     check_new_run(path, overwrite=True)  # files without our marker are not touched
@@ -74,17 +65,20 @@ def _files(config: SnipConfig, args: argparse.Namespace, topology: Topology) -> 
     megatron = {k: v for k, v in sorted(vars(args).items()) if type(v) in _PLAIN}
     directory.start({"snip": config.model_dump(mode="json"), "megatron": megatron})
     logger.info("SNIP's plans, problems and metrics go to %s", directory.path)
-    return FileReporter(directory)
+    return directory
 
 
-def _writers(config: SnipConfig, args: argparse.Namespace) -> Reporter | None:
-    """Last rank: Megatron's writers, where it has made any."""
+def _megatron_writers(config: SnipConfig, args: argparse.Namespace) -> list[Writer]:
+    """Writers that log through those that Megatron has made, at Megatron's interval."""
     from megatron.training import global_vars
 
     tensorboard: Any = global_vars.get_tensorboard_writer()
     wandb: Any = global_vars.get_wandb_writer()
-    if tensorboard is None and wandb is None:
-        return None
     settings = config.model_dump(mode="json")
     interval = int(getattr(args, "tensorboard_log_interval", 1) or 1)
-    return MegatronWriters(tensorboard, wandb, settings, interval)
+    writers: list[Writer] = []
+    if tensorboard is not None:
+        writers.append(TensorBoardWriter(tensorboard, settings, interval, MEGATRON_LOGS))
+    if wandb is not None:
+        writers.append(WandbWriter(wandb, settings, interval, MEGATRON_LOGS))
+    return writers

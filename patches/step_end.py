@@ -22,7 +22,7 @@ def _wrap(original: Function, session: Session) -> Function:
 
 
 def _report(session: Session, iteration: int, optimizer: Any) -> None:
-    """All ranks: report step `iteration - 1` (Megatron counts from 1 here)."""
+    """All ranks: report an iteration."""
     from megatron.core.num_microbatches_calculator import get_current_global_batch_size
     from megatron.training.global_vars import get_args
 
@@ -33,7 +33,7 @@ def _report(session: Session, iteration: int, optimizer: Any) -> None:
         tokens=get_current_global_batch_size() * int(args.seq_length),
         log_losses=iteration % int(args.log_interval) == 0,
     )
-    session.controller.end_step(iteration - 1, values)
+    session.controller.end_iteration(iteration, values)
 
 
 def _learning_rate(optimizer: Any) -> float | None:

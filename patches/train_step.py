@@ -23,12 +23,11 @@ def _wrap(original: Function, session: Session) -> Function:
         if controller is None or metrics is None:
             return original(*args, **kwargs)
         call = bound(original, args, kwargs)
-        step = _step(call.arguments.get("iteration"))
+        iteration = _iteration(call.arguments.get("iteration"))
         metrics.begin()
-        controller.begin_step(step)
         schedule = call.arguments["forward_backward_func"]
         call.arguments["forward_backward_func"] = partial(
-            controller.forward_backward, step, schedule
+            controller.forward_backward, iteration, schedule
         )
         result = original(*call.args, **call.kwargs)
         metrics.trained(losses=result[0], grad_norm=result[5])
@@ -37,13 +36,13 @@ def _wrap(original: Function, session: Session) -> Function:
     return train_step
 
 
-def _step(iteration: Any) -> int:
-    """The 0-based step; scripts that call `train_step` themselves may leave it out."""
-    if iteration is not None:
-        return int(iteration)
-    from megatron.training.global_vars import get_args
+def _iteration(done: Any) -> int:
+    """Megatron's iteration (1-based); it passes the number of iterations done."""
+    if done is None:  # scripts that call `train_step` themselves may leave it out
+        from megatron.training.global_vars import get_args
 
-    return int(get_args().curr_iteration)
+        done = get_args().curr_iteration
+    return int(done) + 1
 
 
 SEAM = Seam(

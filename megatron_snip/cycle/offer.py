@@ -6,13 +6,12 @@ from elsewhere is checked against the model and brought to what can run, never s
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.cycle.announcer import Announcer
-from megatron_snip.cycle.schedule import Schedule
 from megatron_snip.divergence.quality import unmeasured_problem_dict
 from megatron_snip.formats import lowest_precision
 from megatron_snip.linears.availability import (
@@ -33,6 +32,11 @@ from megatron_snip.planning.policies import get_policy
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 
+if TYPE_CHECKING:
+    from megatron_snip.refresh import Schedule
+
+logger = logging.getLogger(__name__)
+
 
 class Offer:
     """What the linears of one model may choose from.
@@ -41,7 +45,7 @@ class Offer:
         options: on offer, in the settings' order; the same on all ranks.
     """
 
-    def __init__(self, config: SnipConfig, model: PlannedModel, announcer: Announcer) -> None:
+    def __init__(self, config: SnipConfig, model: PlannedModel, seed: int, leader: bool) -> None:
         """All ranks: find out what can run; rank 0 warns of what cannot.
 
         Raises:
@@ -49,15 +53,16 @@ class Offer:
         """
         self._config = config
         self._model = model
-        self._announcer = announcer
+        self._seed = seed
+        self._leader = leader
         self._names = [linear.name for linear in model.all_linears]
         available = available_options(model, config)
         self.options = available.options
         self._refusals: Refusals = available.refusals
         for text in available.warnings:
-            announcer.warn(text)
-        for text in available.notes:
-            announcer.info(text)
+            self._warn(text)
+        for text in available.notes if leader else ():
+            logger.info("snip: %s", text)
 
     @property
     def lowest_format(self) -> str:
@@ -80,17 +85,17 @@ class Offer:
             InfeasiblePlanError: if no plan reaches the target.
         """
         get_policy(self._config.policy)
-        settings = PlanSettings.from_config(self._config)
+        settings = PlanSettings.from_config(self._config, self._seed)
         problem = PlanningProblem.from_dict(self._unmeasured())
         if schedule.replans:
             make_plan(problem, settings.model_copy(update={"policy": "greedy"}))
-        keeps_file = self._config.plan_file is not None and self._config.freeze_plan
+        keeps_file = self._config.plan_file is not None and self._config.collect_only
         if resumed is not None and not (schedule.static or keeps_file):
             return self.checked(resumed)
         if self._config.plan_file is not None:
             return self.checked(read_plan(self._config.plan_file))
-        if not schedule.static:
-            initial = {"policy": f"uniform-{self._config.initial_option}", "max_changes": None}
+        if self._config.collect_only or not schedule.static:
+            initial = {"policy": "uniform-bf16", "max_changes": None}
             settings = settings.model_copy(update=initial)
         return make_plan(problem, settings)
 
@@ -116,14 +121,13 @@ class Offer:
         """All ranks: bring a plan from elsewhere to what can run here; rank 0 says what changed."""
         refusals = self._refusals_of((*plan.linears.values(), *self.options))
         linears = nearest_options(plan.linears, self.options, refusals)
-        whose = f"the {plan.policy} plan of step {plan.step}"
         foreign = [o for o in dict.fromkeys(linears.values()) if o not in self.options]
         for text in approximations(self._model, foreign):  # those available were logged before
-            self._announcer.warn(f"{whose}: {text}")
+            self._warn(f"{plan.label}: {text}")
         if linears == plan.linears:
             return plan
         for text in option_changes(plan.linears, linears, refusals):
-            self._announcer.warn(f"{whose}: {text}")
+            self._warn(f"{plan.label}: {text}")
         return self._assigned(linears, plan.policy, plan.step)
 
     def restricted(self, problem: dict[str, Any]) -> dict[str, Any]:
@@ -141,7 +145,7 @@ class Offer:
             return None
         moved = [{**row, "stage": stages[row["name"]]} for row in rows]
         moved_problem = {**problem, "linears": moved}
-        if self._config.collect_only:
+        if self._config.collect_only and self._config.plan_file is None:
             return moved_problem
         options = [Option.parse(text) for row in moved for text in row["options"]]
         return restrict_problem(moved_problem, self._refusals_of(options))
@@ -150,6 +154,10 @@ class Offer:
         """All ranks, with the same options: find out which linears cannot run them."""
         control = self._model.runtime.topology.control
         return option_refusals(self._model.linears, options, control)
+
+    def _warn(self, text: str) -> None:
+        if self._leader:
+            logger.warning("snip: %s", text)
 
     def _unmeasured(self) -> dict[str, Any]:
         c, linears = self._config, self._model.all_linears

@@ -13,19 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_snip.config import LossJoin
+from megatron_snip.config import LossDivergence
 from megatron_snip.options import Option
 from megatron_snip.statistics.records import FormatStatistics, LinearStatistics
 from megatron_snip.types import Gemm
 
-JOINS: dict[LossJoin, Callable[[FormatStatistics], float]] = {
+JOINS: dict[LossDivergence, Callable[[FormatStatistics], float]] = {
     "fisher": lambda s: s.fisher,
     "first_plus_fisher": lambda s: abs(s.first) + s.fisher,
 }
 """How first and second order join, in units of the loss."""
 
 
-def loss_divergence(linear: LinearStatistics, option: Option, join: LossJoin) -> float:
+def loss_divergence(linear: LinearStatistics, option: Option, join: LossDivergence) -> float:
     """Return the loss divergence of `option` at one linear (>= 0; 0 for bf16 fprop).
 
     Raises:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_snip.config import LossJoin
+from megatron_snip.config import LossDivergence
 from megatron_snip.divergence.local_error import absolute_error, relative_error
 from megatron_snip.divergence.loss import loss_divergence
 from megatron_snip.divergence.weight import fprop_scale, weight_divergence
@@ -36,13 +36,13 @@ class QualitySettings:
     Attributes:
         options: what every linear may choose.
         lowest_format: the lowest precision on offer.
-        loss_join: see divergence/loss.py.
+        loss_estimator: see divergence/loss.py.
         weight_lambda: lambda.
     """
 
     options: tuple[Option, ...]
     lowest_format: str
-    loss_join: LossJoin
+    loss_estimator: LossDivergence
     weight_lambda: float
 
 
@@ -84,9 +84,9 @@ class LinearDivergence:
 
 @dataclass(frozen=True)
 class DivergenceTable:
-    """The divergences of a whole model at one step, the same on every rank."""
+    """The divergences of a model at one iteration, the same on every rank."""
 
-    step: int
+    iteration: int
     linears: tuple[LinearDivergence, ...]
 
     def of_lowest(self) -> list[OptionDivergence]:
@@ -142,7 +142,7 @@ def divergence_table(
                 _or_nan(relative_error, linear, option),
             )
         rows.append(LinearDivergence(linear.name, linear.stage, linear.flops_per_token, options))
-    return DivergenceTable(table.step, tuple(rows))
+    return DivergenceTable(table.iteration, tuple(rows))
 
 
 def problem_dict(table: DivergenceTable, lowest_format: str, target: float) -> dict[str, Any]:
@@ -185,8 +185,8 @@ def divergences_dict(table: DivergenceTable, statistics: StatisticsTable) -> dic
     raw = statistics.to_dict()
     by_name = {linear["name"]: linear for linear in raw["linears"]}
     result: dict[str, Any] = {
-        "version": SCHEMA_VERSION,
-        "step": table.step,
+        "version": 2,
+        "iteration": table.iteration,
         "loss": raw["loss"],
         "linears": [
             {
@@ -204,7 +204,7 @@ def divergences_dict(table: DivergenceTable, statistics: StatisticsTable) -> dic
 
 
 def _loss(linear: LinearStatistics, option: Option, settings: QualitySettings) -> float:
-    return _or_nan(loss_divergence, linear, option, settings.loss_join)
+    return _or_nan(loss_divergence, linear, option, settings.loss_estimator)
 
 
 def _weight(linear: LinearStatistics, option: Option, kappa: float) -> float:

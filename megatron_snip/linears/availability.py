@@ -249,13 +249,14 @@ class AvailableOptions:
 def available_options(model: PlannedModel, config: SnipConfig) -> AvailableOptions:
     """All ranks: return what the linears can run of the settings' options.
 
-    With `collect_only` all options are returned: they are measured for other machines.
+    With `collect_only` and no plan file all options are returned: they are measured for other
+    machines.
 
     Raises:
         UnsupportedError: on every rank, if no linear can run the lowest precision, so that the
             efficiency target would have no meaning.
     """
-    if config.collect_only:
+    if config.collect_only and config.plan_file is None:
         return AvailableOptions(config.options, {})
     lowest = Option.uniform(config.lowest_format)
     control = model.runtime.topology.control

@@ -79,6 +79,16 @@ class PrecisionPlan(BaseModel):
         return {name: _read_option(name, given) for name, given in value.items()}
 
     @property
+    def iteration(self) -> int:
+        """Iteration whose statistics the plan was made from; 0 before training."""
+        return self.step
+
+    @property
+    def label(self) -> str:
+        """The plan in a log line, e.g. `the snip plan of iteration 200`."""
+        return f"the {self.policy} plan of iteration {self.iteration}"
+
+    @property
     def gap(self) -> float | None:
         """(objective - bound) / |objective|, at least 0; None where either is unknown."""
         return relative_gap(self.objective, self.bound)

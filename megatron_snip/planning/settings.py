@@ -93,7 +93,7 @@ class PlanSettings(BaseModel):
             raise UsageError(f"plan settings: {explain(error)}") from None
 
     @classmethod
-    def from_config(cls, config: SnipConfig) -> PlanSettings:
+    def from_config(cls, config: SnipConfig, seed: int = 0) -> PlanSettings:
         """Take the planner's share of a run's settings."""
         return cls.from_dict(
             {
@@ -103,8 +103,6 @@ class PlanSettings(BaseModel):
                 "pins": tuple((glob, str(option)) for glob, option in config.pin_pairs),
                 "max_changes": config.max_changes,
                 "min_gain": config.min_gain,
-                "time_limit_s": config.time_limit_s,
-                "workers": config.solver_workers,
-                "seed": config.seed,
+                "seed": seed,
             }
         )

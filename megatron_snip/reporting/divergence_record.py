@@ -36,14 +36,14 @@ class LinearRow:
 
 @dataclass(frozen=True)
 class DivergenceRecord:
-    """All linears at one step.
+    """All linears at one iteration.
 
     Attributes:
-        step: training step (0-based) that was measured.
+        iteration: that was measured.
         linears: in the model's order.
     """
 
-    step: int
+    iteration: int
     linears: tuple[LinearRow, ...]
 
     @property
@@ -72,15 +72,19 @@ def divergence_record(value: Any, source: str = "divergences") -> DivergenceReco
     Raises:
         UsageError: one line that names `source`.
     """
-    if not isinstance(value, Mapping) or value.get("version") != 1:
-        raise UsageError(f"{source} is not a divergences file of version 1")
+    if not isinstance(value, Mapping) or value.get("version") not in (1, 2):
+        raise UsageError(f"{source} is not a divergences file of version 1 or 2")
     try:
         rows = tuple(_row(entry) for entry in value["linears"])
-        return DivergenceRecord(int(value["step"]), rows)
+        return DivergenceRecord(_iteration(value), rows)
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"{source} is damaged ({type(error).__name__}: {error})") from None
+
+
+def _iteration(value: Mapping[str, Any]) -> int:
+    return int(value["step"]) + 1 if value["version"] == 1 else int(value["iteration"])
 
 
 def _row(entry: Any) -> LinearRow:

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_snip.config import SnipConfig, make_config, read_yaml
 from megatron_snip.errors import UsageError
-from megatron_snip.options import Option
+from megatron_snip.options import BF16, Option
 from megatron_snip.planning.json_file import read_json
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.problem import PlanningProblem, read_problem
@@ -193,7 +193,7 @@ def plan_spans(path: Path, metrics: MetricsLog, snip: SnipConfig | None) -> tupl
     begin = metrics.rows[0]["step"]
     fresh = begin == 0 and snip is not None and snip.plan_file is None
     if snip is not None and fresh and spans[0].start > 0:
-        options = dict.fromkeys(spans[0].linears, Option.parse(snip.initial_option))
+        options = dict.fromkeys(spans[0].linears, BF16)
         spans.insert(0, PlanSpan(0, spans[0].start, options, None, 0))
     return tuple(spans)
 

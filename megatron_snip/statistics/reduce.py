@@ -84,7 +84,7 @@ def reduce_sums(
         _linear(info, row, formats, grad_scale, batch_tokens)
         for info, row in zip(linears, found, strict=True)
     ]
-    return StatisticsTable(step, loss, tuple(decoded))
+    return StatisticsTable(step + 1, loss, tuple(decoded))
 
 
 def _fill(table: Tensor, sums: Mapping[str, Tensor], linears: Sequence[LinearInfo]) -> None:

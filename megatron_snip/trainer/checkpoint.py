@@ -32,8 +32,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed import ProcessGroup
 
 from megatron_snip.collectives import attempt
-from megatron_snip.controller_state import ControllerState
 from megatron_snip.errors import SnipError
+from megatron_snip.state import ControllerState
 from megatron_snip.trainer.checkpoint_folder import CheckpointFolder, SavedRun, layout_changes
 from megatron_snip.trainer.config import TrainConfig
 from megatron_snip.trainer.model import TrainingState

@@ -264,6 +264,12 @@ class RunFields(_Section):
     """Directory of the run: config.yaml, versions.json, metrics.jsonl and what SNIP writes. A run
     that resumes from a checkpoint continues the files in it."""
 
+    tensorboard_dir: Path | None = None
+    """Write TensorBoard files to this directory."""
+
+    wandb_project: str | None = None
+    """Log to this Weights & Biases project (offline unless WANDB_MODE is set)."""
+
     overwrite: bool = False
     """Replace the files of a former run in run_dir. Files that SNIP did not write stay."""
 

@@ -1,10 +1,9 @@
 """The training loop: Megatron's own step, with SNIP's hook around it.
 
     for each step:
-        hook.begin_step
         zero gradients -> hook.forward_backward -> optimizer -> scheduler
         evaluate where it is due
-        hook.end_step
+        hook.end_iteration
         save where it is due, and stop where that was asked for
 
 Reported losses are means over tokens, microbatches and data-parallel ranks, the same number on
@@ -84,7 +83,7 @@ def train(
     begin = time.perf_counter()
     state.runner.defer_gathers()
     if start is None:
-        with hook.evaluating():
+        with hook.evaluation():
             first = validation = evaluate(state.runner, datasets.valid, config.eval_iters)
         start = Progress()
     else:
@@ -92,21 +91,20 @@ def train(
     metrics: dict[str, Any] = {"loss": math.nan}
     done, stopped = start.step, None
     while done < config.train_iters and stopped is None:
-        step = done
-        hook.begin_step(step)
+        step, iteration = done, done + 1
         metrics = train_step(step, config, state, datasets.train, hook)
         if step == start.step:
             state.runner.overlap_gathers()
         if step == 0 and first is not None:
             metrics["validation_loss"] = first
-        if (step + 1) % config.eval_interval == 0 or step + 1 == config.train_iters:
-            with hook.evaluating():
+        if iteration % config.eval_interval == 0 or iteration == config.train_iters:
+            with hook.evaluation():
                 validation = evaluate(state.runner, datasets.valid, config.eval_iters)
             if step > 0 and validation is not None:
                 metrics["validation_loss"] = validation
-        hook.end_step(step, metrics)
+        hook.end_iteration(iteration, metrics)
         fraction = hook.lowest_precision_fraction
-        listener(step, {**metrics, "lowest_precision_fraction": fraction})
+        listener(iteration, {**metrics, "lowest_precision_fraction": fraction})
         done = step + 1
         if saver is not None:
             stopped = saver.after_step(done, first, validation)
@@ -122,7 +120,7 @@ def train_step(
     runner = state.runner
     runner.zero_gradients()
     arguments = runner.arguments(_iterators(runner, samples, step))
-    reports = hook.forward_backward(step, runner.function, **arguments)
+    reports = hook.forward_backward(step + 1, runner.function, **arguments)
     lr = max(group["lr"] for group in state.optimizer.param_groups)
     updated, grad_norm, _ = state.optimizer.step()
     if updated:

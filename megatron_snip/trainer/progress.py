@@ -68,8 +68,8 @@ def _bar(config: TrainConfig, console: Console) -> Iterator[Listener]:
 
 def _line(config: TrainConfig, console: Console, step: int, metrics: dict[str, Any]) -> None:
     every = max(1, config.train_iters // LINES)
-    if step % every == 0 or "validation_loss" in metrics:
-        console.print(f"step {step:>5}/{config.train_iters}  {describe(config, metrics)}")
+    if step % every == 0 or step == 1 or "validation_loss" in metrics:
+        console.print(f"iteration {step:>5}/{config.train_iters}  {describe(config, metrics)}")
         sys.stdout.flush()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_snip.controller_state import ControllerState
+from megatron_snip.state import ControllerState
 from megatron_snip.trainer.checkpoint import Checkpoints, Progress
 from megatron_snip.trainer.config import TrainConfig
 from megatron_snip.trainer.stop import StopRequests

@@ -32,16 +32,15 @@ from megatron_snip.directory import (
 from megatron_snip.errors import UsageError
 from megatron_snip.patches import cpu, torch_adam
 from megatron_snip.planning.json_file import write_atomic
-from megatron_snip.reporting.reporter import FileReporter, NullReporter, Reporter, Reporters
+from megatron_snip.reporting.events import Writer
 from megatron_snip.reporting.run_directory import RunDirectory
-from megatron_snip.reporting.summary import SummaryReporter
-from megatron_snip.reporting.tensorboard_reporter import TensorBoardReporter
-from megatron_snip.reporting.wandb_reporter import WandbReporter
+from megatron_snip.reporting.summary import SummaryWriter
+from megatron_snip.reporting.writers import TensorBoardWriter, WandbWriter, start_wandb
 from megatron_snip.trainer.checkpoint import Checkpoints, Progress
 from megatron_snip.trainer.checks import check_run, check_run_dir, resume_step
 from megatron_snip.trainer.config import TrainConfig
 from megatron_snip.trainer.data import build_datasets
-from megatron_snip.trainer.hooks import PlainHook, TrainingHook
+from megatron_snip.trainer.hooks import PlainTraining, TrainingHook
 from megatron_snip.trainer.loop import TrainingResult, train
 from megatron_snip.trainer.model import TrainingState, build_training_state
 from megatron_snip.trainer.parallel import (
@@ -103,11 +102,11 @@ def _train(
     datasets = build_datasets(config, control)
     if directory is not None:
         write_atomic(directory.path / "data.json", json.dumps(datasets.source) + "\n")
-    summary = SummaryReporter()
-    reporter = make_reporter(config, directory, summary, step)
+    summary = SummaryWriter()
+    writers = make_writers(config, directory, summary, step)
     with (
         _stop_requests(config, control) as requests,
-        closing(make_hook(config, state, reporter, start)) as hook,
+        closing(make_hook(config, state, writers, start)) as hook,
         show_progress(config, console) as listener,
     ):
         saver = Saver(config, checkpoints, requests, hook.state)
@@ -125,50 +124,54 @@ def _console(width: int | None = None) -> Console:
     return Console(width=width, markup=False, emoji=False)
 
 
-def make_reporter(
+def make_writers(
     config: TrainConfig,
     directory: RunDirectory | None,
-    summary: SummaryReporter,
-    first_step: int = 0,
-) -> Reporter:
-    """Return who listens on this rank: files, summary, dashboards on rank 0, nobody elsewhere.
+    summary: SummaryWriter,
+    done: int = 0,
+) -> list[Writer]:
+    """Return this rank's writers: files, summary and dashboards on rank 0.
 
     Args:
         config: the run's settings.
         directory: the run's files; None on ranks that report nothing.
-        summary: listens as well.
-        first_step: that this process makes.
+        summary: another writer.
+        done: iterations done before this process.
     """
     if directory is None:
-        return NullReporter()
-    reporters: list[Reporter] = [FileReporter(directory), summary]
+        return []
+    writers: list[Writer] = [directory, summary]
     settings = config.model_dump(mode="json")
-    if config.snip.wandb:
-        reporters.append(WandbReporter(config.snip.wandb_project, directory.path, settings))
-    if config.snip.tensorboard:
-        board = directory.path / "tensorboard"
-        reporters.append(TensorBoardReporter(board, settings, first_step))
-    return Reporters(reporters)
+    if config.wandb_project is not None:
+        wandb = start_wandb(config.wandb_project, directory.path, settings)
+        writers.append(WandbWriter(wandb, settings["snip"]))
+    if config.tensorboard_dir is not None:
+        from torch.utils.tensorboard import SummaryWriter as TensorBoardFiles
+
+        files = TensorBoardFiles(str(config.tensorboard_dir), purge_step=done or None)
+        writers.append(TensorBoardWriter(files, settings["snip"]))
+    return writers
 
 
 def make_hook(
     config: TrainConfig,
     state: TrainingState,
-    reporter: Reporter,
+    writers: list[Writer],
     start: Progress | None = None,
 ) -> TrainingHook:
-    """All ranks: return SNIP's controller if it is asked for, else a hook that only reports.
+    """All ranks: return SNIP's controller if it is enabled, else plain training.
 
     Args:
         config: the run's settings.
         state: the model and its optimizer.
-        reporter: told of everything.
-        start: go on from here.
+        writers: record events.
+        start: continue from here.
     """
     if not config.snip.enabled:
-        return PlainHook(reporter)
+        return PlainTraining(writers)
     snip = None if start is None else start.snip
-    return SnipController(config.snip, state.runner.model, state.optimizer, reporter, state=snip)
+    model, optimizer = state.runner.model, state.optimizer
+    return SnipController(config.snip, model, optimizer, writers=writers, state=snip)
 
 
 def set_up_logging(console: Console | None) -> None:

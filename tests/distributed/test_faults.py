@@ -40,10 +40,10 @@ REASONS = {
     "backward memory": "OutOfMemoryError: tried to allocate",
     "reduce": "measuring failed on rank 1: RuntimeError: a bug",
     "problem": "making a planning problem failed on rank 1: RuntimeError: a bug",
-    "NaN": "no new plan from the statistics of step ",
+    "NaN": "no plan from the statistics of iteration ",
     "submit": "RuntimeError: a bug",
     "solve": "RuntimeError: a bug",
-    "broadcast": "reading the new plan failed on rank 1: RuntimeError: a bug",
+    "broadcast": "reading the plan failed on rank 1: RuntimeError: a bug",
     "apply": "applying the plan failed on rank 1: RuntimeError: a bug",
 }
 
@@ -68,14 +68,14 @@ def test_training_is_bitwise_as_if_no_refresh_had_been_tried(
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, "ep"])
-def test_every_fault_is_told_once_by_one_rank(phases: list[dict[str, Any]], name: str) -> None:
+def test_every_fault_is_logged_once_by_one_rank(phases: list[dict[str, Any]], name: str) -> None:
     leader, other = (r[name]["outcomes"] for r in phases)
     assert set(leader) == set(PLACES)
     for fault, outcome in leader.items():
         *others, last = outcome["warnings"]
         assert all(" is forbidden for " in text for text in others), others
         assert bool(others) == (fault == "NaN")
-        assert last.startswith("the plan of step 0 stays: "), fault
+        assert ": keeping the uniform-bf16 plan of iteration 0: " in last, fault
         assert REASONS[fault] in last, (fault, last)
         assert outcome["events"] == other[fault]["events"] == ["kept"], fault
         assert other[fault]["warnings"] == [], fault
@@ -90,8 +90,8 @@ def test_the_next_refresh_succeeds(phases: list[dict[str, Any]], name: str) -> N
     leader, other = (r[name]["healed"] for r in phases)
     assert leader == other
     steps = phases[0][name]["steps"]
-    assert leader["history"] == [[steps + 1, leader["digest"]]]
-    assert leader["refreshed"] == steps
+    assert leader["history"] == [[steps + 2, leader["digest"]]]
+    assert leader["refreshed"] == steps + 1
     assert (leader["heard"], leader["signalled"]) == ("SIGTERM", sorted(PHASES))
 
 
@@ -107,9 +107,11 @@ def test_a_full_disk_costs_files_and_nothing_else(phases: list[dict[str, Any]], 
         assert (result["read before"], result["read after"]) == (None, steps + 6)
         assert result["plans"] == []
         # The cycle without files, and the one after the checkpoint that was not written.
-        assert [step for step, _ in result["last history"]] == [steps + 1, steps + 3, steps + 5]
+        assert [step for step, _ in result["last history"]] == [steps + 2, steps + 4, steps + 6]
     assert leader["last history"] == other["last history"]
-    assert leader["warnings"] == ["reporting failed: OSError: [Errno 28] No space left on device"]
+    assert leader["warnings"] == [
+        "snip: RunDirectory failed: OSError: [Errno 28] No space left on device"
+    ]
     assert other["warnings"] == []
 
 
@@ -133,7 +135,7 @@ def test_four_ranks_come_to_one_decision_as_well(
         for label, outcome in result["outcomes"].items():
             assert outcome["events"] == ["kept"], label
             assert outcome["history"] == [], label
-        assert [step for step, _ in result["healed"]["history"]] == [result["steps"] + 1]
+        assert [step for step, _ in result["healed"]["history"]] == [result["steps"] + 2]
         assert result["healed"] == first["healed"]
         assert result["saved"]["last history"] == first["saved"]["last history"]
         assert result["saved"]["failed"] == first["saved"]["failed"]

@@ -39,14 +39,14 @@ TWO = {
 def check(result: dict[str, Any]) -> None:
     with_refreshes, without = result["with"], result["without"]
     # A third of the linears in each of three iterations; a refresh is of the last of them.
-    assert with_refreshes["refreshes"] == [2, 7, 12, 17, 22, 27]
+    assert with_refreshes["refreshes"] == [5, 10, 15, 20, 25, 30]
     assert without["refreshes"] == []
     assert all(value > 0 for value in with_refreshes["errors"])
     assert with_refreshes["options"] == without["options"] == ["fp4", "fp8"]
     assert with_refreshes["warnings"] == without["warnings"] == []
-    (told,) = with_refreshes["told"]  # reporters hear of the only plan, wherever it is from
-    assert told[:2] == [0, with_refreshes["digest"]] and told[2] > 0
-    assert without["told"] == with_refreshes["told"]
+    ((iteration, digest, num_changed),) = with_refreshes["applied"]  # the plan is reported once
+    assert (iteration, digest) == (1, with_refreshes["digest"]) and num_changed > 0
+    assert without["applied"] == with_refreshes["applied"]
     for bits in ("losses", "weights", "optimizer"):
         assert with_refreshes[bits] == without[bits], bits
         assert result["collecting"][bits] == result["megatron"][bits], bits

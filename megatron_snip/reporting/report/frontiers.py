@@ -31,7 +31,7 @@ def frontier_of(run: RunRecord) -> Frontier | str:
             "policy": "snip",
             "max_changes": None,
             "min_gain": 0.0,
-            "time_limit_s": min(TIME_LIMIT_S, run.snip.time_limit_s),
+            "time_limit_s": min(TIME_LIMIT_S, TIME_LIMIT_S),
         }
     )
     try:

@@ -72,14 +72,14 @@ def signal_one_rank(values: dict[str, Any], number: int, rank: int) -> dict[str,
     training = session.train
 
     def train(config: Any, state: Any, datasets: Any, hook: Any, *rest: Any) -> Any:
-        begin = hook.begin_step
+        forward_backward = hook.forward_backward
 
-        def begin_step(step: int) -> None:
-            if step == 1 and dist.get_rank() == rank:
+        def signalled(iteration: int, *arguments: Any, **kwargs: Any) -> Any:
+            if iteration == 2 and dist.get_rank() == rank:
                 os.kill(os.getpid(), number)
-            begin(step)
+            return forward_backward(iteration, *arguments, **kwargs)
 
-        hook.begin_step = begin_step
+        hook.forward_backward = signalled
         return training(config, state, datasets, hook, *rest)
 
     session.train = train

@@ -12,12 +12,16 @@ import tests.stand_ins.on_path  # noqa: F401 - before anything that imports Mega
 
 # isort: split
 import functools
+import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import TELinear
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -28,6 +32,7 @@ from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.precision_log import precision_table
 from megatron_snip.patches import cpu
+from megatron_snip.planning.plan import write_plan
 from megatron_snip.trainer import model as trainer_model
 from tests.distributed.workers.small_model import layout, statistics_json
 from tests.te.models import EXPERTS, build, copy_weights
@@ -37,7 +42,7 @@ BLACKWELL = (10, 0)
 MODEL = {"num_layers": 1, "seq_length": 128, "adam_eps": 1e-4, "train_iters": 10}
 REFRESH = {
     "interval": 100,
-    "start_step": 2,
+    "start_step": 3,
     "lag": 1,
     "efficiency_target": 0.4,
 }
@@ -57,7 +62,7 @@ def everything(values: dict[str, Any]) -> dict[str, Any]:
     return {
         "te": _refresh({**MODEL, **values}, te=True),
         "local": _refresh({**MODEL, **values}, te=False),
-        "with": _frozen({**MODEL, **values}, {"interval": 2, "start_step": 0}),
+        "with": _frozen({**MODEL, **values}, {"interval": 2, "start_step": 1}),
         "without": _frozen({**MODEL, **values}, {"start_step": 9}),
         "experts": _experts(),
         "latent": _latent(values),
@@ -116,7 +121,7 @@ def _refresh(values: dict[str, Any], te: bool, **spec_settings: Any) -> dict[str
             hook.model.linears, hook.plan, 3, hook.model.runtime.topology.control
         )
         hook.close()
-        refresh = trainer.reporter.refreshes[0]
+        refresh = trainer.measured
         names = [linear.name for linear in hook.model.linears]
         return {
             "losses": trainer.losses[:3],
@@ -136,13 +141,19 @@ def _refresh(values: dict[str, Any], te: bool, **spec_settings: Any) -> dict[str
 
 
 def _frozen(values: dict[str, Any], snip: dict[str, Any]) -> dict[str, Any]:
-    settings = {"policy": "random", "freeze_plan": True, "efficiency_target": 0.5, "seed": 3}
+    file = Path(tempfile.gettempdir()) / f"snip-te-{os.environ['MASTER_PORT']}.json"
+    settings = {"collect_only": True, "plan_file": file}
     with _linears(te=True), layout(values) as trainer:
+        controller = trainer.controller({"policy": "random", "efficiency_target": 0.5})
+        if dist.get_rank() == 0:
+            write_plan(controller.plan, file)
+        controller.close()
+        dist.barrier()
         before = FP8GlobalStateManager.entered
         controller = trainer.run(4, {**settings, **snip})
         return {
             **trainer.digests(),
-            "refreshes": len(trainer.reporter.refreshes),
+            "refreshes": len(trainer.events.measured),
             "options": sorted({str(o) for o in controller.plan.linears.values()}),
             "autocasts": FP8GlobalStateManager.entered - before > 0,
         }

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_snip.patches import cpu
-from megatron_snip.reporting.reporter import NullReporter
 from megatron_snip.trainer.config import make_train_config
 from megatron_snip.trainer.data import build_datasets
-from megatron_snip.trainer.hooks import PlainHook
+from megatron_snip.trainer.hooks import PlainTraining
 from megatron_snip.trainer.loop import train
 from megatron_snip.trainer.model import TrainingState, build_training_state
 from megatron_snip.trainer.parallel import destroy_parallel_state, initialize_parallel_state
@@ -42,7 +41,7 @@ def run_layout(values: dict[str, Any], folder: Path) -> dict[str, Any]:
             losses.append(metrics["loss"])
             norms.append(metrics["grad_norm"])
 
-        result = train(config, state, datasets, PlainHook(NullReporter()), listen)
+        result = train(config, state, datasets, PlainTraining(), listen)
         return {
             "losses": losses,
             "grad_norms": norms,
