@@ -50,12 +50,9 @@ def _device(report: Report) -> Iterator[Row]:
 def _linear(report: Report) -> Iterator[Row]:
     for result in report["linear"].get("results", []):
         speed = result.get("speedup_over_bf16", {})
-        cells = (_times(speed.get(f"{name} {how}")) for name, how in LINEAR_WAYS)
+        cells = (_times(speed.get(f"{name} simulate")) for name in ("fp8", "fp4"))
         rate = f"{result['bf16_tflops']:.3g}" if "bf16_tflops" in result else ""
         yield " x ".join(map(str, result["shape"])), rate, *cells
-
-
-LINEAR_WAYS = (("fp8", "native"), ("fp4", "native"), ("fp8", "simulate"), ("fp4", "simulate"))
 
 
 def _kernels(report: Report) -> Iterator[Row]:
@@ -116,8 +113,6 @@ TABLES: dict[str, tuple[Row, Callable[[Report], Iterator[Row]]]] = {
         (
             "tokens x in x out",
             "BF16 TFLOPS",
-            "fp8 native",
-            "fp4 on FP8 cores",
             "fp8 simulated",
             "fp4 simulated",
         ),
