@@ -35,7 +35,7 @@ from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.sensitivity import gather_sensitivities
 from megatron_snip.trainer.config import TrainConfig, make_train_config
 from megatron_snip.trainer.data import Batch, DataRank, Datasets, build_datasets, step_batches
-from megatron_snip.trainer.hooks import PlainHook
+from megatron_snip.trainer.hooks import PlainTraining
 from megatron_snip.trainer.loop import train_step
 from megatron_snip.trainer.model import TrainingState, build_training_state
 from megatron_snip.trainer.parallel import destroy_parallel_state, initialize_parallel_state
@@ -86,8 +86,9 @@ class Lab:
         losses = []
         for _ in range(steps):
             self.model.runtime.begin_pass(self.step)
-            hook = PlainHook(_Silent())
-            metrics = train_step(self.step, self.config, self.state, self.datasets.train, hook)
+            metrics = train_step(
+                self.step, self.config, self.state, self.datasets.train, PlainTraining()
+            )
             losses.append(metrics["loss"])
             self.step += 1
         return losses
@@ -303,18 +304,6 @@ def open_lab(values: Mapping[str, Any]) -> Iterator[Lab]:
         yield Lab(config, state, datasets, model)
     if installed:
         cpu.uninstall()
-
-
-class _Silent:
-    """A reporter for losses that the lab returns itself."""
-
-    def refreshed(self, refresh: Any) -> None: ...
-
-    def planned(self, applied: Any) -> None: ...
-
-    def metrics(self, step: int, values: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def _mean(report: dict[str, Any]) -> float:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megatron_snip.linears.layout import current_topology, find_linears, global_linears
 
 from megatron_snip.errors import UnsupportedError
+from megatron_snip.linears.discovery import current_topology, find_linears, global_linears
 from megatron_snip.log import forget_warnings
 from megatron_snip.topology import Placement, TensorAxis, Topology
 from tests.unit.linears.conftest import MakeModel
@@ -36,7 +36,7 @@ def test_without_megatron_s_groups_there_is_no_topology(monkeypatch: pytest.Monk
 
 def test_linears_of_the_layers_and_no_others(make_model: MakeModel) -> None:
     model = make_model(num_query_groups=1)
-    found = {p.name: (m, p) for m, p in find_linears([model], Topology())}
+    found = {p.name: (m, p) for m, (p,) in find_linears([model], Topology())}
     assert set(found) == {f"decoder.layers.{i}.{name}" for i in range(2) for name in IN_LAYER}
     shapes = {name: tuple(module.weight.shape) for name, (module, _) in found.items()}
     for name, (_, placement) in found.items():
@@ -52,19 +52,19 @@ def test_layers_have_global_numbers(make_model: MakeModel) -> None:
     model = make_model()
     for offset, layer in enumerate(model.decoder.layers):
         layer.layer_number = 6 + offset
-    names = {p.name for _, p in find_linears([model], Topology(stage=2))}
+    names = {p.name for _, (p,) in find_linears([model], Topology(stage=2))}
     assert names == {f"decoder.layers.{i}.{name}" for i in (5, 6) for name in IN_LAYER}
-    assert {p.stage for _, p in find_linears([model], Topology(stage=2))} == {2}
+    assert {p.stage for _, (p,) in find_linears([model], Topology(stage=2))} == {2}
 
 
 def test_wrappers_do_not_show_in_names(make_model: MakeModel) -> None:
     wrapped = torch.nn.Sequential(torch.nn.Sequential(make_model()))
-    assert {p.name.split(".")[0] for _, p in find_linears([wrapped], Topology())} == {"decoder"}
+    assert {p.name.split(".")[0] for _, (p,) in find_linears([wrapped], Topology())} == {"decoder"}
 
 
 def test_an_ungated_mlp_is_one_chunk(make_model: MakeModel) -> None:
     model = make_model(gated_linear_unit=False, activation_func=torch.nn.functional.gelu)
-    fc1 = [p for _, p in find_linears([model], Topology()) if p.name.endswith("fc1")]
+    fc1 = [p for _, (p,) in find_linears([model], Topology()) if p.name.endswith("fc1")]
     assert [p.num_chunks for p in fc1] == [1, 1]
     assert [p.out_features for p in fc1] == [96, 96]
 
@@ -76,7 +76,7 @@ def test_experts_share_a_row(make_model: MakeModel) -> None:
         moe_token_dispatcher_type="allgather",
         moe_router_load_balancing_type="none",
     )
-    placements = [p for _, p in find_linears([model], Topology())]
+    placements = [p for _, (p,) in find_linears([model], Topology())]
     experts = [p for p in placements if p.expert is not None]
     assert {p.name for p in experts} == {
         f"decoder.layers.{i}.mlp.experts.linear_fc{j}" for i in range(2) for j in (1, 2)
@@ -93,7 +93,7 @@ def test_experts_share_a_row(make_model: MakeModel) -> None:
 
 
 def test_rows_follow_the_data_s_flow(make_model: MakeModel) -> None:
-    placements = [p for _, p in find_linears([make_model()], Topology())]
+    placements = [p for _, (p,) in find_linears([make_model()], Topology())]
     wanted = [f"decoder.layers.{i}.{name}" for i in range(2) for name in IN_LAYER]
     assert [row.name for row in global_linears(placements, Topology())] == wanted
     assert [row.name for row in global_linears(placements[::-1], Topology())] == wanted

@@ -1,4 +1,4 @@
-"""What a forward-backward leaves behind is undone, as often as asked."""
+"""What a forward-backward changes is restored, more than once."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ import random
 
 import numpy as np
 import torch
-from megatron_snip.linears.traces import Traces
+
+from megatron_snip.linears.training_state import TrainingStateSnapshot
 
 
 def draws() -> list[float]:
     return [float(torch.rand(())), float(np.random.rand()), random.random()]
 
 
-def test_streams_and_buffers_are_put_back_twice() -> None:
+def test_random_numbers_and_buffers_are_restored_twice() -> None:
     model = torch.nn.BatchNorm1d(3)
     model.train()
-    traces = Traces([model])
+    snapshot = TrainingStateSnapshot([model])
     wanted = draws()
     for _ in range(2):
         model(torch.randn(5, 3))
         assert model.num_batches_tracked != 0
-        traces.restore()
+        snapshot.restore()
         assert model.num_batches_tracked == 0
         assert torch.equal(model.running_mean, torch.zeros(3))
         assert draws() == wanted
