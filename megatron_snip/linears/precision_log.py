@@ -27,7 +27,7 @@ from megatron_snip.linears.model import AnyLinear
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.types import natural_key
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,19 @@ class PrecisionTable:
     """What every linear resolved to under a plan.
 
     Attributes:
-        step: the first training step (0-based) that runs so.
-        plan_step: step of the statistics behind the plan.
+        iteration: the first that runs so.
+        plan_iteration: iteration of the statistics behind the plan.
         plan_digest: of the plan.
         linears: a row each, in the model's order: name, option, recipe, backend, weight_storage.
     """
 
-    step: int
-    plan_step: int
+    iteration: int
+    plan_iteration: int
     plan_digest: str
     linears: tuple[dict[str, str], ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain types, as precision/<step>.json holds them."""
+        """Return plain types, as precision/<iteration>.json holds them."""
         return {"version": VERSION, **vars(self), "linears": list(self.linears)}
 
     def text(self) -> str:
@@ -57,21 +57,21 @@ class PrecisionTable:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
         title = (
-            f"precision from step {self.step} on (plan of step {self.plan_step}, digest "
-            f"{self.plan_digest[:12]})"
+            f"precision from iteration {self.iteration} on (plan of iteration "
+            f"{self.plan_iteration}, digest {self.plan_digest[:12]})"
         )
         return "\n".join((title, *lines))
 
 
 def precision_table(
-    linears: Sequence[AnyLinear], plan: PrecisionPlan, step: int, control: ProcessGroup | None
+    linears: Sequence[AnyLinear], plan: PrecisionPlan, iteration: int, control: ProcessGroup | None
 ) -> PrecisionTable:
     """All ranks, after a plan was applied: return what all linears of the model resolved to.
 
     Args:
         linears: this rank's.
         plan: the current one.
-        step: the first training step that runs under it.
+        iteration: the first that runs under it.
         control: group of all ranks; None for one.
     """
     own = [
@@ -90,7 +90,7 @@ def precision_table(
     for name in names:
         values = (" / ".join(dict.fromkeys(each)) for each in zip(*by_name[name], strict=True))
         rows.append({"name": name, **dict(zip(columns, values, strict=True))})
-    return PrecisionTable(step, plan.step, plan.digest, tuple(rows))
+    return PrecisionTable(iteration, plan.iteration, plan.digest, tuple(rows))
 
 
 def _storage(weight: torch.nn.Parameter) -> str:

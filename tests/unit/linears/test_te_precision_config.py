@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
-from megatron_snip.planning.te_config import (
+
+from megatron_snip.errors import UsageError
+from megatron_snip.linears.te.precision_config import (
     Stages,
     config_text,
     evaluates_otherwise,
@@ -20,9 +22,7 @@ from megatron_snip.planning.te_config import (
     num_layers,
     stage_paths,
 )
-from megatron_snip.planning.te_recipe import FORMAT_OF_WORD, TERecipe
-
-from megatron_snip.errors import UsageError
+from megatron_snip.linears.te.recipe import FORMAT_OF_RECIPE, TERecipe, recipe_from_fields
 from megatron_snip.options import Option
 
 MODULES = (
@@ -33,9 +33,9 @@ MODULES = (
 )
 EXPERTS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
 MIXED = Option.parse("nvfp4-mxfp8-bf16")
-OPTIONS = (*map(Option.uniform, FORMAT_OF_WORD.values()), MIXED)
-WORD_OF_FORMAT = {fmt: word for word, fmt in FORMAT_OF_WORD.items()}
-RECIPES = {option: TERecipe(*(WORD_OF_FORMAT[f] for f in option.formats)) for option in OPTIONS}
+OPTIONS = (*map(Option.uniform, FORMAT_OF_RECIPE.values()), MIXED)
+RECIPE_OF_FORMAT = {fmt: name for name, fmt in FORMAT_OF_RECIPE.items()}
+RECIPES = {option: TERecipe(*(RECIPE_OF_FORMAT[f] for f in option.formats)) for option in OPTIONS}
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4), (2, 4)]
 """Pipeline stages and chunks a stage; eight layers."""
 
@@ -95,7 +95,7 @@ def as_megatron_reads(path: Path, name: str) -> TERecipe | None:
     for name in ("fp8_quantization_recipe", "fp4_quantization_recipe"):
         if name in fields:
             fields[name] = str(getattr(fields[name], "value", fields[name]))
-    return TERecipe.from_fields(fields, "read")
+    return recipe_from_fields(fields, "read")
 
 
 def written(
@@ -112,7 +112,7 @@ def written(
 def test_local_names_are_megatrons(stages: int, chunks: int) -> None:
     layout = Stages.even(8, stages, chunks)
     for name, (stage, local) in megatron_names(stages, chunks).items():
-        assert layout.local(name)[::2] == (stage, local)
+        assert layout.local(name) == (stage, local)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
@@ -183,7 +183,7 @@ def test_layers_of_another_block_are_on_the_last_stage(tmp_path: Path) -> None:
     plan = {**mixed_plan(4), mtp: MIXED}
     assert num_layers(plan) == 4
     stages = Stages.even(4, 2)
-    assert stages.local(mtp) == (1, 0, mtp)
+    assert stages.local(mtp) == (1, mtp)
     _, paths = written(plan, stages, tmp_path)
     assert as_megatron_reads(paths[0], mtp) is None
     assert as_megatron_reads(paths[1], mtp) == RECIPES[MIXED]
@@ -205,7 +205,7 @@ def test_the_file_is_readable(tmp_path: Path) -> None:
     _, (path,) = written(mixed_plan(2), Stages.even(2, 1), tmp_path)
     lines = path.read_text().splitlines()
     assert lines[:2] == ["# a plan", "# of two lines"]
-    assert lines[2].startswith("# Give the run a low precision of its own as well")
+    assert lines[2].startswith("# Give the run a default low precision as well")
     matcher = next(line for line in lines if "layers.0.mlp.linear_fc1:" in line)
     assert "pattern: decoder.layers.0.mlp.linear_fc1" in matcher and "enabled: true" in matcher
 
@@ -313,7 +313,7 @@ def test_layers_that_do_not_divide_are_refused(layers: int, stages: int, chunks:
 
 
 def test_chunks_and_layers_are_checked() -> None:
-    with pytest.raises(UsageError, match="3 model chunks cannot be dealt out to 2"):
+    with pytest.raises(UsageError, match="3 model chunks for 2 pipeline stages"):
         Stages(2, (1, 2, 3))
     with pytest.raises(UsageError, match="the pipeline holds 2 layers"):
         Stages(1, (2,)).local("decoder.layers.2.mlp.linear_fc1")

@@ -1,4 +1,4 @@
-"""Recipes in Megatron's words; what Megatron itself reads from them."""
+"""Recipes as fields of Megatron's TEQuantizationRecipe, as Megatron itself reads them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import itertools
 from typing import Any
 
 import pytest
-from megatron_snip.planning.te_recipe import FORMAT_OF_WORD, TERecipe, applies
 
 from megatron_snip.errors import UsageError
+from megatron_snip.linears.te.recipe import FORMAT_OF_RECIPE, TERecipe, applies, recipe_from_fields
 from megatron_snip.options import Option
 
-WORDS = tuple(FORMAT_OF_WORD)
-EVERY = [TERecipe(*words) for words in itertools.product(WORDS, repeat=3)]
+EVERY = [TERecipe(*names) for names in itertools.product(FORMAT_OF_RECIPE, repeat=3)]
 
 
 def parsed(fields: dict[str, Any]) -> Any:
@@ -20,7 +19,7 @@ def parsed(fields: dict[str, Any]) -> Any:
     return extension.TEQuantizationRecipe.parse_from_config(fields)
 
 
-def test_megatron_reads_every_recipe_as_it_is_meant() -> None:
+def test_megatron_reads_every_recipe() -> None:
     pytest.importorskip("megatron.core")
     from megatron.core.enums import Fp4Recipe, Fp8Recipe
 
@@ -32,7 +31,7 @@ def test_megatron_reads_every_recipe_as_it_is_meant() -> None:
             assert fp8 is None and fp4 is None
         elif not recipe.is_uniform:
             assert fp8 == Fp8Recipe.custom and fp4 is None
-            assert read.custom_recipe_factory.endswith("_".join(recipe.words))
+            assert read.custom_recipe_factory.endswith("_".join(recipe))
         elif recipe.fprop == "nvfp4":
             assert fp8 is None and fp4 == Fp4Recipe.nvfp4
         else:
@@ -44,7 +43,7 @@ def test_megatron_reads_every_recipe_as_it_is_meant() -> None:
 
 def test_fields_are_read_back() -> None:
     for recipe in EVERY:
-        assert TERecipe.from_fields(recipe.fields(), "x") == recipe
+        assert recipe_from_fields(recipe.fields(), "x") == recipe
 
 
 def test_options_name_what_runs() -> None:
@@ -72,21 +71,21 @@ def test_options_name_what_runs() -> None:
         ),
         (
             {"fp8_quantization_recipe": "custom", "custom_recipe_factory": "mine.factory"},
-            "'mine.factory' is not one of",
+            "unknown custom_recipe_factory 'mine.factory'",
         ),
-        ({"fp4_quantization_recipe": "custom"}, "factory 'None' is not one of"),
+        ({"fp4_quantization_recipe": "custom"}, "unknown custom_recipe_factory 'None'"),
     ],
 )
 def test_what_is_no_format_of_a_plan_is_refused(fields: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError, match=r"^here: ") as caught:
-        TERecipe.from_fields(fields, "here")
+        recipe_from_fields(fields, "here")
     assert why in str(caught.value)
 
 
 def test_false_and_absent_storage_fields_are_fine() -> None:
     fields = {"fp8_quantization_recipe": "mxfp8", "fp8_param": False, "tp_only_amax_red": True}
-    assert TERecipe.from_fields(fields, "x").words == ("mxfp8",) * 3
-    assert TERecipe.from_fields({}, "x") == TERecipe()
+    assert recipe_from_fields(fields, "x") == ("mxfp8",) * 3
+    assert recipe_from_fields({}, "x") == TERecipe()
 
 
 @pytest.mark.parametrize("quantized", [False, True])
