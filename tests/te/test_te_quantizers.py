@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 from megatron.core.fp8_utils import _get_custom_recipe
-from megatron_snip.planning.te_recipe import FORMAT_OF_WORD, TERecipe
 from transformer_engine.pytorch.quantization import QuantizerRole
 from transformer_engine.pytorch.quantizers import HybridQuantizer, IdentityQuantizer
 
-from megatron_snip.linears import te_factories
+from megatron_snip.linears.te import quantizers
+from megatron_snip.linears.te.recipe import FORMAT_OF_RECIPE, TERecipe
 
-EVERY = [TERecipe(*words) for words in itertools.product(FORMAT_OF_WORD, repeat=3)]
+EVERY = [TERecipe(*names) for names in itertools.product(FORMAT_OF_RECIPE, repeat=3)]
 
 
 def factory(recipe: TERecipe) -> Any:
-    return getattr(te_factories, "_".join(recipe.words))
+    return getattr(quantizers, "_".join(recipe))
 
 
 def directions(recipe: TERecipe, tensor: str, module: str = "linear") -> tuple[str, str]:
@@ -40,14 +40,14 @@ def test_every_gemm_has_both_operands_in_its_format(recipe: TERecipe) -> None:
 
 @pytest.mark.parametrize("tensor", ["output", "grad_input", "", "qkv"])
 def test_what_no_gemm_takes_stays_in_high_precision(tensor: str) -> None:
-    make = te_factories.nvfp4_mxfp8_blockwise
+    make = quantizers.nvfp4_mxfp8_blockwise
     assert isinstance(make(QuantizerRole("linear", tensor, "")), IdentityQuantizer)
     assert isinstance(make(None), IdentityQuantizer)
 
 
 def test_directions_have_quantizers_of_their_own() -> None:
-    made = te_factories.nvfp4_mxfp8_bf16(QuantizerRole("linear", "weight", ""))
-    again = te_factories.nvfp4_mxfp8_bf16(QuantizerRole("linear", "weight", ""))
+    made = quantizers.nvfp4_mxfp8_bf16(QuantizerRole("linear", "weight", ""))
+    again = quantizers.nvfp4_mxfp8_bf16(QuantizerRole("linear", "weight", ""))
     each = [q for one in (made, again) for q in (one.rowwise_quantizer, one.columnwise_quantizer)]
     assert len(set(map(id, each))) == 4
 
@@ -71,6 +71,6 @@ def test_megatron_finds_them_and_knows_them_again() -> None:
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8_mxfp8", "mxfp8_mxfp8_fp4", "__path__", "a_b_c"])
 def test_other_names_are_not_there(name: str) -> None:
-    assert not hasattr(te_factories, name)
+    assert not hasattr(quantizers, name)
     with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
-        getattr(te_factories, name)
+        getattr(quantizers, name)
