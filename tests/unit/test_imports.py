@@ -22,7 +22,6 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("collectives", "topology"),
     ("kernels",),
     ("quantizers",),
-    ("streams",),
     ("statistics",),
     ("divergence",),
     ("planning",),
