@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.linears.layout import current_topology
+from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.training_step import TrainingStep
 from megatron_snip.options import BF16, Option
@@ -35,7 +35,7 @@ from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.sensitivity import gather_sensitivities
 from megatron_snip.trainer.config import TrainConfig, make_train_config
 from megatron_snip.trainer.data import Batch, DataRank, Datasets, build_datasets, step_batches
-from megatron_snip.trainer.hooks import PlainHook
+from megatron_snip.trainer.hooks import PlainTraining
 from megatron_snip.trainer.loop import train_step
 from megatron_snip.trainer.model import TrainingState, build_training_state
 from megatron_snip.trainer.parallel import destroy_parallel_state, initialize_parallel_state
@@ -86,8 +86,9 @@ class Lab:
         losses = []
         for _ in range(steps):
             self.model.runtime.begin_pass(self.step)
-            hook = PlainHook(_Silent())
-            metrics = train_step(self.step, self.config, self.state, self.datasets.train, hook)
+            metrics = train_step(
+                self.step, self.config, self.state, self.datasets.train, PlainTraining()
+            )
             losses.append(metrics["loss"])
             self.step += 1
         return losses
@@ -123,7 +124,7 @@ class Lab:
 
     def loss_rounded_again(self, batches: Sequence[Batch], name: str, seed: int) -> float:
         """Return the mean loss with one linear's output, and all after, rounded once more."""
-        (planned,) = (p for p in self.model.linears if p.placement.name == name)
+        (planned,) = (p for p in self.model.linears if p.name == name)
         generator = torch.Generator().manual_seed(seed)
 
         def again(_: torch.nn.Module, __: Any, result: Any) -> Any:
@@ -145,7 +146,7 @@ class Lab:
         self.model.runtime.begin_pass(self.step)
         reports = self._run(batches, forward_only=False)
         found = {
-            p.placement.name: p.weight.main_grad.double().clone()  # type: ignore[attr-defined]
+            p.name: p.weights[0].main_grad.double().clone()  # type: ignore[attr-defined]
             for p in self.model.linears
         }
         self.state.runner.zero_gradients()
@@ -156,7 +157,7 @@ class Lab:
         shards = adam_shards(self.state.optimizer)
         found = {}
         for planned in self.model.linears:
-            shard, name = shards[planned.weight], planned.placement.name
+            shard, name = shards[planned.weights[0]], planned.name
             assert shard.exp_avg is not None
             assert shard.exp_avg_sq is not None
             zero = torch.zeros_like(gradients[name]).reshape(-1).requires_grad_()
@@ -303,18 +304,6 @@ def open_lab(values: Mapping[str, Any]) -> Iterator[Lab]:
         yield Lab(config, state, datasets, model)
     if installed:
         cpu.uninstall()
-
-
-class _Silent:
-    """A reporter for losses that the lab returns itself."""
-
-    def refreshed(self, refresh: Any) -> None: ...
-
-    def planned(self, applied: Any) -> None: ...
-
-    def metrics(self, step: int, values: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def _mean(report: dict[str, Any]) -> float:

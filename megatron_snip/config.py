@@ -25,7 +25,7 @@ _MAX_YAML_BYTES = 1 << 20
 _MAX_DEPTH = 32
 _MAX_ALIASES = 8
 
-Backend = Literal["auto", "simulate", "native", "te"]
+Backend = Literal["auto", "simulate", "te"]
 LossDivergence = Literal["fisher", "first_plus_fisher"]
 PipelineBalance = Literal["none", "stage", "bottleneck"]
 
@@ -100,8 +100,8 @@ class PlanFields(_Section):
     separately."""
 
     backend: Backend = "auto"
-    """What runs the linears: `simulate` (any format on any machine), `te` (Transformer Engine's
-    recipes), or `auto` (te for Transformer Engine's linears, simulate for Megatron's)."""
+    """What runs the linears: `simulate` (Megatron's linears, any format on any machine), `te`
+    (Transformer Engine's recipes), or `auto` (the one that fits the model's linears)."""
 
     pipeline_balance: PipelineBalance = "none"
     """`stage`: every pipeline stage reaches the target. `bottleneck`: first make the slowest
@@ -188,7 +188,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
 
     @property
     def lowest_formats(self) -> str:
-        """All formats on offer that count towards the target, for people: `fp4`, `fp4/fp4_rht`."""
+        """All formats on offer that count towards the target, for people: `fp4`, `fp4/nvfp4`."""
         bits = get_format(self.lowest_format).bits
         return "/".join(n for n in dict.fromkeys(self.formats) if get_format(n).bits == bits)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.controller import SnipController
-from megatron_snip.linears.layout import current_topology
+from megatron_snip.linears.discovery import current_topology
 from megatron_snip.patches.outputs import make_writers
 from megatron_snip.patches.refusals import refuse_modules
 from megatron_snip.patches.session import Session

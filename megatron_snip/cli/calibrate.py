@@ -1,8 +1,8 @@
 """`megatron-snip calibrate`: measure this machine's GEMMs, for planning by time.
 
-Every linear shape of a model runs its three GEMMs in every format, quantization included, through
-the code that training runs: natively where this machine can, by emulation elsewhere. The table
-that comes out makes `megatron-snip plan --cost time` count this machine's seconds.
+Every linear shape of a model runs its three GEMMs in every format, quantization included, as
+`--snip-backend simulate` runs them. With the resulting table, `megatron-snip plan --cost time`
+counts this machine's seconds.
 """
 
 from __future__ import annotations

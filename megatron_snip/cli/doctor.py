@@ -1,8 +1,8 @@
 """`megatron-snip doctor`: what this machine can run, and why.
 
 Three questions: which versions are installed, which devices there are, and how each number format
-runs here under each backend (this machine's column of docs/backends.md, with what its own
-Transformer Engine says). `--patches` adds every seam on Megatron with its state: whether the
+runs here under each backend (docs/backends.md for this machine, with what its own Transformer
+Engine refuses). `--patches` adds every seam on Megatron with its state: whether the
 function is there, takes what SNIP gives it, and belongs to a release that was tested.
 """
 
@@ -21,11 +21,9 @@ from megatron_snip.cli.plan_tables import plain_console
 from megatron_snip.errors import SnipError
 from megatron_snip.formats import FORMATS
 from megatron_snip.reporting.run_directory import versions
-from megatron_snip.types import Gemm
 from megatron_snip.version import __version__
 
 if TYPE_CHECKING:
-    from megatron_snip.linears.backends import Backend, Machine
     from megatron_snip.patches.registry import State
 
 
@@ -58,32 +56,6 @@ def run(args: argparse.Namespace) -> int:
     states = seam_states()
     _print_seams(console, states)
     return int(any(entry.state.word in ("unusable", "overwritten") for entry in states))
-
-
-def how(backend: Backend, fmt: str, machine: Machine) -> str:
-    """Return how a format's GEMMs run on a machine, e.g. `native` or `fprop native, ...`."""
-    from megatron_snip.linears.backends import here
-
-    found = {gemm: here(backend, fmt, gemm, machine).how for gemm in Gemm}
-    if len(set(found.values())) == 1:
-        return str(found[Gemm.FPROP])
-    return ", ".join(f"{gemm} {word}" for gemm, word in found.items())
-
-
-def reasons(backend: Backend, machine: Machine) -> dict[str, list[str]]:
-    """Return why quantized formats run as they do: reason -> formats (with GEMMs) that share it."""
-    from megatron_snip.linears.backends import here
-
-    found: dict[str, list[str]] = {}
-    for fmt in (f.name for f in FORMATS.values() if f.quantized):
-        gemms: dict[str, list[str]] = {}
-        for gemm in Gemm:
-            cell = here(backend, fmt, gemm, machine)
-            gemms.setdefault(f"{cell.how}: {cell.why}", []).append(gemm)
-        for why, each in gemms.items():
-            which = fmt if len(gemms) == 1 else f"{fmt} ({', '.join(each)})"
-            found.setdefault(why, []).append(which)
-    return found
 
 
 def seam_states() -> list[SeamState]:
@@ -129,26 +101,21 @@ def _print_devices(console: Console) -> None:
 
 
 def _print_formats(console: Console) -> None:
-    from megatron_snip.kernels import dispatch
-    from megatron_snip.linears.backends import CAPABILITIES, Backend, column
-    from megatron_snip.linears.native_support import with_native
-    from megatron_snip.linears.te_support import this_machine
+    import torch
 
-    machine = with_native(this_machine(with_te=True))
-    where = column(machine.capability)
-    name = "this machine" if where is None else CAPABILITIES[where]
-    console.print(f"How GEMMs run on {name}, by backend (--snip-backend; see docs/backends.md)")
-    table = _table("format", "bits", *Backend)
+    from megatron_snip.kernels import launch
+    from megatron_snip.linears.availability import Backend, support, this_machine
+
+    machine = this_machine(with_te=True)
+    console.print(f"How GEMMs run here ({machine}), by --snip-backend; see docs/backends.md")
+    table = _table("format", "bits", *Backend, "under te")
     for fmt in FORMATS.values():
-        cells = [how(backend, fmt.name, machine) for backend in Backend]
-        table.add_row(fmt.name, str(fmt.bits), *cells)
+        entries = [support(backend, fmt.name, machine) for backend in Backend]
+        modes = (entry.mode for entry in entries)
+        table.add_row(fmt.name, str(fmt.bits), *modes, entries[-1].reason)
     console.print(table)
-    table = _table("backend", "formats", "why")
-    for backend in Backend:
-        for why, formats in reasons(backend, machine).items():
-            table.add_row(backend, ", ".join(formats), why)
-    console.print(table)
-    choice = dispatch.explain()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    choice = launch.choose(device, (1, 128))
     console.print(f"simulate quantizes by {choice.path} ({choice.reason})")
 
 

@@ -15,10 +15,15 @@ from pathlib import Path
 from megatron_snip.cli.stages import add_stage_flags, stages_from
 from megatron_snip.errors import UsageError
 from megatron_snip.files import write_atomic
+from megatron_snip.linears.te.precision_config import (
+    config_text,
+    export_configs,
+    num_layers,
+    stage_paths,
+)
+from megatron_snip.linears.te.recipe import TERecipe, run_flags
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
-from megatron_snip.planning.te_config import config_text, export_configs, num_layers, stage_paths
-from megatron_snip.planning.te_recipe import TERecipe, run_flags
 
 EXAMPLES = """\
 examples:
@@ -141,18 +146,18 @@ def _recipes(
     plan: PrecisionPlan, capability: tuple[int, int], nearest: bool
 ) -> tuple[dict[Option, TERecipe], list[str]]:
     """Return the recipe of every option of the plan, and what had to be exchanged."""
-    from megatron_snip.linears.backends import Backend, Machine, refusal, te_recipe
+    from megatron_snip.linears.availability import Machine, te_recipe, te_refusal
     from megatron_snip.planning.planner import nearest_option
 
     machine = Machine(capability, te_version="any", te_per_gemm=True)
     recipes, changes, refused = {}, [], {}
     for option in dict.fromkeys(plan.linears.values()):
-        reason = refusal(Backend.TE, option, machine)
+        reason = te_refusal(option, machine)
         if reason is None:
             recipes[option] = te_recipe(option, machine)
             continue
         refused[option] = reason
-        runnable = [o for o in _uniform() if refusal(Backend.TE, o, machine) is None]
+        runnable = [o for o in _uniform() if te_refusal(o, machine) is None]
         instead = nearest_option(option, runnable)
         recipes[option] = te_recipe(instead, machine)
         changes.append(f"{option} becomes {instead}: {reason}")

@@ -19,7 +19,8 @@ from megatron_snip.formats import lowest_precision
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan, assigned_plan, write_plan
 from megatron_snip.planning.problem import PlanningProblem, read_problem
-from megatron_snip.planning.te_config import (
+
+from megatron_snip.linears.te.precision_config import (
     Stages,
     evaluates_otherwise,
     import_options,

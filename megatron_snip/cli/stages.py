@@ -6,7 +6,7 @@ import argparse
 
 from megatron_snip.cli.numbers import whole_number
 from megatron_snip.errors import UsageError
-from megatron_snip.planning.te_config import Stages
+from megatron_snip.linears.te.precision_config import Stages
 
 
 def add_stage_flags(parser: argparse.ArgumentParser) -> None:

@@ -20,6 +20,7 @@ from megatron_snip.config import SnipConfig, make_config, read_yaml
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, UsageError
 from megatron_snip.files import MAX_BYTES, read_json
 from megatron_snip.guard import GuardState, LossMonitor
+from megatron_snip.linears.te.precision_config import Stages, import_options
 from megatron_snip.options import Option
 from megatron_snip.patches.checkpoint_sidecar import read_sidecar
 from megatron_snip.planning import solver_worker
@@ -34,7 +35,6 @@ from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import read_problem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import PlanRequest
-from megatron_snip.planning.te_config import Stages, import_options
 from megatron_snip.reporting.divergence_record import read_divergences
 from megatron_snip.reporting.metrics_log import MetricsLog
 from megatron_snip.state import ControllerState, Pending

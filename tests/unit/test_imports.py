@@ -22,7 +22,6 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("collectives", "topology"),
     ("kernels",),
     ("quantizers",),
-    ("streams",),
     ("statistics",),
     ("planning",),
     ("divergence",),  # it writes planning's record of a problem
