@@ -24,7 +24,7 @@ SNIP = RUNS["forks-fp3-75-snip-gemm-s0"]
 
 def plan(linears: dict[str, Option], step: int) -> PrecisionPlan:
     return PrecisionPlan(
-        step=step,
+        iteration=step,
         policy="snip",
         status="optimal",
         objective=None,

@@ -40,7 +40,7 @@ def test_rows_follow_the_plan_and_hold_what_runs() -> None:
     plan = plan_of(["fp8", "fp4", "fp4-fp8-bf16"])
     linears = [linear(2, "fp4-fp8-bf16", "custom(nvfp4, mxfp8, bf16)"), linear(0, "fp8", "mxfp8")]
     table = precision_table([*linears, linear(1, "fp4", "nvfp4")], plan, 7, None)
-    assert (table.step, table.plan_step, table.plan_digest) == (7, plan.step, plan.digest)
+    assert (table.step, table.plan_step, table.plan_digest) == (7, plan.iteration, plan.digest)
     assert table.linears == (
         LinearPrecision(name_of(0), "fp8", "mxfp8", "te", "bfloat16"),
         LinearPrecision(name_of(1), "fp4", "nvfp4", "te", "bfloat16"),
