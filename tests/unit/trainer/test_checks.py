@@ -49,7 +49,7 @@ def test_a_plan_file_must_fit_the_model(tmp_path: Path) -> None:
     write_fitting_plan(config, tmp_path / "plan.json")
     check_run(config, 1)
     write_fitting_plan(config, tmp_path / "plan.json", drop=1)
-    with pytest.raises(UsageError, match=r"missing: decoder\.layers\.0\.self_attention"):
+    with pytest.raises(UsageError, match=r"does not have decoder\.layers\.0\.self_attention"):
         check_run(config, 1)
 
 
