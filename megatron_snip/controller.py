@@ -26,10 +26,10 @@ from megatron_snip.divergence.quality import unmeasured_problem
 from megatron_snip.errors import PlanningError, UsageError
 from megatron_snip.formats import get_format, lowest_precision
 from megatron_snip.guard import Guard, GuardState
+from megatron_snip.linears.availability import available_options, option_refusals
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.precision_log import precision_table
-from megatron_snip.linears.availability import available_options, option_refusals
 from megatron_snip.linears.runtime import Mode
 from megatron_snip.linears.training_step import ForwardBackward, TrainingStep
 from megatron_snip.options import BF16, Option

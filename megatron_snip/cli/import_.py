@@ -16,16 +16,15 @@ from megatron_snip.cli.stages import add_stage_flags, stages_from
 from megatron_snip.config import read_yaml
 from megatron_snip.errors import UsageError
 from megatron_snip.formats import lowest_precision
-from megatron_snip.options import Option
-from megatron_snip.planning.plan import PrecisionPlan, assigned_plan, write_plan
-from megatron_snip.planning.problem import PlanningProblem, read_problem
-
 from megatron_snip.linears.te.precision_config import (
     Stages,
     evaluates_otherwise,
     import_options,
     num_layers,
 )
+from megatron_snip.options import Option
+from megatron_snip.planning.plan import PrecisionPlan, assigned_plan, write_plan
+from megatron_snip.planning.problem import PlanningProblem, read_problem
 
 EXAMPLES = """\
 examples:

@@ -2,9 +2,9 @@
 
     Q[l, q] = loss[l, q] / sum_l loss[l, lowest]  +  lambda * weight[l, q] / sum_l weight[l, lowest]
 
-`lowest` is the uniform option of the lowest precision on offer, so Q of the uniform lowest plan
-is 1 + lambda whatever the units. An entry that is NaN, infinite or
-missing forbids that option for that linear, with a warning that names it.
+`lowest` is the uniform option of the lowest precision among the formats, so Q of the uniform
+lowest plan is 1 + lambda whatever the units. An entry that is NaN, infinite or missing forbids that
+option for that linear, with a warning that names it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class QualitySettings:
 
     Attributes:
         options: what every linear may choose.
-        lowest_format: the lowest precision on offer.
+        lowest_format: the lowest precision among the formats.
         loss_estimator: see divergence/loss.py.
         weight_lambda: lambda.
     """
@@ -92,7 +92,7 @@ class DivergenceTable:
     linears: tuple[LinearDivergence, ...]
 
     def of_lowest(self) -> list[OptionDivergence]:
-        """Return each linear's divergences in the uniform lowest precision on offer, in order.
+        """Return each linear's divergences in the uniform lowest precision, in order.
 
         Of several formats of as few bits it is the first; the last option where none is uniform.
         """

@@ -104,7 +104,7 @@ def get_policy(name: str) -> Policy:
 
 
 def lowered_in(order: Order) -> Decide:
-    """Return the policy that lowers whole linears in an order until the target is reached.
+    """Return the policy that lowers one linear after the other until the target is reached.
 
     The target is exceeded by at most one linear (per stage, where stages have targets).
     """

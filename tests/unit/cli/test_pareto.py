@@ -77,18 +77,15 @@ def test_the_frontier_as_table_csv_plot_and_json(
 
 
 def test_policies_that_score_by_local_errors_have_a_frontier(
-    tmp_path: Path, problem: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [
-        {"name": name, "options": {"fp4": {"abs_error": 4.0 - i}}}
-        for i, name in enumerate(PROBLEM.names)
-    ]
-    path = tmp_path / "divergences.json"
-    path.write_text(json.dumps({"version": 1, "step": 20, "linears": rows}))
-    words = ["--policy", "min-abs-err", "--statistics", str(path), "--targets", "0.25,0.5"]
-    assert main(["pareto", problem, *words, "--json"]) == 0
+    scores = [{"abs_error": 4.0 - i} for i in range(4)]
+    losses = [[0.0, float(1 + i)] for i in range(4)]
+    write_problem(problem_of(losses, 0.5, scores=scores), tmp_path / "scored.json")
+    words = ["--policy", "min-abs-err", "--targets", "0.25,0.5", "--json"]
+    assert main(["pareto", str(tmp_path / "scored.json"), *words]) == 0
     points = json.loads(capsys.readouterr().out)
-    assert [point["objective"] for point in points] == [3.0, 5.0]
+    assert [point["objective"] for point in points] == [4.0, 7.0]
 
 
 def test_nothing_within_reach_exits_with_3(
@@ -104,9 +101,7 @@ def test_nothing_within_reach_exits_with_3(
         (["--targets", "0:1"], "--targets"),
         (["--policy", "uniform-fp8"], "no frontier"),
         (["--policy", "none"], "no frontier"),
-        (["--policy", "min-abs-err"], "--statistics"),
-        (["--statistics", "absent.json"], "policy 'snip' does not"),
-        (["--policy", "min-abs-err", "--statistics", "absent.json"], "absent.json"),
+        (["--policy", "min-abs-err"], "needs the score 'abs_error'"),
         (["--time-limit", "-1"], "--time-limit: "),
         (["--csv", "/absent/folder/p.csv"], "cannot write"),
         (["--plot", "/absent/folder/p.png"], "cannot write"),

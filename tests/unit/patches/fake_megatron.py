@@ -166,7 +166,7 @@ class FakeController:
 
     def __init__(self) -> None:
         self.told: list[Any] = []
-        self.plan = SimpleNamespace(step=0)
+        self.plan = SimpleNamespace(iteration=0)
 
     def begin_step(self, step: int) -> None:
         self.told.append(("begin", step))

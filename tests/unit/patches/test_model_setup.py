@@ -115,7 +115,7 @@ def resumed(loaded: Any, iteration: int) -> Any:
 
 def test_a_checkpoints_state_goes_on() -> None:
     state = resumed(STATE, 7)
-    assert state.step == 7 and state.refreshed == 6 and state.plan.step == 2
+    assert state.step == 7 and state.refreshed == 6 and state.plan.iteration == 2
 
 
 def test_a_fresh_run_starts_anew(caplog: pytest.LogCaptureFixture) -> None:
@@ -131,7 +131,7 @@ def test_a_checkpoint_without_state_is_said(caplog: pytest.LogCaptureFixture) ->
 def test_another_iteration_keeps_the_plan_alone(caplog: pytest.LogCaptureFixture) -> None:
     """Megatron can rewind its data loader (--override-ckpt-iteration)."""
     state = resumed(STATE, 3)
-    assert state.step == 3 and state.refreshed is None and state.plan.step == 2
+    assert state.step == 3 and state.refreshed is None and state.plan.iteration == 2
     assert "a refresh in flight is dropped" in caplog.text
 
 

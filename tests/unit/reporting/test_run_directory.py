@@ -20,7 +20,7 @@ from megatron_snip.reporting.run_directory import PACKAGES, RunDirectory, versio
 def plan(step: int = 20) -> PrecisionPlan:
     linears = {"decoder.layers.0.mlp.linear_fc2": Option("fp4", "fp8", "fp8")}
     return PrecisionPlan(
-        step=step,
+        iteration=step,
         policy="snip",
         status="optimal",
         objective=0.5,

@@ -29,7 +29,7 @@ def write_fitting_plan(config: TrainConfig, path: Path, drop: int = 0) -> None:
     names = [linear.name for linear in linear_shapes(config)][drop:]
     linears = {name: Option.uniform("fp8") for name in names}
     plan = PrecisionPlan(
-        step=3,
+        iteration=3,
         policy="snip",
         status="optimal",
         objective=1.0,
@@ -49,7 +49,7 @@ def test_a_plan_file_must_fit_the_model(tmp_path: Path) -> None:
     write_fitting_plan(config, tmp_path / "plan.json")
     check_run(config, 1)
     write_fitting_plan(config, tmp_path / "plan.json", drop=1)
-    with pytest.raises(UsageError, match=r"missing: decoder\.layers\.0\.self_attention"):
+    with pytest.raises(UsageError, match=r"does not have decoder\.layers\.0\.self_attention"):
         check_run(config, 1)
 
 
