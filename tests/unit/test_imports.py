@@ -18,7 +18,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("formats", "types"),
     ("options",),
     ("butterfly",),
-    ("argument_file", "config", "directory", "flags", "loss_guard", "matmul"),
+    ("argument_file", "config", "directory", "flags", "matmul"),
     ("collectives", "topology"),
     ("kernels",),
     ("quantizers",),
@@ -27,8 +27,9 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("planning",),
     ("reporting",),  # reads the records of what is left of it
     ("linears",),
-    ("controller_state",),
-    ("cycle", "plan_guard"),
+    ("guard", "refresh"),
+    ("state",),
+    ("cycle", "pending_solve"),
     ("controller",),
     ("patches",),
     ("trainer",),
@@ -40,7 +41,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 WITH_MEGATRON = {"linears", "patches", "trainer"}
 WITHOUT_TORCH = {"version", "errors", "log", "formats", "types", "options", "config", "flags"}
-WITHOUT_TORCH |= {"argument_file", "planning", "loss_guard", "controller_state"}
+WITHOUT_TORCH |= {"argument_file", "planning"}
 WITH_ORTOOLS = {"planning"}
 
 
