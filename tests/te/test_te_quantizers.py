@@ -23,8 +23,10 @@ def factory(recipe: TERecipe) -> Any:
 
 def directions(recipe: TERecipe, tensor: str, module: str = "linear") -> tuple[str, str]:
     quantizer = factory(recipe)(QuantizerRole(module, tensor, "fc1"))
-    assert isinstance(quantizer, HybridQuantizer) == (quantizer.row_word != quantizer.column_word)
-    return quantizer.row_word, quantizer.column_word
+    assert isinstance(quantizer, HybridQuantizer) == (
+        quantizer.row_recipe != quantizer.column_recipe
+    )
+    return quantizer.row_recipe, quantizer.column_recipe
 
 
 @pytest.mark.parametrize("recipe", EVERY, ids=str)
