@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from megatron_snip.formats import get_format
 from megatron_snip.trainer.config import TrainConfig, make_train_config
-from megatron_snip.trainer.sizes import linear_shapes
+from megatron_snip.trainer.config import linear_shapes
 
 TERA = 1e12
 

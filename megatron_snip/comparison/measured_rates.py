@@ -19,7 +19,7 @@ from megatron_snip.comparison.gemm_rates import other_flops_per_token
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.calibration import CalibrationTable
 from megatron_snip.trainer.config import TrainConfig
-from megatron_snip.trainer.sizes import linear_shapes
+from megatron_snip.trainer.config import linear_shapes
 
 
 def measured_step_time(

@@ -22,7 +22,7 @@ from megatron_snip.planning.plan import read_plan
 from megatron_snip.reporting.metrics_log import MetricsLog
 from megatron_snip.reporting.run_record import RunRecord, read_run
 from megatron_snip.trainer.config import TrainConfig
-from megatron_snip.trainer.sizes import linear_shapes
+from megatron_snip.trainer.config import linear_shapes
 
 VERSION = 1
 

@@ -32,7 +32,7 @@ from megatron_snip.planning.json_file import write_atomic
 from megatron_snip.planning.plan import write_plan
 from megatron_snip.trainer.checkpoint_folder import CheckpointFolder
 from megatron_snip.trainer.config import TrainConfig, make_train_config
-from megatron_snip.trainer.sizes import linear_shapes
+from megatron_snip.trainer.config import linear_shapes
 
 FOLDERS = ("runs", "checkpoints", "plans", "configs", "logs", "outcomes")
 

@@ -28,7 +28,7 @@ from megatron_snip.topology import Placement
 from megatron_snip.trainer.checks import check_run
 from megatron_snip.trainer.config import TrainConfig, load_train_config, make_train_config
 from megatron_snip.trainer.model import transformer_config
-from megatron_snip.trainer.sizes import linear_shapes, stage_of_layer
+from megatron_snip.trainer.config import linear_shapes, stage_of_layer
 
 FOLDER = Path(__file__).parents[2] / "configs"
 FILES = sorted(path for path in FOLDER.rglob("*") if path.is_file())

@@ -11,7 +11,7 @@ from megatron_snip.comparison.gemm_rates import (
     other_flops_per_token,
     relative_step_time,
 )
-from megatron_snip.trainer.sizes import linear_shapes
+from megatron_snip.trainer.config import linear_shapes
 
 
 def test_bf16_is_one() -> None:

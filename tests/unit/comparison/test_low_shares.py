@@ -12,7 +12,7 @@ from megatron_snip.comparison.low_shares import low_share_maps, low_shares, shar
 from megatron_snip.comparison.schedule import make_schedule
 from megatron_snip.comparison.table import make_tables
 from megatron_snip.reporting.figures.canvas import HALF, WIDE
-from megatron_snip.trainer.sizes import linear_shapes
+from megatron_snip.trainer.config import linear_shapes
 from megatron_snip.types import Gemm
 from tests.unit.comparison.build import comparison, outcome
 

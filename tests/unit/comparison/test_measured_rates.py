@@ -14,7 +14,7 @@ from megatron_snip.comparison.table import Calibration, make_tables
 from megatron_snip.comparison.text import columns
 from megatron_snip.errors import UsageError
 from megatron_snip.planning.calibration import CalibratedLinear, CalibrationTable
-from megatron_snip.trainer.sizes import linear_shapes
+from megatron_snip.trainer.config import linear_shapes
 from tests.unit.comparison.build import comparison, outcome
 
 CONFIG = comparison(policies=("bf16", "random"), seeds=2)

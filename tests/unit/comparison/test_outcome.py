@@ -15,7 +15,7 @@ from megatron_snip.errors import UsageError
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan, assignment_digest, write_plan
 from megatron_snip.reporting.run_directory import RunDirectory
-from megatron_snip.trainer.sizes import linear_shapes
+from megatron_snip.trainer.config import linear_shapes
 from tests.unit.comparison.build import comparison, outcome
 
 RUNS = {run.name: run for run in make_schedule(comparison(seeds=1)).runs}

@@ -19,7 +19,7 @@ from megatron_snip.comparison.run import Entry
 from megatron_snip.comparison.schedule import Schedule, make_schedule
 from megatron_snip.comparison.table import make_tables
 from megatron_snip.reporting.report.build import Report
-from megatron_snip.trainer.sizes import linear_shapes
+from megatron_snip.trainer.config import linear_shapes
 from tests.unit.comparison.build import comparison, outcome
 from tests.unit.reporting.report.test_build import Elements
 from tests.unit.reporting.sketch import sketch

@@ -18,7 +18,7 @@ from megatron_snip.trainer.checkpoint_folder import CheckpointFolder, SavedRun
 from megatron_snip.trainer.checks import check_data, check_run, resume_step
 from megatron_snip.trainer.config import TrainConfig
 from megatron_snip.trainer.corpus import _write_indexed
-from megatron_snip.trainer.sizes import linear_shapes
+from megatron_snip.trainer.config import linear_shapes
 
 
 def snip_config(run_dir: Path, **snip: Any) -> TrainConfig:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_snip.errors import UsageError
 from megatron_snip.trainer.config import TrainConfig
-from megatron_snip.trainer.sizes import (
+from megatron_snip.trainer.config import (
     check_ranks,
     linear_shapes,
     stage_of_layer,
