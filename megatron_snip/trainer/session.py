@@ -34,9 +34,14 @@ from megatron_snip.directory import (
     own_files,
     remove_run,
 )
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import InfeasiblePlanError, UsageError
 from megatron_snip.patches import cpu, torch_adam
 from megatron_snip.planning.json_file import parse_json, write_atomic
+from megatron_snip.planning.plan import read_plan
+from megatron_snip.planning.planner import make_plan
+from megatron_snip.planning.policies import UNIFORM, get_policy
+from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
+from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.reporting.events import Writer
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.reporting.summary import SummaryWriter
@@ -50,7 +55,7 @@ from megatron_snip.trainer.checkpoint import (
     read_saved_run,
     resume_iteration,
 )
-from megatron_snip.trainer.config import TrainConfig, check_ranks
+from megatron_snip.trainer.config import TrainConfig, check_ranks, linear_shapes
 from megatron_snip.trainer.data import build_datasets
 from megatron_snip.trainer.loop import (
     PlainTraining,
@@ -104,6 +109,32 @@ def check_run(config: TrainConfig, world_size: int) -> None:
     _check_run_dir(config, iteration)
     if config.data_path is not None:
         check_data(config.data_path, config.vocab_size)
+    if config.snip.enabled:
+        _check_plan(config)
+
+
+def _check_plan(config: TrainConfig) -> None:
+    """Refuse SNIP settings that no plan for this model satisfies."""
+    snip, shapes = config.snip, linear_shapes(config)
+    get_policy(snip.policy)
+    if snip.plan_file is not None:
+        read_plan(snip.plan_file).check_against([linear.name for linear in shapes])
+    settings = PlanSettings.from_config(snip)
+    if not snip.policy.startswith(UNIFORM) and snip.policy != "none":
+        # Every policy with a target finds out whether it can be met; this one needs no solver.
+        settings = settings.model_copy(update={"policy": "greedy"})
+    options = {
+        str(option): OptionCost(quality_loss=0.0, saving=option.share_in(snip.lowest_format))
+        for option in snip.options
+    }
+    linears = tuple(
+        LinearChoices(name=s.name, stage=s.stage, flops=s.flops_per_token, options=options)
+        for s in shapes
+    )
+    try:
+        make_plan(PlanningProblem(linears=linears, target=snip.efficiency_target), settings)
+    except InfeasiblePlanError as error:
+        raise UsageError(f"snip: {error}") from None
 
 
 def _check_run_dir(config: TrainConfig, iteration: int) -> None:
