@@ -94,7 +94,7 @@ def three_quarters(lab: Lab) -> dict[str, Option]:
 def use_backend(lab: Lab, backend: Backend) -> None:
     """Let the lab's linears run on a backend."""
     lab.model.uninstall()
-    chunks = list(lab.state.runner.model)
+    chunks = list(lab.state.model)
     lab.model = PlannedModel(chunks, current_topology(), lab.config.snip.seed, backend)
     lab.model.install()
 

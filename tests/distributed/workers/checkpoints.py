@@ -12,10 +12,13 @@ import torch.distributed as dist
 
 from megatron_snip.patches import cpu
 from megatron_snip.trainer import session
-from megatron_snip.trainer.checks import check_run
 from megatron_snip.trainer.config import TrainConfig, make_train_config
-from megatron_snip.trainer.model import TrainingState, build_training_state
-from megatron_snip.trainer.parallel import destroy_parallel_state, initialize_parallel_state
+from megatron_snip.trainer.model import (
+    TrainingState,
+    build_training_state,
+    destroy_parallel_state,
+    initialize_parallel_state,
+)
 from tests.distributed.workers.trainer import weights_digest
 
 
@@ -31,7 +34,7 @@ def run_all(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def run_one(config: TrainConfig) -> dict[str, Any]:
     """One run of the trainer, as `session.run_rank` makes it."""
-    check_run(config, dist.get_world_size())
+    session.check_run(config, dist.get_world_size())
     dist.barrier()  # all have looked at the folders before one writes
     initialize_parallel_state(config)
     states: list[TrainingState] = []
@@ -48,7 +51,7 @@ def run_one(config: TrainConfig) -> dict[str, Any]:
         session.build_training_state = building
         destroy_parallel_state()
     return {
-        "steps": result.steps,
+        "iterations": result.iterations,
         "stopped": result.stopped,
         "first_validation_loss": result.first_validation_loss,
         "validation_loss": result.validation_loss,
