@@ -133,7 +133,7 @@ def write_checkpoint(folder: Path, iteration: int, content: str = "", **values: 
         ({"load": "there", "hidden_size": 512}, "of another model: hidden_size 256 -> 512"),
         (
             {"save": "there"},
-            "holds checkpoints of another run, up to iteration 20; resume .*--load",
+            "of another run, up to iteration 20; resume .*--load",
         ),
         ({"save": "file"}, "save '.*file' is a file"),
         ({"save": "file/below"}, "save '.*below' cannot be made in"),
