@@ -66,6 +66,19 @@ LOSS = "lm loss"
 OVERLAP_BUCKET = 40_000_000
 """Parameters per gradient bucket with overlap_grad_reduce (Megatron's minimum)."""
 
+_TRANSFORMER_FIELDS = (
+    *("num_layers", "hidden_size", "num_attention_heads", "attention_dropout", "hidden_dropout"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "bf16"),
+    *("recompute_granularity", "recompute_method", "recompute_num_layers"),
+)
+_EXPERT_FIELDS = (
+    *("moe_router_topk", "moe_router_pre_softmax", "moe_router_load_balancing_type"),
+    *("moe_aux_loss_coeff", "moe_token_dispatcher_type", "expert_model_parallel_size"),
+)
+_OPTIMIZER_FIELDS = (
+    *("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "bf16"),
+    *("use_distributed_optimizer", "overlap_param_gather"),
+)
 _RESIDUAL = ("linear_proj.weight", "linear_fc2.weight")
 _GATED = "linear_fc1.weight"
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
@@ -224,26 +237,18 @@ def _token_losses(
 def transformer_config(config: TrainConfig) -> TransformerConfig:
     """Return Megatron's configuration of the model and its layout."""
     compute = torch.bfloat16 if config.bf16 else torch.float32
-    tp = config.tensor_model_parallel_size
     interleaved = config.virtual_pipeline_size is not None
-    settings: dict[str, Any] = {}
+    settings = {name: getattr(config, name) for name in _TRANSFORMER_FIELDS}
     if config.num_experts is not None:
-        settings = {
+        settings |= {name: getattr(config, name) for name in _EXPERT_FIELDS}
+        settings |= {
             "num_moe_experts": config.num_experts,
             "moe_ffn_hidden_size": config.expert_ffn_width,
-            "moe_router_topk": config.moe_router_topk,
-            "moe_router_pre_softmax": config.moe_router_pre_softmax,
-            "moe_router_load_balancing_type": config.moe_router_load_balancing_type,
-            "moe_aux_loss_coeff": config.moe_aux_loss_coeff,
-            "moe_token_dispatcher_type": config.moe_token_dispatcher_type,
-            "expert_model_parallel_size": config.expert_model_parallel_size,
             "expert_tensor_parallel_size": config.expert_tensor_size,
         }
     return TransformerConfig(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
+        **settings,
         ffn_hidden_size=config.ffn_width,
-        num_attention_heads=config.num_attention_heads,
         num_query_groups=config.query_groups,
         kv_channels=config.head_width,
         normalization="RMSNorm",
@@ -251,18 +256,10 @@ def transformer_config(config: TrainConfig) -> TransformerConfig:
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        attention_dropout=config.attention_dropout,
-        hidden_dropout=config.hidden_dropout,
         init_method=_keep,
         output_layer_init_method=_keep,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_size,
-        sequence_parallel=config.sequence_parallel and tp > 1,
-        recompute_granularity=config.recompute_granularity,
-        recompute_method=config.recompute_method,
-        recompute_num_layers=config.recompute_num_layers,
-        bf16=config.bf16,
+        sequence_parallel=config.sequence_parallel and config.tensor_model_parallel_size > 1,
         params_dtype=compute,
         pipeline_dtype=compute,
         # Without fused kernels the CPU and the GPU run the same operations.
@@ -278,7 +275,6 @@ def transformer_config(config: TrainConfig) -> TransformerConfig:
         overlap_p2p_comm=interleaved,
         # gloo's isend reads the output after it returns. CUDA's stream order would protect it.
         deallocate_pipeline_outputs=False,
-        **settings,
     )
 
 
@@ -346,17 +342,8 @@ def _build_optimizer(
 
     settings = OptimizerConfig(
         optimizer="adam",
-        lr=config.lr,
-        min_lr=config.min_lr,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.adam_beta1,
-        adam_beta2=config.adam_beta2,
-        adam_eps=config.adam_eps,
-        clip_grad=config.clip_grad,
-        bf16=config.bf16,
         params_dtype=torch.bfloat16 if config.bf16 else torch.float32,
-        use_distributed_optimizer=config.use_distributed_optimizer,
-        overlap_param_gather=config.overlap_param_gather,
+        **{name: getattr(config, name) for name in _OPTIMIZER_FIELDS},
     )
     # megatron-core 0.16 excludes norms from weight decay only if asked to.
     standard = getattr(optimizer, "get_standard_config_overrides", None)
