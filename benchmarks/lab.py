@@ -34,11 +34,14 @@ from megatron_snip.statistics.optimizer_state import adam_shards
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.sensitivity import gather_sensitivities
 from megatron_snip.trainer.config import TrainConfig, make_train_config
-from megatron_snip.trainer.data import Batch, DataRank, Datasets, build_datasets, step_batches
-from megatron_snip.trainer.hooks import PlainTraining
-from megatron_snip.trainer.loop import train_step
-from megatron_snip.trainer.model import TrainingState, build_training_state
-from megatron_snip.trainer.parallel import destroy_parallel_state, initialize_parallel_state
+from megatron_snip.trainer.data import Batch, DataRank, Datasets, build_datasets, iteration_batches
+from megatron_snip.trainer.loop import PlainTraining, train_step
+from megatron_snip.trainer.model import (
+    TrainingState,
+    build_training_state,
+    destroy_parallel_state,
+    initialize_parallel_state,
+)
 
 BASE: dict[str, Any] = {
     "hidden_size": 128,
@@ -86,11 +89,10 @@ class Lab:
         losses = []
         for _ in range(steps):
             self.model.runtime.begin_pass(self.step)
-            metrics = train_step(
-                self.step, self.config, self.state, self.datasets.train, PlainTraining()
-            )
-            losses.append(metrics["loss"])
             self.step += 1
+            samples, hook = self.datasets.train, PlainTraining()
+            metrics = train_step(self.step, self.config, self.state, samples, hook)
+            losses.append(metrics["loss"])
         return losses
 
     def microbatches(self, count: int, held_out: bool = False, first: int = 0) -> list[Batch]:
@@ -105,12 +107,11 @@ class Lab:
         rank = DataRank(0, 1, size, self.config.global_batch_size // size)
         samples = self.datasets.valid if held_out else self.datasets.train
         assert samples is not None
-        start = (0 if held_out else self.step) + first
+        iteration = (0 if held_out else self.step) + first
         found: list[Batch] = []
-        step = start
         while len(found) < count:
-            found += step_batches(samples, rank, step)
-            step += 1
+            iteration += 1
+            found += iteration_batches(samples, rank, iteration)
         return found[:count]
 
     def losses(
@@ -118,7 +119,7 @@ class Lab:
     ) -> np.ndarray:
         """Return the loss of each microbatch, forward only, from FP32 logits."""
         self.model.apply(self._assignment(options))
-        with torch.no_grad(), fp32_logits(self.state.runner.model[-1]):
+        with torch.no_grad(), fp32_logits(self.state.model[-1]):
             reports = self._run(batches, forward_only=True)
         return np.array([_mean(report) for report in reports])
 
@@ -142,14 +143,14 @@ class Lab:
     ) -> tuple[float, dict[str, torch.Tensor]]:
         """Return the mean loss and each linear's gradient of it, FP64."""
         self.model.apply(self._assignment(options))
-        self.state.runner.zero_gradients()
+        self.state.zero_gradients()
         self.model.runtime.begin_pass(self.step)
         reports = self._run(batches, forward_only=False)
         found = {
             p.name: p.weights[0].main_grad.double().clone()  # type: ignore[attr-defined]
             for p in self.model.linears
         }
-        self.state.runner.zero_gradients()
+        self.state.zero_gradients()
         return float(np.mean([_mean(report) for report in reports])), found
 
     def updates(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -190,10 +191,10 @@ class Lab:
             all_tokens: measure all tokens and not a sample.
         """
         self.model.apply(self._assignment(options))
-        self.state.runner.zero_gradients()
+        self.state.zero_gradients()
         arguments = self._arguments(batches, forward_only=False)
         found = self.observed(arguments, snip, all_tokens=all_tokens)
-        self.state.runner.zero_gradients()
+        self.state.zero_gradients()
         return found
 
     def observed(
@@ -219,7 +220,7 @@ class Lab:
             self.model.weights(names), self.state.optimizer, topology
         )
         observer = StepObserver(settings, topology, sensitivities)
-        training = TrainingStep(self.state.runner.function, arguments)
+        training = TrainingStep(self.state.function, arguments)
         with runtime.observed_by(observer):
             reports = training.run()
         loss = float(np.mean([_mean(report) for report in reports]))
@@ -229,11 +230,11 @@ class Lab:
         return {name: (options or {}).get(name, BF16) for name in self.names}
 
     def _arguments(self, batches: Sequence[Batch], forward_only: bool) -> dict[str, Any]:
-        arguments = self.state.runner.arguments(iter(batches), forward_only=forward_only)
+        arguments = self.state.arguments(iter(batches), forward_only=forward_only)
         return {**arguments, "num_microbatches": len(batches)}
 
     def _run(self, batches: Sequence[Batch], forward_only: bool) -> list[dict[str, Any]]:
-        function = self.state.runner.function
+        function = self.state.function
         return function(**self._arguments(batches, forward_only))
 
 
@@ -298,7 +299,7 @@ def open_lab(values: Mapping[str, Any]) -> Iterator[Lab]:
         stack.callback(destroy_parallel_state)
         state = build_training_state(config, 1)
         datasets = build_datasets(config, None)
-        model = PlannedModel(list(state.runner.model), current_topology(), config.snip.seed)
+        model = PlannedModel(list(state.model), current_topology(), config.snip.seed)
         model.install()
         stack.callback(model.uninstall)
         yield Lab(config, state, datasets, model)

@@ -48,12 +48,11 @@ SHAPES = {
 def iterate(lab: Lab, config: SnipConfig | None = None, part: int = 0) -> None:
     """Make one training iteration; measured if `config` is given."""
     batches = lab.microbatches(lab.config.global_batch_size // lab.config.micro_batch_size)
-    runner = lab.state.runner
-    arguments = runner.arguments(iter(batches))
-    runner.zero_gradients()
+    arguments = lab.state.arguments(iter(batches))
+    lab.state.zero_gradients()
     if config is None:
         lab.model.runtime.begin_pass(lab.step)
-        runner.function(**arguments)
+        lab.state.function(**arguments)
     else:
         linears = lab.model.all_linears
         stride = math.ceil(1 / config.measure_fraction - 1e-9)
@@ -123,7 +122,7 @@ def compare(lab: Lab, config: SnipConfig, rounds: int) -> dict[str, Any]:
     peak_measured = peak_bytes(lambda: iterate(lab, config))
     held = tensor_bytes() - before
     peak_ordinary = peak_bytes(lambda: iterate(lab))
-    parameters = sum(p.numel() for p in lab.state.runner.model[0].parameters())
+    parameters = sum(p.numel() for p in lab.state.model[0].parameters())
     linear = max(i.in_features * i.out_features for i in lab.model.all_linears)
     tokens = lab.config.micro_batch_size * lab.config.seq_length
     widest = max(max(i.in_features, i.out_features) for i in lab.model.all_linears)

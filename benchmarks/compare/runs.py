@@ -127,7 +127,7 @@ def _groups(lab: Lab) -> list[dict[str, Any]]:
 
 def _tensors(lab: Lab) -> Iterator[torch.Tensor]:
     """Weights, main weights and moments."""
-    for chunk in lab.state.runner.model:
+    for chunk in lab.state.model:
         yield from chunk.parameters()
     for part in _parts(lab):
         for group in part.param_groups:
@@ -142,7 +142,7 @@ def _outliers(lab: Lab) -> None:
 
     Four channels of its norm's weight are 30 times larger, their columns of fc1 30 times smaller.
     """
-    layer = lab.state.runner.model[0].module.decoder.layers[lab.config.num_layers // 2]
+    layer = lab.state.model[0].module.decoder.layers[lab.config.num_layers // 2]
     channels = slice(0, lab.config.hidden_size, lab.config.hidden_size // 4)
     with torch.no_grad():
         layer.pre_mlp_layernorm.weight[channels] *= 30
@@ -152,7 +152,7 @@ def _outliers(lab: Lab) -> None:
 
 def _fresh_block(lab: Lab) -> None:
     """Draw the weights of the middle layer anew."""
-    layer = lab.state.runner.model[0].module.decoder.layers[lab.config.num_layers // 2]
+    layer = lab.state.model[0].module.decoder.layers[lab.config.num_layers // 2]
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for weight in layer.parameters():

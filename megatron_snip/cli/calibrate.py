@@ -26,8 +26,7 @@ from megatron_snip.planning.calibration import (
     CalibrationTable,
     write_calibration,
 )
-from megatron_snip.trainer.config import load_train_config
-from megatron_snip.trainer.sizes import linear_shapes
+from megatron_snip.trainer.config import linear_shapes, load_train_config
 from megatron_snip.types import Gemm, split_linear_name
 from megatron_snip.version import __version__
 

@@ -23,6 +23,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,14 @@ RANK_ENVIRONMENT = {
 }
 
 
+@cache
+def slowness() -> float:
+    """Return the factor of every time limit in tests: 3 on an idle machine, more under load."""
+    begin = time.perf_counter()
+    sum(range(20_000_000))
+    return 3.0 * max(1.0, (time.perf_counter() - begin) / 0.4)
+
+
 class RankFailure(AssertionError):
     """A rank raised, died, or was still running when the time was up; the text holds its log."""
 
@@ -64,7 +73,7 @@ def run_ranks(
             must not start threads at import. Inside, `torch.distributed` is initialized, and
             RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set.
         arguments: JSON values, passed as keywords.
-        timeout_s: seconds until all ranks are ended.
+        timeout_s: seconds on an idle machine until all ranks are ended; see `slowness`.
         environment: variables on top of this process' own and of `RANK_ENVIRONMENT`.
 
     Returns:
@@ -73,6 +82,7 @@ def run_ranks(
     Raises:
         RankFailure: if any rank fails or the time is up.
     """
+    timeout_s *= slowness()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         job = {
             "world_size": world_size,

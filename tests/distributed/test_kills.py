@@ -12,7 +12,7 @@ from tests.nightly.kills import STEPS, disturbed, undisturbed
 @pytest.mark.timeout(900)
 def test_a_killed_run_is_bitwise_the_run_left_alone(tmp_path: Path) -> None:
     whole = undisturbed(tmp_path, ranks=1)
-    assert [row["step"] for row in whole["rows"]] == list(range(STEPS))
+    assert [row["iteration"] for row in whole["rows"]] == list(range(1, STEPS + 1))
     assert len(whole["plans"]) >= 2
     killed = disturbed(tmp_path, seed=3, ranks=1, kills=1)
     at = killed.pop("killed_at")

@@ -39,7 +39,7 @@ from megatron_snip.reporting.divergence_record import read_divergences
 from megatron_snip.reporting.metrics_log import MetricsLog
 from megatron_snip.state import ControllerState, Pending
 from megatron_snip.trainer.config import load_train_config
-from megatron_snip.trainer.corpus import prepare_corpus
+from megatron_snip.trainer.data import prepare_corpus
 from tests.hostile.mutations import DEEP, mutants
 from tests.unit.planning.build import plan_of, problem_of
 
@@ -301,14 +301,15 @@ def test_what_is_no_file_of_usual_size_is_refused(
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path, Any]:
-    """(library, cache, the corpus' folder in it, its manifest)."""
+    """(library, cache, the corpus' folder in it, its manifest and description)."""
     root = tmp_path_factory.mktemp("corpus")
     (root / "library").mkdir()
     for index in range(3):
         (root / "library" / f"{index}.py").write_text(f"value = {index}\n")
     made = prepare_corpus(root / "cache", 10**6, root / "library")
-    manifest = json.loads((made.folder / "manifest.json").read_text())
-    return root / "library", root / "cache", made.folder, manifest
+    folder = Path(made["path"])
+    manifest = json.loads((folder / "manifest.json").read_text())
+    return root / "library", root / "cache", folder, {"manifest": manifest, "made": made}
 
 
 @settings(fuzzed, max_examples=40)
@@ -317,11 +318,9 @@ def test_the_built_in_text_is_mended_whatever_its_cache_holds(
     data: st.DataObject, corpus: tuple[Path, Path, Path, Any]
 ) -> None:
     library, cache, folder, good = corpus
-    (folder / "manifest.json").write_bytes(data.draw(mutants(good)))
+    (folder / "manifest.json").write_bytes(data.draw(mutants(good["manifest"])))
     made = prepare_corpus(cache, 10**6, library)
-    assert made.folder == folder
-    sizes = (made.train_tokens, made.valid_tokens, made.num_files)
-    assert sizes == tuple(good["corpus"][k] for k in ("train_tokens", "valid_tokens", "num_files"))
+    assert made == good["made"]
     assert [p.name for p in cache.iterdir()] == [folder.name]
 
 
@@ -334,7 +333,7 @@ def test_a_link_in_the_place_of_the_built_in_text_is_not_followed(
     data.unlink()
     data.symlink_to(elsewhere)
     made = prepare_corpus(cache, 10**6, library)
-    whole = Path(f"{made.train_prefix}.bin")
+    whole = Path(made["path"]) / "train.bin"
     assert not whole.is_symlink() and any(whole.read_bytes())
     assert not any(elsewhere.read_bytes())
 

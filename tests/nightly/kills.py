@@ -32,7 +32,7 @@ from megatron_snip.files import write_atomic
 from megatron_snip.planning.plan import read_plan
 from tests.distributed.test_trainer import command, environment
 
-STEPS = 14
+STEPS = 22
 SETTINGS: dict[str, Any] = {
     "global_batch_size": 2,
     "hidden_dropout": 0.1,
@@ -40,11 +40,10 @@ SETTINGS: dict[str, Any] = {
     "train_iters": STEPS,
     "snip": {
         "enabled": True,
-        "start_step": 2,
+        "start_step": 11,
         "interval": 4,
         "lag": 3,
         "efficiency_target": 0.5,
-        "guard_steps": 2,
     },
 }
 START_S = 600.0
@@ -59,7 +58,7 @@ def result(run_dir: Path) -> dict[str, Any]:
     """What two runs must have in common."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     plans = {p.stem: read_plan(p).digest for p in sorted((run_dir / "plans").glob("*.json"))}
-    kept = ("step", "loss", "grad_norm", "lr", "lowest_precision_fraction", "plan_step")
+    kept = ("iteration", "loss", "grad_norm", "lr", "lowest_precision_fraction", "plan_iteration")
     return {"rows": [{k: row.get(k) for k in kept} for row in rows], "plans": plans}
 
 

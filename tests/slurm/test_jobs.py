@@ -17,7 +17,11 @@ from typing import Any
 
 import pytest
 
-from megatron_snip.trainer.checkpoint_folder import CheckpointFolder
+from megatron_snip.trainer.checkpoint import (
+    checkpoint_path,
+    latest_iteration,
+    read_saved_run,
+)
 from tests.distributed.launch import ROOT
 from tests.slurm.cluster import Cluster
 
@@ -42,10 +46,10 @@ if "RANK" in os.environ and FIRST_ATTEMPT:
     import signal, time
     import megatron_snip.trainer.loop as loop
     original = loop.train_step
-    def train_step(step, *rest):
-        while step == STEP and not signal.getsignal(signal.SIGUSR1).__self__._heard:
+    def train_step(iteration, *rest):
+        while iteration == STEP + 1 and not signal.getsignal(signal.SIGUSR1).__self__.received:
             time.sleep(0.05)
-        return original(step, *rest)
+        return original(iteration, *rest)
     loop.train_step = train_step
 """
 """In its first attempt every rank waits in step 8 for the signal that the time limit is near."""
@@ -56,12 +60,12 @@ if "RANK" in os.environ:
     import time
     import megatron_snip.trainer.loop as loop
     original = loop.train_step
-    def train_step(step, *rest):
-        if step == 3:
+    def train_step(iteration, *rest):
+        if iteration == 4:
             if os.environ["RANK"] == "1":
                 raise ArithmeticError("the reason why")
             time.sleep(3600)
-        return original(step, *rest)
+        return original(iteration, *rest)
     loop.train_step = train_step
 """
 """The second node's rank fails in step 3; the first one's hears nothing of it."""
@@ -84,7 +88,14 @@ class Job:
     def metrics(self) -> list[dict[str, Any]]:
         """Every step's metrics that do not depend on the clock."""
         lines = (self.folder / "run" / "metrics.jsonl").read_text().splitlines()
-        kept = ("step", "loss", "grad_norm", "lr", "lowest_precision_fraction", "validation_loss")
+        kept = (
+            "iteration",
+            "loss",
+            "grad_norm",
+            "lr",
+            "lowest_precision_fraction",
+            "validation_loss",
+        )
         return [{k: v for k, v in json.loads(line).items() if k in kept} for line in lines]
 
     def plans(self) -> dict[int, dict[str, dict[str, str]]]:
@@ -159,7 +170,7 @@ def two_nodes(jobs: Jobs) -> Job:
 
 
 def test_a_job_on_one_node_trains_and_plans(one_node: Job) -> None:
-    assert [entry["step"] for entry in one_node.metrics()] == list(range(STEPS))
+    assert [entry["iteration"] for entry in one_node.metrics()] == list(range(1, STEPS + 1))
     assert sorted(one_node.plans()) == [4, 9]
     formats = {option["fprop"] for option in one_node.plans()[9].values()}
     assert formats == {"fp4", "fp8"}
@@ -170,7 +181,7 @@ def test_tensor_parallel_across_nodes_is_the_same_run(two_nodes: Job, one_node: 
     assert two_nodes.plans() == one_node.plans()
     assert two_nodes.metrics() == one_node.metrics()
     # Static rendezvous: rank 0, which alone speaks, is on the first node, task 0 of the step.
-    assert "\n0: step" in two_nodes.log and "\n1: step" not in two_nodes.log
+    assert "\n0: iteration" in two_nodes.log and "\n1: iteration" not in two_nodes.log
 
 
 def test_a_pipeline_across_nodes_makes_the_same_plans(jobs: Jobs, one_node: Job) -> None:
@@ -203,7 +214,7 @@ def test_at_its_time_limit_a_job_saves_queues_again_and_ends_alike(
     jobs: Jobs, two_nodes: Job
 ) -> None:
     number, folder = jobs.submit("limited", TENSOR, STOP_AT)
-    until(lambda: "step     7/" in jobs.log(number, folder), "step 7")
+    until(lambda: "iteration     7/" in jobs.log(number, folder), "step 7")
     # Now bring the limit near, whatever time the start has taken: within the script's five minutes.
     begun = time.mktime(time.strptime(jobs.cluster.job(number)["StartTime"], "%Y-%m-%dT%H:%M:%S"))
     minutes = math.ceil((time.time() - begun) / 60) + 4
@@ -216,8 +227,8 @@ def test_at_its_time_limit_a_job_saves_queues_again_and_ends_alike(
     assert job.state["Restarts"] == "1"
     assert "the time limit is near; saving" in job.log
     assert "attempt 2, from step 9" in job.log
-    saved = CheckpointFolder(folder / "runs" / f"limited-{number}" / "checkpoints")
-    assert saved.latest() == STEPS
-    saved.check_whole(9)
+    saved = folder / "runs" / f"limited-{number}" / "checkpoints"
+    assert latest_iteration(saved) == STEPS
+    read_saved_run(checkpoint_path(saved, 9))
     assert job.plans() == two_nodes.plans()
     assert job.metrics() == two_nodes.metrics()  # the final loss among them, bit by bit

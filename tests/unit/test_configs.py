@@ -25,10 +25,15 @@ from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.topology import Placement
-from megatron_snip.trainer.checks import check_run
-from megatron_snip.trainer.config import TrainConfig, load_train_config, make_train_config
+from megatron_snip.trainer.config import (
+    TrainConfig,
+    linear_shapes,
+    load_train_config,
+    make_train_config,
+    stage_of_layer,
+)
 from megatron_snip.trainer.model import transformer_config
-from megatron_snip.trainer.sizes import linear_shapes, stage_of_layer
+from megatron_snip.trainer.session import check_run
 
 FOLDER = Path(__file__).parents[2] / "configs"
 FILES = sorted(path for path in FOLDER.rglob("*") if path.is_file())

@@ -15,9 +15,9 @@ from megatron_snip.collectives import RemoteFailure, gather_json
 from megatron_snip.reporting import run_directory
 from megatron_snip.reporting.events import Reporter
 from megatron_snip.reporting.run_directory import RunDirectory
-from megatron_snip.trainer.checkpoint import Checkpoints, Progress
-from megatron_snip.trainer.checkpoint_folder import CheckpointFolder
-from megatron_snip.trainer.stop import StopRequests
+from megatron_snip.trainer import checkpoint
+from megatron_snip.trainer.checkpoint import Checkpoints, Progress, latest_iteration
+from megatron_snip.trainer.loop import StopRequests
 from tests.distributed.workers.controller import MODEL
 from tests.distributed.workers.fault_places import KILLED, PLACES, Faults
 from tests.distributed.workers.small_model import Trainer, layout
@@ -126,7 +126,7 @@ def _saving(trainer: Trainer, controller: Any, folder: Path) -> dict[str, Any]:
     trainer.config = trainer.config.model_copy(update={"save": place})
     checkpoints = Checkpoints(trainer.config, trainer.state, controller._control)
     before = _whole(trainer)
-    with _full_disk([(CheckpointFolder, "finish")]):
+    with _full_disk([(checkpoint, "finish_checkpoint")]):
         try:
             _save(trainer, controller, checkpoints)
         except RemoteFailure as failure:
@@ -134,16 +134,16 @@ def _saving(trainer: Trainer, controller: Any, folder: Path) -> dict[str, Any]:
     # A refresh, a solve and a checkpoint succeed as if nothing had been.
     result["same"] = _whole(trainer) == before
     trainer.advance(2, controller)
-    result["read before"] = CheckpointFolder(place).latest()
+    result["read before"] = latest_iteration(place)
     _save(trainer, controller, checkpoints)
-    result["read after"] = CheckpointFolder(place).latest()
+    result["read after"] = latest_iteration(place)
     result["last history"] = list(controller.history)
     return result
 
 
 def _whole(trainer: Trainer) -> dict[str, Any]:
     """Digests once all parameters are gathered, as a checkpoint wants them."""
-    with trainer.state.runner.gathered():
+    with trainer.state.gathered():
         return trainer.digests()
 
 

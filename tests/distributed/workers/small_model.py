@@ -3,7 +3,7 @@
     with layout({"tensor_model_parallel_size": 2}) as trainer:
         trainer.run(10, snip={"interval": 5})
 
-Weights, data and their order do not depend on the layout (see `trainer.initialize` and
+Weights, data and their order do not depend on the layout (see `trainer.model` and
 `trainer.data`), so what two layouts measure and decide can be compared.
 """
 
@@ -29,10 +29,13 @@ from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, 
 from megatron_snip.state import ControllerState
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.trainer.config import TrainConfig, make_train_config
-from megatron_snip.trainer.hooks import PlainTraining, TrainingHook
-from megatron_snip.trainer.loop import train_step
-from megatron_snip.trainer.model import TrainingState, build_training_state
-from megatron_snip.trainer.parallel import destroy_parallel_state, initialize_parallel_state
+from megatron_snip.trainer.loop import PlainTraining, TrainingHook, train_step
+from megatron_snip.trainer.model import (
+    TrainingState,
+    build_training_state,
+    destroy_parallel_state,
+    initialize_parallel_state,
+)
 
 refresh.MIN_OPTIMIZER_STEPS = 0  # models here are measured in their first iterations
 
@@ -148,7 +151,7 @@ class Trainer:
         self.events = Memory()
         return SnipController(
             SnipConfig(**snip),
-            list(self.state.runner.model),
+            list(self.state.model),
             self.state.optimizer,
             writers=[*writers, self.events],
             state=state,
@@ -161,11 +164,11 @@ class Trainer:
     def advance(self, steps: int, hook: TrainingHook) -> None:
         """Make `steps` training steps, as the trainer's own loop does."""
         if self.step == 0:
-            self.state.runner.defer_gathers()
+            self.state.defer_gathers()
         for _ in range(steps):
-            metrics = train_step(self.step, self.config, self.state, self.samples, hook)
+            metrics = train_step(self.step + 1, self.config, self.state, self.samples, hook)
             if self.step == 0:
-                self.state.runner.overlap_gathers()
+                self.state.overlap_gathers()
             self.losses.append(metrics["loss"])
             self.step += 1
             hook.end_iteration(self.step, metrics)
@@ -186,7 +189,7 @@ class Trainer:
         """Bits of what training has made: losses, this rank's weights and optimizer state."""
         return {
             "losses": [loss.hex() for loss in self.losses],
-            "weights": digest([p for c in self.state.runner.model for p in c.parameters()]),
+            "weights": digest([p for c in self.state.model for p in c.parameters()]),
             "optimizer": digest(optimizer_tensors(self.state.optimizer)),
         }
 
