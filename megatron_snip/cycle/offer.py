@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.quality import unmeasured_problem_dict
+from megatron_snip.errors import naming_field
 from megatron_snip.formats import lowest_precision
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.runnable import nearest, offered, restricted, told_changes
@@ -69,20 +70,24 @@ class Offer:
             UsageError: if the policy is unknown, or a pin or the plan file does not fit the model.
             InfeasiblePlanError: if no plan reaches the target.
         """
-        get_policy(self._config.policy)
+        with naming_field("policy"):
+            get_policy(self._config.policy)
         settings = PlanSettings.from_config(self._config, self._seed)
         problem = PlanningProblem.from_dict(self._unmeasured())
         if schedule.replans:
-            make_plan(problem, settings.model_copy(update={"policy": "greedy"}))
+            with naming_field("pins"):
+                make_plan(problem, settings.model_copy(update={"policy": "greedy"}))
         keeps_file = self._config.plan_file is not None and self._config.collect_only
         if resumed is not None and not (schedule.static or keeps_file):
             return self.checked(resumed)
         if self._config.plan_file is not None:
-            return self.checked(read_plan(self._config.plan_file))
+            with naming_field("plan_file"):
+                return self.checked(read_plan(self._config.plan_file))
         if self._config.collect_only or not schedule.static:
             initial = {"policy": "uniform-bf16", "max_changes": None}
             settings = settings.model_copy(update=initial)
-        return make_plan(problem, settings)
+        with naming_field("policy"):
+            return make_plan(problem, settings)
 
     def safe_plan(self, plan: PrecisionPlan, step: int) -> PrecisionPlan:
         """Return `plan` in BF16 throughout, but for pinned linears."""

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_snip.errors import InfeasiblePlanError, UsageError
+from megatron_snip.errors import InfeasiblePlanError, UsageError, naming_field
 from megatron_snip.options import BF16
 from megatron_snip.planning.cost import NOISE, as_fraction
 from megatron_snip.planning.problem import canonical
@@ -199,9 +199,11 @@ def needs_bf16(settings: PlanSettings) -> bool:
 def _glob_pin(table: Table, glob: str, option: str) -> Pin:
     rows = [i for i, name in enumerate(table.names) if fnmatchcase(name, glob)]
     label = f"pin {glob}={option}"
-    if not rows:
-        raise UsageError(f"{label}: no linear's name matches; names look like '{table.names[0]}'")
-    return _pin(table, label, rows, option)
+    with naming_field("pins"):
+        if not rows:
+            example = table.names[0]
+            raise UsageError(f"{label}: no linear's name matches; names look like '{example}'")
+        return _pin(table, label, rows, option)
 
 
 def _edge_pin(table: Table, count: int, option: str, first: bool) -> Pin:
