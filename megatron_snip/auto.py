@@ -8,6 +8,6 @@ from __future__ import annotations
 
 import sys
 
-from megatron_snip.patches.seams import install_for
+from megatron_snip.patches.install import install_for
 
 install_for(sys.argv[1:])

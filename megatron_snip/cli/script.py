@@ -64,7 +64,7 @@ def prepare_script(words: Sequence[str]) -> Path:
         # Megatron insists on it under tensor parallelism, for the order of CUDA kernels.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         cpu.install(claim_cuda=True)
-    from megatron_snip.patches.seams import install_for
+    from megatron_snip.patches.install import install_for
 
     install_for(rest[1:])
     return script
