@@ -1,4 +1,4 @@
-"""The errors that a caller can act on; a message says what was got, what is accepted, what to do."""
+"""The errors that a caller can act on; a message names what was got, is accepted, and to do."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def naming_field(field: str) -> Iterator[None]:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean '...'?` for the name in `known` nearest to `word`, or an empty text."""
+    """Return `; did you mean '...'?` for the name in `known` nearest to `word`, or ''."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean '{near[0]}'?" if near else ""
 

@@ -1,8 +1,8 @@
 """SNIP's flags in Megatron's parser, and the settings that they and a YAML file make.
 
 The flags are read twice. `read_cli_args` reads the command line before Megatron does, to learn
-whether SNIP is on, and ends the job on a typo. `snip_config` reads Megatron's namespace when Megatron
-validates its own arguments. Megatron may parse several times in one process, so nothing is kept
+whether SNIP is on, and ends the job on a typo. `snip_config` reads the namespace when Megatron
+validates its own arguments. Megatron may parse several times in one process, so nothing is stored
 here. A flag that is not given leaves nothing in the namespace.
 """
 

@@ -1,7 +1,7 @@
 """All patches, and the function that installs those that a command line asks for.
 
-`python -m megatron_snip SCRIPT` and `import megatron_snip.auto` call `install_for`. Without `--snip`
-only the argument parser is patched, and training stays Megatron's.
+`python -m megatron_snip SCRIPT` and `import megatron_snip.auto` call `install_for`. Without
+`--snip` only the argument parser is patched, and training stays Megatron's.
 """
 
 from __future__ import annotations

@@ -142,8 +142,8 @@ def resumed_state(
         state = ControllerState.from_dict(loaded, "SNIP state of the checkpoint")
         if state.iteration != iteration:
             warning = (
-                f"the checkpoint's SNIP state is of iteration {state.iteration} and training resumes "
-                f"after {iteration}; its plan is used, a refresh in flight is dropped"
+                f"the checkpoint's SNIP state is of iteration {state.iteration} and training "
+                f"resumes after {iteration}; its plan is used, a refresh in flight is dropped"
             )
             state = state.restarted_at(iteration)
     elif iteration > 0:
