@@ -33,7 +33,6 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("controller",),
     ("patches",),
     ("trainer",),
-    ("comparison",),
     ("cli",),
     ("__init__", "__main__", "auto"),
 )
