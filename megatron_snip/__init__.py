@@ -10,7 +10,7 @@ from megatron_snip.version import __version__
 
 __all__ = ["__version__"]
 
-# The build puts kernels/ and patches/ into this package. In a checkout they lie beside it.
+# Builds put kernels/ and patches/ into this package. In a checkout they lie beside it.
 _HERE = Path(__file__).resolve().parent
 if not (_HERE / "patches").is_dir():
     __path__.append(str(_HERE.parent))
