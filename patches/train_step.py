@@ -97,7 +97,11 @@ class StepMetrics:
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._begin = time.perf_counter()
-        self._clear()
+        self._seconds = 0.0
+        self._loss: Any = None
+        self._grad_norm: Any = None
+        self._validation_loss: Any = None
+        self._evaluated = False
 
     def begin(self) -> None:
         """Start the clock of a training step."""
@@ -142,15 +146,10 @@ class StepMetrics:
             values["lr"] = lr
         if self._seconds > 0.0:
             values["tokens_per_s"] = tokens / self._seconds
-        self._clear()
-        return values
-
-    def _clear(self) -> None:
         self._seconds = 0.0
-        self._loss: Any = None
-        self._grad_norm: Any = None
-        self._validation_loss: Any = None
+        self._loss = self._grad_norm = self._validation_loss = None
         self._evaluated = False
+        return values
 
     def _broadcast(self, *values: Any) -> tuple[float, ...]:
         """All ranks: return the last rank's values; NaN for None."""

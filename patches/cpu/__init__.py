@@ -141,8 +141,8 @@ def _set_compile_off(off: bool) -> bool:
 def _torch_replacements(
     mode: CudaOnCpu, claim_cuda: bool, capability: tuple[int, int]
 ) -> Iterator[tuple[Any, str, Any]]:
-    engine = torch.autograd
-    yield engine, "_engine_run_backward", in_backward(mode)(engine._engine_run_backward)
+    engine, run = torch.autograd, "_engine_run_backward"
+    yield engine, run, in_backward(mode)(getattr(engine, run))
     for name, answer in cuda_answers(capability).items():
         yield torch.cuda, name, answer
     yield torch.cuda.random, "get_rng_state", torch.cuda.get_rng_state

@@ -176,8 +176,8 @@ def modules(folder: Path, path: Path, editable: bool = False) -> dict[str, Path]
     code = f"""
 import importlib.util, json, site, sys
 if {editable}:  # started without site-packages, which may hold an editable install already
-    sys.path.append({sysconfig.get_path("purelib")!r})
     site.addsitedir({str(path)!r})
+    sys.path.append({sysconfig.get_path("purelib")!r})
 print(json.dumps({{n: importlib.util.find_spec(n).origin for n in {list(names)!r}}}))
 """
     done = run(folder if editable else path, folder, "-S" if editable else "-P", "-c", code)
