@@ -23,7 +23,7 @@ from megatron_snip.collectives import gather_json
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.te_modules import is_grouped, te_kind, weights_of
 from megatron_snip.linears.te_replicas import is_replica, is_understood
-from megatron_snip.log import warn_once
+from megatron_snip.log import warn_once, warn_once_per_job
 from megatron_snip.topology import DataAxis, LinearInfo, LinearKind, Placement, TensorAxis, Topology
 from megatron_snip.types import linear_name, split_linear_name
 
@@ -204,7 +204,7 @@ def _num_local_experts(config: Any) -> int:
 def _check_shard(shape: tuple[int, ...], name: str, tensor: TensorAxis) -> None:
     """Warn where tiles of 128 straddle shards: then results depend slightly on the layout."""
     if any(size % 128 for size in shape) and tensor.size > 1:
-        warn_once(
+        warn_once_per_job(
             logger,
             f"shard {shape} of {name.split('.')[-1]} is not a multiple of 128: the last tiles are "
             "short and differ from those of other tensor-parallel sizes",
