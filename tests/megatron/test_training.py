@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -60,12 +61,12 @@ def test_plans_are_made_and_run(lab: Lab, layout: str) -> None:
 
 def test_a_plan_that_breaks_an_iteration_is_reverted_without_a_trace(lab: Lab) -> None:
     script = str(Path(SCRIPT).with_name("pretrain_breaking.py"))
-    flags = [*SNIP, "--snip-interval", "40"]  # one plan; the refresh after the guard is not due
-    run = lab.run("tp2", flags, script=script)
+    run = lab.run("tp2", SNIP, script=script)
     assert weights(run) == weights(lab.run("tp2"))  # as if there had been no plan
     assert logged(run) == logged(lab.run("tp2"))
-    assert applied_plans(run) == [5]
-    assert any("iteration 5: reverted" in line for line in snip_lines(run)), run.report
+    applied = applied_plans(run)
+    reverted = re.findall(r"snip: iteration (\d+): reverted", run.logs[0])
+    assert applied[0] == 5 and [int(iteration) for iteration in reverted] == applied, run.report
 
 
 def test_layouts_make_the_same_kind_of_plan(lab: Lab) -> None:
@@ -97,12 +98,11 @@ def test_rank_0_writes_the_run_directory(lab: Lab, layout: str) -> None:
     assert fractions[:4] == [0.0] * 4 and min(fractions[4:]) >= 0.5
 
 
-def test_an_interleaved_pipeline_gives_the_same_losses_again(lab: Lab) -> None:
-    """gloo still sends a stage's output when Megatron would free it."""
-    first, second = (lab.run("vpp2", environment={"REPETITION": n}) for n in "12")
-    assert logged(first) == logged(second)
-    assert weights(first) == weights(second)
-    assert all(float(loss) < 10 for loss in logged(first).values())
+def test_a_pipeline_frees_no_output_that_gloo_still_sends(lab: Lab) -> None:
+    script = str(Path(SCRIPT).with_name("pretrain_freed.py"))
+    run, plain = lab.run("vpp2", script=script), lab.run("vpp2")
+    assert weights(run) == weights(plain)
+    assert logged(run) == logged(plain)
 
 
 @pytest.mark.parametrize("layout", ["vpp2", "ep2"])
