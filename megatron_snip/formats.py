@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import UsageError, did_you_mean
 
 
 class ScaleType(StrEnum):
@@ -109,7 +109,8 @@ def get_format(name: str) -> Format:
     if name in REMOVED:
         raise UsageError(f"format '{name}' was removed; use '{REMOVED[name]}' instead")
     if name not in FORMATS:
-        raise UsageError(f"unknown format '{name}'; known: {', '.join(FORMATS)}")
+        near = did_you_mean(name, FORMATS)
+        raise UsageError(f"unknown format '{name}'; known: {', '.join(FORMATS)}{near}")
     return FORMATS[name]
 
 

@@ -1,17 +1,15 @@
 """`megatron-snip doctor`: what this machine can run, and why.
 
 Three questions: which versions are installed, which devices there are, and how each number format
-runs here under each backend (docs/backends.md for this machine, with what its own Transformer
-Engine refuses). `--patches` adds every seam on Megatron with its state: whether the
-function is there, takes what SNIP gives it, and belongs to a release that was tested.
+runs here under each backend (this machine's column of docs/backends.md, with what its own
+Transformer Engine says). `--patches` adds every function of Megatron's that SNIP needs: whether it
+exists, has the parameters that SNIP passes, and belongs to a release that was tested.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -23,56 +21,25 @@ from megatron_snip.formats import FORMATS
 from megatron_snip.reporting.run_directory import versions
 from megatron_snip.version import __version__
 
-if TYPE_CHECKING:
-    from megatron_snip.patches.registry import State
-
-
-@dataclass(frozen=True)
-class SeamState:
-    """One seam: what it is called, what it is installed for, what it does, and its state."""
-
-    name: str
-    when: str
-    purpose: str
-    target: str
-    state: State
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     parser.add_argument(
-        "--patches", action="store_true", help="also list every seam on Megatron and its state"
+        "--patches",
+        action="store_true",
+        help="also list the functions of Megatron's that SNIP needs, with their state",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was found; return 0, or 1 if `--patches` finds a seam that cannot be used."""
+    """Print what was found; return 0, or 1 if `--patches` finds a function that SNIP cannot use."""
     console = plain_console(200)
     _print_versions(console)
     _print_devices(console)
     _print_formats(console)
     if not args.patches:
         return 0
-    states = seam_states()
-    _print_seams(console, states)
-    return int(any(entry.state.word in ("unusable", "overwritten") for entry in states))
-
-
-def seam_states() -> list[SeamState]:
-    """Return all seams of the installed Megatron, those that are set on instances included."""
-    from megatron_snip.patches.registry import State
-    from megatron_snip.patches.seams import LINEAR_TARGETS, REGISTRY
-
-    states = [
-        SeamState(seam.name, seam.when, seam.purpose, str(seam.target), REGISTRY.state(seam))
-        for seam in REGISTRY.seams
-    ]
-    for target in LINEAR_TARGETS:
-        problem = target.problem()
-        state = State("ready") if problem is None else State("unusable", problem)
-        purpose = "quantizes, on each planned instance"
-        states.append(SeamState("linear", "--snip", purpose, str(target), state))
-    return states
+    return _print_patches(console)
 
 
 def _print_versions(console: Console) -> None:
@@ -119,23 +86,24 @@ def _print_formats(console: Console) -> None:
     console.print(f"simulate quantizes by {choice.path} ({choice.reason})")
 
 
-def _print_seams(console: Console, states: list[SeamState]) -> None:
-    from megatron_snip.patches.target import TESTED, core_version, version_is_tested
+def _print_patches(console: Console) -> int:
+    from megatron_snip.patches.install import REGISTRY
+    from megatron_snip.patches.registry import TESTED, core_version, is_tested
 
     try:
         version = core_version()
-        tested = "tested" if version_is_tested(version) else "not tested"
-        tested += f", tested are {TESTED}"
-        console.print(f"megatron-core {version} ({tested})")
+        tested = "tested" if is_tested(version) else "not tested"
+        console.print(f"megatron-core {version} ({tested}, tested are {TESTED})")
     except SnipError as error:
         console.print(str(error))
-    table = _table("seam", "for", "state", "what SNIP does there, and the function")
-    for entry in states:
-        told = f"{entry.purpose}\n{entry.target}"
-        table.add_row(entry.name, entry.when, entry.state.word, told)
+    table = _table("patch", "for", "state", "what SNIP does there, and the function")
+    states = {patch: REGISTRY.status(patch) for patch in REGISTRY.patches}
+    for patch, status in states.items():
+        table.add_row(patch.name, patch.when, status.state, f"{patch.purpose}\n{patch.target}")
     console.print(table)
-    for detail in dict.fromkeys(e.state.detail for e in states if e.state.detail):
+    for detail in dict.fromkeys(s.detail for s in states.values() if s.detail):
         console.print(detail)
+    return int(any(s.state in ("unusable", "overwritten") for s in states.values()))
 
 
 def _table(*columns: str) -> RichTable:

@@ -117,7 +117,7 @@ class _Bench:
         """Return what training on the CPU runs within: it computes products of BF16 in FP32."""
         if self.device.type == "cuda":
             return contextlib.nullcontext()
-        from megatron_snip.patches.cpu_tensors import CudaOnCpu
+        from megatron_snip.patches.cpu.tensors import CudaOnCpu
 
         return CudaOnCpu()
 

@@ -28,7 +28,7 @@ from megatron_snip.linears.te.modules import (
     te_kind,
     weights_of,
 )
-from megatron_snip.log import warn_once
+from megatron_snip.log import warn_once, warn_once_per_job
 from megatron_snip.topology import DataAxis, LinearInfo, LinearKind, Placement, TensorAxis, Topology
 from megatron_snip.types import linear_name, split_linear_name
 
@@ -192,7 +192,7 @@ def _first_local_expert(config: Any) -> int:
 def _warn_of_short_tiles(shape: tuple[int, int], name: str, tensor: TensorAxis) -> None:
     """Warn where tiles of 128 straddle shards: results then depend slightly on the layout."""
     if any(size % 128 for size in shape) and tensor.size > 1:
-        warn_once(
+        warn_once_per_job(
             logger,
             f"shard {shape} of {name.split('.')[-1]} is not a multiple of 128: the last tiles are "
             "short and differ from those of other tensor-parallel sizes",

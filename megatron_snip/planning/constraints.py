@@ -269,7 +269,9 @@ def _pin(table: CostTable, glob: str, option: str) -> FixedOption:
     label = f"pin {glob}={option}"
     rows = [i for i, name in enumerate(table.names) if fnmatchcase(name, glob)]
     if not rows:
-        raise UsageError(f"{label}: no linear's name matches; names look like '{table.names[0]}'")
+        example = table.names[0]
+        text = f"{label}: no linear's name matches; names look like '{example}'"
+        raise UsageError(text, field="pins")
     return _fixed(table, label, rows, option)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.errors import PlanningError
+from megatron_snip.errors import PlanningError, naming_field
 from megatron_snip.formats import get_format
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.checker import find_violations
@@ -124,19 +124,24 @@ def initial_plan(
         InfeasiblePlanError: if the constraints cannot be met (checked now, not at the first
             measurement).
     """
-    is_static = not get_policy(config.policy).needs_statistics
+    with naming_field("policy"):
+        is_static = not get_policy(config.policy).needs_statistics
     settings = PlanSettings.from_config(config, seed)
     if not (is_static or config.collect_only):
-        make_plan(problem, settings.model_copy(update={"policy": "greedy"}))
+        with naming_field("pins"):
+            make_plan(problem, settings.model_copy(update={"policy": "greedy"}))
     stays = config.collect_only and config.plan_file is not None
     if resumed is not None and not (is_static or stays):
         plan = resumed
     elif config.plan_file is not None:
-        plan = read_plan(config.plan_file)
+        with naming_field("plan_file"):
+            plan = read_plan(config.plan_file)
+            plan.check_against(problem.names)
     else:
         if config.collect_only or not is_static:
             settings = settings.model_copy(update={"policy": f"{UNIFORM}bf16"})
-        plan = make_plan(problem, settings)
+        with naming_field("policy"):
+            plan = make_plan(problem, settings)
     plan.check_against(problem.names)
     return plan
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from megatron_snip.reporting.reporter import Event
 from PIL import Image
 
 from megatron_snip.reporting.report.build import make_report, read_runs
+from megatron_snip.reporting.reporter import Event
 from tests.browser.chromium import Chromium, colors, find_chromium
 from tests.unit.reporting.runs import Shape, config, write_run
 

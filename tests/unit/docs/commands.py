@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,12 +164,12 @@ def _check_targets(words: Sequence[str]) -> None:
 
 
 def _check_extras(words: Sequence[str]) -> None:
-    known = (ROOT / "setup.py").read_text().partition("extras_require")[2]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for word in words:
         for extra in re.findall(r"\[([\w,]+)\]", word):
             for name in extra.split(","):
-                if f'"{name}": [' not in known:
-                    raise UsageError(f"setup.py has no extra {name}")
+                if name not in project["optional-dependencies"]:
+                    raise UsageError(f"pyproject.toml has no extra {name}")
 
 
 def _index(words: Sequence[str], *endings: str) -> int | None:

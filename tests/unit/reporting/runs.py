@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_snip.reporting.reporter import Applied, Event, FileReporter, Refresh, Reporter
-
 from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.quality import (
     DivergenceTable,
@@ -21,6 +19,7 @@ from megatron_snip.planning.plan import PrecisionPlan, changed_linears
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.reporting.reporter import Applied, Event, FileReporter, Refresh, Reporter
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.statistics.records import FormatStatistics, LinearStatistics, StatisticsTable
 

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from megatron_snip.reporting.live_run import LiveRun
-from megatron_snip.reporting.reporter import FileReporter
 
 from megatron_snip.errors import UsageError
+from megatron_snip.reporting.live_run import LiveRun
+from megatron_snip.reporting.reporter import FileReporter
 from megatron_snip.reporting.run_directory import RunDirectory
 from tests.unit.reporting.runs import Shape, config, tell
 

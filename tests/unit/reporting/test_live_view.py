@@ -6,12 +6,12 @@ import io
 from pathlib import Path
 
 import pytest
-from megatron_snip.reporting.live_run import LiveRun
-from megatron_snip.reporting.live_view import follow, live_view, plan_grid, sparkline
-from megatron_snip.reporting.reporter import Event, FileReporter
 from rich.console import Console
 
 from megatron_snip.options import Option
+from megatron_snip.reporting.live_run import LiveRun
+from megatron_snip.reporting.live_view import follow, live_view, plan_grid, sparkline
+from megatron_snip.reporting.reporter import Event, FileReporter
 from megatron_snip.reporting.run_directory import RunDirectory
 from tests.unit.reporting.runs import Shape, config, tell, write_run
 

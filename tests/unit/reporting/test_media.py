@@ -6,15 +6,15 @@ import math
 from typing import Any
 
 import pytest
+
+from megatron_snip.log import forget_warnings
+from megatron_snip.reporting import media
 from megatron_snip.reporting.media import (
     divergence_figure,
     divergence_values,
     plan_figure,
     plan_rows,
 )
-
-from megatron_snip.log import forget_warnings
-from megatron_snip.reporting import media
 from tests.unit.reporting.runs import Shape, config, plan_from, refresh_at
 
 SHAPE = Shape(config(granularity="gemm"))

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_snip.reporting.megatron_writers import MegatronWriters
-
 from tests.unit.reporting.runs import Shape, config, tell
 from tests.unit.reporting.test_wandb_writer import Run
 

@@ -8,6 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from megatron_snip.divergence.quality import QualitySettings, divergence_table, problem_dict
+from megatron_snip.options import Option, enumerate_options
+from megatron_snip.planning.plan import read_plan
+from megatron_snip.planning.planner import make_plan
+from megatron_snip.planning.problem import PlanningProblem, read_problem
+from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.reporting.reporter import (
     Applied,
     Event,
@@ -17,13 +24,6 @@ from megatron_snip.reporting.reporter import (
     Reporter,
     Reporters,
 )
-
-from megatron_snip.divergence.quality import QualitySettings, divergence_table, problem_dict
-from megatron_snip.options import Option, enumerate_options
-from megatron_snip.planning.plan import read_plan
-from megatron_snip.planning.planner import make_plan
-from megatron_snip.planning.problem import PlanningProblem, read_problem
-from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.reporting.run_directory import RunDirectory
 from tests.unit.divergence.build import errors, linear, table
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from megatron_snip.reporting.reporter import FileReporter
 
 from megatron_snip.errors import UsageError
+from megatron_snip.reporting.reporter import FileReporter
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.reporting.run_record import planned_steps, read_run, snip_config
 from tests.unit.reporting.runs import Shape, config, tell, write_run

@@ -3,8 +3,8 @@
 import math
 
 import pytest
-from megatron_snip.reporting.reporter import Applied, Event
 
+from megatron_snip.reporting.reporter import Applied, Event
 from megatron_snip.reporting.scalars import StepScalars, training_scalars
 from tests.unit.reporting.runs import Shape, config, plan_from, refresh_at
 

@@ -2,7 +2,6 @@
 
 from megatron_snip.reporting.reporter import Applied, Event
 from megatron_snip.reporting.step_report import StepReport, StepReporter
-
 from tests.unit.reporting.runs import Shape, config, plan_from, refresh_at, tell
 
 SHAPE = Shape(config())

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_snip.reporting.reporter import Event
-from megatron_snip.reporting.tensorboard_reporter import TensorBoardReporter
 
 from megatron_snip.errors import UsageError
+from megatron_snip.reporting.reporter import Event
+from megatron_snip.reporting.tensorboard_reporter import TensorBoardReporter
 from tests.unit.reporting.runs import Shape, config, plan_from, refresh_at, tell
 
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from megatron_snip.reporting.reporter import Event
-from megatron_snip.reporting.wandb_reporter import FLUSH_INTERVAL_S, WandbReporter, _prompt
 from PIL import Image
 
 from megatron_snip.errors import UsageError
+from megatron_snip.reporting.reporter import Event
+from megatron_snip.reporting.wandb_reporter import FLUSH_INTERVAL_S, WandbReporter, _prompt
 from tests.unit.reporting.runs import Shape, config, plan_from, refresh_at, tell
 from tests.unit.reporting.wandb_runs import Written, inspect, isolate, read_back
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from megatron_snip.reporting.reporter import Applied
 from megatron_snip.reporting.step_report import StepReport, StepReporter
 from megatron_snip.reporting.wandb_writer import WandbWriter
-
 from tests.unit.reporting.runs import Shape, config, plan_from, refresh_at
 
 

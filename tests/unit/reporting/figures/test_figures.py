@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.collections import QuadMesh
-from megatron_snip.reporting.reporter import Event
 
 from megatron_snip.options import Option
 from megatron_snip.reporting.figures import divergence, pareto, plan, stages, time, training
@@ -15,6 +14,7 @@ from megatron_snip.reporting.figures.canvas import HALF, LIGHT, NARROW, WIDE, Ca
 from megatron_snip.reporting.figures.palette import NAMES
 from megatron_snip.reporting.phases import Phases
 from megatron_snip.reporting.report.frontiers import frontier_of
+from megatron_snip.reporting.reporter import Event
 from megatron_snip.reporting.run_record import RunRecord, read_run
 from megatron_snip.types import Gemm
 from tests.unit.reporting.runs import Shape, config, write_run

@@ -7,11 +7,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from megatron_snip.reporting.reporter import Event
 from PIL import Image
 
 from megatron_snip.errors import UsageError
 from megatron_snip.reporting.report.build import Report, distinct_names, make_report, read_runs
+from megatron_snip.reporting.reporter import Event
 from tests.unit.reporting.runs import KINDS, Shape, config, write_run
 from tests.unit.reporting.sketch import only_sketch
 

@@ -1,7 +1,6 @@
-"""What `torch.cuda` answers on the CPU: device, streams, events, random numbers, memory.
+"""Answers of `torch.cuda` on the CPU: device, streams, events, random numbers, memory.
 
-The CUDA generator *is* the CPU generator, so that Megatron's RNG tracker forks a real stream. Part
-of the CPU patch (cpu.py).
+The CUDA generator *is* the CPU generator, so that Megatron's RNG tracker forks a real stream.
 """
 
 from __future__ import annotations
@@ -14,13 +13,14 @@ from typing import Any
 
 import torch
 
-from megatron_snip.patches.cpu_tensors import CPU
+from megatron_snip.patches.cpu.tensors import CPU
 
-GIB = 1 << 30
+MEMORY_BYTES = 8 << 30
+"""Memory that is reported for the device."""
 
 
 class _Timeline:
-    """Stands in for a CUDA stream or event: everything on the CPU has already happened."""
+    """A CUDA stream or event. On the CPU all work has finished when a call returns."""
 
     cuda_stream = 0
     stream_id = 0
@@ -28,31 +28,18 @@ class _Timeline:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def wait_stream(self, stream: Any) -> None:
-        """Nothing is pending."""
+    def _nothing(self, other: Any = None) -> None:
+        return None
 
-    def wait_event(self, event: Any) -> None:
-        """Nothing is pending."""
-
-    def wait(self, stream: Any = None) -> None:
-        """Nothing is pending."""
-
-    def synchronize(self) -> None:
-        """Nothing is pending."""
-
-    def record(self, stream: Any = None) -> None:
-        """Nothing to remember."""
+    wait_stream = wait_event = wait = synchronize = record = _nothing
 
     def record_event(self, event: Any = None) -> Any:
-        """Return the event, or a new one."""
         return Event() if event is None else event
 
     def query(self) -> bool:
-        """Whether all work is done."""
         return True
 
     def elapsed_time(self, end: Any) -> float:
-        """Milliseconds between two events: unknown here."""
         return 0.0
 
     def __enter__(self) -> _Timeline:
@@ -81,33 +68,37 @@ class _Generators(Sequence[torch.Generator]):
 
 
 class _Properties:
-    """What Megatron reads of `torch.cuda.get_device_properties`."""
+    """The attributes of `torch.cuda.get_device_properties` that Megatron reads."""
 
     name = "cpu"
     gcnArchName = ""
     multi_processor_count = 1
-    total_memory = 8 * GIB
+    total_memory = MEMORY_BYTES
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self.major, self.minor = capability
 
 
+class TrackerNoise(logging.Filter):
+    """Drops the RNG tracker's warning that the CPU state moved: here both states are one."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record is to be logged."""
+        return "CPU RNG state changed" not in record.getMessage()
+
+
 def local_ranks() -> int:
-    """Ranks on this machine, each with a device of its own as far as it knows."""
+    """Return the number of ranks on this machine; each reports a device of its own."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _seed(seed: int) -> None:
-    torch.default_generator.manual_seed(int(seed))
-
-
 def constant(value: Any) -> Callable[..., Any]:
-    """A new function object each time: dynamo refuses one object under two names."""
+    """Return a new function that returns `value` (dynamo rejects one object under two names)."""
     return lambda *args, **kwargs: value
 
 
 def cuda_answers(capability: tuple[int, int]) -> dict[str, Any]:
-    """Name below `torch.cuda` -> its stand-in."""
+    """Return the replacements for attributes of `torch.cuda`, by name."""
     stream = Stream()
     answers: dict[str, Any] = {
         "current_device": constant(CPU),
@@ -123,7 +114,7 @@ def cuda_answers(capability: tuple[int, int]) -> dict[str, Any]:
         "get_device_properties": constant(_Properties(capability)),
         "get_device_capability": constant(capability),
         "memory_stats": lambda device=None: {},
-        "mem_get_info": constant((8 * GIB, 8 * GIB)),
+        "mem_get_info": constant((MEMORY_BYTES, MEMORY_BYTES)),
         "Stream": Stream,
         "Event": Event,
         "stream": lambda stream: contextlib.nullcontext(),
@@ -143,9 +134,5 @@ def cuda_answers(capability: tuple[int, int]) -> dict[str, Any]:
     return answers
 
 
-class TrackerNoise(logging.Filter):
-    """Drops the RNG tracker's warning that the CPU state moved: here both states are one."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is to be logged."""
-        return "CPU RNG state changed" not in record.getMessage()
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(int(seed))

@@ -1,7 +1,4 @@
-"""Collectives that NCCL has and gloo lacks: uneven all-gather and reduce-scatter.
-
-Part of the CPU patch (cpu.py).
-"""
+"""Collectives that NCCL has and gloo lacks: uneven all-gather and reduce-scatter."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import torch.distributed as dist
 
 
 def plain_splits(original: Callable[..., Any]) -> Callable[..., Any]:
-    """all_to_all_single that takes its split sizes as tensors, as the MoE dispatcher gives them."""
+    """Wrap all_to_all_single to take split sizes as tensors, as the MoE dispatcher passes them."""
 
     def plain(sizes: Any) -> Any:
         return sizes.tolist() if hasattr(sizes, "tolist") else sizes
@@ -34,12 +31,8 @@ def plain_splits(original: Callable[..., Any]) -> Callable[..., Any]:
     return all_to_all_single
 
 
-def _uneven(tensors: Sequence[torch.Tensor]) -> bool:
-    return len({tuple(t.shape) for t in tensors}) > 1
-
-
 def uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
-    """all_gather whose ranks may differ in their first dimension: pad, gather, cut."""
+    """Wrap all_gather for ranks that differ in their first dimension: pad, gather, cut."""
 
     @functools.wraps(original)
     def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
@@ -58,7 +51,7 @@ def uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """reduce_scatter whose ranks may differ in their first dimension: all-reduce and cut."""
+    """Wrap reduce_scatter for ranks that differ in their first dimension: all-reduce, cut."""
 
     @functools.wraps(original)
     def reduce_scatter(
@@ -70,10 +63,14 @@ def uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if not _uneven(input_list):
             return original(output, input_list, op=op, group=group, async_op=async_op)
-        whole = torch.cat(list(input_list))
-        dist.all_reduce(whole, op=op, group=group)
+        total = torch.cat(list(input_list))
+        dist.all_reduce(total, op=op, group=group)
         rows = [t.shape[0] for t in input_list]
-        output.copy_(torch.split(whole, rows)[dist.get_rank(group)])
+        output.copy_(torch.split(total, rows)[dist.get_rank(group)])
         return None
 
     return reduce_scatter
+
+
+def _uneven(tensors: Sequence[torch.Tensor]) -> bool:
+    return len({tuple(t.shape) for t in tensors}) > 1

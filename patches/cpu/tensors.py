@@ -2,7 +2,8 @@
 
 A `TorchFunctionMode` rewrites the device of factory functions and of `.to`, makes `.cuda()` the
 identity, and gives `Tensor.type()` the names that Megatron compares with. Products of BF16 tensors
-are computed in FP32 and rounded once. Part of the CPU patch (cpu.py).
+are computed in FP32 and rounded once, which is what a GPU's tensor cores return up to the order of
+summation. CPUs without BF16 units take 8 to 40 times longer for the native product.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _PRODUCTS = frozenset(
         torch.Tensor.__rmatmul__,
     }
 )
-"""Functions whose BF16 form runs in FP32 and is rounded once."""
+"""Functions that compute BF16 products in FP32."""
 
 
 class CudaOnCpu(TorchFunctionMode):
-    """Rewrites torch calls that name a CUDA device, and BF16 products (see the module's text).
+    """Rewrites torch calls that name a CUDA device, and BF16 products.
 
     A function mode belongs to the thread that entered it; autograd runs a CPU graph's backward
     in the thread that calls it, so one thread is all that training needs. But torch leaves a mode
@@ -51,7 +52,7 @@ class CudaOnCpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call `func` with its CUDA words replaced."""
+        """Call `func` with the CPU in place of a CUDA device."""
         kwargs = kwargs or {}
         if func in _PRODUCTS:
             return _product(func, args, kwargs)
@@ -83,7 +84,7 @@ def in_backward(mode: CudaOnCpu) -> Callable[[Callable[..., Any]], Callable[...,
 
 
 def active_modes() -> list[Any]:
-    """Return the function modes in force, outermost first."""
+    """Return the function modes that are active, outermost first."""
     modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return modes
 

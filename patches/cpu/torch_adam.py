@@ -2,8 +2,8 @@
 
 Without Transformer Engine and Apex, Megatron falls back to torch's AdamW, which keeps its step
 count beside each parameter's moments and has no state before its first step. Megatron's distributed
-optimizer loses or trips over both when it loads. Part of the CPU patch; on GPUs the trainer puts it
-in force itself.
+optimizer loses both when it loads, or fails. The CPU layer installs these wrappers; on GPUs the
+trainer does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MARK = "__snip_torch_adam__"
 
 
 def wrappers() -> dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """Return what to wrap of `DistributedOptimizer`, by method; nothing where it is not needed."""
+    """Return wrappers for methods of `DistributedOptimizer`, by name; none where TE or Apex is."""
     from megatron.core.optimizer import distrib_optimizer
 
     if distrib_optimizer.HAVE_APEX_OR_TE:
@@ -33,7 +33,7 @@ def wrappers() -> dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
 
 
 def install() -> None:
-    """Wrap them for the rest of this process; a second call changes nothing."""
+    """Install the wrappers for the rest of this process; a second call changes nothing."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     if hasattr(DistributedOptimizer, _MARK):
@@ -44,7 +44,7 @@ def install() -> None:
 
 
 def _state_dict_before_first_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`DistributedOptimizer.state_dict` for an optimizer that has not stepped yet.
+    """Wrap `DistributedOptimizer.state_dict` for an optimizer that has not stepped yet.
 
     torch's AdamW makes its state at the first step, and Megatron asserts that there is one; a
     state of step 0 and zero moments is what that first step would make.
@@ -66,7 +66,7 @@ def _state_dict_before_first_step(original: Callable[..., Any]) -> Callable[...,
 
 
 def _load_with_own_steps(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`DistributedOptimizer.load_state_dict` that restores AdamW's step count.
+    """Wrap `DistributedOptimizer.load_state_dict` so that it restores AdamW's step count.
 
     Depending on its version Megatron leaves it at 0 (wrong bias correction) or gives one tensor
     to all parameters, which torch's AdamW then increments once per parameter.
@@ -86,10 +86,10 @@ def _load_with_own_steps(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _set_but_keep_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`DistributedOptimizer._set_main_param_and_optimizer_states` for tensors without `step`.
+    """Wrap `DistributedOptimizer._set_main_param_and_optimizer_states` for tensors without `step`.
 
-    It copies every entry of an optimizer's state, and torch's AdamW has one more, `step`, that the
-    fully reshardable format keeps elsewhere.
+    It copies every entry of an optimizer's state. torch's AdamW has one more, `step`, which the
+    fully reshardable format stores in another place.
     """
 
     @functools.wraps(original)
