@@ -26,7 +26,7 @@ from megatron_snip.divergence.quality import unmeasured_problem
 from megatron_snip.errors import PlanningError, UsageError
 from megatron_snip.formats import get_format, lowest_precision
 from megatron_snip.guard import Guard, GuardState
-from megatron_snip.linears.availability import available_options, option_refusals
+from megatron_snip.linears.availability import approximations, available_options, option_refusals
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.precision_log import precision_table
@@ -390,7 +390,7 @@ class SnipController:
             plan, available, refusals, self._work, self.config.lowest_format
         )
         others = [o for o in dict.fromkeys(adapted.linears.values()) if o not in available]
-        for text in (*self.model.approximations(others), *changes):
+        for text in (*approximations(self.model, others), *changes):
             self._warn(f"{plan.label}: {text}")
         return adapted
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_snip.errors import UsageError
+from megatron_snip.files import read_json, write_atomic
 from megatron_snip.patches.registry import Call, Session, patch
-from megatron_snip.planning.json_file import read_json, write_atomic
 
 logger = logging.getLogger(__name__)
 
