@@ -21,7 +21,7 @@ from megatron_snip.controller_state import ControllerState, GuardState, Pending
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, UsageError
 from megatron_snip.loss_guard import GuardSettings, LossGuard
 from megatron_snip.options import Option
-from megatron_snip.patches.checkpoint_sidecar import read_sidecar
+from megatron_snip.patches.checkpoint import read_sidecar
 from megatron_snip.planning import worker
 from megatron_snip.planning.calibration import (
     CalibratedLinear,
