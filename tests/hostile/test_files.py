@@ -22,7 +22,7 @@ from megatron_snip.files import MAX_BYTES, read_json
 from megatron_snip.guard import GuardState, LossMonitor
 from megatron_snip.linears.te.precision_config import Stages, import_options
 from megatron_snip.options import Option
-from megatron_snip.patches.checkpoint_sidecar import read_sidecar
+from megatron_snip.patches.checkpoint import read_sidecar
 from megatron_snip.planning import solver_worker
 from megatron_snip.planning.calibration import (
     CalibratedLinear,

@@ -98,13 +98,6 @@ def test_rank_0_writes_the_run_directory(lab: Lab, layout: str) -> None:
     assert fractions[:4] == [0.0] * 4 and min(fractions[4:]) >= 0.5
 
 
-def test_a_pipeline_frees_no_output_that_gloo_still_sends(lab: Lab) -> None:
-    script = str(Path(SCRIPT).with_name("pretrain_freed.py"))
-    run, plain = lab.run("vpp2", script=script), lab.run("vpp2")
-    assert weights(run) == weights(plain)
-    assert logged(run) == logged(plain)
-
-
 @pytest.mark.parametrize("layout", ["vpp2", "ep2"])
 def test_interleaved_pipelines_and_experts_are_planned(lab: Lab, layout: str) -> None:
     output = lab.output(f"planned-{layout}")

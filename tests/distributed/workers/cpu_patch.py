@@ -48,7 +48,7 @@ class Stage(torch.nn.Module):
         self.input = tensors[0] if isinstance(tensors, list) else tensors
 
     def forward(self, tokens: torch.Tensor) -> Any:
-        return self.linear(tokens if self.input is None else self.input)
+        return self.linear(tokens if self.input is None else self.input).tanh()
 
 
 def interleaved_pipeline(deallocate: bool) -> dict[str, Any]:
