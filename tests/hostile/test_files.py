@@ -14,13 +14,13 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from megatron_snip.controller_state import ControllerState, GuardState, Pending
+from megatron_snip.loss_guard import GuardSettings, LossGuard
 
 from megatron_snip.argument_file import read_argument_file
 from megatron_snip.config import SnipConfig, make_config, read_yaml
-from megatron_snip.controller_state import ControllerState, GuardState, Pending
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, UsageError
 from megatron_snip.linears.te.precision_config import Stages, import_options
-from megatron_snip.loss_guard import GuardSettings, LossGuard
 from megatron_snip.options import Option
 from megatron_snip.patches.checkpoint_sidecar import read_sidecar
 from megatron_snip.planning import worker
