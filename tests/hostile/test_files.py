@@ -14,8 +14,6 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from megatron_snip.controller_state import ControllerState, GuardState, Pending
-from megatron_snip.loss_guard import GuardSettings, LossGuard
 
 from megatron_snip.argument_file import read_argument_file
 from megatron_snip.config import SnipConfig, make_config, read_yaml
