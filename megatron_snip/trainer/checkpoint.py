@@ -332,7 +332,8 @@ class Checkpoints:
         if self._config.save == self._config.load:
             self._saved = iteration
         snip = None if loaded["snip"] is None else ControllerState.from_dict(loaded["snip"])
-        return Progress(iteration, *loaded["validation"], snip)
+        first, last = loaded["validation"]
+        return Progress(iteration, first, last, snip)
 
     def _template(self, run: SavedRun, loading: bool) -> dict[str, Any]:
         """Return the sharded state of model and optimizer, in the form that `run` wrote it."""

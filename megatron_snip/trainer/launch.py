@@ -100,7 +100,7 @@ def launch(config: TrainConfig, num_ranks: int) -> int:
 
 def _run_agent(config: TrainConfig, num_ranks: int, folder: Path) -> dict[int, Any]:
     """Run torch's elastic agent; return {rank: torch's ProcessFailure}."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
