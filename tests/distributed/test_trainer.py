@@ -23,6 +23,8 @@ import yaml
 from megatron_snip.trainer.launch import SAVED_AND_STOPPED
 from tests.distributed.launch import ROOT, run_ranks, slowness
 
+pytestmark = pytest.mark.timeout(60 + 120 * slowness())
+
 TINY = {
     "num_layers": 4,
     "hidden_size": 64,

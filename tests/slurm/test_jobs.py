@@ -52,7 +52,7 @@ if "RANK" in os.environ and FIRST_ATTEMPT:
         return original(iteration, *rest)
     loop.train_step = train_step
 """
-"""In its first attempt every rank waits in iteration 9 for the signal that the time limit is near."""
+"""In its first attempt every rank waits in iteration 9 for the signal of the time limit."""
 
 FAIL_AT = """
 import os
