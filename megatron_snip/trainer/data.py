@@ -8,7 +8,7 @@ layout, and each sample belongs to one rank.
 The built-in text is the source code of Python's standard library, so nothing is downloaded. A
 document is a file: its bytes (0..255), then `END_OF_DOCUMENT`. Every 20th file is for validation.
 The folder is named after the digest of all documents, which is in the run's data.json too: runs
-with different libraries can be told apart.
+with different libraries have different digests.
 """
 
 from __future__ import annotations

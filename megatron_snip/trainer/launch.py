@@ -94,7 +94,7 @@ def launch(config: TrainConfig, num_ranks: int) -> int:
             finally:
                 _kill(folder)  # child processes of ranks, such as Megatron's checkpoint writers
         if failures:
-            return _explain(failures)
+            return _explain(folder, failures)
         return SAVED_AND_STOPPED if (folder / "stopped").exists() else 0
 
 
@@ -183,7 +183,7 @@ def _kill(folder: Path) -> None:
                 os.killpg(process, signal.SIGKILL)
 
 
-def _explain(failures: dict[int, Any]) -> int:
+def _explain(folder: Path, failures: dict[int, Any]) -> int:
     """Report the first failure; others are mostly its consequence.
 
     Raises:
@@ -192,13 +192,12 @@ def _explain(failures: dict[int, Any]) -> int:
     """
     reasons = []
     for rank, failure in failures.items():
-        try:
-            reason = json.loads(Path(failure.error_file).read_text())
-            reasons.append((reason["time"], reason["kind"], reason["text"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            code = failure.exitcode
-            ending = failure.signal_name() if code < 0 else f"exit code {code}"
-            reasons.append((float("inf"), "error", f"rank {rank} ended by {ending}"))
+        code = failure.exitcode
+        ending = failure.signal_name() if code < 0 else f"exit code {code}"
+        reason = float("inf"), "error", f"rank {rank} ended by {ending}"
+        with contextlib.suppress(OSError, ValueError):  # it did not come to write the file
+            reason = tuple(json.loads((folder / f"failure-{rank}").read_text()))
+        reasons.append(reason)
     _, kind, text = min(reasons)
     if kind == "usage":
         raise UsageError(text)
@@ -261,18 +260,8 @@ def _main(file: Path) -> int:
     except Exception:
         kind, text, status = "crash", traceback.format_exc(), 1
     if status:
-        _write_failure(kind, text)
-        (folder / "failed").touch()
+        (folder / f"failure-{rank}").write_text(json.dumps([time.time(), kind, text]))
     return status
-
-
-def _write_failure(kind: str, text: str) -> None:
-    """Write the error file that torch's agent asks for, in its format, with our entries."""
-    now = time.time()
-    details = {"timestamp": str(int(now)), "py_callstack": text}
-    message = {"message": text, "extraInfo": details}
-    content = {"message": message, "kind": kind, "text": text, "time": now}
-    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(content))
 
 
 def _answer_signals(folder: Path, rank: str) -> None:
@@ -283,7 +272,7 @@ def _answer_signals(folder: Path, rank: str) -> None:
 
     def answer(reader: socket.socket, writer: socket.socket) -> None:
         while reader.recv(1):
-            if (folder / "failed").exists():  # another rank failed: do not wait for it
+            if any(folder.glob("failure-*")):  # the main thread may wait for a failed rank
                 os._exit(1)
             with contextlib.suppress(OSError):
                 (folder / f"answered-{rank}").touch()

@@ -78,7 +78,7 @@ TrainingHook = SnipController | PlainTraining
 class StopRequests:
     """Within its context a stop signal ends the run after the iteration; a second SIGINT at once.
 
-    Schedulers send a signal some time before the job ends. It may reach one rank or all, and at
+    Schedulers send a signal some time before the job ends. One rank or all may get it, and at
     different moments, so the ranks agree after every iteration.
     """
 

@@ -386,8 +386,8 @@ def drop_later_iterations(run_dir: Path, done: int) -> None:
     metrics = run_dir / "metrics.jsonl"
     if metrics.is_file():
         lines = metrics.read_bytes().decode(errors="replace").split("\n")
-        kept = [line for line in lines if _iteration_of(line) in range(1, done + 1)]
-        write_atomic(metrics, "".join(f"{line}\n" for line in kept))
+        rows = [line for line in lines if _iteration_of(line) in range(1, done + 1)]
+        write_atomic(metrics, "".join(f"{line}\n" for line in rows))
 
 
 def _iteration_of(line: str) -> int | None:

@@ -29,7 +29,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 KILL_AFTER_S = 3.0
-"""How long the other ranks may go on after one has failed."""
+"""Seconds that the other ranks may run after one has failed."""
 LOG_TAIL = 40000
 """Characters of a rank's log that a failure shows."""
 ERROR_HEAD = 1500
@@ -104,13 +104,13 @@ def run_ranks(
             start_new_session=True,  # a process group of its own: ending it ends the ranks only
         )
         try:
-            said, _ = parent.communicate(timeout=timeout_s + 2 * KILL_AFTER_S)
+            output, _ = parent.communicate(timeout=timeout_s + 2 * KILL_AFTER_S)
         except subprocess.TimeoutExpired:
-            said = b"the ranks did not end in time"
+            output = b"the ranks did not end in time"
         finally:
             _end_group(parent)
         if parent.returncode != 0:
-            raise RankFailure(_report(Path(folder), job, said.decode(errors="replace")))
+            raise RankFailure(_report(Path(folder), job, output.decode(errors="replace")))
         return [
             json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world_size)
         ]
@@ -130,8 +130,8 @@ def _end_group(parent: subprocess.Popen[bytes]) -> None:
     parent.wait()
 
 
-def _report(folder: Path, job: Mapping[str, Any], said: str) -> str:
-    lines = [f"{job['function']} on {job['world_size']} ranks: {said.strip()}"]
+def _report(folder: Path, job: Mapping[str, Any], output: str) -> str:
+    lines = [f"{job['function']} on {job['world_size']} ranks: {output.strip()}"]
     for rank in range(job["world_size"]):
         log = folder / f"{rank}.log"
         text = log.read_text(errors="replace").strip() if log.exists() else "(not started)"

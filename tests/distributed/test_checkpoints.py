@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megatron_snip.trainer.checkpoint import checkpoint_path
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import run_ranks, slowness
 from tests.distributed.test_trainer import (
     DROPOUT,
     OVERLAP,
@@ -30,6 +30,8 @@ from tests.distributed.test_trainer import (
     command,
     run_command,
 )
+
+pytestmark = pytest.mark.timeout(60 + 150 * slowness())
 
 ITERATIONS = 6
 STOP = 3

@@ -1,4 +1,4 @@
-"""A run that is killed without notice goes on to the very result of the run left alone."""
+"""A run that is killed without notice resumes to the same result, bit by bit."""
 
 from __future__ import annotations
 

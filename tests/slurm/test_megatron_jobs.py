@@ -91,7 +91,7 @@ def test_a_megatron_script_comes_back_from_its_time_limit(cluster: Cluster, tmp_
     job = cluster.wait(number, TIMEOUT_S)
     log = output.read_text(errors="replace")
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), log[-6000:]
-    assert "attempt 2, from step 7" in log
+    assert "attempt 2, from iteration 7" in log
     assert weights(limited) == weights(whole)
     plans = [sorted(os.listdir(f / "checkpoints" / "snip" / "plans")) for f in (whole, limited)]
     assert plans[0] == plans[1] == ["2.json", "6.json"]

@@ -101,6 +101,6 @@ def test_other_flags_and_files_are_refused(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", *words]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("megatron-snip: error:") and words[0].lstrip("@") in said
-    assert said.count("\n") == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith("megatron-snip: error:") and words[0].lstrip("@") in errors
+    assert errors.count("\n") == 1
