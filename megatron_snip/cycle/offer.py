@@ -149,8 +149,9 @@ class Offer:
         options, warnings = offered(runnable, c.options, self._names, c.lowest_format)
         for text in warnings:
             self._warn(text)
-        for text in self._model.approximations(options):
-            self._warn(text)
+        if self._leader:
+            for text in self._model.approximations(options):
+                logger.info("snip: %s", text)
         return options
 
     def _unmeasured(self) -> dict[str, Any]:

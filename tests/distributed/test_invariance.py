@@ -109,10 +109,10 @@ def test_the_reference_has_something_to_compare(reference: dict[str, Any]) -> No
     assert len(plain["statistics"]["linears"]) == 16
     for row in plain["statistics"]["linears"].values():
         assert [key for key, value in row.items() if value == 0 and key != "stage"] == []
-        assert row["microbatches"] == 4
-        assert row["tokens"] == 4 * 256
+        assert row["microbatches"] == 8
+        assert row["tokens"] == 8 * 256
     assert len(set(plain["plan"].values())) > 1
-    assert plain["history"][0][0] == 4
+    assert plain["history"][0][0] == 5
 
 
 @pytest.mark.parametrize("name", [name for name in ONE if name != "plain"])

@@ -33,7 +33,7 @@ def test_statistics_are_those_of_megatrons_own_linears(ranks: list[dict[str, Any
 def test_the_plan_that_is_applied_runs(ranks: list[dict[str, Any]]) -> None:
     for result in ranks:
         te = result["te"]
-        assert [step for step, _ in te["history"]] == [3]
+        assert [step for step, _ in te["history"]] == [4]
         assert set(te["plan"].values()) == {"fp8", "fp4"}
         assert set(te["ran"]) == set(te["plan"])
         for name, seen in te["ran"].items():

@@ -21,35 +21,24 @@ OTHER: dict[str, Any] = {
     "interval": 50,
     "start_step": 7,
     "lag": 3,
-    "stop_step": 900,
     "collect_only": True,
-    "freeze_plan": True,
     "eval_precision": "bf16",
     "measure_fraction": 0.25,
     "stat_decay": 0.75,
-    "loss_join": "first_plus_fisher",
+    "loss_divergence": "first_plus_fisher",
     "weight_lambda": 0.5,
     "policy": "random",
     "efficiency_target": 0.25,
     "formats": ["bf16", "fp8", "fp4"],
     "granularity": "gemm",
     "pipeline_balance": "stage",
-    "initial_option": "fp8",
     "pins": ["decoder.layers.0.*=fp8", "*.linear_fc2=fp8-fp4-fp4"],
     "max_changes": 5,
     "min_gain": 0.05,
     "plan_file": "runs/plan.json",
-    "seed": 11,
-    "time_limit_s": 2.5,
-    "solver_workers": 2,
     "guard": False,
-    "guard_steps": 20,
-    "guard_rise": 0.4,
     "guard_sigmas": 8.0,
-    "guard_patience": 3,
     "output_dir": "runs/out",
-    "wandb": True,
-    "wandb_project": "mine",
 }
 """A value for every field that is not its default."""
 
@@ -113,7 +102,7 @@ def test_nothing_given_is_the_default() -> None:
 
 
 def test_flags_switch_off_what_a_file_switched_on() -> None:
-    assert from_flags("--snip", "--no-snip", "--no-snip-wandb") == SnipConfig()
+    assert from_flags("--snip", "--no-snip", "--no-snip-collect-only") == SnipConfig()
 
 
 def test_unknown_keys_are_refused() -> None:
@@ -135,13 +124,10 @@ def test_unknown_keys_are_refused() -> None:
         ({"formats": "fp8,int8"}, "unknown format 'int8'"),
         ({"formats": ()}, "no formats given"),
         ({"granularity": "layer"}, "granularity: .*'linear' or 'gemm'"),
-        ({"initial_option": "fp8-fp4"}, "is not an option"),
         ({"pins": "decoder.layers.0.*"}, "is not GLOB=OPTION"),
         ({"pins": "=fp8"}, "is not GLOB=OPTION"),
         ({"pins": "*=int4"}, "unknown format 'int4'"),
         ({"measure_fraction": 0.0}, "measure_fraction"),
-        ({"seed": -1}, "seed"),
-        ({"time_limit_s": 0}, "time_limit_s"),
         ({"enabled": "perhaps"}, "enabled"),
     ],
 )
@@ -153,7 +139,6 @@ def test_bad_values_end_in_one_line_that_names_them(values: dict[str, Any], said
 
 def test_a_run_that_makes_no_plans_has_no_lag() -> None:
     assert make_config({"interval": 1, "collect_only": True}).interval == 1
-    assert make_config({"interval": 1, "freeze_plan": True}).interval == 1
 
 
 def test_what_follows_from_the_fields() -> None:

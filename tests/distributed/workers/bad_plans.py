@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_snip import guard
 from megatron_snip.controller import SnipController
 from megatron_snip.linears import gemms
 from megatron_snip.planning.plan import PrecisionPlan
@@ -135,6 +136,7 @@ def _bad_plan(values: dict[str, Any], how: str, steps: int) -> dict[str, Any]:
 def poisoned(values: dict[str, Any], steps: int) -> dict[str, Any]:
     """A plan that spoils the weights little by little; the run goes on, and one without it."""
     solver: Any = FakeSolver(all_fp4) if dist.get_rank() == 0 else None
+    guard.PATIENCE = 3
     with learnable(values) as trainer, breaking("poison"):
         controller = trainer.controller(GUARDED, solver)
         stop_refreshes(controller)

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.distributed.workers.small_model import layout, statistics_json
 
-MODEL = {"num_layers": 4, "seq_length": 256, "adam_eps": 1e-4}
+MODEL = {"num_layers": 4, "seq_length": 256, "global_batch_size": 8, "adam_eps": 1e-4}
 """Enough tokens, and D even enough, that no single element decides a sum (see the test)."""
 SNIP = {
     "interval": 100,
