@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 LONGEST = 2000
 """Characters of an error that are shown."""
 
@@ -37,6 +40,12 @@ class PlanningError(SnipError):
 
 class UnsupportedError(SnipError):
     """A combination of settings that cannot run here; the message names both and the remedy."""
+
+
+def did_you_mean(got: str, known: Iterable[str]) -> str:
+    """Return `; did you mean 'NAME'?` for the most similar known name, or nothing."""
+    similar = difflib.get_close_matches(got[:100], list(known), n=1)
+    return f"; did you mean '{similar[0]}'?" if similar else ""
 
 
 def shown(error: BaseException | str) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import UsageError, did_you_mean
 
 
 class ScaleType(StrEnum):
@@ -111,7 +111,8 @@ def get_format(name: str) -> Format:
     try:
         return FORMATS[name]
     except KeyError:
-        raise UsageError(f"unknown format '{name}'; known: {', '.join(FORMATS)}") from None
+        hint = did_you_mean(name, FORMATS)
+        raise UsageError(f"unknown format '{name}'{hint}; known: {', '.join(FORMATS)}") from None
 
 
 def lowest_precision(names: tuple[str, ...]) -> Format:

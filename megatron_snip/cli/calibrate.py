@@ -17,7 +17,7 @@ from rich import box
 from rich.table import Table as RichTable
 
 from megatron_snip.cli.gemm_bench import Shape, measure
-from megatron_snip.cli.numbers import whole_number
+from megatron_snip.cli.common import integer
 from megatron_snip.cli.plan_tables import plain_console
 from megatron_snip.errors import UsageError
 from megatron_snip.formats import FORMATS, get_format
@@ -157,7 +157,7 @@ def _shapes(args: argparse.Namespace) -> tuple[list[Shape], int]:
         if globs.count(glob) > 1:
             raise UsageError(f"'{glob}' has two shapes, of which planning would take the first")
     if args.tokens is not None:
-        tokens = whole_number("--tokens", args.tokens)
+        tokens = integer("--tokens", args.tokens)
     return shapes, tokens
 
 
@@ -167,7 +167,7 @@ def _shape(text: str) -> Shape:
     if not (names and sign and times and out_features and in_features):
         raise UsageError(f"--linear: '{text}' is not GLOB=OUTxIN, e.g. '*.linear_fc1=4096x1024'")
     flag = f"--linear: each size of '{text}' (GLOB=OUTxIN)"
-    return Shape(names, whole_number(flag, out_features), whole_number(flag, in_features))
+    return Shape(names, integer(flag, out_features), integer(flag, in_features))
 
 
 def _number(flag: str, text: str) -> float:

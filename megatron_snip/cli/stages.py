@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_snip.cli.numbers import whole_number
+from megatron_snip.cli.common import integer
 from megatron_snip.errors import UsageError
 from megatron_snip.planning.te_config import Stages
 
@@ -44,12 +44,12 @@ def stages_from(args: argparse.Namespace, num_layers: int, known: int) -> Stages
     """
     num_stages = known
     if args.pipeline_stages is not None:
-        num_stages = whole_number("--pipeline-stages", args.pipeline_stages)
-    per_stage = whole_number("--chunks-per-stage", args.chunks_per_stage)
+        num_stages = integer("--pipeline-stages", args.pipeline_stages)
+    per_stage = integer("--chunks-per-stage", args.chunks_per_stage)
     if args.chunk_layers is None:
         return Stages.even(num_layers, num_stages, per_stage)
     texts = args.chunk_layers.split(",")
-    chunks = tuple(whole_number("--chunk-layers", text, least=0) for text in texts)
+    chunks = tuple(integer("--chunk-layers", text, least=0) for text in texts)
     if len(chunks) != num_stages * per_stage or sum(chunks) != num_layers:
         raise UsageError(
             f"--chunk-layers gives {sum(chunks)} layers in {len(chunks)} chunks; the model has "

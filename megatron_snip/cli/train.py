@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from megatron_snip.cli.numbers import whole_number
+from megatron_snip.cli.common import integer
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
 from megatron_snip.flags import add_flags, given_values
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         return _run_as_rank(config)
     ranks = config.model_parallel_size
     if args.nproc_per_node is not None:
-        ranks = whole_number("--nproc-per-node", args.nproc_per_node)
+        ranks = integer("--nproc-per-node", args.nproc_per_node)
     check_run(config, ranks)
     return launch(config, ranks)
 

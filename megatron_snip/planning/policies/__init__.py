@@ -5,7 +5,7 @@ Adding a policy is a file that satisfies `policy.Policy`, a line in `POLICIES` a
 
 from __future__ import annotations
 
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import UsageError, did_you_mean
 from megatron_snip.planning.policies.fixed import NonePolicy, UniformPolicy
 from megatron_snip.planning.policies.greedy import GreedyPolicy
 from megatron_snip.planning.policies.ordered import (
@@ -53,7 +53,8 @@ def get_policy(name: str) -> Policy:
     try:
         return POLICIES[name]
     except KeyError:
-        raise UsageError(f"unknown policy '{name}'; known: {', '.join(policy_names())}") from None
+        hint, known = did_you_mean(name, POLICIES), ", ".join(policy_names())
+        raise UsageError(f"unknown policy '{name}'{hint}; known: {known}") from None
 
 
 __all__ = ["POLICIES", "Decision", "Metrics", "Policy", "Request", "get_policy", "policy_names"]
