@@ -43,9 +43,9 @@ class UnsupportedError(SnipError):
 
 
 def did_you_mean(got: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'NAME'?` for the most similar known name, or nothing."""
+    """Return ` (did you mean 'NAME'?)` for the most similar known name, or nothing."""
     similar = difflib.get_close_matches(got[:100], list(known), n=1)
-    return f"; did you mean '{similar[0]}'?" if similar else ""
+    return f" (did you mean '{similar[0]}'?)" if similar else ""
 
 
 def shown(error: BaseException | str) -> str:

@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:  # type: ignore[override]
         """Raise instead of printing the usage and exiting."""
-        raise UsageError(f"{message} (see '{self.prog} --help')")
+        raise UsageError(f"{message}; see '{self.prog} --help'")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Expand `@FILE` where the command takes it, and refuse unknown flags first."""
@@ -75,7 +75,7 @@ class Parser(argparse.ArgumentParser):
             flag = word.partition("=")[0]
             if flag.startswith("--") and " " not in flag and flag not in known:
                 hint = did_you_mean(flag, known)
-                raise UsageError(f"unknown flag '{flag}'{hint} (see '{self.prog} --help')")
+                raise UsageError(f"unknown flag '{flag}'{hint}; see '{self.prog} --help'")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         (file or sys.stderr).write(message)  # argparse's own hides that it could not

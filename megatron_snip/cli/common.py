@@ -35,7 +35,7 @@ def console() -> Console:
 
 def new_table(text_columns: tuple[str, ...], number_columns: tuple[str, ...] = ()) -> Table:
     """Return an empty table. A text that does not fit its column is folded, never cut."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in text_columns:
         table.add_column(name, overflow="fold")
     for name in number_columns:

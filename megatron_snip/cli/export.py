@@ -12,25 +12,22 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron_snip.cli.common import add_examples, write_output
 from megatron_snip.cli.stages import add_stage_flags, stages_from
 from megatron_snip.errors import UsageError
 from megatron_snip.options import Option
-from megatron_snip.planning.json_file import write_atomic
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.te_config import config_text, export_configs, num_layers, stage_paths
 from megatron_snip.planning.te_recipe import TERecipe, run_flags
 
-EXAMPLES = """\
-examples:
-  megatron-snip export runs/demo/plans/20.json --capability 10.0 --te-precision-config OUT.yaml
-  megatron-snip export PLAN.json --capability 9.0 --pipeline-stages 4 --te-precision-config OUT.yaml
-"""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EXAMPLES
+    add_examples(
+        parser,
+        "megatron-snip export runs/demo/plans/21.json --capability 10.0 --te-precision-config "
+        "OUT.yaml",
+    )
     parser.add_argument("plan", metavar="PLAN.json", type=Path, help="the plan")
     parser.add_argument(
         "--te-precision-config",
@@ -72,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         f"Engine on compute capability {shown}; read by Megatron's --te-precision-config-file."
     )
     for path, config in zip(paths, configs, strict=True):
-        _write(path, config_text(config, comment))
+        write_output(path, config_text(config, comment))
         print(f"wrote {path}: {len(config['matchers'])} matchers")
     for line in changes:
         print(f"warning: {line}")
@@ -168,10 +165,3 @@ def _uniform() -> list[Option]:
     from megatron_snip.formats import FORMATS
 
     return [Option.uniform(name) for name in FORMATS]
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_atomic(path, text)
-    except OSError as error:
-        raise UsageError(f"cannot write '{path}': {error.strerror or error}") from None

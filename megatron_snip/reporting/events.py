@@ -110,7 +110,7 @@ class Writer(Protocol):
 
 
 class Reporter:
-    """Passes events to writers. A writer that raises costs its record of the event, nothing else."""
+    """Passes events to writers. A writer that raises loses its record of the event, no more."""
 
     def __init__(self, writers: Sequence[Writer] = ()) -> None:
         self._writers = tuple(writers)

@@ -44,8 +44,8 @@ LINES = ("#1f6fd1", "#d9730d", "#0f8a6b", "#b3307f", "#6d4bd1", "#4b5563")
 """Colors of runs, in order; also distinct for red-green color blindness."""
 
 FORMAT_COLORS = {
-    **{"bf16": "#b9c0ca", "fp8": "#3f83d1", "mxfp8": "#83b3e6"},
-    **{"fp4": "#f0912f", "mxfp4": "#f7bd75", "nvfp4": "#d66a12", "fp3": "#b3261e"},
+    "bf16": "#b9c0ca", "fp8": "#3f83d1", "mxfp8": "#83b3e6",
+    "fp4": "#f0912f", "mxfp4": "#f7bd75", "nvfp4": "#d66a12", "fp3": "#b3261e",
 }
 """16 bits gray, 8 bits blue, 4 bits orange, 3 bits red."""
 
@@ -467,11 +467,14 @@ def stage_bars(stages: Sequence[float], lowest: str, target: float | None) -> Fi
     """
     figure = new_figure(2.6)
     axes = figure.subplots()
-    axes.bar(range(len(stages)), stages, width=0.6, color=format_color(lowest), label="current plan")
+    axes.bar(
+        range(len(stages)), stages, width=0.6, color=format_color(lowest), label="current plan"
+    )
     if target is not None:
         axes.axhline(target, color=MUTED, linewidth=1.0, linestyle="--", label=f"target {target:g}")
     axes.set_ylim(0.0, 1.05)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_xlabel("pipeline stage")
+    axes.xaxis.set_major_locator(iteration_ticks())
     _finish(figure, axes, "efficiency")
     return figure

@@ -30,9 +30,9 @@ PROBE = """
 import json
 from megatron_snip.patches import cpu
 cpu.install(claim_cuda=True)
-from megatron_snip.cli.doctor import seam_states
+from megatron_snip.cli.doctor import patch_statuses
 from megatron_snip.patches.target import core_version
-states = [[s.name, s.target, s.state.word, s.state.detail] for s in seam_states()]
+states = [[s.name, s.target, s.status, s.detail] for s in patch_statuses()]
 print("PROBE" + json.dumps({"version": core_version(), "states": states}))
 """
 
