@@ -11,7 +11,6 @@ import io
 import json
 from dataclasses import asdict
 from decimal import Context, Decimal, InvalidOperation, localcontext
-from importlib.util import find_spec
 from pathlib import Path
 
 from rich.table import Table
@@ -43,8 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="0:1:0.05",
         help="efficiency targets, both ends included, or a list 0.5,0.75 [0:1:0.05]",
     )
-    parser.add_argument("--csv", metavar="FILE", type=Path, help="write the points as CSV")
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="write a plot (.svg or .png)")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="write the points as CSV")
     parser.add_argument("--json", action="store_true", help="print the points as JSON, only")
 
 
@@ -52,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """Solve all targets, print and write; return the exit status.
 
     Raises:
-        UsageError: for bad input, an output that cannot be written, or a missing matplotlib.
+        UsageError: for bad input or an output that cannot be written.
     """
     settings = settings_from(args)
     targets = parse_targets(args.targets)
@@ -60,13 +58,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"policy '{settings.policy}' has no target and so no frontier; take snip or greedy"
         )
-    if args.plot is not None:
-        _check_plot(args.plot)
     points = frontier(problem_from(args), settings, targets)
-    if args.csv is not None:
-        write_output(args.csv, to_csv(points))
-    if args.plot is not None:
-        _plot(args.plot, points)
+    if args.output is not None:
+        write_output(args.output, to_csv(points))
     if args.json:
         values = [asdict(p) | {"gap": p.gap, "status": p.status or "infeasible"} for p in points]
         print(json.dumps(values, indent=1))
@@ -136,25 +130,3 @@ def _table(points: list[ParetoPoint]) -> Table:
             cells += [str(point.options.get(name, 0)) for name in options]
         table.add_row(f"{point.target:g}", *cells, seconds(point.seconds))
     return table
-
-
-def _check_plot(path: Path) -> None:
-    if find_spec("matplotlib") is None:
-        raise UsageError(
-            "--plot needs matplotlib: pip install 'megatron-snip[report]', or use --csv"
-        )
-    if path.suffix not in (".svg", ".png"):
-        raise UsageError(f"--plot writes .svg or .png, got '{path}'")
-
-
-def _plot(path: Path, points: list[ParetoPoint]) -> None:
-    from megatron_snip.reporting.figures import frontier_curves, png, svg
-
-    known = [(p.efficiency, p.objective) for p in points]
-    found = [(e, loss) for e, loss in known if e is not None and loss is not None]
-    render = svg if path.suffix == ".svg" else png
-    image = render(lambda: frontier_curves({"best plan": found} if found else {}, {}, False))
-    try:
-        path.write_bytes(image)
-    except OSError as error:
-        raise UsageError(f"cannot write '{path}': {error.strerror or error}") from None

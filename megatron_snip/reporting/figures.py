@@ -428,16 +428,14 @@ def _finish(figure: Figure, axes: Any, ylabel: str) -> None:
 
 
 def frontier_curves(
-    frontiers: Mapping[str, Points],
-    plans: Mapping[str, tuple[float, float]],
-    as_shares: bool = True,
+    frontiers: Mapping[str, Points], plans: Mapping[str, tuple[float, float]]
 ) -> Figure:
     """Draw the least quality loss at each efficiency; a star marks a run's current plan.
 
     Args:
-        frontiers: (efficiency, quality loss) by run, in ascending order.
+        frontiers: (efficiency, quality loss) by run, in ascending order; quality losses are
+            shares of the uniform lowest precision's.
         plans: (efficiency, quality loss) of the current plan by run; runs may be missing.
-        as_shares: whether quality losses are shares of the uniform lowest precision's.
     """
     figure = new_figure(3.0)
     axes = figure.subplots()
@@ -449,9 +447,8 @@ def frontier_curves(
             star = {"marker": "*", "markersize": 14, "linestyle": "none", "label": text}
             axes.plot(*plans[name], **star, color=WARNING, markeredgecolor=SURFACE)
     axes.set_ylim(bottom=0.0)
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
-    if as_shares:
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(PercentFormatter(1.0))
     axes.set_xlabel("efficiency")
     _finish(figure, axes, "quality loss")
     return figure
