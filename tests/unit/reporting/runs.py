@@ -44,7 +44,10 @@ FORMAT_ERROR = {"bf16": 0.0, "fp8": 0.01, "fp4": 0.3}
 
 @dataclass(frozen=True)
 class Shape:
-    """What the run is like. `notices`: by iteration. `backend`: in precision/<iteration>.json."""
+    """What the run is like.
+
+    `notices`: by iteration. `backend`: in precision/<iteration>.json. `note`: in config.yaml.
+    """
 
     config: SnipConfig
     iterations: int = 24
@@ -53,6 +56,7 @@ class Shape:
     kinds: tuple[str, ...] = KINDS
     notices: tuple[tuple[int, Notice], ...] = ()
     backend: str | None = None
+    note: str = ""
 
     @property
     def names(self) -> list[str]:
@@ -141,6 +145,7 @@ def write_run(path: Path, shape: Shape, first: int = 1) -> Path:
     settings = {
         "train_iters": shape.iterations,
         "lr": 1e-3,
+        "note": shape.note,
         "snip": shape.config.model_dump(mode="json"),
     }
     directory.start(settings)

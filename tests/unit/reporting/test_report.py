@@ -62,10 +62,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs: one with hostile names, one on two stages, one without SNIP."""
     folder = tmp_path_factory.mktemp("runs")
     hostile = Shape(
-        config(wandb_project=HOSTILE),
+        config(),
         kinds=(*KINDS[:3], f"mlp.{HOSTILE}"),
         notices=((9, Notice("reverted", HOSTILE)), (13, Notice("kept", "out of memory"))),
         backend="simulate",
+        note=HOSTILE,
     )
     write_run(folder / "a<b>&\"'run", hostile)
     two = Shape(config(efficiency_target=0.9), iterations=16, layers=2, stages=2, backend="te")
