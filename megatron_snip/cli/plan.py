@@ -95,9 +95,9 @@ def _previous(path: Path, problem: PlanningProblem) -> PrecisionPlan:
 
 
 def _settings(args: argparse.Namespace) -> PlanSettings:
-    settings = settings_from(args, target=args.target, change_penalty=args.change_penalty)
     if args.change_penalty is not None and args.previous is None:
         raise UsageError("--change-penalty needs --previous PLAN.json, the current plan")
+    settings = settings_from(args, target=args.target, change_penalty=args.change_penalty)
     unused = {
         "--target": args.target,
         "--pipeline-balance": None if args.pipeline_balance == "none" else args.pipeline_balance,
