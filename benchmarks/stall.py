@@ -30,12 +30,13 @@ from typing import Any, Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 
+from megatron_snip.reporting.reporter import Reporter
+
 from benchmarks.planner import experts_model, machine
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
-from megatron_snip.reporting.reporter import Reporter
 from megatron_snip.trainer import session
 from megatron_snip.trainer.config import TrainConfig, make_train_config
 from megatron_snip.trainer.hooks import PlainHook

@@ -44,8 +44,13 @@ LINES = ("#1f6fd1", "#d9730d", "#0f8a6b", "#b3307f", "#6d4bd1", "#4b5563")
 """Colors of runs, in order; also distinct for red-green color blindness."""
 
 FORMAT_COLORS = {
-    "bf16": "#b9c0ca", "fp8": "#3f83d1", "mxfp8": "#83b3e6",
-    "fp4": "#f0912f", "mxfp4": "#f7bd75", "nvfp4": "#d66a12", "fp3": "#b3261e",
+    "bf16": "#b9c0ca",
+    "fp8": "#3f83d1",
+    "mxfp8": "#83b3e6",
+    "fp4": "#f0912f",
+    "mxfp4": "#f7bd75",
+    "nvfp4": "#d66a12",
+    "fp3": "#b3261e",
 }
 """16 bits gray, 8 bits blue, 4 bits orange, 3 bits red."""
 

@@ -14,13 +14,13 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from megatron_snip.controller_state import ControllerState, GuardState, Pending
+from megatron_snip.loss_guard import GuardSettings, LossGuard
 
 from megatron_snip.argument_file import read_argument_file
 from megatron_snip.comparison.outcome import Outcome, read_outcome
 from megatron_snip.config import SnipConfig, make_config, read_yaml
-from megatron_snip.controller_state import ControllerState, GuardState, Pending
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, UsageError
-from megatron_snip.loss_guard import GuardSettings, LossGuard
 from megatron_snip.options import Option
 from megatron_snip.patches.checkpoint_sidecar import read_sidecar
 from megatron_snip.planning import worker
@@ -37,8 +37,7 @@ from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import read_problem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.te_config import Stages, import_options
-from megatron_snip.reporting.divergence_record import read_divergences
-from megatron_snip.reporting.metrics_log import MetricsLog
+from megatron_snip.reporting.run_record import read_divergences, read_metrics
 from megatron_snip.trainer.config import load_train_config
 from megatron_snip.trainer.corpus import prepare_corpus
 from tests.hostile.mutations import DEEP, mutants
@@ -63,12 +62,12 @@ DIVERGENCES = {
     ],
 }
 METRICS = {
-    "step": 0,
+    "iteration": 1,
     "loss": 2.5,
-    "plan_step": 0,
+    "plan_iteration": 0,
     "changed_linears": 2,
     "wait_s": 0.1,
-    "events": [{"kind": "kept", "message": "why"}],
+    "notices": [{"kind": "kept", "message": "why"}],
 }
 SECONDS = {"fprop": 1e-3, "dgrad": 2e-3, "wgrad": 3e-3}
 CALIBRATION = CalibrationTable(
@@ -216,11 +215,10 @@ def test_metrics(content: bytes, cut: bool, file: Path) -> None:
     file.write_bytes(content + (b"" if cut else b"\n"))
 
     def read() -> None:
-        log = MetricsLog(file)
-        log.read_more()
-        assert log.plans is not None and log.events is not None
-        log.column("loss")
-        log.last("loss")
+        metrics = read_metrics(file)
+        assert metrics.notices is not None
+        metrics.column("loss")
+        metrics.last("loss")
 
     survives(read)
 
@@ -371,6 +369,6 @@ def test_good_files_are_read(file: Path) -> None:
     found = import_options(read_yaml(file), [name], Stages.even(1, 1), base, "'file'")
     assert str(found[name]) == "nvfp4"
     file.write_text(json.dumps(DIVERGENCES))
-    assert read_divergences(file).step == 4
+    assert read_divergences(file).iteration == 5  # version 1 counted from 0
     file.write_text(yaml.safe_dump(SNIP))
     assert make_config(read_yaml(file)).interval == 10

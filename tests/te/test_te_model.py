@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_snip.reporting.reporter import FileReporter
 
 from megatron_snip.config import Backend, SnipConfig
 from megatron_snip.controller import SnipController
@@ -19,7 +20,6 @@ from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import Option
 from megatron_snip.planning.assigned import Work, assigned_plan
 from megatron_snip.planning.plan import write_plan
-from megatron_snip.reporting.reporter import FileReporter
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.topology import Topology
 from tests.te.models import EXPERTS, build, by_name, losses, plan

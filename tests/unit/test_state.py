@@ -32,7 +32,9 @@ PLAN = PrecisionPlan(
 )
 PENDING = Pending(6, 8, {"version": 1, "linears": [], "target": 0.5})
 GUARD = GuardState(LossMonitor((2.0, 1.9)).after_plan_change(6.0), PLAN, ("0" * 64,), 1, 9)
-STATE = ControllerState(7, PLAN, ((4, PLAN.digest),), 6, PENDING, GUARD, StatisticsTable(6, 1.5, ()))
+STATE = ControllerState(
+    7, PLAN, ((4, PLAN.digest),), 6, PENDING, GUARD, StatisticsTable(6, 1.5, ())
+)
 
 
 @pytest.mark.parametrize("state", [STATE, ControllerState(0, PLAN, guard=GuardState())])

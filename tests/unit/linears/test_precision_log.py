@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron_snip.reporting.reporter import FileReporter, NullReporter, Reporters, tell_precision
 
 from megatron_snip.linears.backends import Backend
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.precision_log import LinearPrecision, precision_table
 from megatron_snip.options import Option
-from megatron_snip.reporting.reporter import FileReporter, NullReporter, Reporters, tell_precision
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.topology import Topology
 from tests.unit.linears.conftest import MakeModel

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from megatron_snip.reporting.reporter import NullReporter
+
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.reporting.summary import SummaryReporter
 from megatron_snip.trainer.config import make_train_config
