@@ -36,7 +36,7 @@ COMMANDS: dict[str, str] = {
 EPILOG = """\
 examples:
   megatron-snip train --config configs/demo.yaml
-  megatron-snip plan runs/demo/problems/20.json --target 0.9
+  megatron-snip plan runs/demo/problems/21.json --target 0.9
   megatron-snip doctor
   torchrun ... -m megatron_snip pretrain_gpt.py ARGS --snip --snip-efficiency-target 0.75
   torchrun ... -m megatron_snip --cpu pretrain_gpt.py ARGS --snip

@@ -28,7 +28,7 @@ def runs_here(shown: Shown) -> bool:
 def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with the runs that pages speak of."""
     folder = tmp_path_factory.mktemp("docs")
-    settings = config(start_step=20, interval=8)
+    settings = config(start_step=21, interval=8)
     write_run(folder / "runs" / "demo", Shape(settings, iterations=32, layers=4))
     write_run(folder / "runs" / "other", Shape(config(enabled=False), iterations=32))
     for name in ("configs", "docs", "launch"):
