@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 from megatron_snip.divergence.quality import DivergenceTable
@@ -118,7 +119,7 @@ class Reporter:
     def write(self, event: Event) -> None:
         """Pass an event to every writer."""
         for writer in self._writers:
-            self._guarded(writer, lambda w=writer: w.write(event))
+            self._guarded(writer, partial(writer.write, event))
 
     def close(self) -> None:
         """Close every writer."""

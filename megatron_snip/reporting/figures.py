@@ -384,12 +384,12 @@ def _draw_losses(axes: Any, run: RunRecord, index: int, alone: bool) -> None:
         axes.axvline(at, color=WARNING, linewidth=1.2, label=text)
     text = "training" if alone else label(run.name)
     axes.plot(*run.metrics.column("loss"), **line, linewidth=1.4, label=text, zorder=3)
-    at, losses = run.metrics.column("validation_loss")
+    iterations, losses = run.metrics.column("validation_loss")
     seen = np.isfinite(losses)
     if seen.any():
         dots = {"linestyle": "none", "marker": "o", "markersize": 5, "color": line["color"]}
-        text = "validation" if index == 0 else None
-        axes.plot(at[seen], losses[seen], **dots, markeredgecolor=SURFACE, label=text, zorder=4)
+        dots |= {"label": "validation" if index == 0 else None, "markeredgecolor": SURFACE}
+        axes.plot(iterations[seen], losses[seen], **dots, zorder=4)
 
 
 def precision_share(runs: Sequence[RunRecord]) -> Figure:
@@ -448,8 +448,8 @@ def frontier_curves(
         text = "best plan" if len(frontiers) == 1 else label(name)
         axes.plot(*zip(*points, strict=True), **run_line(k), marker="o", markersize=3, label=text)
         if name in plans:
-            text = "current plan" if name == next(iter(plans)) else None
-            star = {"marker": "*", "markersize": 14, "linestyle": "none", "label": text}
+            star: dict[str, Any] = {"marker": "*", "markersize": 14, "linestyle": "none"}
+            star["label"] = "current plan" if name == next(iter(plans)) else None
             axes.plot(*plans[name], **star, color=WARNING, markeredgecolor=SURFACE)
     axes.set_ylim(bottom=0.0)
     for axis in (axes.xaxis, axes.yaxis):

@@ -376,8 +376,10 @@ def _failures(run: RunRecord, alone: bool) -> Table:
 
 
 def _plans_table(run: RunRecord) -> Table:
-    columns = ("applied", "measured", "policy", "status", "efficiency", "quality loss")
-    columns += (f"of uniform {run.lowest_formats}'s", "gap", "changed", "solver", "waited")
+    columns = (
+        *("applied", "measured", "policy", "status", "efficiency", "quality loss"),
+        *(f"of uniform {run.lowest_formats}'s", "gap", "changed", "solver", "waited"),
+    )
     rows = tuple(
         (
             str(span.start),
