@@ -36,7 +36,13 @@ from megatron_snip.pending_solve import PendingSolve, from_rank_0
 from megatron_snip.planning.plan import PrecisionPlan, changed_linears
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
-from megatron_snip.refresh import Refresher, Results, Schedule
+from megatron_snip.refresh import (
+    MIN_OPTIMIZER_STEPS,
+    Refresher,
+    Results,
+    Schedule,
+    moments_are_young,
+)
 from megatron_snip.reporting.events import (
     Event,
     Measurement,
@@ -105,7 +111,9 @@ class SnipController:
         self._control = topology.control
         self._is_rank_0 = topology.rank == 0
         self._reporter = Reporter(writers)
-        self._schedule = Schedule(config, None if state is None else state.refreshed)
+        refreshed = None if state is None else state.refreshed
+        self._schedule = Schedule(config, self._may_measure, refreshed)
+        self._topology = topology
         self._offer = Offer(config, self.model, seed, self._is_rank_0)
         self.plan = self._first_plan(None if state is None else state.plan)
         settings = PlanSettings.from_config(config, seed)
@@ -220,6 +228,16 @@ class SnipController:
         if self._guard is not None:
             self._guard.start_loss(results)
         return results, True
+
+    def _may_measure(self, iteration: int) -> bool:
+        """All ranks: whether the optimizer's moments have seen enough steps."""
+        young = moments_are_young(self._optimizer, self._topology)
+        if young and not self._schedule.waiting:
+            self._log(
+                f"iteration {iteration}: measuring waits until the optimizer has made "
+                f"{MIN_OPTIMIZER_STEPS} steps"
+            )
+        return not young
 
     def _finish_refresh(self, iteration: int) -> None:
         """All ranks: every linear was measured; give the problem to the solver."""

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_snip.collectives import RemoteFailure
+from megatron_snip.collectives import RemoteFailure, any_rank
 from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.quality import QualitySettings, divergence_table, problem_dict
 from megatron_snip.linears.model import PlannedModel
@@ -21,12 +21,22 @@ from megatron_snip.linears.training_step import TrainingStep
 from megatron_snip.options import Option
 from megatron_snip.reporting.events import Measurement
 from megatron_snip.statistics.observer import MeasureSettings, StepObserver
+from megatron_snip.statistics.optimizer_state import steps_of_moments
 from megatron_snip.statistics.records import StatisticsTable, running_mean
 from megatron_snip.statistics.sensitivity import gather_sensitivities
 from megatron_snip.topology import Topology
 
 Results = list[dict[str, Any]]
 """What Megatron's forward-backward function returns."""
+
+MIN_OPTIMIZER_STEPS = 10
+"""Statistics use AdamW's second moment, which means little after fewer steps."""
+
+
+def moments_are_young(optimizer: Any, topology: Topology) -> bool:
+    """All ranks: whether AdamW's moments have seen too few steps on any rank."""
+    steps = steps_of_moments(optimizer)
+    return any_rank(steps is not None and steps < MIN_OPTIMIZER_STEPS, topology.control)
 
 
 class Schedule:
@@ -40,10 +50,24 @@ class Schedule:
         replans: refreshes lead to plans.
         num_parts: iterations that one refresh observes.
         refreshed: the first iteration of the last refresh that began, or None.
+        waiting: a refresh is due and waits until `may_measure` allows it.
     """
 
-    def __init__(self, config: SnipConfig, refreshed: int | None = None) -> None:
-        """Start, or continue after the refresh that began at iteration `refreshed`."""
+    def __init__(
+        self,
+        config: SnipConfig,
+        may_measure: Callable[[int], bool],
+        refreshed: int | None = None,
+    ) -> None:
+        """Start, or continue after the refresh that began at iteration `refreshed`.
+
+        Args:
+            config: the settings.
+            may_measure: asked, with the iteration, before a refresh that is due begins.
+            refreshed: see above.
+        """
+        self._may_measure = may_measure
+        self.waiting = False
         self.static = config.policy.startswith(
             ("uniform-", "random", "layer-type", "layer-id", "none")
         )
@@ -64,7 +88,9 @@ class Schedule:
         if iteration == self._measured:  # Megatron repeats an iteration whose result it doubts
             return None
         if may_begin and self._is_due(iteration, wanted_at):
-            self.refreshed = iteration
+            self.waiting = not self._may_measure(iteration)
+            if not self.waiting:
+                self.refreshed = iteration
         if self.refreshed is None or not 0 <= iteration - self.refreshed < self.num_parts:
             return None
         self._measured = iteration
@@ -78,7 +104,8 @@ class Schedule:
             return False
         if self.refreshed is not None and 0 <= iteration - self.refreshed < self.num_parts:
             return False
-        return iteration == wanted_at or (iteration - c.start_step) % c.interval == 0
+        on_time = (iteration - c.start_step) % c.interval == 0
+        return self.waiting or iteration == wanted_at or on_time
 
 
 class Refresher:

@@ -18,7 +18,6 @@ from megatron_snip.controller_state import ControllerState, GuardState, Pending
 from megatron_snip.loss_guard import GuardSettings, LossGuard
 
 from megatron_snip.argument_file import read_argument_file
-from megatron_snip.comparison.outcome import Outcome, read_outcome
 from megatron_snip.config import SnipConfig, make_config, read_yaml
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, UsageError
 from megatron_snip.options import Option
@@ -85,9 +84,6 @@ CALIBRATION = CalibrationTable(
         ),
     ),
 ).model_dump(mode="json")
-OUTCOME = Outcome(
-    "forks-fp4", (3, 4), (2.5, 2.25), (4,), (2.5,), 0.75, {"fp4": 0.75, "fp8": 0.25}, 1, 2.0
-)
 TE_CONFIG = {
     "configs": {
         "low": {
@@ -186,16 +182,6 @@ def test_calibration_tables(content: bytes, file: Path) -> None:
     table = survives(lambda: read_calibration(file))
     if table is not None:
         survives(lambda: with_seconds(PROBLEM, table))
-
-
-@fuzzed
-@given(content=mutants(OUTCOME.to_json()))
-def test_outcomes_of_a_comparison(content: bytes, file: Path) -> None:
-    file.write_bytes(content)
-    outcome = survives(lambda: read_outcome(file))
-    if outcome is not None:
-        assert len(outcome.steps) == len(outcome.losses)
-        assert json.loads(json.dumps(outcome.to_json(), allow_nan=False))["version"] == 1
 
 
 @fuzzed
@@ -359,8 +345,6 @@ def test_good_files_are_read(file: Path) -> None:
     file.write_text(json.dumps(PROBLEM.to_dict()))
     assert read_problem(file) == PROBLEM
     assert ControllerState.from_dict(STATE).to_dict() == STATE
-    file.write_text(json.dumps(OUTCOME.to_json()))
-    assert read_outcome(file) == OUTCOME
     file.write_text(json.dumps(CALIBRATION))
     seconds = with_seconds(PROBLEM, read_calibration(file)).linears[0].options["fp8"].seconds
     assert seconds is not None and seconds > 0

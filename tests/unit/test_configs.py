@@ -32,8 +32,7 @@ from megatron_snip.trainer.sizes import linear_shapes, stage_of_layer
 
 FOLDER = Path(__file__).parents[2] / "configs"
 FILES = sorted(path for path in FOLDER.rglob("*") if path.is_file())
-COMPARISONS = sorted(FOLDER.glob("compare*.yaml"))  # tests/unit/comparison loads them
-RUNS = sorted(set(FOLDER.glob("*.yaml")) - set(COMPARISONS))
+RUNS = sorted(FOLDER.glob("*.yaml"))
 INTENTS = sorted(path.stem for path in (FOLDER / "snip").iterdir())
 
 
@@ -116,7 +115,7 @@ def settings(name: str, layout: str | None = None, *words: str) -> TrainConfig:
 
 def test_every_file_is_looked_at() -> None:
     yaml = {
-        *(path.name for path in (*RUNS, *COMPARISONS)),
+        *(path.name for path in RUNS),
         *(f"snip/{name}.yaml" for name in INTENTS),
     }
     layouts = {layout for model in MODELS.values() for layout in model.parallel}
@@ -127,9 +126,7 @@ def test_every_file_is_looked_at() -> None:
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_a_run_loads(path: Path) -> None:
-    values = read_yaml(path)
-    run = values.get("train", values)  # a comparison holds the settings of its runs
-    config = make_train_config({**run, "run_dir": "runs/never-made"})
+    config = make_train_config({**read_yaml(path), "run_dir": "runs/never-made"})
     check_run(config, config.model_parallel_size)
 
 

@@ -17,7 +17,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("errors", "log"),
     ("formats", "types"),
     ("options",),
-    ("butterfly",),
+    ("recursive_doubling",),
     ("argument_file", "config", "directory", "flags", "loss_guard", "matmul"),
     ("collectives", "topology"),
     ("kernels",),
@@ -33,7 +33,6 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("controller",),
     ("patches",),
     ("trainer",),
-    ("comparison",),
     ("cli",),
     ("__init__", "__main__", "auto"),
 )

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_snip import refresh
 from megatron_snip.config import SnipConfig
 from megatron_snip.controller import SnipController
 from megatron_snip.log import forget_warnings
@@ -32,6 +33,8 @@ from megatron_snip.trainer.hooks import PlainTraining, TrainingHook
 from megatron_snip.trainer.loop import train_step
 from megatron_snip.trainer.model import TrainingState, build_training_state
 from megatron_snip.trainer.parallel import destroy_parallel_state, initialize_parallel_state
+
+refresh.MIN_OPTIMIZER_STEPS = 0  # models here are measured in their first iterations
 
 SMALL: dict[str, Any] = {
     "num_layers": 2,

@@ -1,17 +1,14 @@
-"""All-reduce of small tensors in log2(ranks) exchanges instead of a ring's 2 (ranks - 1).
+"""All-reduce of small CPU tensors in log2(ranks) exchanges.
 
-gloo, which carries what ranks agree on, sends all-reduces around a ring: at a thousand ranks one
-flag takes half a second, however small it is. Here every rank exchanges its sum with the rank
-whose number differs in one bit, one bit a round (recursive doubling; Thakur, Rabenseifner, Gropp,
-"Optimization of Collective Communication Operations in MPICH", 2005). Ranks beyond the largest
-power of two hand theirs in first and get the result last.
+gloo sends an all-reduce around a ring: 2 (ranks - 1) messages one after the other, which takes half
+a second for one flag at a thousand ranks. Recursive doubling (Thakur, Rabenseifner, Gropp,
+"Optimization of Collective Communication Operations in MPICH", 2005) needs log2(ranks) rounds. In
+each, a rank exchanges its sum with the rank whose number differs in one bit. Ranks beyond the
+largest power of two send their value first and receive the result last.
 
-Both partners of an exchange combine the same two values, and a + b = b + a to the last bit, so all
-ranks end with the same bits.
-
-Every exchange carries the number of its all-reduce in the group. A rank that left one with an error
-that the others did not see is not heard for another in the next: both wait until the group's
-timeout, which is a failure that all hear of, and not a wrong sum.
+Both partners add the same two values, and a + b = b + a bit by bit, so all ranks end with the same
+bits. Each all-reduce of a group has a number of its own as its tag. If a rank left one with an
+error that others did not see, the next one times out instead of adding a wrong value.
 """
 
 from __future__ import annotations
@@ -23,23 +20,22 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 LARGEST_BYTES = 1 << 20
-"""Above this a ring of few ranks, which moves less, is as good."""
+"""Above this size the ring, which moves fewer bytes, is as fast for few ranks."""
 
 BYTES_A_RANK = 1 << 16
-"""Above this for every rank a long ring is: its exchanges grow with the ranks, of a quarter of a
-millisecond each, and what it saves is less than log2(ranks) times the bytes, at 1 GB/s."""
+"""The same limit for many ranks, for each rank: a ring's messages grow with the ranks."""
 
 _made: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
-"""All-reduces that this rank has begun in each group."""
+"""All-reduces that this rank began in each group."""
 
 
 def largest_bytes(size: int) -> int:
-    """Return up to how many bytes are exchanged so between `size` ranks, not sent around a ring."""
+    """Return the largest tensor, in bytes, that is reduced by doubling between `size` ranks."""
     return max(LARGEST_BYTES, size * BYTES_A_RANK)
 
 
 def suits(tensor: torch.Tensor, group: ProcessGroup) -> bool:
-    """Whether `tensor` is small and `group` sends it between hosts' memories."""
+    """Whether `tensor` is small and on the CPU, and `group` is of the gloo backend."""
     small = tensor.numel() * tensor.element_size() <= largest_bytes(dist.get_world_size(group))
     here = tensor.device.type == "cpu" and tensor.is_contiguous()
     return here and small and dist.get_backend(group) == "gloo"
@@ -53,27 +49,27 @@ def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         group: of the gloo backend.
 
     Raises:
-        RuntimeError: if a partner is gone, or is not heard of within the group's timeout.
+        RuntimeError: if a partner is gone, or does not answer within the group's timeout.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     power = 1 << (size.bit_length() - 1)
     tag = _next_tag(group)
-    heard = torch.empty_like(tensor)
-    if rank >= power:  # hand in, and wait for the result
+    received = torch.empty_like(tensor)
+    if rank >= power:
         _send(tensor, rank - power, group, tag)
         _receive(tensor, rank - power, group, tag)
         return tensor
     if rank + power < size:
-        _receive(heard, rank + power, group, tag)
-        tensor.add_(heard)
+        _receive(received, rank + power, group, tag)
+        tensor.add_(received)
     bit = 1
     while bit < power:
         partner = rank ^ bit
         sending = dist.isend(tensor, _global(partner, group), group=group, tag=tag)
-        _receive(heard, partner, group, tag)
+        _receive(received, partner, group, tag)
         if sending is not None:
             sending.wait()
-        tensor.add_(heard)
+        tensor.add_(received)
         bit <<= 1
     if rank + power < size:
         _send(tensor, rank + power, group, tag)
@@ -81,7 +77,7 @@ def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def _next_tag(group: ProcessGroup) -> int:
-    """Count an all-reduce; tags are positive 32-bit integers, and 0 is everybody's."""
+    """Tags are positive 32-bit integers."""
     _made[group] = _made.get(group, 0) % (2**31 - 1) + 1
     return _made[group]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_snip.butterfly import LARGEST_BYTES, largest_bytes
+from megatron_snip.recursive_doubling import LARGEST_BYTES, largest_bytes
 
 
 def test_few_ranks_send_what_is_large_around_a_ring() -> None:
