@@ -111,11 +111,9 @@ class PlanFields(_Section):
     """GLOB=OPTION, comma separated: linears with a fixed option, for example
     'decoder.layers.0.*=fp8'. The option must be bf16 or one that the formats allow."""
 
-    max_changes: Annotated[int, Field(ge=0)] | None = None
-    """Most linears that may change their option in one refresh."""
-
-    min_gain: Fraction = 0.0
-    """Replace a plan only if the quality loss falls by at least this share."""
+    change_penalty: Annotated[float, Field(ge=0.0, le=1e150)] = 0.0
+    """Price of each linear that changes its option at a refresh, in units of quality loss. The
+    uniform plan in the lowest precision has quality loss 1 + weight_lambda."""
 
     plan_file: Path | None = None
     """Start with this plan (a plans/<iteration>.json of another run). With --snip-collect-only

@@ -17,7 +17,6 @@ from torch.distributed import ProcessGroup
 from megatron_snip.collectives import RemoteFailure, attempt, broadcast_json
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, SnipError, UsageError
 from megatron_snip.planning.plan import PrecisionPlan
-from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.state import Pending
@@ -50,7 +49,7 @@ class PendingSolve:
             return
         try:
             self._solver.submit(
-                PlanningProblem.from_dict(pending.problem),
+                pending.problem,
                 self._settings,
                 plan,
                 pending.iteration,

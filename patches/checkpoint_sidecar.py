@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_snip.errors import UsageError
+from megatron_snip.files import read_json, write_atomic
 from megatron_snip.patches.checkpoint_save import CARRYING_FORMATS, state_to_save
 from megatron_snip.patches.seam import Function, Seam, bound, wrapping
 from megatron_snip.patches.session import Session
 from megatron_snip.patches.target import Target
-from megatron_snip.planning.json_file import read_json, write_atomic
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,6 @@ _ABOUT = (
     (r"\bplan file\b", "plan_file"),
     (r"\bno plan satisfies: .*\btarget [01]", "efficiency_target"),
     (r"\btarget \S+ in stage\b", "pipeline_balance"),
-    (r"\bmax-changes\b", "max_changes"),
     (r"\bpin \S+=", "pins"),
 )
 """Words of the planner's messages, and the setting that each is about."""

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_snip.errors import UsageError
-from megatron_snip.planning.json_file import write_atomic
+from megatron_snip.files import write_atomic
 
 LARGEST = 2**31 - 1
 """No size, count or iteration is larger."""

@@ -65,8 +65,9 @@ def run(args: argparse.Namespace) -> int:
     paths = stage_paths(args.te_precision_config, len(configs))
     shown = ".".join(map(str, capability))
     comment = (
-        f"The {plan.policy} plan of step {plan.step} (digest {plan.digest[:12]}) for Transformer\n"
-        f"Engine on compute capability {shown}; read by Megatron's --te-precision-config-file."
+        f"The {plan.policy} plan of iteration {plan.iteration} (digest {plan.digest[:12]}) for\n"
+        f"Transformer Engine on compute capability {shown}; read by Megatron's\n"
+        "--te-precision-config-file."
     )
     for path, config in zip(paths, configs, strict=True):
         write_output(path, config_text(config, comment))
@@ -138,7 +139,7 @@ def _recipes(
 ) -> tuple[dict[Option, TERecipe], list[str]]:
     """Return the recipe of every option of the plan, and what had to be exchanged."""
     from megatron_snip.linears.backends import Backend, Machine, refusal, te_recipe
-    from megatron_snip.linears.runnable import at_least
+    from megatron_snip.planning.planner import nearest_option
 
     machine = Machine(capability, te_version="any", te_per_gemm=True)
     recipes, changes, refused = {}, [], {}
@@ -149,7 +150,7 @@ def _recipes(
             continue
         refused[option] = reason
         runnable = [o for o in _uniform() if refusal(Backend.TE, o, machine) is None]
-        instead = at_least(option, runnable)
+        instead = nearest_option(option, runnable)
         recipes[option] = te_recipe(instead, machine)
         changes.append(f"{option} becomes {instead}: {reason}")
     if refused and not nearest:

@@ -18,8 +18,7 @@ from megatron_snip.config import read_yaml
 from megatron_snip.errors import UsageError
 from megatron_snip.formats import lowest_precision
 from megatron_snip.options import Option
-from megatron_snip.planning.assigned import Work, assigned_plan
-from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.planning.plan import PrecisionPlan, assigned_plan
 from megatron_snip.planning.problem import PlanningProblem, read_problem
 from megatron_snip.planning.te_config import (
     Stages,
@@ -124,5 +123,5 @@ def _linears(
 def _plan(linears: dict[str, Option], problem: PlanningProblem) -> PrecisionPlan:
     formats = (name for option in linears.values() for name in option.formats)
     used = [name for name in dict.fromkeys(formats) if name != "bf16"] or ["fp8"]
-    work = [Work(each.name, each.stage, each.flops) for each in problem.linears]
+    work = {each.name: (each.stage, each.flops) for each in problem.linears}
     return assigned_plan(linears, work, lowest_precision(tuple(used)).name, "imported")

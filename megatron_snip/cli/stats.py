@@ -17,7 +17,7 @@ from rich.table import Table
 
 from megatron_snip.cli.common import add_examples, console, integer, new_table, write_output
 from megatron_snip.errors import UsageError
-from megatron_snip.planning.json_file import read_json
+from megatron_snip.files import read_json
 from megatron_snip.reporting.run_record import numbered_files, parse_divergences
 from megatron_snip.reporting.text import number, printable
 

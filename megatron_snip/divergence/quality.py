@@ -1,4 +1,4 @@
-"""Quality loss: both divergences in one number a linear and option, and the planner's problem.
+"""Quality loss: both divergences in one number for each linear and option, as a planning problem.
 
     Q[l, q] = loss[l, q] / sum_l loss[l, lowest]  +  lambda * weight[l, q] / sum_l weight[l, lowest]
 
@@ -21,6 +21,7 @@ from megatron_snip.divergence.loss import loss_divergence
 from megatron_snip.divergence.weight import fprop_scale, weight_divergence
 from megatron_snip.formats import lowest_precision
 from megatron_snip.options import BF16, Option
+from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.statistics.records import LinearStatistics, StatisticsTable
 from megatron_snip.topology import LinearInfo
 
@@ -70,16 +71,17 @@ class LinearDivergence:
     """All options of one linear.
 
     Attributes:
-        name: layout-independent name.
-        stage: pipeline stage.
-        flops: FLOPs of its three GEMMs for one token.
-        options: by option, in the order offered.
+        statistics: of the linear.
+        options: by option, in the order of the settings.
     """
 
-    name: str
-    stage: int
-    flops: float
+    statistics: LinearStatistics
     options: dict[Option, OptionDivergence]
+
+    @property
+    def name(self) -> str:
+        """Layout-independent name of the linear."""
+        return self.statistics.name
 
 
 @dataclass(frozen=True)
@@ -100,16 +102,6 @@ class DivergenceTable:
             uniform = Option.uniform(lowest_precision(tuple(names)).name)
             found.append(linear.options.get(uniform) or list(linear.options.values())[-1])
         return found
-
-    def metrics(self) -> dict[str, dict[str, dict[str, float]]]:
-        """Return {linear: {option: {metric: value}}}: what baseline policies score by."""
-        return {
-            linear.name: {
-                str(option): {"abs_error": d.abs_error, "rel_error": d.rel_error}
-                for option, d in linear.options.items()
-            }
-            for linear in self.linears
-        }
 
 
 def divergence_table(
@@ -141,43 +133,50 @@ def divergence_table(
                 _or_nan(absolute_error, linear, option),
                 _or_nan(relative_error, linear, option),
             )
-        rows.append(LinearDivergence(linear.name, linear.stage, linear.flops_per_token, options))
+        rows.append(LinearDivergence(linear, options))
     return DivergenceTable(table.iteration, tuple(rows))
 
 
-def problem_dict(table: DivergenceTable, lowest_format: str, target: float) -> dict[str, Any]:
-    """Return the planner's problem, schema version 1, as plain built-in types."""
-    return {
-        "version": SCHEMA_VERSION,
-        "linears": [
-            {
-                "name": linear.name,
-                "stage": linear.stage,
-                "flops": linear.flops,
-                "options": {
-                    str(option): {
-                        "quality_loss": d.quality_loss,
-                        "saving": option.share_in(lowest_format),
-                    }
-                    for option, d in linear.options.items()
-                },
-            }
-            for linear in table.linears
-        ],
-        "target": target,
-    }
+def planning_problem(table: DivergenceTable, lowest_format: str, target: float) -> PlanningProblem:
+    """Return the planner's problem.
+
+    Args:
+        table: the divergences; the local errors become the options' scores.
+        lowest_format: the format whose share of FLOPs is an option's saving.
+        target: least efficiency.
+    """
+    linears = []
+    for row in table.linears:
+        costs = {
+            str(option): OptionCost(
+                quality_loss=d.quality_loss,
+                saving=option.share_in(lowest_format),
+                scores=_without_nan({"abs_error": d.abs_error, "rel_error": d.rel_error}),
+            )
+            for option, d in row.options.items()
+        }
+        info = row.statistics
+        linears.append(
+            LinearChoices(
+                name=info.name, stage=info.stage, flops=info.flops_per_token, options=costs
+            )
+        )
+    return PlanningProblem(linears=tuple(linears), target=target)
 
 
-def unmeasured_problem_dict(
+def unmeasured_problem(
     linears: Sequence[LinearInfo], options: Sequence[Option], lowest_format: str, target: float
-) -> dict[str, Any]:
-    """Return the problem before anything is measured: every option costs nothing."""
-    free = OptionDivergence(0.0, 0.0, 0.0, 0.0, 0.0)
-    rows = tuple(
-        LinearDivergence(i.name, i.stage, i.flops_per_token, dict.fromkeys(options, free))
+) -> PlanningProblem:
+    """Return the problem before the first measurement: every quality loss is 0."""
+    costs = {
+        str(option): OptionCost(quality_loss=0.0, saving=option.share_in(lowest_format))
+        for option in options
+    }
+    rows = (
+        LinearChoices(name=i.name, stage=i.stage, flops=i.flops_per_token, options=costs)
         for i in linears
     )
-    return problem_dict(DivergenceTable(0, rows), lowest_format, target)
+    return PlanningProblem(linears=tuple(rows), target=target)
 
 
 def divergences_dict(table: DivergenceTable, statistics: StatisticsTable) -> dict[str, Any]:
@@ -191,8 +190,8 @@ def divergences_dict(table: DivergenceTable, statistics: StatisticsTable) -> dic
         "linears": [
             {
                 "name": linear.name,
-                "stage": linear.stage,
-                "flops": linear.flops,
+                "stage": linear.statistics.stage,
+                "flops": linear.statistics.flops_per_token,
                 "options": {str(o): vars(d) for o, d in linear.options.items()},
                 "statistics": by_name[linear.name],
             }

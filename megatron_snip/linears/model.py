@@ -13,7 +13,6 @@ from megatron_snip.linears import backends
 from megatron_snip.linears.backends import Backend, Machine
 from megatron_snip.linears.layout import find_linears, global_linears
 from megatron_snip.linears.native_support import agreed, with_native
-from megatron_snip.linears.runnable import Runnable
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.seam import PlannedLinear
 from megatron_snip.linears.te_modules import te_kind
@@ -39,7 +38,6 @@ class PlannedModel:
         linears: this rank's, in model order.
         all_linears: every linear of the model, in the same order on all ranks.
         machine: what decides how Transformer Engine's linears run.
-        runnable: which options the linears can run, as all ranks agree.
     """
 
     def __init__(
@@ -72,7 +70,6 @@ class PlannedModel:
                 "the model's layers have no linears to plan: neither Megatron's "
                 "ColumnParallelLinear and RowParallelLinear nor Transformer Engine's"
             )
-        self.runnable = Runnable(self.linears, topology.control)
 
     def install(self) -> None:
         """Override every linear; idempotent."""

@@ -82,7 +82,7 @@ class PrecisionTable:
 
     Attributes:
         step: the first training step (0-based) that runs so.
-        plan_step: step of the statistics behind the plan.
+        plan_step: iteration (1-based) of the statistics behind the plan.
         plan_digest: of the plan.
         linears: a row each, in the model's order.
     """
@@ -103,7 +103,7 @@ class PrecisionTable:
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
         lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
         title = (
-            f"precision from step {self.step} on (plan of step {self.plan_step}, digest "
+            f"precision from step {self.step} on (plan of iteration {self.plan_step}, digest "
             f"{self.plan_digest[:12]})"
         )
         return "\n".join((title, *lines))
@@ -130,7 +130,9 @@ def precision_table(
             merged.setdefault(row["name"], []).append(LinearPrecision(**row))
     order = {name: i for i, name in enumerate(plan.linears)}
     names = sorted(merged, key=lambda name: (order.get(name, len(order)), natural_key(name)))
-    return PrecisionTable(step, plan.step, plan.digest, tuple(_joined(merged[n]) for n in names))
+    return PrecisionTable(
+        step, plan.iteration, plan.digest, tuple(_joined(merged[n]) for n in names)
+    )
 
 
 def _row(linear: Resolved) -> LinearPrecision:

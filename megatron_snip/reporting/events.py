@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 from megatron_snip.divergence.quality import DivergenceTable
 from megatron_snip.log import warn_once
 from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.statistics.records import StatisticsTable
 
 logger = logging.getLogger(__name__)
@@ -27,13 +28,13 @@ class Measurement:
     Attributes:
         statistics: reduced over all ranks.
         divergences: computed from the statistics.
-        problem: the planning problem, in the form of a problem file.
+        problem: the planning problem.
         seconds: wall time that measuring added.
     """
 
     statistics: StatisticsTable
     divergences: DivergenceTable
-    problem: dict[str, Any]
+    problem: PlanningProblem
     seconds: float
 
 

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from megatron_snip.config import SnipConfig, make_config, read_yaml
 from megatron_snip.errors import UsageError
+from megatron_snip.files import parse_json, read_json, read_text
 from megatron_snip.options import BF16, Option
-from megatron_snip.planning.json_file import parse_json, read_json, read_text
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.problem import PlanningProblem, read_problem
 

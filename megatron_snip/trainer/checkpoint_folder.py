@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_snip.errors import UsageError
-from megatron_snip.planning.json_file import read_json, write_atomic
+from megatron_snip.files import read_json, write_atomic
 
 POINTER = "latest_checkpointed_iteration.txt"
 SETTINGS = "run.json"

@@ -185,7 +185,7 @@ def check_plan(config: TrainConfig) -> None:
     """
     # The solver's package takes a second to import, which --help need not wait for.
     from megatron_snip.planning.planner import make_plan
-    from megatron_snip.planning.policies import UNIFORM, get_policy
+    from megatron_snip.planning.policies import get_policy
 
     snip = config.snip
     shapes = linear_shapes(config)
@@ -193,10 +193,9 @@ def check_plan(config: TrainConfig) -> None:
     if snip.plan_file is not None:
         read_plan(snip.plan_file).check_against([linear.name for linear in shapes])
     settings = PlanSettings.from_config(snip)
-    if not snip.policy.startswith(UNIFORM) and snip.policy != "none":
+    if get_policy(snip.policy).heeds_target:
         # Any policy that heeds the target tells whether it can be met; this one needs no solver.
         settings = settings.model_copy(update={"policy": "greedy"})
-    settings = settings.model_copy(update={"max_changes": None})
     try:
         make_plan(_problem(config, snip), settings)
     except InfeasiblePlanError as error:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_snip.errors import UsageError
-from megatron_snip.planning.json_file import read_json
+from megatron_snip.files import read_json
 
 END_OF_DOCUMENT = 256
 HELD_OUT_EVERY = 20

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_snip.errors import UsageError
-from megatron_snip.planning.json_file import parse_json, write_atomic
+from megatron_snip.files import parse_json, write_atomic
 
 _BY_STEP = ("plans", "problems", "divergences")
 

@@ -30,8 +30,8 @@ from megatron_snip.directory import (
     remove_run,
 )
 from megatron_snip.errors import UsageError
+from megatron_snip.files import write_atomic
 from megatron_snip.patches import cpu, torch_adam
-from megatron_snip.planning.json_file import write_atomic
 from megatron_snip.reporting.events import Writer
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.reporting.summary import SummaryWriter

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_snip.planning.json_file import write_atomic
+from megatron_snip.files import write_atomic
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.reporting.run_record import read_run
 from tests.hostile.mutations import mutants
@@ -99,7 +99,7 @@ def watch(event, arguments):
 sys.addaudithook(watch)
 import io, json, torch
 from pathlib import Path
-from megatron_snip.controller_state import ControllerState
+from megatron_snip.state import ControllerState
 from megatron_snip.planning.plan import read_plan, write_plan
 from megatron_snip.planning.problem import read_problem
 from megatron_snip.planning.settings import PlanSettings

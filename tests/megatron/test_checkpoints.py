@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_snip.controller_state import ControllerState
 
+from megatron_snip.state import ControllerState
 from tests.megatron.fleet import Run
 from tests.megatron.lab import (
     SNIP,

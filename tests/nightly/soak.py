@@ -27,11 +27,10 @@ import torch
 
 from benchmarks.refresh import tensor_bytes
 from megatron_snip.collectives import gather_json
+from megatron_snip.files import write_atomic
 from megatron_snip.linears import gemms
 from megatron_snip.options import Option
-from megatron_snip.planning.assigned import Work, assigned_plan
-from megatron_snip.planning.json_file import write_atomic
-from megatron_snip.planning.plan import PrecisionPlan, assignment_digest
+from megatron_snip.planning.plan import PrecisionPlan, assigned_plan, assignment_digest
 from megatron_snip.planning.solver_process import SolverProcess
 from tests.distributed.launch import run_ranks
 from tests.distributed.workers.controller import MODEL
@@ -79,9 +78,9 @@ class Solver:
     def _bad(self, plan: PrecisionPlan) -> PrecisionPlan:
         """Put all linears but one into a format that breaks; another one each time."""
         linears = dict.fromkeys(plan.linears, Option.uniform("fp3"))
-        linears[random.Random(plan.step).choice(list(linears))] = Option.uniform("fp8")
-        work = [Work(row.name, row.stage, row.flops) for row in self._problem.linears]
-        return assigned_plan(linears, work, "fp4", "bad", plan.step)
+        linears[random.Random(plan.iteration).choice(list(linears))] = Option.uniform("fp8")
+        work = {row.name: (row.stage, row.flops) for row in self._problem.linears}
+        return assigned_plan(linears, work, "fp4", "bad", plan.iteration)
 
 
 def rank(steps: int, seed: int) -> dict[str, Any]:

@@ -15,11 +15,11 @@ from megatron_snip.reporting.reporter import FileReporter
 from megatron_snip.config import Backend, SnipConfig
 from megatron_snip.controller import SnipController
 from megatron_snip.errors import UnsupportedError, UsageError
+from megatron_snip.formats import lowest_precision
 from megatron_snip.linears import te_support
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import Option
-from megatron_snip.planning.assigned import Work, assigned_plan
-from megatron_snip.planning.plan import write_plan
+from megatron_snip.planning.plan import assigned_plan, write_plan
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.topology import Topology
 from tests.te.models import EXPERTS, build, by_name, losses, plan
@@ -55,7 +55,7 @@ def controller(model: Any, reporter: Any = None, **settings: Any) -> SnipControl
 
 def plan_file(tmp_path: Path, model: Any, option: str) -> Path:
     under = PlannedModel([model], Topology(), seed=0)
-    work = [Work(i.name, i.stage, i.flops_per_token) for i in under.all_linears]
+    work = {i.name: (i.stage, i.flops_per_token) for i in under.all_linears}
     path = tmp_path / "plan.json"
     write_plan(assigned_plan(plan(under, lambda _: option), work, "fp4", "snip"), path)
     return path
@@ -95,7 +95,7 @@ def test_a_lowest_precision_that_the_machine_lacks_is_refused(
     on(monkeypatch, HOPPER)
     with pytest.raises(UnsupportedError, match=r"no linear of this model can run fp4.*9\.0"):
         controller(build(), formats=("fp8", "fp4"))
-    assert controller(build(), formats=("bf16", "fp8"))._offer.options == (
+    assert controller(build(), formats=("bf16", "fp8"))._available.options == (
         Option.uniform("bf16"),
         Option.uniform("fp8"),
     )
@@ -107,20 +107,20 @@ def test_another_format_of_as_few_bits_stands_in_for_one_that_the_machine_lacks(
     """Quality losses are relative to a format that is measured."""
     run = controller(build(), formats=("mxfp8", "mxfp4", "nvfp4"))
     assert run.config.lowest_format == "mxfp4"
-    assert run._offer.lowest_format == "nvfp4"
+    assert lowest_precision(run._available_formats()).name == "nvfp4"
     on(monkeypatch, HOPPER)
     run = controller(build(), formats=("bf16", "mxfp8", "fp8_pow2"))
-    assert run._offer.lowest_format == "fp8_pow2"
+    assert lowest_precision(run._available_formats()).name == "fp8_pow2"
 
 
 def test_options_by_gemm_are_offered_where_they_run(
     monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     settings = {"formats": ("mxfp8", "nvfp4"), "granularity": "gemm"}
-    assert len(controller(build(), **settings)._offer.options) == 8
+    assert len(controller(build(), **settings)._available.options) == 8
     assert logged == []
     monkeypatch.setattr(te_support, "has_per_gemm", lambda: False)
-    options = controller(build(), **settings)._offer.options
+    options = controller(build(), **settings)._available.options
     assert options == (Option.uniform("mxfp8"), Option.uniform("nvfp4"))
     assert len(logged) == 6
     assert all("2.20.2 has no quantizers by GEMM" in text for text in logged)
@@ -238,7 +238,7 @@ def test_the_precision_log_tells_of_a_fallback(tmp_path: Path) -> None:
     run = controller(
         build(), reporter, precision_log=True, formats=("mxfp8", "nvfp4"), freeze_plan=False
     )
-    work = [Work(i.name, i.stage, i.flops_per_token) for i in run.model.all_linears]
+    work = {i.name: (i.stage, i.flops_per_token) for i in run.model.all_linears}
     before = run.plan
     run._apply(assigned_plan(plan(run.model, lambda _: "nvfp4"), work, "nvfp4", "snip"), 5, 0.0)
     assert run._guard is not None
@@ -257,7 +257,7 @@ def test_the_precision_log_tells_of_a_fallback(tmp_path: Path) -> None:
 def test_a_plan_that_changes_nothing_is_not_logged(tmp_path: Path) -> None:
     reporter = FileReporter(RunDirectory(tmp_path))
     run = controller(build(), reporter, precision_log=True, formats=("mxfp8", "nvfp4"))
-    work = [Work(i.name, i.stage, i.flops_per_token) for i in run.model.all_linears]
+    work = {i.name: (i.stage, i.flops_per_token) for i in run.model.all_linears}
     options = plan(run.model, lambda name: "mxfp8" if ".layers.0." in name else "nvfp4")
     for step in (5, 9):  # the second time there is nothing to change
         run._apply(assigned_plan(options, work, "nvfp4", "snip"), step, 0.0)

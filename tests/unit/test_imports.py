@@ -15,21 +15,22 @@ PACKAGE = ROOT / "megatron_snip"
 ORDER: tuple[tuple[str, ...], ...] = (
     ("version",),
     ("errors", "log"),
-    ("formats", "types"),
+    ("files", "formats", "types"),
     ("options",),
     ("recursive_doubling",),
-    ("argument_file", "config", "directory", "flags", "loss_guard", "matmul"),
+    ("argument_file", "config", "directory", "flags", "matmul"),
     ("collectives", "topology"),
     ("kernels",),
     ("quantizers",),
     ("streams",),
     ("statistics",),
-    ("divergence",),
     ("planning",),
+    ("divergence",),  # it writes planning's record of a problem
     ("reporting",),  # reads the records of what is left of it
     ("linears",),
-    ("controller_state",),
-    ("cycle", "plan_guard"),
+    ("guard", "refresh"),
+    ("state",),
+    ("pending_solve",),
     ("controller",),
     ("patches",),
     ("trainer",),
@@ -40,7 +41,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 WITH_MEGATRON = {"linears", "patches", "trainer"}
 WITHOUT_TORCH = {"version", "errors", "log", "formats", "types", "options", "config", "flags"}
-WITHOUT_TORCH |= {"argument_file", "planning", "loss_guard", "controller_state"}
+WITHOUT_TORCH |= {"argument_file", "planning"}
 WITH_ORTOOLS = {"planning"}
 
 

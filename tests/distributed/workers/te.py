@@ -116,7 +116,9 @@ def _refresh(values: dict[str, Any], te: bool, **spec_settings: Any) -> dict[str
         for module in modules if te else []:
             module.seen.clear()
         trainer.advance(2, hook)
-        table = precision_table(hook.model.linears, hook.plan, 3, hook.model.runnable._control)
+        table = precision_table(
+            hook.model.linears, hook.plan, 3, hook.model.runtime.topology.control
+        )
         hook.close()
         refresh = trainer.measured
         names = [linear.placement.name for linear in hook.model.linears]

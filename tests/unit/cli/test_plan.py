@@ -80,6 +80,14 @@ def test_flags_reach_the_planner(
     assert options_of(plan(capsys, problem, *words)) == options
 
 
+def test_changes_have_a_price(
+    problem: str, previous: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [problem, "--previous", previous, "--change-penalty"]
+    assert options_of(plan(capsys, *words, "0.1")) == ["fp4", "fp4", "fp8", "fp8"]
+    assert options_of(plan(capsys, *words, "9")) == ["fp8", "fp8", "fp4", "fp4"]
+
+
 def test_the_plan_is_written_to_a_file(
     problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -157,8 +157,8 @@ def test_settings_without_effect_are_found(words: list[str], idle: list[str]) ->
         ("cannot read plan file 'none.json': No such file", "--snip-plan-file"),
         ("policy 'uniform-fp3': fp3 is not among", "--snip-policy"),
         (
-            "no plan satisfies: target 1; max-changes 2; pin *=fp8; the best reachable target is 0",
-            "--snip-efficiency-target, --snip-max-changes, --snip-pins",
+            "no plan satisfies: target 1; pin *=fp8; the best reachable target is 0",
+            "--snip-efficiency-target, --snip-pins",
         ),
         (
             "no plan satisfies: target 0.5 in stage 1; forbidden options",

@@ -13,12 +13,11 @@ from megatron_snip.divergence.quality import (
     DivergenceTable,
     LinearDivergence,
     OptionDivergence,
-    problem_dict,
+    planning_problem,
 )
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.planner import make_plan
-from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.reporting.events import (
     Event,
@@ -78,19 +77,18 @@ def measurement_at(shape: Shape, iteration: int) -> Measurement:
         options = {o: _divergence(o, weight) for o in c.options}
         stage = layer * shape.stages // shape.layers
         flops = float(WIDTHS[kind % len(WIDTHS)]) * 6e3
-        rows.append(LinearDivergence(name, stage, flops, options))
         formats = {f: FormatStatistics(fisher=weight) for f in c.formats}
         raw.append(LinearStatistics(name, stage, 64, 64, flops, 1.0, 128.0, formats=formats))
+        rows.append(LinearDivergence(raw[-1], options))
     table = DivergenceTable(iteration, tuple(rows))
-    problem = problem_dict(table, c.lowest_format, c.efficiency_target)
+    problem = planning_problem(table, c.lowest_format, c.efficiency_target)
     statistics = StatisticsTable(iteration, 4.0, tuple(raw))
     return Measurement(statistics, table, problem, seconds=0.25)
 
 
 def plan_from(shape: Shape, measured: Measurement) -> PrecisionPlan:
-    problem = PlanningProblem.from_dict(measured.problem)
     settings = PlanSettings.from_config(shape.config)
-    plan = make_plan(problem, settings, None, measured.divergences.iteration)
+    plan = make_plan(measured.problem, settings, None, measured.divergences.iteration)
     return plan.model_copy(update={"seconds": 0.125})
 
 

@@ -1,6 +1,6 @@
 """How long a plan takes, how good it is proven to be, and HiGHS on the same instance.
 
-    python -m benchmarks.planner [--quick] [--output benchmarks/results/planner.json]
+    python -m benchmarks.solver [--quick] [--output benchmarks/results/solver.json]
 
 Instances have the sizes of Llama-70B (80 layers x 7 linears x 9 options, 8 stages), of Llama-405B
 and of a mixture of experts with 10^12 parameters (128 layers x 132 grouped linears x 4 options, 16

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_snip.errors import UsageError
-from megatron_snip.planning.json_file import parse_json, read_json, write_atomic
+from megatron_snip.files import parse_json, read_json, write_atomic
 
 
 @pytest.mark.parametrize(
