@@ -34,8 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="OUT.yaml",
         type=Path,
         required=True,
-        help="the file to write; OUT.stage0.yaml and so on where pipeline stages need different "
-        "ones",
+        help="the file to write; OUT.stage0.yaml and so on if pipeline stages need different ones",
     )
     parser.add_argument(
         "--capability",
@@ -79,25 +78,19 @@ def run(args: argparse.Namespace) -> int:
         print(f"  {option}: {recipe} ({count} linears)")
     if not all(recipe.is_uniform for recipe in recipes.values()):
         print("Recipes that differ by GEMM need megatron-snip installed where the job runs.")
-    if args.pipeline_stages is None and stages.num_stages > 1:
-        print(
-            f"The plan is of {stages.num_stages} pipeline stages: files are for as many, with "
-            f"{args.chunks_per_stage} model chunk(s) each. Another layout: --pipeline-stages P, "
-            "--chunks-per-stage V."
-        )
     if len(paths) > 1:
         print(
-            "Pipeline stages need different files: give each rank that of its own stage, or train "
-            "with SNIP itself (--snip-plan-file PLAN.json --snip-freeze-plan)."
+            f"There is one file for each of {stages.num_stages} pipeline stages "
+            f"({args.chunks_per_stage} model chunks each; change it with --pipeline-stages and "
+            "--chunks-per-stage). Give each rank the file of its stage."
         )
-    print(_what_the_run_needs(plan, recipes, paths))
+    print(_required_flags(plan, recipes, paths))
     return 0
 
 
-def _what_the_run_needs(
+def _required_flags(
     plan: PrecisionPlan, recipes: Mapping[Option, TERecipe], paths: Sequence[Path]
 ) -> str:
-    """Return which flags give the file its effect, and what stays BF16."""
     own = run_flags(recipes.values())
     file = shlex.quote(str(paths[0])) + ("  # of its stage" if len(paths) > 1 else "")
     flags = ["--transformer-impl transformer_engine", "--bf16", own]
@@ -105,15 +98,15 @@ def _what_the_run_needs(
     lines.append(f"  --te-precision-config-file {file}")
     if own:
         lines.append(
-            f"With it, no --fp8-param-gather or --fp4-param-gather. Without {own.split()[0]},\n"
-            "Megatron-Core before 0.19 quantizes weights in the first step and never again, and\n"
-            "experts' tokens are not padded as low precision needs."
+            f"Do not add --fp8-param-gather or --fp4-param-gather. Without {own.split()[0]},\n"
+            "Megatron-Core before 0.19 quantizes weights only in the first iteration, and does\n"
+            "not pad the tokens of experts."
         )
     bf16 = sum(recipes[option] == TERecipe() for option in plan.linears.values())
-    others = "run in the run's own precision" if own else "stay BF16"
+    others = "run in the run's own precision" if own else "stay in BF16"
     lines.append(
-        f"BF16: {bf16} of {len(plan.linears)} linears by the plan; embeddings, norms, attention "
-        f"and the output layer as ever.\nLinears of layers that the plan does not name {others}."
+        f"{bf16} of {len(plan.linears)} linears of the plan run in BF16. Linears that the plan "
+        f"does not name {others}."
     )
     return "\n".join(lines)
 
@@ -124,7 +117,7 @@ def _capability(text: str | None) -> tuple[int, int]:
 
         if not torch.cuda.is_available():
             raise UsageError(
-                "this machine has no GPU; say which GPUs the file is for: --capability 9.0 "
+                "this machine has no GPU; give the GPUs' capability: --capability 9.0 "
                 "(Hopper) or 10.0 (Blackwell)"
             )
         return torch.cuda.get_device_capability()

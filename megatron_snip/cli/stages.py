@@ -1,4 +1,4 @@
-"""Flags that `export` and `import` share: how layers are dealt out to pipeline stages."""
+"""Flags that `export` and `import` share: the layers of each pipeline stage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def add_stage_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--pipeline-stages",
         metavar="P",
-        help="pipeline-parallel size [as the plan or the problem says]",
+        help="pipeline-parallel size [that of the plan or problem]",
     )
     group.add_argument(
         "--chunks-per-stage",
@@ -26,8 +26,7 @@ def add_stage_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--chunk-layers",
         metavar="N,N,...",
-        help="layers of each model chunk in the data's order, where they are uneven; a chunk may "
-        "hold none",
+        help="layers of each model chunk in the order of the data, if they are uneven",
     )
 
 
