@@ -52,7 +52,11 @@ def test_q_is_each_part_over_its_sum_under_the_lowest_precision() -> None:
     assert second.options[FP4].quality_loss == pytest.approx(1.1 * 48 / 64)
     assert first.options[FP8].loss_divergence == 7.0
     assert first.options[FP8].weight_divergence == pytest.approx(each)
-    assert (found.iteration, second.statistics.stage, second.name) == (30, 1, "decoder.layers.1.mlp.linear_fc2")
+    assert (found.iteration, second.statistics.stage, second.name) == (
+        30,
+        1,
+        "decoder.layers.1.mlp.linear_fc2",
+    )
 
 
 @pytest.mark.parametrize("weight_lambda", [0.0, 0.1, 2.0])
