@@ -31,6 +31,7 @@ from typing import Any, Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 
+
 from benchmarks.solver import experts_model, machine
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import PlanningProblem

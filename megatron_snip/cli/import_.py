@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from megatron_snip.cli.common import add_examples, write_output
 from megatron_snip.cli.stages import add_stage_flags, stages_from
 from megatron_snip.config import read_yaml
 from megatron_snip.errors import UsageError
@@ -23,20 +24,17 @@ from megatron_snip.linears.te.precision_config import (
     num_layers,
 )
 from megatron_snip.options import Option
-from megatron_snip.planning.plan import PrecisionPlan, assigned_plan, write_plan
+from megatron_snip.planning.plan import PrecisionPlan, assigned_plan
 from megatron_snip.planning.problem import PlanningProblem, read_problem
-
-EXAMPLES = """\
-examples:
-  megatron-snip import OUT.yaml --problem runs/demo/problems/0.json --output plan.json
-  megatron-snip import A.stage0.yaml A.stage1.yaml --problem P.json --pipeline-stages 2
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EXAMPLES
+    add_examples(
+        parser,
+        "megatron-snip import OUT.yaml --problem runs/demo/problems/1.json --output plan.json",
+        "megatron-snip import A.stage0.yaml A.stage1.yaml --problem P.json --pipeline-stages 2",
+    )
     parser.add_argument(
         "files",
         metavar="FILE.yaml",
@@ -80,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     linears = _linears(args, configs, problem, stages)
     plan = _plan(linears, problem)
     if args.output is not None:
-        _write(plan, args.output)
+        write_output(args.output, plan.to_json())
     if args.json:
         sys.stdout.write(plan.to_json())
         return 0
@@ -127,10 +125,3 @@ def _plan(linears: dict[str, Option], problem: PlanningProblem) -> PrecisionPlan
     used = [name for name in dict.fromkeys(formats) if name != "bf16"] or ["fp8"]
     work = {each.name: (each.stage, each.flops) for each in problem.linears}
     return assigned_plan(linears, work, lowest_precision(tuple(used)).name, "imported")
-
-
-def _write(plan: PrecisionPlan, path: Path) -> None:
-    try:
-        write_plan(plan, path)
-    except OSError as error:
-        raise UsageError(f"cannot write '{path}': {error.strerror or error}") from None

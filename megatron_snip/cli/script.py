@@ -52,7 +52,7 @@ def prepare_script(words: Sequence[str]) -> Path:
     on_cpu = words[0] == CPU_FLAG
     rest = expand(words[1:] if on_cpu else words)
     if not rest:
-        raise UsageError(f"{CPU_FLAG} wants a script: python -m megatron_snip {CPU_FLAG} SCRIPT")
+        raise UsageError(f"{CPU_FLAG} needs a script: python -m megatron_snip {CPU_FLAG} SCRIPT")
     script = Path(rest[0])
     if not script.is_file():
         raise UsageError(f"cannot find the script '{script}'")

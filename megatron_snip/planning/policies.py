@@ -22,7 +22,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import UsageError, did_you_mean
 from megatron_snip.options import BF16
 from megatron_snip.planning.constraints import Constraints, FixedOption, Task, by_saving
 from megatron_snip.planning.cost import Ints
@@ -99,7 +99,8 @@ def get_policy(name: str) -> Policy:
         decide = partial(_uniform, name.removeprefix(UNIFORM))
         return Policy(name, decide, False, "linear", heeds_target=False)
     if name not in POLICIES:
-        raise UsageError(f"unknown policy '{name}'; known: {', '.join(policy_names())}")
+        hint = did_you_mean(name, POLICIES)
+        raise UsageError(f"unknown policy '{name}'{hint}; known: {', '.join(policy_names())}")
     return POLICIES[name]
 
 

@@ -35,8 +35,7 @@ from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import read_problem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import PlanRequest
-from megatron_snip.reporting.divergence_record import read_divergences
-from megatron_snip.reporting.metrics_log import MetricsLog
+from megatron_snip.reporting.run_record import read_divergences, read_metrics
 from megatron_snip.state import ControllerState, Pending
 from megatron_snip.trainer.config import load_train_config
 from megatron_snip.trainer.data import prepare_corpus
@@ -61,12 +60,12 @@ DIVERGENCES = {
     ],
 }
 METRICS = {
-    "step": 0,
+    "iteration": 1,
     "loss": 2.5,
-    "plan_step": 0,
+    "plan_iteration": 0,
     "changed_linears": 2,
     "wait_s": 0.1,
-    "events": [{"kind": "kept", "message": "why"}],
+    "notices": [{"kind": "kept", "message": "why"}],
 }
 SECONDS = {"fprop": 1e-3, "dgrad": 2e-3, "wgrad": 3e-3}
 CALIBRATION = CalibrationTable(
@@ -201,11 +200,10 @@ def test_metrics(content: bytes, cut: bool, file: Path) -> None:
     file.write_bytes(content + (b"" if cut else b"\n"))
 
     def read() -> None:
-        log = MetricsLog(file)
-        log.read_more()
-        assert log.plans is not None and log.events is not None
-        log.column("loss")
-        log.last("loss")
+        metrics = read_metrics(file)
+        assert metrics.notices is not None
+        metrics.column("loss")
+        metrics.last("loss")
 
     survives(read)
 

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-from megatron_snip.__main__ import build_parser
+from megatron_snip.cli.commands import build_parser
 from megatron_snip.cli.train import read_settings
 from megatron_snip.config import SnipConfig, make_config, read_yaml
 from megatron_snip.linears.discovery import current_topology, find_linears

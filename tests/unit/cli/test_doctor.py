@@ -1,59 +1,56 @@
-"""`megatron-snip doctor`: versions, devices, formats, seams."""
+"""`megatron-snip doctor`: versions, devices, formats, patches, and the recommended command."""
 
 from __future__ import annotations
 
 import importlib.util
 
 import pytest
-import torch
 
 from megatron_snip.__main__ import main
 from megatron_snip.cli import doctor
+from megatron_snip.cli.doctor import recommended_command
 from megatron_snip.formats import FORMATS
 from megatron_snip.linears import availability
 from megatron_snip.linears.availability import Machine
 from megatron_snip.patches.install import PATCHES
 from tests.unit.patches.fake_megatron import FakeMegatron
 
-
-def test_everything_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor"]) == 0
-    text = capsys.readouterr().out
-    for word in ("megatron-core", "torch", "transformer-engine", "cores", "cuda", *FORMATS):
-        assert word in text
-    assert "train-step" not in text
+TE = {"te_version": "2.20.2", "te_per_gemm": True}
 
 
-def test_what_others_say_is_printed_as_it_is(
+def test_versions_devices_formats_and_the_command_are_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Versions and reasons come from other packages."""
+    """Text of other packages is printed as it is."""
     hostile = "1.0+[/foo] :smile:"
-    monkeypatch.setattr(doctor, "versions", lambda: {"torch": hostile})
+    monkeypatch.setattr(doctor, "versions", lambda: {"torch": hostile, "transformer-engine": None})
     machine = Machine((10, 0), te_version=hostile, te_unavailable={"mxfp8": hostile})
     monkeypatch.setattr(availability, "this_machine", lambda with_te: machine)
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
-    assert text.count(hostile) >= 2
+    for word in ("not installed", "cores", "cuda", "compute capability 10.0", *FORMATS):
+        assert word in text
+    assert text.count(hostile) >= 2 and "train-step" not in text
+    assert text.endswith(f"  {recommended_command(machine)}\n")
+    assert max(len(line) for line in text.splitlines()[:-1]) <= 100
 
 
-def test_this_machine_s_table_is_printed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("machine", "formats", "implementation"),
+    [
+        (Machine((9, 0), **TE), "bf16,fp8", "transformer_engine"),
+        (Machine((10, 0), **TE), "bf16,fp8,nvfp4", "transformer_engine"),
+        (Machine((12, 0), **TE), "fp8,fp4", "local"),
+        (Machine((9, 0)), "fp8,fp4", "local"),
+        (Machine(), "fp8,fp4", "local"),
+    ],
+)
+def test_the_recommended_command_fits_the_machine(
+    machine: Machine, formats: str, implementation: str
 ) -> None:
-    def printed() -> str:
-        assert main(["doctor"]) == 0
-        return " ".join(capsys.readouterr().out.split())
-
-    text = printed()
-    if not torch.cuda.is_available():
-        assert "How GEMMs run here (no GPU)" in text and "simulate quantizes by reference" in text
-        assert "fp8 8 simulated refused FP8 GEMMs in blocks need a GPU" in text
-    hopper = Machine((9, 0), "2.20.2", te_unavailable={"blockwise": "CUDA 12.9 is needed"})
-    monkeypatch.setattr(availability, "this_machine", lambda with_te: hopper)
-    text = printed()
-    assert "How GEMMs run here (compute capability 9.0)" in text
-    assert "fp8 8 simulated refused CUDA 12.9 is needed" in text
-    assert "bf16 16 native native as Megatron runs it" in text
+    command = recommended_command(machine)
+    assert command.endswith(f"--transformer-impl {implementation} --snip --snip-formats {formats}")
+    assert ("--cpu" in command) == (machine.capability is None)
 
 
 def test_patches_without_megatron_training_are_unusable(

@@ -112,8 +112,11 @@ def test_the_first_word_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ("words", "text"),
     [
         (["none.py"], "cannot find the script 'none.py'"),
-        (["--cpu"], "--cpu wants a script"),
-        (["nonsense"], "invalid choice: 'nonsense'"),
+        (["--cpu"], "--cpu needs a script"),
+        (["nonsense"], "unknown command 'nonsense'; commands are train, plan"),
+        (["plna", "x"], "unknown command 'plna' (did you mean 'plan'?)"),
+        (["--verison"], "unknown flag '--verison' (did you mean '--version'?)"),
+        (["train", "--snip-efficency-target", "1"], "did you mean '--snip-efficiency-target'?"),
     ],
 )
 def test_bad_command_lines_are_one_line(

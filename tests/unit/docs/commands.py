@@ -15,8 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_snip.__main__ import build_parser
-from megatron_snip.cli.command import COMMANDS
+from megatron_snip.cli.commands import COMMANDS, build_parser
 from megatron_snip.cli.train import read_settings
 from megatron_snip.config import make_config
 from megatron_snip.errors import UsageError
