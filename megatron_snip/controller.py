@@ -234,7 +234,7 @@ class SnipController:
         """All ranks: run the forward-backward; return its results and whether it ran once only."""
         if self._guard is not None and self._guard.is_watching:
             return self._train_watched(iteration, training, self._guard)
-        self.model.runtime.begin_pass(iteration - 1)
+        self.model.runtime.begin_pass(iteration)
         results = training.run()
         if self._guard is not None:
             self._guard.start_loss(results)
@@ -322,7 +322,7 @@ class SnipController:
 
         def run(plan: PrecisionPlan) -> Results:
             self.model.apply(plan.linears)
-            self.model.runtime.begin_pass(iteration - 1)
+            self.model.runtime.begin_pass(iteration)
             return training.run()
 
         def clear() -> None:

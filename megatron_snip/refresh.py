@@ -172,7 +172,7 @@ class Refresher:
         except RemoteFailure as failure:
             self._failure = self._failure or str(failure)
             return run()[0]
-        settings = MeasureSettings(tuple(formats), iteration - 1, self._seed, names)
+        settings = MeasureSettings(tuple(formats), iteration, self._seed, names)
         observer = StepObserver(settings, self._topology, sensitivities, self._dispatch.parts)
         with self._dispatch.counting(), self._model.runtime.observed_by(observer):
             results, ran_once = run()

@@ -113,7 +113,13 @@ def attach(
     state = resumed_state(session.loaded, int(getattr(args, "iteration", 0) or 0), topology)
     writers = make_writers(config, args, topology)
     session.controller = SnipController(
-        config, model, optimizer, writers=writers, state=state, topology=topology
+        config,
+        model,
+        optimizer,
+        seed=int(args.seed),
+        writers=writers,
+        state=state,
+        topology=topology,
     )
     session.metrics = StepMetrics(topology)
     if topology.rank == 0:
