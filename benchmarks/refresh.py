@@ -59,7 +59,9 @@ def iterate(lab: Lab, config: SnipConfig | None = None, part: int = 0) -> None:
         names = frozenset(linear.name for linear in linears[part % stride :: stride])
         table = lab.observed(arguments, config, names)
         lowest = config.lowest_format
-        quality = QualitySettings(config.options, lowest, config.loss_divergence, config.weight_lambda)
+        quality = QualitySettings(
+            config.options, lowest, config.loss_divergence, config.weight_lambda
+        )
         planning_problem(divergence_table(table, quality, warn=False), lowest, 0.75)
     lab.state.optimizer.step()
     lab.step += 1
