@@ -3,8 +3,8 @@
     python docs/flags_page.py            print the page
     python docs/flags_page.py --write    write docs/flags.md
 
-The settings come from `SnipConfig` and `TrainFields`, whose field docstrings are the help. The flags
-of a subcommand come from its module.
+Settings come from `SnipConfig` and `TrainFields`, whose field docstrings are the help. The flags of a
+subcommand come from its module.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SCRIPT = """\
 TRAIN = """\
 ## megatron-snip train
 
-Keys of `--config FILE` are the names of the flags with underscores; SNIP's settings are below `snip:`.
+The keys of `--config FILE` are the flags with underscores; SNIP's settings are below `snip:`.
 `@FILE` inserts the flags in a file, for example the arguments of a Megatron-LM script.
 """
 

@@ -1,4 +1,4 @@
-"""The commands in README and docs: `megatron-snip` commands are run, the words of others checked."""
+"""Commands in README and docs: those of `megatron-snip` are run, the words of others checked."""
 
 from __future__ import annotations
 
