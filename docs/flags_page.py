@@ -3,8 +3,8 @@
     python docs/flags_page.py            print the page
     python docs/flags_page.py --write    write docs/flags.md
 
-Settings come from `SnipConfig` and `TrainFields`, whose field docstrings are the help. The flags of a
-subcommand come from its module.
+Settings come from `SnipConfig` and `TrainFields`, whose field docstrings are the help. The flags of
+a subcommand come from its module.
 """
 
 from __future__ import annotations
