@@ -217,7 +217,7 @@ class Lab:
         """
         topology, runtime = self.model.runtime.topology, self.model.runtime
         runtime.begin_pass(self.step + 1)
-        formats = tuple(name for name in snip.formats if name != "bf16")
+        formats = self.model.measured_formats(snip.named_formats)
         settings = MeasureSettings(formats, self.step + 1, SEED, names, all_tokens)
         sensitivities = gather_sensitivities(
             self.model.weights(names), self.state.optimizer, topology

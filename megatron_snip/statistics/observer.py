@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_snip.collectives import one_line, sum_over
-from megatron_snip.formats import get_format
+from megatron_snip.formats import Format
 from megatron_snip.quantizers import StreamKey, grad_output_stream, needs_tensor_amax
 from megatron_snip.statistics.measure import Operands, PartialSums, partial_sums, totals
 from megatron_snip.statistics.records import StatisticsTable
@@ -43,14 +43,14 @@ class MeasureSettings:
     """What a measurement observes.
 
     Attributes:
-        formats: names of the quantized formats on offer.
+        formats: how operands are quantized under each format name that a plan may use.
         iteration: Megatron's, 1-based.
         seed: the run's seed.
         names: linears to observe; None observes all.
         all_tokens: measure all tokens and not a sample (benchmarks).
     """
 
-    formats: tuple[str, ...]
+    formats: Mapping[str, Format]
     iteration: int
     seed: int
     names: frozenset[str] | None = None
@@ -132,7 +132,7 @@ class StepObserver:
         self._topology = topology
         self._sensitivities = sensitivities
         self._token_parts = token_parts
-        self._needs_amax = any(needs_tensor_amax(get_format(n)) for n in settings.formats)
+        self._needs_amax = any(map(needs_tensor_amax, settings.formats.values()))
         self._num_forwards: dict[str, int] = defaultdict(int)
         self._sums: dict[str, Tensor] = {}
         self._seen: set[str] = set()
@@ -224,7 +224,7 @@ class StepObserver:
     def _choose(self, part: TokenPart, microbatch: int) -> _Sample:
         """Choose tokens by (seed, iteration, microbatch) alone, so in all layouts alike."""
         s, num_tokens = self._settings, len(part.rows)
-        tile = max((get_format(name).tile for name in s.formats), default=1)
+        tile = max((fmt.tile for fmt in s.formats.values()), default=1)
         wanted = min(max(num_tokens // SAMPLED_SHARE, LEAST_TOKENS), MOST_TOKENS)
         num_tiles, num_chosen = math.ceil(num_tokens / tile), math.ceil(wanted / tile)
         single = runs = torch.arange(num_tokens)

@@ -7,7 +7,7 @@ the loss of a microbatch by their number itself, but not by data ranks and loss 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ _OF_GRADIENTS = frozenset(
 """Columns that go with the square of G."""
 
 
-def table_columns(formats: Sequence[str]) -> list[str]:
+def table_columns(formats: Iterable[str]) -> list[str]:
     """Return the names of the table's columns; those of a format are `format.column`."""
     return [*BASE_COLUMNS, *(f"{name}.{column}" for name in formats for column in FORMAT_COLUMNS)]
 
@@ -42,7 +42,7 @@ def table_columns(formats: Sequence[str]) -> list[str]:
 def reduce_sums(
     sums: Mapping[str, Tensor],
     failure: str | None,
-    formats: tuple[str, ...],
+    formats: Iterable[str],
     iteration: int,
     linears: Sequence[LinearInfo],
     grad_scale: float,
@@ -98,7 +98,7 @@ def _fill(table: Tensor, sums: Mapping[str, Tensor], linears: Sequence[LinearInf
 def _linear(
     info: LinearInfo,
     row: Mapping[str, float],
-    formats: Sequence[str],
+    formats: Iterable[str],
     grad_scale: float,
     batch_tokens: float,
 ) -> LinearStatistics:
