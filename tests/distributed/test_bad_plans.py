@@ -16,7 +16,7 @@ WORKERS = "tests.distributed.workers.bad_plans"
 @pytest.fixture(scope="module")
 def bad_plans() -> list[dict[str, Any]]:
     layouts = {"tp": LAYOUTS["tp"], "dp": LAYOUTS["dp"]}
-    return run_ranks(2, f"{WORKERS}:bad_plans", {"layouts": layouts}, timeout_s=200)
+    return run_ranks(2, f"{WORKERS}:bad_plans", {"layouts": layouts})
 
 
 @pytest.mark.parametrize("name", ["tp", "dp"])
@@ -39,7 +39,7 @@ def test_a_plan_that_breaks_a_step_leaves_no_trace(
 
 @pytest.fixture(scope="module")
 def again() -> list[dict[str, Any]]:
-    return run_ranks(2, f"{WORKERS}:asked_again", {"values": LAYOUTS["pp"]}, timeout_s=120)
+    return run_ranks(2, f"{WORKERS}:asked_again", {"values": LAYOUTS["pp"]})
 
 
 def test_the_step_after_measures_anew_and_a_refused_plan_is_not_taken_twice(
@@ -58,7 +58,7 @@ def test_the_step_after_measures_anew_and_a_refused_plan_is_not_taken_twice(
 
 def test_a_plan_that_spoils_the_weights_goes_and_training_recovers() -> None:
     arguments = {"values": {"train_iters": 110}, "steps": 110}
-    for result in run_ranks(1, f"{WORKERS}:poisoned", arguments, timeout_s=280):
+    for result in run_ranks(1, f"{WORKERS}:poisoned", arguments):
         kinds = [kind for _, kind, _ in result["events"]]
         assert kinds.count("reverted") == 1
         fell = next(step for step, kind, _ in result["events"] if kind == "reverted")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megatron_snip.trainer.checkpoint import checkpoint_path
-from tests.distributed.launch import run_ranks, slowness
+from tests.distributed.launch import run_ranks
 from tests.distributed.test_trainer import (
     DROPOUT,
     OVERLAP,
@@ -30,8 +30,6 @@ from tests.distributed.test_trainer import (
     command,
     run_command,
 )
-
-pytestmark = pytest.mark.timeout(60 + 150 * slowness())
 
 ITERATIONS = 6
 STOP = 3
@@ -92,7 +90,7 @@ def two_ranks(folder: Path) -> Results:
     for name, (before, after) in OTHER_LAYOUT.items():
         runs |= runs_of(name, before, after, folder)
     function = "tests.distributed.workers.checkpoints:run_all"
-    return run_ranks(2, function, {"runs": runs}, timeout_s=140)
+    return run_ranks(2, function, {"runs": runs})
 
 
 @pytest.mark.parametrize("name", SAME_LAYOUT)

@@ -30,7 +30,7 @@ REASONS = {
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     arguments = {"layout_values": TP, "folder": str(tmp_path_factory.mktemp("faults"))}
-    return run_ranks(2, f"{WORKERS}:solver_faults", arguments, timeout_s=200)
+    return run_ranks(2, f"{WORKERS}:solver_faults", arguments)
 
 
 @pytest.mark.parametrize("fault", REASONS)
@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cycles(folder: Path) -> list[dict[str, Any]]:
     arguments = {"layout_values": TP, "folder": str(folder)}
-    return run_ranks(2, f"{WORKERS}:cycles", arguments, timeout_s=200)
+    return run_ranks(2, f"{WORKERS}:cycles", arguments)
 
 
 def test_plans_are_applied_lag_steps_after_they_were_measured(cycles: list[dict[str, Any]]) -> None:
@@ -149,7 +149,7 @@ def test_the_run_directory_holds_what_was_decided(
 
 def test_what_cannot_work_is_refused_on_every_rank(tmp_path: Path) -> None:
     arguments = {"layout_values": TP, "folder": str(tmp_path)}
-    first, second = run_ranks(2, f"{WORKERS}:refusals", arguments, timeout_s=200)
+    first, second = run_ranks(2, f"{WORKERS}:refusals", arguments)
     assert first == second
     wanted = {
         "policy": "unknown policy 'clever'; known: snip",

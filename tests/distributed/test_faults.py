@@ -54,7 +54,7 @@ def phases(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "layouts": {**LAYOUTS, "ep": EXPERTS},
         "folder": str(tmp_path_factory.mktemp("two")),
     }
-    return run_ranks(2, f"{WORKERS}:every_phase", arguments, timeout_s=280)
+    return run_ranks(2, f"{WORKERS}:every_phase", arguments)
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, "ep"])
@@ -120,7 +120,7 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]
     folder = str(tmp_path_factory.mktemp("four"))
     only = {name: list(PHASES) for name in FOUR_RANKS}
     arguments = {"layouts": FOUR_RANKS, "folder": folder, "only": only}
-    return run_ranks(4, f"{WORKERS}:every_phase", arguments, timeout_s=280)
+    return run_ranks(4, f"{WORKERS}:every_phase", arguments)
 
 
 @pytest.mark.parametrize("name", FOUR_RANKS)

@@ -57,13 +57,13 @@ def check(result: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     arguments = {"layouts": ONE, "folder": str(tmp_path_factory.mktemp("one"))}
-    return run_ranks(1, WORKER, arguments, timeout_s=200)
+    return run_ranks(1, WORKER, arguments)
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     arguments = {"layouts": TWO, "folder": str(tmp_path_factory.mktemp("two"))}
-    return run_ranks(2, WORKER, arguments, timeout_s=280)
+    return run_ranks(2, WORKER, arguments)
 
 
 @pytest.mark.parametrize("name", ONE)

@@ -58,7 +58,7 @@ SIGNED = "first"
 @pytest.fixture(scope="module")
 def reference() -> dict[str, Any]:
     layouts = {**ONE, "tied": {"untie_embeddings_and_output_weights": False}}
-    return run_ranks(1, WORKER, {"layouts": layouts}, timeout_s=240)[0]
+    return run_ranks(1, WORKER, {"layouts": layouts})[0]
 
 
 def check(result: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -125,7 +125,7 @@ def test_recomputing_activations_changes_nothing(reference: dict[str, Any], name
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[dict[str, Any]]:
-    return run_ranks(2, WORKER, {"layouts": TWO}, timeout_s=280)
+    return run_ranks(2, WORKER, {"layouts": TWO})
 
 
 @pytest.mark.parametrize("name", TWO)
@@ -151,7 +151,7 @@ def test_stages_are_the_pipelines(two_ranks: list[dict[str, Any]]) -> None:
 
 @pytest.fixture(scope="module")
 def four_ranks() -> list[dict[str, Any]]:
-    return run_ranks(4, WORKER, {"layouts": FOUR}, timeout_s=280)
+    return run_ranks(4, WORKER, {"layouts": FOUR})
 
 
 @pytest.mark.parametrize("name", FOUR)

@@ -37,17 +37,17 @@ RTOL = 1e-3
 
 @pytest.fixture(scope="module")
 def one_rank() -> dict[str, Any]:
-    return run_ranks(1, WORKER, {"layouts": ONE}, timeout_s=200)[0]
+    return run_ranks(1, WORKER, {"layouts": ONE})[0]
 
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[dict[str, Any]]:
-    return run_ranks(2, WORKER, {"layouts": TWO}, timeout_s=280)
+    return run_ranks(2, WORKER, {"layouts": TWO})
 
 
 @pytest.fixture(scope="module")
 def four_ranks() -> list[dict[str, Any]]:
-    return run_ranks(4, WORKER, {"layouts": FOUR}, timeout_s=280)
+    return run_ranks(4, WORKER, {"layouts": FOUR})
 
 
 def check(result: dict[str, Any], wanted: dict[str, Any]) -> None:
