@@ -20,7 +20,7 @@ LAYOUTS = {
 TOLERANCE = {"gated bf16": 2.0**-7}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_gemms_are_those_of_the_dequantized_operands(ranks: int) -> None:
     for result in run_ranks(ranks, f"{WORKERS}:quantized_linears"):
         for case, options in result.items():

@@ -113,18 +113,21 @@ def assert_same_model(per_rank: list[Results], reference: Results) -> None:
         assert all(other[name]["losses"] == result["losses"] for other in per_rank)
 
 
+@pytest.mark.slow
 def test_every_layout_of_two_ranks_trains_the_same_model(
     two_ranks: list[Results], reference: Results
 ) -> None:
     assert_same_model(two_ranks, reference)
 
 
+@pytest.mark.slow
 def test_every_layout_of_four_ranks_trains_the_same_model(
     reference: Results, tmp_path: Path
 ) -> None:
     assert_same_model(train_layouts(4, LAYOUTS[4], tmp_path), reference)
 
 
+@pytest.mark.slow
 def test_recomputing_and_running_again_change_no_bit(two_ranks: list[Results]) -> None:
     for results in two_ranks:
         noisy = results["noisy"]
@@ -133,6 +136,7 @@ def test_recomputing_and_running_again_change_no_bit(two_ranks: list[Results]) -
         assert results["noisy other seed"]["weights"] != noisy["weights"]
 
 
+@pytest.mark.slow
 def test_a_pipeline_repeats_its_losses(tmp_path: Path) -> None:
     """gloo sends a stage's output after `isend` returns, so Megatron must not free it before."""
     short = {**DROPOUT, "bf16": True, "train_iters": 2, "eval_iters": 0}
@@ -212,6 +216,7 @@ if "RANK" in os.environ:
 """
 
 
+@pytest.mark.slow
 def test_a_crash_shows_the_traceback_of_the_first_failing_rank(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(CRASH_ON_RANK_1)
     done = run_command(command(tmp_path / "run"), tmp_path)
@@ -232,6 +237,7 @@ def test_input_that_a_rank_refuses_is_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_nan_loss_ends_the_run_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(NAN_AT_3)
     save = tmp_path / "checkpoints"
@@ -279,6 +285,7 @@ def assert_all_gone(processes: list[int]) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_ranks_listen_on_the_loopback_interface_only(tmp_path: Path) -> None:
     with training(command(tmp_path / "run", train_iters=5000), tmp_path) as front:
         processes = [front.pid, *descendants(front.pid)]
@@ -298,6 +305,7 @@ def test_ranks_listen_on_the_loopback_interface_only(tmp_path: Path) -> None:
     assert_all_gone(processes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", [False, True])
 def test_a_stopped_rank_does_not_hold_up_the_end(tmp_path: Path, save: bool) -> None:
     values = {"save": str(tmp_path / "checkpoints")} if save else {}
@@ -317,6 +325,7 @@ def rank_of(process: int) -> str | None:
     return next((v.removeprefix("RANK=") for v in variables if v.startswith("RANK=")), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_the_same_command_resumes(
     tmp_path: Path, number: signal.Signals
@@ -349,6 +358,7 @@ def test_a_signal_saves_and_the_same_command_resumes(
     ]
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path) -> None:
     save = tmp_path / "checkpoints"
     words = command(tmp_path / "run", train_iters=5000, save=str(save))
