@@ -34,7 +34,11 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.lab import Lab, on_gpu, open_lab
 from benchmarks.machine import RESULTS, write_result
 from megatron_snip.config import SnipConfig
-from megatron_snip.divergence.quality import QualitySettings, divergence_table, planning_problem
+from megatron_snip.divergence.quality_loss import (
+    QualitySettings,
+    divergence_table,
+    planning_problem,
+)
 
 SHAPES = {
     "small": {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 512, "seq_length": 256},

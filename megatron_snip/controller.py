@@ -22,7 +22,7 @@ import torch
 
 from megatron_snip.collectives import RemoteFailure, attempt
 from megatron_snip.config import SnipConfig
-from megatron_snip.divergence.quality import unmeasured_problem
+from megatron_snip.divergence.quality_loss import unmeasured_problem
 from megatron_snip.errors import PlanningError, UsageError
 from megatron_snip.formats import get_format, lowest_precision
 from megatron_snip.guard import Guard, GuardState

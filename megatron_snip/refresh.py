@@ -13,7 +13,11 @@ from typing import Any
 
 from megatron_snip.collectives import RemoteFailure, any_rank
 from megatron_snip.config import SnipConfig
-from megatron_snip.divergence.quality import QualitySettings, divergence_table, planning_problem
+from megatron_snip.divergence.quality_loss import (
+    QualitySettings,
+    divergence_table,
+    planning_problem,
+)
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.moe_dispatch import ExpertDispatch
 from megatron_snip.linears.step_loss import StepLoss

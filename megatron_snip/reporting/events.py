@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
-from megatron_snip.divergence.quality import DivergenceTable
+from megatron_snip.divergence.quality_loss import DivergenceTable
 from megatron_snip.log import warn_once
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.problem import PlanningProblem

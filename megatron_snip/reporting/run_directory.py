@@ -40,7 +40,7 @@ from typing import IO, Any
 import yaml
 
 from megatron_snip.directory import DirectoryLock
-from megatron_snip.divergence.quality import divergences_dict
+from megatron_snip.divergence.quality_loss import divergences_dict
 from megatron_snip.files import write_atomic
 from megatron_snip.planning.plan import write_plan
 from megatron_snip.planning.problem import write_problem

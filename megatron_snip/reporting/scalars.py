@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from megatron_snip.divergence.quality import DivergenceTable
+from megatron_snip.divergence.quality_loss import DivergenceTable
 from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, PlanApplied
 
 _METRIC_NAMES = {"loss": "1_loss", "lowest_precision_fraction": "2_lowest_precision_share"}

@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from megatron_snip.divergence.quality import divergences_dict
+from megatron_snip.divergence.quality_loss import divergences_dict
 from megatron_snip.errors import UsageError
 from megatron_snip.log import warn_once
 from megatron_snip.planning.plan import PrecisionPlan

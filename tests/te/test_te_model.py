@@ -162,7 +162,14 @@ def frozen(model: Any, folder: Path, option: str, **settings: Any) -> SnipContro
     ("capability", "formats", "option", "changed", "recipe", "text"),
     [
         (BLACKWELL, ("fp8", "fp4"), "fp4", "fp4", "nvfp4", None),
-        (HOPPER, ("bf16", "fp8"), "fp4", "fp8", "blockwise", "fp8 instead of fp4 for 8 linears"),
+        (
+            HOPPER,
+            ("bf16", "fp8"),
+            "fp4",
+            "fp8",
+            "blockwise",
+            "linears run fp8 instead of fp4",
+        ),
         (BLACKWELL, ("mxfp8", "nvfp4"), "fp8", "fp8", "mxfp8", "fp8 runs as mxfp8"),
     ],
 )

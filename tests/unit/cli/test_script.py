@@ -93,8 +93,8 @@ def test_the_script_runs_as_main_with_its_own_path_and_arguments(
 
 def test_a_missing_seam_is_one_line(checkout: Path) -> None:
     done = run("pretrain.py", "--snip", cwd=checkout)
-    assert done.returncode == 1
-    assert done.stderr.startswith("megatron-snip: cannot import megatron.training.training")
+    assert done.returncode == 2
+    assert "megatron.training" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 

@@ -11,7 +11,11 @@ import pytest
 from megatron_snip.__main__ import main
 from megatron_snip.cli.stats import FIELDS
 from megatron_snip.config import SnipConfig
-from megatron_snip.divergence.quality import QualitySettings, divergence_table, divergences_dict
+from megatron_snip.divergence.quality_loss import (
+    QualitySettings,
+    divergence_table,
+    divergences_dict,
+)
 from tests.unit.divergence.build import linear, table
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_snip.config import LossDivergence
-from megatron_snip.divergence.quality import (
+from megatron_snip.divergence.quality_loss import (
     QualitySettings,
     divergence_table,
     divergences_dict,
@@ -210,10 +210,10 @@ def test_a_weight_divergence_that_does_not_count_forbids_nothing() -> None:
 
 def test_of_formats_with_as_few_bits_the_first_is_the_lowest() -> None:
     rows = [
-        linear(i, fp8=errors(1.0), fp4=errors(4.0 + i), fp4_rht=errors(2.0), nvfp4=errors(3.0))
+        linear(i, fp8=errors(1.0), fp4=errors(4.0 + i), mxfp4=errors(2.0), nvfp4=errors(3.0))
         for i in (0, 1)
     ]
-    found = divergence_table(table(*rows), settings(("fp8", "fp4", "fp4_rht", "nvfp4")))
+    found = divergence_table(table(*rows), settings(("fp8", "fp4", "mxfp4", "nvfp4")))
     assert found.of_lowest() == [one.options[FP4] for one in found.linears]
     by_gemm = QualitySettings((Option.parse("fp8-fp4-fp4"),), "fp4", "fisher", 0.1)
     (only, _) = divergence_table(table(*rows), by_gemm).linears

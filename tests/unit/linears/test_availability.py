@@ -17,11 +17,6 @@ from megatron_snip.linears.availability import (
     ExecutionMode,
     Machine,
     available_options,
-    nearest_option,
-    nearest_options,
-    option_changes,
-    option_refusals,
-    restrict_problem,
     support,
     te_recipe,
     te_refusal,
@@ -139,59 +134,3 @@ def test_a_lowest_precision_that_no_linear_runs_is_refused() -> None:
 
 def test_runs_that_only_measure_have_all_options() -> None:
     assert available([Linear(A, fp4="no", fp8="no")], collect_only=True).options == (FP8, FP4)
-
-
-def refusals(*linears: Any) -> dict[Option, dict[str, str]]:
-    return option_refusals(linears, (FP8, FP4), None)
-
-
-def test_a_problem_lists_what_each_linear_runs() -> None:
-    refused = refusals(Linear(A, fp4="no"), Linear(B, fp4="no", fp8="no"), Linear(C))
-    costs = {
-        str(o): {"quality_loss": i + 0.5, "saving": float(i)} for i, o in enumerate((FP8, FP4))
-    }
-    rows = [{"name": name, "flops": 2.0, "options": dict(costs)} for name in (A, B, C)]
-    restricted = restrict_problem({"target": 0.5, "linears": rows}, refused)
-    assert restricted == {
-        "target": 0.5,
-        "linears": [
-            {"name": A, "flops": 2.0, "options": {"fp8": costs["fp8"]}},
-            {"name": B, "flops": 2.0, "options": {"bf16": {"quality_loss": 0.0, "saving": 0.0}}},
-            {"name": C, "flops": 2.0, "options": costs},
-        ],
-    }
-    assert [list(row["options"]) for row in rows] == [["fp8", "fp4"]] * 3  # the input is unchanged
-
-
-def test_a_plan_of_another_machine_gets_the_nearest_options() -> None:
-    refused = refusals(Linear(A, fp4="no"), Linear(B), Linear(C, fp4="no", fp8="no"))
-    plan = dict.fromkeys((A, B, C), FP4)
-    nearest = nearest_options(plan, (BF16, FP8, FP4), refused)
-    assert nearest == {A: FP8, B: FP4, C: BF16}
-    assert option_changes(plan, nearest, refused) == [
-        "fp8 instead of fp4 for 1 linear: no",
-        "bf16 instead of fp4 for 1 linear: no",
-    ]
-    assert option_changes(plan, plan, refused) == []
-
-
-def test_the_nearest_option_has_the_fewest_bits_of_those_with_enough_per_gemm() -> None:
-    bits = {"bf16": 16, "fp8": 8, "fp4": 4}
-
-    def enough(new: Option, old: Option) -> bool:
-        return all(bits[a] >= bits[b] for a, b in zip(new.formats, old.formats, strict=True))
-
-    def total(option: Option) -> int:
-        return sum(bits[name] for name in option.formats)
-
-    for option in enumerate_options(("bf16", "fp8", "fp4"), "gemm"):
-        for candidates in ((FP8,), (BF16, FP8), (Option.parse("fp4-fp8-bf16"), FP8), ()):
-            chosen = nearest_option(option, candidates)
-            fits = [other for other in (*candidates, BF16) if enough(other, option)]
-            if option in candidates:
-                assert chosen == option
-            else:
-                assert chosen in fits and total(chosen) == min(map(total, fits))
-    assert nearest_option(FP4, (NVFP4, FP4)) == FP4
-    assert nearest_option(FP4, (NVFP4, MXFP8)) == NVFP4
-    assert nearest_option(MXFP8, (FP8, BF16)) == FP8

@@ -134,7 +134,7 @@ def test_an_unknown_key_in_the_file_names_the_file(
     file.write_text("intervals: 30\n")
     line = error_line(["--snip-config", str(file)], capsys)
     assert line.startswith("--snip-config: ") and str(file) in line
-    assert "unknown key 'intervals'; did you mean 'interval'?" in line
+    assert "unknown key 'intervals' (did you mean 'interval'?)" in line
 
 
 @pytest.mark.parametrize(
@@ -142,13 +142,13 @@ def test_an_unknown_key_in_the_file_names_the_file(
     [
         (
             ["--snip-intervall", "3"],
-            "unknown flag --snip-intervall; did you mean '--snip-interval'",
+            "unknown flag --snip-intervall (did you mean '--snip-interval'",
         ),
         (
             ["--snip-zzzzzzzzzzz=3"],
             "unknown flag --snip-zzzzzzzzzzz; --help lists the flags",
         ),
-        (["--snip-plan"], "unknown flag --snip-plan; did you mean '--snip-plan-file'?"),
+        (["--snip-plan"], "unknown flag --snip-plan (did you mean '--snip-plan-file'?)"),
         (["--no-snip-frezze"], "unknown flag --no-snip-frezze"),
         (["--snip-interval"], "argument --snip-interval: expected one argument"),
     ],

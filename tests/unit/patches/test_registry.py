@@ -210,7 +210,7 @@ def test_a_typo_ends_in_one_line_with_status_2(
         install_for(["--snip", "--snip-intervall", "9"])
     assert end.value.code == 2
     assert capsys.readouterr().err.splitlines() == [
-        "megatron-snip: error: unknown flag --snip-intervall; did you mean '--snip-interval'?"
+        "megatron-snip: error: unknown flag --snip-intervall (did you mean '--snip-interval'?)"
     ]
     assert with_state(of_process, "installed") == set()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.divergence.quality import (
+from megatron_snip.divergence.quality_loss import (
     DivergenceTable,
     LinearDivergence,
     OptionDivergence,

@@ -16,9 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_snip.config import LossDivergence
-from megatron_snip.divergence.local_error import absolute_error, relative_error
-from megatron_snip.divergence.loss import loss_divergence
-from megatron_snip.divergence.weight import fprop_scale, weight_divergence
+from megatron_snip.divergence.divergence import (
+    absolute_error,
+    fprop_scale,
+    loss_divergence,
+    relative_error,
+    weight_divergence,
+)
 from megatron_snip.formats import lowest_precision
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
@@ -37,7 +41,7 @@ class QualitySettings:
     Attributes:
         options: what every linear may choose.
         lowest_format: the lowest precision among the formats.
-        loss_estimator: see divergence/loss.py.
+        loss_estimator: see divergence.py.
         weight_lambda: lambda.
     """
 
@@ -52,8 +56,8 @@ class OptionDivergence:
     """Divergences of one option at one linear; NaN where a value could not be measured.
 
     Attributes:
-        loss_divergence: sensitivity of the loss, in units of the loss (divergence/loss.py).
-        weight_divergence: change of the next updates, relative to them (divergence/weight.py).
+        loss_divergence: sensitivity of the loss, in units of the loss (divergence.py).
+        weight_divergence: change of the next updates, relative to them (divergence.py).
         quality_loss: Q, or None if the option is forbidden.
         abs_error: the min-abs-err baseline's measure.
         rel_error: the min-rel-err baseline's measure.
