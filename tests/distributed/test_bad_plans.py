@@ -42,6 +42,7 @@ def again() -> list[dict[str, Any]]:
     return run_ranks(2, f"{WORKERS}:asked_again", {"values": LAYOUTS["pp"]})
 
 
+@pytest.mark.slow
 def test_the_step_after_measures_anew_and_a_refused_plan_is_not_taken_twice(
     again: list[dict[str, Any]],
 ) -> None:

@@ -69,6 +69,7 @@ def two_ranks(
     return run_ranks(2, WORKER, arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE)
 def test_refreshes_leave_no_trace_on_one_rank(one_rank: list[dict[str, Any]], name: str) -> None:
     check(one_rank[0][name])
@@ -80,6 +81,7 @@ def test_refreshes_leave_no_trace_on_two_ranks(two_ranks: list[dict[str, Any]], 
         check(result[name])
 
 
+@pytest.mark.slow
 def test_dropout_draws_differ_where_they_should(one_rank: list[dict[str, Any]]) -> None:
     """Recompute replays the same masks, so it is the same training; a new step draws new ones."""
     plain, recomputed = one_rank[0]["plain"]["without"], one_rank[0]["full recompute"]["without"]

@@ -13,6 +13,8 @@ import pytest
 from tests.distributed.launch import run_ranks
 from tests.distributed.test_invariance import check
 
+pytestmark = pytest.mark.slow
+
 LAYOUT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 WORDS = {"fp8": "mxfp8", "fp4": "nvfp4", "bf16": "bf16"}
 """What runs on a Blackwell GPU."""
