@@ -59,6 +59,9 @@ BASE: dict[str, Any] = {
 }
 """A model that one core trains in minutes; a microbatch is 1024 byte tokens."""
 
+SEED = 0
+"""Of stochastic rounding and sampled tokens."""
+
 
 @dataclass
 class Lab:
@@ -88,8 +91,8 @@ class Lab:
         self.model.apply(self._assignment(options))
         losses = []
         for _ in range(steps):
-            self.model.runtime.begin_pass(self.step)
             self.step += 1
+            self.model.runtime.begin_pass(self.step)
             samples, hook = self.datasets.train, PlainTraining()
             metrics = train_step(self.step, self.config, self.state, samples, hook)
             losses.append(metrics["loss"])
@@ -144,7 +147,7 @@ class Lab:
         """Return the mean loss and each linear's gradient of it, FP64."""
         self.model.apply(self._assignment(options))
         self.state.zero_gradients()
-        self.model.runtime.begin_pass(self.step)
+        self.model.runtime.begin_pass(self.step + 1)
         reports = self._run(batches, forward_only=False)
         found = {
             p.name: p.weights[0].main_grad.double().clone()  # type: ignore[attr-defined]
@@ -213,9 +216,9 @@ class Lab:
             all_tokens: measure all tokens and not a sample.
         """
         topology, runtime = self.model.runtime.topology, self.model.runtime
-        runtime.begin_pass(self.step)
-        formats = tuple(name for name in snip.formats if name != "bf16")
-        settings = MeasureSettings(formats, self.step, snip.seed, names, all_tokens)
+        runtime.begin_pass(self.step + 1)
+        formats = self.model.measured_formats(snip.named_formats)
+        settings = MeasureSettings(formats, self.step + 1, SEED, names, all_tokens)
         sensitivities = gather_sensitivities(
             self.model.weights(names), self.state.optimizer, topology
         )
@@ -299,7 +302,7 @@ def open_lab(values: Mapping[str, Any]) -> Iterator[Lab]:
         stack.callback(destroy_parallel_state)
         state = build_training_state(config, 1)
         datasets = build_datasets(config, None)
-        model = PlannedModel(list(state.model), current_topology(), config.snip.seed)
+        model = PlannedModel(list(state.model), current_topology(), SEED)
         model.install()
         stack.callback(model.uninstall)
         yield Lab(config, state, datasets, model)

@@ -55,7 +55,7 @@ def iterate(lab: Lab, config: SnipConfig | None = None, part: int = 0) -> None:
     arguments = lab.state.arguments(iter(batches))
     lab.state.zero_gradients()
     if config is None:
-        lab.model.runtime.begin_pass(lab.step)
+        lab.model.runtime.begin_pass(lab.step + 1)
         lab.state.function(**arguments)
     else:
         linears = lab.model.all_linears
@@ -63,7 +63,9 @@ def iterate(lab: Lab, config: SnipConfig | None = None, part: int = 0) -> None:
         names = frozenset(linear.name for linear in linears[part % stride :: stride])
         table = lab.observed(arguments, config, names)
         lowest = config.lowest_format
-        quality = QualitySettings(config.options, lowest, config.loss_join, config.weight_lambda)
+        quality = QualitySettings(
+            config.options, lowest, config.loss_divergence, config.weight_lambda
+        )
         planning_problem(divergence_table(table, quality, warn=False), lowest, 0.75)
     lab.state.optimizer.step()
     lab.step += 1

@@ -29,6 +29,10 @@ Backend = Literal["auto", "simulate", "te"]
 LossDivergence = Literal["fisher", "first_plus_fisher"]
 PipelineBalance = Literal["none", "stage", "bottleneck"]
 
+AUTO = "auto"
+SIMULATED_FORMATS = ("fp8", "fp4")
+"""What `auto` means where GEMMs are simulated."""
+
 
 class _Section(BaseModel):
     """Base of a group of fields: frozen, unknown keys refused, field docstrings are the help."""
@@ -91,9 +95,10 @@ class PlanFields(_Section):
     efficiency_target: Fraction = 0.75
     """Smallest share of the linears' FLOPs in the lowest precision among the formats, 0 to 1."""
 
-    formats: tuple[str, ...] = ("fp8", "fp4")
+    formats: tuple[str, ...] = (AUTO,)
     """Formats that a plan may use, comma separated. The one with the fewest bits is the lowest
-    precision; formats with equally many bits count alike."""
+    precision; formats with equally many bits count alike. `auto`: fp8,fp4 where GEMMs are
+    simulated, bf16,fp8 on Hopper and bf16,fp8,fp4 on Blackwell with Transformer Engine."""
 
     granularity: Granularity = "linear"
     """`linear`: one format per linear (the paper's). `gemm`: fprop, dgrad and wgrad choose
@@ -157,7 +162,9 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
     @model_validator(mode="after")
     def _check_together(self) -> SnipConfig:
         with naming_field("formats"):
-            lowest_precision(self.formats)
+            if AUTO in self.formats and len(self.formats) > 1:
+                raise UsageError(f"'{AUTO}' stands alone; drop it or the other formats")
+            lowest_precision(self.named_formats)
         with naming_field("pins"):
             for pin in self.pins:
                 glob, sep, option = pin.rpartition("=")
@@ -180,20 +187,25 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
         return self
 
     @property
+    def named_formats(self) -> tuple[str, ...]:
+        """The formats; for `auto`, which a model's backend resolves, those of simulation."""
+        return SIMULATED_FORMATS if self.formats == (AUTO,) else self.formats
+
+    @property
     def options(self) -> tuple[Option, ...]:
         """What every linear may choose from, highest precision first."""
-        return enumerate_options(self.formats, self.granularity)
+        return enumerate_options(self.named_formats, self.granularity)
 
     @property
     def lowest_format(self) -> str:
-        """Name of the lowest precision on offer: what `efficiency_target` counts."""
-        return lowest_precision(self.formats).name
+        """Name of the lowest precision among the formats: what `efficiency_target` counts."""
+        return lowest_precision(self.named_formats).name
 
     @property
     def lowest_formats(self) -> str:
-        """All formats on offer that count towards the target, for people: `fp4`, `fp4/nvfp4`."""
+        """All formats that count towards the target, for people: `fp4`, `fp4/nvfp4`."""
         bits = get_format(self.lowest_format).bits
-        return "/".join(n for n in dict.fromkeys(self.formats) if get_format(n).bits == bits)
+        return "/".join(n for n in dict.fromkeys(self.named_formats) if get_format(n).bits == bits)
 
     @property
     def pin_pairs(self) -> tuple[tuple[str, Option], ...]:

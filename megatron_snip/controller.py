@@ -26,7 +26,11 @@ from megatron_snip.divergence.quality_loss import unmeasured_problem
 from megatron_snip.errors import PlanningError, UsageError
 from megatron_snip.formats import get_format, lowest_precision
 from megatron_snip.guard import Guard, GuardState
-from megatron_snip.linears.availability import approximations, available_options, option_refusals
+from megatron_snip.linears.availability import (
+    available_options,
+    option_refusals,
+    resolve_formats,
+)
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.precision_log import precision_table
@@ -111,6 +115,7 @@ class SnipController:
                 lowest precision among the formats.
         """
         topology = current_topology() if topology is None else topology
+        config = resolve_formats(config, model, topology.control)
         self.config = config
         self.model = PlannedModel(model, topology, seed, config.backend)
         self.history: list[tuple[int, str]] = [] if state is None else list(state.history)
@@ -125,8 +130,6 @@ class SnipController:
         self._available = available_options(self.model, config)
         for text in self._available.warnings:
             self._warn(text)
-        for text in self._available.notes:
-            self._log(text)
         self.plan = self._first_plan(None if state is None else state.plan, seed)
         settings = PlanSettings.from_config(config, seed)
         if not (self._is_rank_0 and self._schedule.replans):
@@ -172,7 +175,7 @@ class SnipController:
         part = self._schedule.part(iteration, wanted_at, may_begin=self._solve.pending is None)
         if part is None:
             return self._train(iteration, training)[0]
-        formats = [name for name in self._available_formats() if name != "bf16"]
+        formats = self.model.measured_formats(self._available_formats())
         results = self._refresher.measure(
             iteration, part, formats, training, lambda: self._train(iteration, training)
         )
@@ -234,7 +237,7 @@ class SnipController:
         """All ranks: run the forward-backward; return its results and whether it ran once only."""
         if self._guard is not None and self._guard.is_watching:
             return self._train_watched(iteration, training, self._guard)
-        self.model.runtime.begin_pass(iteration - 1)
+        self.model.runtime.begin_pass(iteration)
         results = training.run()
         if self._guard is not None:
             self._guard.start_loss(results)
@@ -322,7 +325,7 @@ class SnipController:
 
         def run(plan: PrecisionPlan) -> Results:
             self.model.apply(plan.linears)
-            self.model.runtime.begin_pass(iteration - 1)
+            self.model.runtime.begin_pass(iteration)
             return training.run()
 
         def clear() -> None:
@@ -389,8 +392,7 @@ class SnipController:
         adapted, changes = adapt_plan(
             plan, available, refusals, self._work, self.config.lowest_format
         )
-        others = [o for o in dict.fromkeys(adapted.linears.values()) if o not in available]
-        for text in (*approximations(self.model, others), *changes):
+        for text in changes:
             self._warn(f"{plan.label}: {text}")
         return adapted
 

@@ -8,7 +8,7 @@ after the last part      statistics -> divergences -> planning problem
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_snip.collectives import RemoteFailure, any_rank
@@ -18,6 +18,7 @@ from megatron_snip.divergence.quality_loss import (
     divergence_table,
     planning_problem,
 )
+from megatron_snip.formats import Format
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.moe_dispatch import ExpertDispatch
 from megatron_snip.linears.step_loss import StepLoss
@@ -149,7 +150,7 @@ class Refresher:
         self,
         iteration: int,
         part: int,
-        formats: Sequence[str],
+        formats: Mapping[str, Format],
         training: TrainingStep,
         run: Callable[[], tuple[Results, bool]],
     ) -> Results:
@@ -158,7 +159,7 @@ class Refresher:
         Args:
             iteration: the iteration.
             part: which part of the linears to measure.
-            formats: what to measure the errors of.
+            formats: how operands are quantized under each name.
             training: the iteration's forward-backward call.
             run: runs it; returns its results, and False if it had to run twice.
         """
@@ -172,7 +173,7 @@ class Refresher:
         except RemoteFailure as failure:
             self._failure = self._failure or str(failure)
             return run()[0]
-        settings = MeasureSettings(tuple(formats), iteration - 1, self._seed, names)
+        settings = MeasureSettings(formats, iteration, self._seed, names)
         observer = StepObserver(settings, self._topology, sensitivities, self._dispatch.parts)
         with self._dispatch.counting(), self._model.runtime.observed_by(observer):
             results, ran_once = run()

@@ -105,15 +105,23 @@ def attach(
         SnipError: on every rank, if the settings or the checkpoint's state do not fit the model.
     """
     from megatron_snip.controller import SnipController
+    from megatron_snip.linears.availability import resolve_formats
     from megatron_snip.linears.discovery import current_topology
     from megatron_snip.patches.train_step import StepMetrics
 
     check_modules(model)
     topology = current_topology()
+    config = resolve_formats(config, model, topology.control)
     state = resumed_state(session.loaded, int(getattr(args, "iteration", 0) or 0), topology)
     writers = make_writers(config, args, topology)
     session.controller = SnipController(
-        config, model, optimizer, writers=writers, state=state, topology=topology
+        config,
+        model,
+        optimizer,
+        seed=int(args.seed),
+        writers=writers,
+        state=state,
+        topology=topology,
     )
     session.metrics = StepMetrics(topology)
     if topology.rank == 0:

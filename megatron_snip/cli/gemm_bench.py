@@ -82,7 +82,8 @@ class _Bench:
         self.x = random(tokens, shape.in_features)  # [M, K]
         self.w = random(shape.out_features, shape.in_features)  # [N, K]
         self.g = random(tokens, shape.out_features)  # [M, N]
-        self.stream = StochasticStream(StreamKey(seed=0, linear=shape.names, step=0, microbatch=0))
+        key = StreamKey(seed=0, linear=shape.names, iteration=0, microbatch=0)
+        self.stream = StochasticStream(key)
         self.device = device
         self.budget_s = budget_s
 

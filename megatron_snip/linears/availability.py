@@ -3,7 +3,7 @@
     simulate   Megatron's own linears: operands quantized exactly as measured, multiplied in FP32
     te         Transformer Engine's linears under its own recipes, on tensor cores
 
-docs/backends.md has the table. Nothing is logged here: callers log the texts that are returned.
+docs/backends.md has the table. Callers log the texts that are returned.
 
 Sources: NVIDIA's compute capabilities (FP8 tensor cores from 8.9, block-scaled ones from 10.0);
 Transformer Engine 2.20's checks of recipes (`is_mxfp8_available` and the like).
@@ -12,8 +12,10 @@ Transformer Engine 2.20's checks of recipes (`is_mxfp8_available` and the like).
 from __future__ import annotations
 
 import importlib
+import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,16 +23,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron_snip.collectives import gather_json
-from megatron_snip.config import SnipConfig
+from megatron_snip.collectives import any_rank, gather_json
+from megatron_snip.config import AUTO, SIMULATED_FORMATS, SnipConfig
 from megatron_snip.errors import UnsupportedError
-from megatron_snip.formats import get_format
+from megatron_snip.formats import FORMATS, Format, ScaleType, get_format
+from megatron_snip.linears.te.modules import te_kind
 from megatron_snip.linears.te.recipe import TERecipe
 from megatron_snip.options import Option
 from megatron_snip.planning.planner import Refusals, reasons
 
 if TYPE_CHECKING:
     from megatron_snip.linears.model import AnyLinear, PlannedModel
+
+logger = logging.getLogger(__name__)
 
 _TE_CHECKS = {
     "blockwise": "is_fp8_block_scaling_available",
@@ -49,10 +54,6 @@ _PER_GEMM = (
 """What our quantizer factories need of Transformer Engine."""
 
 
-_NVFP4_DIFFERS = (
-    "weights share a scale per 16x16 block, not per 1x16 tile; wgrad's operands go through a "
-    "random Hadamard transform first"
-)
 _TE_RECIPES: dict[tuple[str, int | None], str] = {
     ("fp8", 9): "blockwise",
     ("fp8", 10): "mxfp8",
@@ -67,14 +68,22 @@ _TE_NEEDS = {
     "fp4": "NVFP4 GEMMs need a GPU of compute capability 10.0 or later",
     "nvfp4": "NVFP4 GEMMs need a GPU of compute capability 10.0 or later",
 }
-_TE_DIFFERS = {
-    ("fp8", "blockwise"): "the blockwise recipe: same tiles, scales rounded up to powers of two "
-    "(exact with NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 where all GEMMs are fp8)",
-    ("fp8", "mxfp8"): "MXFP8: 1x32 tiles, power-of-two scales",
-    ("fp4", "nvfp4"): f"NVFP4 in 1x16 tiles, not 1x128; {_NVFP4_DIFFERS}",
-    ("nvfp4", "nvfp4"): _NVFP4_DIFFERS,
+RECIPE_FORMATS: dict[str, Format] = {
+    "bf16": FORMATS["bf16"],
+    "blockwise": replace(FORMATS["fp8"], scale=ScaleType.E8M0),
+    "mxfp8": FORMATS["mxfp8"],
+    "nvfp4": replace(FORMATS["nvfp4"], weight_block=(16, 16), wgrad_hadamard=16),
 }
-"""(format, recipe) -> how the recipe differs from the format that is measured."""
+"""Transformer Engine's recipe -> how it quantizes; this is what is measured for it."""
+
+_RECIPE_TEXTS = {
+    "blockwise": "1x128 tiles, 128x128 weight blocks, power-of-two scales",
+    "mxfp8": "1x32 tiles, power-of-two scales",
+    "nvfp4": "1x16 tiles, 16x16 weight blocks, random Hadamard transform in wgrad",
+}
+
+_FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
+"""Transformer Engine's variable that gives the blockwise recipe FP32 scales."""
 
 
 class Backend(StrEnum):
@@ -88,11 +97,9 @@ class ExecutionMode(StrEnum):
     """How a GEMM runs."""
 
     NATIVE = "native"
-    """On tensor cores, in exactly the format that was measured."""
+    """On tensor cores."""
     SIMULATED = "simulated"
-    """Exact operands, multiplied in FP32: right results, no speed-up."""
-    APPROXIMATED = "approximated"
-    """On tensor cores, in a neighboring format."""
+    """Operands are quantized exactly and multiplied in FP32, without speed-up."""
     REFUSED = "refused"
 
 
@@ -197,10 +204,55 @@ def support(backend: Backend, fmt: str, machine: Machine) -> SupportEntry:
         return refused("Transformer Engine cannot be imported")
     if recipe in machine.te_unavailable:
         return refused(machine.te_unavailable[recipe])
-    differs = _TE_DIFFERS.get((fmt, recipe))
-    if differs is None:
-        return SupportEntry(ExecutionMode.NATIVE, f"the {recipe} recipe", recipe)
-    return SupportEntry(ExecutionMode.APPROXIMATED, differs, recipe)
+    return SupportEntry(ExecutionMode.NATIVE, f"{recipe} recipe: {_RECIPE_TEXTS[recipe]}", recipe)
+
+
+def measured_format(name: str, backend: Backend, machine: Machine) -> Format:
+    """Return how a format is quantized where it runs; statistics are measured with it.
+
+    A format that Transformer Engine cannot run on this machine is measured as simulated.
+    """
+    recipe = support(backend, name, machine).recipe
+    if recipe == "blockwise" and os.environ.get(_FP32_SCALES) == "1":
+        return FORMATS["fp8"]
+    return RECIPE_FORMATS.get(recipe, get_format(name))
+
+
+def auto_formats(backend: Backend, machine: Machine) -> tuple[str, ...]:
+    """Return what `--snip-formats auto` means.
+
+    Raises:
+        UnsupportedError: if Transformer Engine can run BF16 only on this machine.
+    """
+    if backend is Backend.SIMULATE:
+        return SIMULATED_FORMATS
+    formats = [n for n in SIMULATED_FORMATS if te_refusal(Option.uniform(n), machine) is None]
+    if not formats:
+        reasons = "; ".join(support(backend, name, machine).reason for name in SIMULATED_FORMATS)
+        raise UnsupportedError(
+            f"--snip-formats auto: Transformer Engine runs only bf16 on {machine} ({reasons}); "
+            "use --transformer-impl local to simulate fp8,fp4"
+        )
+    return ("bf16", *formats)
+
+
+def resolve_formats(
+    config: SnipConfig, model: Sequence[torch.nn.Module], control: ProcessGroup | None
+) -> SnipConfig:
+    """All ranks: return the settings with the formats that `auto` means for a model; log them.
+
+    Raises:
+        UnsupportedError: on every rank, see `auto_formats`.
+    """
+    if config.formats != (AUTO,):
+        return config
+    with_te = any(te_kind(module) is not None for chunk in model for module in chunk.modules())
+    with_te = any_rank(with_te, control)
+    backend = Backend.TE if with_te else Backend.SIMULATE
+    formats = auto_formats(backend, this_machine(with_te))
+    if control is None or torch.distributed.get_rank() == 0:
+        logger.info("snip: formats auto: %s (backend %s)", ",".join(formats), backend)
+    return config.model_copy(update={"formats": formats})
 
 
 def te_refusal(option: Option, machine: Machine) -> str | None:
@@ -232,13 +284,11 @@ class AvailableOptions:
         options: those of the settings that some linear can run, in the settings' order.
         refusals: which linears cannot run an option, and why.
         warnings: one line per option that some or all linears cannot run.
-        notes: one line per format that runs as a neighboring one.
     """
 
     options: tuple[Option, ...]
     refusals: Refusals
     warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def available_options(model: PlannedModel, config: SnipConfig) -> AvailableOptions:
@@ -261,15 +311,15 @@ def available_options(model: PlannedModel, config: SnipConfig) -> AvailableOptio
     warnings = []
     for option in config.options:
         if refusals[option]:
-            which = _count(len(refusals[option])) if option in options else "any linear"
+            some = f"{len(refusals[option])} linears"
+            which = some if option in options else "any linear"
             warnings.append(f"{option} is not available to {which}: {reasons(refusals[option])}")
     if not any(option.share_in(config.lowest_format) for option in options):
         raise UnsupportedError(
             f"no linear of this model can run {lowest}, the lowest precision of --snip-formats: "
             f"{reasons(refusals[lowest])}; choose other formats or use --transformer-impl local"
         )
-    notes = approximations(model, options)
-    return AvailableOptions(options, refusals, tuple(warnings), tuple(notes))
+    return AvailableOptions(options, refusals, tuple(warnings))
 
 
 def option_refusals(
@@ -292,20 +342,3 @@ def option_refusals(
         for option, refused in zip(distinct, rank, strict=True):
             found[option].update(refused)
     return found
-
-
-def approximations(model: PlannedModel, options: Iterable[Option]) -> list[str]:
-    """Return one line per format that Transformer Engine runs as a neighboring one."""
-    if not any(linear.backend is Backend.TE for linear in model.linears):
-        return []
-    lines = []
-    for name in dict.fromkeys(name for option in options for name in option.formats):
-        entry = support(Backend.TE, name, model.machine)
-        if entry.mode is ExecutionMode.APPROXIMATED:
-            runs = "differs" if entry.recipe == name else f"runs as {entry.recipe}"
-            lines.append(f"{name} {runs} under Transformer Engine: {entry.reason}")
-    return lines
-
-
-def _count(number: int) -> str:
-    return "1 linear" if number == 1 else f"{number} linears"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from megatron_snip.config import Backend as BackendSetting
 from megatron_snip.errors import UnsupportedError
-from megatron_snip.linears.availability import Machine, this_machine
+from megatron_snip.formats import Format
+from megatron_snip.linears.availability import Backend, Machine, measured_format, this_machine
 from megatron_snip.linears.discovery import find_linears, global_linears
 from megatron_snip.linears.megatron_linear import PlannedLinear
 from megatron_snip.linears.runtime import Runtime
@@ -27,6 +28,7 @@ class PlannedModel:
     Attributes:
         chunks: Megatron's model chunks.
         runtime: shared by all linears of this process.
+        backend: what runs the linears; te if any of them is Transformer Engine's.
         machine: what decides how Transformer Engine's linears run.
         linears: this rank's, in model order; a grouped linear once.
         all_linears: every linear of the model, in the same order on all ranks.
@@ -48,7 +50,10 @@ class PlannedModel:
         self.chunks = list(model)
         self.runtime = Runtime(topology, seed)
         found = find_linears(model, topology)
-        self.machine = this_machine(with_te=any(te_kind(module) for module, _ in found))
+        self.backend = Backend.SIMULATE
+        if any(te_kind(module) for module, _ in found):
+            self.backend = Backend.TE
+        self.machine = this_machine(with_te=self.backend is Backend.TE)
         self.linears = [
             _planned(module, placements, self.runtime, backend, self.machine)
             for module, placements in found
@@ -86,6 +91,14 @@ class PlannedModel:
         """
         for linear in self.linears:
             linear.option = options[linear.name]
+
+    def measured_formats(self, names: Iterable[str]) -> dict[str, Format]:
+        """Return how each format is quantized where it runs, without bf16."""
+        return {
+            name: measured_format(name, self.backend, self.machine)
+            for name in names
+            if name != "bf16"
+        }
 
     def weights(self, names: frozenset[str] | None = None) -> dict[str, PlannedWeight]:
         """Return this rank's trained weights of the named linears, by instance, in model order."""

@@ -1,4 +1,4 @@
-"""What all linears of a process share: the step, the mode, the observer, the weight cache."""
+"""What all linears of a process share: the iteration, the mode, the observer, the weight cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Runtime:
     Attributes:
         topology: this rank's place.
         seed: the run's seed.
-        step: training step (0-based).
+        iteration: Megatron's, 1-based.
         pass_number: number of training passes begun, repeats of a step included.
         mode: how linears run.
         observer: watches every linear's forward and backward, or None.
@@ -38,15 +38,15 @@ class Runtime:
 
     topology: Topology
     seed: int
-    step: int = 0
+    iteration: int = 0
     pass_number: int = 0
     mode: Mode = Mode.PLAN
     observer: Observer | None = None
     weight_cache: QuantizedWeightCache = field(default_factory=QuantizedWeightCache)
 
-    def begin_pass(self, step: int) -> None:
-        """Begin a training forward-backward of `step`; microbatches count from 0 again."""
-        self.step = step
+    def begin_pass(self, iteration: int) -> None:
+        """Begin a training forward-backward of an iteration; microbatches count from 0 again."""
+        self.iteration = iteration
         self.pass_number += 1
         self.weight_cache.open()
 
@@ -69,7 +69,7 @@ class Runtime:
             self.mode = before
 
     def stream(self, placement: Placement, local_microbatch: int) -> StochasticStream:
-        """Return the random numbers of a linear's grad_output in the current step."""
+        """Return the random numbers of a linear's grad_output in the current iteration."""
         data = self.topology.data_axis(placement)
         microbatch = local_microbatch * data.size + data.rank
-        return grad_output_stream(self.seed, placement, self.step, microbatch)
+        return grad_output_stream(self.seed, placement, self.iteration, microbatch)

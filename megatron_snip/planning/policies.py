@@ -203,7 +203,7 @@ def _hull_steps(task: Task, row: int, start: int) -> list[tuple[float, int, int]
 def _random(request: Request, task: Task) -> list[int]:
     """Shuffle; the same seed and iteration give the same order."""
     # Plans before training (iteration 0) and from the first iteration share an order.
-    seed = [request.settings.seed, max(0, request.iteration - 1)]
+    seed = [request.settings.seed, request.iteration]
     rows: list[int] = np.random.default_rng(seed).permutation(len(task.table.rows)).tolist()
     return rows
 

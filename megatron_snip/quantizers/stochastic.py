@@ -57,8 +57,8 @@ class StreamKey:
     Attributes:
         seed: the run's seed.
         linear: the linear's name, the same on every rank (`types.linear_name`).
-        step: training step, 0-based.
-        microbatch: the microbatch's index within the step over ALL data- and context-parallel
+        iteration: Megatron's, 1-based.
+        microbatch: the microbatch's index within the iteration over ALL data- and context-parallel
             ranks, e.g. local_index * dp_size + dp_rank; these ranks hold different tokens and
             must not share numbers.
         role: which copy of the tensor, e.g. `grad_output.wgrad`; the copies of grad_output for
@@ -67,7 +67,7 @@ class StreamKey:
 
     seed: int
     linear: str
-    step: int
+    iteration: int
     microbatch: int
     role: str = ""
 
@@ -75,9 +75,11 @@ class StreamKey:
     def word(self) -> int:
         """The 64-bit Philox key.
 
-        It is BLAKE2b-64 of `seed|linear|step|microbatch|role` in ASCII, read little-endian.
+        It is BLAKE2b-64 of `seed|linear|iteration|microbatch|role` in ASCII, read little-endian.
         """
-        return _hash_word(f"{self.seed}|{self.linear}|{self.step}|{self.microbatch}|{self.role}")
+        return _hash_word(
+            f"{self.seed}|{self.linear}|{self.iteration}|{self.microbatch}|{self.role}"
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -197,21 +199,21 @@ class StochasticStream:
 
 
 def grad_output_stream(
-    seed: int, placement: Placement, step: int, microbatch: int
+    seed: int, placement: Placement, iteration: int, microbatch: int
 ) -> StochasticStream:
     """Return the stream of a linear's grad_output [M, N] in one microbatch.
 
     Args:
         seed: the run's seed.
         placement: which linear and shard; `column` shards the columns of grad_output.
-        step: training step (0-based).
-        microbatch: global index of the microbatch (over data ranks) within the step.
+        iteration: Megatron's, 1-based.
+        microbatch: global index of the microbatch (over data ranks) within the iteration.
     """
     layout, axis = StreamLayout(), placement.tensor
     if placement.kind == "column":
         cols = placement.out_features // axis.size
         layout = StreamLayout.shard(cols, axis.shard, axis.size, placement.num_chunks)
-    return StochasticStream(StreamKey(seed, placement.instance, step, microbatch), layout)
+    return StochasticStream(StreamKey(seed, placement.instance, iteration, microbatch), layout)
 
 
 def random_bits16(counters: Tensor, key: int) -> Tensor:

@@ -390,9 +390,12 @@ def make_train_config(values: dict[str, Any]) -> TrainConfig:
         UsageError: one line with the field, the value and what is accepted.
     """
     try:
-        return TrainConfig(**values)
+        config = TrainConfig(**values)
     except ValidationError as error:
         raise UsageError(f"training settings: {explain(error)}") from None
+    # The trainer's linears are Megatron's own, whose GEMMs are simulated.
+    snip = config.snip.model_copy(update={"formats": config.snip.named_formats})
+    return config.model_copy(update={"snip": snip})
 
 
 def load_train_config(

@@ -303,7 +303,14 @@ def make_hook(
     if not config.snip.enabled:
         return PlainTraining(writers)
     snip = None if start is None else start.snip
-    return SnipController(config.snip, state.model, state.optimizer, writers=writers, state=snip)
+    return SnipController(
+        config.snip,
+        state.model,
+        state.optimizer,
+        seed=config.seed,
+        writers=writers,
+        state=snip,
+    )
 
 
 def _set_up_logging(level: int) -> None:

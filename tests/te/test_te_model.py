@@ -16,11 +16,13 @@ from transformer_engine.pytorch.tensor import hybrid_tensor
 from megatron_snip.config import SnipConfig
 from megatron_snip.controller import SnipController
 from megatron_snip.errors import UnsupportedError
+from megatron_snip.formats import ScaleType
 from megatron_snip.linears import availability
 from megatron_snip.linears.availability import (
     AvailableOptions,
     Machine,
     available_options,
+    resolve_formats,
     te_refusal,
     this_machine,
 )
@@ -93,15 +95,34 @@ def available(model: Any, **settings: Any) -> AvailableOptions:
     return available_options(PlannedModel([model], Topology(), 0), SnipConfig(**settings))
 
 
-def test_formats_that_run_as_another_are_noted() -> None:
-    formats = ("bf16", "mxfp8", "fp8", "fp4", "nvfp4")
-    found = available(build(), formats=formats)
-    assert [line.split(" under Transformer Engine: ")[0] for line in found.notes] == [
-        "fp8 runs as mxfp8",
-        "fp4 runs as nvfp4",
-        "nvfp4 differs",
-    ]
-    assert available(build(te=False), formats=formats).notes == ()
+@pytest.mark.parametrize(
+    ("capability", "formats", "tiles"),
+    [
+        (HOPPER, ("bf16", "fp8"), {"fp8": (128, (128, 128), 0)}),
+        (BLACKWELL, ("bf16", "fp8", "fp4"), {"fp8": (32, (1, 32), 0), "fp4": (16, (16, 16), 16)}),
+    ],
+)
+def test_auto_takes_what_the_machine_runs_and_measures_it(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    formats: tuple[str, ...],
+    tiles: dict[str, Any],
+) -> None:
+    on(monkeypatch, capability)
+    model = build()
+    config = resolve_formats(SnipConfig(), [model], None)
+    assert config.formats == formats
+    measured = PlannedModel([model], Topology(), 0).measured_formats(formats)
+    found = {n: (f.tile, f.weight_block, f.wgrad_hadamard) for n, f in measured.items()}
+    assert found == tiles
+    assert all(f.scale is not ScaleType.FP32 for f in measured.values())
+
+
+def test_auto_without_low_precision_gemms_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, (8, 0))
+    with pytest.raises(UnsupportedError, match="--transformer-impl local to simulate fp8,fp4"):
+        resolve_formats(SnipConfig(), [build()], None)
+    assert resolve_formats(SnipConfig(), [build(te=False)], None).formats == ("fp8", "fp4")
 
 
 def test_a_lowest_precision_that_the_machine_lacks_is_refused(
@@ -170,7 +191,7 @@ def frozen(model: Any, folder: Path, option: str, **settings: Any) -> SnipContro
             "blockwise",
             "linears run fp8 instead of fp4",
         ),
-        (BLACKWELL, ("mxfp8", "nvfp4"), "fp8", "fp8", "mxfp8", "fp8 runs as mxfp8"),
+        (BLACKWELL, ("mxfp8", "nvfp4"), "fp8", "fp8", "mxfp8", None),
     ],
 )
 def test_a_plan_file_runs_as_the_machine_can(

@@ -131,7 +131,7 @@ def export_configs(
             raise UsageError(
                 f"'{name}' ({option}) and '{other}' ({taken}) are both '{local}' on pipeline stage "
                 f"{stage}, so no precision file can distinguish them; train without interleaving, "
-                "or with SNIP itself (--snip-plan-file PLAN --snip-freeze-plan)"
+                "or with SNIP itself (--snip-plan-file PLAN --snip-collect-only)"
             )
     merged: dict[str, tuple[str, Option]] = {}
     for table in tables:

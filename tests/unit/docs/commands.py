@@ -1,8 +1,7 @@
-"""The commands that the documentation shows, and whether they could be typed in.
+"""The commands that the documentation shows, and a check of their programs, flags and files.
 
-A fence of `bash`, `sh` or `console` holds commands; in a console, lines that begin with `$ ` do and
-the others are output. A comment line of `MARKS` says what the commands below it, in the same fence,
-need; what they need is not at hand here, so only their words are checked.
+A fence of `bash` holds commands. A comment line of `MARKS` names what the commands below it, in the
+same fence, need. Tests do not have that, so they check only the words of these commands.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ MARKS = (
     "# needs Docker",
     "# needs Slurm",
 )
-_FENCE = re.compile(r"^```(?:bash|sh|console)\s*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _ENVIRONMENT = re.compile(r"^[A-Za-z_]\w*=")
 
 
@@ -72,12 +71,8 @@ def commands_in(text: str, page: str) -> Iterator[Shown]:
     """Yield the commands of one page's text."""
     for fence in _FENCE.finditer(text):
         mark = None
-        body = fence[1]
-        prompted = "$ " in body and fence[0].startswith("```console")
-        for line in body.replace("\\\n", " ").splitlines():
-            if prompted and not line.startswith("$ "):
-                continue
-            line = " ".join(line.removeprefix("$ ").split())
+        for line in fence[1].replace("\\\n", " ").splitlines():
+            line = " ".join(line.split())
             if line in MARKS:
                 mark = line
             elif line and not line.startswith("#"):
@@ -126,10 +121,12 @@ def _check_python(words: list[str]) -> None:
     if "megatron_snip" in words:
         _check_job(words[words.index("megatron_snip") + 1 :])
         return
-    module = words[:1] == ["-m"]
-    name = words[1].replace(".", "/") + ".py" if module else words[0]
-    if not (ROOT / name).is_file():
-        raise UsageError(f"there is no {name}")
+    names = [words[0]]
+    if words[0] == "-m":
+        path = words[1].replace(".", "/")
+        names = [f"{path}.py", f"{path}/__main__.py"]
+    if not any((ROOT / name).is_file() for name in names):
+        raise UsageError(f"there is no {' or '.join(names)}")
 
 
 def _check_job(words: list[str]) -> None:

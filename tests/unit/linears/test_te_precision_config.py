@@ -138,7 +138,7 @@ def test_two_chunks_of_a_stage_cannot_differ() -> None:
     plan["decoder.layers.2.mlp.linear_fc1"] = OPTIONS[1]
     with pytest.raises(UsageError, match=r"layers\.2.*layers\.0.*both.*stage 0") as caught:
         export_configs(plan, RECIPES, Stages.even(4, 2, 2))
-    assert "--snip-freeze-plan" in str(caught.value)
+    assert "--snip-collect-only" in str(caught.value)
     # Options that differ in name alone do not differ.
     recipes = {OPTIONS[0]: RECIPES[OPTIONS[1]], OPTIONS[1]: RECIPES[OPTIONS[1]]}
     assert len(export_configs(plan, recipes, Stages.even(4, 2, 2))) == 1

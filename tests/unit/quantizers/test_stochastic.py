@@ -16,7 +16,7 @@ from megatron_snip.quantizers.stochastic import (
 from megatron_snip.topology import LinearKind, Placement, TensorAxis
 from megatron_snip.types import Gemm, Operand
 
-KEY = StreamKey(seed=1, linear="decoder.layers.3.mlp.linear_fc1", step=7, microbatch=2)
+KEY = StreamKey(seed=1, linear="decoder.layers.3.mlp.linear_fc1", iteration=7, microbatch=2)
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
 PI_KEY = 0xA4093822 | 0x299F31D0 << 32
 ONES = (0xFFFFFFFF,) * 4
@@ -69,7 +69,7 @@ def test_keys():
     dgrad = StochasticStream(KEY).for_role(Operand.GRAD_OUTPUT, Gemm.DGRAD)
     assert dgrad.key == replace(KEY, role="grad_output.dgrad")
     assert dgrad.key.word == 0xA2A0165830FA138F
-    changes = ({"seed": 2}, {"linear": "x"}, {"step": 8}, {"microbatch": 3}, {"role": "r"})
+    changes = ({"seed": 2}, {"linear": "x"}, {"iteration": 8}, {"microbatch": 3}, {"role": "r"})
     plain = draw(StreamLayout(), 8, 64)
     for change in changes:
         other = StochasticStream(replace(KEY, **change)).bits16(range(8), range(64), 64)
