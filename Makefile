@@ -24,6 +24,7 @@ WANTS_CUDA := $(BIN)/python -c 'import importlib.metadata as m, sys; sys.exit(no
   (sys.platform == "linux" and any("nvidia" in r for r in m.requires("torch") or ())))'
 RUN_DIR ?= runs/demo
 DEMO_ARGS ?=
+TIER ?= -m "not slow"
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 BENCH_PYTHON ?=
@@ -64,7 +65,11 @@ demo: $(STAMP)  ## train a small Llama with SNIP on two ranks and show what it d
 	$(BIN)/megatron-snip train --config configs/demo.yaml --run-dir $(RUN_DIR) --overwrite $(DEMO_ARGS)
 
 .PHONY: test
-test: lint types docs unit distributed  ## lint, types, docs and the whole CPU test suite
+test: lint types docs unit distributed  ## lint, types, docs and the fast tests
+
+.PHONY: test-all
+test-all: TIER :=
+test-all: lint types docs unit distributed  ## the same with the slow tests
 
 .PHONY: lint
 lint: $(STAMP)  ## ruff, codespell, shellcheck
@@ -90,11 +95,11 @@ docs-flags: $(STAMP)  ## write docs/flags.md from the command line's parsers
 
 .PHONY: unit
 unit: $(STAMP)  ## tests of one process
-	$(BIN)/pytest tests/unit tests/hostile -n 2 $(PYTEST_ARGS)
+	$(BIN)/pytest tests/unit tests/hostile -n 2 $(TIER) $(PYTEST_ARGS)
 
 .PHONY: distributed
 distributed: $(STAMP)  ## tests of 2 and 4 gloo ranks
-	$(BIN)/pytest tests/distributed -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/pytest tests/distributed -n 2 --dist loadfile $(TIER) $(PYTEST_ARGS)
 
 .PHONY: test-megatron
 test-megatron:  ## train with Megatron's own pretrain (Python 3.12)

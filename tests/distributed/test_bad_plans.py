@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.launch import run_ranks
+from tests.distributed.layouts import names, selected
 from tests.distributed.test_faults import LAYOUTS
 from tests.distributed.workers.bad_plans import START
 
@@ -14,12 +15,11 @@ WORKERS = "tests.distributed.workers.bad_plans"
 
 
 @pytest.fixture(scope="module")
-def bad_plans() -> list[dict[str, Any]]:
-    layouts = {"tp": LAYOUTS["tp"], "dp": LAYOUTS["dp"]}
-    return run_ranks(2, f"{WORKERS}:bad_plans", {"layouts": layouts}, timeout_s=200)
+def bad_plans(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(2, f"{WORKERS}:bad_plans", {"layouts": selected(request, LAYOUTS)})
 
 
-@pytest.mark.parametrize("name", ["tp", "dp"])
+@pytest.mark.parametrize("name", names(["tp", "dp"], ["tp"]))
 @pytest.mark.parametrize("how", ["gradient", "loss", "useless"])
 def test_a_plan_that_breaks_a_step_leaves_no_trace(
     bad_plans: list[dict[str, Any]], name: str, how: str
@@ -39,9 +39,10 @@ def test_a_plan_that_breaks_a_step_leaves_no_trace(
 
 @pytest.fixture(scope="module")
 def again() -> list[dict[str, Any]]:
-    return run_ranks(2, f"{WORKERS}:asked_again", {"values": LAYOUTS["pp"]}, timeout_s=120)
+    return run_ranks(2, f"{WORKERS}:asked_again", {"values": LAYOUTS["pp"]})
 
 
+@pytest.mark.slow
 def test_the_step_after_measures_anew_and_a_refused_plan_is_not_taken_twice(
     again: list[dict[str, Any]],
 ) -> None:
@@ -56,9 +57,10 @@ def test_the_step_after_measures_anew_and_a_refused_plan_is_not_taken_twice(
     assert again[0]["history"] == again[1]["history"]
 
 
+@pytest.mark.slow
 def test_a_plan_that_spoils_the_weights_goes_and_training_recovers() -> None:
     arguments = {"values": {"train_iters": 110}, "steps": 110}
-    for result in run_ranks(1, f"{WORKERS}:poisoned", arguments, timeout_s=280):
+    for result in run_ranks(1, f"{WORKERS}:poisoned", arguments):
         kinds = [kind for _, kind, _ in result["events"]]
         assert kinds.count("reverted") == 1
         fell = next(step for step, kind, _ in result["events"] if kind == "reverted")

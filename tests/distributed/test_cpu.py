@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.distributed.launch import run_ranks
 
 
@@ -14,6 +16,7 @@ def test_gloo_serves_uneven_shapes_and_tensor_splits() -> None:
         assert result["received"] == [float(rank), 10.0 + rank]
 
 
+@pytest.mark.slow
 def test_an_interleaved_pipeline_frees_no_output_that_gloo_still_sends() -> None:
     worker = "tests.distributed.workers.cpu_patch:interleaved_pipeline"
     expected = run_ranks(2, worker, {"deallocate": False})

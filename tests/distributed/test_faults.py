@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.launch import run_ranks
+from tests.distributed.layouts import names, selected
 from tests.distributed.workers.fault_places import MEASURED, PHASES, PLACES
 
 WORKERS = "tests.distributed.workers.faults"
@@ -25,6 +26,7 @@ EXPERTS = {
     "expert_model_parallel_size": 2,
     "use_distributed_optimizer": True,
 }
+TWO_RANKS = {**LAYOUTS, "ep": EXPERTS}
 TP2 = {"tensor_model_parallel_size": 2}
 SHARDED = {"use_distributed_optimizer": True, "global_batch_size": 4}
 FOUR_RANKS: dict[str, dict[str, Any]] = {
@@ -49,15 +51,17 @@ REASONS = {
 
 
 @pytest.fixture(scope="module")
-def phases(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def phases(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     arguments = {
-        "layouts": {**LAYOUTS, "ep": EXPERTS},
+        "layouts": selected(request, TWO_RANKS),
         "folder": str(tmp_path_factory.mktemp("two")),
     }
-    return run_ranks(2, f"{WORKERS}:every_phase", arguments, timeout_s=280)
+    return run_ranks(2, f"{WORKERS}:every_phase", arguments)
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, "ep"])
+@pytest.mark.parametrize("name", names(TWO_RANKS, ["tp"]))
 def test_training_is_bitwise_as_if_no_refresh_had_been_tried(
     phases: list[dict[str, Any]], name: str
 ) -> None:
@@ -67,7 +71,7 @@ def test_training_is_bitwise_as_if_no_refresh_had_been_tried(
         assert len(result["run"]["losses"]) == result["steps"]
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, "ep"])
+@pytest.mark.parametrize("name", names(TWO_RANKS, ["tp"]))
 def test_every_fault_is_logged_once_by_one_rank(phases: list[dict[str, Any]], name: str) -> None:
     leader, other = (r[name]["outcomes"] for r in phases)
     assert set(leader) == set(PLACES)
@@ -85,7 +89,7 @@ def test_every_fault_is_logged_once_by_one_rank(phases: list[dict[str, Any]], na
         assert outcome["measured"] == other[fault]["measured"] == wanted, fault
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, "ep"])
+@pytest.mark.parametrize("name", names(TWO_RANKS, ["tp"]))
 def test_the_next_refresh_succeeds(phases: list[dict[str, Any]], name: str) -> None:
     leader, other = (r[name]["healed"] for r in phases)
     assert leader == other
@@ -95,7 +99,7 @@ def test_the_next_refresh_succeeds(phases: list[dict[str, Any]], name: str) -> N
     assert (leader["heard"], leader["signalled"]) == ("SIGTERM", sorted(PHASES))
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, "ep"])
+@pytest.mark.parametrize("name", names(TWO_RANKS, ["tp"]))
 def test_a_full_disk_costs_files_and_nothing_else(phases: list[dict[str, Any]], name: str) -> None:
     leader, other = (r[name]["saved"] for r in phases)
     steps = phases[0][name]["steps"]
@@ -116,14 +120,16 @@ def test_a_full_disk_costs_files_and_nothing_else(phases: list[dict[str, Any]], 
 
 
 @pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def four_ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     folder = str(tmp_path_factory.mktemp("four"))
     only = {name: list(PHASES) for name in FOUR_RANKS}
-    arguments = {"layouts": FOUR_RANKS, "folder": folder, "only": only}
-    return run_ranks(4, f"{WORKERS}:every_phase", arguments, timeout_s=280)
+    arguments = {"layouts": selected(request, FOUR_RANKS), "folder": folder, "only": only}
+    return run_ranks(4, f"{WORKERS}:every_phase", arguments)
 
 
-@pytest.mark.parametrize("name", FOUR_RANKS)
+@pytest.mark.parametrize("name", names(FOUR_RANKS, []))
 def test_four_ranks_come_to_one_decision_as_well(
     four_ranks: list[dict[str, Any]], name: str
 ) -> None:

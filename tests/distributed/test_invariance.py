@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.launch import run_ranks
+from tests.distributed.layouts import names, selected
 
 WORKER = "tests.distributed.workers.invariance:refresh_in"
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
@@ -23,7 +24,6 @@ DISTRIBUTED = {
     "overlap_param_gather": True,
 }
 ONE = {
-    "plain": {},
     "full recompute": {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
@@ -40,6 +40,8 @@ TWO = {
     "dp distributed optimizer": DISTRIBUTED,
     "tied": {TP: 2, "untie_embeddings_and_output_weights": False},
 }
+STAGES = {"pp": [{0, 1}, {2, 3}], "vpp": [{0, 2}, {1, 3}]}
+"""Layers of each pipeline rank."""
 FOUR = {
     "tp pp": {TP: 2, PP: 2},
     "tp sp dp distributed optimizer": {
@@ -48,6 +50,7 @@ FOUR = {
         **DISTRIBUTED,
     },
 }
+FAST = ["tp sp", "pp", "dp distributed optimizer"]
 RTOL = 1e-3
 FLIPPED_RTOL = 4e-2
 FLIPPED_SHARE = 0.02  # of about 500 statistics and 200 divergences
@@ -56,9 +59,10 @@ SIGNED = "first"
 
 
 @pytest.fixture(scope="module")
-def reference() -> dict[str, Any]:
-    layouts = {**ONE, "tied": {"untie_embeddings_and_output_weights": False}}
-    return run_ranks(1, WORKER, {"layouts": layouts}, timeout_s=240)[0]
+def reference(request: pytest.FixtureRequest) -> dict[str, Any]:
+    others = {**ONE, "tied": {"untie_embeddings_and_output_weights": False}}
+    layouts = {"plain": {}, **selected(request, others)}
+    return run_ranks(1, WORKER, {"layouts": layouts})[0]
 
 
 def check(result: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -118,17 +122,17 @@ def test_the_reference_has_something_to_compare(reference: dict[str, Any]) -> No
     assert plain["history"][0][0] == 5
 
 
-@pytest.mark.parametrize("name", [name for name in ONE if name != "plain"])
+@pytest.mark.parametrize("name", names(ONE, []))
 def test_recomputing_activations_changes_nothing(reference: dict[str, Any], name: str) -> None:
     check(reference[name], reference["plain"])
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> list[dict[str, Any]]:
-    return run_ranks(2, WORKER, {"layouts": TWO}, timeout_s=280)
+def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(2, WORKER, {"layouts": selected(request, TWO)})
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", names(TWO, FAST))
 def test_two_ranks_measure_and_plan_as_one(
     reference: dict[str, Any], two_ranks: list[dict[str, Any]], name: str
 ) -> None:
@@ -140,21 +144,22 @@ def test_two_ranks_measure_and_plan_as_one(
     assert two_ranks[0][name]["history"] == two_ranks[1][name]["history"]
 
 
-def test_stages_are_the_pipelines(two_ranks: list[dict[str, Any]]) -> None:
-    def layers(name: str, stage: int) -> set[int]:
-        stages = two_ranks[0][name]["stages"]
-        return {int(linear.split(".")[2]) for linear, s in stages.items() if s == stage}
-
-    assert (layers("pp", 0), layers("pp", 1)) == ({0, 1}, {2, 3})
-    assert (layers("vpp", 0), layers("vpp", 1)) == ({0, 2}, {1, 3})
+@pytest.mark.parametrize("name", names(STAGES, FAST))
+def test_stages_are_the_pipelines(two_ranks: list[dict[str, Any]], name: str) -> None:
+    stages = two_ranks[0][name]["stages"]
+    layers = [
+        {int(linear.split(".")[2]) for linear, s in stages.items() if s == stage}
+        for stage in range(2)
+    ]
+    assert layers == STAGES[name]
 
 
 @pytest.fixture(scope="module")
-def four_ranks() -> list[dict[str, Any]]:
-    return run_ranks(4, WORKER, {"layouts": FOUR}, timeout_s=280)
+def four_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(4, WORKER, {"layouts": selected(request, FOUR)})
 
 
-@pytest.mark.parametrize("name", FOUR)
+@pytest.mark.parametrize("name", names(FOUR, []))
 def test_four_ranks_measure_and_plan_as_one(
     reference: dict[str, Any], four_ranks: list[dict[str, Any]], name: str
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.nightly.kills import STEPS, disturbed, undisturbed
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.slow
 def test_a_killed_run_is_bitwise_the_run_left_alone(tmp_path: Path) -> None:
     whole = undisturbed(tmp_path, ranks=1)
     assert [row["iteration"] for row in whole["rows"]] == list(range(1, STEPS + 1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -113,17 +112,13 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def survives(read: Callable[[], Any]) -> Any:
     """Read; return the result, or None after an error of one short line."""
-    begin = time.monotonic()
     try:
-        result = read()
+        return read()
     except (UsageError, InfeasiblePlanError, PlanningError) as error:
         text = str(error)
         assert text and "\n" not in text
         assert len(text) < 2000
         return None
-    finally:
-        assert time.monotonic() - begin < 20.0  # a hang, not slowness
-    return result
 
 
 @fuzzed

@@ -30,6 +30,7 @@ import torch
 
 from megatron_snip.files import write_atomic
 from megatron_snip.planning.plan import read_plan
+from tests.distributed.launch import TIMEOUT_S
 from tests.distributed.test_trainer import command, environment
 
 STEPS = 22
@@ -46,8 +47,6 @@ SETTINGS: dict[str, Any] = {
         "efficiency_target": 0.5,
     },
 }
-START_S = 600.0
-"""Seconds that a run may take to its first step, on a busy machine."""
 
 
 def settings(ranks: int) -> dict[str, Any]:
@@ -67,7 +66,7 @@ def undisturbed(folder: Path, ranks: int) -> dict[str, Any]:
     (folder / "whole").mkdir()
     words = command(folder / "whole" / "run", **settings(ranks))
     subprocess.run(
-        words, env=_environment(folder), check=True, capture_output=True, timeout=START_S
+        words, env=_environment(folder), check=True, capture_output=True, timeout=TIMEOUT_S
     )
     return result(folder / "whole" / "run")
 
@@ -94,7 +93,7 @@ def disturbed(folder: Path, seed: int, ranks: int, kills: int | None = None) -> 
         if killed:
             killed_at.append(_lines(place / "run"))
     again = subprocess.run(
-        words, env=_environment(folder), capture_output=True, text=True, timeout=START_S
+        words, env=_environment(folder), capture_output=True, text=True, timeout=TIMEOUT_S
     )
     if again.returncode != 0:
         raise AssertionError(f"seed {seed}: the run did not go on: {again.stderr[-2000:]}")
@@ -127,7 +126,7 @@ def _wait(
     front: subprocess.Popen[bytes], run_dir: Path, before: tuple[int, int], lines: int
 ) -> None:
     """Wait until this run has written, and so many steps are there; or until it has ended."""
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + TIMEOUT_S
     while front.poll() is None:
         now = _state(run_dir)
         if now != before and now[0] >= lines:

@@ -22,7 +22,7 @@ from megatron_snip.trainer.checkpoint import (
     latest_iteration,
     read_saved_run,
 )
-from tests.distributed.launch import ROOT
+from tests.distributed.launch import ROOT, TIMEOUT_S
 from tests.slurm.cluster import Cluster
 
 SCRIPT = str(ROOT / "launch" / "slurm.sbatch")
@@ -36,8 +36,6 @@ DEMO = f"""
 pipeline's) leave the plan alone."""
 TENSOR = ["--tensor-model-parallel-size", "2"]
 PIPELINE = ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "2"]
-TIMEOUT_S = 500.0
-pytestmark = pytest.mark.timeout(1200)
 
 STOP_AT = """
 import os

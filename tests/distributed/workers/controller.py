@@ -99,11 +99,11 @@ FAKES = {
 }
 
 
-def solver_faults(layout_values: dict[str, Any], folder: str) -> dict[str, Any]:
+def solver_faults(values: dict[str, Any], faults: list[str], folder: str) -> dict[str, Any]:
     """One fault at a time: refresh, fail, go on, heal, refresh again."""
     results = {}
-    for fault in ("crash", "garbage", "hang", *FAKES, "submit"):
-        with layout({**MODEL, **layout_values}) as trainer:
+    for fault in faults:
+        with layout({**MODEL, **values}) as trainer:
             results[fault] = _with_fault(trainer, fault, Path(folder))
     return results
 

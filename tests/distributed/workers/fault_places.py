@@ -81,7 +81,7 @@ PLACES: dict[str, tuple[Place, Strike]] = {
     "problem": (PROBLEM, bug),
     "NaN": (BACKWARD, not_a_number),
     "submit": (SUBMIT, bug),
-    "solve": (SOLVE, bug),
+    "solve": (SOLVE, half_done),  # a result that is not taken would block the next submit
     "broadcast": (BROADCAST, bug),
     "apply": (APPLY, half_done),
 }

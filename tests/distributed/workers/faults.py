@@ -10,7 +10,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_snip import pending_solve
 from megatron_snip.collectives import RemoteFailure, gather_json
 from megatron_snip.reporting import run_directory
 from megatron_snip.reporting.events import Reporter
@@ -58,7 +57,6 @@ def killed(values: dict[str, Any], phase: str) -> None:
 
 def _faulty_run(values: dict[str, Any], folder: Path, only: list[str] | None) -> dict[str, Any]:
     faults = Faults(PLACES)
-    pending_solve.SOLVER_GRACE_S = 300.0  # a loaded machine takes its time to start the solver
     outcomes: dict[str, Any] = {}
     with layout({**MODEL, **values}) as trainer, faults.installed():
         controller = trainer.controller(SNIP)

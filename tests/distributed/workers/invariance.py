@@ -34,6 +34,6 @@ def _refresh(values: dict[str, Any]) -> dict[str, Any]:
                 linear.name: {str(o): vars(d) for o, d in linear.options.items()}
                 for linear in refresh.divergences.linears
             },
-            "stages": {linear.name: linear.stage for linear in refresh.divergences.linears},
+            "stages": {row.name: row.stage for row in refresh.problem.linears},
             "warnings": trainer.warnings,
         }

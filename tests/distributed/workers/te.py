@@ -14,7 +14,7 @@ import tests.stand_ins.on_path  # noqa: F401 - before anything that imports Mega
 import functools
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
+from megatron_snip.formats import Format
+from megatron_snip.linears.availability import Backend, measured_format, this_machine
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.precision_log import precision_table
@@ -40,11 +42,13 @@ from tests.te.test_te_statistics import Seen, agree, observed
 
 BLACKWELL = (10, 0)
 MODEL = {"num_layers": 1, "seq_length": 128, "adam_eps": 1e-4, "train_iters": 10}
+FORMATS = ("fp8", "fp4")
 REFRESH = {
     "interval": 100,
     "start_step": 3,
     "lag": 1,
     "efficiency_target": 0.4,
+    "formats": FORMATS,
 }
 LATENT = {
     "q_lora_rank": 128,
@@ -109,8 +113,17 @@ def _linears(te: bool, **spec_settings: Any) -> Any:
     return mock.patch.object(trainer_model, "get_gpt_layer_local_spec", spec)
 
 
+def _measured_as_te() -> Any:
+    def formats(model: PlannedModel, names: Iterable[str]) -> dict[str, Format]:
+        machine = this_machine(with_te=True)
+        return {n: measured_format(n, Backend.TE, machine) for n in names if n != "bf16"}
+
+    return mock.patch.object(PlannedModel, "measured_formats", formats)
+
+
 def _refresh(values: dict[str, Any], te: bool, **spec_settings: Any) -> dict[str, Any]:
-    with _linears(te, **spec_settings), layout(values) as trainer:
+    """One refresh; Megatron's own linears are measured in Transformer Engine's recipes, too."""
+    with _linears(te, **spec_settings), _measured_as_te(), layout(values) as trainer:
         hook = trainer.controller(REFRESH)
         trainer.advance(3, hook)
         modules = [linear.module for linear in hook.model.linears]
@@ -142,9 +155,10 @@ def _refresh(values: dict[str, Any], te: bool, **spec_settings: Any) -> dict[str
 
 def _frozen(values: dict[str, Any], snip: dict[str, Any]) -> dict[str, Any]:
     file = Path(tempfile.gettempdir()) / f"snip-te-{os.environ['MASTER_PORT']}.json"
-    settings = {"collect_only": True, "plan_file": file}
+    settings = {"collect_only": True, "plan_file": file, "formats": FORMATS}
     with _linears(te=True), layout(values) as trainer:
-        controller = trainer.controller({"policy": "random", "efficiency_target": 0.5})
+        random = {"policy": "random", "efficiency_target": 0.5, "formats": FORMATS}
+        controller = trainer.controller(random)
         if dist.get_rank() == 0:
             write_plan(controller.plan, file)
         controller.close()
