@@ -186,6 +186,7 @@ def _be_rank(rank: int, job: Mapping[str, Any]) -> None:
         LOCAL_WORLD_SIZE=str(job["ranks"]),
         MASTER_PORT=str(job["port"]),
         TINY_RESULTS=job["folder"],
+        TINY_EARLY="1",
     )
     status = 1
     try:

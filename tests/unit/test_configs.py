@@ -276,7 +276,7 @@ def test_settings_of_every_intent_reach_a_plan() -> None:
 def test_both_programs_read_the_same_settings() -> None:
     file = str(FOLDER / "snip" / "aggressive.yaml")
     config = settings("tinyllama-1.1b", None, "--snip-config", file, "--snip-interval", "70")
-    expected = intent("aggressive").model_copy(update={"interval": 70})
+    expected = intent("aggressive").model_copy(update={"interval": 70, "formats": ("fp8", "fp4")})
     assert config.snip == expected
 
 
