@@ -11,8 +11,8 @@ LOCK := requirements/lock.txt
 TORCH_CPU := requirements/torch-cpu.txt
 TORCH_CUDA := requirements/torch-cuda.txt
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-# The stamp's name follows what was installed, so a changed lock or setup.py installs anew.
-STAMP := $(VENV)/.installed-$(shell cat $(LOCK) setup.py 2>/dev/null | sha256sum | cut -c1-16)
+# The stamp's name follows what was installed, so a changed lock or pyproject.toml installs anew.
+STAMP := $(VENV)/.installed-$(shell cat $(LOCK) pyproject.toml setup.py 2>/dev/null | sha256sum | cut -c1-16)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Every file is checked against its hash; wheels alone, so that none of them runs code by being
@@ -75,6 +75,8 @@ lint: $(STAMP)  ## ruff, codespell, shellcheck
 
 .PHONY: types
 types: $(STAMP)  ## mypy --strict
+	rm -rf build/types && mkdir -p build/types/megatron_snip
+	ln -s $(CURDIR)/megatron_snip/* $(CURDIR)/kernels $(CURDIR)/patches build/types/megatron_snip/
 	$(BIN)/mypy
 
 # MkDocs warns of its own next major version, which has nothing to do with our pages.

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.linears.layout import current_topology
+from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.training_step import TrainingStep
 from megatron_snip.options import BF16, Option
@@ -125,7 +125,7 @@ class Lab:
 
     def loss_rounded_again(self, batches: Sequence[Batch], name: str, seed: int) -> float:
         """Return the mean loss with one linear's output, and all after, rounded once more."""
-        (planned,) = (p for p in self.model.linears if p.placement.name == name)
+        (planned,) = (p for p in self.model.linears if p.name == name)
         generator = torch.Generator().manual_seed(seed)
 
         def again(_: torch.nn.Module, __: Any, result: Any) -> Any:
@@ -147,7 +147,7 @@ class Lab:
         self.model.runtime.begin_pass(self.step)
         reports = self._run(batches, forward_only=False)
         found = {
-            p.placement.name: p.weight.main_grad.double().clone()  # type: ignore[attr-defined]
+            p.name: p.weights[0].main_grad.double().clone()  # type: ignore[attr-defined]
             for p in self.model.linears
         }
         self.state.zero_gradients()
@@ -158,7 +158,7 @@ class Lab:
         shards = adam_shards(self.state.optimizer)
         found = {}
         for planned in self.model.linears:
-            shard, name = shards[planned.weight], planned.placement.name
+            shard, name = shards[planned.weights[0]], planned.name
             assert shard.exp_avg is not None
             assert shard.exp_avg_sq is not None
             zero = torch.zeros_like(gradients[name]).reshape(-1).requires_grad_()

@@ -34,7 +34,11 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.lab import Lab, on_gpu, open_lab
 from benchmarks.machine import RESULTS, write_result
 from megatron_snip.config import SnipConfig
-from megatron_snip.divergence.quality import QualitySettings, divergence_table, problem_dict
+from megatron_snip.divergence.quality_loss import (
+    QualitySettings,
+    divergence_table,
+    planning_problem,
+)
 
 SHAPES = {
     "small": {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 512, "seq_length": 256},
@@ -60,7 +64,7 @@ def iterate(lab: Lab, config: SnipConfig | None = None, part: int = 0) -> None:
         table = lab.observed(arguments, config, names)
         lowest = config.lowest_format
         quality = QualitySettings(config.options, lowest, config.loss_join, config.weight_lambda)
-        problem_dict(divergence_table(table, quality, warn=False), lowest, 0.75)
+        planning_problem(divergence_table(table, quality, warn=False), lowest, 0.75)
     lab.state.optimizer.step()
     lab.step += 1
 

@@ -31,7 +31,8 @@ from typing import Any, Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 
-from benchmarks.planner import experts_model, machine
+
+from benchmarks.solver import experts_model, machine
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings

@@ -15,8 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from megatron_snip.__main__ import build_parser
-from megatron_snip.cli.command import COMMANDS
+from megatron_snip.cli.commands import COMMANDS, build_parser
 from megatron_snip.config import SnipConfig
 from megatron_snip.flags import add_flags
 from megatron_snip.patches.arguments import add_snip_arguments
@@ -50,10 +49,10 @@ def page() -> str:
     """Return the page's text."""
     parts = [HEAD, "## SNIP's settings\n", *_groups(_snip())]
     parts += [SCRIPT, *_groups(_script_only())]
-    for command in COMMANDS.values():
-        head = TRAIN if command.name == "train" else f"## megatron-snip {command.name}\n"
-        parser = _parser_of(command.name)
-        parts += [head, f"{command.help[0].upper()}{command.help[1:]}.\n"]
+    for name, text in COMMANDS.items():
+        head = TRAIN if name == "train" else f"## megatron-snip {name}\n"
+        parser = _parser_of(name)
+        parts += [head, f"{text[0].upper()}{text[1:]}.\n"]
         parts += _groups(parser, leave_out=("--snip-", "--snip"))
     return "\n".join(part.rstrip() + "\n" for part in parts)
 

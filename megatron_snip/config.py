@@ -7,15 +7,15 @@ Every field is a flag: `efficiency_target` is `--snip-efficiency-target` on the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import UsageError, did_you_mean, naming_field
 from megatron_snip.formats import get_format, lowest_precision
 from megatron_snip.options import Granularity, Option, enumerate_options
 
@@ -25,7 +25,7 @@ _MAX_YAML_BYTES = 1 << 20
 _MAX_DEPTH = 32
 _MAX_ALIASES = 8
 
-Backend = Literal["auto", "simulate", "native", "te"]
+Backend = Literal["auto", "simulate", "te"]
 LossDivergence = Literal["fisher", "first_plus_fisher"]
 PipelineBalance = Literal["none", "stage", "bottleneck"]
 
@@ -100,8 +100,8 @@ class PlanFields(_Section):
     separately."""
 
     backend: Backend = "auto"
-    """What runs the linears: `simulate` (any format on any machine), `te` (Transformer Engine's
-    recipes), or `auto` (te for Transformer Engine's linears, simulate for Megatron's)."""
+    """What runs the linears: `simulate` (Megatron's linears, any format on any machine), `te`
+    (Transformer Engine's recipes), or `auto` (the one that fits the model's linears)."""
 
     pipeline_balance: PipelineBalance = "none"
     """`stage`: every pipeline stage reaches the target. `bottleneck`: first make the slowest
@@ -111,11 +111,9 @@ class PlanFields(_Section):
     """GLOB=OPTION, comma separated: linears with a fixed option, for example
     'decoder.layers.0.*=fp8'. The option must be bf16 or one that the formats allow."""
 
-    max_changes: Annotated[int, Field(ge=0)] | None = None
-    """Most linears that may change their option in one refresh."""
-
-    min_gain: Fraction = 0.0
-    """Replace a plan only if the quality loss falls by at least this share."""
+    change_penalty: Annotated[float, Field(ge=0.0, le=1e150)] = 0.0
+    """Price of each linear that changes its option at a refresh, in units of quality loss. The
+    uniform plan in the lowest precision has quality loss 1 + weight_lambda."""
 
     plan_file: Path | None = None
     """Start with this plan (a plans/<iteration>.json of another run). With --snip-collect-only
@@ -157,24 +155,27 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
         return value
 
     @model_validator(mode="after")
-    def _check_words(self) -> SnipConfig:
-        _named("formats", partial(lowest_precision, self.formats))
-        for pin in self.pins:
-            glob, sep, option = pin.rpartition("=")
-            if not sep or not glob:
-                raise UsageError(f"pins: '{pin}' is not GLOB=OPTION, e.g. 'decoder.layers.0.*=fp8'")
-            _named("pins", partial(Option.parse, option))
+    def _check_together(self) -> SnipConfig:
+        with naming_field("formats"):
+            lowest_precision(self.formats)
+        with naming_field("pins"):
+            for pin in self.pins:
+                glob, sep, option = pin.rpartition("=")
+                if not sep or not glob:
+                    raise UsageError(f"'{pin}' is not GLOB=OPTION, e.g. 'decoder.layers.0.*=fp8'")
+                Option.parse(option)
         window = math.ceil(1 / self.measure_fraction - 1e-9)
         if window > self.interval:
             raise UsageError(
-                f"measure_fraction ({self.measure_fraction}) takes {window} iterations to measure "
-                f"all linears, and interval is {self.interval}; raise one of them"
+                f"{self.measure_fraction} takes {window} iterations to measure all linears, "
+                f"and interval is {self.interval}; raise one of them",
+                field="measure_fraction",
             )
         if self.lag + window > self.interval and not self.collect_only:
             raise UsageError(
-                f"lag ({self.lag}) must be smaller than interval ({self.interval}) less the "
-                f"{window - 1} further iterations that measure, so that a plan is applied before "
-                "the next refresh starts"
+                f"got {self.lag}, must be smaller than interval ({self.interval}) less the "
+                f"{window - 1} further iterations that measure; lower it, or raise interval",
+                field="lag",
             )
         return self
 
@@ -190,7 +191,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
 
     @property
     def lowest_formats(self) -> str:
-        """All formats on offer that count towards the target, for people: `fp4`, `fp4/fp4_rht`."""
+        """All formats on offer that count towards the target, for people: `fp4`, `fp4/nvfp4`."""
         bits = get_format(self.lowest_format).bits
         return "/".join(n for n in dict.fromkeys(self.formats) if get_format(n).bits == bits)
 
@@ -201,32 +202,29 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
         return tuple((glob, Option.parse(option)) for glob, option in pairs)
 
 
-def _named(field: str, check: Callable[[], object]) -> None:
-    """Run a check of a field's value; its message begins with the field's name."""
-    try:
-        check()
-    except UsageError as error:
-        raise UsageError(f"{field}: {error}") from None
+def explain(error: ValidationError) -> str:
+    """Return one line for the first problem: the field, what is accepted and what was got."""
+    return str(first_problem(error))
 
 
-def explain(error: ValidationError, flag: str = "") -> str:
-    """Return one line that names field, value and what was wanted, for the first problem found.
+def first_problem(error: ValidationError, known: Iterable[str] = ()) -> UsageError:
+    """Return the first problem that pydantic found, with its field.
 
     Args:
         error: what pydantic raised.
-        flag: put before each field's name, e.g. `--snip-`.
+        known: names of fields, to propose one in place of an unknown key.
     """
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"])
-    if flag:
-        place = flag + place.replace("_", "-")
-    if first["type"] == "extra_forbidden":
-        return f"unknown key {_short(repr(place), 120)}"
-    got = ""
-    if first["type"] not in ("missing", "value_error"):
-        got = f", got {_short(repr(first['input']), 120)}"
-    text = f"{place}: {first['msg']}{got}" if place else str(first["msg"])
-    return _short(" ".join(text.split()), 500)
+    kind, value = first["type"], first["input"]
+    if kind == "extra_forbidden":
+        return UsageError(f"unknown key {_short(repr(place), 120)}{did_you_mean(place, known)}")
+    text = str(first["msg"])
+    if kind not in ("missing", "value_error"):
+        text += f", got {_short(repr(value), 120)}"
+    if kind == "literal_error":
+        text += did_you_mean(str(value), re.findall(r"'(.*?)'", first["ctx"]["expected"]))
+    return UsageError(_short(" ".join(text.split()), 500), field=place or None)
 
 
 def make_config(values: dict[str, Any]) -> SnipConfig:
@@ -238,7 +236,8 @@ def make_config(values: dict[str, Any]) -> SnipConfig:
     try:
         return SnipConfig(**values)
     except ValidationError as error:
-        raise UsageError(f"snip settings: {explain(error)}") from None
+        problem = first_problem(error, SnipConfig.model_fields)
+        raise UsageError(f"snip settings: {problem}") from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

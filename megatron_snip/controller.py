@@ -22,18 +22,25 @@ import torch
 
 from megatron_snip.collectives import RemoteFailure, attempt
 from megatron_snip.config import SnipConfig
-from megatron_snip.cycle.offer import Offer
+from megatron_snip.divergence.quality_loss import unmeasured_problem
 from megatron_snip.errors import PlanningError, UsageError
-from megatron_snip.formats import get_format
+from megatron_snip.formats import get_format, lowest_precision
 from megatron_snip.guard import Guard, GuardState
-from megatron_snip.linears.layout import current_topology
+from megatron_snip.linears.availability import approximations, available_options, option_refusals
+from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.precision_log import precision_table
 from megatron_snip.linears.runtime import Mode
 from megatron_snip.linears.training_step import ForwardBackward, TrainingStep
-from megatron_snip.options import BF16
+from megatron_snip.options import BF16, Option
 from megatron_snip.pending_solve import PendingSolve, from_rank_0
 from megatron_snip.planning.plan import PrecisionPlan, changed_linears
+from megatron_snip.planning.planner import (
+    adapt_plan,
+    bf16_plan,
+    initial_plan,
+    restrict_problem,
+)
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.refresh import (
@@ -114,8 +121,13 @@ class SnipController:
         refreshed = None if state is None else state.refreshed
         self._schedule = Schedule(config, self._may_measure, refreshed)
         self._topology = topology
-        self._offer = Offer(config, self.model, seed, self._is_rank_0)
-        self.plan = self._first_plan(None if state is None else state.plan)
+        self._work = {i.name: (i.stage, i.flops_per_token) for i in self.model.all_linears}
+        self._available = available_options(self.model, config)
+        for text in self._available.warnings:
+            self._warn(text)
+        for text in self._available.notes:
+            self._log(text)
+        self.plan = self._first_plan(None if state is None else state.plan, seed)
         settings = PlanSettings.from_config(config, seed)
         if not (self._is_rank_0 and self._schedule.replans):
             solver = None
@@ -160,8 +172,7 @@ class SnipController:
         part = self._schedule.part(iteration, wanted_at, may_begin=self._solve.pending is None)
         if part is None:
             return self._train(iteration, training)[0]
-        on_offer = {name for option in self._offer.options for name in option.formats}
-        formats = [name for name in self.config.formats if name != "bf16" and name in on_offer]
+        formats = [name for name in self._available_formats() if name != "bf16"]
         results = self._refresher.measure(
             iteration, part, formats, training, lambda: self._train(iteration, training)
         )
@@ -259,14 +270,21 @@ class SnipController:
             self._solve.submit(pending, self.plan)
 
     def _measurement(self) -> Measurement:
-        measured = self._refresher.measurement(self._offer.options, self._offer.lowest_format)
-        return replace(measured, problem=self._offer.restricted(measured.problem))
+        # Another format of as few bits stands in for a lowest precision that no linear can run.
+        lowest_format = lowest_precision(self._available_formats()).name
+        measured = self._refresher.measurement(self._available.options, lowest_format)
+        problem = restrict_problem(measured.problem, self._available.refusals)
+        return replace(measured, problem=problem)
+
+    def _available_formats(self) -> tuple[str, ...]:
+        names = {name for option in self._available.options for name in option.formats}
+        return tuple(name for name in self.config.formats if name in names)
 
     def _apply_solved(self, iteration: int) -> None:
         """All ranks: get the outcome from rank 0; apply the plan, or keep the current one."""
         try:
             plan, waited_s = self._solve.result()
-            self._offer.checked(plan)
+            plan.check_against(self._work)
         except (PlanningError, UsageError) as failure:  # the same on all ranks
             self._keep_plan(iteration, str(failure))
             return
@@ -314,7 +332,8 @@ class SnipController:
                     clear_buffers()
             self._optimizer.zero_grad()
 
-        safe = self._offer.safe_plan(self.plan, iteration)
+        pins = [glob for glob, _ in self.config.pin_pairs]
+        safe = bf16_plan(self.plan, pins, self._work, self.config.lowest_format, iteration)
         judged = guard.run_watched(training, self.plan, safe, run, clear)
         if judged.message is not None:
             self._notify(iteration, "guard", f"iteration {iteration}: {judged.message}")
@@ -328,7 +347,7 @@ class SnipController:
         """All ranks: the iteration ran under `fallback`, which is the plan from now on."""
         self._solve.drop()
         # A plan's iteration names its file; that of the plan it repeats is taken.
-        plan = fallback.model_copy(update={"step": iteration})
+        plan = fallback.model_copy(update={"iteration": iteration})
         guard.reverted(self.plan, plan, iteration)
         num_changed = len(changed_linears(self.plan, plan))
         before, self.plan = self.plan, plan
@@ -342,24 +361,45 @@ class SnipController:
 
     # The beginning of a run.
 
-    def _first_plan(self, resumed: PrecisionPlan | None) -> PrecisionPlan:
+    def _first_plan(self, resumed: PrecisionPlan | None, seed: int) -> PrecisionPlan:
         """All ranks: rank 0 makes the plan that the run starts with."""
+        c = self.config
 
         def make() -> PrecisionPlan:
-            return self._offer.first_plan(self._schedule, resumed)
+            problem = unmeasured_problem(
+                self.model.all_linears,
+                self._available.options,
+                c.lowest_format,
+                c.efficiency_target,
+            )
+            return initial_plan(
+                restrict_problem(problem, self._available.refusals), c, seed, resumed
+            )
 
-        plan = PrecisionPlan.from_dict(
-            from_rank_0(make if self._is_rank_0 else None, self._control)
+        plan = from_rank_0(make if self._is_rank_0 else None, self._control)
+        return self._adapted(PrecisionPlan.from_dict(plan))
+
+    def _adapted(self, plan: PrecisionPlan) -> PrecisionPlan:
+        """All ranks: return the plan as it can run here; log what changed."""
+        plan.check_against(self._work)
+        available = self._available.options
+        refusals = option_refusals(
+            self.model.linears, (*plan.linears.values(), *available), self._control
         )
-        return self._offer.runnable(self._offer.checked(plan))
+        adapted, changes = adapt_plan(
+            plan, available, refusals, self._work, self.config.lowest_format
+        )
+        others = [o for o in dict.fromkeys(adapted.linears.values()) if o not in available]
+        for text in (*approximations(self.model, others), *changes):
+            self._warn(f"{plan.label}: {text}")
+        return adapted
 
     def _make_guard(self, topology: Topology, state: GuardState | None) -> Guard | None:
         """All ranks: return the guard, if plans change in this run."""
         if not (self.config.guard and self._schedule.replans):
             return None
         if state is not None and state.good is not None:
-            good = self._offer.runnable(self._offer.checked(state.good))
-            state = replace(state, good=good)
+            state = replace(state, good=self._adapted(state.good))
         return Guard(self.config.guard_sigmas, topology, state)
 
     def _start(self, state: ControllerState | None) -> None:
@@ -379,11 +419,19 @@ class SnipController:
             self._submit_again(state.pending)
 
     def _submit_again(self, pending: Pending) -> None:
-        problem = self._offer.placed(pending.problem)
-        if problem is None:
+        """All ranks: solve a former run's problem, with the stages and options of this run."""
+        problem = pending.problem
+        if set(problem.names) != set(self._work):
             why = f"the problem of iteration {pending.iteration} is of another model"
             self._keep_plan(pending.apply_at, why)
             return
+        rows = [
+            row.model_copy(update={"stage": self._work[row.name][0]}) for row in problem.linears
+        ]
+        options = dict.fromkeys(Option.parse(name) for row in rows for name in row.options)
+        refusals = option_refusals(self.model.linears, options, self._control)
+        problem = problem.model_copy(update={"linears": tuple(rows)})
+        problem = restrict_problem(problem, refusals)
         self._solve.submit(replace(pending, problem=problem), self.plan)
 
     # Logs and reports.
@@ -399,9 +447,12 @@ class SnipController:
         self._report(iteration, event)
 
     def _notify(self, iteration: int, kind: NoticeKind, text: str) -> None:
+        self._warn(text)
+        self._report(iteration, Notice(kind, text))
+
+    def _warn(self, text: str) -> None:
         if self._is_rank_0:
             logger.warning("snip: %s", text)
-        self._report(iteration, Notice(kind, text))
 
     def _log(self, text: str) -> None:
         if self._is_rank_0:

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_snip.linears.step_loss import StepLoss, finite_gradients
-from megatron_snip.linears.traces import Traces
+from megatron_snip.linears.training_state import TrainingStateSnapshot
 from megatron_snip.linears.training_step import TrainingStep, tolerating_non_finite
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.topology import Topology
@@ -256,7 +256,7 @@ class Guard:
             run: runs the iteration's forward-backward under a plan.
             clear: zeroes the gradients.
         """
-        snapshot = Traces(training.chunks)
+        snapshot = TrainingStateSnapshot(training.chunks)
         with tolerating_non_finite():
             results = run(plan)
         loss = self._measure_loss(results, training)

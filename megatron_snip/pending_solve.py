@@ -17,7 +17,6 @@ from torch.distributed import ProcessGroup
 from megatron_snip.collectives import RemoteFailure, attempt, broadcast_json
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, SnipError, UsageError
 from megatron_snip.planning.plan import PrecisionPlan
-from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.state import Pending
@@ -50,7 +49,7 @@ class PendingSolve:
             return
         try:
             self._solver.submit(
-                PlanningProblem.from_dict(pending.problem),
+                pending.problem,
                 self._settings,
                 plan,
                 pending.iteration,
@@ -119,18 +118,22 @@ def from_rank_0(
     """
     outcome = broadcast_json({} if make is None else _outcome(make), control)
     if "error" in outcome:
-        raise (UsageError if outcome["usage"] else SnipError)(outcome["error"])
+        if outcome["usage"]:
+            raise UsageError(outcome["error"], outcome["field"])
+        raise SnipError(outcome["error"])
     plan: dict[str, Any] = outcome["plan"]
     return plan
 
 
 def _outcome(make: Callable[[], PrecisionPlan]) -> dict[str, Any]:
-    """Rank 0: {"plan"} or {"error", "usage"}, as it is sent."""
+    """Rank 0: {"plan"} or {"error", "usage", "field"}, as it is sent."""
     try:
         outcome = {"plan": make().to_dict()}
         json.dumps(outcome, allow_nan=False)  # what cannot be sent is an error here
         return outcome
     except Exception as error:  # whatever it was, all ranks get it
-        if isinstance(error, UsageError | InfeasiblePlanError):
-            return {"error": str(error), "usage": True}
+        if isinstance(error, UsageError):
+            return {"error": error.message, "usage": True, "field": error.field}
+        if isinstance(error, InfeasiblePlanError):
+            return {"error": str(error), "usage": True, "field": "efficiency_target"}
         return {"error": f"{type(error).__name__}: {error}", "usage": False}

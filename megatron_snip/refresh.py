@@ -13,12 +13,17 @@ from typing import Any
 
 from megatron_snip.collectives import RemoteFailure, any_rank
 from megatron_snip.config import SnipConfig
-from megatron_snip.divergence.quality import QualitySettings, divergence_table, problem_dict
+from megatron_snip.divergence.quality_loss import (
+    QualitySettings,
+    divergence_table,
+    planning_problem,
+)
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.moe_dispatch import ExpertDispatch
 from megatron_snip.linears.step_loss import StepLoss
 from megatron_snip.linears.training_step import TrainingStep
 from megatron_snip.options import Option
+from megatron_snip.planning.policies import get_policy
 from megatron_snip.reporting.events import Measurement
 from megatron_snip.statistics.observer import MeasureSettings, StepObserver
 from megatron_snip.statistics.optimizer_state import steps_of_moments
@@ -68,9 +73,7 @@ class Schedule:
         """
         self._may_measure = may_measure
         self.waiting = False
-        self.static = config.policy.startswith(
-            ("uniform-", "random", "layer-type", "layer-id", "none")
-        )
+        self.static = not get_policy(config.policy).needs_statistics
         self.replans = not (self.static or config.collect_only)
         self.num_parts = math.ceil(1 / config.measure_fraction - 1e-9)
         self.refreshed = refreshed
@@ -197,5 +200,5 @@ class Refresher:
         c = self._config
         quality = QualitySettings(tuple(options), lowest_format, c.loss_divergence, c.weight_lambda)
         divergences = divergence_table(self.mean, quality, warn=self._topology.rank == 0)
-        problem = problem_dict(divergences, lowest_format, c.efficiency_target)
+        problem = planning_problem(divergences, lowest_format, c.efficiency_target)
         return Measurement(self.mean, divergences, problem, self._seconds)

@@ -16,12 +16,14 @@ as its problem: the resumed run solves it again and applies the plan at the same
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_snip.errors import UsageError
 from megatron_snip.guard import GuardState, LossMonitor
 from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.statistics.records import StatisticsTable
 
 SCHEMA_VERSION = 2
@@ -34,16 +36,17 @@ class Pending:
     Attributes:
         iteration: whose statistics it was made from.
         apply_at: iteration before which the plan is broadcast and applied.
-        problem: in the form of a problem file.
+        problem: the planning problem.
     """
 
     iteration: int
     apply_at: int
-    problem: dict[str, Any]
+    problem: PlanningProblem
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain types."""
-        return {"iteration": self.iteration, "apply_at": self.apply_at, "problem": self.problem}
+        problem = self.problem.to_dict()
+        return {"iteration": self.iteration, "apply_at": self.apply_at, "problem": problem}
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ class ControllerState:
                 else Pending(
                     int(pending[number]) + shift,
                     int(pending["apply_at"]) + shift,
-                    dict(pending["problem"]),
+                    _problem(pending, f"{source}, pending problem"),
                 ),
                 guard=None if guard is None else _guard(guard, source, shift),
                 statistics=None if statistics is None else StatisticsTable.from_dict(statistics),
@@ -125,6 +128,31 @@ class ControllerState:
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             detail = f"{type(error).__name__}: {error}"
             raise UsageError(f"{source} is damaged ({detail})") from None
+
+
+def _problem(pending: dict[str, Any], source: str) -> PlanningProblem:
+    """Read the problem; version 1 has the scores of the options beside it, as `metrics`."""
+    problem, metrics = dict(pending["problem"]), pending.get("metrics", {})
+    if metrics:
+        problem["linears"] = [
+            {**row, "options": _with_scores(row["options"], metrics.get(row["name"], {}))}
+            for row in problem["linears"]
+        ]
+    return PlanningProblem.from_dict(problem, source)
+
+
+def _with_scores(options: dict[str, Any], metrics: dict[str, Any]) -> dict[str, Any]:
+    """Add scores to the options' costs; values that are not finite become None."""
+    return {
+        option: {
+            **cost,
+            "scores": {
+                name: score if math.isfinite(score) else None
+                for name, score in metrics.get(option, {}).items()
+            },
+        }
+        for option, cost in options.items()
+    }
 
 
 def _guard(value: dict[str, Any], source: str, shift: int) -> GuardState:

@@ -45,7 +45,7 @@ from benchmarks.compare.variants import (
     snip_costs,
 )
 from benchmarks.machine import RESULTS, machine
-from megatron_snip.divergence.local_error import absolute_error, relative_error
+from megatron_snip.divergence.divergence import absolute_error, relative_error
 from megatron_snip.options import Option
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.types import Gemm

@@ -12,8 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.divergence.local_error import absolute_error, relative_error
-from megatron_snip.divergence.quality import QualitySettings, divergence_table, planning_problem
+from megatron_snip.divergence.divergence import absolute_error, relative_error
+from megatron_snip.divergence.quality_loss import (
+    QualitySettings,
+    divergence_table,
+    planning_problem,
+)
 from megatron_snip.options import Option
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.settings import PlanSettings

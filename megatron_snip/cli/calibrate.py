@@ -1,8 +1,8 @@
 """`megatron-snip calibrate`: measure this machine's GEMMs, for planning by time.
 
-Every linear shape of a model runs its three GEMMs in every format, quantization included, through
-the code that training runs: natively where this machine can, by emulation elsewhere. The table
-that comes out makes `megatron-snip plan --cost time` count this machine's seconds.
+Every linear shape of a model runs its three GEMMs in every format, quantization included, as
+`--snip-backend simulate` runs them. With the resulting table, `megatron-snip plan --cost time`
+counts this machine's seconds.
 """
 
 from __future__ import annotations
@@ -13,12 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.table import Table as RichTable
-
+from megatron_snip.cli.common import add_examples, console, integer, new_table, positive
 from megatron_snip.cli.gemm_bench import Shape, measure
-from megatron_snip.cli.numbers import whole_number
-from megatron_snip.cli.plan_tables import plain_console
 from megatron_snip.errors import UsageError
 from megatron_snip.formats import FORMATS, get_format
 from megatron_snip.planning.calibration import (
@@ -33,17 +29,14 @@ from megatron_snip.version import __version__
 if TYPE_CHECKING:
     import torch
 
-EXAMPLES = """\
-examples:
-  megatron-snip calibrate --config configs/demo.yaml --output demo-seconds.json
-  megatron-snip calibrate --linear '*.mlp.linear_fc1=28672x8192' --tokens 4096 --output t.json
-"""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EXAMPLES
+    add_examples(
+        parser,
+        "megatron-snip calibrate --config configs/demo.yaml --output demo-seconds.json",
+        "megatron-snip calibrate --linear '*.mlp.linear_fc1=28672x8192' --output t.json",
+    )
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -80,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     shapes, tokens = _shapes(args)
     formats = _formats(args.formats)
     _check_output(args.output)
-    budget_s = _number("--seconds", args.seconds)
+    budget_s = positive("--seconds", args.seconds)
     device = _device(args.device)
     linears = []
     for shape in shapes:
@@ -156,7 +149,7 @@ def _shapes(args: argparse.Namespace) -> tuple[list[Shape], int]:
         if globs.count(glob) > 1:
             raise UsageError(f"'{glob}' has two shapes, of which planning would take the first")
     if args.tokens is not None:
-        tokens = whole_number("--tokens", args.tokens)
+        tokens = integer("--tokens", args.tokens)
     return shapes, tokens
 
 
@@ -166,17 +159,7 @@ def _shape(text: str) -> Shape:
     if not (names and sign and times and out_features and in_features):
         raise UsageError(f"--linear: '{text}' is not GLOB=OUTxIN, e.g. '*.linear_fc1=4096x1024'")
     flag = f"--linear: each size of '{text}' (GLOB=OUTxIN)"
-    return Shape(names, whole_number(flag, out_features), whole_number(flag, in_features))
-
-
-def _number(flag: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value < 2**31:
-        raise UsageError(f"{flag} must be a number above 0, got '{text}'")
-    return value
+    return Shape(names, integer(flag, out_features), integer(flag, in_features))
 
 
 def _device(name: str | None) -> torch.device:
@@ -208,10 +191,9 @@ def _machine() -> str:
 
 
 def _print(table: CalibrationTable, path: Path) -> None:
-    console = plain_console()
-    shown = RichTable("linears", "out x in", "format", box=box.SIMPLE)
-    for heading in (*(f"{gemm.value} ms" for gemm in Gemm), "TFLOP/s"):
-        shown.add_column(heading, justify="right")
+    out = console()
+    times = (*(f"{gemm.value} ms" for gemm in Gemm), "TFLOP/s")
+    shown = new_table(("linears", "out x in", "format"), times)
     for entry in table.linears:
         flops = 6.0 * table.tokens * entry.out_features * entry.in_features
         for name, by_gemm in entry.seconds.items():
@@ -222,5 +204,5 @@ def _print(table: CalibrationTable, path: Path) -> None:
                 *(f"{1e3 * by_gemm[gemm.value]:.3f}" for gemm in Gemm),
                 f"{flops / sum(by_gemm.values()) / 1e12:.3g}",
             )
-    console.print(shown)
-    console.print(f"{table.tokens} tokens on {table.device}, {table.machine}; wrote {path}")
+    out.print(shown)
+    out.print(f"{table.tokens} tokens on {table.device}, {table.machine}; wrote {path}")

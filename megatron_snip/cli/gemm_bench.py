@@ -1,8 +1,7 @@
-"""Time a linear's three GEMMs in every format, quantization included, as training runs them.
+"""Time a linear's three GEMMs in every format, quantization included, as `simulate` runs them.
 
-That is as `--snip-backend auto` resolves: natively where the machine passes its check, else by
-emulation. A GEMM is timed by itself, so that what training does once for two of them (reading X and
-G, quantizing W) is counted in each.
+A GEMM is timed by itself, so what training does once for two of them (reading G, quantizing W) is
+counted in each.
 
 torch is imported when there is something to time, so that --help need not wait for it.
 """
@@ -23,9 +22,6 @@ from megatron_snip.types import Gemm
 
 if TYPE_CHECKING:
     import torch
-
-    from megatron_snip.linears.backends import Machine
-    from megatron_snip.linears.native_gemm import GemmOperand
 
 MAX_RUNS = 200
 """Most times a GEMM is run; fast ones stop here, slow ones at --seconds."""
@@ -69,15 +65,6 @@ def measure(
     return seconds
 
 
-def machine_of(device: torch.device) -> Machine:
-    """Return what decides how GEMMs run on a device; on a GPU the native ones are tried."""
-    from megatron_snip.linears.backends import Machine
-    from megatron_snip.linears.native_support import with_native
-    from megatron_snip.linears.te_support import this_machine
-
-    return with_native(this_machine(with_te=False)) if device.type == "cuda" else Machine()
-
-
 class _Bench:
     """One shape's operands, and its GEMMs as training runs them."""
 
@@ -98,44 +85,25 @@ class _Bench:
         self.stream = StochasticStream(StreamKey(seed=0, linear=shape.names, step=0, microbatch=0))
         self.device = device
         self.budget_s = budget_s
-        self.machine = machine_of(device)
 
     def gemm(self, gemm: Gemm, option: Option) -> Callable[[], torch.Tensor]:
         """Return a call that runs one GEMM, quantization included."""
-        from megatron_snip.linears import backends, gemms
+        from megatron_snip.linears import simulated_gemm as run
 
-        name = option[gemm]
-        if name != "bf16":
-            found = backends.resolve("auto", name, gemm, self.machine)
-            if found is backends.Backend.NATIVE:
-                return self._native(gemm, option)
+        x, w, g, cols = self.x, self.w, self.g, self.x.shape[1]
         if gemm is Gemm.FPROP:
-            return lambda: gemms.fprop(self.x, self.w, option)
-        if gemm is Gemm.DGRAD:
-            return lambda: gemms.dgrad(self.g, self.w, option, self.stream)
-        return lambda: gemms.wgrad(self.g, self.x, option, self.stream)
+            return lambda: run.fprop(x, w, option)
 
-    def _native(self, gemm: Gemm, option: Option) -> Callable[[], torch.Tensor]:
-        from megatron_snip.linears import native
+        def backward() -> torch.Tensor:
+            is_dgrad = gemm is Gemm.DGRAD
+            both = run.quantize_grad_output(
+                g, option, self.stream, cols, dgrad=is_dgrad, wgrad=not is_dgrad
+            )
+            g_q = both[0] if is_dgrad else both[1]
+            assert g_q is not None
+            return run.dgrad(g_q, w, option, g.dtype) if is_dgrad else run.wgrad(g_q, x, option)
 
-        def weight() -> GemmOperand:
-            return native.weight_operand(self.w, option, gemm, lambda _, make: make())
-
-        def run() -> torch.Tensor:
-            if gemm is Gemm.FPROP:
-                x = native.input_operands(self.x, option, True, False)[0]
-                assert x is not None
-                return native.fprop(x, weight(), self.x.dtype)
-            wgrad = gemm is Gemm.WGRAD
-            g = native.grad_operands(self.g, option, self.stream, not wgrad, wgrad)[wgrad]
-            assert g is not None
-            if not wgrad:
-                return native.dgrad(g, weight(), self.g.dtype)
-            x = native.input_operands(self.x, option, False, True)[1]
-            assert x is not None
-            return native.wgrad(g, x)
-
-        return run
+        return backward
 
     def seconds(self, call: Callable[[], torch.Tensor]) -> float:
         """Return the median time of a call; the first runs, which compile and warm up, excluded."""
@@ -149,7 +117,7 @@ class _Bench:
         """Return what training on the CPU runs within: it computes products of BF16 in FP32."""
         if self.device.type == "cuda":
             return contextlib.nullcontext()
-        from megatron_snip.patches.cpu_tensors import CudaOnCpu
+        from megatron_snip.patches.cpu.tensors import CudaOnCpu
 
         return CudaOnCpu()
 

@@ -12,32 +12,29 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from megatron_snip.cli.common import add_examples, write_output
 from megatron_snip.cli.stages import add_stage_flags, stages_from
 from megatron_snip.config import read_yaml
 from megatron_snip.errors import UsageError
 from megatron_snip.formats import lowest_precision
-from megatron_snip.options import Option
-from megatron_snip.planning.assigned import Work, assigned_plan
-from megatron_snip.planning.plan import PrecisionPlan, write_plan
-from megatron_snip.planning.problem import PlanningProblem, read_problem
-from megatron_snip.planning.te_config import (
+from megatron_snip.linears.te.precision_config import (
     Stages,
     evaluates_otherwise,
     import_options,
     num_layers,
 )
-
-EXAMPLES = """\
-examples:
-  megatron-snip import OUT.yaml --problem runs/demo/problems/0.json --output plan.json
-  megatron-snip import A.stage0.yaml A.stage1.yaml --problem P.json --pipeline-stages 2
-"""
+from megatron_snip.options import Option
+from megatron_snip.planning.plan import PrecisionPlan, assigned_plan
+from megatron_snip.planning.problem import PlanningProblem, read_problem
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EXAMPLES
+    add_examples(
+        parser,
+        "megatron-snip import OUT.yaml --problem runs/demo/problems/1.json --output plan.json",
+        "megatron-snip import A.stage0.yaml A.stage1.yaml --problem P.json --pipeline-stages 2",
+    )
     parser.add_argument(
         "files",
         metavar="FILE.yaml",
@@ -81,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     linears = _linears(args, configs, problem, stages)
     plan = _plan(linears, problem)
     if args.output is not None:
-        _write(plan, args.output)
+        write_output(args.output, plan.to_json())
     if args.json:
         sys.stdout.write(plan.to_json())
         return 0
@@ -126,12 +123,5 @@ def _linears(
 def _plan(linears: dict[str, Option], problem: PlanningProblem) -> PrecisionPlan:
     formats = (name for option in linears.values() for name in option.formats)
     used = [name for name in dict.fromkeys(formats) if name != "bf16"] or ["fp8"]
-    work = [Work(each.name, each.stage, each.flops) for each in problem.linears]
+    work = {each.name: (each.stage, each.flops) for each in problem.linears}
     return assigned_plan(linears, work, lowest_precision(tuple(used)).name, "imported")
-
-
-def _write(plan: PrecisionPlan, path: Path) -> None:
-    try:
-        write_plan(plan, path)
-    except OSError as error:
-        raise UsageError(f"cannot write '{path}': {error.strerror or error}") from None

@@ -1,7 +1,7 @@
-"""`megatron-snip plan`: make a plan from a problem file and say how good it is.
+"""`megatron-snip plan`: make a plan from a problem file.
 
-Exit status: 0 with a plan; 3 if no plan satisfies the rules, with those of them that conflict
-and the best reachable target; 2 on bad input.
+Exit status: 0 with a plan; 3 if no plan satisfies the constraints (the conflicting ones and the
+highest reachable target are named); 2 on bad input.
 """
 
 from __future__ import annotations
@@ -9,56 +9,55 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
-from megatron_snip.cli.plan_flags import (
-    add_rule_flags,
-    flag_of,
-    metrics_from,
+from rich.table import Table
+
+from megatron_snip.cli.common import add_examples, console, integer, new_table, write_output
+from megatron_snip.cli.planning_flags import (
+    INFEASIBLE,
+    add_planning_flags,
     problem_from,
     settings_from,
 )
-from megatron_snip.cli.plan_tables import (
-    linear_table,
-    plain_console,
-    stage_efficiencies,
-    stage_table,
-)
 from megatron_snip.errors import InfeasiblePlanError, UsageError
-from megatron_snip.planning.plan import PrecisionPlan, read_plan, write_plan
-from megatron_snip.planning.planner import PlanReport, make_plan_report
+from megatron_snip.options import Option
+from megatron_snip.planning.plan import PrecisionPlan, read_plan
+from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.policies import get_policy
-from megatron_snip.planning.problem import PlanningProblem, check_options
+from megatron_snip.planning.problem import (
+    LinearChoices,
+    OptionCost,
+    PlanningProblem,
+    check_options,
+)
 from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.reporting.text import percent, quality, seconds
 
-INFEASIBLE = 3
-"""Exit status where no plan satisfies the rules."""
-
-MAX_STEP_DIGITS = 18
-"""A step is a count: any that a 64-bit integer holds, so that what is written can be read."""
-
-EXAMPLES = """\
-examples:
-  megatron-snip plan runs/demo/problems/20.json --target 0.9
-  megatron-snip plan problem.json --pipeline-balance stage --first-layers 1=bf16 --json
-  megatron-snip plan problem.json --previous plan.json --max-changes 10 --output next.json
-"""
+MAX_ROWS = 1500
+"""Linears in a table; larger models are summed up by kind."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EXAMPLES
-    add_rule_flags(parser)
-    parser.add_argument("--target", metavar="T", help="least efficiency, 0 to 1 [the problem's]")
-    changes = parser.add_argument_group("changes against a plan in force")
-    changes.add_argument("--previous", metavar="PLAN.json", type=Path, help="the plan in force")
-    changes.add_argument("--max-changes", metavar="N", help="most linears that may change")
-    changes.add_argument(
-        "--min-gain", metavar="F", help="share of the quality loss that a change must save"
+    add_examples(
+        parser,
+        "megatron-snip plan runs/demo/problems/21.json --target 0.9",
+        "megatron-snip plan problem.json --pipeline-balance stage --first-layers 1=bf16 --json",
+        "megatron-snip plan problem.json --previous plan.json --output next.json",
     )
-    parser.add_argument("--step", metavar="N", default="0", help="training step of the plan [0]")
-    parser.add_argument("--output", metavar="FILE", type=Path, help="write the plan here as well")
+    add_planning_flags(parser)
+    parser.add_argument("--target", metavar="T", help="least efficiency, 0 to 1 [the problem's]")
+    changes = parser.add_argument_group("changes of the current plan")
+    changes.add_argument("--previous", metavar="PLAN.json", type=Path, help="the current plan")
+    changes.add_argument(
+        "--change-penalty", metavar="X", help="quality loss that each changed linear costs [0]"
+    )
+    parser.add_argument(
+        "--iteration", metavar="N", default="0", help="iteration of the statistics [0]"
+    )
+    parser.add_argument("--output", metavar="FILE", type=Path, help="write the plan to this file")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON, nothing else")
 
 
@@ -69,21 +68,20 @@ def run(args: argparse.Namespace) -> int:
         UsageError: for bad input.
     """
     settings = _settings(args)
+    iteration = integer("--iteration", args.iteration, least=0)
     problem = problem_from(args)
     check_options(problem, f"problem file '{args.problem}'")
     previous = None if args.previous is None else _previous(args.previous, problem)
     try:
-        report = make_plan_report(
-            problem, settings, previous, _step(args.step), metrics_from(args, settings)
-        )
+        plan = make_plan(problem, settings, previous, iteration)
     except InfeasiblePlanError as error:
         return _infeasible(error, args.json)
     if args.output is not None:
-        _write(report.plan, args.output)
+        write_output(args.output, plan.to_json())
     if args.json:
-        sys.stdout.write(report.plan.to_json())
+        sys.stdout.write(plan.to_json())
     else:
-        _print(report, problem, settings, previous)
+        _print(plan, problem, settings, previous)
     return 0
 
 
@@ -97,47 +95,21 @@ def _previous(path: Path, problem: PlanningProblem) -> PrecisionPlan:
 
 
 def _settings(args: argparse.Namespace) -> PlanSettings:
-    given = {"target": args.target, "max_changes": args.max_changes, "min_gain": args.min_gain}
-    settings = settings_from(args, **given)
-    for name in ("max_changes", "min_gain"):
-        if given[name] is not None and args.previous is None:
-            raise UsageError(f"{flag_of(name)} needs --previous PLAN.json, the plan that changes")
-    _refuse_idle_flags(args, settings)
-    return settings
-
-
-def _refuse_idle_flags(args: argparse.Namespace, settings: PlanSettings) -> None:
-    """Refuse flags that the policy has no use for, rather than pass over them in silence."""
-    name = settings.policy
-    if get_policy(name).heeds_target:
-        return
-    idle = {
-        "target": args.target is not None,
-        "pipeline_balance": settings.pipeline_balance != "none",
-        "min_gain": settings.min_gain > 0.0,
+    if args.change_penalty is not None and args.previous is None:
+        raise UsageError("--change-penalty needs --previous PLAN.json, the current plan")
+    settings = settings_from(args, target=args.target, change_penalty=args.change_penalty)
+    unused = {
+        "--target": args.target,
+        "--pipeline-balance": None if args.pipeline_balance == "none" else args.pipeline_balance,
+        "--change-penalty": args.change_penalty,
     }
-    for field, given in idle.items():
-        if given:
-            raise UsageError(
-                f"policy '{name}' has no target to weigh anything against, so it cannot heed "
-                f"{flag_of(field)}; leave that out, or take another policy (snip, greedy, ...)"
-            )
-
-
-def _step(text: str) -> int:
-    if not text.isdecimal() or len(text) > MAX_STEP_DIGITS:
+    given = [flag for flag, value in unused.items() if value is not None]
+    if given and not get_policy(settings.policy).heeds_target:
         raise UsageError(
-            f"--step must be a number of at least 0 and {MAX_STEP_DIGITS} digits at most, "
-            f"got '{text}'"
+            f"policy '{settings.policy}' has no target and does not use {given[0]}; leave that "
+            "out, or take another policy (snip, greedy, ...)"
         )
-    return int(text)
-
-
-def _write(plan: PrecisionPlan, path: Path) -> None:
-    try:
-        write_plan(plan, path)
-    except OSError as error:
-        raise UsageError(f"cannot write '{path}': {error.strerror or error}") from None
+    return settings
 
 
 def _infeasible(error: InfeasiblePlanError, as_json: bool) -> int:
@@ -154,34 +126,77 @@ def _infeasible(error: InfeasiblePlanError, as_json: bool) -> int:
 
 
 def _print(
-    report: PlanReport,
+    plan: PrecisionPlan,
     problem: PlanningProblem,
     settings: PlanSettings,
     previous: PrecisionPlan | None,
 ) -> None:
-    console = plain_console()
-    console.print(linear_table(report.plan, problem, previous))
-    console.print(stage_table(report.plan, problem))
-    for line in _summary(report, problem, settings):
-        console.print(line, markup=False, soft_wrap=True)
+    out = console()
+    if len(problem.linears) > MAX_ROWS:
+        out.print(_kind_table(plan))
+        out.print(f"{len(problem.linears)} linears, counted by kind and option; --json lists them.")
+    else:
+        out.print(_linear_table(plan, problem, previous))
+        out.print(
+            "quality loss: predicted harm of the option. saving: share of the linear's FLOPs in "
+            "the lowest precision. FLOPs: the linear's share of all FLOPs."
+        )
+    if problem.num_stages > 1:
+        out.print(_stage_table(plan, problem))
+    target = f"target {plan.target:g}" if get_policy(plan.policy).heeds_target else "no target"
+    for line in (
+        f"policy        {plan.policy}, {plan.status}, {seconds(plan.seconds)}",
+        f"quality loss  {quality(plan.objective, 6)}, lower bound {quality(plan.bound, 6)}, "
+        f"gap {quality(plan.gap, 2)}",
+        f"efficiency    {plan.efficiency:.6f} of {settings.cost} ({target})",
+        f"digest        {plan.digest}",
+    ):
+        out.print(line)
 
 
-def _summary(report: PlanReport, problem: PlanningProblem, settings: PlanSettings) -> list[str]:
-    plan = report.plan
-    heeds = get_policy(plan.policy).heeds_target
-    target = f"target {plan.target:g}" if heeds else f"{plan.policy} heeds no target"
-    objective = "unknown" if plan.objective is None else f"{plan.objective:.6g}"
-    bound = "unknown" if plan.bound is None else f"{plan.bound:.6g}"
-    gap = "unknown" if plan.gap is None else f"{plan.gap:.2e}"
-    return [
-        f"policy      {plan.policy}",
-        f"status      {plan.status}",
-        f"objective   {objective} (quality loss)",
-        f"bound       {bound}, gap {gap}",
-        f"efficiency  {plan.efficiency:.6f} of {settings.cost} ({target})",
-        f"scaling     integer rounding is off by at most {report.scaling_error:.1e} in quality "
-        f"loss, {report.efficiency_error:.1e} in efficiency",
-        f"stages      {stage_efficiencies(plan, problem)}",
-        f"seconds     {plan.seconds:.3f}",
-        f"digest      {plan.digest}",
-    ]
+def _linear_table(
+    plan: PrecisionPlan, problem: PlanningProblem, previous: PrecisionPlan | None
+) -> Table:
+    text = ("linear", "option") if previous is None else ("linear", "option", "before")
+    numbers = ("stage",) if problem.num_stages > 1 else ()
+    table = new_table(text, (*numbers, "quality loss", "saving", "FLOPs"))
+    total = sum(linear.flops for linear in problem.linears) or 1.0
+    for linear in problem.linears:
+        option = plan.linears[linear.name]
+        cost = _cost(linear, option)
+        row = [linear.name, str(option)]
+        if previous is not None:
+            before = previous.linears[linear.name]
+            row.append("" if before == option else str(before))
+        row += [str(linear.stage)] * len(numbers)
+        row += [quality(cost.quality_loss), f"{cost.saving:.3g}", percent(linear.flops / total)]
+        table.add_row(*row)
+    return table
+
+
+def _stage_table(plan: PrecisionPlan, problem: PlanningProblem) -> Table:
+    table = new_table((), ("stage", "linears", "efficiency", "quality loss"))
+    for stage in sorted({linear.stage for linear in problem.linears}):
+        members = [linear for linear in problem.linears if linear.stage == stage]
+        loss = sum(_cost(m, plan.linears[m.name]).quality_loss or 0.0 for m in members)
+        efficiency = f"{plan.stages[stage]:.4f}"
+        table.add_row(str(stage), str(len(members)), efficiency, quality(loss))
+    return table
+
+
+def _kind_table(plan: PrecisionPlan) -> Table:
+    counts: dict[str, Counter[str]] = {}
+    for name, option in plan.linears.items():
+        counts.setdefault(name.rsplit(".", 1)[-1], Counter())[str(option)] += 1
+    options = sorted({option for by_option in counts.values() for option in by_option})
+    table = new_table(("kind",), tuple(options))
+    for kind, by_option in counts.items():
+        table.add_row(kind, *(str(by_option[option]) for option in options))
+    return table
+
+
+def _cost(linear: LinearChoices, option: Option) -> OptionCost:
+    for name, cost in linear.options.items():
+        if Option.parse(name) == option:
+            return cost
+    return OptionCost(quality_loss=0.0, saving=0.0)  # bf16 need not be listed

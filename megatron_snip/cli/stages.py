@@ -1,12 +1,12 @@
-"""Flags that `export` and `import` share: how layers are dealt out to pipeline stages."""
+"""Flags that `export` and `import` share: the layers of each pipeline stage."""
 
 from __future__ import annotations
 
 import argparse
 
-from megatron_snip.cli.numbers import whole_number
+from megatron_snip.cli.common import integer
 from megatron_snip.errors import UsageError
-from megatron_snip.planning.te_config import Stages
+from megatron_snip.linears.te.precision_config import Stages
 
 
 def add_stage_flags(parser: argparse.ArgumentParser) -> None:
@@ -15,7 +15,7 @@ def add_stage_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--pipeline-stages",
         metavar="P",
-        help="pipeline-parallel size [as the plan or the problem says]",
+        help="pipeline-parallel size [that of the plan or problem]",
     )
     group.add_argument(
         "--chunks-per-stage",
@@ -26,8 +26,7 @@ def add_stage_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--chunk-layers",
         metavar="N,N,...",
-        help="layers of each model chunk in the data's order, where they are uneven; a chunk may "
-        "hold none",
+        help="layers of each model chunk in the order of the data, if they are uneven",
     )
 
 
@@ -44,12 +43,12 @@ def stages_from(args: argparse.Namespace, num_layers: int, known: int) -> Stages
     """
     num_stages = known
     if args.pipeline_stages is not None:
-        num_stages = whole_number("--pipeline-stages", args.pipeline_stages)
-    per_stage = whole_number("--chunks-per-stage", args.chunks_per_stage)
+        num_stages = integer("--pipeline-stages", args.pipeline_stages)
+    per_stage = integer("--chunks-per-stage", args.chunks_per_stage)
     if args.chunk_layers is None:
         return Stages.even(num_layers, num_stages, per_stage)
     texts = args.chunk_layers.split(",")
-    chunks = tuple(whole_number("--chunk-layers", text, least=0) for text in texts)
+    chunks = tuple(integer("--chunk-layers", text, least=0) for text in texts)
     if len(chunks) != num_stages * per_stage or sum(chunks) != num_layers:
         raise UsageError(
             f"--chunk-layers gives {sum(chunks)} layers in {len(chunks)} chunks; the model has "

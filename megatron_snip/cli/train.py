@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from megatron_snip.cli.numbers import whole_number
+from megatron_snip.cli.common import integer
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
 from megatron_snip.flags import add_flags, given_values
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     if args.nproc_per_node is None:
         ranks = default_num_ranks(config)
     else:
-        ranks = whole_number("--nproc-per-node", args.nproc_per_node)
+        ranks = integer("--nproc-per-node", args.nproc_per_node)
     check_ranks(config, ranks)
     return launch(config, ranks)
 

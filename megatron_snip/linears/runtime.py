@@ -1,4 +1,4 @@
-"""What all linears of a process share: the step, the mode, and who observes."""
+"""What all linears of a process share: the step, the mode, the observer, the weight cache."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from megatron_snip.linears.kept_weights import KeptWeights
-from megatron_snip.quantizers import StochasticStream
+from megatron_snip.linears.weight_cache import QuantizedWeightCache
+from megatron_snip.quantizers import StochasticStream, grad_output_stream
 from megatron_snip.statistics.tap import Observer
-from megatron_snip.streams import grad_output_stream
 from megatron_snip.topology import Placement, Topology
 
 
@@ -31,10 +30,10 @@ class Runtime:
         topology: this rank's place.
         seed: the run's seed.
         step: training step (0-based).
-        pass_number: counts the training passes begun, repeats of a step included.
+        pass_number: number of training passes begun, repeats of a step included.
         mode: how linears run.
         observer: watches every linear's forward and backward, or None.
-        kept: weights quantized for the training pass under way.
+        weight_cache: quantized weights of the current training pass.
     """
 
     topology: Topology
@@ -43,13 +42,13 @@ class Runtime:
     pass_number: int = 0
     mode: Mode = Mode.PLAN
     observer: Observer | None = None
-    kept: KeptWeights = field(default_factory=KeptWeights)
+    weight_cache: QuantizedWeightCache = field(default_factory=QuantizedWeightCache)
 
     def begin_pass(self, step: int) -> None:
-        """A training forward-backward of `step` begins; microbatches count from 0 again."""
+        """Begin a training forward-backward of `step`; microbatches count from 0 again."""
         self.step = step
         self.pass_number += 1
-        self.kept.open()
+        self.weight_cache.open()
 
     @contextmanager
     def observed_by(self, observer: Observer) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""CalibrationTable: measured seconds per GEMM and format, and what they say about a problem.
+"""CalibrationTable: measured seconds per GEMM and format, and the seconds of a problem's options.
 
 The file, schema version 1:
 
@@ -17,19 +17,17 @@ from __future__ import annotations
 import json
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, field_validator
 
-from megatron_snip.config import explain
 from megatron_snip.errors import UsageError
+from megatron_snip.files import read_json, write_atomic
 from megatron_snip.formats import FORMATS
 from megatron_snip.options import Option
-from megatron_snip.planning.json_file import read_json, write_atomic
-from megatron_snip.planning.problem import PlanningProblem
+from megatron_snip.planning.problem import STRICT, PlanningProblem, read_record
 from megatron_snip.types import Gemm
 
-_STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 _Count = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(gt=0.0)]
 
@@ -44,7 +42,7 @@ class CalibratedLinear(BaseModel):
         seconds: by format and GEMM.
     """
 
-    model_config = _STRICT
+    model_config = STRICT
 
     names: Annotated[str, Field(min_length=1)]
     out_features: _Count
@@ -65,7 +63,7 @@ class CalibratedLinear(BaseModel):
 class CalibrationTable(BaseModel):
     """See the file's description."""
 
-    model_config = _STRICT
+    model_config = STRICT
 
     version: Literal[1] = 1
     machine: str
@@ -73,7 +71,7 @@ class CalibrationTable(BaseModel):
     date: str
     versions: dict[str, str]
     tokens: _Count
-    linears: Annotated[tuple[CalibratedLinear, ...], Field(min_length=1)]
+    linears: Annotated[tuple[CalibratedLinear, ...], Field(min_length=1, strict=False)]
 
     def seconds(self, linear: str, flops: float, option: Option) -> float:
         """Return the time of a linear's three GEMMs under an option.
@@ -106,16 +104,8 @@ def read_calibration(path: Path) -> CalibrationTable:
     Raises:
         UsageError: if the file is missing, not JSON, or breaks the schema; one line.
     """
-    value: Any = read_json(path, "calibration table")
-    source = f"calibration table '{path}'"
-    if not isinstance(value, dict) or value.get("version") != 1:
-        raise UsageError(f"{source} is not of version 1")
-    if isinstance(value.get("linears"), list):
-        value = {**value, "linears": tuple(value["linears"])}
-    try:
-        return CalibrationTable.model_validate(value)
-    except ValidationError as error:
-        raise UsageError(f"{source}: {explain(error)}") from None
+    value = read_json(path, "calibration table")
+    return read_record(CalibrationTable, value, f"calibration table '{path}'")
 
 
 def write_calibration(table: CalibrationTable, path: Path) -> None:
@@ -135,11 +125,9 @@ def with_seconds(problem: PlanningProblem, table: CalibrationTable) -> PlanningP
     """
     linears = []
     for linear in problem.linears:
-        options = {
-            name: cost.model_copy(
-                update={"seconds": table.seconds(linear.name, linear.flops, Option.parse(name))}
-            )
-            for name, cost in linear.options.items()
-        }
+        options = {}
+        for name, cost in linear.options.items():
+            seconds = table.seconds(linear.name, linear.flops, Option.parse(name))
+            options[name] = cost.model_copy(update={"seconds": seconds})
         linears.append(linear.model_copy(update={"options": options}))
     return problem.model_copy(update={"linears": tuple(linears)})

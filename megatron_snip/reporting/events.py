@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
-from megatron_snip.divergence.quality import DivergenceTable
+from megatron_snip.divergence.quality_loss import DivergenceTable
 from megatron_snip.log import warn_once
 from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.statistics.records import StatisticsTable
 
 logger = logging.getLogger(__name__)
@@ -26,13 +28,13 @@ class Measurement:
     Attributes:
         statistics: reduced over all ranks.
         divergences: computed from the statistics.
-        problem: the planning problem, in the form of a problem file.
+        problem: the planning problem.
         seconds: wall time that measuring added.
     """
 
     statistics: StatisticsTable
     divergences: DivergenceTable
-    problem: dict[str, Any]
+    problem: PlanningProblem
     seconds: float
 
 
@@ -110,7 +112,7 @@ class Writer(Protocol):
 
 
 class Reporter:
-    """Passes events to writers. A writer that raises costs its record of the event, nothing else."""
+    """Passes events to writers. A writer that raises loses that record, nothing else."""
 
     def __init__(self, writers: Sequence[Writer] = ()) -> None:
         self._writers = tuple(writers)
@@ -118,7 +120,7 @@ class Reporter:
     def write(self, event: Event) -> None:
         """Pass an event to every writer."""
         for writer in self._writers:
-            self._guarded(writer, lambda w=writer: w.write(event))
+            self._guarded(writer, partial(writer.write, event))
 
     def close(self) -> None:
         """Close every writer."""

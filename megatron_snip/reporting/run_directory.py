@@ -40,9 +40,10 @@ from typing import IO, Any
 import yaml
 
 from megatron_snip.directory import DirectoryLock
-from megatron_snip.divergence.quality import divergences_dict
-from megatron_snip.planning.json_file import write_atomic
+from megatron_snip.divergence.quality_loss import divergences_dict
+from megatron_snip.files import write_atomic
 from megatron_snip.planning.plan import write_plan
+from megatron_snip.planning.problem import write_problem
 from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, PlanApplied
 
 PACKAGES = (
@@ -96,7 +97,8 @@ class RunDirectory:
                 self._row["refresh_s"] = measured.seconds
                 table = divergences_dict(measured.divergences, measured.statistics)
                 self._write_json("divergences", event.iteration, table)
-                self._write_json("problems", event.iteration, measured.problem)
+                path = self._folder("problems") / f"{event.iteration}.json"
+                write_problem(measured.problem, path)
             case PlanApplied() as applied:
                 self._plan(event.iteration, applied)
             case Notice(kind, message):

@@ -1,4 +1,16 @@
-"""Events as scalars `snip/<group>/<quantity>_<unit>`, with the same names in every dashboard.
+"""Events as scalars, with the same names in TensorBoard and W&B.
+
+Dashboards sort by name, so names of the most important scalars start with a digit:
+
+    snip/1_loss                      training loss (Megatron's own run has it as `lm loss`)
+    snip/2_lowest_precision_share    share of the linears' FLOPs in the lowest precision
+    snip/2_share_<format>            the same for each format, at every plan
+    snip/3_quality_loss_share        of the plan; 1 is the uniform lowest precision
+    snip/4_refresh_overhead_percent  time that a refresh added, of the time since the last refresh
+    snip/5_failed_refreshes          since the job started
+    snip/5_guard_events              since the job started: bad losses and plans reverted
+    snip/6_changed_linears           by a new plan
+    snip/divergence/..., snip/refresh/..., snip/training/...   details
 
 Unknown values (None, NaN, infinite) are left out.
 """
@@ -6,35 +18,81 @@ Unknown values (None, NaN, infinite) are left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from megatron_snip.divergence.quality import DivergenceTable
-from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.divergence.quality_loss import DivergenceTable
 from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, PlanApplied
 
+_METRIC_NAMES = {"loss": "1_loss", "lowest_precision_fraction": "2_lowest_precision_share"}
 
-def scalars(event: Event) -> dict[str, float]:
-    """Return the event's numbers by name."""
-    match event.payload:
-        case Measurement() as measured:
-            values = {"snip/statistics/refresh_s": measured.seconds}
-            values |= _divergence_totals(measured.divergences)
-        case PlanApplied() as applied:
-            values = _plan_values(applied.plan) | {
-                **{f"snip/plan/share_{n}": s for n, s in applied.format_shares.items()},
-                "snip/plan/changed_linears": applied.num_changed,
-                "snip/plan/wait_s": applied.waited_s,
-            }
-        case Notice(kind, _):
-            values = {f"snip/notices/{kind}": 1.0}
-        case Metrics(metrics):
-            values = {_metric_name(name): value for name, value in metrics.items()}
-    return {
-        name: float(value)
-        for name, value in values.items()
-        if isinstance(value, int | float) and math.isfinite(value)
-    }
+
+class ScalarSeries:
+    """Turns a run's events into scalars; counts failures and times refreshes."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        left_out: Collection[str] = (),
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Start counting.
+
+        Args:
+            config: SNIP's settings as plain values.
+            left_out: training metrics that are not wanted, by their names in `Metrics`.
+            clock: seconds.
+        """
+        self._uniform_loss = 1.0 + float(config.get("weight_lambda", 0.0))
+        self._left_out = frozenset(left_out)
+        self._clock = clock
+        self._last_refresh: float | None = None  # or the first event
+        self._failed = self._guarded = 0
+
+    def values(self, event: Event) -> dict[str, float]:
+        """Return the event's numbers by name; call it once for every event, in order."""
+        overhead = self._overhead_percent(event)
+        match event.payload:
+            case Measurement() as measured:
+                found = _divergence_totals(measured.divergences) | {
+                    "snip/4_refresh_overhead_percent": overhead,
+                    "snip/refresh/measure_s": measured.seconds,
+                }
+            case PlanApplied() as applied:
+                loss = applied.plan.objective
+                found = {f"snip/2_share_{n}": share for n, share in applied.format_shares.items()}
+                found |= {
+                    "snip/3_quality_loss_share": loss and loss / self._uniform_loss,
+                    "snip/6_changed_linears": applied.num_changed,
+                    "snip/refresh/solve_s": applied.plan.seconds,
+                    "snip/refresh/wait_s": applied.waited_s,
+                }
+            case Notice(kind, _):
+                self._failed += kind == "kept"
+                self._guarded += kind != "kept"
+                found = self._counters()
+            case Metrics(metrics):
+                wanted = {k: v for k, v in metrics.items() if k not in self._left_out}
+                names = {name: _METRIC_NAMES.get(name, f"training/{name}") for name in wanted}
+                found = {f"snip/{names[k]}": v for k, v in wanted.items()} | self._counters()
+        return {
+            name: float(value)
+            for name, value in found.items()
+            if isinstance(value, int | float) and math.isfinite(value)
+        }
+
+    def _overhead_percent(self, event: Event) -> float | None:
+        now = self._clock()
+        if self._last_refresh is None:
+            self._last_refresh = now
+        if not isinstance(event.payload, Measurement):
+            return None
+        elapsed, self._last_refresh = now - self._last_refresh, now
+        return 100.0 * event.payload.seconds / elapsed if elapsed > 0 else None
+
+    def _counters(self) -> dict[str, Any]:
+        return {"snip/5_failed_refreshes": self._failed, "snip/5_guard_events": self._guarded}
 
 
 def divergence_values(table: DivergenceTable) -> dict[str, list[float]]:
@@ -53,29 +111,9 @@ def divergence_values(table: DivergenceTable) -> dict[str, list[float]]:
     }
 
 
-def _divergence_totals(table: DivergenceTable) -> dict[str, float]:
+def _divergence_totals(table: DivergenceTable) -> dict[str, Any]:
     lowest = table.of_lowest()
     return {
         "snip/divergence/loss_total": sum(d.loss_divergence for d in lowest),
         "snip/divergence/weight_total": sum(d.weight_divergence for d in lowest),
     }
-
-
-def _plan_values(plan: PrecisionPlan) -> dict[str, Any]:
-    return {
-        "snip/plan/quality_loss": plan.objective,
-        "snip/plan/efficiency": plan.efficiency,
-        "snip/plan/target": plan.target,
-        "snip/plan/solve_s": plan.seconds,
-    }
-
-
-def _metric_name(name: str) -> str:
-    group = "plan" if name == "lowest_precision_fraction" else "training"
-    return f"snip/{group}/{name}"
-
-
-def without(values: Mapping[str, float], names: frozenset[str]) -> dict[str, float]:
-    """Return `values` less the training metrics `names`."""
-    left_out = {_metric_name(name) for name in names}
-    return {name: value for name, value in values.items() if name not in left_out}

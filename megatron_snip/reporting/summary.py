@@ -83,11 +83,11 @@ def linears_table(iteration: int, measured: Measurement, applied: PlanApplied | 
         for option in options:
             table.add_column(f"{kind}\n{option}", justify="right", no_wrap=True)
     table.add_column("plan", no_wrap=True)
-    total = sum(linear.flops for linear in linears)
+    total = sum(linear.statistics.flops_per_token for linear in linears)
     for linear in linears:
         cells = [f"{linear.options[o].loss_divergence:.1e}" for o in options]
         cells += [f"{linear.options[o].weight_divergence:.3f}" for o in options]
         chosen: Option | None = applied.plan.linears[linear.name] if applied else None
-        share = f"{100 * linear.flops / total:.1f}%"
+        share = f"{100 * linear.statistics.flops_per_token / total:.1f}%"
         table.add_row(linear.name, share, *cells, str(chosen) if chosen else "-")
     return table

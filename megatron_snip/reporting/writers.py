@@ -15,21 +15,20 @@ from __future__ import annotations
 import io
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megatron_snip.divergence.quality import divergences_dict
+from megatron_snip.divergence.quality_loss import divergences_dict
 from megatron_snip.errors import UsageError
 from megatron_snip.log import warn_once
 from megatron_snip.planning.plan import PrecisionPlan
-from megatron_snip.reporting.divergence_record import divergence_record
 from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, PlanApplied
-from megatron_snip.reporting.scalars import divergence_values, scalars, without
+from megatron_snip.reporting.run_record import parse_divergences
+from megatron_snip.reporting.scalars import ScalarSeries, divergence_values
 
 logger = logging.getLogger(__name__)
 
@@ -52,15 +51,16 @@ class TensorBoardWriter:
         """Show `config` (plain values) as text; write metrics every `interval` iterations."""
         self._writer = writer
         self._interval = max(1, interval)
-        self._left_out = frozenset(left_out)
+        self._scalars = ScalarSeries(config, left_out)
         self._add_text("snip/config", yaml.safe_dump(dict(config), sort_keys=False), 0)
 
     def write(self, event: Event) -> None:
         """Write an event."""
         iteration, payload = event.iteration, event.payload
+        values = self._scalars.values(event)
         if isinstance(payload, Metrics) and iteration % self._interval:
             return
-        for name, value in without(scalars(event), self._left_out).items():
+        for name, value in values.items():
             self._writer.add_scalar(name, value, iteration)
         match payload:
             case Measurement() as measured:
@@ -69,8 +69,7 @@ class TensorBoardWriter:
                 rows = [PLAN_COLUMNS, tuple("---" for _ in PLAN_COLUMNS), *plan_rows(applied.plan)]
                 table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
                 self._writer.add_text("snip/plan/table", table, iteration)
-                with plan_figure(applied.plan) as figure:
-                    self._add_figure("snip/plan/map", figure, iteration)
+                self._add_picture("snip/plan/map", plan_picture(applied.plan), iteration)
             case Notice(kind, message):
                 self._add_text("snip/notices", f"{kind}: {message}", iteration)
         if not isinstance(payload, Metrics):
@@ -86,20 +85,15 @@ class TensorBoardWriter:
         for name, values in divergence_values(measured.divergences).items():
             if values:
                 self._writer.add_histogram(name, np.array(values), iteration)
-        with divergence_figure(measured) as figure:
-            self._add_figure("snip/divergence/maps", figure, iteration)
+        self._add_picture("snip/divergence/maps", divergence_picture(measured), iteration)
 
-    def _add_figure(self, name: str, figure: Any, iteration: int) -> None:
-        if figure is None:
+    def _add_picture(self, name: str, picture: bytes | None, iteration: int) -> None:
+        if picture is None:
             return
-        # `add_figure` would import pyplot, whose state belongs to the user.
         import numpy as np
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from PIL import Image
 
-        figure.set_dpi(144)
-        canvas = FigureCanvasAgg(figure)
-        canvas.draw()
-        pixels = np.asarray(canvas.buffer_rgba())[..., :3]  # [height, width, rgb], uint8
+        pixels = np.asarray(Image.open(io.BytesIO(picture)).convert("RGB"))  # [height, width, rgb]
         self._writer.add_image(name, pixels, iteration, dataformats="HWC")
 
     def _add_text(self, name: str, text: str, iteration: int) -> None:
@@ -124,12 +118,13 @@ class WandbWriter:
         """Use the module `wandb`; show `config` (plain values) in the run's config as `snip`."""
         self._wandb = wandb
         self._interval = max(1, interval)
-        self._left_out = frozenset(left_out)
+        self._scalars = ScalarSeries(config, left_out)
         wandb.config.update({"snip": dict(config)}, allow_val_change=True)
 
     def write(self, event: Event) -> None:
         """Log an event, in the row of its iteration."""
         run, iteration, payload = self._wandb.run, event.iteration, event.payload
+        row: dict[str, Any] = dict(self._scalars.values(event))
         if run is None or (isinstance(payload, Metrics) and iteration % self._interval):
             return
         if iteration < run.step:
@@ -139,7 +134,6 @@ class WandbWriter:
                 "iterations that the W&B run has already are left out",
             )
             return
-        row: dict[str, Any] = dict(without(scalars(event), self._left_out))
         match payload:
             case Measurement() as measured:
                 row |= self._divergences(measured)
@@ -147,7 +141,7 @@ class WandbWriter:
                 row |= self._plan(applied.plan)
         run.log(row, step=iteration)
         if isinstance(payload, PlanApplied):
-            self._keep_file(run, payload.plan)
+            self._log_artifact(run, payload.plan)
         elif isinstance(payload, Notice):
             title = f"SNIP: {payload.kind} at iteration {iteration}"
             run.alert(title=title, text=payload.message, level=self._wandb.AlertLevel.WARN)
@@ -161,27 +155,21 @@ class WandbWriter:
             for name, values in divergence_values(measured.divergences).items()
             if values
         }
-        with divergence_figure(measured) as figure:
-            return row | self._image("snip/divergence/maps", figure)
+        return row | self._image("snip/divergence/maps", divergence_picture(measured))
 
     def _plan(self, plan: PrecisionPlan) -> dict[str, Any]:
         rows = [list(row) for row in plan_rows(plan)]
         table = self._wandb.Table(columns=list(PLAN_COLUMNS), data=rows)
-        with plan_figure(plan) as figure:
-            return {"snip/plan/table": table, **self._image("snip/plan/map", figure)}
+        return {"snip/plan/table": table, **self._image("snip/plan/map", plan_picture(plan))}
 
-    def _image(self, name: str, figure: Any) -> dict[str, Any]:
-        if figure is None:
+    def _image(self, name: str, picture: bytes | None) -> dict[str, Any]:
+        if picture is None:
             return {}
-        # W&B's own handling of figures goes through pyplot, whose state belongs to the user.
         from PIL import Image
 
-        stream = io.BytesIO()
-        figure.savefig(stream, format="png", dpi=144)
-        stream.seek(0)
-        return {name: self._wandb.Image(Image.open(stream))}
+        return {name: self._wandb.Image(Image.open(io.BytesIO(picture)))}
 
-    def _keep_file(self, run: Any, plan: PrecisionPlan) -> None:
+    def _log_artifact(self, run: Any, plan: PrecisionPlan) -> None:
         metadata = {"iteration": plan.iteration, "digest": plan.digest}
         artifact = self._wandb.Artifact(f"plan-{run.id}", "snip-plan", metadata=metadata)
         with artifact.new_file(f"{plan.iteration}.json") as stream:
@@ -220,31 +208,23 @@ def plan_rows(plan: PrecisionPlan) -> list[tuple[str, str, str, str]]:
     return [(name, *option.formats) for name, option in plan.linears.items()]
 
 
-@contextmanager
-def plan_figure(plan: PrecisionPlan) -> Iterator[Any]:
-    """Yield a matplotlib figure of a plan, to be rendered within, or None without matplotlib."""
+def plan_picture(plan: PrecisionPlan) -> bytes | None:
+    """Return a plan as PNG, or None without matplotlib."""
     if not _can_draw():
-        yield None
-        return
-    from megatron_snip.reporting.figures.canvas import HALF
-    from megatron_snip.reporting.figures.plan import plan_map
+        return None
+    from megatron_snip.reporting.figures import plan_map, png
 
-    with HALF.style():
-        yield _opaque(plan_map(HALF, plan.linears), HALF.theme.surface)
+    return png(lambda: plan_map(plan.linears))
 
 
-@contextmanager
-def divergence_figure(measured: Measurement) -> Iterator[Any]:
-    """Yield a figure of a refresh's divergences, to be rendered within, or None."""
-    record = divergence_record(divergences_dict(measured.divergences, measured.statistics))
+def divergence_picture(measured: Measurement) -> bytes | None:
+    """Return a refresh's divergences as PNG; None without matplotlib or a quantized option."""
+    record = parse_divergences(divergences_dict(measured.divergences, measured.statistics))
     if not _can_draw() or all(option == "bf16" for option in record.uniform_options):
-        yield None
-        return
-    from megatron_snip.reporting.figures.canvas import WIDE
-    from megatron_snip.reporting.figures.divergence import divergence_maps
+        return None
+    from megatron_snip.reporting.figures import divergence_maps, png
 
-    with WIDE.style():
-        yield _opaque(divergence_maps(WIDE, record), WIDE.theme.surface)
+    return png(lambda: divergence_maps(record))
 
 
 def _can_draw() -> bool:
@@ -252,8 +232,3 @@ def _can_draw() -> bool:
         return True
     warn_once(logger, "no pictures are logged: pip install 'megatron-snip[report]' for matplotlib")
     return False
-
-
-def _opaque(figure: Any, color: str) -> Any:
-    figure.set_facecolor(color)  # W&B's dark pages would show through
-    return figure

@@ -24,13 +24,12 @@ from torch import Tensor
 
 from megatron_snip.collectives import one_line, sum_over
 from megatron_snip.formats import get_format
-from megatron_snip.quantizers import StreamKey, needs_tensor_amax
+from megatron_snip.quantizers import StreamKey, grad_output_stream, needs_tensor_amax
 from megatron_snip.statistics.measure import Operands, PartialSums, partial_sums, totals
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.reduce import reduce_sums, table_columns
 from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.statistics.tap import TokenPart, tap
-from megatron_snip.streams import grad_output_stream
 from megatron_snip.topology import LinearInfo, Placement, TensorAxis, Topology
 
 T = TypeVar("T")

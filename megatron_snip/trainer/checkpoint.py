@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_snip.collectives import attempt, broadcast_json, gather_json, one_line
 from megatron_snip.errors import SnipError, UsageError
-from megatron_snip.planning.json_file import read_json, read_text, write_atomic
+from megatron_snip.files import read_json, read_text, write_atomic
 from megatron_snip.reporting.run_directory import versions
 from megatron_snip.state import ControllerState
 from megatron_snip.trainer.config import TrainConfig

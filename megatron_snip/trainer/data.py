@@ -35,7 +35,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_snip.collectives import attempt, broadcast_json
 from megatron_snip.errors import SnipError, UsageError
-from megatron_snip.planning.json_file import read_json
+from megatron_snip.files import read_json
 from megatron_snip.trainer.config import TrainConfig
 
 Batch = dict[str, torch.Tensor]

@@ -35,8 +35,9 @@ from megatron_snip.directory import (
     remove_run,
 )
 from megatron_snip.errors import InfeasiblePlanError, UsageError
-from megatron_snip.patches import cpu, torch_adam
-from megatron_snip.planning.json_file import parse_json, write_atomic
+from megatron_snip.files import parse_json, write_atomic
+from megatron_snip.patches import cpu
+from megatron_snip.patches.cpu import torch_adam
 from megatron_snip.planning.plan import read_plan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.policies import UNIFORM, get_policy

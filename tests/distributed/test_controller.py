@@ -17,10 +17,10 @@ TP = {"tensor_model_parallel_size": 2}
 PP = {"pipeline_model_parallel_size": 2}
 REASONS = {
     "crash": "ended without an answer",
-    "garbage": "sent garbage",
+    "garbage": "invalid reply",
     "hang": "did not answer within 0.5 s",
     "infeasible": "target",
-    "another model": "linears of the model that are missing",
+    "another model": "the plan does not have",
     "damaged": "does not match its linears",
     "bug": "ZeroDivisionError: a bug",
     "submit": "ZeroDivisionError: a bug",
@@ -155,7 +155,7 @@ def test_what_cannot_work_is_refused_on_every_rank(tmp_path: Path) -> None:
         "policy": "unknown policy 'clever'; known: snip",
         "pin": "no linear's name matches",
         "target": "0.1",
-        "plan file": "linears that the model does not have: decoder.layers.9.mlp.linear_fc1",
+        "plan file": "the model does not have decoder.layers.9.mlp.linear_fc1",
         "missing plan file": "cannot read plan file",
     }
     for case, text in wanted.items():

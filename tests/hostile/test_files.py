@@ -14,45 +14,43 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from megatron_snip.controller_state import ControllerState, GuardState, Pending
-from megatron_snip.loss_guard import GuardSettings, LossGuard
 
 from megatron_snip.argument_file import read_argument_file
 from megatron_snip.config import SnipConfig, make_config, read_yaml
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, UsageError
+from megatron_snip.files import MAX_BYTES, read_json
+from megatron_snip.guard import GuardState, LossMonitor
+from megatron_snip.linears.te.precision_config import Stages, import_options
 from megatron_snip.options import Option
-from megatron_snip.patches.checkpoint_sidecar import read_sidecar
-from megatron_snip.planning import worker
+from megatron_snip.patches.checkpoint import read_sidecar
+from megatron_snip.planning import solver_worker
 from megatron_snip.planning.calibration import (
     CalibratedLinear,
     CalibrationTable,
     read_calibration,
     with_seconds,
 )
-from megatron_snip.planning.exchange import PlanRequest, encode_request
-from megatron_snip.planning.json_file import MAX_BYTES, read_json
 from megatron_snip.planning.plan import assignment_digest, read_plan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import read_problem
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.planning.te_config import Stages, import_options
-from megatron_snip.reporting.divergence_record import read_divergences
-from megatron_snip.reporting.metrics_log import MetricsLog
+from megatron_snip.planning.solver_process import PlanRequest
+from megatron_snip.reporting.run_record import read_divergences, read_metrics
+from megatron_snip.state import ControllerState, Pending
 from megatron_snip.trainer.config import load_train_config
 from megatron_snip.trainer.data import prepare_corpus
 from tests.hostile.mutations import DEEP, mutants
 from tests.unit.planning.build import plan_of, problem_of
 
-PLAN = plan_of(["fp4", "fp8"], step=3, stages=(0.5,), objective=0.25)
-PROBLEM = problem_of([(0.1, 0.4), (0.2, 0.3)])
-WATCH = GuardSettings(steps=5, sigmas=6.0, rise=0.2, patience=3)
+PLAN = plan_of(["fp4", "fp8"], iteration=3, stages=(0.5,), objective=0.25)
+PROBLEM = problem_of([(0.1, 0.4), (0.2, 0.3)], scores=[{"abs_error": 0.1}] * 2)
 STATE = ControllerState(
     7,
     PLAN,
     ((4, PLAN.digest),),
     6,
-    Pending(6, 8, PROBLEM.to_dict(), {"a": {"fp4": {"e": 0.1}}}),
-    GuardState(LossGuard((2.0, 1.9)).changed(WATCH), PLAN, (PLAN.digest,), 1, 9),
+    Pending(6, 8, PROBLEM),
+    GuardState(LossMonitor((2.0, 1.9)).after_plan_change(6.0), PLAN, (PLAN.digest,), 1, 9),
 ).to_dict()
 DIVERGENCES = {
     "version": 1,
@@ -62,12 +60,12 @@ DIVERGENCES = {
     ],
 }
 METRICS = {
-    "step": 0,
+    "iteration": 1,
     "loss": 2.5,
-    "plan_step": 0,
+    "plan_iteration": 0,
     "changed_linears": 2,
     "wait_s": 0.1,
-    "events": [{"kind": "kept", "message": "why"}],
+    "notices": [{"kind": "kept", "message": "why"}],
 }
 SECONDS = {"fprop": 1e-3, "dgrad": 2e-3, "wgrad": 3e-3}
 CALIBRATION = CalibrationTable(
@@ -202,11 +200,10 @@ def test_metrics(content: bytes, cut: bool, file: Path) -> None:
     file.write_bytes(content + (b"" if cut else b"\n"))
 
     def read() -> None:
-        log = MetricsLog(file)
-        log.read_more()
-        assert log.plans is not None and log.events is not None
-        log.column("loss")
-        log.last("loss")
+        metrics = read_metrics(file)
+        assert metrics.notices is not None
+        metrics.column("loss")
+        metrics.last("loss")
 
     survives(read)
 
@@ -238,13 +235,13 @@ def test_argument_files(content: bytes, file: Path) -> None:
     survives(lambda: read_argument_file(file))
 
 
-REQUEST = "".join(encode_request(PlanRequest(1, PROBLEM, PlanSettings(), PLAN, 3, None)))
+REQUEST = "".join(PlanRequest(1, PROBLEM, PlanSettings(), PLAN, 3).json_pieces())
 
 
 @settings(fuzzed, max_examples=40)
 @given(content=mutants(json.loads(REQUEST)))
 def test_the_solver_process_always_answers_with_one_line(content: bytes) -> None:
-    reply = worker._answer(content.decode(errors="replace").replace("\n", " "))
+    reply = solver_worker.answer(content.decode(errors="replace").replace("\n", " "))
     assert reply.endswith("\n") and reply.count("\n") == 1
     assert set(json.loads(reply)) >= {"id"}
 
@@ -354,6 +351,6 @@ def test_good_files_are_read(file: Path) -> None:
     found = import_options(read_yaml(file), [name], Stages.even(1, 1), base, "'file'")
     assert str(found[name]) == "nvfp4"
     file.write_text(json.dumps(DIVERGENCES))
-    assert read_divergences(file).step == 4
+    assert read_divergences(file).iteration == 5
     file.write_text(yaml.safe_dump(SNIP))
     assert make_config(read_yaml(file)).interval == 10

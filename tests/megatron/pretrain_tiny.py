@@ -1,9 +1,9 @@
 """A pretraining script as a user of Megatron-LM would write it: a tiny GPT on made-up text.
 
-It knows nothing of SNIP. Every rank writes what it ended with to the folder in TINY_RESULTS; it
-ends itself by SIGKILL in the iteration after TINY_KILL_AFTER, as a lost machine would, lets
-Megatron doubt the losses of iteration TINY_DOUBT (0-based), so that it repeats that step, and with
-TINY_RESTART trains a second time in the same process, as in-process restart does.
+It does not use SNIP. Every rank writes its results to the folder in TINY_RESULTS. Variables:
+TINY_KILL_AFTER: SIGKILL in the iteration after this one, as on a lost machine.
+TINY_DOUBT: Megatron doubts the losses of this iteration (0-based) and repeats it.
+TINY_RESTART: a second training in the same process, as in-process restart does.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_snip.__main__ import build_parser
 from megatron_snip.argument_file import expand
+from megatron_snip.cli.commands import build_parser
 from megatron_snip.cli.train import read_settings
 from megatron_snip.trainer.config import TrainConfig
 from megatron_snip.trainer.megatron_arguments import MEGATRON_DEFAULTS

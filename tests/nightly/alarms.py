@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from megatron_snip.planning.json_file import write_atomic
+from megatron_snip.files import write_atomic
 from tests.distributed.launch import run_ranks
 from tests.distributed.workers import small_model
 from tests.distributed.workers.controller import MODEL

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_snip.files import write_atomic
 from megatron_snip.linears import passes
-from megatron_snip.planning.json_file import write_atomic
 from tests.distributed.launch import RankFailure, run_ranks
 from tests.distributed.workers import faults
 from tests.distributed.workers.controller import MODEL

@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 import torch
 
-from megatron_snip.planning.json_file import write_atomic
+from megatron_snip.files import write_atomic
 from megatron_snip.planning.plan import read_plan
 from tests.distributed.test_trainer import command, environment
 

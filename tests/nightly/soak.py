@@ -27,13 +27,12 @@ import torch
 
 from benchmarks.refresh import tensor_bytes
 from megatron_snip.collectives import gather_json
-from megatron_snip.linears import gemms
+from megatron_snip.files import write_atomic
 from megatron_snip.options import Option
-from megatron_snip.planning.assigned import Work, assigned_plan
-from megatron_snip.planning.json_file import write_atomic
-from megatron_snip.planning.plan import PrecisionPlan, assignment_digest
+from megatron_snip.planning.plan import PrecisionPlan, assigned_plan, assignment_digest
 from megatron_snip.planning.solver_process import SolverProcess
 from tests.distributed.launch import run_ranks
+from tests.distributed.workers.broken_format import broken_format
 from tests.distributed.workers.controller import MODEL
 from tests.distributed.workers.fault_places import PLACES, Faults
 from tests.distributed.workers.small_model import Trainer, layout
@@ -79,16 +78,18 @@ class Solver:
     def _bad(self, plan: PrecisionPlan) -> PrecisionPlan:
         """Put all linears but one into a format that breaks; another one each time."""
         linears = dict.fromkeys(plan.linears, Option.uniform("fp3"))
-        linears[random.Random(plan.step).choice(list(linears))] = Option.uniform("fp8")
-        work = [Work(row.name, row.stage, row.flops) for row in self._problem.linears]
-        return assigned_plan(linears, work, "fp4", "bad", plan.step)
+        linears[random.Random(plan.iteration).choice(list(linears))] = Option.uniform("fp8")
+        work = {row.name: (row.stage, row.flops) for row in self._problem.linears}
+        return assigned_plan(linears, work, "fp4", "bad", plan.iteration)
 
 
 def rank(steps: int, seed: int) -> dict[str, Any]:
     """One rank of the soak."""
     dice = random.Random(seed)
     faults = Faults(PLACES)
-    _break_fp3()
+    # held for the rest of the process
+    broken = broken_format("fp3", lambda tensor, *_: torch.full_like(tensor, math.nan))
+    broken.__enter__()
     outcomes: Counter[str] = Counter()
     differences: list[int] = []
     memory: list[float] = []
@@ -141,7 +142,7 @@ def rank(steps: int, seed: int) -> dict[str, Any]:
 
 def _running(trainer: Trainer, controller: Any) -> list[Any]:
     """What must be the same on all ranks: plan, history, loss; and what linears really run."""
-    mine = {p.placement.name: p.option for p in controller.model.linears}
+    mine = {p.name: p.option for p in controller.model.linears}
     assert all(controller.plan.linears[name] == option for name, option in mine.items())
     digest = assignment_digest(controller.plan.linears)
     return [digest, controller.plan.digest, list(controller.history), trainer.losses[-1].hex()]
@@ -153,16 +154,6 @@ def _forget(trainer: Trainer) -> None:
     for kept in (reporter.refreshes, reporter.applied, reporter.values, reporter.events):
         kept.clear()
     trainer.warnings.clear()
-
-
-def _break_fp3() -> None:
-    original = gemms._operand
-
-    def broken(tensor: torch.Tensor, name: str, *rest: Any) -> torch.Tensor:
-        seen = original(tensor, name, *rest)
-        return torch.full_like(seen, math.nan) if name == "fp3" else seen
-
-    gemms._operand = broken
 
 
 def _resident_mib() -> float:

@@ -33,8 +33,7 @@ OTHER: dict[str, Any] = {
     "granularity": "gemm",
     "pipeline_balance": "stage",
     "pins": ["decoder.layers.0.*=fp8", "*.linear_fc2=fp8-fp4-fp4"],
-    "max_changes": 5,
-    "min_gain": 0.05,
+    "change_penalty": 0.05,
     "plan_file": "runs/plan.json",
     "guard": False,
     "guard_sigmas": 8.0,
@@ -120,7 +119,7 @@ def test_unknown_keys_are_refused() -> None:
         ({"efficiency_target": float("nan")}, "efficiency_target"),
         ({"interval": 0}, "interval: .*got 0"),
         ({"interval": "often"}, "interval: .*got 'often'"),
-        ({"interval": 2, "lag": 2}, r"lag \(2\) must be smaller than interval \(2\)"),
+        ({"interval": 2, "lag": 2}, r"lag: got 2, must be smaller than interval \(2\)"),
         ({"formats": "fp8,int8"}, "unknown format 'int8'"),
         ({"formats": ()}, "no formats given"),
         ({"granularity": "layer"}, "granularity: .*'linear' or 'gemm'"),
@@ -145,8 +144,8 @@ def test_what_follows_from_the_fields() -> None:
     config = SnipConfig(formats=("fp4", "fp8"), pins=("a.*=fp8", "b=c=fp4"))
     assert [str(option) for option in config.options] == ["fp8", "fp4"]
     assert config.lowest_format == config.lowest_formats == "fp4"
-    several = SnipConfig(formats=("bf16", "fp4_rht", "fp8", "fp4"))
-    assert several.lowest_formats == "fp4_rht/fp4"  # as many bits count alike
+    several = SnipConfig(formats=("bf16", "nvfp4", "fp8", "fp4"))
+    assert several.lowest_formats == "nvfp4/fp4"  # as many bits count alike
     assert config.pin_pairs == (
         ("a.*", Option.uniform("fp8")),
         ("b=c", Option.uniform("fp4")),

@@ -15,10 +15,10 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-from megatron_snip.__main__ import build_parser
+from megatron_snip.cli.commands import build_parser
 from megatron_snip.cli.train import read_settings
 from megatron_snip.config import SnipConfig, make_config, read_yaml
-from megatron_snip.linears.layout import current_topology, find_linears
+from megatron_snip.linears.discovery import current_topology, find_linears
 from megatron_snip.options import Option
 from megatron_snip.patches import cpu
 from megatron_snip.planning.planner import make_plan
@@ -196,7 +196,8 @@ def parameters(model: GPTModel) -> int:
 
 def placements(model: GPTModel) -> dict[str, Placement]:
     """Linears by name; the experts of a layer share one."""
-    return {place.name: place for _, place in find_linears([model], current_topology())}
+    found = find_linears([model], current_topology())
+    return {place.name: place for _, places in found for place in places}
 
 
 def assert_planned(linears: list[tuple[str, float, int]], snip: SnipConfig) -> None:

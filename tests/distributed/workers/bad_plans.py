@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from megatron_snip import guard
 from megatron_snip.controller import SnipController
-from megatron_snip.linears import gemms
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.types import Gemm, Operand
 from tests.distributed.workers import small_model
+from tests.distributed.workers.broken_format import broken_format
 from tests.distributed.workers.controller import MODEL, FakeSolver, planned
 from tests.distributed.workers.small_model import SyntheticTokens, Trainer, layout
 
@@ -76,22 +76,6 @@ def _poison(tensor: torch.Tensor, operand: Operand, gemm: Gemm) -> torch.Tensor:
 BREAKS = {"gradient": _nan_gradient, "loss": _nan_loss, "useless": _useless, "poison": _poison}
 
 
-@contextmanager
-def breaking(how: str) -> Iterator[None]:
-    """Let fp4 be a format that breaks training."""
-    original = gemms._operand
-
-    def broken(tensor: Any, name: str, operand: Any, gemm: Any, *rest: Any) -> torch.Tensor:
-        seen = original(tensor, name, operand, gemm, *rest)
-        return BREAKS[how](seen, operand, gemm) if name == "fp4" else seen
-
-    gemms._operand = broken
-    try:
-        yield
-    finally:
-        gemms._operand = original
-
-
 def stop_refreshes(controller: SnipController) -> None:
     """Let the first refresh be the only one: the run then becomes one that never had a plan."""
     due = controller._schedule._is_due
@@ -117,7 +101,7 @@ def bad_plans(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def _bad_plan(values: dict[str, Any], how: str, steps: int) -> dict[str, Any]:
     solver: Any = FakeSolver(all_fp4) if dist.get_rank() == 0 else None
-    with learnable(values) as trainer, breaking(how):
+    with learnable(values) as trainer, broken_format("fp4", BREAKS[how]):
         controller = trainer.controller(GUARDED, solver)
         stop_refreshes(controller)
         trainer.advance(steps, controller)
@@ -137,7 +121,7 @@ def poisoned(values: dict[str, Any], steps: int) -> dict[str, Any]:
     """A plan that spoils the weights little by little; the run goes on, and one without it."""
     solver: Any = FakeSolver(all_fp4) if dist.get_rank() == 0 else None
     guard.PATIENCE = 3
-    with learnable(values) as trainer, breaking("poison"):
+    with learnable(values) as trainer, broken_format("fp4", _poison):
         controller = trainer.controller(GUARDED, solver)
         stop_refreshes(controller)
         trainer.advance(steps, controller)
@@ -155,7 +139,7 @@ def poisoned(values: dict[str, Any], steps: int) -> dict[str, Any]:
 def asked_again(values: dict[str, Any]) -> dict[str, Any]:
     """After a plan has gone, the next step measures; the same plan is not taken twice."""
     solver: Any = FakeSolver(all_fp4) if dist.get_rank() == 0 else None
-    with learnable(values) as trainer, breaking("useless"):
+    with learnable(values) as trainer, broken_format("fp4", _useless):
         controller = trainer.controller(GUARDED, solver)
         trainer.advance(START + 4, controller)
         state = controller.state(START + 4).to_dict()

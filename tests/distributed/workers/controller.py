@@ -154,7 +154,7 @@ def _with_fault(trainer: Trainer, fault: str, folder: Path) -> dict[str, Any]:
 
 def _options(controller: SnipController) -> dict[str, Option]:
     """What this rank's linears really run, and the plan's word for the others."""
-    mine = {p.placement.name: p.option for p in controller.model.linears}
+    mine = {p.name: p.option for p in controller.model.linears}
     return {name: mine.get(name, option) for name, option in controller.plan.linears.items()}
 
 

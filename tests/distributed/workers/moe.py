@@ -43,9 +43,9 @@ def _refresh(values: dict[str, Any]) -> dict[str, Any]:
                 for linear in refresh.divergences.linears
             },
             "experts": sorted(
-                linear.placement.expert
+                linear.placements[0].expert
                 for linear in controller.model.linears
-                if linear.placement.name == "decoder.layers.0.mlp.experts.linear_fc1"
+                if linear.name == "decoder.layers.0.mlp.experts.linear_fc1"
             ),
             "warnings": trainer.warnings,
         }

@@ -23,14 +23,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine import TELinear
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from megatron_snip.linears.layout import current_topology
+from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.precision_log import precision_table
-from megatron_snip.linears.te_modules import is_plain
 from megatron_snip.patches import cpu
 from megatron_snip.planning.plan import write_plan
 from megatron_snip.trainer import model as trainer_model
@@ -84,8 +84,9 @@ def _latent_attention() -> Iterator[None]:
     original = trainer_model.initialize_weights
 
     def initialize(chunk: torch.nn.Module, config: Any) -> None:
-        for module in filter(is_plain, chunk.modules()):
-            module.weight.tensor_model_parallel = False  # type: ignore[union-attr]
+        for module in chunk.modules():
+            if type(module) is TELinear:
+                module.weight.tensor_model_parallel = False
         original(chunk, config)
 
     config = functools.partial(MLATransformerConfig, **LATENT)
@@ -116,10 +117,12 @@ def _refresh(values: dict[str, Any], te: bool, **spec_settings: Any) -> dict[str
         for module in modules if te else []:
             module.seen.clear()
         trainer.advance(2, hook)
-        table = precision_table(hook.model.linears, hook.plan, 3, hook.model.runnable._control)
+        table = precision_table(
+            hook.model.linears, hook.plan, 3, hook.model.runtime.topology.control
+        )
         hook.close()
         refresh = trainer.measured
-        names = [linear.placement.name for linear in hook.model.linears]
+        names = [linear.name for linear in hook.model.linears]
         return {
             "losses": trainer.losses[:3],
             "plan": {n: str(o) for n, o in hook.plan.linears.items()},

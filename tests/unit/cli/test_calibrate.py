@@ -7,7 +7,7 @@ import torch
 
 from megatron_snip.__main__ import main
 from megatron_snip.formats import FORMATS
-from megatron_snip.patches import cpu_tensors
+from megatron_snip.patches.cpu import tensors as cpu_tensors
 from megatron_snip.planning.calibration import read_calibration
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.problem import write_problem

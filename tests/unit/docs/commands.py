@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_snip.__main__ import build_parser
-from megatron_snip.cli.command import COMMANDS
+from megatron_snip.cli.commands import COMMANDS, build_parser
 from megatron_snip.cli.train import read_settings
 from megatron_snip.config import make_config
 from megatron_snip.errors import UsageError
@@ -163,12 +163,12 @@ def _check_targets(words: Sequence[str]) -> None:
 
 
 def _check_extras(words: Sequence[str]) -> None:
-    known = (ROOT / "setup.py").read_text().partition("extras_require")[2]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for word in words:
         for extra in re.findall(r"\[([\w,]+)\]", word):
             for name in extra.split(","):
-                if f'"{name}": [' not in known:
-                    raise UsageError(f"setup.py has no extra {name}")
+                if name not in project["optional-dependencies"]:
+                    raise UsageError(f"pyproject.toml has no extra {name}")
 
 
 def _index(words: Sequence[str], *endings: str) -> int | None:

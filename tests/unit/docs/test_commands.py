@@ -11,7 +11,6 @@ from megatron_snip.__main__ import main
 from megatron_snip.errors import UsageError
 from tests.unit.docs.commands import ROOT, Shown, check_words, commands_in, shown_commands
 from tests.unit.reporting.runs import Shape, config, write_run
-from tests.unit.reporting.sketch import only_sketch
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SHOWN = shown_commands(PAGES)
@@ -29,9 +28,9 @@ def runs_here(shown: Shown) -> bool:
 def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with the runs that pages speak of."""
     folder = tmp_path_factory.mktemp("docs")
-    settings = config(start_step=20, interval=8)
-    write_run(folder / "runs" / "demo", Shape(settings, steps=32, layers=4))
-    write_run(folder / "runs" / "other", Shape(config(enabled=False), steps=32))
+    settings = config(start_step=21, interval=8)
+    write_run(folder / "runs" / "demo", Shape(settings, iterations=32, layers=4))
+    write_run(folder / "runs" / "other", Shape(config(enabled=False), iterations=32))
     for name in ("configs", "docs", "launch"):
         (folder / name).symlink_to(ROOT / name)
     patch = pytest.MonkeyPatch()
@@ -50,14 +49,12 @@ def test_its_words_are_right(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> N
 def test_it_runs(
     text: str,
     sandbox: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """In the order of the pages: some read what others wrote."""
     words = Shown("", text, None).words[1:]
     if words[0] == "calibrate":
         words += ["--seconds", "0.002"]
-    only_sketch(monkeypatch)
     assert main(words) == 0
     assert capsys.readouterr().out
 

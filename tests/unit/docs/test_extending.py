@@ -24,7 +24,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for table in (FORMATS, POLICIES):
         for name, value in list(table.items()):
             monkeypatch.setitem(table, name, value)  # type: ignore[arg-type]
-    write_run(tmp_path / "runs" / "demo", Shape(config(start_step=20), steps=24))
+    write_run(tmp_path / "runs" / "demo", Shape(config(start_step=21), iterations=24))
 
 
 def names(table: dict[str, Any]) -> set[str]:

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron_snip.cli.command import COMMANDS
+from megatron_snip.cli.commands import COMMANDS
 from megatron_snip.config import SnipConfig
 from megatron_snip.flags import flag_name
 from megatron_snip.trainer.config import TrainFields

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_snip.quantizers import quantize_dequantize_operand
+from megatron_snip.quantizers import grad_output_stream, quantize_dequantize_operand
 from megatron_snip.statistics.observer import MeasureSettings, StepObserver
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.sensitivity import Sensitivity
-from megatron_snip.streams import grad_output_stream
 from megatron_snip.topology import Placement, TensorAxis, Topology
 from megatron_snip.types import Gemm, Operand
 

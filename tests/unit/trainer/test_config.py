@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_snip.__main__ import build_parser, main
+from megatron_snip.__main__ import main
 from megatron_snip.cli import train
+from megatron_snip.cli.commands import build_parser
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
 from megatron_snip.flags import given_values

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_snip.__main__ import build_parser, main
+from megatron_snip.__main__ import main
+from megatron_snip.cli.commands import build_parser
 from megatron_snip.cli.train import read_settings
 from megatron_snip.errors import UsageError
 from megatron_snip.log import forget_warnings
