@@ -56,7 +56,6 @@ logger = logging.getLogger(__name__)
 POINTER = "latest_checkpointed_iteration.txt"
 SETTINGS = "run.json"
 SCHEMA_VERSION = 2
-"""Version 1 had no digests and versions; it is still read."""
 
 MODEL_FIELDS = (
     "num_layers",
@@ -83,7 +82,6 @@ LAYOUT_FIELDS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "num_layers_per_virtual_pipeline_stage",
-    "context_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
@@ -117,7 +115,7 @@ class SavedRun:
         config: its settings, plain types.
         world_size: its number of ranks.
         versions: of the packages that it used.
-        files: {file name: SHA-256 (hex)}; empty in version 1.
+        files: {file name: SHA-256 (hex)}.
     """
 
     config: dict[str, Any]
@@ -165,14 +163,14 @@ def read_saved_run(path: Path) -> SavedRun:
     file = path / SETTINGS
     value = read_json(file, "checkpoint settings")
     version = value.get("version") if isinstance(value, dict) else None
-    if version not in (1, SCHEMA_VERSION):
+    if version != SCHEMA_VERSION:
         raise UsageError(
-            f"checkpoint settings '{file}': version {version!r}; this megatron-snip reads versions "
-            f"1 to {SCHEMA_VERSION}"
+            f"checkpoint settings '{file}': version {version!r}; this megatron-snip reads version "
+            f"{SCHEMA_VERSION}"
         )
     try:
-        found, files = dict(value.get("versions", {})), dict(value.get("files", {}))
-        return SavedRun(dict(value["config"]), int(value["world_size"]), found, files)
+        packages, files = dict(value["versions"]), dict(value["files"])
+        return SavedRun(dict(value["config"]), int(value["world_size"]), packages, files)
     except (KeyError, TypeError, ValueError) as error:
         detail = f"{type(error).__name__}: {error}"
         raise UsageError(f"checkpoint settings '{file}' are damaged ({detail})") from None
@@ -212,8 +210,7 @@ def check_resume(config: TrainConfig, saved: SavedRun, source: Path) -> str | No
     Raises:
         UsageError: names the first setting that does not fit.
     """
-    old = {"expert_model_parallel_size": 1, **saved.config}
-    new = config.model_dump(mode="json")
+    old, new = saved.config, config.model_dump(mode="json")
     for change in _changes(MODEL_FIELDS, old, new):
         raise UsageError(f"load: '{source}' is of another model: {change}")
     name = "expert_model_parallel_size"
@@ -231,7 +228,7 @@ def check_resume(config: TrainConfig, saved: SavedRun, source: Path) -> str | No
     changes = [
         *_changes(ORDER_FIELDS, old, new),
         *_changes(SNIP_FIELDS, old.get("snip") or {}, new["snip"]),
-        *_changes(VERSIONS, saved.versions, versions() if saved.versions else {}),
+        *_changes(VERSIONS, saved.versions, versions()),
     ]
     return f"load: changed since '{source}': {', '.join(changes)}" if changes else None
 
@@ -304,6 +301,9 @@ class Checkpoints:
         assert self._config.load is not None, "`load` is set"
         path = checkpoint_path(self._config.load, iteration)
         run = read_saved_run(path)
+        changes = check_resume(self._config, run, path)
+        if changes and self._is_rank_0:
+            logger.warning(changes)
         found = self._digests(path, sorted(run.files))
         for name in (name for name, digest in run.files.items() if found[name] != digest):
             raise UsageError(
@@ -312,7 +312,7 @@ class Checkpoints:
             )
         config = self._config.model_dump(mode="json")
         same_layout = run.world_size == dist.get_world_size() and not any(
-            _changes(LAYOUT_FIELDS, {"expert_model_parallel_size": 1, **run.config}, config)
+            _changes(LAYOUT_FIELDS, run.config, config)
         )
         content = self._template(run, loading=True) | (_random_streams() if same_layout else {})
         try:

@@ -63,6 +63,9 @@ LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[s
 LOSS = "lm loss"
 """Megatron's name of the language-model loss."""
 
+INIT_STD = 0.02
+"""Standard deviation of initial weights."""
+
 OVERLAP_BUCKET = 40_000_000
 """Parameters per gradient bucket with overlap_grad_reduce (Megatron's minimum)."""
 
@@ -70,10 +73,11 @@ _TRANSFORMER_FIELDS = (
     *("num_layers", "hidden_size", "num_attention_heads", "attention_dropout", "hidden_dropout"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "bf16"),
     *("recompute_granularity", "recompute_method", "recompute_num_layers"),
+    "expert_model_parallel_size",
 )
 _EXPERT_FIELDS = (
-    *("moe_router_topk", "moe_router_pre_softmax", "moe_router_load_balancing_type"),
-    *("moe_aux_loss_coeff", "moe_token_dispatcher_type", "expert_model_parallel_size"),
+    *("moe_router_topk", "moe_router_load_balancing_type"),
+    *("moe_aux_loss_coeff", "moe_token_dispatcher_type"),
 )
 _OPTIMIZER_FIELDS = (
     *("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "bf16"),
@@ -235,7 +239,11 @@ def _token_losses(
 
 
 def transformer_config(config: TrainConfig) -> TransformerConfig:
-    """Return Megatron's configuration of the model and its layout."""
+    """Return Megatron's configuration of the model and its layout.
+
+    Raises:
+        ValueError, AssertionError: if Megatron refuses a setting.
+    """
     compute = torch.bfloat16 if config.bf16 else torch.float32
     interleaved = config.virtual_pipeline_size is not None
     settings = {name: getattr(config, name) for name in _TRANSFORMER_FIELDS}
@@ -429,7 +437,7 @@ def complete_tensor(name: str, shape: tuple[int, ...], config: TrainConfig) -> t
         return torch.ones(shape)
     digest = hashlib.sha256(f"{config.seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    std = config.init_method_std
+    std = INIT_STD
     if name.endswith(_RESIDUAL):
         std /= math.sqrt(2.0 * config.num_layers)
     return torch.empty(shape).normal_(0.0, std, generator=generator)
