@@ -198,10 +198,6 @@ class TrainingFields(_Section):
     split: str = "95,5,0"
     """Weights of training, validation and test in data_path."""
 
-    data_cache_path: Path | None = None
-    """Directory for the tokens of the built-in text; by default megatron-snip in the user's cache
-    directory, or run_dir if that is not writable."""
-
     max_corpus_bytes: Annotated[int, Field(ge=100_000)] = 10_000_000
     """Size limit of the built-in text in bytes."""
 
