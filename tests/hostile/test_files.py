@@ -22,7 +22,6 @@ from megatron_snip.files import MAX_BYTES, read_json
 from megatron_snip.guard import GuardState, LossMonitor
 from megatron_snip.linears.te.precision_config import Stages, import_options
 from megatron_snip.options import Option
-from megatron_snip.patches.checkpoint import read_sidecar
 from megatron_snip.planning import solver_worker
 from megatron_snip.planning.calibration import (
     CalibratedLinear,
@@ -155,15 +154,6 @@ def test_states_of_checkpoints(content: bytes, file: Path) -> None:
         state = survives(lambda: ControllerState.from_dict(value))
         if state is not None:
             assert ControllerState.from_dict(state.to_dict()) == state
-
-
-@fuzzed
-@given(content=mutants(STATE))
-def test_sidecars(content: bytes, tmp_path_factory: pytest.TempPathFactory, file: Path) -> None:
-    folder = file.parent / "sidecar"
-    folder.mkdir(exist_ok=True)
-    (folder / "snip_state.json").write_bytes(content)
-    survives(lambda: read_sidecar(folder))
 
 
 @fuzzed
