@@ -75,9 +75,6 @@ MODEL_FIELDS = (
 )
 """Settings that the tensors of a checkpoint depend on."""
 
-ORDER_FIELDS = ("seed", "global_batch_size", "seq_length", "train_iters", "data_path", "split")
-"""Settings that determine the samples of an iteration."""
-
 LAYOUT_FIELDS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -85,9 +82,6 @@ LAYOUT_FIELDS = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
-
-SNIP_FIELDS = ("enabled", "formats", "efficiency_target", "backend", "policy")
-VERSIONS = ("megatron-snip", "megatron-core", "torch")
 
 
 @dataclass(frozen=True)
@@ -114,13 +108,11 @@ class SavedRun:
     Attributes:
         config: its settings, plain types.
         world_size: its number of ranks.
-        versions: of the packages that it used.
         files: {file name: SHA-256 (hex)}.
     """
 
     config: dict[str, Any]
     world_size: int
-    versions: dict[str, Any] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -169,8 +161,7 @@ def read_saved_run(path: Path) -> SavedRun:
             f"{SCHEMA_VERSION}"
         )
     try:
-        packages, files = dict(value["versions"]), dict(value["files"])
-        return SavedRun(dict(value["config"]), int(value["world_size"]), packages, files)
+        return SavedRun(dict(value["config"]), int(value["world_size"]), dict(value["files"]))
     except (KeyError, TypeError, ValueError) as error:
         detail = f"{type(error).__name__}: {error}"
         raise UsageError(f"checkpoint settings '{file}' are damaged ({detail})") from None
@@ -196,16 +187,13 @@ def resume_iteration(config: TrainConfig) -> int:
     return latest or 0
 
 
-def check_resume(config: TrainConfig, saved: SavedRun, source: Path) -> str | None:
+def check_resume(config: TrainConfig, saved: SavedRun, source: Path) -> None:
     """Refuse a checkpoint of another model, or an optimizer of another layout.
 
     Args:
         config: this run's settings.
         saved: the run that wrote the checkpoint.
         source: the checkpoint, for messages.
-
-    Returns:
-        The settings and versions that differ and change the numbers, in one line; None if none do.
 
     Raises:
         UsageError: names the first setting that does not fit.
@@ -225,12 +213,6 @@ def check_resume(config: TrainConfig, saved: SavedRun, source: Path) -> str | No
                 f"load: '{source}' holds a distributed optimizer of another layout ({change}); use "
                 "that layout, or save with dist_ckpt_optim_fully_reshardable"
             )
-    changes = [
-        *_changes(ORDER_FIELDS, old, new),
-        *_changes(SNIP_FIELDS, old.get("snip") or {}, new["snip"]),
-        *_changes(VERSIONS, saved.versions, versions()),
-    ]
-    return f"load: changed since '{source}': {', '.join(changes)}" if changes else None
 
 
 def _changes(fields: tuple[str, ...], old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
@@ -264,7 +246,7 @@ class Checkpoints:
             return
         path = checkpoint_path(self._config.save, progress.iteration)
         partial = path.with_name(f".{path.name}.partial")
-        run = SavedRun(self._config.model_dump(mode="json"), dist.get_world_size(), versions())
+        run = SavedRun(self._config.model_dump(mode="json"), dist.get_world_size())
         self._on_rank_0("creating the checkpoint's folder", lambda: _make_partial(partial))
         with self._state.gathered():
             content = self._template(run, loading=False) | _plain(progress, self._state)
@@ -284,7 +266,7 @@ class Checkpoints:
             "version": SCHEMA_VERSION,
             "iteration": progress.iteration,
             "world_size": run.world_size,
-            "versions": run.versions,
+            "versions": versions(),
             "config": run.config,
             "files": self._digests(partial, names),
         }
@@ -301,9 +283,6 @@ class Checkpoints:
         assert self._config.load is not None, "`load` is set"
         path = checkpoint_path(self._config.load, iteration)
         run = read_saved_run(path)
-        changes = check_resume(self._config, run, path)
-        if changes and self._is_rank_0:
-            logger.warning(changes)
         found = self._digests(path, sorted(run.files))
         for name in (name for name, digest in run.files.items() if found[name] != digest):
             raise UsageError(

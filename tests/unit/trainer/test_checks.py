@@ -13,7 +13,6 @@ import pytest
 from megatron_snip.__main__ import main
 from megatron_snip.directory import mark
 from megatron_snip.errors import UsageError
-from megatron_snip.reporting.run_directory import versions
 from megatron_snip.trainer.checkpoint import (
     POINTER,
     SETTINGS,
@@ -22,7 +21,6 @@ from megatron_snip.trainer.checkpoint import (
     checkpoint_path,
     finish_checkpoint,
     latest_iteration,
-    read_saved_run,
     resume_iteration,
 )
 from megatron_snip.trainer.config import TrainConfig
@@ -188,7 +186,7 @@ def test_a_crash_while_finishing_leaves_the_previous_checkpoint(
         (f"iter_0000040/{SETTINGS}", None, f"no '{SETTINGS}'"),
         (f"iter_0000040/{SETTINGS}", "{", "is not valid JSON"),
         (f"iter_0000040/{SETTINGS}", "[]", "version None; this megatron-snip reads version 2"),
-        (f"iter_0000040/{SETTINGS}", '{"version": 2, "config": {}}', "KeyError: 'versions'"),
+        (f"iter_0000040/{SETTINGS}", '{"version": 2, "config": {}}', "KeyError: 'world_size'"),
     ],
 )
 def test_damaged_checkpoints_are_refused(
@@ -204,7 +202,7 @@ def test_damaged_checkpoints_are_refused(
 
 
 def saved_run(world_size: int = 1, **values: Any) -> SavedRun:
-    return SavedRun(TrainConfig(**values).model_dump(mode="json"), world_size, versions())
+    return SavedRun(TrainConfig(**values).model_dump(mode="json"), world_size)
 
 
 def test_only_a_checkpoint_that_fits_is_loaded() -> None:
@@ -215,23 +213,12 @@ def test_only_a_checkpoint_that_fits_is_loaded() -> None:
     full = {**sharded, "dist_ckpt_optim_fully_reshardable": True}
     check_resume(TrainConfig(**sharded, **tp2), saved_run(2, **full), place)
     check_resume(TrainConfig(**tp2), saved_run(), place)
+    check_resume(TrainConfig(lr=1e-2), saved_run(), place)
     experts = {"num_experts": 4}
     ep2 = {**experts, "expert_model_parallel_size": 2}
     for old, new in ((experts, ep2), (ep2, experts)):
         with pytest.raises(UsageError, match="Megatron cannot convert"):
             check_resume(TrainConfig(**new), saved_run(**old), place)
-
-
-def test_a_resume_names_what_changes_the_numbers(tmp_path: Path) -> None:
-    assert check_resume(TrainConfig(lr=1e-2), saved_run(), Path("place")) is None
-    path = checkpoint_path(write_checkpoint(tmp_path, 20), 20)
-    changed = TrainConfig(seed=7, snip={"efficiency_target": 0.9})
-    line = check_resume(changed, read_saved_run(path), path)
-    assert line is not None and "\n" not in line
-    assert "seed 1234 -> 7" in line and "efficiency_target 0.5 -> 0.9" in line.replace(
-        "0.75", "0.5"
-    )
-    assert "torch 1.0 -> " in line
 
 
 def test_a_resumed_run_drops_rows_and_files_of_later_iterations(tmp_path: Path) -> None:
