@@ -66,9 +66,6 @@ LOSS = "lm loss"
 INIT_STD = 0.02
 """Standard deviation of initial weights."""
 
-OVERLAP_BUCKET = 40_000_000
-"""Parameters per gradient bucket with overlap_grad_reduce (Megatron's minimum)."""
-
 _TRANSFORMER_FIELDS = (
     *("num_layers", "hidden_size", "num_attention_heads", "attention_dropout", "hidden_dropout"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "bf16"),
@@ -241,6 +238,9 @@ def _token_losses(
 def transformer_config(config: TrainConfig) -> TransformerConfig:
     """Return Megatron's configuration of the model and its layout.
 
+    By Megatron's defaults no kernel is fused, so CPU and GPU run the same operations, and a
+    pipeline keeps its outputs, which gloo's isend reads after it returns.
+
     Raises:
         ValueError, AssertionError: if Megatron refuses a setting.
     """
@@ -258,7 +258,6 @@ def transformer_config(config: TrainConfig) -> TransformerConfig:
         **settings,
         ffn_hidden_size=config.ffn_width,
         num_query_groups=config.query_groups,
-        kv_channels=config.head_width,
         normalization="RMSNorm",
         layernorm_epsilon=config.norm_epsilon,
         gated_linear_unit=True,
@@ -270,19 +269,10 @@ def transformer_config(config: TrainConfig) -> TransformerConfig:
         sequence_parallel=config.sequence_parallel and config.tensor_model_parallel_size > 1,
         params_dtype=compute,
         pipeline_dtype=compute,
-        # Without fused kernels the CPU and the GPU run the same operations.
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
         # In an interleaved pipeline of two stages a batch would hold two messages between the same
         # ranks, and they could be exchanged. Without batching Megatron orders them.
         batch_p2p_comm=not interleaved,
         overlap_p2p_comm=interleaved,
-        # gloo's isend reads the output after it returns. CUDA's stream order would protect it.
-        deallocate_pipeline_outputs=False,
     )
 
 
@@ -292,14 +282,11 @@ def _build_chunks(
     virtual = config.virtual_pipeline_size
     stages = range(virtual) if virtual else [None]
     chunks = [_build_chunk(config, transformer, stage) for stage in stages]
-    ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    bucket_size = max(OVERLAP_BUCKET, 1_000_000 * int(ranks))
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.bf16,
         overlap_grad_reduce=config.overlap_grad_reduce,
         overlap_param_gather=config.overlap_param_gather,
         use_distributed_optimizer=config.use_distributed_optimizer,
-        bucket_size=bucket_size if config.overlap_grad_reduce else None,
     )
     return [
         DistributedDataParallel(
