@@ -1,7 +1,7 @@
 """ControllerState: what a checkpoint keeps of SNIP, so that a resumed run replays exactly.
 
 Plain built-in types both ways (`to_dict`, `from_dict`): the dict travels inside Megatron's
-checkpoints, which are read with `weights_only=True`, and in sidecar JSON files. Schema version 2:
+checkpoints, which are read with `weights_only=True`. Schema version 2:
 
     {"version": 2, "iteration": int, "plan": {a plan file's object},
      "history": [[iteration, digest], ...], "refreshed": int | null,

@@ -135,22 +135,6 @@ def snip_config(args: argparse.Namespace, given: Mapping[str, Any]) -> SnipConfi
     return config.model_copy(update={"pins": (*_bf16_layers(args), *config.pins)})
 
 
-def settings_without_effect(config: SnipConfig) -> str | None:
-    """Return one line about settings that the policy does not use, or None."""
-    from megatron_snip.planning.policies import get_policy
-
-    names = [
-        name
-        for name in ("efficiency_target", "pipeline_balance")
-        if name in config.model_fields_set
-        and getattr(config, name) != SnipConfig.model_fields[name].default
-    ]
-    if not names or get_policy(config.policy).heeds_target:
-        return None
-    flags = ", ".join(map(_flag, names))
-    return f"--snip-policy {config.policy} has no efficiency target; without effect: {flags}"
-
-
 def exit_on_error(action: Callable[[], T]) -> T:
     """Run `action`; on bad input print one line on each host and exit with status 2."""
     try:

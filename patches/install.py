@@ -26,7 +26,6 @@ PATCHES = (
     train_step.step_end,
     train_step.evaluation,
     checkpoint.save,
-    checkpoint.sidecar,
     checkpoint.load,
     fused_kernels,
     *(

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.log import warn_once_per_job
-from megatron_snip.patches.arguments import exit_on_error, settings_without_effect, snip_config
+from megatron_snip.patches.arguments import exit_on_error, snip_config
 from megatron_snip.patches.incompatible import check_flags, check_modules
 from megatron_snip.patches.registry import Call, Session, patch
 
@@ -89,11 +88,7 @@ def checked_config(args: argparse.Namespace, session: Session) -> SnipConfig:
             check_flags(args)
         return config
 
-    config = exit_on_error(check)
-    warning = settings_without_effect(config) if config.enabled else None
-    if warning is not None:
-        warn_once_per_job(logger, warning)
-    return config
+    return exit_on_error(check)
 
 
 def attach(

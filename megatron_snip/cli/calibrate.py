@@ -22,8 +22,8 @@ from megatron_snip.planning.calibration import (
     CalibrationTable,
     write_calibration,
 )
-from megatron_snip.trainer.config import linear_shapes, load_train_config
-from megatron_snip.types import Gemm, split_linear_name
+from megatron_snip.trainer.config import TrainConfig, load_train_config
+from megatron_snip.types import Gemm
 from megatron_snip.version import __version__
 
 if TYPE_CHECKING:
@@ -130,17 +130,12 @@ def _check_output(path: Path) -> None:
 
 
 def _shapes(args: argparse.Namespace) -> tuple[list[Shape], int]:
-    shapes, tokens = [], 1024
+    shapes: list[Shape] = []
+    tokens = 1024
     if args.config is not None:
         config = load_train_config(args.config, {}, {})
         tokens = config.micro_batch_size * config.seq_length
-        shards = {split_linear_name(s.name)[2]: s for s in linear_shapes(config)}
-        tp = config.tensor_model_parallel_size
-        for module, s in shards.items():
-            # A rank's FLOPs are 1 / TP of the linear's, whichever dimension is split.
-            whole_in = s.in_features == s.shard[1]
-            out_features = s.out_features // tp if whole_in else s.out_features
-            shapes.append(Shape(f"*.{module}", out_features, s.shard[1]))
+        shapes = _model_shapes(config)
     shapes += [_shape(text) for text in args.linear or []]
     if not shapes:
         raise UsageError("nothing to measure: give --config FILE or --linear GLOB=OUTxIN")
@@ -151,6 +146,21 @@ def _shapes(args: argparse.Namespace) -> tuple[list[Shape], int]:
     if args.tokens is not None:
         tokens = integer("--tokens", args.tokens)
     return shapes, tokens
+
+
+def _model_shapes(config: TrainConfig) -> list[Shape]:
+    """Return the linears of a layer as one tensor-parallel rank holds them."""
+    hidden, tp = config.hidden_size, config.tensor_model_parallel_size
+    groups = config.query_groups * config.head_width
+    path, ffn = "mlp", config.ffn_width // tp
+    if config.num_experts is not None:
+        path, ffn = "mlp.experts", config.expert_ffn_width // config.expert_tensor_size
+    return [
+        Shape("*.self_attention.linear_qkv", (hidden + 2 * groups) // tp, hidden),
+        Shape("*.self_attention.linear_proj", hidden, hidden // tp),
+        Shape(f"*.{path}.linear_fc1", 2 * ffn, hidden),
+        Shape(f"*.{path}.linear_fc2", hidden, ffn),
+    ]
 
 
 def _shape(text: str) -> Shape:

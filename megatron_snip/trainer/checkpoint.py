@@ -56,7 +56,6 @@ logger = logging.getLogger(__name__)
 POINTER = "latest_checkpointed_iteration.txt"
 SETTINGS = "run.json"
 SCHEMA_VERSION = 2
-"""Version 1 had no digests and versions; it is still read."""
 
 MODEL_FIELDS = (
     "num_layers",
@@ -76,20 +75,13 @@ MODEL_FIELDS = (
 )
 """Settings that the tensors of a checkpoint depend on."""
 
-ORDER_FIELDS = ("seed", "global_batch_size", "seq_length", "train_iters", "data_path", "split")
-"""Settings that determine the samples of an iteration."""
-
 LAYOUT_FIELDS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "num_layers_per_virtual_pipeline_stage",
-    "context_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
-
-SNIP_FIELDS = ("enabled", "formats", "efficiency_target", "backend", "policy")
-VERSIONS = ("megatron-snip", "megatron-core", "torch")
 
 
 @dataclass(frozen=True)
@@ -116,13 +108,11 @@ class SavedRun:
     Attributes:
         config: its settings, plain types.
         world_size: its number of ranks.
-        versions: of the packages that it used.
-        files: {file name: SHA-256 (hex)}; empty in version 1.
+        files: {file name: SHA-256 (hex)}.
     """
 
     config: dict[str, Any]
     world_size: int
-    versions: dict[str, Any] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -165,14 +155,13 @@ def read_saved_run(path: Path) -> SavedRun:
     file = path / SETTINGS
     value = read_json(file, "checkpoint settings")
     version = value.get("version") if isinstance(value, dict) else None
-    if version not in (1, SCHEMA_VERSION):
+    if version != SCHEMA_VERSION:
         raise UsageError(
-            f"checkpoint settings '{file}': version {version!r}; this megatron-snip reads versions "
-            f"1 to {SCHEMA_VERSION}"
+            f"checkpoint settings '{file}': version {version!r}; this megatron-snip reads version "
+            f"{SCHEMA_VERSION}"
         )
     try:
-        found, files = dict(value.get("versions", {})), dict(value.get("files", {}))
-        return SavedRun(dict(value["config"]), int(value["world_size"]), found, files)
+        return SavedRun(dict(value["config"]), int(value["world_size"]), dict(value["files"]))
     except (KeyError, TypeError, ValueError) as error:
         detail = f"{type(error).__name__}: {error}"
         raise UsageError(f"checkpoint settings '{file}' are damaged ({detail})") from None
@@ -198,7 +187,7 @@ def resume_iteration(config: TrainConfig) -> int:
     return latest or 0
 
 
-def check_resume(config: TrainConfig, saved: SavedRun, source: Path) -> str | None:
+def check_resume(config: TrainConfig, saved: SavedRun, source: Path) -> None:
     """Refuse a checkpoint of another model, or an optimizer of another layout.
 
     Args:
@@ -206,14 +195,10 @@ def check_resume(config: TrainConfig, saved: SavedRun, source: Path) -> str | No
         saved: the run that wrote the checkpoint.
         source: the checkpoint, for messages.
 
-    Returns:
-        The settings and versions that differ and change the numbers, in one line; None if none do.
-
     Raises:
         UsageError: names the first setting that does not fit.
     """
-    old = {"expert_model_parallel_size": 1, **saved.config}
-    new = config.model_dump(mode="json")
+    old, new = saved.config, config.model_dump(mode="json")
     for change in _changes(MODEL_FIELDS, old, new):
         raise UsageError(f"load: '{source}' is of another model: {change}")
     name = "expert_model_parallel_size"
@@ -228,12 +213,6 @@ def check_resume(config: TrainConfig, saved: SavedRun, source: Path) -> str | No
                 f"load: '{source}' holds a distributed optimizer of another layout ({change}); use "
                 "that layout, or save with dist_ckpt_optim_fully_reshardable"
             )
-    changes = [
-        *_changes(ORDER_FIELDS, old, new),
-        *_changes(SNIP_FIELDS, old.get("snip") or {}, new["snip"]),
-        *_changes(VERSIONS, saved.versions, versions() if saved.versions else {}),
-    ]
-    return f"load: changed since '{source}': {', '.join(changes)}" if changes else None
 
 
 def _changes(fields: tuple[str, ...], old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
@@ -267,7 +246,7 @@ class Checkpoints:
             return
         path = checkpoint_path(self._config.save, progress.iteration)
         partial = path.with_name(f".{path.name}.partial")
-        run = SavedRun(self._config.model_dump(mode="json"), dist.get_world_size(), versions())
+        run = SavedRun(self._config.model_dump(mode="json"), dist.get_world_size())
         self._on_rank_0("creating the checkpoint's folder", lambda: _make_partial(partial))
         with self._state.gathered():
             content = self._template(run, loading=False) | _plain(progress, self._state)
@@ -287,7 +266,7 @@ class Checkpoints:
             "version": SCHEMA_VERSION,
             "iteration": progress.iteration,
             "world_size": run.world_size,
-            "versions": run.versions,
+            "versions": versions(),
             "config": run.config,
             "files": self._digests(partial, names),
         }
@@ -312,7 +291,7 @@ class Checkpoints:
             )
         config = self._config.model_dump(mode="json")
         same_layout = run.world_size == dist.get_world_size() and not any(
-            _changes(LAYOUT_FIELDS, {"expert_model_parallel_size": 1, **run.config}, config)
+            _changes(LAYOUT_FIELDS, run.config, config)
         )
         content = self._template(run, loading=True) | (_random_streams() if same_layout else {})
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from megatron_snip.config import SnipConfig, explain, read_yaml
 from megatron_snip.errors import UsageError
-from megatron_snip.types import linear_name
 
 BYTE_VOCABULARY = 257
 """Token ids of the built-in text: 256 bytes and the end of document."""
@@ -37,7 +35,7 @@ class _Section(BaseModel):
 
 
 class ModelFields(_Section):
-    """The model: a Llama-style GPT (RMSNorm, SwiGLU, RoPE, no biases)."""
+    """The model: a Llama-style GPT (RMSNorm, SwiGLU, RoPE, no biases), dense or with experts."""
 
     num_layers: Annotated[int, Field(ge=1, le=10_000)] = 4
     """Transformer layers."""
@@ -75,31 +73,20 @@ class ModelFields(_Section):
     norm_epsilon: Positive = 1e-5
     """Epsilon of RMSNorm."""
 
-    init_method_std: Positive = 0.02
-    """Standard deviation of initial weights (divided by sqrt(2 num_layers) in linear_proj and
-    linear_fc2)."""
-
     attention_dropout: Share = 0.0
     """Dropout probability of attention weights."""
 
     hidden_dropout: Share = 0.0
     """Dropout probability of the outputs of attention and MLP."""
 
-
-class ExpertFields(_Section):
-    """Mixture of experts in place of the MLPs."""
-
     num_experts: Count | None = None
     """Experts per layer; by default the layers have dense MLPs."""
 
     moe_router_topk: Count = 2
-    """Experts per token; 1 needs moe_router_pre_softmax."""
+    """Experts per token."""
 
     moe_ffn_hidden_size: Count | None = None
     """Width of an expert's SwiGLU MLP; by default ffn_hidden_size."""
-
-    moe_router_pre_softmax: bool = False
-    """Apply the softmax to all experts before top-k, not to the chosen experts after it."""
 
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = "aux_loss"
     """Load-balancing loss: per microbatch, per sample, or none."""
@@ -129,10 +116,6 @@ class ParallelFields(_Section):
     expert_tensor_parallel_size: Count | None = None
     """Tensor-parallel ranks of an expert; by default tensor_model_parallel_size."""
 
-    context_parallel_size: Count = 1
-    """Only 1: Megatron-Core needs Transformer Engine for context parallelism. Use your Megatron-LM
-    script for more."""
-
     sequence_parallel: bool = False
     """Split activations between the linears over the tensor-parallel ranks, by tokens."""
 
@@ -146,15 +129,12 @@ class ParallelFields(_Section):
     """Overlap the all-gather of updated weights with the next forward pass. Needs
     use_distributed_optimizer and overlap_grad_reduce."""
 
-    distributed_backend: Literal["nccl", "gloo"] | None = None
-    """Communication backend; by default nccl with GPUs, else gloo."""
-
     distributed_timeout_minutes: Count = 10
     """Timeout of collectives in minutes."""
 
 
 class TrainingFields(_Section):
-    """Training."""
+    """Training: AdamW, its schedule, data and evaluation."""
 
     train_iters: Count = 150
     """Training iterations."""
@@ -180,13 +160,6 @@ class TrainingFields(_Section):
 
     seed: Annotated[int, Field(ge=1, lt=2**31)] = 1234
     """Seed of initial weights, data order and dropout."""
-
-    check_for_nan_in_loss_and_grad: bool = True
-    """End the run if the loss or the gradient norm is NaN or infinite."""
-
-
-class OptimizerFields(_Section):
-    """AdamW and its schedule."""
 
     lr: Positive = 3e-3
     """Peak learning rate."""
@@ -218,20 +191,12 @@ class OptimizerFields(_Section):
     clip_grad: NotNegative = 1.0
     """Maximum global gradient norm; 0 turns clipping off."""
 
-
-class DataFields(_Section):
-    """Data and evaluation."""
-
     data_path: Path | None = None
     """Prefix of a PREFIX.bin and PREFIX.idx in Megatron's indexed format, with vocab_size. By
     default the source code of Python's standard library, as bytes."""
 
     split: str = "95,5,0"
     """Weights of training, validation and test in data_path."""
-
-    data_cache_path: Path | None = None
-    """Directory for the tokens of the built-in text; by default megatron-snip in the user's cache
-    directory, or run_dir if that is not writable."""
 
     max_corpus_bytes: Annotated[int, Field(ge=100_000)] = 10_000_000
     """Size limit of the built-in text in bytes."""
@@ -244,8 +209,8 @@ class DataFields(_Section):
     """Global batches per evaluation, the same ones each time; 0 turns evaluation off."""
 
 
-class CheckpointFields(_Section):
-    """Checkpoints: stop and resume."""
+class OutputFields(_Section):
+    """Output files and checkpoints."""
 
     save: Path | None = None
     """Folder for checkpoints: every save_interval iterations, at the end, and on SIGTERM, SIGINT or
@@ -268,10 +233,6 @@ class CheckpointFields(_Section):
     exit_interval: Count | None = None
     """Stop after an iteration that is a multiple of this, with a checkpoint if save is set."""
 
-
-class RunFields(_Section):
-    """Output files."""
-
     run_dir: Path = Path("runs/train")
     """Directory of the run: config.yaml, versions.json, metrics.jsonl and SNIP's files. A resumed
     run continues these files."""
@@ -286,16 +247,7 @@ class RunFields(_Section):
     """Replace the files of a previous run in run_dir. Files that SNIP did not write stay."""
 
 
-class TrainFields(
-    ModelFields,
-    ExpertFields,
-    ParallelFields,
-    TrainingFields,
-    OptimizerFields,
-    DataFields,
-    CheckpointFields,
-    RunFields,
-):
+class TrainFields(ModelFields, ParallelFields, TrainingFields, OutputFields):
     """Every field that is a flag without prefix."""
 
 
@@ -433,31 +385,17 @@ def check_ranks(config: TrainConfig, world_size: int) -> None:
         UsageError: one line with the sizes and what to change.
     """
     need = config.model_parallel_size
-    sizes = (
-        f"tensor_model_parallel_size {config.tensor_model_parallel_size} x "
-        f"pipeline_model_parallel_size {config.pipeline_model_parallel_size}"
-    )
-    if config.num_experts is not None:
-        sizes += f" with expert_model_parallel_size {config.expert_model_parallel_size}"
-    if world_size < need:
-        raise UsageError(
-            f"{sizes} needs {need} ranks, got {world_size}: start {need} (--nproc-per-node {need}) "
-            "or reduce the parallel sizes"
-        )
     if world_size % need:
+        experts = config.expert_model_parallel_size if config.num_experts else 1
         raise UsageError(
-            f"{world_size} ranks do not hold complete model replicas of {need} ranks ({sizes}); "
-            f"use a multiple of {need}"
+            f"tensor_model_parallel_size {config.tensor_model_parallel_size}, "
+            f"pipeline_model_parallel_size {config.pipeline_model_parallel_size} and "
+            f"expert_model_parallel_size {experts} need a multiple of {need} ranks, got "
+            f"{world_size}: start {need} (--nproc-per-node {need}) or reduce the parallel sizes"
         )
     batch = config.micro_batch_size * config.data_parallel_size(world_size)
-    divisible = [
-        (
-            config.global_batch_size,
-            "global_batch_size",
-            batch,
-            "micro_batch_size x data-parallel ranks",
-        )
-    ]
+    text = "micro_batch_size x data-parallel ranks"
+    divisible = [(config.global_batch_size, "global_batch_size", batch, text)]
     if config.virtual_pipeline_size is not None:
         stages, name = config.pipeline_model_parallel_size, "pipeline_model_parallel_size"
         microbatches = config.num_microbatches(world_size)
@@ -468,10 +406,17 @@ def check_ranks(config: TrainConfig, world_size: int) -> None:
 
 
 def _conflicts(c: TrainConfig) -> Iterator[str]:
-    """Yield one line for each pair of settings that do not fit."""
+    """Yield one line for each pair of settings that do not fit; Megatron checks others."""
     heads = (c.num_attention_heads, "num_attention_heads")
     groups = (c.query_groups, "num_query_groups")
     tp = (c.tensor_model_parallel_size, "tensor_model_parallel_size")
+    stages = (c.pipeline_model_parallel_size, "pipeline_model_parallel_size")
+    chunk = c.num_layers_per_virtual_pipeline_stage
+    if chunk is not None and stages[0] == 1:
+        yield (
+            "num_layers_per_virtual_pipeline_stage needs a pipeline, and "
+            "pipeline_model_parallel_size is 1; drop it or use more stages"
+        )
     divisible = [
         (c.hidden_size, "hidden_size", *heads),
         (*heads, *groups),
@@ -479,9 +424,22 @@ def _conflicts(c: TrainConfig) -> Iterator[str]:
         (*groups, *tp),
         (c.ffn_width, "ffn_hidden_size", *tp),
         (c.padded_vocab_size, "the padded vocabulary", *tp),
+        (c.num_layers, "num_layers", *stages),
     ]
+    if chunk is not None:
+        name = "num_layers_per_virtual_pipeline_stage"
+        divisible.append((c.num_layers // stages[0], "layers per pipeline stage", chunk, name))
     if c.sequence_parallel:
         divisible.append((c.seq_length, "seq_length under sequence_parallel", *tp))
+    if c.num_experts is not None:
+        ep = (c.expert_model_parallel_size, "expert_model_parallel_size")
+        etp = (c.expert_tensor_size, "expert_tensor_parallel_size")
+        divisible.append((c.num_experts, "num_experts", *ep))
+        divisible.append((c.expert_ffn_width, "moe_ffn_hidden_size", *etp))
+        if c.moe_router_topk > c.num_experts:
+            yield f"moe_router_topk {c.moe_router_topk} is more than num_experts {c.num_experts}"
+        if tp[0] > 1 and not c.sequence_parallel:
+            yield f"num_experts with tensor_model_parallel_size {tp[0]} needs sequence_parallel"
     yield from _indivisible(divisible)
     if c.head_width % 2:
         yield (
@@ -492,127 +450,16 @@ def _conflicts(c: TrainConfig) -> Iterator[str]:
         yield (
             f"seq_length {c.seq_length} is longer than max_position_embeddings {c.longest_sequence}"
         )
-    yield from _expert_conflicts(c)
-    if c.context_parallel_size > 1:
-        yield (
-            f"context_parallel_size {c.context_parallel_size}: context parallelism needs "
-            "Transformer Engine's attention, which this trainer does not use; set it to 1"
-        )
-    yield from _pipeline_conflicts(c)
     if c.overlap_param_gather and not (c.use_distributed_optimizer and c.overlap_grad_reduce):
         yield "overlap_param_gather needs use_distributed_optimizer and overlap_grad_reduce"
-    full = c.recompute_granularity == "full"
-    if full and (c.recompute_method is None or c.recompute_num_layers is None):
-        yield "recompute_granularity full needs recompute_method and recompute_num_layers"
-    if not full and (c.recompute_method is not None or c.recompute_num_layers is not None):
-        yield (
-            "recompute_method and recompute_num_layers need recompute_granularity full, got "
-            f"{c.recompute_granularity or 'none'}"
-        )
     if c.min_lr > c.lr:
         yield f"min_lr {c.min_lr:g} must not be larger than lr {c.lr:g}"
-    name = "lr_decay_iters" if c.lr_decay_iters else "train_iters"
     decay = c.lr_decay_iters or c.train_iters
     if c.lr_warmup_iters >= decay:
-        yield f"lr_warmup_iters {c.lr_warmup_iters} must be smaller than {name} {decay}"
-
-
-def _expert_conflicts(c: TrainConfig) -> Iterator[str]:
-    if c.num_experts is None:
-        for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
-            if (getattr(c, name) or 1) > 1:
-                yield f"{name} {getattr(c, name)} needs num_experts"
-        return
-    if c.moe_router_topk > c.num_experts:
-        yield f"moe_router_topk {c.moe_router_topk} is more than num_experts {c.num_experts}"
-    if c.moe_router_topk == 1 and not c.moe_router_pre_softmax:
-        yield (
-            "moe_router_topk 1 needs moe_router_pre_softmax: the softmax over one expert is 1, "
-            "and the router learns nothing"
-        )
-    tp = c.tensor_model_parallel_size
-    if tp > 1 and not c.sequence_parallel:
-        yield f"num_experts with tensor_model_parallel_size {tp} needs sequence_parallel"
-    etp = (c.expert_tensor_size, "expert_tensor_parallel_size")
-    ep = (c.expert_model_parallel_size, "expert_model_parallel_size")
-    yield from _indivisible(
-        [(c.num_experts, "num_experts", *ep), (c.expert_ffn_width, "moe_ffn_hidden_size", *etp)]
-    )
-
-
-def _pipeline_conflicts(c: TrainConfig) -> Iterator[str]:
-    stages, chunk = c.pipeline_model_parallel_size, c.num_layers_per_virtual_pipeline_stage
-    divisible = [(c.num_layers, "num_layers", stages, "pipeline_model_parallel_size")]
-    if chunk is not None:
-        if stages == 1:
-            yield (
-                "num_layers_per_virtual_pipeline_stage needs a pipeline, and "
-                "pipeline_model_parallel_size is 1; drop it or use more stages"
-            )
-        name = "num_layers_per_virtual_pipeline_stage"
-        divisible.append((c.num_layers // stages, "layers per pipeline stage", chunk, name))
-    yield from _indivisible(divisible)
+        yield f"lr_warmup_iters {c.lr_warmup_iters} must be smaller than the decay, {decay}"
 
 
 def _indivisible(pairs: list[tuple[int, str, int, str]]) -> Iterator[str]:
     for value, name, divisor, divisor_name in pairs:
         if value % divisor:
             yield f"{name} ({value}) must be a multiple of {divisor_name} ({divisor})"
-
-
-@dataclass(frozen=True)
-class LinearShape:
-    """One linear of the model.
-
-    Attributes:
-        name: independent of the layout, e.g. `decoder.layers.0.mlp.linear_fc1`. The experts of a
-            layer share one name.
-        stage: pipeline stage that holds it.
-        out_features, in_features: of the complete weight.
-        shard: (out_features, in_features) on one tensor-parallel rank; of gate and up each for
-            linear_fc1.
-        flops_per_token: FLOPs of fprop, dgrad and wgrad.
-    """
-
-    name: str
-    stage: int
-    out_features: int
-    in_features: int
-    shard: tuple[int, int]
-    flops_per_token: float
-
-
-def linear_shapes(config: TrainConfig) -> tuple[LinearShape, ...]:
-    """Return every linear of the model, layer by layer."""
-    hidden, tp = config.hidden_size, config.tensor_model_parallel_size
-    attention = config.num_attention_heads * config.head_width
-    qkv = attention + 2 * config.query_groups * config.head_width
-    path, ffn, active, mlp_tp = "mlp", config.ffn_width, 1, tp
-    if config.num_experts is not None:
-        path, ffn, active = "mlp.experts", config.expert_ffn_width, config.moe_router_topk
-        mlp_tp = config.expert_tensor_size
-    modules = {  # (out_features, in_features, shard, weights that a token uses)
-        "self_attention.linear_qkv": (qkv, hidden, (qkv // tp, hidden), 1),
-        "self_attention.linear_proj": (hidden, attention, (hidden, attention // tp), 1),
-        f"{path}.linear_fc1": (2 * ffn, hidden, (ffn // mlp_tp, hidden), active),
-        f"{path}.linear_fc2": (hidden, ffn, (hidden, ffn // mlp_tp), active),
-    }
-    return tuple(
-        LinearShape(
-            linear_name(layer + 1, module),
-            stage_of_layer(config, layer),
-            rows,
-            columns,
-            shard,
-            6.0 * rows * columns * used,
-        )
-        for layer in range(config.num_layers)
-        for module, (rows, columns, shard, used) in modules.items()
-    )
-
-
-def stage_of_layer(config: TrainConfig, layer: int) -> int:
-    """Return the pipeline stage that holds a layer (both 0-based)."""
-    stages = config.pipeline_model_parallel_size
-    chunks = stages * (config.virtual_pipeline_size or 1)
-    return layer // (config.num_layers // chunks) % stages

@@ -7,19 +7,14 @@ layout, and each sample belongs to one rank.
 
 The built-in text is the source code of Python's standard library, so nothing is downloaded. A
 document is a file: its bytes (0..255), then `END_OF_DOCUMENT`. Every 20th file is for validation.
-The folder is named after the digest of all documents, which is in the run's data.json too: runs
-with different libraries have different digests.
+Each run writes it to its own folder, named after the digest of all documents. The digest is in the
+run's data.json too: runs with different libraries have different digests.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import shutil
-import stat
 import sysconfig
-import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,8 +29,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from torch.distributed import ProcessGroup
 
 from megatron_snip.collectives import attempt, broadcast_json
-from megatron_snip.errors import SnipError, UsageError
-from megatron_snip.files import read_json
+from megatron_snip.errors import SnipError
 from megatron_snip.trainer.config import TrainConfig
 
 Batch = dict[str, torch.Tensor]
@@ -43,11 +37,6 @@ Batch = dict[str, torch.Tensor]
 
 END_OF_DOCUMENT = 256
 VALIDATION_EVERY = 20
-FORMAT = 1
-"""Version of the built-in text's files; raise it when tokens or split change."""
-
-FILES = ("train.bin", "train.idx", "valid.bin", "valid.idx")
-
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 _EXCLUDED = {
     *("__pycache__", "dist-packages", "site-packages", "ensurepip", "idlelib", "idle_test"),
@@ -172,8 +161,7 @@ def _built_in_text(config: TrainConfig, group: ProcessGroup | None) -> dict[str,
     def prepare() -> dict[str, Any] | None:
         if not leader:
             return None
-        folder = config.data_cache_path or cache_folder(config.run_dir / "data")
-        return prepare_corpus(folder.resolve(), config.max_corpus_bytes)
+        return prepare_corpus((config.run_dir / "data").resolve(), config.max_corpus_bytes)
 
     source: dict[str, Any] = broadcast_json(
         attempt("preparing the built-in text", prepare, group), group
@@ -181,24 +169,13 @@ def _built_in_text(config: TrainConfig, group: ProcessGroup | None) -> dict[str,
     return source
 
 
-def cache_folder(fallback: Path) -> Path:
-    """Return megatron-snip's folder in the user's cache, or `fallback` if it is not writable."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    folder = Path(base) / "megatron-snip"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return fallback
-    return folder if os.access(folder, os.W_OK | os.X_OK) else fallback
+def prepare_corpus(parent: Path, max_bytes: int, library: Path | None = None) -> dict[str, Any]:
+    """Write the built-in text to a folder below `parent`; return what describes it.
 
-
-def prepare_corpus(cache: Path, max_bytes: int, library: Path | None = None) -> dict[str, Any]:
-    """Return what describes the built-in text below `cache`; write it if missing or damaged.
-
-    One process calls this. It takes about a second for 10 MB. The folder appears atomically.
+    One process calls this. It takes about a second for 10 MB.
 
     Args:
-        cache: folder of all corpora.
+        parent: folder of the run.
         max_bytes: size limit over all files.
         library: folder of Python files; by default the standard library of this Python.
 
@@ -213,15 +190,16 @@ def prepare_corpus(cache: Path, max_bytes: int, library: Path | None = None) -> 
     documents = read_documents(root, max_bytes)
     if len(documents) < 2:
         raise FileNotFoundError(f"no Python files to train on below {root}")
-    digest = hashlib.sha256(f"{FORMAT} {VALIDATION_EVERY}".encode())
+    digest = hashlib.sha256(f"1 {VALIDATION_EVERY}".encode())
     for name, contents in documents.items():
         digest.update(name.encode() + b"\0" + hashlib.sha256(contents).digest())
-    folder = cache / f"python-source-{digest.hexdigest()[:16]}"
+    folder = parent / f"python-source-{digest.hexdigest()[:16]}"
     texts = list(documents.values())
     valid = texts[::VALIDATION_EVERY]
     train = [text for index, text in enumerate(texts) if index % VALIDATION_EVERY]
-    if not _is_complete(folder, digest.hexdigest()):
-        _write_corpus(folder, digest.hexdigest(), {"train": train, "valid": valid})
+    folder.mkdir(parents=True, exist_ok=True)
+    write_indexed(folder / "train", train)
+    write_indexed(folder / "valid", valid)
     return {
         "path": str(folder),
         "sha256": digest.hexdigest(),
@@ -249,39 +227,6 @@ def read_documents(root: Path, max_bytes: int) -> dict[str, bytes]:
             taken[name] = contents
             max_bytes -= len(contents)
     return dict(sorted(taken.items()))
-
-
-def _is_complete(folder: Path, digest: str) -> bool:
-    """Whether all files have the sizes of the manifest; another program may have changed them."""
-    try:
-        manifest = read_json(folder / "manifest.json", "manifest")
-        files = {name: (folder / name).lstat() for name in FILES}
-        sizes = {name: s.st_size for name, s in files.items() if stat.S_ISREG(s.st_mode)}
-        return bool(manifest["digest"] == digest and manifest["sizes"] == sizes)
-    except (OSError, UsageError, TypeError, KeyError):
-        return False
-
-
-def _write_corpus(folder: Path, digest: str, parts: dict[str, list[bytes]]) -> None:
-    """Write all files to a temporary folder and rename it."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        for name, documents in parts.items():
-            write_indexed(draft / name, documents)
-        sizes = {name: (draft / name).stat().st_size for name in FILES}
-        manifest = {"digest": digest, "sizes": sizes}
-        (draft / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
-        draft.chmod(0o755)  # mkdtemp makes it private; a cache may be shared
-        if folder.exists():
-            shutil.rmtree(folder)
-        try:
-            draft.rename(folder)
-        except OSError:
-            if not _is_complete(folder, digest):  # no other run wrote it meanwhile
-                raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def write_indexed(prefix: Path, documents: list[bytes]) -> None:

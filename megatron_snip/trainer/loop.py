@@ -159,8 +159,8 @@ def train(
         requests: signals that end the run.
 
     Raises:
-        SnipError: on every rank, if the loss or gradient norm is not finite and
-            check_for_nan_in_loss_and_grad is set, or a checkpoint cannot be saved.
+        SnipError: on every rank, if the loss or gradient norm is not finite or a checkpoint cannot
+            be saved.
     """
     begin = time.perf_counter()
     state.defer_gathers()
@@ -213,9 +213,9 @@ def train_step(
     reports = hook.forward_backward(iteration, state.function, **arguments)
     lr = max(group["lr"] for group in state.optimizer.param_groups)
     loss = _mean_loss(reports)
-    _check_finite(config, iteration, "loss", loss)
+    _check_finite(iteration, "loss", loss)
     updated, grad_norm, _ = state.optimizer.step()
-    _check_finite(config, iteration, "gradient norm", float(grad_norm))
+    _check_finite(iteration, "gradient norm", float(grad_norm))
     if updated:
         state.scheduler.step(increment=config.global_batch_size)
     tokens = config.global_batch_size * config.seq_length
@@ -274,9 +274,8 @@ def _mean_loss(reports: list[dict[str, Any]]) -> float:
     return float(total[0] / total[1])
 
 
-def _check_finite(config: TrainConfig, iteration: int, name: str, value: float) -> None:
-    if config.check_for_nan_in_loss_and_grad and not math.isfinite(value):
+def _check_finite(iteration: int, name: str, value: float) -> None:
+    if not math.isfinite(value):
         raise SnipError(
-            f"iteration {iteration}: the {name} is {value}; the run ends without a checkpoint "
-            "(--no-check-for-nan-in-loss-and-grad continues)"
+            f"iteration {iteration}: the {name} is {value}; the run ends without a checkpoint"
         )

@@ -63,17 +63,18 @@ LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[s
 LOSS = "lm loss"
 """Megatron's name of the language-model loss."""
 
-OVERLAP_BUCKET = 40_000_000
-"""Parameters per gradient bucket with overlap_grad_reduce (Megatron's minimum)."""
+INIT_STD = 0.02
+"""Standard deviation of initial weights."""
 
 _TRANSFORMER_FIELDS = (
     *("num_layers", "hidden_size", "num_attention_heads", "attention_dropout", "hidden_dropout"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "bf16"),
     *("recompute_granularity", "recompute_method", "recompute_num_layers"),
+    "expert_model_parallel_size",
 )
 _EXPERT_FIELDS = (
-    *("moe_router_topk", "moe_router_pre_softmax", "moe_router_load_balancing_type"),
-    *("moe_aux_loss_coeff", "moe_token_dispatcher_type", "expert_model_parallel_size"),
+    *("moe_router_topk", "moe_router_load_balancing_type"),
+    *("moe_aux_loss_coeff", "moe_token_dispatcher_type"),
 )
 _OPTIMIZER_FIELDS = (
     *("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "bf16"),
@@ -235,7 +236,14 @@ def _token_losses(
 
 
 def transformer_config(config: TrainConfig) -> TransformerConfig:
-    """Return Megatron's configuration of the model and its layout."""
+    """Return Megatron's configuration of the model and its layout.
+
+    By Megatron's defaults no kernel is fused, so CPU and GPU run the same operations, and a
+    pipeline keeps its outputs, which gloo's isend reads after it returns.
+
+    Raises:
+        ValueError, AssertionError: if Megatron refuses a setting.
+    """
     compute = torch.bfloat16 if config.bf16 else torch.float32
     interleaved = config.virtual_pipeline_size is not None
     settings = {name: getattr(config, name) for name in _TRANSFORMER_FIELDS}
@@ -250,7 +258,6 @@ def transformer_config(config: TrainConfig) -> TransformerConfig:
         **settings,
         ffn_hidden_size=config.ffn_width,
         num_query_groups=config.query_groups,
-        kv_channels=config.head_width,
         normalization="RMSNorm",
         layernorm_epsilon=config.norm_epsilon,
         gated_linear_unit=True,
@@ -262,19 +269,10 @@ def transformer_config(config: TrainConfig) -> TransformerConfig:
         sequence_parallel=config.sequence_parallel and config.tensor_model_parallel_size > 1,
         params_dtype=compute,
         pipeline_dtype=compute,
-        # Without fused kernels the CPU and the GPU run the same operations.
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
         # In an interleaved pipeline of two stages a batch would hold two messages between the same
         # ranks, and they could be exchanged. Without batching Megatron orders them.
         batch_p2p_comm=not interleaved,
         overlap_p2p_comm=interleaved,
-        # gloo's isend reads the output after it returns. CUDA's stream order would protect it.
-        deallocate_pipeline_outputs=False,
     )
 
 
@@ -284,14 +282,11 @@ def _build_chunks(
     virtual = config.virtual_pipeline_size
     stages = range(virtual) if virtual else [None]
     chunks = [_build_chunk(config, transformer, stage) for stage in stages]
-    ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    bucket_size = max(OVERLAP_BUCKET, 1_000_000 * int(ranks))
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.bf16,
         overlap_grad_reduce=config.overlap_grad_reduce,
         overlap_param_gather=config.overlap_param_gather,
         use_distributed_optimizer=config.use_distributed_optimizer,
-        bucket_size=bucket_size if config.overlap_grad_reduce else None,
     )
     return [
         DistributedDataParallel(
@@ -429,7 +424,7 @@ def complete_tensor(name: str, shape: tuple[int, ...], config: TrainConfig) -> t
         return torch.ones(shape)
     digest = hashlib.sha256(f"{config.seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    std = config.init_method_std
+    std = INIT_STD
     if name.endswith(_RESIDUAL):
         std /= math.sqrt(2.0 * config.num_layers)
     return torch.empty(shape).normal_(0.0, std, generator=generator)

@@ -18,12 +18,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from rich.console import Console
 
-from megatron_snip.collectives import broadcast_json
+from megatron_snip.collectives import broadcast_json, one_line
 from megatron_snip.controller import SnipController
 from megatron_snip.directory import (
     DirectoryLock,
@@ -34,15 +34,10 @@ from megatron_snip.directory import (
     own_files,
     remove_run,
 )
-from megatron_snip.errors import InfeasiblePlanError, UsageError
+from megatron_snip.errors import UsageError
 from megatron_snip.files import parse_json, write_atomic
 from megatron_snip.patches import cpu
 from megatron_snip.patches.cpu import torch_adam
-from megatron_snip.planning.plan import read_plan
-from megatron_snip.planning.planner import make_plan
-from megatron_snip.planning.policies import UNIFORM, get_policy
-from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
-from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.reporting.events import Writer
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.reporting.summary import SummaryWriter
@@ -56,7 +51,7 @@ from megatron_snip.trainer.checkpoint import (
     read_saved_run,
     resume_iteration,
 )
-from megatron_snip.trainer.config import TrainConfig, check_ranks, linear_shapes
+from megatron_snip.trainer.config import TrainConfig, check_ranks
 from megatron_snip.trainer.data import build_datasets
 from megatron_snip.trainer.loop import (
     PlainTraining,
@@ -70,6 +65,7 @@ from megatron_snip.trainer.model import (
     build_training_state,
     destroy_parallel_state,
     initialize_parallel_state,
+    transformer_config,
 )
 
 logger = logging.getLogger(__name__)
@@ -77,9 +73,8 @@ logger = logging.getLogger(__name__)
 PROGRESS_LINES = 20
 """Progress lines per run, about."""
 
-_CHECKED_TOKENS = 1_000_000
-_INDEX_HEADER = b"MMIDIDX\x00\x00"
-_INDEX_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+_CHECKED_DOCUMENTS = 1000
+"""Documents of data_path whose token ids are compared with vocab_size."""
 
 
 # Checks before a run starts; they write nothing.
@@ -92,6 +87,10 @@ def check_run(config: TrainConfig, world_size: int) -> None:
         UsageError: one line with what is wrong and what to do.
     """
     check_ranks(config, world_size)
+    try:
+        transformer_config(config)
+    except (ValueError, AssertionError) as error:
+        raise UsageError(f"Megatron refuses the settings: {one_line(error)}") from None
     for name, needed in (("save_interval", "save"), ("ckpt_step", "load")):
         if getattr(config, name) and getattr(config, needed) is None:
             raise UsageError(f"{name} needs {needed}, a folder of checkpoints")
@@ -100,7 +99,6 @@ def check_run(config: TrainConfig, world_size: int) -> None:
         source = checkpoint_path(config.load, iteration)
         check_resume(config, read_saved_run(source), source)
     if config.save is not None:
-        _check_writable("save", config.save)
         latest = latest_iteration(config.save)
         if latest is not None and config.save != config.load:
             raise UsageError(
@@ -110,51 +108,12 @@ def check_run(config: TrainConfig, world_size: int) -> None:
     _check_run_dir(config, iteration)
     if config.data_path is not None:
         check_data(config.data_path, config.vocab_size)
-    if config.snip.enabled:
-        _check_plan(config)
-
-
-def _check_plan(config: TrainConfig) -> None:
-    """Refuse SNIP settings that no plan for this model satisfies."""
-    snip, shapes = config.snip, linear_shapes(config)
-    get_policy(snip.policy)
-    if snip.plan_file is not None:
-        read_plan(snip.plan_file).check_against([linear.name for linear in shapes])
-    settings = PlanSettings.from_config(snip)
-    if not snip.policy.startswith(UNIFORM) and snip.policy != "none":
-        # Every policy with a target finds out whether it can be met; this one needs no solver.
-        settings = settings.model_copy(update={"policy": "greedy"})
-    options = {
-        str(option): OptionCost(quality_loss=0.0, saving=option.share_in(snip.lowest_format))
-        for option in snip.options
-    }
-    linears = tuple(
-        LinearChoices(name=s.name, stage=s.stage, flops=s.flops_per_token, options=options)
-        for s in shapes
-    )
-    try:
-        make_plan(PlanningProblem(linears=linears, target=snip.efficiency_target), settings)
-    except InfeasiblePlanError as error:
-        raise UsageError(f"snip: {error}") from None
 
 
 def _check_run_dir(config: TrainConfig, iteration: int) -> None:
-    _check_writable("run_dir", config.run_dir)
     # A command that starts and resumes moves the files of a run without a checkpoint aside.
     may_restart = config.load is not None and config.load == config.save
     check_new_run(config.run_dir, config.overwrite or iteration > 0 or may_restart)
-
-
-def _check_writable(name: str, folder: Path) -> None:
-    if folder.exists():
-        if not folder.is_dir():
-            raise UsageError(f"{name} '{folder}' is a file; name a folder")
-        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-            raise UsageError(f"{name} '{folder}' is not writable; name another folder")
-        return
-    parent = next(p for p in folder.absolute().parents if p.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise UsageError(f"{name} '{folder}' cannot be made in '{parent}'; name another")
 
 
 def check_data(prefix: Path, vocab_size: int | None) -> None:
@@ -165,24 +124,20 @@ def check_data(prefix: Path, vocab_size: int | None) -> None:
     """
     if vocab_size is None:
         raise UsageError("data_path needs vocab_size, the number of token ids in the data")
-    index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-    for path in (index, data):
+    for path in (Path(f"{prefix}.idx"), Path(f"{prefix}.bin")):
         if not path.is_file():
             raise UsageError(f"data_path: '{path}' does not exist (give the path without .bin)")
     try:
-        with index.open("rb") as stream:
-            header = stream.read(len(_INDEX_HEADER) + 9)
-        code = struct.unpack("<QB", header[len(_INDEX_HEADER) :].ljust(9, b"\0"))[1]
-        if not header.startswith(_INDEX_HEADER) or code not in _INDEX_DTYPES:
-            raise UsageError(f"data_path: '{index}' is not in Megatron's indexed format")
-        tokens = np.fromfile(data, dtype=_INDEX_DTYPES[code], count=_CHECKED_TOKENS)
-    except OSError as error:
-        raise UsageError(f"data_path: cannot read '{prefix}': {error.strerror}") from None
-    if tokens.size == 0:
-        raise UsageError(f"data_path: '{data}' is empty")
-    if int(tokens.max()) >= vocab_size:
+        documents = IndexedDataset(str(prefix))
+        largest = max(int(documents[i].max()) for i in range(len(documents))[:_CHECKED_DOCUMENTS])
+    except (OSError, ValueError, AssertionError, struct.error) as error:
+        reason = one_line(error)
         raise UsageError(
-            f"data_path: '{data}' holds token id {int(tokens.max())}, vocab_size is {vocab_size}"
+            f"data_path: '{prefix}' is not in Megatron's indexed format ({reason})"
+        ) from None
+    if largest >= vocab_size:
+        raise UsageError(
+            f"data_path: '{prefix}' holds token id {largest}, vocab_size is {vocab_size}"
         )
 
 
@@ -226,39 +181,23 @@ def run_session(config: TrainConfig, console: Console | None) -> TrainingResult:
     assert control is not None, "the process group is initialized"
     done = broadcast_json(resume_iteration(config), control)
     with _directories(config, done, control) as directory:
-        return _train(config, console, control, done, directory)
+        state = build_training_state(config, dist.get_world_size())
+        checkpoints = Checkpoints(config, state, control)
+        start = checkpoints.load(done) if done else None
+        datasets = build_datasets(config, control)
+        if directory is not None:
+            write_atomic(directory.path / "data.json", json.dumps(datasets.source) + "\n")
+        summary = SummaryWriter()
+        writers = make_writers(config, directory, summary, done)
+        requests = None if config.save is None else StopRequests(control)
+        saving = None if config.save is None else checkpoints
 
+        def show(iteration: int, metrics: dict[str, Any]) -> None:
+            if console is not None:
+                _print_progress(config, console, iteration, metrics)
 
-def _train(
-    config: TrainConfig,
-    console: Console | None,
-    control: dist.ProcessGroup,
-    done: int,
-    directory: RunDirectory | None,
-) -> TrainingResult:
-    state = build_training_state(config, dist.get_world_size())
-    checkpoints = Checkpoints(config, state, control)
-    start = None
-    if config.load is not None and done:
-        start = checkpoints.load(done)
-        source = checkpoint_path(config.load, done)
-        changes = check_resume(config, read_saved_run(source), source)
-        if changes and dist.get_rank() == 0:
-            logger.warning(changes)
-    datasets = build_datasets(config, control)
-    if directory is not None:
-        write_atomic(directory.path / "data.json", json.dumps(datasets.source) + "\n")
-    summary = SummaryWriter()
-    writers = make_writers(config, directory, summary, done)
-    requests = None if config.save is None else StopRequests(control)
-    saving = None if config.save is None else checkpoints
-
-    def show(iteration: int, metrics: dict[str, Any]) -> None:
-        if console is not None:
-            _print_progress(config, console, iteration, metrics)
-
-    with requests or nullcontext(), closing(make_hook(config, state, writers, start)) as hook:
-        result = train(config, state, datasets, hook, show, start, saving, requests)
+        with requests or nullcontext(), closing(make_hook(config, state, writers, start)) as hook:
+            result = train(config, state, datasets, hook, show, start, saving, requests)
     if console is not None:
         wide = console if console.is_terminal else Console(width=120, markup=False, emoji=False)
         for table in summary.tables():
@@ -332,11 +271,8 @@ def _process_group(config: TrainConfig, on_cpu: bool) -> Iterator[None]:
     is_local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
     if on_cpu and is_local and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = config.distributed_backend or ("gloo" if on_cpu else "nccl")
-    if backend == "nccl" and on_cpu:
-        raise UsageError("distributed_backend nccl needs GPUs, and there are none; use gloo")
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
-    dist.init_process_group(backend, timeout=timeout)
+    dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timeout)
     yield
     dist.destroy_process_group()
 

@@ -14,7 +14,6 @@ kernels, streams or speed.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
@@ -26,12 +25,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_snip.patches.cpu import collectives
-from megatron_snip.patches.cpu.device import TrackerNoise, constant, cuda_answers, local_ranks
+from megatron_snip.patches.cpu.device import constant, cuda_answers, is_news, local_ranks
 from megatron_snip.patches.cpu.megatron import megatron_replacements
 from megatron_snip.patches.cpu.tensors import CudaOnCpu, active_modes, in_backward
 from megatron_snip.patches.registry import Replacement, replace_attribute
-
-logger = logging.getLogger(__name__)
 
 _TRACKER_LOGGER = "megatron.core.tensor_parallel.random"
 
@@ -42,7 +39,6 @@ class _Installation:
     def __init__(self) -> None:
         self.replaced: list[Replacement] = []
         self.mode = CudaOnCpu()
-        self.noise = TrackerNoise()
         self.compile_was_off = False
 
     def restore(self) -> None:
@@ -51,9 +47,6 @@ class _Installation:
             replacement = self.replaced.pop()
             if replacement.in_place:
                 replacement.undo()
-            else:
-                owner = getattr(replacement.owner, "__name__", replacement.owner)
-                logger.warning("%s.%s was replaced since; it stays", owner, replacement.name)
 
 
 _installed: _Installation | None = None
@@ -94,7 +87,7 @@ def install(claim_cuda: bool = False, capability: tuple[int, int] = (8, 0)) -> b
     except BaseException:
         state.restore()
         raise
-    logging.getLogger(_TRACKER_LOGGER).addFilter(state.noise)
+    logging.getLogger(_TRACKER_LOGGER).addFilter(is_news)
     state.mode.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     _installed = state
     return True
@@ -112,21 +105,10 @@ def uninstall() -> None:
     if active_modes()[-1:] != [_installed.mode]:
         raise RuntimeError("leave the torch function modes entered after cpu.install() first")
     _installed.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-    logging.getLogger(_TRACKER_LOGGER).removeFilter(_installed.noise)
+    logging.getLogger(_TRACKER_LOGGER).removeFilter(is_news)
     _set_compile_off(_installed.compile_was_off)
     _installed.restore()
     _installed = None
-
-
-@contextlib.contextmanager
-def installed(claim_cuda: bool = False) -> Iterator[bool]:
-    """Install for the length of a `with` block, unless it was installed before."""
-    before = is_installed()
-    try:
-        yield install(claim_cuda)
-    finally:
-        if not before:
-            uninstall()
 
 
 def _set_compile_off(off: bool) -> bool:

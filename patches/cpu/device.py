@@ -9,14 +9,12 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from megatron_snip.patches.cpu.tensors import CPU
-
-MEMORY_BYTES = 8 << 30
-"""Memory that is reported for the device."""
 
 
 class _Timeline:
@@ -34,7 +32,7 @@ class _Timeline:
     wait_stream = wait_event = wait = synchronize = record = _nothing
 
     def record_event(self, event: Any = None) -> Any:
-        return Event() if event is None else event
+        return _Timeline() if event is None else event
 
     def query(self) -> bool:
         return True
@@ -49,14 +47,6 @@ class _Timeline:
         return None
 
 
-class Stream(_Timeline):
-    """`torch.cuda.Stream` on the CPU."""
-
-
-class Event(_Timeline):
-    """`torch.cuda.Event` on the CPU."""
-
-
 class _Generators(Sequence[torch.Generator]):
     """`torch.cuda.default_generators`: the CPU's generator for every device."""
 
@@ -67,24 +57,9 @@ class _Generators(Sequence[torch.Generator]):
         return local_ranks()
 
 
-class _Properties:
-    """The attributes of `torch.cuda.get_device_properties` that Megatron reads."""
-
-    name = "cpu"
-    gcnArchName = ""
-    multi_processor_count = 1
-    total_memory = MEMORY_BYTES
-
-    def __init__(self, capability: tuple[int, int]) -> None:
-        self.major, self.minor = capability
-
-
-class TrackerNoise(logging.Filter):
-    """Drops the RNG tracker's warning that the CPU state moved: here both states are one."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the record is to be logged."""
-        return "CPU RNG state changed" not in record.getMessage()
+def is_news(record: logging.LogRecord) -> bool:
+    """Filter the RNG tracker's warning that the CPU state moved: here both states are one."""
+    return "CPU RNG state changed" not in record.getMessage()
 
 
 def local_ranks() -> int:
@@ -99,7 +74,11 @@ def constant(value: Any) -> Callable[..., Any]:
 
 def cuda_answers(capability: tuple[int, int]) -> dict[str, Any]:
     """Return the replacements for attributes of `torch.cuda`, by name."""
-    stream = Stream()
+    stream = _Timeline()
+    properties = SimpleNamespace(
+        name="cpu", gcnArchName="", multi_processor_count=1, total_memory=8 << 30
+    )
+    properties.major, properties.minor = capability
     answers: dict[str, Any] = {
         "current_device": constant(CPU),
         "current_stream": constant(stream),
@@ -108,23 +87,20 @@ def cuda_answers(capability: tuple[int, int]) -> dict[str, Any]:
         "default_generators": _Generators(),
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-        "manual_seed": lambda seed: _seed(seed),
-        "manual_seed_all": lambda seed: _seed(seed),
+        "manual_seed": _seed,
+        "manual_seed_all": _seed,
         "get_device_name": constant("cpu"),
-        "get_device_properties": constant(_Properties(capability)),
+        "get_device_properties": constant(properties),
         "get_device_capability": constant(capability),
         "memory_stats": lambda device=None: {},
-        "mem_get_info": constant((MEMORY_BYTES, MEMORY_BYTES)),
-        "Stream": Stream,
-        "Event": Event,
+        "Stream": _Timeline,
+        "Event": _Timeline,
         "stream": lambda stream: contextlib.nullcontext(),
         "device": lambda device: contextlib.nullcontext(),
         "_lazy_call": lambda call, **kwargs: call(),
         "_lazy_init": constant(None),
     }
-    for name in ("set_device", "init", "synchronize", "empty_cache", "ipc_collect"):
-        answers[name] = constant(None)
-    for name in ("reset_peak_memory_stats", "reset_max_memory_allocated"):
+    for name in ("set_device", "init", "synchronize", "empty_cache", "reset_peak_memory_stats"):
         answers[name] = constant(None)
     for name in ("allocated", "reserved"):
         answers[f"memory_{name}"] = constant(0)

@@ -19,19 +19,11 @@ CPU = torch.device("cpu")
 
 _PRODUCTS = frozenset(
     {
-        torch.matmul,
-        torch.mm,
-        torch.bmm,
-        torch.addmm,
-        torch.baddbmm,
         torch.nn.functional.linear,
-        torch.Tensor.matmul,
-        torch.Tensor.mm,
-        torch.Tensor.bmm,
-        torch.Tensor.addmm,
-        torch.Tensor.baddbmm,
         torch.Tensor.__matmul__,
         torch.Tensor.__rmatmul__,
+        *(getattr(torch, name) for name in ("matmul", "mm", "bmm", "addmm", "baddbmm")),
+        *(getattr(torch.Tensor, name) for name in ("matmul", "mm", "bmm", "addmm", "baddbmm")),
     }
 )
 """Functions that compute BF16 products in FP32."""

@@ -21,7 +21,6 @@ from megatron_snip.files import MAX_BYTES, read_json
 from megatron_snip.guard import GuardState, LossMonitor
 from megatron_snip.linears.te.precision_config import Stages, import_options
 from megatron_snip.options import Option
-from megatron_snip.patches.checkpoint import read_sidecar
 from megatron_snip.planning import solver_worker
 from megatron_snip.planning.calibration import (
     CalibratedLinear,
@@ -37,7 +36,6 @@ from megatron_snip.planning.solver_process import PlanRequest
 from megatron_snip.reporting.run_record import read_divergences, read_metrics
 from megatron_snip.state import ControllerState, Pending
 from megatron_snip.trainer.config import load_train_config
-from megatron_snip.trainer.data import prepare_corpus
 from tests.hostile.mutations import DEEP, mutants
 from tests.unit.planning.build import plan_of, problem_of
 
@@ -151,15 +149,6 @@ def test_states_of_checkpoints(content: bytes, file: Path) -> None:
         state = survives(lambda: ControllerState.from_dict(value))
         if state is not None:
             assert ControllerState.from_dict(state.to_dict()) == state
-
-
-@fuzzed
-@given(content=mutants(STATE))
-def test_sidecars(content: bytes, tmp_path_factory: pytest.TempPathFactory, file: Path) -> None:
-    folder = file.parent / "sidecar"
-    folder.mkdir(exist_ok=True)
-    (folder / "snip_state.json").write_bytes(content)
-    survives(lambda: read_sidecar(folder))
 
 
 @fuzzed
@@ -290,45 +279,6 @@ def test_what_is_no_file_of_usual_size_is_refused(
     loop.symlink_to(loop)
     for path in (endless, pipe, huge, loop, tmp_path, tmp_path / "nowhere.json"):
         assert survives(lambda path=path: read(path)) is None  # type: ignore[misc]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path, Any]:
-    """(library, cache, the corpus' folder in it, its manifest and description)."""
-    root = tmp_path_factory.mktemp("corpus")
-    (root / "library").mkdir()
-    for index in range(3):
-        (root / "library" / f"{index}.py").write_text(f"value = {index}\n")
-    made = prepare_corpus(root / "cache", 10**6, root / "library")
-    folder = Path(made["path"])
-    manifest = json.loads((folder / "manifest.json").read_text())
-    return root / "library", root / "cache", folder, {"manifest": manifest, "made": made}
-
-
-@settings(fuzzed, max_examples=40)
-@given(data=st.data())
-def test_the_built_in_text_is_mended_whatever_its_cache_holds(
-    data: st.DataObject, corpus: tuple[Path, Path, Path, Any]
-) -> None:
-    library, cache, folder, good = corpus
-    (folder / "manifest.json").write_bytes(data.draw(mutants(good["manifest"])))
-    made = prepare_corpus(cache, 10**6, library)
-    assert made == good["made"]
-    assert [p.name for p in cache.iterdir()] == [folder.name]
-
-
-def test_a_link_in_the_place_of_the_built_in_text_is_not_followed(
-    corpus: tuple[Path, Path, Path, Any], tmp_path: Path
-) -> None:
-    library, cache, folder, _ = corpus
-    data, elsewhere = folder / "train.bin", tmp_path / "elsewhere"
-    elsewhere.write_bytes(bytes(data.stat().st_size))
-    data.unlink()
-    data.symlink_to(elsewhere)
-    made = prepare_corpus(cache, 10**6, library)
-    whole = Path(made["path"]) / "train.bin"
-    assert not whole.is_symlink() and any(whole.read_bytes())
-    assert not any(elsewhere.read_bytes())
 
 
 def test_good_files_are_read(file: Path) -> None:

@@ -27,10 +27,8 @@ from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.topology import Placement
 from megatron_snip.trainer.config import (
     TrainConfig,
-    linear_shapes,
     load_train_config,
     make_train_config,
-    stage_of_layer,
 )
 from megatron_snip.trainer.model import transformer_config
 from megatron_snip.trainer.session import check_run
@@ -172,8 +170,10 @@ def megatron() -> Iterator[None]:
             cpu.uninstall()
 
 
-def on_meta(config: TrainConfig) -> GPTModel:
-    """Build Megatron's whole model without memory for it."""
+@cache
+def linears_of(name: str) -> list[tuple[str, float, int]]:
+    """Build Megatron's model without memory for it; return its linears as (name, FLOPs, stage)."""
+    config = settings(name)
     transformer = transformer_config(config)
     transformer.use_cpu_initialization, transformer.perform_initialization = True, False
     spec = get_gpt_layer_local_spec(num_experts=config.num_experts, normalization="RMSNorm")
@@ -187,11 +187,9 @@ def on_meta(config: TrainConfig) -> GPTModel:
             share_embeddings_and_output_weights=not config.untie_embeddings_and_output_weights,
         )
     assert all(parameter.is_meta for parameter in model.parameters())
-    return model
-
-
-def parameters(model: GPTModel) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+    assert sum(parameter.numel() for parameter in model.parameters()) == MODELS[name].parameters
+    found = placements(model)
+    return [(n, place.info.flops_per_token, 0) for n, place in found.items()]
 
 
 def placements(model: GPTModel) -> dict[str, Placement]:
@@ -246,29 +244,15 @@ def test_a_model_is_the_published_one(name: str, layout: str, megatron: None) ->
         model.experts,
         model.active,
     )
-    shapes = {linear.name: linear for linear in linear_shapes(config)}
-    assert sum(s.flops_per_token for s in shapes.values()) == model.linear_flops_per_token
-    if layout == next(iter(model.parallel)):
-        alone = config.model_copy(
-            update={
-                "tensor_model_parallel_size": 1,
-                "pipeline_model_parallel_size": 1,
-                "num_layers_per_virtual_pipeline_stage": None,
-                "expert_model_parallel_size": 1,
-            }
-        )
-        built = on_meta(alone)
-        assert parameters(built) == model.parameters
-        found = placements(built)
-        assert found.keys() == shapes.keys()
-        assert all(found[n].info.flops_per_token == s.flops_per_token for n, s in shapes.items())
-    linears = [(s.name, s.flops_per_token, s.stage) for s in shapes.values()]
+    linears = linears_of(name)
+    assert sum(flops for _, flops, _ in linears) == model.linear_flops_per_token
+    layers = config.num_layers // config.pipeline_model_parallel_size
+    linears = [(n, flops, int(n.split(".")[2]) // layers) for n, flops, _ in linears]
     assert_planned(linears, intent("balanced"))
 
 
-def test_settings_of_every_intent_reach_a_plan() -> None:
-    config = settings("tinyllama-1.1b")
-    linears = [(s.name, s.flops_per_token, s.stage) for s in linear_shapes(config)]
+def test_settings_of_every_intent_reach_a_plan(megatron: None) -> None:
+    linears = linears_of("tinyllama-1.1b")
     for name in INTENTS:
         assert_planned(linears, intent(name))
 
@@ -278,9 +262,3 @@ def test_both_programs_read_the_same_settings() -> None:
     config = settings("tinyllama-1.1b", None, "--snip-config", file, "--snip-interval", "70")
     expected = intent("aggressive").model_copy(update={"interval": 70, "formats": ("fp8", "fp4")})
     assert config.snip == expected
-
-
-def test_stages_hold_equal_layers() -> None:
-    config = settings("llama-70b", "llama-70b-64gpus")
-    stages = [stage_of_layer(config, layer) for layer in range(config.num_layers)]
-    assert [stages.count(stage) for stage in range(4)] == [20] * 4

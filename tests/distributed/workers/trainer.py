@@ -32,7 +32,7 @@ def run_layouts(layouts: dict[str, dict[str, Any]], folder: str) -> dict[str, An
 
 
 def run_layout(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    config = make_train_config({**values, "run_dir": folder, "data_cache_path": folder / "data"})
+    config = make_train_config({**values, "run_dir": folder})
     initialize_parallel_state(config)
     try:
         state = build_training_state(config, dist.get_world_size())

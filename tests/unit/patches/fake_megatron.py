@@ -116,19 +116,11 @@ class FakeMegatron:
         def evaluate(forward_step_func: Any, data_iterator: Any, model: Any) -> Any:
             return {"lm loss": 1.5}, None, False
 
-        def save_checkpoint_and_time(
-            iteration: int, model: Any, non_persistent_ckpt: bool = False
-        ) -> str:
-            return f"saved {iteration}"
-
         def generate_state_dict(args: Any, model: Any, iteration: Any = None) -> dict[str, Any]:
             return {"model": model}
 
         def _load_base_checkpoint(load_dir: Any, args: Any, rank0: bool = False) -> Any:
             return fake.loaded, str(load_dir), fake.release, "global"
-
-        def get_checkpoint_name(path: str, iteration: int, return_base_dir: bool = False) -> str:
-            return f"{path}/iter_{iteration:07d}"
 
         def validate_args(args: Any, defaults: Any = None) -> Any:
             fake.calls.append(("validate", (args,), {}))
@@ -141,11 +133,8 @@ class FakeMegatron:
             train_step,
             post_training_step_callbacks,
             evaluate,
-            save_checkpoint_and_time,
         )
-        self._set(
-            self.checkpointing, generate_state_dict, _load_base_checkpoint, get_checkpoint_name
-        )
+        self._set(self.checkpointing, generate_state_dict, _load_base_checkpoint)
         self._set(self.global_vars, lambda: self.args, name="get_args")
         self._set(self.global_vars, lambda: None, name="get_tensorboard_writer")
         self._set(self.global_vars, lambda: None, name="get_wandb_writer")

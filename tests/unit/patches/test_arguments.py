@@ -17,7 +17,6 @@ from megatron_snip.patches.arguments import (
     add_snip_arguments,
     exit_on_error,
     read_cli_args,
-    settings_without_effect,
     snip_config,
 )
 from megatron_snip.patches.registry import Registry
@@ -172,21 +171,3 @@ def test_megatrons_bf16_layers_become_pins(at_end: int, pinned: list[str]) -> No
     )
     pins = snip_config(args, {}).pins
     assert pins == (*(f"decoder.layers.{n}.*=bf16" for n in pinned), "decoder.layers.1.*=fp8")
-
-
-@pytest.mark.parametrize(
-    ("policy", "flag", "value", "without_effect"),
-    [
-        ("uniform-fp8", "--snip-pipeline-balance", "none", False),
-        ("snip", "--snip-pipeline-balance", "stage", False),
-        ("none", "--snip-pipeline-balance", "stage", True),
-        ("uniform-fp4", "--snip-efficiency-target", "0.5", True),
-    ],
-)
-def test_settings_that_a_policy_does_not_use_are_found(
-    policy: str, flag: str, value: str, without_effect: bool
-) -> None:
-    config = snip_config(namespace("--snip", "--snip-policy", policy, flag, value), {})
-    text = settings_without_effect(config)
-    assert (text is not None) == without_effect
-    assert text is None or text.endswith(f"without effect: {flag}")

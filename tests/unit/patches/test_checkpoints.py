@@ -1,20 +1,17 @@
-"""SNIP's state in Megatron's checkpoints, and the sidecar."""
+"""SNIP's state in Megatron's checkpoints."""
 
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_snip.errors import UsageError
 from megatron_snip.patches import checkpoint
 from megatron_snip.patches.registry import Registry, Session
 from tests.unit.patches.fake_megatron import FakeController, FakeMegatron
 
-PATCHES = (checkpoint.save, checkpoint.load, checkpoint.sidecar)
+PATCHES = (checkpoint.save, checkpoint.load)
 STATE = {"version": 2, "iteration": 3}
 
 
@@ -99,47 +96,3 @@ def test_a_new_run_ignores_it(fake: FakeMegatron, session: Session, why: str) ->
     fake.release = why == "release"
     load(fake, finetune=why == "finetune")
     assert session.loaded is None
-
-
-def test_other_formats_have_a_sidecar(fake: FakeMegatron, session: Session, tmp_path: Path) -> None:
-    attach(session)
-    folder = tmp_path / "iter_0000003"
-    folder.mkdir()
-    fake.args.save, fake.args.ckpt_format = str(tmp_path), "torch_dcp"
-    assert fake.training.save_checkpoint_and_time(3, "model") == "saved 3"
-    assert json.loads((folder / checkpoint.SIDECAR).read_text()) == STATE
-    fake.loaded = {"iteration": 3}
-    args = argparse.Namespace(finetune=False)
-    fake.checkpointing._load_base_checkpoint(folder, args)
-    assert session.loaded == STATE
-
-
-@pytest.mark.parametrize("why", ["carried", "other rank", "local"])
-def test_no_sidecar_where_none_is_needed(
-    fake: FakeMegatron, session: Session, tmp_path: Path, why: str
-) -> None:
-    attach(session)
-    (tmp_path / "iter_0000003").mkdir()
-    fake.args.save = str(tmp_path)
-    fake.args.ckpt_format = "torch_dist" if why == "carried" else "torch_dcp"
-    fake.args.rank = 1 if why == "other rank" else 0
-    fake.training.save_checkpoint_and_time(3, "model", non_persistent_ckpt=why == "local")
-    assert list(tmp_path.rglob("*.json")) == []
-
-
-def test_a_sidecar_is_strict_json(tmp_path: Path) -> None:
-    checkpoint.write_sidecar(tmp_path, {"metrics": [float("nan"), 1.0], "n": None})
-    assert checkpoint.read_sidecar(tmp_path) == {"metrics": [None, 1.0], "n": None}
-    assert checkpoint.read_sidecar(tmp_path / "other") is None
-    (tmp_path / checkpoint.SIDECAR).write_text("[1]")
-    with pytest.raises(UsageError, match="must hold a JSON object"):
-        checkpoint.read_sidecar(tmp_path)
-
-
-def test_a_sidecar_that_cannot_be_written_does_not_end_training(
-    fake: FakeMegatron, session: Session, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    attach(session)
-    fake.args.save, fake.args.ckpt_format = str(tmp_path / "none"), "torch_dcp"
-    assert fake.training.save_checkpoint_and_time(3, "model") == "saved 3"
-    assert "checkpoint of iteration 3 has no SNIP state" in caplog.text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import yaml
 from megatron_snip.collectives import RemoteFailure
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
-from megatron_snip.log import forget_warnings
 from megatron_snip.patches import setup
 from megatron_snip.patches.registry import Registry
 from megatron_snip.patches.setup import make_writers, output_directory, resumed_state
@@ -102,23 +100,6 @@ def test_flags_count_where_megatrons_namespace_lost_them(
     with pytest.raises(SystemExit):
         fake.arguments.validate_args(fake.args)
     assert "--snip-policy: unknown policy 'best'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_settings_without_effect_warn_once_per_job(
-    fake: FakeMegatron,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    rank: str,
-) -> None:
-    forget_warnings()
-    monkeypatch.setenv("RANK", rank)
-    settings = {"snip_policy": "uniform-fp8", "snip_pipeline_balance": "stage"}
-    vars(fake.args).update(snip_enabled=True, **settings)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            fake.arguments.validate_args(fake.args)
-    assert caplog.text.count("without effect: --snip-pipeline-balance") == (rank == "0")
 
 
 PLAN = {

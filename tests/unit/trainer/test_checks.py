@@ -21,7 +21,6 @@ from megatron_snip.trainer.checkpoint import (
     checkpoint_path,
     finish_checkpoint,
     latest_iteration,
-    read_saved_run,
     resume_iteration,
 )
 from megatron_snip.trainer.config import TrainConfig
@@ -34,17 +33,20 @@ def check(path: Path, **values: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("snip", "message"),
+    ("values", "message"),
     [
-        ({"pins": "*mlp*=fp8", "efficiency_target": 0.9}, "the best reachable target is 0.347826"),
-        ({"pins": "nothing=fp8"}, "no linear's name matches"),
-        ({"policy": "clever"}, "unknown policy 'clever'"),
-        ({"plan_file": "nowhere.json"}, "cannot read plan file 'nowhere.json'"),
+        ({"recompute_granularity": "full"}, "recompute_method must be"),
+        ({"expert_model_parallel_size": 2}, "num_moe_experts must be"),
+        ({"num_experts": 4, "moe_router_topk": 1}, "moe-router-pre-softmax"),
     ],
 )
-def test_impossible_plans_are_refused(tmp_path: Path, snip: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        check(tmp_path / "run", num_layers=2, snip={"enabled": True, **snip})
+def test_what_megatron_refuses_is_one_line(
+    tmp_path: Path, values: dict[str, Any], message: str
+) -> None:
+    config = TrainConfig(run_dir=tmp_path / "run", **values)
+    with pytest.raises(UsageError, match=f"Megatron refuses the settings: .*{message}") as caught:
+        check_run(config, config.model_parallel_size)
+    assert "\n" not in str(caught.value)
 
 
 def test_data_must_exist_and_fit_the_vocabulary(tmp_path: Path) -> None:
@@ -58,31 +60,23 @@ def test_data_must_exist_and_fit_the_vocabulary(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="needs vocab_size"):
         check_data(prefix, None)
     np.zeros(0, dtype=np.uint16).tofile(f"{prefix}.bin")
-    with pytest.raises(UsageError, match="is empty"):
+    with pytest.raises(UsageError, match="not in Megatron's indexed format"):
         check_data(prefix, 257)
     prefix.with_suffix(".idx").write_bytes(b"something else")
     with pytest.raises(UsageError, match="not in Megatron's indexed format"):
         check_data(prefix, 257)
 
 
-def test_a_run_directory_must_be_free_and_writable(tmp_path: Path) -> None:
+def test_a_run_directory_must_be_free(tmp_path: Path) -> None:
     check(tmp_path / "new" / "run")
     for name in ("slurm-123.out", ".gitignore", "thesis.tex"):
         (tmp_path / name).touch()
     check(tmp_path)
-    with pytest.raises(UsageError, match="is a file"):
-        check(tmp_path / "thesis.tex")
-    with pytest.raises(UsageError, match="cannot be made"):
-        check(tmp_path / "thesis.tex" / "run")
     mark(tmp_path)
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(UsageError, match="holds another run; continue it with --load"):
         check(tmp_path)
     check(tmp_path, overwrite=True)
-    if os.geteuid() != 0:
-        (tmp_path / "shut").mkdir(mode=0o555)
-        with pytest.raises(UsageError, match="is not writable"):
-            check(tmp_path / "shut")
 
 
 @pytest.mark.parametrize(
@@ -118,6 +112,7 @@ def write_checkpoint(folder: Path, iteration: int, content: str = "", **values: 
     (partial / "tensors").write_text(content)
     config = TrainConfig(**values).model_dump(mode="json")
     settings = {"version": 2, "config": config, "world_size": 1, "versions": {"torch": "1.0"}}
+    settings["files"] = {}
     finish_checkpoint(path, partial, json.dumps(settings))
     return folder
 
@@ -135,15 +130,12 @@ def write_checkpoint(folder: Path, iteration: int, content: str = "", **values: 
             {"save": "there"},
             "of another run, up to iteration 20; resume .*--load",
         ),
-        ({"save": "file"}, "save '.*file' is a file"),
-        ({"save": "file/below"}, "save '.*below' cannot be made in"),
     ],
 )
 def test_checkpoint_folders_are_checked(
     tmp_path: Path, values: dict[str, Any], message: str
 ) -> None:
     write_checkpoint(tmp_path / "there", 20)
-    (tmp_path / "file").write_text("")
     placed = {k: tmp_path / v if k in ("save", "load") else v for k, v in values.items()}
     with pytest.raises(UsageError, match=message):
         check(tmp_path / "run", **placed)
@@ -193,8 +185,8 @@ def test_a_crash_while_finishing_leaves_the_previous_checkpoint(
         ("iter_0000040/metadata.json", None, "no 'metadata.json'"),
         (f"iter_0000040/{SETTINGS}", None, f"no '{SETTINGS}'"),
         (f"iter_0000040/{SETTINGS}", "{", "is not valid JSON"),
-        (f"iter_0000040/{SETTINGS}", "[]", "version None; this megatron-snip reads versions 1 to"),
-        (f"iter_0000040/{SETTINGS}", '{"version": 1, "config": {}}', "KeyError: 'world_size'"),
+        (f"iter_0000040/{SETTINGS}", "[]", "version None; this megatron-snip reads version 2"),
+        (f"iter_0000040/{SETTINGS}", '{"version": 2, "config": {}}', "KeyError: 'world_size'"),
     ],
 )
 def test_damaged_checkpoints_are_refused(
@@ -221,23 +213,12 @@ def test_only_a_checkpoint_that_fits_is_loaded() -> None:
     full = {**sharded, "dist_ckpt_optim_fully_reshardable": True}
     check_resume(TrainConfig(**sharded, **tp2), saved_run(2, **full), place)
     check_resume(TrainConfig(**tp2), saved_run(), place)
+    check_resume(TrainConfig(lr=1e-2), saved_run(), place)
     experts = {"num_experts": 4}
     ep2 = {**experts, "expert_model_parallel_size": 2}
     for old, new in ((experts, ep2), (ep2, experts)):
         with pytest.raises(UsageError, match="Megatron cannot convert"):
             check_resume(TrainConfig(**new), saved_run(**old), place)
-
-
-def test_a_resume_names_what_changes_the_numbers(tmp_path: Path) -> None:
-    assert check_resume(TrainConfig(lr=1e-2), saved_run(), Path("place")) is None
-    path = checkpoint_path(write_checkpoint(tmp_path, 20), 20)
-    changed = TrainConfig(seed=7, snip={"efficiency_target": 0.9})
-    line = check_resume(changed, read_saved_run(path), path)
-    assert line is not None and "\n" not in line
-    assert "seed 1234 -> 7" in line and "efficiency_target 0.5 -> 0.9" in line.replace(
-        "0.75", "0.5"
-    )
-    assert "torch 1.0 -> " in line
 
 
 def test_a_resumed_run_drops_rows_and_files_of_later_iterations(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,6 @@ from megatron_snip.trainer.data import (
     END_OF_DOCUMENT,
     VALIDATION_EVERY,
     DataRank,
-    cache_folder,
     iteration_batches,
     prepare_corpus,
     read_documents,
@@ -58,29 +56,12 @@ def test_the_files_hold_the_bytes_of_the_documents(library: Path, tmp_path: Path
     assert corpus["files"] == 50
 
 
-def test_a_damaged_cache_is_written_again(library: Path, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    corpus = prepare_corpus(cache, 10**6, library)
-    data = Path(corpus["path"]) / "train.bin"
-    before = data.stat()
-    assert prepare_corpus(cache, 10**6, library) == corpus
-    assert data.stat().st_mtime_ns == before.st_mtime_ns
-    os.truncate(data, 10)
-    assert prepare_corpus(cache, 10**6, library) == corpus
-    assert data.stat().st_size == before.st_size
+def test_other_files_are_another_corpus(library: Path, tmp_path: Path) -> None:
+    corpus = prepare_corpus(tmp_path, 10**6, library)
+    assert prepare_corpus(tmp_path, 10**6, library) == corpus
     (library / "package0" / "module00.py").write_text("changed = True\n")
-    assert prepare_corpus(cache, 10**6, library)["path"] != corpus["path"]
-    assert sorted(p.name[0] for p in cache.iterdir()) == ["p", "p"]  # no drafts are left
-
-
-def test_the_cache_falls_back_to_the_run_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert cache_folder(tmp_path / "run") == tmp_path / "cache" / "megatron-snip"
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert cache_folder(tmp_path / "run") == tmp_path / "run"
+    changed = prepare_corpus(tmp_path, 10**6, library)
+    assert changed["path"] != corpus["path"] and changed["sha256"] != corpus["sha256"]
 
 
 class Numbers:
