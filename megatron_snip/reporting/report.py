@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 
 from megatron_snip.errors import SnipError, UsageError
-from megatron_snip.options import BF16
-from megatron_snip.planning.calibration import CalibrationTable
 from megatron_snip.planning.pareto import frontier
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.reporting import figures
@@ -28,12 +26,10 @@ from megatron_snip.reporting.run_record import (
     read_run,
 )
 from megatron_snip.reporting.text import (
-    joined,
     listing,
     number,
     option_counts,
     percent,
-    plural,
     quality,
     seconds,
 )
@@ -95,31 +91,23 @@ def read_reference(path: Path) -> Reference:
     return Reference(name if metrics.total("lowest_precision_fraction") > 0 else "BF16", metrics)
 
 
-def make_report(
-    runs: Sequence[RunRecord],
-    reference: Reference | None = None,
-    calibration: CalibrationTable | None = None,
-) -> Page:
+def make_report(runs: Sequence[RunRecord], reference: Reference | None = None) -> Page:
     """Return the page.
 
     Args:
         runs: at least one; several are compared.
         reference: the run that gaps are taken to; by default the first of several runs.
-        calibration: predicts the time of the linears' GEMMs.
-
-    Raises:
-        UsageError: if the calibration lacks a linear or a format of a run.
     """
     alone = len(runs) == 1
     if reference is None and not alone:
         reference = Reference(runs[0].name, runs[0].metrics)
-    tiles = [_tiles(run, reference, predicted_time(run, calibration)) for run in runs]
+    tiles = [_tiles(run, reference) for run in runs]
     top = [_failures(run, alone) for run in runs]
     if not alone:
         top = [_comparison(runs, tiles), _settings(runs, True), *top]
-    pictures = (_loss(runs, reference), _share(runs), _frontiers(runs))
+    pictures = (_loss(runs, reference), _frontiers(runs))
     return Page(
-        title=joined([run.name for run in runs]),
+        title=", ".join(run.name for run in runs),
         subtitle=_subtitle(runs[0]) if alone else f"{len(runs)} runs compared.",
         sections=(
             Section("", tables=_present(top)),
@@ -129,24 +117,6 @@ def make_report(
         ),
         tiles=tuple(tiles[0]) if alone else (),
     )
-
-
-def predicted_time(run: RunRecord, calibration: CalibrationTable | None) -> float | None:
-    """Return the predicted time of the linears' GEMMs under the current plan, as share of BF16's.
-
-    None without a calibration, a problem or a plan.
-
-    Raises:
-        UsageError: if the calibration lacks a linear or a format.
-    """
-    if calibration is None or run.problem is None or run.plan is None:
-        return None
-    chosen, spent, bf16 = run.plan.linears, 0.0, 0.0
-    for linear in run.problem.linears:
-        option = chosen.get(linear.name, BF16)
-        spent += calibration.seconds(linear.name, linear.flops, option)
-        bf16 += calibration.seconds(linear.name, linear.flops, BF16)
-    return spent / bf16 if bf16 else None
 
 
 def last_gap(metrics: MetricRows, reference: Reference) -> tuple[float | None, int]:
@@ -213,16 +183,14 @@ def _subtitle(run: RunRecord) -> str:
     return text
 
 
-def _tiles(
-    run: RunRecord, reference: Reference | None, time: float | None
-) -> list[tuple[str, str, str]]:
+def _tiles(run: RunRecord, reference: Reference | None) -> list[tuple[str, str, str]]:
     metrics, plan = run.metrics, run.plan
     at, _ = metrics.column("validation_loss")
     tiles = [("training loss", number(metrics.last("loss")), "last iteration")]
     if reference is not None:
         gap, count = last_gap(metrics, reference)
         shown = "-" if gap is None else f"{gap:+.4f}"
-        note = f"mean of the last {plural(count, 'common iteration')}"
+        note = f"mean of the last {count} common iterations"
         tiles.append((f"loss gap to {reference.name}", shown, note))
     note = f"at iteration {at[-1]}" if at.size else "not measured"
     tiles.append(("validation loss", number(metrics.last("validation_loss")), note))
@@ -231,8 +199,6 @@ def _tiles(
     tiles.append(("FLOPs in lowest precision", share, note))
     loss = None if plan is None else run.quality_share(plan.objective)
     tiles.append(("quality loss of the plan", percent(loss), f"of uniform {run.lowest_formats}'s"))
-    if time is not None:
-        tiles.append(("predicted GEMM time", percent(time), "of BF16's, all linears"))
     failed = sum(notice.kind == "kept" for notice in metrics.notices)
     tiles.append(("refreshes", str(len(metrics.column("refresh_s")[0])), f"{failed} failed"))
     wall = metrics.column("wall_s")[1]
@@ -264,20 +230,9 @@ def _loss(runs: Sequence[RunRecord], reference: Reference | None) -> Picture:
     marks = "Dotted lines" if len(runs) == 1 else "Ticks at the bottom"
     caption = f"Training loss, at the end: {ends}. {marks} mark plan changes, red lines failures."
     if reference is not None:
-        caption += f" Below: loss minus that of {reference.name}, smoothed; above zero is worse."
+        caption += f" Below: loss minus that of {reference.name}: above zero is worse."
     pair = None if reference is None else (reference.name, reference.metrics)
     return Picture("loss", "Loss", caption, partial(figures.loss_curves, tuple(runs), pair))
-
-
-def _share(runs: Sequence[RunRecord]) -> Picture:
-    last = ((run, run.metrics.last("lowest_precision_fraction")) for run in runs)
-    ends = listing(f"{run.name} {percent(share)}{_sim(run)}" for run, share in last)
-    caption = (
-        "Share of the linears' FLOPs in the lowest precision among the formats, at the end: "
-        f"{ends}. It is zero until the first plan."
-    )
-    draw = partial(figures.precision_share, tuple(runs))
-    return Picture("share", "FLOPs in the lowest precision", caption, draw)
 
 
 def _frontiers(runs: Sequence[RunRecord]) -> Picture:
@@ -315,7 +270,7 @@ def _plan_pictures(run: RunRecord, span: PlanSpan, prefix: str) -> list[Picture]
     assert span.plan is not None
     plan, lowest = span.plan, "fp4" if run.snip is None else run.snip.lowest_format
     high = [name for name, option in plan.linears.items() if option.share_in(lowest) < 1.0]
-    found = [
+    return [
         Picture(
             f"{prefix}plan",
             f"Current plan{_sim(run)}",
@@ -332,12 +287,6 @@ def _plan_pictures(run: RunRecord, span: PlanSpan, prefix: str) -> list[Picture]
             partial(figures.plan_history, run.spans),
         ),
     ]
-    if len(plan.stages) > 1:
-        stages = listing(f"stage {k} {percent(value)}" for k, value in enumerate(plan.stages))
-        caption = f"Share of each stage's linear FLOPs in the lowest precision: {stages}."
-        draw = partial(figures.stage_bars, plan.stages, lowest, run.target)
-        found.append(Picture(f"{prefix}stages", "Efficiency of pipeline stages", caption, draw))
-    return found
 
 
 def _divergences(run: RunRecord, prefix: str) -> Picture:

@@ -6,13 +6,11 @@ import pytest
 
 from megatron_snip.options import Option
 from megatron_snip.reporting.text import (
-    joined,
     label,
     listing,
     number,
     option_counts,
     percent,
-    plural,
     printable,
     quality,
     seconds,
@@ -43,8 +41,6 @@ def test_numbers() -> None:
 
 def test_lists_and_names() -> None:
     assert listing("abcdefgh") == "a, b, c, d, e, f and 2 more" and listing("ab") == "a, b"
-    assert joined(["a"]) == "a" and joined(["a", "b", "c"]) == "a, b and c"
-    assert plural(1, "plan") == "1 plan" and plural(2, "plan") == "2 plans"
     assert label("short") == "short" and label("a" * 20 + "b" * 20) == f"{'a' * 11}..{'b' * 11}"
     options = [Option.uniform(name) for name in ("fp4", "fp8", "fp4")]
     assert option_counts(dict(zip("abc", options, strict=True))) == "2 fp4, 1 fp8"
