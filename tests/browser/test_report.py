@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from megatron_snip.reporting.events import Notice
-from megatron_snip.reporting.html import write_page
 from megatron_snip.reporting.report import make_report, read_runs
 from tests.browser.chromium import Chromium, colors, find_chromium
 from tests.unit.reporting.runs import Shape, config, write_run
@@ -57,7 +56,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ),
         ),
     ]
-    return write_page(make_report(read_runs(runs)), folder / "report")
+    path = folder / "report.html"
+    path.write_text(make_report(read_runs(runs)))
+    return path
 
 
 @pytest.mark.parametrize("screen", SCREENS)

@@ -13,6 +13,8 @@ from megatron_snip.planning.plan import read_plan, write_plan
 from megatron_snip.planning.problem import write_problem
 from tests.unit.planning.build import name_of, plan_of, problem_of
 
+PROBLEM = ["--problem", "problem.json", "--output", "other.json"]
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -211,9 +213,7 @@ def test_files_that_cannot_be_written_or_read(
 ) -> None:
     words = ["export", "plan.json", "--te-precision-config", "no/such/out.yaml"]
     assert "cannot write 'no/such/out.yaml'" in failure([*words, "--capability", "10.0"], capsys)
-    words = ["import", "missing.yaml", "--problem", "problem.json", "--output", "p.json"]
+    words = ["import", "missing.yaml", *PROBLEM]
     assert "missing.yaml" in failure(words, capsys)
     Path("bad.yaml").write_text("configs: [1\n")
-    assert "bad.yaml" in failure(
-        ["import", "bad.yaml", "--problem", "problem.json", "--output", "p.json"], capsys
-    )
+    assert "bad.yaml" in failure(["import", "bad.yaml", *PROBLEM], capsys)
