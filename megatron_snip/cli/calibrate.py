@@ -121,7 +121,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _shapes(args: argparse.Namespace) -> tuple[dict[str, tuple[int, int]], int]:
     """Return {glob: (out_features, in_features)} and the number of tokens."""
-    shapes, tokens = {}, 1024
+    shapes: dict[str, tuple[int, int]] = {}
+    tokens = 1024
     if args.config is not None:
         config = load_train_config(args.config, {}, {})
         tokens = config.micro_batch_size * config.seq_length
@@ -206,6 +207,7 @@ def linear_gemms(
 
 def _median_s(call: Callable[[], object], device: torch.device, budget_s: float) -> float:
     """Return the median time of a call; the first run, which compiles and warms up, excluded."""
+    from megatron_snip.patches.cpu.tensors import CudaOnCpu
 
     def timed() -> float:
         start = time.perf_counter()
@@ -214,19 +216,11 @@ def _median_s(call: Callable[[], object], device: torch.device, budget_s: float)
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    with _as_in_training(device):
+    on_cpu = CudaOnCpu() if device.type == "cpu" else contextlib.nullcontext()
+    with on_cpu:  # training on the CPU computes products of BF16 in FP32
         timed()
         runs = max(3, min(MAX_RUNS, int(budget_s / max(timed(), 1e-9))))
         return statistics.median(timed() for _ in range(runs))
-
-
-def _as_in_training(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return what training on the CPU runs within: it computes products of BF16 in FP32."""
-    if device.type == "cuda":
-        return contextlib.nullcontext()
-    from megatron_snip.patches.cpu.tensors import CudaOnCpu
-
-    return CudaOnCpu()
 
 
 def _print(table: CalibrationTable) -> None:

@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
             "one for each"
         )
     configs = [read_yaml(path) for path in args.files]
-    base, linears = Option.parse(args.base), {}
+    base = Option.parse(args.base)
+    linears: dict[str, Option] = {}
     for name in problem.names:
         which = 0 if len(configs) == 1 else stages.local(name)[0]
         source = f"'{args.files[which]}'"

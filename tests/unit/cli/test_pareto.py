@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from megatron_snip.__main__ import main
-from megatron_snip.cli.pareto import parse_targets
 from megatron_snip.planning.problem import write_problem
 from tests.unit.planning.build import problem_of
 
@@ -22,11 +21,19 @@ def problem(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_ranges_include_both_ends_and_are_exact() -> None:
-    assert parse_targets("0:1:0.05") == [k / 20 for k in range(21)]
-    assert parse_targets("0.1:0.5:0.3") == [0.1, 0.4]
-    assert parse_targets("0.75, 0.5") == [0.75, 0.5]
-    assert parse_targets("1") == [1.0]
+@pytest.mark.parametrize(
+    ("text", "targets"),
+    [
+        ("0:1:0.05", [k / 20 for k in range(21)]),
+        ("0.1:0.5:0.3", [0.1, 0.4]),
+        ("0.75, 0.5", [0.5, 0.75]),
+    ],
+)
+def test_ranges_include_both_ends_and_are_exact(
+    problem: str, text: str, targets: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["pareto", problem, "--targets", text, "--json"])
+    assert [point["target"] for point in json.loads(capsys.readouterr().out)] == targets
 
 
 def test_the_frontier_as_table_and_json(problem: str, capsys: pytest.CaptureFixture[str]) -> None:
