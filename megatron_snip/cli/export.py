@@ -12,10 +12,12 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_snip.cli.common import add_examples, write_output
-from megatron_snip.cli.stages import add_stage_flags, stages_from
+from megatron_snip.cli.common import add_examples, integer, write_output
 from megatron_snip.errors import UsageError
+from megatron_snip.formats import FORMATS
+from megatron_snip.linears.availability import Machine, te_recipe, te_refusal
 from megatron_snip.linears.te.precision_config import (
+    Stages,
     config_text,
     export_configs,
     num_layers,
@@ -24,14 +26,14 @@ from megatron_snip.linears.te.precision_config import (
 from megatron_snip.linears.te.recipe import TERecipe, run_flags
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
+from megatron_snip.planning.planner import nearest_option
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     add_examples(
         parser,
-        "megatron-snip export runs/demo/plans/21.json --capability 10.0 --te-precision-config "
-        "OUT.yaml",
+        "megatron-snip export plans/21.json --capability 10.0 --te-precision-config OUT.yaml",
     )
     parser.add_argument("plan", metavar="PLAN.json", type=Path, help="the plan")
     parser.add_argument(
@@ -53,6 +55,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="give options that cannot run there the nearest precision that loses nothing",
     )
     add_stage_flags(parser)
+
+
+def add_stage_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the layers of each pipeline stage."""
+    group = parser.add_argument_group("pipeline")
+    text = "pipeline-parallel size [that of the plan or problem]"
+    group.add_argument("--pipeline-stages", metavar="P", help=text)
+    group.add_argument(
+        "--chunk-layers",
+        metavar="N,N,...",
+        help="layers of each model chunk in the order of the data, if a stage holds several or "
+        "they are uneven",
+    )
+
+
+def stages_from(args: argparse.Namespace, num_layers: int, known: int) -> Stages:
+    """Return the layers of each pipeline stage.
+
+    Args:
+        args: parsed flags.
+        num_layers: of the decoder.
+        known: stages that the plan or the problem has, which may be of another job.
+
+    Raises:
+        UsageError: if a flag is no number, or the layers do not add up.
+    """
+    num_stages = known
+    if args.pipeline_stages is not None:
+        num_stages = integer("--pipeline-stages", args.pipeline_stages)
+    if args.chunk_layers is None:
+        return Stages.even(num_layers, num_stages)
+    texts = args.chunk_layers.split(",")
+    chunks = tuple(integer("--chunk-layers", text, least=0) for text in texts)
+    if sum(chunks) != num_layers:
+        raise UsageError(
+            f"--chunk-layers gives {sum(chunks)} layers in {len(chunks)} chunks; the model has "
+            f"{num_layers}"
+        )
+    return Stages(num_stages, chunks)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,9 +126,8 @@ def run(args: argparse.Namespace) -> int:
         print("Recipes that differ by GEMM need megatron-snip installed where the job runs.")
     if len(paths) > 1:
         print(
-            f"There is one file for each of {stages.num_stages} pipeline stages "
-            f"({args.chunks_per_stage} model chunks each; change it with --pipeline-stages and "
-            "--chunks-per-stage). Give each rank the file of its stage."
+            f"There is one file for each of {stages.num_stages} pipeline stages (change it with "
+            "--pipeline-stages and --chunk-layers). Give each rank the file of its stage."
         )
     print(_required_flags(plan, recipes, paths))
     return 0
@@ -99,8 +139,8 @@ def _required_flags(
     own = run_flags(recipes.values())
     file = shlex.quote(str(paths[0])) + ("  # of its stage" if len(paths) > 1 else "")
     flags = ["--transformer-impl transformer_engine", "--bf16", own]
+    flags.append(f"--te-precision-config-file {file}")
     lines = ["The run needs:", *(f"  {flag}" for flag in flags if flag)]
-    lines.append(f"  --te-precision-config-file {file}")
     if own:
         lines.append(
             f"Do not add --fp8-param-gather or --fp4-param-gather. Without {own.split()[0]},\n"
@@ -136,10 +176,9 @@ def _recipes(
     plan: PrecisionPlan, capability: tuple[int, int], nearest: bool
 ) -> tuple[dict[Option, TERecipe], list[str]]:
     """Return the recipe of every option of the plan, and what had to be exchanged."""
-    from megatron_snip.linears.availability import Machine, te_recipe, te_refusal
-    from megatron_snip.planning.planner import nearest_option
-
     machine = Machine(capability, te_version="any", te_per_gemm=True)
+    uniform = [Option.uniform(name) for name in FORMATS]
+    runnable = [option for option in uniform if te_refusal(option, machine) is None]
     recipes, changes, refused = {}, [], {}
     for option in dict.fromkeys(plan.linears.values()):
         reason = te_refusal(option, machine)
@@ -147,7 +186,6 @@ def _recipes(
             recipes[option] = te_recipe(option, machine)
             continue
         refused[option] = reason
-        runnable = [o for o in _uniform() if te_refusal(o, machine) is None]
         instead = nearest_option(option, runnable)
         recipes[option] = te_recipe(instead, machine)
         changes.append(f"{option} becomes {instead}: {reason}")
@@ -158,9 +196,3 @@ def _recipes(
             "precision that it can"
         )
     return recipes, changes
-
-
-def _uniform() -> list[Option]:
-    from megatron_snip.formats import FORMATS
-
-    return [Option.uniform(name) for name in FORMATS]

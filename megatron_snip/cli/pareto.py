@@ -6,30 +6,20 @@ Exit status: 0 if some target can be reached, 3 if none can, 2 on bad input.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 from dataclasses import asdict
-from decimal import Context, Decimal, InvalidOperation, localcontext
-from pathlib import Path
+from decimal import Decimal
 
 from rich.table import Table
 
-from megatron_snip.cli.common import add_examples, console, new_table, write_output
-from megatron_snip.cli.planning_flags import (
-    INFEASIBLE,
-    add_planning_flags,
-    problem_from,
-    settings_from,
-)
+from megatron_snip.cli.common import add_examples, console, new_table
+from megatron_snip.cli.plan import INFEASIBLE, add_planning_flags, problem_from, settings_from
 from megatron_snip.errors import UsageError
 from megatron_snip.planning.pareto import ParetoPoint, frontier
 from megatron_snip.planning.policies import get_policy
 from megatron_snip.reporting.text import quality, seconds
 
 MAX_TARGETS = 10_001
-FIELDS = ("target", "status", "objective", "bound", "gap", "efficiency", "seconds")
-"""Columns of the CSV. A column for each option follows: the number of linears that have it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,15 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="0:1:0.05",
         help="efficiency targets, both ends included, or a list 0.5,0.75 [0:1:0.05]",
     )
-    parser.add_argument("--output", metavar="FILE", type=Path, help="write the points as CSV")
     parser.add_argument("--json", action="store_true", help="print the points as JSON, only")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Solve all targets, print and write; return the exit status.
+    """Solve all targets and print; return the exit status.
 
     Raises:
-        UsageError: for bad input or an output that cannot be written.
+        UsageError: for bad input.
     """
     settings = settings_from(args)
     targets = parse_targets(args.targets)
@@ -59,8 +48,6 @@ def run(args: argparse.Namespace) -> int:
             f"policy '{settings.policy}' has no target and so no frontier; take snip or greedy"
         )
     points = frontier(problem_from(args), settings, targets)
-    if args.output is not None:
-        write_output(args.output, to_csv(points))
     if args.json:
         values = [asdict(p) | {"gap": p.gap, "status": p.status or "infeasible"} for p in points]
         print(json.dumps(values, indent=1))
@@ -85,38 +72,18 @@ def parse_targets(text: str) -> list[float]:
     wanted = f"--targets: '{text}' is not FROM:TO:STEP (0:1:0.05) or a list (0.5,0.75)"
     try:
         parts = [Decimal(part) for part in text.replace(":", ",").split(",")]
-    except InvalidOperation:
+        if ":" in text:
+            start, stop, step = parts
+            count = int((stop - start) / step) + 1
+            if step <= 0 or not 0 < count < MAX_TARGETS or "," in text:
+                raise UsageError(f"{wanted}, with TO not below FROM and 10000 steps at most")
+            parts = [start + k * step for k in range(count)]
+    except (ArithmeticError, ValueError):  # no number, infinite, or not three of them
         raise UsageError(wanted) from None
-    if not all(part.is_finite() for part in parts):
-        raise UsageError(wanted)
-    if ":" in text:
-        if len(parts) != 3 or text.count(":") != 2:
-            raise UsageError(wanted)
-        start, stop, step = parts
-        with localcontext(Context(traps=[])):  # the quotient may be infinite
-            too_many = step <= 0 or stop < start or not (stop - start) / step < MAX_TARGETS
-        if too_many:
-            raise UsageError(f"{wanted}, with STEP above 0, TO not below FROM, 10000 steps at most")
-        parts = [start + k * step for k in range(int((stop - start) / step) + 1)]
-    outside = [part for part in parts if not 0 <= part <= 1]
+    outside = [part for part in parts if part.is_nan() or not 0 <= part <= 1]
     if outside:
         raise UsageError(f"--targets: {outside[0]} is outside [0, 1]")
     return [float(part) for part in parts]
-
-
-def to_csv(points: list[ParetoPoint]) -> str:
-    """Return the points as CSV; unknown numbers are empty."""
-    options = sorted({name for point in points for name in point.options})
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow([*FIELDS, *options])
-    for point in points:
-        values = [getattr(point, field) for field in FIELDS]
-        if point.status is None:
-            values[1] = "infeasible"
-        counts = [point.options.get(name, 0) for name in options]
-        writer.writerow(["" if value is None else value for value in values] + counts)
-    return stream.getvalue()
 
 
 def _table(points: list[ParetoPoint]) -> Table:

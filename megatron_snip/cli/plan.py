@@ -1,4 +1,4 @@
-"""`megatron-snip plan`: make a plan from a problem file.
+"""`megatron-snip plan`: make a plan from a problem file. `pareto` shares the flags.
 
 Exit status: 0 with a plan; 3 if no plan satisfies the constraints (the conflicting ones and the
 highest reachable target are named); 2 on bad input.
@@ -9,34 +9,30 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections import Counter
 from pathlib import Path
 
+from pydantic import ValidationError
 from rich.table import Table
 
-from megatron_snip.cli.common import add_examples, console, integer, new_table, write_output
-from megatron_snip.cli.planning_flags import (
-    INFEASIBLE,
-    add_planning_flags,
-    problem_from,
-    settings_from,
-)
+from megatron_snip.cli.common import add_examples, console, new_table, write_output
+from megatron_snip.config import explain
 from megatron_snip.errors import InfeasiblePlanError, UsageError
 from megatron_snip.options import Option
+from megatron_snip.planning.calibration import read_calibration, with_seconds
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.planner import make_plan
-from megatron_snip.planning.policies import get_policy
+from megatron_snip.planning.policies import get_policy, policy_names
 from megatron_snip.planning.problem import (
-    LinearChoices,
     OptionCost,
     PlanningProblem,
     check_options,
+    read_problem,
 )
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.reporting.text import percent, quality, seconds
 
-MAX_ROWS = 1500
-"""Linears in a table; larger models are summed up by kind."""
+INFEASIBLE = 3
+"""Exit status where no plan satisfies the constraints."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,11 +50,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     changes.add_argument(
         "--change-penalty", metavar="X", help="quality loss that each changed linear costs [0]"
     )
-    parser.add_argument(
-        "--iteration", metavar="N", default="0", help="iteration of the statistics [0]"
-    )
     parser.add_argument("--output", metavar="FILE", type=Path, help="write the plan to this file")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON, nothing else")
+
+
+def add_planning_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the problem and the flags that set fields of `PlanSettings`."""
+    parser.add_argument("problem", metavar="PROBLEM.json", type=Path, help="the problem file")
+    group = parser.add_argument_group("constraints")
+    group.add_argument(
+        "--pipeline-balance",
+        choices=("none", "stage", "bottleneck"),
+        help="where the target holds. none: over the model. stage: in every pipeline stage. "
+        "bottleneck: over the model, and the slowest stage becomes as fast as possible first "
+        "[none]",
+    )
+    group.add_argument(
+        "--pin",
+        metavar="GLOB=OPTION",
+        type=_pin,
+        dest="pins",
+        action="append",
+        help="fix the option of these linears, e.g. 'decoder.layers.0.*=fp8'; may be repeated",
+    )
+    for which in ("first", "last"):
+        text = f"fix the option of each block's {which} N layers"
+        group.add_argument(f"--{which}-layers", metavar="N=OPTION", type=_layers, help=text)
+    group.add_argument(
+        "--cost",
+        choices=("flops", "time"),
+        help="what efficiency counts: FLOPs in the lowest precision, or seconds saved [flops]",
+    )
+    group.add_argument(
+        "--calibration",
+        metavar="TABLE.json",
+        type=Path,
+        help="seconds for --cost time, from 'megatron-snip calibrate'",
+    )
+    solver = parser.add_argument_group("solver")
+    solver.add_argument("--policy", metavar="NAME", help=f"{', '.join(policy_names())} [snip]")
+    text = "most seconds that solving takes [30]"
+    solver.add_argument("--time-limit", metavar="S", dest="time_limit_s", help=text)
+    solver.add_argument("--gap", metavar="F", help="relative gap at which solving stops [0.001]")
+    solver.add_argument("--workers", metavar="N", help="threads; 1 is deterministic [1]")
+    solver.add_argument("--seed", metavar="N", help="seed of the solver and of 'random' [0]")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,15 +102,21 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: for bad input.
     """
-    settings = _settings(args)
-    iteration = integer("--iteration", args.iteration, least=0)
+    if args.change_penalty is not None and args.previous is None:
+        raise UsageError("--change-penalty needs --previous PLAN.json, the current plan")
+    settings = settings_from(args)
+    _check_used(args, settings)
     problem = problem_from(args)
     check_options(problem, f"problem file '{args.problem}'")
     previous = None if args.previous is None else _previous(args.previous, problem)
     try:
-        plan = make_plan(problem, settings, previous, iteration)
+        plan = make_plan(problem, settings, previous, 0)
     except InfeasiblePlanError as error:
-        return _infeasible(error, args.json)
+        answer = {"version": 1, "status": "infeasible", "conflicts": list(error.conflicts)}
+        if args.json:
+            print(json.dumps({**answer, "best_target": error.best_target}, indent=1))
+        print(f"megatron-snip plan: {error}", file=sys.stderr)
+        return INFEASIBLE
     if args.output is not None:
         write_output(args.output, plan.to_json())
     if args.json:
@@ -83,6 +124,65 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(plan, problem, settings, previous)
     return 0
+
+
+def problem_from(args: argparse.Namespace) -> PlanningProblem:
+    """Read the problem, with the calibration's seconds if there is one.
+
+    Raises:
+        UsageError: if a file is bad, or the calibration would not be used.
+    """
+    if args.calibration is not None and args.cost != "time":
+        raise UsageError("--calibration holds seconds, which only --cost time counts; add that")
+    problem = read_problem(args.problem)
+    if args.calibration is None:
+        return problem
+    check_options(problem, f"problem file '{args.problem}'")
+    return with_seconds(problem, read_calibration(args.calibration))
+
+
+def settings_from(args: argparse.Namespace) -> PlanSettings:
+    """Return the settings that the flags give.
+
+    Raises:
+        UsageError: one line that names the flag.
+    """
+    values = {name: getattr(args, name, None) for name in PlanSettings.model_fields}
+    try:
+        settings = PlanSettings(**{k: v for k, v in values.items() if v is not None})
+    except ValidationError as error:
+        field = str(error.errors()[0]["loc"][0])
+        flag = "--" + field.removesuffix("_s").replace("_", "-")
+        raise UsageError(f"{flag}: {explain(error).partition(': ')[2]}") from None
+    get_policy(settings.policy)  # an unknown name is an error before any file is read
+    return settings
+
+
+def _pin(text: str) -> tuple[str, str]:
+    glob, _, option = text.rpartition("=")
+    if not glob or not option:
+        raise argparse.ArgumentTypeError(f"'{text}' is not GLOB=OPTION")
+    return glob, option
+
+
+def _layers(text: str) -> tuple[str, str]:
+    count, _, option = text.rpartition("=")
+    if not count.isdecimal() or not option:
+        raise argparse.ArgumentTypeError(f"'{text}' is not N=OPTION, with N a number of layers")
+    return count, option
+
+
+def _check_used(args: argparse.Namespace, settings: PlanSettings) -> None:
+    """Refuse flags that the policy would not use."""
+    if get_policy(settings.policy).heeds_target:
+        return
+    for flag in ("target", "pipeline_balance", "change_penalty"):
+        if getattr(args, flag) not in (None, "none"):
+            raise UsageError(
+                f"policy '{settings.policy}' has no target and does not use "
+                f"--{flag.replace('_', '-')}; leave that out, or take another policy (snip, "
+                "greedy, ...)"
+            )
 
 
 def _previous(path: Path, problem: PlanningProblem) -> PrecisionPlan:
@@ -94,37 +194,6 @@ def _previous(path: Path, problem: PlanningProblem) -> PrecisionPlan:
     return plan
 
 
-def _settings(args: argparse.Namespace) -> PlanSettings:
-    if args.change_penalty is not None and args.previous is None:
-        raise UsageError("--change-penalty needs --previous PLAN.json, the current plan")
-    settings = settings_from(args, target=args.target, change_penalty=args.change_penalty)
-    unused = {
-        "--target": args.target,
-        "--pipeline-balance": None if args.pipeline_balance == "none" else args.pipeline_balance,
-        "--change-penalty": args.change_penalty,
-    }
-    given = [flag for flag, value in unused.items() if value is not None]
-    if given and not get_policy(settings.policy).heeds_target:
-        raise UsageError(
-            f"policy '{settings.policy}' has no target and does not use {given[0]}; leave that "
-            "out, or take another policy (snip, greedy, ...)"
-        )
-    return settings
-
-
-def _infeasible(error: InfeasiblePlanError, as_json: bool) -> int:
-    if as_json:
-        answer = {
-            "version": 1,
-            "status": "infeasible",
-            "conflicts": list(error.conflicts),
-            "best_target": error.best_target,
-        }
-        print(json.dumps(answer, indent=1))
-    print(f"megatron-snip plan: {error}", file=sys.stderr)
-    return INFEASIBLE
-
-
 def _print(
     plan: PrecisionPlan,
     problem: PlanningProblem,
@@ -132,17 +201,15 @@ def _print(
     previous: PrecisionPlan | None,
 ) -> None:
     out = console()
-    if len(problem.linears) > MAX_ROWS:
-        out.print(_kind_table(plan))
-        out.print(f"{len(problem.linears)} linears, counted by kind and option; --json lists them.")
-    else:
-        out.print(_linear_table(plan, problem, previous))
-        out.print(
-            "quality loss: predicted harm of the option. saving: share of the linear's FLOPs in "
-            "the lowest precision. FLOPs: the linear's share of all FLOPs."
-        )
+    out.print(_table(plan, problem, previous))
+    out.print(
+        "quality loss: predicted harm of the option. saving: share of the linear's FLOPs in "
+        "the lowest precision. FLOPs: the linear's share of all FLOPs."
+    )
     if problem.num_stages > 1:
-        out.print(_stage_table(plan, problem))
+        stages = sorted({linear.stage for linear in problem.linears})
+        found = ", ".join(f"stage {k} {plan.stages[k]:.4f}" for k in stages)
+        out.print(f"efficiency by pipeline stage: {found}")
     target = f"target {plan.target:g}" if get_policy(plan.policy).heeds_target else "no target"
     for line in (
         f"policy        {plan.policy}, {plan.status}, {seconds(plan.seconds)}",
@@ -154,16 +221,16 @@ def _print(
         out.print(line)
 
 
-def _linear_table(
-    plan: PrecisionPlan, problem: PlanningProblem, previous: PrecisionPlan | None
-) -> Table:
+def _table(plan: PrecisionPlan, problem: PlanningProblem, previous: PrecisionPlan | None) -> Table:
     text = ("linear", "option") if previous is None else ("linear", "option", "before")
     numbers = ("stage",) if problem.num_stages > 1 else ()
     table = new_table(text, (*numbers, "quality loss", "saving", "FLOPs"))
     total = sum(linear.flops for linear in problem.linears) or 1.0
     for linear in problem.linears:
         option = plan.linears[linear.name]
-        cost = _cost(linear, option)
+        costs = {Option.parse(name): cost for name, cost in linear.options.items()}
+        bf16 = OptionCost(quality_loss=0.0, saving=0.0)  # need not be listed
+        cost = costs.get(option, bf16)
         row = [linear.name, str(option)]
         if previous is not None:
             before = previous.linears[linear.name]
@@ -172,31 +239,3 @@ def _linear_table(
         row += [quality(cost.quality_loss), f"{cost.saving:.3g}", percent(linear.flops / total)]
         table.add_row(*row)
     return table
-
-
-def _stage_table(plan: PrecisionPlan, problem: PlanningProblem) -> Table:
-    table = new_table((), ("stage", "linears", "efficiency", "quality loss"))
-    for stage in sorted({linear.stage for linear in problem.linears}):
-        members = [linear for linear in problem.linears if linear.stage == stage]
-        loss = sum(_cost(m, plan.linears[m.name]).quality_loss or 0.0 for m in members)
-        efficiency = f"{plan.stages[stage]:.4f}"
-        table.add_row(str(stage), str(len(members)), efficiency, quality(loss))
-    return table
-
-
-def _kind_table(plan: PrecisionPlan) -> Table:
-    counts: dict[str, Counter[str]] = {}
-    for name, option in plan.linears.items():
-        counts.setdefault(name.rsplit(".", 1)[-1], Counter())[str(option)] += 1
-    options = sorted({option for by_option in counts.values() for option in by_option})
-    table = new_table(("kind",), tuple(options))
-    for kind, by_option in counts.items():
-        table.add_row(kind, *(str(by_option[option]) for option in options))
-    return table
-
-
-def _cost(linear: LinearChoices, option: Option) -> OptionCost:
-    for name, cost in linear.options.items():
-        if Option.parse(name) == option:
-            return cost
-    return OptionCost(quality_loss=0.0, saving=0.0)  # bf16 need not be listed

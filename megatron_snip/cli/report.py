@@ -9,10 +9,10 @@ import argparse
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_snip.cli.common import add_examples
+from megatron_snip.cli.common import add_examples, write_output
 from megatron_snip.errors import UsageError
 
-DIRECTORY = "report"
+DIRECTORY, FILE = "report", "report.html"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,12 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "several runs]",
     )
     parser.add_argument(
-        "--calibration",
-        metavar="TABLE.json",
-        type=Path,
-        help="seconds per GEMM from 'megatron-snip calibrate', to predict the plan's time",
-    )
-    parser.add_argument(
         "--output",
         metavar="DIR",
         type=Path,
@@ -62,13 +56,15 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"a report needs {' and '.join(missing)}; pip install 'megatron-snip[report]'"
         )
-    from megatron_snip.planning.calibration import read_calibration
-    from megatron_snip.reporting.html import write_page
     from megatron_snip.reporting.report import make_report, read_reference, read_runs
 
     runs = read_runs(args.runs)
     reference = None if args.reference is None else read_reference(args.reference)
-    calibration = None if args.calibration is None else read_calibration(args.calibration)
     output = args.runs[0] / DIRECTORY if args.output is None else args.output
-    print(write_page(make_report(runs, reference, calibration), output))
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write '{output}': {error.strerror or error}") from None
+    write_output(output / FILE, make_report(runs, reference))
+    print(output / FILE)
     return 0

@@ -1,4 +1,4 @@
-"""`megatron-snip stats`: what one refresh of a run measured, as a table, CSV or JSON.
+"""`megatron-snip stats`: what one refresh of a run measured, as a table or JSON.
 
 Works on any run with refreshes, also on one that only measures (--snip-collect-only).
 """
@@ -6,8 +6,6 @@ Works on any run with refreshes, also on one that only measures (--snip-collect-
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 import math
 from pathlib import Path
@@ -15,22 +13,19 @@ from typing import Any
 
 from rich.table import Table
 
-from megatron_snip.cli.common import add_examples, console, integer, new_table, write_output
+from megatron_snip.cli.common import add_examples, console, integer, new_table
 from megatron_snip.errors import UsageError
 from megatron_snip.files import read_json
 from megatron_snip.reporting.run_record import numbered_files, parse_divergences
 from megatron_snip.reporting.text import number, printable
 
-FIELDS = ("loss_divergence", "weight_divergence", "first", "fisher", "local", "rel_error")
-"""Columns of the CSV after linear, stage and option; `local` is the root of `local_square`."""
-
 COLUMNS = {
-    "loss_divergence": "loss",
-    "weight_divergence": "weight",
-    "local": "local",
-    "rel_error": "error",
+    "loss": "loss_divergence",
+    "weight": "weight_divergence",
+    "local": "local_square",
+    "error": "rel_error",
 }
-"""Columns of the table."""
+"""Columns of the table, and where the file has them; `local` is the root of `local_square`."""
 
 HEADS = (
     "loss: change of the loss. weight: relative change of the model's next update. local: the "
@@ -43,15 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_examples(
         parser,
         "megatron-snip stats runs/demo",
-        "megatron-snip stats runs/demo --iteration 41 --sort weight_divergence --output fp4.csv",
+        "megatron-snip stats runs/demo --iteration 41 --sort weight",
         "megatron-snip stats runs/demo --json | jq '.linears[0].statistics'",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's directory")
     parser.add_argument("--iteration", metavar="N", help="iteration of the refresh [the last]")
     parser.add_argument(
-        "--sort", choices=("model", *FIELDS), default="model", help="order of the rows [model]"
+        "--sort", choices=("model", *COLUMNS), default="model", help="order of the rows [model]"
     )
-    parser.add_argument("--output", metavar="FILE", type=Path, help="write the table as CSV")
     parser.add_argument("--json", action="store_true", help="print the divergences file, only")
 
 
@@ -59,8 +53,7 @@ def run(args: argparse.Namespace) -> int:
     """Print one refresh's statistics; return 0.
 
     Raises:
-        UsageError: if the run, the iteration or the file is missing or bad, or the output cannot
-            be written.
+        UsageError: if the run, the iteration or the file is missing or bad.
     """
     path = _find(args.run, args.iteration)
     value = read_json(path, "divergences file")
@@ -75,8 +68,6 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"{source} is damaged ({type(error).__name__}: {error})") from None
     if args.sort != "model":
         rows.sort(key=lambda row: math.inf if row[args.sort] is None else -row[args.sort])
-    if args.output is not None:
-        write_output(args.output, _csv(rows))
     out, loss = console(), value.get("loss")
     out.print(f"iteration {record.iteration}, loss {number(loss)}")
     out.print(_table(rows))
@@ -106,27 +97,17 @@ def _rows(value: dict[str, Any]) -> list[dict[str, Any]]:
         for option, measured in linear["options"].items():
             if option == "bf16":
                 continue
-            parts = formats.get(option, {})
-            square = parts.get("local_square")
-            local = None if square is None or square < 0 else math.sqrt(square)
-            found = {**measured, **parts, "local": local}
-            row = {"linear": linear["name"], "stage": linear["stage"], "option": option}
-            rows.append(row | {name: found.get(name) for name in FIELDS})
+            found = {**measured, **formats.get(option, {})}
+            row = {name: found.get(key) for name, key in COLUMNS.items()}
+            square = row["local"]
+            row["local"] = None if square is None or square < 0 else math.sqrt(square)
+            rows.append({"linear": linear["name"], "option": option, **row})
     return rows
 
 
-def _csv(rows: list[dict[str, Any]]) -> str:
-    stream = io.StringIO()
-    names = ["linear", "stage", "option", *FIELDS]
-    writer = csv.DictWriter(stream, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({k: "" if v is None else v for k, v in row.items()} for row in rows)
-    return stream.getvalue()
-
-
 def _table(rows: list[dict[str, Any]]) -> Table:
-    table = new_table(("linear", "option"), tuple(COLUMNS.values()))
+    table = new_table(("linear", "option"), tuple(COLUMNS))
     for row in rows:
         names = printable(row["linear"]), printable(row["option"])
-        table.add_row(*names, *(number(row[field], 3) for field in COLUMNS))
+        table.add_row(*names, *(number(row[name], 3) for name in COLUMNS))
     return table

@@ -10,39 +10,24 @@ from megatron_snip.cli.common import integer
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
 from megatron_snip.flags import add_flags, given_values
-from megatron_snip.trainer.config import (
-    TrainConfig,
-    TrainFields,
-    check_ranks,
-    load_train_config,
-)
-from megatron_snip.trainer.launch import (
-    default_num_ranks,
-    launch,
-    train_as_rank,
-    under_torchrun,
-)
+from megatron_snip.trainer.config import TrainConfig, TrainFields, check_ranks, load_train_config
+from megatron_snip.trainer.launch import default_num_ranks, launch, train_as_rank, under_torchrun
 from megatron_snip.trainer.megatron_arguments import (
     add_megatron_arguments,
     as_megatron_means,
     megatron_defaults,
 )
 
-EXAMPLES = """\
+EPILOG = """\
 Settings come from a YAML file (--config), from flags, or both; flags override the file. The names
 are Megatron's; SNIP's flags begin with --snip-. In YAML SNIP's settings are below `snip:`.
 @FILE stands for the flags in a file, for example the arguments of a Megatron-LM script.
-
-The command starts the ranks with torch's elastic agent: one model replica on CPU, all GPUs else.
---nproc-per-node starts another number. Under torchrun or srun the process is one of the ranks.
+Under torchrun or srun the process is one of the ranks; else the command starts them.
 
 examples:
-  megatron-snip train --config configs/demo.yaml
-  megatron-snip train --config configs/demo.yaml --no-snip --run-dir runs/bf16
-  megatron-snip train --config configs/demo.yaml --pipeline-model-parallel-size 2
   megatron-snip train --config configs/demo.yaml --snip-efficiency-target 0.9
+  megatron-snip train --config configs/demo.yaml --no-snip --run-dir runs/bf16
   megatron-snip train @configs/models/tinyllama-1.1b.args --snip-config configs/snip/balanced.yaml
-  torchrun --nproc-per-node 8 -m megatron_snip train --config configs/demo.yaml
 """
 
 
@@ -50,21 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the launcher, the trainer and SNIP, by group."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "%(prog)s [--config FILE] [--nproc-per-node N] [--SETTING VALUE ...]"
-    parser.epilog = EXAMPLES
+    parser.epilog = EPILOG
     group = parser.add_argument_group("Settings files and ranks")
     group.add_argument("--config", metavar="FILE", type=Path, help="YAML file with settings")
-    group.add_argument(
-        "--snip-config",
-        dest="snip_config",
-        metavar="FILE",
-        type=Path,
-        help="YAML file with SNIP's settings only (efficiency_target: 0.75)",
-    )
-    group.add_argument(
-        "--nproc-per-node",
-        metavar="N",
-        help="ranks to start on this machine [default: one model replica on CPU, all GPUs else]",
-    )
+    text = "YAML file with SNIP's settings only (efficiency_target: 0.75)"
+    group.add_argument("--snip-config", metavar="FILE", type=Path, help=text)
+    text = "ranks to start on this machine [default: one model replica on CPU, all GPUs else]"
+    group.add_argument("--nproc-per-node", metavar="N", help=text)
     add_flags(parser, TrainFields)
     add_megatron_arguments(parser)
     add_flags(parser, SnipConfig, prefix="snip-", dest="snip_")

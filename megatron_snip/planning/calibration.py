@@ -14,7 +14,6 @@ own FLOPs, so that a problem may count FLOPs for one token or for a batch.
 
 from __future__ import annotations
 
-import json
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,7 +21,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, field_validator
 
 from megatron_snip.errors import UsageError
-from megatron_snip.files import read_json, write_atomic
+from megatron_snip.files import read_json
 from megatron_snip.formats import FORMATS
 from megatron_snip.options import Option
 from megatron_snip.planning.problem import STRICT, PlanningProblem, read_record
@@ -106,15 +105,6 @@ def read_calibration(path: Path) -> CalibrationTable:
     """
     value = read_json(path, "calibration table")
     return read_record(CalibrationTable, value, f"calibration table '{path}'")
-
-
-def write_calibration(table: CalibrationTable, path: Path) -> None:
-    """Write a table atomically.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
-    write_atomic(path, json.dumps(table.model_dump(mode="json"), indent=1) + "\n")
 
 
 def with_seconds(problem: PlanningProblem, table: CalibrationTable) -> PlanningProblem:

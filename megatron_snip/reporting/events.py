@@ -88,6 +88,9 @@ class Metrics:
     values: dict[str, Any]
 
 
+Payload = PlanApplied | Measurement | Notice | Metrics
+
+
 @dataclass(frozen=True)
 class Event:
     """One event.
@@ -98,7 +101,7 @@ class Event:
     """
 
     iteration: int
-    payload: PlanApplied | Measurement | Notice | Metrics
+    payload: Payload
 
 
 class Writer(Protocol):

@@ -21,7 +21,7 @@ import numpy as np
 from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
 from megatron_snip.formats import FORMATS
@@ -78,23 +78,22 @@ _STYLE: dict[str, Any] = {
     "svg.hashsalt": "megatron-snip",  # the same figure is the same file
 }
 _MAX_SHAPES = 600  # cells of a map drawn as shapes; more are stored as pixels
-_MAX_CHANGES = 60  # plan changes drawn as lines over the full height
 
 
 def svg(draw: Draw) -> bytes:
     """Return a figure as SVG."""
-    return _save(draw, "svg", metadata={"Date": None})
+    return _save(draw, format="svg", metadata={"Date": None})
 
 
 def png(draw: Draw) -> bytes:
     """Return a figure as PNG."""
-    return _save(draw, "png")
+    return _save(draw, format="png", dpi=DPI)
 
 
-def _save(draw: Draw, kind: str, **options: Any) -> bytes:
+def _save(draw: Draw, **options: Any) -> bytes:
     stream = io.BytesIO()
     with style():
-        draw().savefig(stream, format=kind, dpi=DPI, **options)
+        draw().savefig(stream, **options)
     return stream.getvalue()
 
 
@@ -150,10 +149,9 @@ def linear_grid(names: Iterable[str]) -> LinearGrid:
         label(blocks[b]) if n < 0 else f"{label(blocks[b])} {n}" if len(blocks) > 1 else str(n)
         for b, n in layers
     ]
-    columns = [module.replace("linear_", "") for module in modules]
-    for prefix in ("self_attention.", "mlp."):
-        shorter = [column.removeprefix(prefix) for column in columns]
-        columns = shorter if len(set(shorter)) == len(columns) else columns
+    columns = [module.rpartition(".")[2].removeprefix("linear_") for module in modules]
+    if len(set(columns)) < len(columns):
+        columns = modules
     return LinearGrid(tuple(rows), tuple(map(label, columns)), cells)
 
 
@@ -232,7 +230,7 @@ def plan_history(spans: Sequence[PlanSpan]) -> Figure:
         name = grid.columns[column]
         axes.set_title(name if len(gemms) == 1 else f"{name}, {gemm}")
         _name_rows(axes, grid)
-        axes.xaxis.set_major_locator(iteration_ticks(5))
+        axes.xaxis.set_major_locator(_iteration_ticks(5))
         axes.label_outer()
     for axes in list(axes_of)[len(panels) :]:
         axes.set_axis_off()
@@ -262,7 +260,7 @@ def divergence_maps(record: Divergences) -> Figure:
             axes.set_title(f"{title}, {option}")
             _name_rows(axes, grid)
             axes.set_xticks(edges[:-1] + 0.5, grid.columns)
-        _log_color_bar(figure.colorbar(mesh, ax=list(line), pad=0.02, aspect=14), scale)
+        figure.colorbar(mesh, ax=list(line), pad=0.02, aspect=14).outline.set_visible(False)
         line[0].set_ylabel("layer")
     return figure
 
@@ -280,15 +278,6 @@ def _log_scale(tables: Sequence[Floats]) -> LogNorm:
     return LogNorm(low, high if high > low else low * 10)
 
 
-def _log_color_bar(bar: Any, scale: LogNorm) -> None:
-    assert scale.vmin is not None and scale.vmax is not None
-    few = np.log10(scale.vmax / scale.vmin) < 2
-    bar.outline.set_visible(False)
-    bar.ax.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 3.0) if few else (1.0,)))
-    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
-    bar.ax.yaxis.set_minor_locator(NullLocator())
-
-
 def _gemms(options: Iterable[Option]) -> tuple[Gemm, ...]:
     mixed = any(len(set(option.formats)) > 1 for option in options)
     return tuple(Gemm) if mixed else (Gemm.FPROP,)
@@ -299,31 +288,22 @@ def _format_table(grid: LinearGrid, linears: Mapping[str, Option], gemm: Gemm) -
     return grid.table({name: index[option[gemm]] for name, option in linears.items()})
 
 
-def format_color(name: str) -> str:
-    """Return a format's color; a format without one has that of the next wider format."""
-    if name in FORMAT_COLORS:
-        return FORMAT_COLORS[name]
-    wider = [n for n in ("fp3", "fp4", "fp8") if FORMATS[n].bits >= FORMATS[name].bits]
-    return FORMAT_COLORS[wider[0] if wider else "bf16"]
-
-
 def _format_scale() -> dict[str, Any]:
-    colors = [format_color(name) for name in FORMATS]
+    colors = [FORMAT_COLORS.get(name, FAINT) for name in FORMATS]
     return {"cmap": ListedColormap(colors), "vmin": -0.5, "vmax": len(colors) - 0.5}
 
 
 def _format_legend(figure: Figure, options: Iterable[Option], title: str | None = None) -> None:
     names = {name for option in options for name in option.formats}
     ordered = sorted(names, key=lambda name: -FORMATS[name].bits)
-    entries = [Patch(color=format_color(name), label=name) for name in ordered]
+    entries = [Patch(color=FORMAT_COLORS.get(name, FAINT), label=name) for name in ordered]
     figure.legend(handles=entries, loc="outside upper right", ncols=len(entries), title=title)
 
 
 # Curves over iterations.
 
 
-def iteration_ticks(most: int = 8) -> MaxNLocator:
-    """Return a locator of at most `most` round iterations."""
+def _iteration_ticks(most: int) -> MaxNLocator:
     return MaxNLocator(most, integer=True, steps=[1, 2, 5, 10])
 
 
@@ -342,24 +322,24 @@ def loss_curves(
         runs: at least one.
         reference: name and metrics of the run that gaps are taken to.
     """
-    gaps = [] if reference is None else [loss_gap(run.metrics, reference[1]) for run in runs]
-    figure = new_figure(3.8 + (1.5 if gaps else 0.0))
-    axes = lower = figure.subplots() if not gaps else None
-    if gaps:
-        axes, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3.2, 1.5])
-    assert axes is not None and lower is not None
+    panels = 1 if reference is None else 2
+    figure = new_figure(2.3 + 1.5 * panels)
+    ratios = (3.2, 1.5)[:panels]
+    all_axes = figure.subplots(panels, 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+    axes, lower = all_axes[0], all_axes[-1]
     if reference is not None:
-        at, losses = reference[1].column("loss")
-        axes.plot(at, losses, color=MUTED, linewidth=1.2, label=label(reference[0]))
+        name, metrics = reference
+        axes.plot(*metrics.column("loss"), color=MUTED, linewidth=1.2, label=label(name))
         lower.axhline(0.0, color=MUTED, linewidth=1.2)
         lower.set_ylabel("gap")
         lower.grid(axis="y")
+        for k, run in enumerate(runs):
+            lower.plot(*loss_gap(run.metrics, metrics), **run_line(k), linewidth=1.4)
     for k, run in enumerate(runs):
         _draw_losses(axes, run, k, len(runs) == 1)
-    for k, (at, gap) in enumerate(gaps):
-        lower.plot(at, _smoothed(gap), **run_line(k), linewidth=1.4)
     _finish(figure, axes, "loss")
-    _name_iterations(lower)
+    lower.set_xlabel("iteration")
+    lower.xaxis.set_major_locator(_iteration_ticks(8))
     return figure
 
 
@@ -374,10 +354,9 @@ def loss_gap(metrics: MetricRows, reference: MetricRows) -> tuple[NDArray[np.int
 def _draw_losses(axes: Any, run: RunRecord, index: int, alone: bool) -> None:
     line = run_line(index)
     changes = [span.start for span in run.plans if span.num_changed]
-    height = 1.0 if alone and len(changes) <= _MAX_CHANGES else 0.04
     for k, at in enumerate(changes):
         text = "plan changed" if alone and k == 0 else None
-        color = MUTED if alone else line["color"]
+        color, height = (MUTED, 1.0) if alone else (line["color"], 0.04)
         axes.axvline(at, 0, height, color=color, linewidth=1.0, linestyle=":", label=text)
     for k, at in enumerate(sorted({notice.iteration for notice in run.metrics.notices})):
         text = "failure" if index == 0 and k == 0 else None
@@ -390,36 +369,6 @@ def _draw_losses(axes: Any, run: RunRecord, index: int, alone: bool) -> None:
         dots = {"linestyle": "none", "marker": "o", "markersize": 5, "color": line["color"]}
         dots |= {"label": "validation" if index == 0 else None, "markeredgecolor": SURFACE}
         axes.plot(iterations[seen], losses[seen], **dots, zorder=4)
-
-
-def precision_share(runs: Sequence[RunRecord]) -> Figure:
-    """Draw the share of the linears' FLOPs in the lowest precision, and the targets."""
-    figure = new_figure(2.6)
-    axes = figure.subplots()
-    for k, run in enumerate(runs):
-        at, shares = run.metrics.column("lowest_precision_fraction")
-        text = run.lowest_formats
-        text = text if len(runs) == 1 else f"{label(run.name)} ({text})"
-        axes.step(at, shares, where="post", **run_line(k), linewidth=1.8, label=text)
-    for target in sorted({run.target for run in runs if run.target is not None}):
-        axes.axhline(target, color=MUTED, linewidth=1.0, linestyle="--", label=f"target {target:g}")
-    axes.set_ylim(-0.03, 1.03)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    _finish(figure, axes, "share of linear FLOPs")
-    _name_iterations(axes)
-    return figure
-
-
-def _smoothed(values: Floats) -> Floats:
-    """Return the mean over a hundredth of the run around each iteration."""
-    kernel = np.ones(max(1, len(values) // 100))
-    weights = np.convolve(np.ones_like(values), kernel, "same")
-    return np.convolve(values, kernel, "same") / weights
-
-
-def _name_iterations(axes: Any) -> None:
-    axes.set_xlabel("iteration")
-    axes.xaxis.set_major_locator(iteration_ticks())
 
 
 def _finish(figure: Figure, axes: Any, ylabel: str) -> None:
@@ -456,27 +405,4 @@ def frontier_curves(
         axis.set_major_formatter(PercentFormatter(1.0))
     axes.set_xlabel("efficiency")
     _finish(figure, axes, "quality loss")
-    return figure
-
-
-def stage_bars(stages: Sequence[float], lowest: str, target: float | None) -> Figure:
-    """Draw the efficiency of each pipeline stage.
-
-    Args:
-        stages: of the plan.
-        lowest: the format that efficiency counts, for its color.
-        target: drawn as a line, if given.
-    """
-    figure = new_figure(2.6)
-    axes = figure.subplots()
-    axes.bar(
-        range(len(stages)), stages, width=0.6, color=format_color(lowest), label="current plan"
-    )
-    if target is not None:
-        axes.axhline(target, color=MUTED, linewidth=1.0, linestyle="--", label=f"target {target:g}")
-    axes.set_ylim(0.0, 1.05)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_xlabel("pipeline stage")
-    axes.xaxis.set_major_locator(iteration_ticks())
-    _finish(figure, axes, "efficiency")
     return figure

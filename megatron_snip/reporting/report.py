@@ -1,43 +1,37 @@
-"""The report of one run, or of several compared: what the page shows."""
+"""The report of one run, or of several compared, as one HTML file.
+
+The file needs no network and runs no script; its Content-Security-Policy forbids both. The template
+escapes all text, since names and settings come from files.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment, StrictUndefined
 
 from megatron_snip.errors import SnipError, UsageError
-from megatron_snip.options import BF16
-from megatron_snip.planning.calibration import CalibrationTable
 from megatron_snip.planning.pareto import frontier
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.reporting import figures
 from megatron_snip.reporting.figures import DIVERGENCE_TITLES, loss_gap, quantized_options
-from megatron_snip.reporting.html import Page, Picture, Section, Table
 from megatron_snip.reporting.run_record import (
     MetricRows,
-    PlanSpan,
     RunRecord,
-    check_run_directory,
     read_metrics,
     read_run,
 )
-from megatron_snip.reporting.text import (
-    joined,
-    listing,
-    number,
-    option_counts,
-    percent,
-    plural,
-    quality,
-    seconds,
-)
+from megatron_snip.reporting.text import listing, number, option_counts, percent, quality, seconds
+from megatron_snip.version import __version__
 
+TEMPLATE = "report.html.j2"
 FAILURES = {
     "kept": "refresh failed, plan kept",
     "guard": "guard: bad loss",
@@ -48,6 +42,55 @@ FAILURES = {
 MAX_LINEARS = 1000  # rows of the table of linears; the file has all
 TARGETS = tuple(k / 20 for k in range(21))
 TIME_LIMIT_S = 2.0  # per target of the frontier
+
+Tile = tuple[str, str, str]
+"""Label, value and note of a large number at the top."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells of text.
+
+    Attributes:
+        title: a few words.
+        columns: headings.
+        rows: one cell per column.
+        text_columns: how many columns, from the left, are left-aligned; numbers follow.
+        note: a sentence below the table.
+        folded: whether the table is shown only on demand.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    text_columns: int = 1
+    note: str = ""
+    folded: bool = True
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure with its text.
+
+    Attributes:
+        slug: unique on the page.
+        title: a few words.
+        caption: what it shows, also the text for readers who do not see it; where there is no
+            figure, why.
+        draw: draws the figure; None where there is none.
+    """
+
+    slug: str
+    title: str
+    caption: str
+    draw: figures.Draw | None = None
+
+    @property
+    def source(self) -> str:
+        """The figure as an address that holds its data."""
+        assert self.draw is not None
+        data = base64.b64encode(figures.svg(self.draw)).decode("ascii")
+        return f"data:image/svg+xml;base64,{data}"
 
 
 @dataclass(frozen=True)
@@ -69,12 +112,9 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     Raises:
         UsageError: one line, if a directory is bad or given twice.
     """
-    for path in paths:
-        check_run_directory(path)
     resolved = [path.resolve() for path in paths]
-    twice = [path for path, count in Counter(resolved).items() if count > 1]
-    if twice:
-        raise UsageError(f"'{twice[0]}' is given twice")
+    if len(set(resolved)) < len(resolved):
+        raise UsageError("a run is given twice; give each run once")
     names = [path.name for path in resolved]
     for depth in range(2, max(len(path.parts) for path in resolved) + 1):
         if len(set(names)) < len(names):
@@ -95,58 +135,40 @@ def read_reference(path: Path) -> Reference:
     return Reference(name if metrics.total("lowest_precision_fraction") > 0 else "BF16", metrics)
 
 
-def make_report(
-    runs: Sequence[RunRecord],
-    reference: Reference | None = None,
-    calibration: CalibrationTable | None = None,
-) -> Page:
-    """Return the page.
+def make_report(runs: Sequence[RunRecord], reference: Reference | None = None) -> str:
+    """Return the page as HTML; the figures are drawn here.
 
     Args:
         runs: at least one; several are compared.
         reference: the run that gaps are taken to; by default the first of several runs.
-        calibration: predicts the time of the linears' GEMMs.
-
-    Raises:
-        UsageError: if the calibration lacks a linear or a format of a run.
     """
     alone = len(runs) == 1
     if reference is None and not alone:
         reference = Reference(runs[0].name, runs[0].metrics)
-    tiles = [_tiles(run, reference, predicted_time(run, calibration)) for run in runs]
+    tiles = [_tiles(run, reference) for run in runs]
     top = [_failures(run, alone) for run in runs]
     if not alone:
         top = [_comparison(runs, tiles), _settings(runs, True), *top]
-    pictures = (_loss(runs, reference), _share(runs), _frontiers(runs))
-    return Page(
-        title=joined([run.name for run in runs]),
-        subtitle=_subtitle(runs[0]) if alone else f"{len(runs)} runs compared.",
-        sections=(
-            Section("", tables=_present(top)),
-            Section("Training", pictures),
-            *(_plans(run, "" if alone else f"{k + 1}-") for k, run in enumerate(runs)),
-            Section("Settings and versions", tables=_present([_settings(runs, False)])),
-        ),
-        tiles=tuple(tiles[0]) if alone else (),
+    sections: list[tuple[str, Sequence[Picture], Sequence[Table]]] = [
+        ("", (), top),
+        ("Training", (_loss(runs, reference), _frontiers(runs)), ()),
+    ]
+    for k, run in enumerate(runs):
+        title, prefix = ("Plans", "") if alone else (f"Plans of {run.name}", f"{k + 1}-")
+        tables = (_plans_table(run), *_linears_tables(run))
+        sections.append((title, _plan_pictures(run, prefix), tables))
+    sections.append(("Settings and versions", (), [_settings(runs, False)]))
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-
-
-def predicted_time(run: RunRecord, calibration: CalibrationTable | None) -> float | None:
-    """Return the predicted time of the linears' GEMMs under the current plan, as share of BF16's.
-
-    None without a calibration, a problem or a plan.
-
-    Raises:
-        UsageError: if the calibration lacks a linear or a format.
-    """
-    if calibration is None or run.problem is None or run.plan is None:
-        return None
-    chosen, spent, bf16 = run.plan.linears, 0.0, 0.0
-    for linear in run.problem.linears:
-        option = chosen.get(linear.name, BF16)
-        spent += calibration.seconds(linear.name, linear.flops, option)
-        bf16 += calibration.seconds(linear.name, linear.flops, BF16)
-    return spent / bf16 if bf16 else None
+    source = files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
+    return environment.from_string(source).render(
+        title=", ".join(run.name for run in runs),
+        subtitle=_subtitle(runs[0]) if alone else f"{len(runs)} runs compared.",
+        tiles=tiles[0] if alone else (),
+        sections=sections,
+        version=__version__,
+    )
 
 
 def last_gap(metrics: MetricRows, reference: Reference) -> tuple[float | None, int]:
@@ -213,16 +235,14 @@ def _subtitle(run: RunRecord) -> str:
     return text
 
 
-def _tiles(
-    run: RunRecord, reference: Reference | None, time: float | None
-) -> list[tuple[str, str, str]]:
+def _tiles(run: RunRecord, reference: Reference | None) -> list[Tile]:
     metrics, plan = run.metrics, run.plan
     at, _ = metrics.column("validation_loss")
     tiles = [("training loss", number(metrics.last("loss")), "last iteration")]
     if reference is not None:
         gap, count = last_gap(metrics, reference)
         shown = "-" if gap is None else f"{gap:+.4f}"
-        note = f"mean of the last {plural(count, 'common iteration')}"
+        note = f"mean of the last {count} common iterations"
         tiles.append((f"loss gap to {reference.name}", shown, note))
     note = f"at iteration {at[-1]}" if at.size else "not measured"
     tiles.append(("validation loss", number(metrics.last("validation_loss")), note))
@@ -231,8 +251,6 @@ def _tiles(
     tiles.append(("FLOPs in lowest precision", share, note))
     loss = None if plan is None else run.quality_share(plan.objective)
     tiles.append(("quality loss of the plan", percent(loss), f"of uniform {run.lowest_formats}'s"))
-    if time is not None:
-        tiles.append(("predicted GEMM time", percent(time), "of BF16's, all linears"))
     failed = sum(notice.kind == "kept" for notice in metrics.notices)
     tiles.append(("refreshes", str(len(metrics.column("refresh_s")[0])), f"{failed} failed"))
     wall = metrics.column("wall_s")[1]
@@ -242,9 +260,7 @@ def _tiles(
     return tiles
 
 
-def _comparison(
-    runs: Sequence[RunRecord], tiles: Sequence[Sequence[tuple[str, str, str]]]
-) -> Table:
+def _comparison(runs: Sequence[RunRecord], tiles: Sequence[list[Tile]]) -> Table:
     """Return the numbers of the tiles, one row per run."""
     names = dict.fromkeys(name for each in tiles for name, _, _ in each)
     rows = []
@@ -264,20 +280,9 @@ def _loss(runs: Sequence[RunRecord], reference: Reference | None) -> Picture:
     marks = "Dotted lines" if len(runs) == 1 else "Ticks at the bottom"
     caption = f"Training loss, at the end: {ends}. {marks} mark plan changes, red lines failures."
     if reference is not None:
-        caption += f" Below: loss minus that of {reference.name}, smoothed; above zero is worse."
+        caption += f" Below: loss minus that of {reference.name}: above zero is worse."
     pair = None if reference is None else (reference.name, reference.metrics)
     return Picture("loss", "Loss", caption, partial(figures.loss_curves, tuple(runs), pair))
-
-
-def _share(runs: Sequence[RunRecord]) -> Picture:
-    last = ((run, run.metrics.last("lowest_precision_fraction")) for run in runs)
-    ends = listing(f"{run.name} {percent(share)}{_sim(run)}" for run, share in last)
-    caption = (
-        "Share of the linears' FLOPs in the lowest precision among the formats, at the end: "
-        f"{ends}. It is zero until the first plan."
-    )
-    draw = partial(figures.precision_share, tuple(runs))
-    return Picture("share", "FLOPs in the lowest precision", caption, draw)
 
 
 def _frontiers(runs: Sequence[RunRecord]) -> Picture:
@@ -297,29 +302,20 @@ def _frontiers(runs: Sequence[RunRecord]) -> Picture:
     return Picture("frontier", title, caption, partial(figures.frontier_curves, found, stars))
 
 
-def _plans(run: RunRecord, prefix: str) -> Section:
-    pictures = [_divergences(run, prefix)]
-    if run.plan is not None:
-        pictures = [*_plan_pictures(run, run.spans[-1], prefix), *pictures]
-    elif run.snip is not None and not run.snip.enabled:
-        pictures = [Picture("", "No plans", "SNIP was off in this run.")]
-    else:
+def _plan_pictures(run: RunRecord, prefix: str) -> list[Picture]:
+    if run.plan is None:
+        if run.snip is not None and not run.snip.enabled:
+            return [Picture("", "No plans", "SNIP was off in this run.")]
         collects = run.snip is not None and run.snip.collect_only
         reason = "The run only measures (collect_only)." if collects else "No plan was applied yet."
-        pictures = [Picture("", "No plans", reason), *pictures]
-    title = "Plans" if not prefix else f"Plans of {run.name}"
-    return Section(title, tuple(pictures), _present([_plans_table(run), _linears_table(run)]))
-
-
-def _plan_pictures(run: RunRecord, span: PlanSpan, prefix: str) -> list[Picture]:
-    assert span.plan is not None
-    plan, lowest = span.plan, "fp4" if run.snip is None else run.snip.lowest_format
+        return [Picture("", "No plans", reason), _divergences(run, prefix)]
+    plan, lowest = run.plan, "fp4" if run.snip is None else run.snip.lowest_format
     high = [name for name, option in plan.linears.items() if option.share_in(lowest) < 1.0]
-    found = [
+    return [
         Picture(
             f"{prefix}plan",
             f"Current plan{_sim(run)}",
-            f"Measured at iteration {plan.iteration}, applied at iteration {span.start}: "
+            f"Measured at iteration {plan.iteration}, applied at iteration {run.spans[-1].start}: "
             f"{option_counts(plan.linears)}. Efficiency {percent(plan.efficiency)}, policy "
             f"{plan.policy}, {plan.status}. In higher precision: {listing(high) or 'none'}.",
             partial(figures.plan_map, plan.linears),
@@ -331,13 +327,8 @@ def _plan_pictures(run: RunRecord, span: PlanSpan, prefix: str) -> list[Picture]
             "refreshes agree. Where it changes often, two options cost almost the same.",
             partial(figures.plan_history, run.spans),
         ),
+        _divergences(run, prefix),
     ]
-    if len(plan.stages) > 1:
-        stages = listing(f"stage {k} {percent(value)}" for k, value in enumerate(plan.stages))
-        caption = f"Share of each stage's linear FLOPs in the lowest precision: {stages}."
-        draw = partial(figures.stage_bars, plan.stages, lowest, run.target)
-        found.append(Picture(f"{prefix}stages", "Efficiency of pipeline stages", caption, draw))
-    return found
 
 
 def _divergences(run: RunRecord, prefix: str) -> Picture:
@@ -360,10 +351,6 @@ def _divergences(run: RunRecord, prefix: str) -> Picture:
 
 
 # Tables.
-
-
-def _present(tables: Sequence[Table | None]) -> tuple[Table, ...]:
-    return tuple(table for table in tables if table is not None and table.rows)
 
 
 def _failures(run: RunRecord, alone: bool) -> Table:
@@ -400,10 +387,10 @@ def _plans_table(run: RunRecord) -> Table:
     return Table("All plans", columns, rows, text_columns=0)
 
 
-def _linears_table(run: RunRecord) -> Table | None:
+def _linears_tables(run: RunRecord) -> list[Table]:
     record, problem = run.divergences, run.problem
     if record is None or problem is None:
-        return None
+        return []
     measures = [(kind, option) for kind in DIVERGENCE_TITLES for option in record.uniform_options]
     total = sum(linear.flops for linear in problem.linears) or 1.0
     chosen = {} if run.plan is None else run.plan.linears
@@ -420,7 +407,7 @@ def _linears_table(run: RunRecord) -> Table | None:
     more = len(problem.linears) - len(rows)
     note = f"{more} more are in divergences/{record.iteration}.json." if more else ""
     title = f"All linears, measured at iteration {record.iteration}"
-    return Table(title, columns, rows, text_columns=2, note=note)
+    return [Table(title, columns, rows, text_columns=2, note=note)]
 
 
 def _settings(runs: Sequence[RunRecord], only_differences: bool) -> Table:

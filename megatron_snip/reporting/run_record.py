@@ -8,7 +8,6 @@ is checked, and a bad one is refused in one line.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,10 +25,7 @@ from megatron_snip.planning.problem import PlanningProblem, read_problem
 MAX_ITERATION = 2**31 - 1
 
 _COUNTS = ("iteration", "plan_iteration", "changed_linears")
-_NUMBERS = (
-    *("loss", "validation_loss", "grad_norm", "lr", "tokens_per_s"),
-    *("lowest_precision_fraction", "wall_s", "refresh_s", "wait_s"),
-)
+_NUMBERS = ("loss", "validation_loss", "lowest_precision_fraction", "wall_s", "refresh_s", "wait_s")
 
 DivergenceKind = Literal["loss_divergence", "weight_divergence"]
 
@@ -169,10 +165,9 @@ class RunRecord:
     def train_iters(self) -> int | None:
         """Iterations that the run is to make (the trainer's or Megatron's setting), if known."""
         megatron = self.config.get("megatron")
-        for values in (self.config, megatron if isinstance(megatron, dict) else {}):
-            if _is_count(values.get("train_iters")):
-                return int(values["train_iters"])
-        return None
+        values = megatron if isinstance(megatron, dict) else self.config
+        total = values.get("train_iters")
+        return total if _is_count(total) else None
 
     @property
     def lowest_formats(self) -> str:
@@ -277,11 +272,10 @@ def parse_divergences(value: Any, source: str = "divergences") -> Divergences:
     Raises:
         UsageError: one line that names `source`.
     """
-    if not isinstance(value, Mapping) or value.get("version") not in (1, 2):
+    if not isinstance(value, dict) or value.get("version") not in (1, 2):
         raise UsageError(f"{source} is not a divergences file of version 1 or 2")
     try:
-        former = value["version"] == 1  # counted steps from 0
-        iteration = int(value["step"]) + 1 if former else int(value["iteration"])
+        iteration = int(_with_iterations(value)["iteration"])
         linears = {
             str(linear["name"]): {
                 str(Option.parse(option)): {
@@ -300,9 +294,8 @@ def parse_divergences(value: Any, source: str = "divergences") -> Divergences:
 
 def _row(line: str, source: str) -> dict[str, Any]:
     row = parse_json(line, source)
-    if isinstance(row, dict) and "iteration" not in row:
-        row = _former_row(row)
-    if not isinstance(row, dict) or not _is_count(row.get("iteration")) or not row["iteration"]:
+    row = _with_iterations(row) if isinstance(row, dict) else {}
+    if not _is_count(row.get("iteration")) or not row["iteration"]:
         raise UsageError(f"{source} is not an object with an 'iteration' from 1")
     for name in row.keys() & set(_COUNTS):
         if row[name] is not None and not _is_count(row[name]):
@@ -316,16 +309,16 @@ def _row(line: str, source: str) -> dict[str, Any]:
     return row
 
 
-def _former_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Rename the keys of version 0.1, which counted steps from 0.
+def _with_iterations(value: dict[str, Any]) -> dict[str, Any]:
+    """Convert an object of version 0.1, which counted steps from 0.
 
     `plan_iteration` then names the plan's file as before; the file knows its iteration.
     """
+    if "iteration" in value or not _is_count(value.get("step")):
+        return value
     names = {"step": "iteration", "plan_step": "plan_iteration", "events": "notices"}
-    renamed = {names.get(key, key): value for key, value in row.items()}
-    if _is_count(renamed.get("iteration")):
-        renamed["iteration"] += 1
-    return renamed
+    renamed = {names.get(key, key): each for key, each in value.items()}
+    return renamed | {"iteration": value["step"] + 1}
 
 
 def _is_count(value: Any) -> bool:
@@ -353,7 +346,8 @@ def _spans(path: Path, metrics: MetricRows, snip: SnipConfig | None) -> tuple[Pl
     if not rows:
         return ()
     ends = [row["iteration"] for row in rows[1:]] + [metrics.last_iteration + 1]
-    plans = {n: read_plan(path / "plans" / f"{n}.json") for n in _files(rows)}
+    names = {row["plan_iteration"] for row in rows}
+    plans = {name: read_plan(path / "plans" / f"{name}.json") for name in names}
     spans = [
         PlanSpan(
             start=row["iteration"],
@@ -369,10 +363,6 @@ def _spans(path: Path, metrics: MetricRows, snip: SnipConfig | None) -> tuple[Pl
     if is_fresh and spans[0].start > 1:
         spans.insert(0, PlanSpan(1, spans[0].start, dict.fromkeys(spans[0].linears, BF16)))
     return tuple(spans)
-
-
-def _files(rows: list[dict[str, Any]]) -> set[int]:
-    return {row["plan_iteration"] for row in rows}
 
 
 def _simulated(folder: Path, last_iteration: int, snip: SnipConfig | None) -> bool | None:

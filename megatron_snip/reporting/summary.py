@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from megatron_snip.options import Option
 from megatron_snip.reporting.events import Event, Measurement, PlanApplied
 
 
@@ -27,9 +26,7 @@ class SummaryWriter:
 
     def tables(self) -> list[Table]:
         """Return the tables to print: the plans, and the last divergences."""
-        found = []
-        if self._applied:
-            found.append(plans_table(self._applied))
+        found = [plans_table(self._applied)] if self._applied else []
         if self._measured is not None:
             last = self._applied[-1][1] if self._applied else None
             found.append(linears_table(*self._measured, last))
@@ -39,21 +36,12 @@ class SummaryWriter:
 def plans_table(applied: list[tuple[int, PlanApplied]]) -> Table:
     """Return one row a plan: when, how good, how much changed."""
     table = Table(title="plans applied", title_justify="left")
-    for column in (
-        "iteration",
-        "measured at",
-        "policy",
-        "status",
-        "efficiency",
-        "target",
-        "changed",
-    ):
+    for column in ("iteration", "policy", "status", "efficiency", "target", "changed"):
         table.add_column(column, justify="left" if column in ("policy", "status") else "right")
     for iteration, entry in applied:
         plan = entry.plan
         table.add_row(
             str(iteration),
-            str(plan.iteration),
             plan.policy,
             plan.status,
             f"{plan.efficiency:.3f}",
@@ -73,21 +61,17 @@ def linears_table(iteration: int, measured: Measurement, applied: PlanApplied | 
     """
     linears = measured.divergences.linears
     options = [option for option in linears[0].options if len(set(option.formats)) == 1]
-    table = Table(
-        title=f"loss and weight divergence by option, measured at iteration {iteration}",
-        title_justify="left",
-    )
+    title = f"loss and weight divergence by option, measured at iteration {iteration}"
+    table = Table(title=title, title_justify="left")
     table.add_column("linear", overflow="fold")
-    table.add_column("FLOPs", justify="right", no_wrap=True)
-    for kind in ("loss", "weight"):
-        for option in options:
-            table.add_column(f"{kind}\n{option}", justify="right", no_wrap=True)
-    table.add_column("plan", no_wrap=True)
+    numbers = [f"{kind}\n{option}" for kind in ("loss", "weight") for option in options]
+    for name in ("FLOPs", *numbers, "plan"):
+        table.add_column(name, justify="left" if name == "plan" else "right", no_wrap=True)
     total = sum(linear.statistics.flops_per_token for linear in linears)
     for linear in linears:
         cells = [f"{linear.options[o].loss_divergence:.1e}" for o in options]
         cells += [f"{linear.options[o].weight_divergence:.3f}" for o in options]
-        chosen: Option | None = applied.plan.linears[linear.name] if applied else None
+        chosen = str(applied.plan.linears[linear.name]) if applied else "-"
         share = f"{100 * linear.statistics.flops_per_token / total:.1f}%"
-        table.add_row(linear.name, share, *cells, str(chosen) if chosen else "-")
+        table.add_row(linear.name, share, *cells, chosen)
     return table

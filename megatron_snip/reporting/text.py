@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from megatron_snip.options import Option
 
@@ -51,16 +51,6 @@ def listing(names: Iterable[str]) -> str:
     found = list(names)
     shown = ", ".join(found[:_LISTED])
     return shown if len(found) <= _LISTED else f"{shown} and {len(found) - _LISTED} more"
-
-
-def joined(names: Sequence[str]) -> str:
-    """Return `a, b and c`."""
-    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
-
-
-def plural(count: int, noun: str) -> str:
-    """Return `1 plan`, `2 plans`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def option_counts(linears: Mapping[str, Option]) -> str:

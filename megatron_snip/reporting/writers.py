@@ -26,7 +26,7 @@ from megatron_snip.divergence.quality_loss import divergences_dict
 from megatron_snip.errors import UsageError
 from megatron_snip.log import warn_once
 from megatron_snip.planning.plan import PrecisionPlan
-from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, PlanApplied
+from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, Payload, PlanApplied
 from megatron_snip.reporting.run_record import parse_divergences
 from megatron_snip.reporting.scalars import ScalarSeries, divergence_values
 
@@ -56,45 +56,32 @@ class TensorBoardWriter:
 
     def write(self, event: Event) -> None:
         """Write an event."""
-        iteration, payload = event.iteration, event.payload
+        import numpy as np
+
+        iteration, payload, board = event.iteration, event.payload, self._writer
         values = self._scalars.values(event)
         if isinstance(payload, Metrics) and iteration % self._interval:
             return
         for name, value in values.items():
-            self._writer.add_scalar(name, value, iteration)
-        match payload:
-            case Measurement() as measured:
-                self._add_divergences(measured, iteration)
-            case PlanApplied() as applied if applied.num_changed or applied.resumed:
-                rows = [PLAN_COLUMNS, tuple("---" for _ in PLAN_COLUMNS), *plan_rows(applied.plan)]
-                table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-                self._writer.add_text("snip/plan/table", table, iteration)
-                self._add_picture("snip/plan/map", plan_picture(applied.plan), iteration)
-            case Notice(kind, message):
-                self._add_text("snip/notices", f"{kind}: {message}", iteration)
+            board.add_scalar(name, value, iteration)
+        for name, logarithms in histograms(payload).items():
+            board.add_histogram(name, np.array(logarithms), iteration)
+        for name, picture in pictures(payload).items():
+            pixels = np.asarray(_opened(picture).convert("RGB"))
+            board.add_image(name, pixels, iteration, dataformats="HWC")
+        plan = new_plan(payload)
+        if plan is not None:
+            rows = [PLAN_COLUMNS, ("---",) * len(PLAN_COLUMNS), *plan_rows(plan)]
+            table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+            board.add_text("snip/plan/table", table, iteration)
+        if isinstance(payload, Notice):
+            self._add_text("snip/notices", f"{payload.kind}: {payload.message}", iteration)
         if not isinstance(payload, Metrics):
-            self._writer.flush()
+            board.flush()
 
     def close(self) -> None:
         """Put on disk what was written."""
         self._writer.flush()
-
-    def _add_divergences(self, measured: Measurement, iteration: int) -> None:
-        import numpy as np
-
-        for name, values in divergence_values(measured.divergences).items():
-            if values:
-                self._writer.add_histogram(name, np.array(values), iteration)
-        self._add_picture("snip/divergence/maps", divergence_picture(measured), iteration)
-
-    def _add_picture(self, name: str, picture: bytes | None, iteration: int) -> None:
-        if picture is None:
-            return
-        import numpy as np
-        from PIL import Image
-
-        pixels = np.asarray(Image.open(io.BytesIO(picture)).convert("RGB"))  # [height, width, rgb]
-        self._writer.add_image(name, pixels, iteration, dataformats="HWC")
 
     def _add_text(self, name: str, text: str, iteration: int) -> None:
         indented = "\n".join(f"    {line}" for line in text.splitlines())  # shown unchanged
@@ -134,11 +121,14 @@ class WandbWriter:
                 "iterations that the W&B run has already are left out",
             )
             return
-        match payload:
-            case Measurement() as measured:
-                row |= self._divergences(measured)
-            case PlanApplied() as applied if applied.num_changed or applied.resumed:
-                row |= self._plan(applied.plan)
+        for name, logarithms in histograms(payload).items():
+            row[name] = self._wandb.Histogram(logarithms)
+        for name, picture in pictures(payload).items():
+            row[name] = self._wandb.Image(_opened(picture))
+        plan = new_plan(payload)
+        if plan is not None:
+            rows = [list(row) for row in plan_rows(plan)]
+            row["snip/plan/table"] = self._wandb.Table(columns=list(PLAN_COLUMNS), data=rows)
         run.log(row, step=iteration)
         if isinstance(payload, PlanApplied):
             self._log_artifact(run, payload.plan)
@@ -148,26 +138,6 @@ class WandbWriter:
 
     def close(self) -> None:
         """Leave the run to its maker."""
-
-    def _divergences(self, measured: Measurement) -> dict[str, Any]:
-        row = {
-            name: self._wandb.Histogram(values)
-            for name, values in divergence_values(measured.divergences).items()
-            if values
-        }
-        return row | self._image("snip/divergence/maps", divergence_picture(measured))
-
-    def _plan(self, plan: PrecisionPlan) -> dict[str, Any]:
-        rows = [list(row) for row in plan_rows(plan)]
-        table = self._wandb.Table(columns=list(PLAN_COLUMNS), data=rows)
-        return {"snip/plan/table": table, **self._image("snip/plan/map", plan_picture(plan))}
-
-    def _image(self, name: str, picture: bytes | None) -> dict[str, Any]:
-        if picture is None:
-            return {}
-        from PIL import Image
-
-        return {name: self._wandb.Image(Image.open(io.BytesIO(picture)))}
 
     def _log_artifact(self, run: Any, plan: PrecisionPlan) -> None:
         metadata = {"iteration": plan.iteration, "digest": plan.digest}
@@ -203,32 +173,47 @@ def start_wandb(project: str, directory: Path, config: Mapping[str, Any]) -> Any
     return wandb
 
 
+def new_plan(payload: Payload) -> PrecisionPlan | None:
+    """Return the plan to show: one that changes a linear, or that a resumed run continues with."""
+    if isinstance(payload, PlanApplied) and (payload.num_changed or payload.resumed):
+        return payload.plan
+    return None
+
+
 def plan_rows(plan: PrecisionPlan) -> list[tuple[str, str, str, str]]:
     """Return one row per linear, as `PLAN_COLUMNS` names them."""
     return [(name, *option.formats) for name, option in plan.linears.items()]
 
 
-def plan_picture(plan: PrecisionPlan) -> bytes | None:
-    """Return a plan as PNG, or None without matplotlib."""
-    if not _can_draw():
-        return None
-    from megatron_snip.reporting.figures import plan_map, png
-
-    return png(lambda: plan_map(plan.linears))
-
-
-def divergence_picture(measured: Measurement) -> bytes | None:
-    """Return a refresh's divergences as PNG; None without matplotlib or a quantized option."""
-    record = parse_divergences(divergences_dict(measured.divergences, measured.statistics))
-    if not _can_draw() or all(option == "bf16" for option in record.uniform_options):
-        return None
-    from megatron_snip.reporting.figures import divergence_maps, png
-
-    return png(lambda: divergence_maps(record))
+def histograms(payload: Payload) -> dict[str, list[float]]:
+    """Return {name: log10 over linears} of a measurement's divergences, where there are any."""
+    if not isinstance(payload, Measurement):
+        return {}
+    found = divergence_values(payload.divergences)
+    return {name: values for name, values in found.items() if values}
 
 
-def _can_draw() -> bool:
-    if find_spec("matplotlib") is not None:
-        return True
-    warn_once(logger, "no pictures are logged: pip install 'megatron-snip[report]' for matplotlib")
-    return False
+def pictures(payload: Payload) -> dict[str, bytes]:
+    """Return {name: PNG} of a new plan or a measurement; empty without matplotlib."""
+    plan = new_plan(payload)
+    if plan is None and not isinstance(payload, Measurement):
+        return {}
+    if find_spec("matplotlib") is None:
+        extra = "pip install 'megatron-snip[report]' for matplotlib"
+        warn_once(logger, f"no pictures are logged: {extra}")
+        return {}
+    from megatron_snip.reporting import figures
+
+    if isinstance(payload, Measurement):
+        record = parse_divergences(divergences_dict(payload.divergences, payload.statistics))
+        if not figures.quantized_options(record):
+            return {}
+        return {"snip/divergence/maps": figures.png(lambda: figures.divergence_maps(record))}
+    assert plan is not None
+    return {"snip/plan/map": figures.png(lambda: figures.plan_map(plan.linears))}
+
+
+def _opened(picture: bytes) -> Any:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(picture))

@@ -13,6 +13,8 @@ from megatron_snip.planning.plan import read_plan, write_plan
 from megatron_snip.planning.problem import write_problem
 from tests.unit.planning.build import name_of, plan_of, problem_of
 
+PROBLEM = ["--problem", "problem.json", "--output", "other.json"]
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -133,7 +135,15 @@ def test_stages_have_files_of_their_own(folder: Path, capsys: pytest.CaptureFixt
     back = imported(*files, "--pipeline-stages", "2")
     assert list(back.values()) == ["nvfp4", "mxfp8", "bf16", "nvfp4"]
     capsys.readouterr()
-    words = ["import", "out.stage0.yaml", "x.yaml", "--problem", "problem.json"]
+    words = [
+        "import",
+        "out.stage0.yaml",
+        "x.yaml",
+        "--problem",
+        "problem.json",
+        "--output",
+        "p.json",
+    ]
     assert "2 files for 1 pipeline stages" in failure(words, capsys)
 
 
@@ -172,7 +182,10 @@ def test_uneven_chunks(folder: Path) -> None:
         (["--capability", "ten"], "--capability must be like 9.0"),
         (["--capability", "10.0", "--pipeline-stages", "3"], "4 layers do not divide"),
         (["--capability", "10.0", "--pipeline-stages", "two"], "--pipeline-stages must be"),
-        (["--capability", "10.0", "--chunk-layers", "1,2"], "3 layers in 2 chunks"),
+        (
+            ["--capability", "10.0", "--chunk-layers", "1,2"],
+            "3 layers in 2 chunks",
+        ),
         (["--capability", "8.0", "--nearest", "--chunk-layers", "x"], "--chunk-layers must be"),
     ],
 )
@@ -200,7 +213,7 @@ def test_files_that_cannot_be_written_or_read(
 ) -> None:
     words = ["export", "plan.json", "--te-precision-config", "no/such/out.yaml"]
     assert "cannot write 'no/such/out.yaml'" in failure([*words, "--capability", "10.0"], capsys)
-    words = ["import", "missing.yaml", "--problem", "problem.json"]
+    words = ["import", "missing.yaml", *PROBLEM]
     assert "missing.yaml" in failure(words, capsys)
     Path("bad.yaml").write_text("configs: [1\n")
-    assert "bad.yaml" in failure(["import", "bad.yaml", "--problem", "problem.json"], capsys)
+    assert "bad.yaml" in failure(["import", "bad.yaml", *PROBLEM], capsys)

@@ -1,15 +1,13 @@
-"""`megatron-snip stats`: table, CSV, JSON, and bad input."""
+"""`megatron-snip stats`: table, JSON, and bad input."""
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 
 import pytest
 
 from megatron_snip.__main__ import main
-from megatron_snip.cli.stats import FIELDS
 from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.quality_loss import (
     QualitySettings,
@@ -46,16 +44,13 @@ def test_the_last_refresh_is_a_table_of_100_columns_and_nothing_is_written(
     assert sorted(run.rglob("*")) == before
 
 
-def test_iteration_order_and_output_can_be_chosen(run: Path, tmp_path: Path) -> None:
-    output = tmp_path / "fp4.csv"
-    words = ["stats", str(run), "--iteration", "10", "--sort", "fisher", "--output", str(output)]
-    assert main(words) == 0
-    rows = list(csv.DictReader(output.open()))
-    assert set(rows[0]) == {"linear", "stage", "option", *FIELDS}
-    assert sorted(row["option"] for row in rows) == ["fp4", "fp4", "fp8", "fp8"]
-    found = [float(row["fisher"]) for row in rows]
+def test_iteration_and_order_can_be_chosen(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stats", str(run), "--iteration", "10", "--sort", "loss"]) == 0
+    text = capsys.readouterr().out
+    rows = [line.split() for line in text.splitlines() if "decoder" in line]
+    assert "iteration 10" in text and sorted(row[1] for row in rows) == ["fp4"] * 2 + ["fp8"] * 2
+    found = [float(row[2]) for row in rows]
     assert found == sorted(found, reverse=True)
-    assert found == pytest.approx([float(row["loss_divergence"]) for row in rows])
 
 
 def test_json_is_the_file_and_nothing_else(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,13 +62,11 @@ def test_json_is_the_file_and_nothing_else(run: Path, capsys: pytest.CaptureFixt
 def test_names_are_printed_as_they_are(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run / "divergences" / "30.json"
     value = json.loads(path.read_text())
-    value["linears"][0]["name"] = name = "decoder.layers.0.[/foo] :smile: \x1b[2J"
+    value["linears"][0]["name"] = "decoder.layers.0.[/foo] :smile: \x1b[2J"
     path.write_text(json.dumps(value))
-    output = run / "[bold]x.csv"
-    assert main(["stats", str(run), "--output", str(output)]) == 0
+    assert main(["stats", str(run)]) == 0
     text = capsys.readouterr().out
     assert "decoder.layers.0.[/foo] :smile: \\x1b[2J" in text and "\x1b" not in text
-    assert next(csv.DictReader(output.open()))["linear"] == name  # the file has the exact name
 
 
 @pytest.mark.parametrize(
@@ -81,7 +74,6 @@ def test_names_are_printed_as_they_are(run: Path, capsys: pytest.CaptureFixture[
     [
         (["RUN", "--iteration", "20"], "no refresh at 20 in"),
         (["RUN", "--iteration", "x"], "--iteration must be an integer"),
-        (["RUN", "--output", "/proc/nowhere/x.csv"], "cannot write"),
         (["RUN/divergences"], "no statistics"),
         (["RUN", "--iteration", "7"], "damaged"),
         (["RUN", "--step", "7"], "unknown flag '--step'"),
