@@ -35,7 +35,7 @@ from megatron_snip.linears import simulated_gemm
 from megatron_snip.options import Option
 from megatron_snip.planning.calibration import CalibratedLinear, CalibrationTable
 from megatron_snip.quantizers import StochasticStream, StreamKey
-from megatron_snip.trainer.config import linear_shapes, load_train_config
+from megatron_snip.trainer.config import TrainConfig, load_train_config
 from megatron_snip.types import Gemm, split_linear_name
 from megatron_snip.version import __version__
 
@@ -119,6 +119,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _model_shapes(config: TrainConfig) -> dict[str, tuple[int, int]]:
+    """Return {glob: (out_features, in_features)} of a layer's linears on one tensor-parallel rank."""
+    hidden, tp = config.hidden_size, config.tensor_model_parallel_size
+    groups = config.query_groups * config.head_width
+    path, ffn = "mlp", config.ffn_width // tp
+    if config.num_experts is not None:
+        path, ffn = "mlp.experts", config.expert_ffn_width // config.expert_tensor_size
+    return {
+        "*.self_attention.linear_qkv": ((hidden + 2 * groups) // tp, hidden),
+        "*.self_attention.linear_proj": (hidden, hidden // tp),
+        f"*.{path}.linear_fc1": (2 * ffn, hidden),
+        f"*.{path}.linear_fc2": (hidden, ffn),
+    }
+
+
 def _shapes(args: argparse.Namespace) -> tuple[dict[str, tuple[int, int]], int]:
     """Return {glob: (out_features, in_features)} and the number of tokens."""
     shapes: dict[str, tuple[int, int]] = {}
@@ -126,11 +141,7 @@ def _shapes(args: argparse.Namespace) -> tuple[dict[str, tuple[int, int]], int]:
     if args.config is not None:
         config = load_train_config(args.config, {}, {})
         tokens = config.micro_batch_size * config.seq_length
-        for shape in linear_shapes(config):
-            # A rank's FLOPs are 1 / TP of the linear's, whichever dimension is split.
-            split = config.tensor_model_parallel_size if shape.in_features == shape.shard[1] else 1
-            name = f"*.{split_linear_name(shape.name)[2]}"
-            shapes[name] = (shape.out_features // split, shape.shard[1])
+        shapes = _model_shapes(config)
     for text in args.linear:
         name, _, size = text.rpartition("=")
         rows, _, columns = size.partition("x")
