@@ -36,7 +36,7 @@ from megatron_snip.options import Option
 from megatron_snip.planning.calibration import CalibratedLinear, CalibrationTable
 from megatron_snip.quantizers import StochasticStream, StreamKey
 from megatron_snip.trainer.config import TrainConfig, load_train_config
-from megatron_snip.types import Gemm, split_linear_name
+from megatron_snip.types import Gemm
 from megatron_snip.version import __version__
 
 MAX_RUNS = 200
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _model_shapes(config: TrainConfig) -> dict[str, tuple[int, int]]:
-    """Return {glob: (out_features, in_features)} of a layer's linears on one tensor-parallel rank."""
+    """Return {glob: (out_features, in_features)} of a layer's linears, of one shard."""
     hidden, tp = config.hidden_size, config.tensor_model_parallel_size
     groups = config.query_groups * config.head_width
     path, ffn = "mlp", config.ffn_width // tp

@@ -136,7 +136,7 @@ def test_gemms_are_those_of_a_linear(name: str) -> None:
     timed = {gemm: call() for gemm, call in linear_gemms(x, w, g, option).items()}
     x.requires_grad_()
     w.requires_grad_()
-    stream = StochasticStream(StreamKey(seed=0, linear="", step=0, microbatch=0))
+    stream = StochasticStream(StreamKey(seed=0, linear="", iteration=0, microbatch=0))
     call = LinearCall(option, lambda: stream, False, False, False, None)
     y = QuantizedLinear.apply(x, w, None, call)  # type: ignore[no-untyped-call]
     y.backward(g)
