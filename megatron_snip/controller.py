@@ -66,6 +66,7 @@ from megatron_snip.reporting.events import (
 )
 from megatron_snip.state import ControllerState, Pending
 from megatron_snip.topology import Topology
+from megatron_snip.version import installed_version
 
 logger = logging.getLogger(__name__)
 
@@ -206,6 +207,7 @@ class SnipController:
             pending=self._solve.pending,
             guard=None if self._guard is None else self._guard.state,
             statistics=self._refresher.mean,
+            settings=self._settings(),
         )
 
     def close(self) -> None:
@@ -417,8 +419,30 @@ class SnipController:
             # A plan file may be another one than before the stop.
             is_other = self.config.plan_file is not None and num_changed > 0
             self._report_plan(done + 1, num_changed, resumed=state is not None and not is_other)
-        if state is not None and state.pending is not None and self._schedule.replans:
+        if state is None:
+            return
+        changes = [
+            f"{name} {state.settings[name]} -> {text}"
+            for name, text in self._settings().items()
+            if state.settings.get(name, text) != text
+        ]
+        if changes:
+            self._warn(f"this run resumes with other settings: {', '.join(changes)}")
+        if state.pending is not None and self._schedule.replans:
             self._submit_again(state.pending)
+
+    def _settings(self) -> dict[str, str]:
+        """Return settings and versions whose change a resumed run reports."""
+        c = self.config
+        found = {
+            "formats": ",".join(c.formats),
+            "granularity": c.granularity,
+            "efficiency_target": str(c.efficiency_target),
+            "policy": c.policy,
+            "backend": str(self.model.backend),
+        }
+        packages = ("megatron-snip", "megatron-core", "torch", "transformer-engine")
+        return found | {name: str(installed_version(name)) for name in packages}
 
     def _submit_again(self, pending: Pending) -> None:
         """All ranks: solve a former run's problem, with the stages and options of this run."""

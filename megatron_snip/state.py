@@ -5,7 +5,7 @@ checkpoints, which are read with `weights_only=True`. Schema version 2:
 
     {"version": 2, "iteration": int, "plan": {a plan file's object},
      "history": [[iteration, digest], ...], "refreshed": int | null,
-     "statistics": null | {a StatisticsTable's},
+     "statistics": null | {a StatisticsTable's}, "settings": {name: text},
      "pending": null | {"iteration": int, "apply_at": int, "problem": {a problem file's object}},
      "guard": null | {"loss": {a LossMonitor's}, "good": null | {a plan file's object},
                       "refused": [digest, ...], "falls": int, "refresh_at": int | null}}
@@ -17,7 +17,8 @@ as its problem: the resumed run solves it again and applies the plan at the same
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_snip.errors import UsageError
@@ -61,6 +62,7 @@ class ControllerState:
         pending: what the solver works on, or None.
         guard: None without a guard.
         statistics: running mean of the measurements, or None.
+        settings: settings and versions whose change a resumed run reports, as text.
     """
 
     iteration: int
@@ -70,6 +72,7 @@ class ControllerState:
     pending: Pending | None = None
     guard: GuardState | None = None
     statistics: StatisticsTable | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the dict described above."""
@@ -82,6 +85,7 @@ class ControllerState:
             "pending": None if self.pending is None else self.pending.to_dict(),
             "guard": None if self.guard is None else self.guard.to_dict(),
             "statistics": None if self.statistics is None else self.statistics.to_dict(),
+            "settings": dict(self.settings),
         }
 
     def restarted_at(self, iteration: int) -> ControllerState:
@@ -124,6 +128,7 @@ class ControllerState:
                 ),
                 guard=None if guard is None else _guard(guard, source, shift),
                 statistics=None if statistics is None else StatisticsTable.from_dict(statistics),
+                settings={str(k): str(v) for k, v in value.get("settings", {}).items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             detail = f"{type(error).__name__}: {error}"

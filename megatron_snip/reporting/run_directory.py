@@ -28,7 +28,6 @@ a killed run loses no line.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import math
 import os
@@ -45,6 +44,7 @@ from megatron_snip.files import write_atomic
 from megatron_snip.planning.plan import write_plan
 from megatron_snip.planning.problem import write_problem
 from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, PlanApplied
+from megatron_snip.version import installed_version
 
 PACKAGES = (
     "megatron-snip",
@@ -60,13 +60,8 @@ PACKAGES = (
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python and of `PACKAGES` (None where not installed)."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+    python = {"python": platform.python_version()}
+    return python | {package: installed_version(package) for package in PACKAGES}
 
 
 class RunDirectory:

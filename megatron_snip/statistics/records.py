@@ -99,7 +99,13 @@ class StatisticsTable:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain built-in types, with the schema's version."""
-        return {"version": SCHEMA_VERSION, **dataclasses.asdict(self)}
+        linears = [dataclasses.asdict(linear) for linear in self.linears]
+        return {
+            "version": SCHEMA_VERSION,
+            "iteration": self.iteration,
+            "loss": self.loss,
+            "linears": linears,
+        }
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> StatisticsTable:
