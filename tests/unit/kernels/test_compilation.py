@@ -157,7 +157,7 @@ def test_new_steps_and_streams_do_not_recompile():
     x = torch.randn(64, 256).bfloat16()
     with compiling(90) as kernels:
         for step in range(5):
-            stream = StochasticStream(replace(KEY, step=step))
+            stream = StochasticStream(replace(KEY, iteration=step))
             one("fp4", ROW, random=_philox_arguments(stream, 256))(x)
         for small in (1, -5, 2**31):  # a key is 64 bits, however few it needs
             one("fp4", ROW, random=RANDOM._replace(key=small, global_cols=256))(x)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from megatron_snip.__main__ import main
-from megatron_snip.cli import train
 from megatron_snip.cli.commands import build_parser
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
@@ -105,7 +104,6 @@ def test_help_lists_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     for name, field in TrainFields.model_fields.items():
         assert "--" + name.replace("_", "-") in shown
         assert field.description
-    assert train.EXAMPLES.split()[0] in shown
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from megatron_snip.__main__ import main
 from megatron_snip.cli.commands import build_parser
 from megatron_snip.cli.train import read_settings
 from megatron_snip.errors import UsageError
-from megatron_snip.trainer.config import TrainConfig
+from megatron_snip.trainer.config import TrainConfig, make_train_config
 from megatron_snip.trainer.megatron_arguments import MEGATRON_DEFAULTS
 
 LLAMA = """
@@ -37,7 +37,7 @@ def test_what_is_not_given_takes_megatrons_default(tmp_path: Path) -> None:
 
 def test_without_a_file_the_trainers_own_defaults_hold() -> None:
     config = read_settings(build_parser("train").parse_args(["train", "--swiglu"]))
-    assert config == TrainConfig()
+    assert config == make_train_config({})
 
 
 def test_yaml_and_flags_win_over_megatrons_defaults(tmp_path: Path) -> None:
