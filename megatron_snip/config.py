@@ -301,7 +301,7 @@ def _settings_text(path: Path) -> str:
 def _check_shape(text: str, source: str) -> None:
     """Refuse what costs far more time or memory than its length says, before it is built."""
     depth = aliases = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+    for event in yaml.parse(text, Loader=_UniqueKeys):
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
         elif isinstance(event, yaml.CollectionEndEvent):
@@ -314,7 +314,7 @@ def _check_shape(text: str, source: str) -> None:
             raise UsageError(f"{source} has more than {_MAX_ALIASES} aliases")
 
 
-class _UniqueKeys(yaml.SafeLoader):
+class _UniqueKeys(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """Refuses a key that is given twice, of which YAML would silently take the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -324,7 +324,8 @@ class _UniqueKeys(yaml.SafeLoader):
                 text = f"duplicate key '{_short(key.value, 80)}'"
                 raise yaml.constructor.ConstructorError(None, None, text, key.start_mark)
             seen.add(getattr(key, "value", None) if isinstance(key, yaml.ScalarNode) else id(key))
-        return super().construct_mapping(node, deep=deep)
+        found: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+        return found
 
 
 def _short(text: str, limit: int) -> str:

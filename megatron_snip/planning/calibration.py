@@ -14,7 +14,6 @@ own FLOPs, so that a problem may count FLOPs for one token or for a batch.
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -25,7 +24,7 @@ from megatron_snip.files import read_json
 from megatron_snip.formats import FORMATS
 from megatron_snip.options import Option
 from megatron_snip.planning.problem import STRICT, PlanningProblem, read_record
-from megatron_snip.types import Gemm
+from megatron_snip.types import Gemm, glob_matches
 
 _Count = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(gt=0.0)]
@@ -83,7 +82,7 @@ class CalibrationTable(BaseModel):
         Raises:
             UsageError: if no entry matches the linear or a format was not measured.
         """
-        entry = next((e for e in self.linears if fnmatchcase(linear, e.names)), None)
+        entry = next((e for e in self.linears if glob_matches(linear, e.names)), None)
         if entry is None:
             globs = ", ".join(entry.names for entry in self.linears)
             raise UsageError(f"the calibration table has no entry for '{linear}' ({globs})")

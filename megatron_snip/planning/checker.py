@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from megatron_snip.options import BF16, Option
@@ -18,6 +17,7 @@ from megatron_snip.planning.cost import TOLERANCE
 from megatron_snip.planning.plan import PrecisionPlan, assignment_digest
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.types import glob_matches
 
 _WITHOUT_TARGET = ("none", "uniform-")
 """Prefixes of the policies that ignore the target; they may use an unlisted bf16."""
@@ -95,7 +95,7 @@ def _pinned(problem: PlanningProblem, settings: PlanSettings) -> dict[str, list[
     pinned: dict[str, list[tuple[str, str]]] = {name: [] for name in problem.names}
     for glob, option in settings.pins:
         for name in problem.names:
-            if fnmatchcase(name, glob):
+            if glob_matches(name, glob):
                 pinned[name].append((option, f"pin {glob}"))
     for side, edge in (("first", settings.first_layers), ("last", settings.last_layers)):
         if edge is None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from fractions import Fraction
 from functools import cached_property
 
@@ -21,7 +20,7 @@ from megatron_snip.errors import InfeasiblePlanError, UsageError
 from megatron_snip.planning.cost import NOISE, CostTable, Floats, Ints, Mask, as_fraction
 from megatron_snip.planning.problem import canonical
 from megatron_snip.planning.settings import Balance, PlanSettings
-from megatron_snip.types import split_linear_name
+from megatron_snip.types import glob_matches, split_linear_name
 
 FORBIDDEN = "forbidden options"
 """Label of the constraint that options with a null quality loss are not used."""
@@ -267,7 +266,7 @@ def _threshold(least: Fraction | None, unit: Fraction) -> int | None:
 
 def _pin(table: CostTable, glob: str, option: str) -> FixedOption:
     label = f"pin {glob}={option}"
-    rows = [i for i, name in enumerate(table.names) if fnmatchcase(name, glob)]
+    rows = [i for i, name in enumerate(table.names) if glob_matches(name, glob)]
     if not rows:
         example = table.names[0]
         text = f"{label}: no linear's name matches; names look like '{example}'"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import PlanningError, naming_field
@@ -31,6 +30,7 @@ from megatron_snip.planning.plan import (
 from megatron_snip.planning.policies import UNIFORM, Request, get_policy
 from megatron_snip.planning.problem import OptionCost, PlanningProblem, check_options
 from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.types import glob_matches
 
 Refusals = Mapping[Option, Mapping[str, str]]
 """Option -> linears that cannot run it -> reason."""
@@ -198,7 +198,7 @@ def bf16_plan(
     """Return `plan` with BF16 for every linear except those whose names match a glob of `pins`."""
     globs = list(pins)
     linears = {
-        name: option if any(fnmatchcase(name, glob) for glob in globs) else BF16
+        name: option if any(glob_matches(name, glob) for glob in globs) else BF16
         for name, option in plan.linears.items()
     }
     return assigned_plan(linears, work, lowest_format, "guard", iteration)

@@ -38,6 +38,8 @@ from megatron_snip.errors import UsageError
 from megatron_snip.files import parse_json, write_atomic
 from megatron_snip.patches import cpu
 from megatron_snip.patches.cpu import torch_adam
+from megatron_snip.planning.plan import read_plan
+from megatron_snip.planning.policies import get_policy
 from megatron_snip.reporting.events import Writer
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.reporting.summary import SummaryWriter
@@ -105,6 +107,10 @@ def check_run(config: TrainConfig, world_size: int) -> None:
                 f"save '{config.save}' holds checkpoints of another run, up to iteration {latest}; "
                 f"resume from them (--load {config.save}) or name another folder"
             )
+    if config.snip.enabled:
+        get_policy(config.snip.policy)
+        if config.snip.plan_file is not None:
+            read_plan(config.snip.plan_file)
     _check_run_dir(config, iteration)
     if config.data_path is not None:
         check_data(config.data_path, config.vocab_size)

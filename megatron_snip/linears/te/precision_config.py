@@ -17,7 +17,6 @@ Megatron's sequential experts have.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -29,7 +28,7 @@ import yaml
 from megatron_snip.errors import UsageError
 from megatron_snip.linears.te.recipe import TERecipe, applies, recipe_from_fields, run_flags
 from megatron_snip.options import Option
-from megatron_snip.types import split_linear_name
+from megatron_snip.types import glob_matches, split_linear_name
 
 CONFIG_TYPE = "transformer_engine_config_type"
 _PARAMS = "TEQuantizationParams"
@@ -207,7 +206,7 @@ def import_options(
     for name in names:
         local = _patterns(stages.local(name)[1])[-1 if sequential_experts else 0].replace("*", "0")
         result[name] = base
-        key = next((key for pattern, key in matchers if fnmatch.fnmatch(local, pattern)), None)
+        key = next((key for pattern, key in matchers if glob_matches(local, pattern)), None)
         if key is not None:
             where = f"{source}: config '{key}'"
             fields = _training_fields(configs[key], where)
