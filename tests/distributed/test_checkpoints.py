@@ -68,7 +68,6 @@ def runs_of(
         **TINY,
         "bf16": True,
         "train_iters": ITERATIONS,
-        "data_cache_path": str(folder / "data"),
     }
     place = folder / name
     saving = {"run_dir": str(place / "run"), "save": str(place / "checkpoints")}
