@@ -77,7 +77,7 @@ def test_a_row_holds_all_experts_of_a_layer(one_rank: dict[str, Any]) -> None:
     assert one_rank["plain"]["losses"][0] > one_rank["plain"]["losses"][2]
 
 
-@pytest.mark.parametrize("name", names(TWO, ["ep"]))
+@pytest.mark.parametrize("name", names(TWO, []))
 def test_two_ranks_measure_and_plan_as_one(
     one_rank: dict[str, Any], two_ranks: list[dict[str, Any]], name: str
 ) -> None:
