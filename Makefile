@@ -11,8 +11,8 @@ LOCK := requirements/lock.txt
 TORCH_CPU := requirements/torch-cpu.txt
 TORCH_CUDA := requirements/torch-cuda.txt
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-# The stamp's name follows what was installed, so a changed lock or setup.py installs anew.
-STAMP := $(VENV)/.installed-$(shell cat $(LOCK) setup.py 2>/dev/null | sha256sum | cut -c1-16)
+# The stamp's name follows what was installed, so a changed lock or pyproject.toml installs anew.
+STAMP := $(VENV)/.installed-$(shell cat $(LOCK) pyproject.toml setup.py 2>/dev/null | sha256sum | cut -c1-16)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Every file is checked against its hash; wheels alone, so that none of them runs code by being
@@ -24,6 +24,7 @@ WANTS_CUDA := $(BIN)/python -c 'import importlib.metadata as m, sys; sys.exit(no
   (sys.platform == "linux" and any("nvidia" in r for r in m.requires("torch") or ())))'
 RUN_DIR ?= runs/demo
 DEMO_ARGS ?=
+TIER ?= -m "not slow"
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 BENCH_PYTHON ?=
@@ -64,7 +65,11 @@ demo: $(STAMP)  ## train a small Llama with SNIP on two ranks and show what it d
 	$(BIN)/megatron-snip train --config configs/demo.yaml --run-dir $(RUN_DIR) --overwrite $(DEMO_ARGS)
 
 .PHONY: test
-test: lint types docs unit distributed  ## lint, types, docs and the whole CPU test suite
+test: lint types docs unit distributed  ## lint, types, docs and the fast tests
+
+.PHONY: test-all
+test-all: TIER :=
+test-all: lint types docs unit distributed  ## the same with the slow tests
 
 .PHONY: lint
 lint: $(STAMP)  ## ruff, codespell, shellcheck
@@ -75,6 +80,8 @@ lint: $(STAMP)  ## ruff, codespell, shellcheck
 
 .PHONY: types
 types: $(STAMP)  ## mypy --strict
+	rm -rf build/types && mkdir -p build/types/megatron_snip
+	ln -s $(CURDIR)/megatron_snip/* $(CURDIR)/kernels $(CURDIR)/patches build/types/megatron_snip/
 	$(BIN)/mypy
 
 # MkDocs warns of its own next major version, which has nothing to do with our pages.
@@ -88,11 +95,11 @@ docs-flags: $(STAMP)  ## write docs/flags.md from the command line's parsers
 
 .PHONY: unit
 unit: $(STAMP)  ## tests of one process
-	$(BIN)/pytest tests/unit tests/hostile -n 2 $(PYTEST_ARGS)
+	$(BIN)/pytest tests/unit tests/hostile -n 2 $(TIER) $(PYTEST_ARGS)
 
 .PHONY: distributed
 distributed: $(STAMP)  ## tests of 2 and 4 gloo ranks
-	$(BIN)/pytest tests/distributed -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/pytest tests/distributed -n 2 --dist loadfile $(TIER) $(PYTEST_ARGS)
 
 .PHONY: test-megatron
 test-megatron:  ## train with Megatron's own pretrain (Python 3.12)

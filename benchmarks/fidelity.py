@@ -34,8 +34,12 @@ from scipy.stats import spearmanr
 from benchmarks.lab import Lab, open_lab
 from benchmarks.machine import RESULTS, write_result
 from megatron_snip.config import SnipConfig
-from megatron_snip.divergence.local_error import absolute_error, relative_error
-from megatron_snip.divergence.weight import fprop_scale, weight_divergence
+from megatron_snip.divergence.divergence import (
+    absolute_error,
+    fprop_scale,
+    relative_error,
+    weight_divergence,
+)
 from megatron_snip.options import Option
 from megatron_snip.statistics.records import FormatStatistics, LinearStatistics, StatisticsTable
 

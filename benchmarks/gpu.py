@@ -1,6 +1,6 @@
 """All benchmarks of one machine in one go: `make bench-gpu`.
 
-    python -m benchmarks.gpu [--output FILE] [--minutes 9.5] [--only NAMES] [--readme FILE]
+    python -m benchmarks.gpu [--output FILE] [--minutes 9.5] [--only NAMES]
 
 Runs, one process each so that a failure stays its own: device, linear, kernels, step, switch,
 refresh. Each has a limit of time, printed before it begins; together they end within `--minutes`.
@@ -14,9 +14,7 @@ to benchmarks/results/<gpu>.json (<cpu>.json without a GPU, from smaller work):
                 "failed": why,                                   of the part itself
                 "wall_seconds": s}}
 
-With `--only`, the file's other parts stay as they are. `--readme` writes the tables made from all
-files in benchmarks/results between FILE's markers (`benchmarks.tables`). Exit status 1 if anything
-failed.
+With `--only`, the file's other parts stay as they are. Exit status 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -36,7 +34,6 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import tables
 from benchmarks.machine import RESULTS, has_gpu, machine
 from megatron_snip.errors import UsageError
 
@@ -117,7 +114,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, metavar="FILE", help="[results/<machine>.json]")
     parser.add_argument("--minutes", type=float, default=9.5, help="for everything together")
     parser.add_argument("--only", help="names of parts, comma separated")
-    parser.add_argument("--readme", type=Path, metavar="FILE", help="write its tables anew")
     args = parser.parse_args(argv)
     console, here, gpu = Console(), machine(), has_gpu()
     output = args.output or RESULTS / file_name(here)
@@ -138,9 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         why = f"[red]{failed[part.name]}[/]" if part.name in failed else "done"
         console.print(f"{part.name:8} {seconds:4.0f} s  {why}")
         _show_goals(report[part.name], console)
-    if args.readme:
-        tables.main(["--results", str(output.parent), "--write", str(args.readme)])
-    console.print(f"written to {output}; README tables: python -m benchmarks.tables")
+    console.print(f"written to {output}")
     return 1 if failed else 0
 
 

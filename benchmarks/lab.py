@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.linears.layout import current_topology
+from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.training_step import TrainingStep
 from megatron_snip.options import BF16, Option
@@ -34,11 +34,14 @@ from megatron_snip.statistics.optimizer_state import adam_shards
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.sensitivity import gather_sensitivities
 from megatron_snip.trainer.config import TrainConfig, make_train_config
-from megatron_snip.trainer.data import Batch, DataRank, Datasets, build_datasets, step_batches
-from megatron_snip.trainer.hooks import PlainHook
-from megatron_snip.trainer.loop import train_step
-from megatron_snip.trainer.model import TrainingState, build_training_state
-from megatron_snip.trainer.parallel import destroy_parallel_state, initialize_parallel_state
+from megatron_snip.trainer.data import Batch, DataRank, Datasets, build_datasets, iteration_batches
+from megatron_snip.trainer.loop import PlainTraining, train_step
+from megatron_snip.trainer.model import (
+    TrainingState,
+    build_training_state,
+    destroy_parallel_state,
+    initialize_parallel_state,
+)
 
 BASE: dict[str, Any] = {
     "hidden_size": 128,
@@ -55,6 +58,9 @@ BASE: dict[str, Any] = {
     "eval_iters": 64,
 }
 """A model that one core trains in minutes; a microbatch is 1024 byte tokens."""
+
+SEED = 0
+"""Of stochastic rounding and sampled tokens."""
 
 
 @dataclass
@@ -85,11 +91,11 @@ class Lab:
         self.model.apply(self._assignment(options))
         losses = []
         for _ in range(steps):
-            self.model.runtime.begin_pass(self.step)
-            hook = PlainHook(_Silent())
-            metrics = train_step(self.step, self.config, self.state, self.datasets.train, hook)
-            losses.append(metrics["loss"])
             self.step += 1
+            self.model.runtime.begin_pass(self.step)
+            samples, hook = self.datasets.train, PlainTraining()
+            metrics = train_step(self.step, self.config, self.state, samples, hook)
+            losses.append(metrics["loss"])
         return losses
 
     def microbatches(self, count: int, held_out: bool = False, first: int = 0) -> list[Batch]:
@@ -104,12 +110,11 @@ class Lab:
         rank = DataRank(0, 1, size, self.config.global_batch_size // size)
         samples = self.datasets.valid if held_out else self.datasets.train
         assert samples is not None
-        start = (0 if held_out else self.step) + first
+        iteration = (0 if held_out else self.step) + first
         found: list[Batch] = []
-        step = start
         while len(found) < count:
-            found += step_batches(samples, rank, step)
-            step += 1
+            iteration += 1
+            found += iteration_batches(samples, rank, iteration)
         return found[:count]
 
     def losses(
@@ -117,13 +122,13 @@ class Lab:
     ) -> np.ndarray:
         """Return the loss of each microbatch, forward only, from FP32 logits."""
         self.model.apply(self._assignment(options))
-        with torch.no_grad(), fp32_logits(self.state.runner.model[-1]):
+        with torch.no_grad(), fp32_logits(self.state.model[-1]):
             reports = self._run(batches, forward_only=True)
         return np.array([_mean(report) for report in reports])
 
     def loss_rounded_again(self, batches: Sequence[Batch], name: str, seed: int) -> float:
         """Return the mean loss with one linear's output, and all after, rounded once more."""
-        (planned,) = (p for p in self.model.linears if p.placement.name == name)
+        (planned,) = (p for p in self.model.linears if p.name == name)
         generator = torch.Generator().manual_seed(seed)
 
         def again(_: torch.nn.Module, __: Any, result: Any) -> Any:
@@ -141,14 +146,14 @@ class Lab:
     ) -> tuple[float, dict[str, torch.Tensor]]:
         """Return the mean loss and each linear's gradient of it, FP64."""
         self.model.apply(self._assignment(options))
-        self.state.runner.zero_gradients()
-        self.model.runtime.begin_pass(self.step)
+        self.state.zero_gradients()
+        self.model.runtime.begin_pass(self.step + 1)
         reports = self._run(batches, forward_only=False)
         found = {
-            p.placement.name: p.weight.main_grad.double().clone()  # type: ignore[attr-defined]
+            p.name: p.weights[0].main_grad.double().clone()  # type: ignore[attr-defined]
             for p in self.model.linears
         }
-        self.state.runner.zero_gradients()
+        self.state.zero_gradients()
         return float(np.mean([_mean(report) for report in reports])), found
 
     def updates(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -156,7 +161,7 @@ class Lab:
         shards = adam_shards(self.state.optimizer)
         found = {}
         for planned in self.model.linears:
-            shard, name = shards[planned.weight], planned.placement.name
+            shard, name = shards[planned.weights[0]], planned.name
             assert shard.exp_avg is not None
             assert shard.exp_avg_sq is not None
             zero = torch.zeros_like(gradients[name]).reshape(-1).requires_grad_()
@@ -189,10 +194,10 @@ class Lab:
             all_tokens: measure all tokens and not a sample.
         """
         self.model.apply(self._assignment(options))
-        self.state.runner.zero_gradients()
+        self.state.zero_gradients()
         arguments = self._arguments(batches, forward_only=False)
         found = self.observed(arguments, snip, all_tokens=all_tokens)
-        self.state.runner.zero_gradients()
+        self.state.zero_gradients()
         return found
 
     def observed(
@@ -211,14 +216,14 @@ class Lab:
             all_tokens: measure all tokens and not a sample.
         """
         topology, runtime = self.model.runtime.topology, self.model.runtime
-        runtime.begin_pass(self.step)
-        formats = tuple(name for name in snip.formats if name != "bf16")
-        settings = MeasureSettings(formats, self.step, snip.seed, names, all_tokens)
+        runtime.begin_pass(self.step + 1)
+        formats = self.model.measured_formats(snip.named_formats)
+        settings = MeasureSettings(formats, self.step + 1, SEED, names, all_tokens)
         sensitivities = gather_sensitivities(
             self.model.weights(names), self.state.optimizer, topology
         )
         observer = StepObserver(settings, topology, sensitivities)
-        training = TrainingStep(self.state.runner.function, arguments)
+        training = TrainingStep(self.state.function, arguments)
         with runtime.observed_by(observer):
             reports = training.run()
         loss = float(np.mean([_mean(report) for report in reports]))
@@ -228,11 +233,11 @@ class Lab:
         return {name: (options or {}).get(name, BF16) for name in self.names}
 
     def _arguments(self, batches: Sequence[Batch], forward_only: bool) -> dict[str, Any]:
-        arguments = self.state.runner.arguments(iter(batches), forward_only=forward_only)
+        arguments = self.state.arguments(iter(batches), forward_only=forward_only)
         return {**arguments, "num_microbatches": len(batches)}
 
     def _run(self, batches: Sequence[Batch], forward_only: bool) -> list[dict[str, Any]]:
-        function = self.state.runner.function
+        function = self.state.function
         return function(**self._arguments(batches, forward_only))
 
 
@@ -297,24 +302,12 @@ def open_lab(values: Mapping[str, Any]) -> Iterator[Lab]:
         stack.callback(destroy_parallel_state)
         state = build_training_state(config, 1)
         datasets = build_datasets(config, None)
-        model = PlannedModel(list(state.runner.model), current_topology(), config.snip.seed)
+        model = PlannedModel(list(state.model), current_topology(), SEED)
         model.install()
         stack.callback(model.uninstall)
         yield Lab(config, state, datasets, model)
     if installed:
         cpu.uninstall()
-
-
-class _Silent:
-    """A reporter for losses that the lab returns itself."""
-
-    def refreshed(self, refresh: Any) -> None: ...
-
-    def planned(self, applied: Any) -> None: ...
-
-    def metrics(self, step: int, values: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def _mean(report: dict[str, Any]) -> float:

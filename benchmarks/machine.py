@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import os
+import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from megatron_snip.reporting import provenance
-from megatron_snip.reporting.provenance import has_gpu
+import torch
 
-__all__ = ["RESULTS", "has_gpu", "machine", "write_result"]
+from megatron_snip.reporting.run_directory import versions
 
 RESULTS = Path(__file__).parent / "results"
 
 PACKAGES = ("triton", "torchao", "nvidia-cublas", "nvidia-cublas-cu12")
-"""Beside those that a run records."""
+"""Distributions whose versions a result records, beside those that a run records."""
 
 
 def machine() -> dict[str, Any]:
-    """Return date, processor, cores, GPU (or None) and versions, of what is timed here too."""
-    found = provenance.machine()
-    found["versions"] |= {package: _version(package) for package in PACKAGES}
-    return found
+    """Return date, processor, cores, GPU (or None) and versions."""
+    found = {**versions(), "cuda": torch.version.cuda}
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "gpu": _gpu_name() if has_gpu() else None,
+        "versions": found | {package: _version(package) for package in PACKAGES},
+    }
+
+
+def has_gpu() -> bool:
+    """Return whether there is a GPU, also where torch.cuda is redirected to the CPU."""
+    return bool(torch.version.cuda) and Path("/dev/nvidiactl").exists()
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Write a result with its machine as JSON; at once or not at all, so that it can be kept up."""
+    """Write a result with its machine as JSON, atomically: it can be updated while it is read."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".part")
     partial.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")
@@ -38,3 +50,19 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _gpu_name() -> str | None:
+    try:
+        return torch.cuda.get_device_name()
+    except (RuntimeError, AssertionError):  # hidden from this process
+        return None
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -34,7 +34,11 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.lab import Lab, on_gpu, open_lab
 from benchmarks.machine import RESULTS, write_result
 from megatron_snip.config import SnipConfig
-from megatron_snip.divergence.quality import QualitySettings, divergence_table, problem_dict
+from megatron_snip.divergence.quality_loss import (
+    QualitySettings,
+    divergence_table,
+    planning_problem,
+)
 
 SHAPES = {
     "small": {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 512, "seq_length": 256},
@@ -48,20 +52,21 @@ SHAPES = {
 def iterate(lab: Lab, config: SnipConfig | None = None, part: int = 0) -> None:
     """Make one training iteration; measured if `config` is given."""
     batches = lab.microbatches(lab.config.global_batch_size // lab.config.micro_batch_size)
-    runner = lab.state.runner
-    arguments = runner.arguments(iter(batches))
-    runner.zero_gradients()
+    arguments = lab.state.arguments(iter(batches))
+    lab.state.zero_gradients()
     if config is None:
-        lab.model.runtime.begin_pass(lab.step)
-        runner.function(**arguments)
+        lab.model.runtime.begin_pass(lab.step + 1)
+        lab.state.function(**arguments)
     else:
         linears = lab.model.all_linears
         stride = math.ceil(1 / config.measure_fraction - 1e-9)
         names = frozenset(linear.name for linear in linears[part % stride :: stride])
         table = lab.observed(arguments, config, names)
         lowest = config.lowest_format
-        quality = QualitySettings(config.options, lowest, config.loss_join, config.weight_lambda)
-        problem_dict(divergence_table(table, quality, warn=False), lowest, 0.75)
+        quality = QualitySettings(
+            config.options, lowest, config.loss_divergence, config.weight_lambda
+        )
+        planning_problem(divergence_table(table, quality, warn=False), lowest, 0.75)
     lab.state.optimizer.step()
     lab.step += 1
 
@@ -123,7 +128,7 @@ def compare(lab: Lab, config: SnipConfig, rounds: int) -> dict[str, Any]:
     peak_measured = peak_bytes(lambda: iterate(lab, config))
     held = tensor_bytes() - before
     peak_ordinary = peak_bytes(lambda: iterate(lab))
-    parameters = sum(p.numel() for p in lab.state.runner.model[0].parameters())
+    parameters = sum(p.numel() for p in lab.state.model[0].parameters())
     linear = max(i.in_features * i.out_features for i in lab.model.all_linears)
     tokens = lab.config.micro_batch_size * lab.config.seq_length
     widest = max(max(i.in_features, i.out_features) for i in lab.model.all_linears)

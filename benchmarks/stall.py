@@ -25,20 +25,23 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 
-from benchmarks.planner import experts_model, machine
+
+from benchmarks.solver import experts_model, machine
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
-from megatron_snip.reporting.reporter import Reporter
+from megatron_snip.reporting.events import Writer
 from megatron_snip.trainer import session
 from megatron_snip.trainer.config import TrainConfig, make_train_config
-from megatron_snip.trainer.hooks import PlainHook
+from megatron_snip.trainer.loop import PlainTraining
+from megatron_snip.trainer.model import ForwardBackward
 
 Condition = Literal["idle", "process", "thread"]
 CONDITIONS: tuple[Condition, ...] = ("idle", "process", "thread")
@@ -50,11 +53,11 @@ SETTINGS = PlanSettings(pipeline_balance="stage")
 GIVE_UP_S = 300.0
 
 
-class StallHook(PlainHook):
+class StallHook(PlainTraining):
     """Keeps plans in the making and writes down how long steps take."""
 
-    def __init__(self, reporter: Reporter, problem: PlanningProblem) -> None:
-        super().__init__(reporter)
+    def __init__(self, writers: Sequence[Writer], problem: PlanningProblem) -> None:
+        super().__init__(writers)
         self._problem = problem
         self._solver = SolverProcess()
         self._in_flight = False
@@ -64,8 +67,14 @@ class StallHook(PlainHook):
         self.calls: dict[str, list[float]] = {"submit": [], "ready": [], "result": []}
         self.plans = dict.fromkeys(CONDITIONS, 0)
 
-    def begin_step(self, step: int) -> None:
-        """End the step before, begin this one, and do what its condition asks for."""
+    def forward_backward(
+        self, iteration: int, function: ForwardBackward, **kwargs: Any
+    ) -> list[dict[str, Any]]:
+        """End the iteration before, begin this one, and keep its condition's solver busy."""
+        self._begin(iteration - 1)
+        return super().forward_backward(iteration, function, **kwargs)
+
+    def _begin(self, step: int) -> None:
         now = time.perf_counter()
         if self._begun is not None:
             self.seconds[self._begun[0]].append(now - self._begun[1])
@@ -138,9 +147,9 @@ def measure(steps: int) -> StallHook:
     hooks: list[StallHook] = []
 
     def make_hook(
-        config: TrainConfig, state: object, reporter: Reporter, start: object = None
+        config: TrainConfig, state: object, writers: list[Writer], start: object = None
     ) -> StallHook:
-        hooks.append(StallHook(reporter, problem))
+        hooks.append(StallHook(writers, problem))
         return hooks[0]
 
     session.make_hook = make_hook

@@ -2,17 +2,15 @@
 
     python -m benchmarks.step [--rounds N] [--json FILE]
 
-A whole step is timed (forward, backward, optimizer) in the embedded trainer, one rank. On a GPU
-the layers are those of a 1B Llama, under `--snip-backend auto` (native on Hopper) and `simulate`;
-on the CPU the demo's and one of half its width, simulated. The plan keeps in fp8 what exceeds
-75 %, spread evenly over the model. `peak_bytes` is the most memory that a step holds, `held_bytes`
-what is held before it begins.
+A step is timed (forward, backward, optimizer) in the embedded trainer, one rank, with simulated
+linears. On a GPU the layers are those of a 1B Llama; on the CPU those of the demo and of half its
+width. What exceeds 75 % runs in fp8, spread evenly over the model. `peak_bytes` is the most memory
+that a step holds, `held_bytes` what is held before it begins.
 
 The embedded trainer's attention is Megatron's own unfused one, which keeps 6 bytes for every pair
 of tokens and head: short sequences, many at once, keep it from filling the GPU and the time.
 
-Goals (times over BF16's): simulate at 75 % FP4 <= 2.0 on the CPU and <= 1.3 on a GPU; native fp8
-faster than BF16.
+Goal (time over BF16's): 75 % FP4 <= 2.0 on the CPU and <= 1.3 on a GPU.
 """
 
 from __future__ import annotations
@@ -34,9 +32,6 @@ from rich.table import Table
 from benchmarks.lab import Lab, open_lab
 from benchmarks.machine import has_gpu, write_result
 from benchmarks.timing import seconds_by_turns
-from megatron_snip.config import Backend
-from megatron_snip.linears.layout import current_topology
-from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import Option
 
 CPU_MODELS: dict[str, dict[str, int]] = {
@@ -91,16 +86,8 @@ def three_quarters(lab: Lab) -> dict[str, Option]:
     return plan
 
 
-def use_backend(lab: Lab, backend: Backend) -> None:
-    """Let the lab's linears run on a backend."""
-    lab.model.uninstall()
-    chunks = list(lab.state.runner.model)
-    lab.model = PlannedModel(chunks, current_topology(), lab.config.snip.seed, backend)
-    lab.model.install()
-
-
 def measure(values: dict[str, int], rounds: int, gpu: bool, keep: Keeper) -> None:
-    """Hand times and ratios of one model to `keep`, after every backend."""
+    """Hand times and ratios of one model to `keep`."""
     heads = values["heads"]
     settings: dict[str, Any] = {k: v for k, v in values.items() if k != "heads"}
     settings |= {
@@ -119,35 +106,30 @@ def measure(values: dict[str, int], rounds: int, gpu: bool, keep: Keeper) -> Non
         "failures": {},
     }
     with open_lab(settings) as lab:
-        backends: tuple[Backend, ...] = ("auto", "simulate") if gpu else ("simulate",)
-        for backend in backends:
-            use_backend(lab, backend)
-            _measure(lab, backend, rounds, gpu, result)
-            seconds = result["seconds"]
-            if "bf16" in seconds:
-                result["over_bf16"] = {n: time_s / seconds["bf16"] for n, time_s in seconds.items()}
-            result["goals"] = _goals(result.get("over_bf16", {}), gpu)
-            keep(result)
-        lab.model.uninstall()
+        _measure(lab, rounds, gpu, result)
+    seconds = result["seconds"]
+    if "bf16" in seconds:
+        result["over_bf16"] = {n: time_s / seconds["bf16"] for n, time_s in seconds.items()}
+    result["goals"] = _goals(result.get("over_bf16", {}), gpu)
+    keep(result)
 
 
-def _measure(lab: Lab, backend: Backend, rounds: int, gpu: bool, result: dict[str, Any]) -> None:
-    """Add one backend's steps to the result."""
-
-    def label(name: str) -> str:
-        return name if name == "bf16" else f"{name}, {backend}"
-
+def _measure(lab: Lab, rounds: int, gpu: bool, result: dict[str, Any]) -> None:
     runs: dict[str, Callable[[], Any]] = {n: _step(lab, plan) for n, plan in plans(lab).items()}
     times = seconds_by_turns(runs, rounds, gpu)
     for name, time_s in times.seconds.items():
-        result["seconds"].setdefault(label(name), time_s)
+        label = _label(name)
+        result["seconds"][label] = time_s
         runs[name]()
         recipes = sorted({linear.recipe for linear in lab.model.linears})
-        result["recipes"][label(name)] = "/".join(recipes)
+        result["recipes"][label] = "/".join(recipes)
         if gpu:
-            held, peak = _memory(runs[name])
-            result["held_bytes"][label(name)], result["peak_bytes"][label(name)] = held, peak
-    result["failures"] |= {label(name): why for name, why in times.failed.items()}
+            result["held_bytes"][label], result["peak_bytes"][label] = _memory(runs[name])
+    result["failures"] |= {_label(name): why for name, why in times.failed.items()}
+
+
+def _label(plan: str) -> str:
+    return plan if plan == "bf16" else f"{plan}, simulate"
 
 
 def _step(lab: Lab, plan: dict[str, Option]) -> Callable[[], Any]:
@@ -164,7 +146,7 @@ def _memory(run: Callable[[], Any]) -> tuple[int, int]:
 
 
 def _goals(over: dict[str, float], gpu: bool) -> list[dict[str, Any]]:
-    most = {"75% fp4, simulate": 1.3 if gpu else 2.0, "fp8, auto": 1.0}
+    most = {"75% fp4, simulate": 1.3 if gpu else 2.0}
     return [
         {"name": f"{name} / bf16", "value": over[name], "most": limit, "met": over[name] <= limit}
         for name, limit in most.items()
@@ -177,8 +159,8 @@ def run(rounds: int, gpu: bool, keep: Keeper = lambda _: None) -> dict[str, Any]
 
     Args:
         rounds: timed steps of each plan.
-        gpu: the large models, and native GEMMs.
-        keep: called with what there is so far, after every model and backend.
+        gpu: the large models.
+        keep: called with what there is so far, after every model.
     """
     report: dict[str, Any] = {"models": {}}
     for name, values in (GPU_MODELS if gpu else CPU_MODELS).items():

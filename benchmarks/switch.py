@@ -30,7 +30,7 @@ from rich.table import Table
 
 from benchmarks.lab import Lab, open_lab
 from benchmarks.machine import has_gpu, write_result
-from benchmarks.step import CPU_MODELS, GPU_MODELS, use_backend
+from benchmarks.step import CPU_MODELS, GPU_MODELS
 from megatron_snip.options import Option
 
 BLOCK = 4
@@ -50,7 +50,6 @@ def run(rounds: int, gpu: bool) -> dict[str, Any]:
     }
     clock = _gpu_seconds if gpu else _cpu_seconds
     with open_lab(settings) as lab:
-        use_backend(lab, "auto")
         first, apply_s, after, steady = {}, [], [], []
         plans = {name: dict.fromkeys(lab.names, Option.uniform(name)) for name in ("fp8", "fp4")}
         for name, plan in plans.items():

@@ -1,10 +1,10 @@
-"""Prints docs/flags.md from the command line's own parsers; `--write` writes it.
+"""Prints docs/flags.md, made from the parsers of the command line.
 
     python docs/flags_page.py            print the page
     python docs/flags_page.py --write    write docs/flags.md
 
-What the parsers say is what the page says: settings come from `SnipConfig` and `TrainFields`, whose
-field docstrings are the help, and every subcommand's flags from its module.
+Settings come from `SnipConfig` and `TrainFields`, whose field docstrings are the help. The flags of
+a subcommand come from its module.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from megatron_snip.__main__ import build_parser
-from megatron_snip.cli.command import COMMANDS
+from megatron_snip.cli.commands import COMMANDS, build_parser
 from megatron_snip.config import SnipConfig
 from megatron_snip.flags import add_flags
 from megatron_snip.patches.arguments import add_snip_arguments
@@ -28,21 +27,21 @@ HEAD = f"""\
 
 <!-- Written by `{COMMAND}`; a test compares the two. -->
 
-SNIP's settings have one name each: `efficiency_target` in YAML and Python is
-`--snip-efficiency-target` on the command line, for `megatron-snip train` and for Megatron scripts
-alike. Flags win over YAML. An unknown key or flag is an error.
+A setting of SNIP has the same name everywhere: `efficiency_target` in YAML and Python is
+`--snip-efficiency-target` on the command line, for `megatron-snip train` and for Megatron scripts.
+Flags override YAML. An unknown key or flag is an error.
 """
 SCRIPT = """\
 ## Megatron scripts
 
-`python -m megatron_snip SCRIPT ARGS` adds these to Megatron's own flags, beside all of SNIP's
-settings above. `--cpu` before the script's name runs it without GPUs.
+`python -m megatron_snip SCRIPT ARGS` accepts Megatron's flags, the settings above, and these flags.
+`--cpu` before the script's name runs it without GPUs.
 """
 TRAIN = """\
 ## megatron-snip train
 
-Keys of `--config FILE` have the flags' names with underscores; SNIP's settings stand below `snip:`.
-`@FILE` stands for the words in a file, in Megatron's own argument names.
+The keys of `--config FILE` are the flags with underscores; SNIP's settings are below `snip:`.
+`@FILE` inserts the flags in a file, for example the arguments of a Megatron-LM script.
 """
 
 
@@ -50,10 +49,10 @@ def page() -> str:
     """Return the page's text."""
     parts = [HEAD, "## SNIP's settings\n", *_groups(_snip())]
     parts += [SCRIPT, *_groups(_script_only())]
-    for command in COMMANDS.values():
-        head = TRAIN if command.name == "train" else f"## megatron-snip {command.name}\n"
-        parser = _parser_of(command.name)
-        parts += [head, f"{command.help[0].upper()}{command.help[1:]}.\n"]
+    for name, text in COMMANDS.items():
+        head = TRAIN if name == "train" else f"## megatron-snip {name}\n"
+        parser = _parser_of(name)
+        parts += [head, f"{text[0].upper()}{text[1:]}.\n"]
         parts += _groups(parser, leave_out=("--snip-", "--snip"))
     return "\n".join(part.rstrip() + "\n" for part in parts)
 

@@ -1,76 +1,221 @@
-"""Running the kernels on tensors: output buffers, block sizes, launches.
+"""Launching the kernels: when they can run, their compile-time numbers, block sizes, outputs.
 
-Block sizes are fixed, not tuned at run time: a run must not stop to compile when shapes change,
-and results do not depend on them. `benchmarks.kernels --sweep` measures the alternatives.
-Functions take [rows, cols] matrices of any strides on one device.
+Block sizes are fixed. A run must not stop to compile when shapes change, and results do not depend
+on block sizes; `benchmarks.kernels --sweep` measures alternatives. Triton is imported only when a
+kernel runs. Functions take [rows, cols] matrices of any strides.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from megatron_snip.formats import Format
-from megatron_snip.kernels.dispatch import interpreting
-from megatron_snip.kernels.grid import NO_DRAWS, Draws, Grid, make_grid
-from megatron_snip.kernels.norms import error_norms_kernel, moments_kernel
-from megatron_snip.kernels.quantize import quantize_both_kernel, quantize_kernel
+from megatron_snip.errors import UnsupportedError
+from megatron_snip.formats import Format, ScaleType
+from megatron_snip.log import warn_once
+
+_LOGGER = logging.getLogger(__name__)
+
+MIN_CAPABILITY = (8, 0)
+"""Compute capability from which the kernels run: BF16 arithmetic."""
+
+MAX_TILE = 128 * 128
+"""Elements of the largest tile that a kernel holds in registers."""
 
 Block = tuple[int, int]
+"""(rows, cols) of a tile."""
 
 
-class Launch(NamedTuple):
-    """Elements a program takes (rows x cols, powers of two) and its warps."""
+class Path(StrEnum):
+    """Who quantizes a tensor; both give the same bits."""
+
+    TRITON = "triton"
+    REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The path taken, and the reason for logs."""
+
+    path: Path
+    reason: str
+
+
+_forced: list[Path] = []
+
+
+@contextmanager
+def forced(path: Path) -> Iterator[None]:
+    """Take one path inside the `with`, for tests and benchmarks.
+
+    If Triton is forced where it cannot run, its first use raises `UnsupportedError`.
+    """
+    _forced.append(path)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+def choose(device: torch.device, *blocks: Block) -> Choice:
+    """Return the path for a tensor on `device` that is quantized in tiles of `blocks`.
+
+    A CUDA tensor that takes the reference path is warned about once.
+
+    Raises:
+        UnsupportedError: if Triton is forced and cannot run.
+    """
+    obstacle = _device_obstacle(device) or next(filter(None, map(_tile_obstacle, blocks)), "")
+    if _forced and _forced[-1] is Path.REFERENCE:
+        return Choice(Path.REFERENCE, "forced")
+    if _forced:
+        if obstacle:
+            raise UnsupportedError(f"Triton kernels are forced but cannot run: {obstacle}")
+        return Choice(Path.TRITON, "forced")
+    if device.type != "cuda":
+        return Choice(Path.REFERENCE, f"the tensor is on {device.type}, not cuda")
+    if obstacle:
+        warn_once(_LOGGER, f"quantizing on {device.type} without Triton, slowly: {obstacle}")
+        return Choice(Path.REFERENCE, obstacle)
+    return Choice(Path.TRITON, "the tensor is on cuda")
+
+
+def interpreting() -> bool:
+    """Return whether kernels run in Triton's interpreter, on the CPU (TRITON_INTERPRET=1)."""
+    return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "yes")
+
+
+@lru_cache(maxsize=1)
+def triton_found() -> bool:
+    """Return whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _device_obstacle(device: torch.device) -> str:
+    if not triton_found():
+        return "triton is not installed (pip install triton)"
+    if device.type == "cpu":
+        return "" if interpreting() else "the tensor is on cpu and TRITON_INTERPRET is not set"
+    if device.type != "cuda":
+        return f"no kernels for {device.type}"
+    capability = _capability(device)
+    if capability < MIN_CAPABILITY:
+        needed, found = ("{}.{}".format(*c) for c in (MIN_CAPABILITY, capability))
+        return f"kernels need compute capability {needed}, this GPU has {found}"
+    return ""
+
+
+@lru_cache(maxsize=16)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _tile_obstacle(block: Block) -> str:
+    if any(side < 1 or side & (side - 1) for side in block):
+        return f"tile sides must be powers of two, got {block[0]}x{block[1]}"
+    if block[0] * block[1] > MAX_TILE:
+        return f"a {block[0]}x{block[1]} tile exceeds {MAX_TILE} elements"
+    return ""
+
+
+class TileSpec(NamedTuple):
+    """A format and its tiles as compile-time numbers; `quantizers.rounding` explains them.
+
+    Attributes:
+        largest: the element type's largest value.
+        min_power_bits: FP32 bits of the smallest normal power of two.
+        anchor: 1.5 * 2^(23 - mantissa bits).
+        noise: 2^(-16 - mantissa bits).
+        scale: 0 FP32, 1 E8M0, 2 E4M3.
+        tile_rows: rows of a tile.
+        tile_cols: columns of a tile.
+    """
+
+    largest: float
+    min_power_bits: int
+    anchor: float
+    noise: float
+    scale: int
+    tile_rows: int
+    tile_cols: int
+
+
+def tile_spec(fmt: Format, block: Block) -> TileSpec:
+    """Return the constants of a quantized format in tiles of `block`."""
+    element = fmt.element
+    assert element is not None
+    return TileSpec(
+        element.max_value,
+        (element.min_exponent + 127) << 23,
+        1.5 * 2.0 ** (23 - element.mantissa_bits),
+        2.0 ** (-16 - element.mantissa_bits),
+        (ScaleType.FP32, ScaleType.E8M0, ScaleType.E4M3).index(fmt.scale),
+        *block,
+    )
+
+
+class PhiloxArguments(NamedTuple):
+    """Where a kernel's random numbers come from (`quantizers.stochastic`), launch-time numbers.
+
+    Attributes:
+        key: Philox key, as a signed 64-bit number.
+        global_cols: columns of the global tensor.
+        local_chunk: columns of a chunk of the local tensor.
+        global_chunk: columns of a chunk of the global tensor.
+        col_start: the shard's first column within a global chunk.
+        mode: 0 round to nearest even; 1 eight neighbors share a counter and no column is sharded;
+            2 they share one and columns are sharded; 3 any layout.
+    """
+
+    key: int
+    global_cols: int
+    local_chunk: int
+    global_chunk: int
+    col_start: int
+    mode: int
+
+
+NO_RANDOM = PhiloxArguments(0, 1, 1, 1, 0, 0)
+"""Round to nearest even."""
+
+
+class LaunchConfig(NamedTuple):
+    """Elements of a program's block (rows x cols, powers of two) and its warps."""
 
     rows: int
     cols: int
     num_warps: int
 
 
-ROW_LAUNCH = Launch(32, 128, 4)
-"""Tiles along the row: 32 elements a thread, loads of 16 bytes, 256 bytes a row at a time."""
+ROW_CONFIG = LaunchConfig(32, 128, 4)
+"""Tiles along the row: 32 elements per thread, 16-byte loads, 256 bytes of a row at a time."""
 
-COL_LAUNCH = Launch(128, 64, 8)
-"""Tiles along tokens: 128-byte row segments in, 128 rows out where the output is transposed."""
+COL_CONFIG = LaunchConfig(128, 64, 8)
+"""Tiles along the column."""
 
-BLOCK_LAUNCH = Launch(128, 128, 8)
-"""Square blocks of weights: one block a program."""
-
-BOTH_LAUNCH = Launch(128, 128, 8)
-"""Both directions at once: whole tiles both ways."""
+SQUARE_CONFIG = LaunchConfig(128, 128, 8)
+"""Square blocks of weights, one per program; and both directions at once."""
 
 ROW_STEP, COL_STEP = 32, 32
 """Rows, and columns, of the slices in which a program of both directions works."""
 
-NORMS_LAUNCH = Launch(16, 128, 4)
-"""Error norms under row tiles: 16 elements a thread and as many sums a quantity."""
-
-NORMS_COL_LAUNCH = Launch(128, 32, 8)
-"""Error norms under token tiles."""
+NORMS_ROW_CONFIG, NORMS_COL_CONFIG = LaunchConfig(16, 128, 4), LaunchConfig(128, 32, 8)
+NORMS_SQUARE_CONFIG = LaunchConfig(128, 128, 16)
+"""Error norms: few elements per thread, because each sum takes as many registers."""
 
 NORMS_STEPS = 8
-"""Blocks that a program of error norms takes side by side, where x is that wide."""
-
-MOMENTS_LAUNCH = Launch(32, 128, 4)
-"""Largest magnitude and sum of squares."""
-
-
-def default_launch(*grids: Grid) -> Launch:
-    """The launch for quantizing under these grids at once: whole tiles of every one."""
-    tall = max(grid.tile_rows for grid in grids)
-    wide = max(grid.tile_cols for grid in grids)
-    if len(grids) > 1 and tall > 1 and wide > 1:
-        return _cover(BOTH_LAUNCH, tall, wide)
-    base = ROW_LAUNCH if tall == 1 else COL_LAUNCH if wide == 1 else BLOCK_LAUNCH
-    return _cover(base, tall, wide)
-
-
-def _cover(base: Launch, tall: int, wide: int) -> Launch:
-    return Launch(max(base.rows, tall), max(base.cols, wide), base.num_warps)
+"""Blocks that a program of error norms adds up, where x is that wide."""
 
 
 def quantize_dequantize(
@@ -79,45 +224,30 @@ def quantize_dequantize(
     block: Block,
     *,
     dtype: torch.dtype,
-    draws: Draws = NO_DRAWS,
+    random: PhiloxArguments = NO_RANDOM,
     tensor_amax: Tensor | None = None,
-    launch: Launch | None = None,
+    config: LaunchConfig | None = None,
 ) -> Tensor:
     """Return the dequantized matrix, [rows, cols] contiguous of `dtype` (BF16 or FP32)."""
+    from megatron_snip.kernels.quantize import quantize_kernel
+
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    _run_one(x, fmt, block, out, None, draws, tensor_amax, launch)
+    spec = tile_spec(fmt, block)
+    config = config or _config(ROW_CONFIG, COL_CONFIG, SQUARE_CONFIG, spec)
+    if x.numel():
+        with _on(x):
+            quantize_kernel[(_programs(x, config),)](
+                *_source(x, tensor_amax),
+                out,
+                *random[:-1],
+                R=config.rows,
+                C=config.cols,
+                SPEC=spec,
+                MODE=random.mode,
+                NATIVE_CASTS=not interpreting(),
+                num_warps=config.num_warps,
+            )
     return out
-
-
-def quantize_payload(
-    x: Tensor,
-    fmt: Format,
-    block: Block,
-    *,
-    transpose: bool = False,
-    scales_col_major: bool = False,
-    draws: Draws = NO_DRAWS,
-    tensor_amax: Tensor | None = None,
-    launch: Launch | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return (E4M3 bytes as uint8, FP32 decode scales).
-
-    Args:
-        x: [rows, cols].
-        fmt: a quantized format.
-        block: (rows, cols) of a tile.
-        transpose: store the bytes column-major; the result is still indexed [row, col].
-        scales_col_major: the same for the scales.
-        draws: random numbers.
-        tensor_amax: for E4M3 scales.
-        launch: block size; None takes the default.
-
-    Returns:
-        uint8 [rows, cols] and FP32 [ceil(rows / tile rows), ceil(cols / tile cols)].
-    """
-    codes, scales = _payload_buffers(x, block, transpose, scales_col_major)
-    _run_one(x, fmt, block, codes, scales, draws, tensor_amax, launch)
-    return codes, scales
 
 
 def quantize_dequantize_both(
@@ -126,239 +256,102 @@ def quantize_dequantize_both(
     blocks: tuple[Block, Block],
     *,
     dtype: torch.dtype,
-    draws: tuple[Draws, Draws] = (NO_DRAWS, NO_DRAWS),
+    random: tuple[PhiloxArguments, PhiloxArguments] = (NO_RANDOM, NO_RANDOM),
     tensor_amax: Tensor | None = None,
-    launch: Launch | None = None,
+    config: LaunchConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Quantize and dequantize x two ways from one read; each result as `quantize_dequantize`'s."""
-    a, b = (torch.empty(x.shape, dtype=dtype, device=x.device) for _ in range(2))
-    _run_both(x, formats, blocks, (a, None), (b, None), draws, tensor_amax, launch)
-    return a, b
+    from megatron_snip.kernels.quantize import quantize_both_kernel
 
-
-def quantize_payload_both(
-    x: Tensor,
-    formats: tuple[Format, Format],
-    blocks: tuple[Block, Block],
-    *,
-    draws: tuple[Draws, Draws] = (NO_DRAWS, NO_DRAWS),
-    tensor_amax: Tensor | None = None,
-    launch: Launch | None = None,
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Quantize x along the row and along tokens from one read.
-
-    Returns:
-        (codes, scales) twice: for the row direction codes row-major and scales column-major, for
-        the token direction codes column-major and scales row-major; that is how a GEMM with
-        1 x 128 scales takes x and x^T.
-    """
-    row = _payload_buffers(x, blocks[0], transpose=False, scales_col_major=True)
-    col = _payload_buffers(x, blocks[1], transpose=True, scales_col_major=False)
-    _run_both(x, formats, blocks, row, col, draws, tensor_amax, launch)
-    return row, col
+    out = [torch.empty(x.shape, dtype=dtype, device=x.device) for _ in range(2)]
+    row, col = (tile_spec(fmt, block) for fmt, block in zip(formats, blocks, strict=True))
+    config = config or _config(ROW_CONFIG, COL_CONFIG, SQUARE_CONFIG, row, col)
+    layout = (random[0] if random[0].mode else random[1])[1:-1]
+    if x.numel():
+        with _on(x):
+            quantize_both_kernel[(_programs(x, config),)](
+                *_source(x, tensor_amax),
+                *out,
+                random[0].key,
+                random[1].key,
+                *layout,
+                R=config.rows,
+                C=config.cols,
+                ROW_SPEC=row,
+                COL_SPEC=col,
+                ROW_MODE=random[0].mode,
+                COL_MODE=random[1].mode,
+                ROW_STEP=max(ROW_STEP, row.tile_rows),
+                COL_STEP=max(COL_STEP, col.tile_cols),
+                NATIVE_CASTS=not interpreting(),
+                num_warps=config.num_warps,
+            )
+    return out[0], out[1]
 
 
 def error_norms(
     x: Tensor,
     specs: tuple[tuple[Format, Block], ...],
     *,
-    rowwise: bool = False,
     tensor_amax: Tensor | None = None,
-    launch: Launch | None = None,
+    config: LaunchConfig | None = None,
 ) -> Tensor:
-    """Sums of squares of x and of its rounding errors, nothing else written.
+    """Return FP64 [1 + len(specs)]: sum x^2, and sum (x - Q(x))^2 for each (format, tile).
 
-    Args:
-        x: [rows, cols].
-        specs: one or more (format, tile) pairs, rounded to nearest even.
-        rowwise: one sum for each row instead of one in all.
-        tensor_amax: for E4M3 scales.
-        launch: block size; None takes the default.
-
-    Returns:
-        FP64 [1 + len(specs)], or [1 + len(specs), rows]: squares first, then errors.
+    One read of x serves two formats; rounding is to nearest even.
     """
-    groups = [specs[i : i + _GRIDS] for i in range(0, len(specs), _GRIDS)]
-    sums = [_error_norms(x, group, rowwise, tensor_amax, launch) for group in groups]
-    return torch.cat([sums[0], *(table[1:] for table in sums[1:])])
-
-
-_GRIDS = 4
-"""Formats that one read of x can serve."""
-
-
-def norms_launch(tall: int, wide: int) -> tuple[Launch, int]:
-    """(launch, blocks side by side) for error norms under tiles of at most `tall` x `wide`."""
-    if tall == 1:
-        return _cover(NORMS_LAUNCH, 1, wide), NORMS_STEPS
-    if wide == 1:
-        return _cover(NORMS_COL_LAUNCH, tall, 1), NORMS_STEPS
-    return _cover(BLOCK_LAUNCH, tall, wide), 1
+    pairs = [specs[i : i + 2] for i in range(0, len(specs), 2)]
+    sums = [_error_norms(x, pair, tensor_amax, config) for pair in pairs]
+    return torch.cat([sums[0], *(part[1:] for part in sums[1:])])
 
 
 def _error_norms(
     x: Tensor,
     specs: tuple[tuple[Format, Block], ...],
-    rowwise: bool,
     tensor_amax: Tensor | None,
-    launch: Launch | None,
+    config: LaunchConfig | None,
 ) -> Tensor:
-    grids = [make_grid(fmt, block) for fmt, block in specs]
-    tall = max(grid.tile_rows for grid in grids)
-    wide = max(grid.tile_cols for grid in grids)
-    default, steps = norms_launch(tall, wide)
-    launch = launch or default
-    if x.shape[1] < steps * launch.cols:
-        steps = 1
-    down = triton.cdiv(x.shape[0], launch.rows)
-    across = triton.cdiv(x.shape[1], launch.cols * steps)
-    shape = (across, x.shape[0]) if rowwise else (down * across,)
-    sums = torch.zeros((1 + len(grids), *shape), dtype=torch.float32, device=x.device)
+    from megatron_snip.kernels.error_norms import error_norms_kernel
+
+    first, *others = (tile_spec(fmt, block) for fmt, block in specs)
+    second = others[0] if others else first
+    standard = _config(NORMS_ROW_CONFIG, NORMS_COL_CONFIG, NORMS_SQUARE_CONFIG, first, second)
+    config = config or standard
+    steps = NORMS_STEPS if min(config[:2]) < 128 and x.shape[1] >= NORMS_STEPS * config.cols else 1
+    programs = _programs(x, config._replace(cols=steps * config.cols))
+    sums = torch.zeros((3, programs), dtype=torch.float32, device=x.device)
     if x.numel():
-        named = {f"GRID_{i}": grids[min(i, len(grids) - 1)] for i in range(_GRIDS)}
         with _on(x):
-            error_norms_kernel[(down * across,)](
-                x,
-                *x.stride(),
-                _or_zero(tensor_amax, x),
-                *x.shape,
+            error_norms_kernel[(programs,)](
+                *_source(x, tensor_amax),
                 sums,
-                R=launch.rows,
-                C=launch.cols,
+                R=config.rows,
+                C=config.cols,
                 STEPS=steps,
-                **named,
-                COUNT=len(grids),
-                ROWS=rowwise,
-                num_warps=launch.num_warps,
+                FIRST=first,
+                SECOND=second,
+                num_warps=config.num_warps,
             )
-    return sums.sum(1, dtype=torch.float64)
+    return sums[: 1 + len(specs)].sum(1, dtype=torch.float64)
 
 
-def moments(x: Tensor, launch: Launch = MOMENTS_LAUNCH) -> tuple[Tensor, Tensor]:
-    """(largest magnitude, FP32 scalar, NaN if there is one; sum of squares, FP64 scalar)."""
-    if not x.numel():
-        zero = torch.zeros((), device=x.device)
-        return zero, zero.double()
-    down, across = _blocks(x, launch)
-    amax, square = torch.empty((2, down * across), dtype=torch.float32, device=x.device)
-    with _on(x):
-        moments_kernel[(down * across,)](
-            x,
-            *x.stride(),
-            *x.shape,
-            amax,
-            square,
-            R=launch.rows,
-            C=launch.cols,
-            num_warps=launch.num_warps,
-        )
-    return amax.amax(), square.sum(dtype=torch.float64)
+def _config(
+    row: LaunchConfig, col: LaunchConfig, square: LaunchConfig, *specs: TileSpec
+) -> LaunchConfig:
+    """Return the standard block for these tiles, large enough for complete tiles of each."""
+    tall = max(spec.tile_rows for spec in specs)
+    wide = max(spec.tile_cols for spec in specs)
+    base = row if tall == 1 else col if wide == 1 else square
+    return LaunchConfig(max(base.rows, tall), max(base.cols, wide), base.num_warps)
 
 
-def _run_one(
-    x: Tensor,
-    fmt: Format,
-    block: Block,
-    out: Tensor,
-    scales: Tensor | None,
-    draws: Draws,
-    tensor_amax: Tensor | None,
-    launch: Launch | None,
-) -> None:
-    grid = make_grid(fmt, block)
-    launch = launch or default_launch(grid)
-    if not x.numel():
-        return
-    down, across = _blocks(x, launch)
-    with _on(x):
-        quantize_kernel[(down * across,)](
-            x,
-            *x.stride(),
-            _or_zero(tensor_amax, x),
-            *x.shape,
-            *_target(out, scales),
-            *draws[:-1],
-            R=launch.rows,
-            C=launch.cols,
-            GRID=grid,
-            PAYLOAD=scales is not None,
-            MODE=draws.mode,
-            NATIVE_CASTS=not interpreting(),
-            num_warps=launch.num_warps,
-        )
+def _programs(x: Tensor, config: LaunchConfig) -> int:
+    return -(-x.shape[0] // config.rows) * -(-x.shape[1] // config.cols)
 
 
-def _run_both(
-    x: Tensor,
-    formats: tuple[Format, Format],
-    blocks: tuple[Block, Block],
-    row: tuple[Tensor, Tensor | None],
-    col: tuple[Tensor, Tensor | None],
-    draws: tuple[Draws, Draws],
-    tensor_amax: Tensor | None,
-    launch: Launch | None,
-) -> None:
-    grids = [make_grid(fmt, block) for fmt, block in zip(formats, blocks, strict=True)]
-    launch = launch or default_launch(*grids)
-    if not x.numel():
-        return
-    down, across = _blocks(x, launch)
-    place = draws[0] if draws[0].mode else draws[1]
-    with _on(x):
-        quantize_both_kernel[(down * across,)](
-            x,
-            *x.stride(),
-            _or_zero(tensor_amax, x),
-            *x.shape,
-            *_target(*row),
-            *_target(*col),
-            draws[0].key,
-            draws[1].key,
-            *place[1:-1],
-            R=launch.rows,
-            C=launch.cols,
-            ROW_GRID=grids[0],
-            COL_GRID=grids[1],
-            PAYLOAD=row[1] is not None,
-            ROW_MODE=draws[0].mode,
-            COL_MODE=draws[1].mode,
-            ROW_STEP=max(ROW_STEP, grids[0].tile_rows),
-            COL_STEP=max(COL_STEP, grids[1].tile_cols),
-            NATIVE_CASTS=not interpreting(),
-            num_warps=launch.num_warps,
-        )
-
-
-def _target(out: Tensor, scales: Tensor | None) -> tuple[Any, ...]:
-    """(values, row stride, col stride, scales, row stride, col stride)."""
-    scales = out if scales is None else scales  # never written then
-    return (out, *out.stride(), scales, *scales.stride())
-
-
-def _payload_buffers(
-    x: Tensor, block: Block, transpose: bool, scales_col_major: bool
-) -> tuple[Tensor, Tensor]:
-    rows, cols = x.shape
-    grid = (triton.cdiv(rows, block[0]), triton.cdiv(cols, block[1]))
-    codes = _matrix(rows, cols, torch.uint8, x.device, transpose)
-    return codes, _matrix(*grid, torch.float32, x.device, scales_col_major)
-
-
-def _matrix(
-    rows: int, cols: int, dtype: torch.dtype, device: torch.device, col_major: bool
-) -> Tensor:
-    if col_major:
-        return torch.empty((cols, rows), dtype=dtype, device=device).T
-    return torch.empty((rows, cols), dtype=dtype, device=device)
-
-
-def _blocks(x: Tensor, launch: Launch) -> tuple[int, int]:
-    return triton.cdiv(x.shape[0], launch.rows), triton.cdiv(x.shape[1], launch.cols)
-
-
-def _or_zero(tensor_amax: Tensor | None, x: Tensor) -> Tensor:
-    """A pointer for the kernel; x's own where none is read."""
-    return x if tensor_amax is None else tensor_amax
+def _source(x: Tensor, tensor_amax: Tensor | None) -> tuple[Any, ...]:
+    """Return the kernels' first arguments; where no amax is read, any pointer will do."""
+    return x, *x.stride(), x if tensor_amax is None else tensor_amax, *x.shape
 
 
 def _on(x: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -1,92 +1,224 @@
-"""Kernels that quantize a matrix in one read: one direction, or rows and tokens together.
+"""Kernels that quantize and dequantize a matrix; the reference is `quantizers.reference`.
 
-A program takes a block of whole tiles and writes either the dequantized tensor (BF16 or FP32) or
-an E4M3 payload (uint8) with one FP32 decode scale a tile. `both` reads x from memory once for two
-quantizations: along the row (fprop, dgrad) and along tokens (wgrad).
+    amax' = max(amax, 2^-100); encode and decode as in `quantizers.scaling`
+    p = max(2^exponent(y), smallest normal power of two);  c = anchor * p
+    nearest     q = (y + c) - c
+    stochastic  q = (y + noise * (b + 1/2) * p + c) - c
 
-Every tensor is addressed through (row stride, col stride), so a transposed output is a matter of
-strides; offsets are 64-bit. The twin is `quantizers.reference`.
+Rounding is arithmetic, not a cast: Triton's interpreter casts wrongly, and hardware differs in -0.
+Products with p are exact. They are written as fused multiply-adds so that the compiler does not
+fuse y = x * encode with the addition instead: y must be rounded before p is added. A division is
+`div_rn`, because `/` is approximate. With FP32 and E8M0 scales y is not clamped: there
+|y| <= largest * (1 + 2^-23), which rounds to `largest` (the noise is below half a step).
 
-Inside, `at` is (first row, first col, rows, cols) of a block, `out` is (values, their row stride,
-their col stride, scales, their row stride, their col stride).
+A program handles one block of complete tiles. Offsets are 64-bit. NaN passes through amax as
+integer bits, because `tl.max` drops it.
+
+Names: R, C rows and columns of a block; x, y, q [R, C] FP32; encode, decode [R / tile rows,
+C / tile cols] FP32; `at` = (first row, first col, rows, cols); `layout` = the fields of
+`launch.PhiloxArguments` after the key; SPEC a `launch.TileSpec`.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
-# What a kernel computes with are Triton's values; they have no Python types.
+# Kernels compute with Triton's values, which have no Python types.
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from megatron_snip.kernels.tile import draw, narrow, payload, quantize_tiles, spread
+_EXPONENT = tl.constexpr(0x7F800000)
+_FLOOR = tl.constexpr(2.0**-100)
+_INF = tl.constexpr(float("inf"))
+_STORED_MIN = tl.constexpr(2.0**-6)
+_STORED_MAX = tl.constexpr(448.0)
+_STORED_MIN_BITS = tl.constexpr((-6 + 127) << 23)
+_STORED_ANCHOR = tl.constexpr(1.5 * 2.0**20)
+_ROUNDS = tl.constexpr(7)
 
 
 @triton.jit
 def block_at(rows, cols, R: tl.constexpr, C: tl.constexpr):
-    """Where this program's [R, C] block lies; blocks are numbered along the row first."""
+    """Return where this program's [R, C] block is; blocks are numbered along the row first."""
     across = tl.cdiv(cols, C)
     return (tl.program_id(0) // across) * R, (tl.program_id(0) % across) * C, rows, cols
 
 
 @triton.jit
-def load_block(x_ptr, row_stride, col_stride, at, R: tl.constexpr, C: tl.constexpr):
-    """A block of x in FP32 [R, C], zeros beyond the tensor's edges."""
+def _offsets(at, row_stride, col_stride, R: tl.constexpr, C: tl.constexpr):
+    """Return (offsets, mask), [R, C], of a block in memory."""
     row0, col0, rows, cols = at
     r = row0 + tl.arange(0, R)
     c = col0 + tl.arange(0, C)
-    spots = r.to(tl.int64)[:, None] * row_stride + c.to(tl.int64)[None, :] * col_stride
-    inside = (r < rows)[:, None] & (c < cols)[None, :]
-    return tl.load(x_ptr + spots, mask=inside, other=0.0).to(tl.float32)
+    offsets = r.to(tl.int64)[:, None] * row_stride + c.to(tl.int64)[None, :] * col_stride
+    return offsets, (r < rows)[:, None] & (c < cols)[None, :]
 
 
 @triton.jit
-def _store_block(
-    q, decode, out, at, GRID: tl.constexpr, PAYLOAD: tl.constexpr, NATIVE_CASTS: tl.constexpr
+def load_block(x_ptr, row_stride, col_stride, at, R: tl.constexpr, C: tl.constexpr):
+    """Return a block of x in FP32 [R, C], with zeros beyond the tensor's edges."""
+    offsets, mask = _offsets(at, row_stride, col_stride, R, C)
+    return tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def round_nearest(y, min_power_bits: tl.constexpr, anchor: tl.constexpr):
+    """Round to nearest even on the element type's grid; y within range, or NaN."""
+    bits = y.to(tl.int32, bitcast=True) & _EXPONENT
+    power = tl.maximum(bits, min_power_bits).to(tl.float32, bitcast=True)
+    return tl.fma(power, -anchor, tl.fma(power, anchor, y))
+
+
+@triton.jit
+def round_stochastic(
+    y, bits16, min_power_bits: tl.constexpr, anchor: tl.constexpr, noise: tl.constexpr
 ):
-    """Write a block's values, and its scales if it is a payload."""
-    R: tl.constexpr = q.shape[0]
-    C: tl.constexpr = q.shape[1]
-    row0, col0, rows, cols = at
-    values_ptr, row_stride, col_stride, scale_ptr, scale_row, scale_col = out
-    r = row0 + tl.arange(0, R)
-    c = col0 + tl.arange(0, C)
-    spots = r.to(tl.int64)[:, None] * row_stride + c.to(tl.int64)[None, :] * col_stride
-    inside = (r < rows)[:, None] & (c < cols)[None, :]
-    if PAYLOAD:
-        tl.store(values_ptr + spots, payload(q, NATIVE_CASTS), mask=inside)
-        tr = row0 // GRID.tile_rows + tl.arange(0, R // GRID.tile_rows)
-        tc = col0 // GRID.tile_cols + tl.arange(0, C // GRID.tile_cols)
-        exists = (tr * GRID.tile_rows < rows)[:, None] & (tc * GRID.tile_cols < cols)[None, :]
-        spots = tr.to(tl.int64)[:, None] * scale_row + tc.to(tl.int64)[None, :] * scale_col
-        tl.store(scale_ptr + spots, decode, mask=exists)
+    """Round to a neighbor on the grid; bits16 [R, C] int32 in [-2^15, 2^15)."""
+    bits = y.to(tl.int32, bitcast=True) & _EXPONENT
+    power = tl.maximum(bits, min_power_bits).to(tl.float32, bitcast=True)
+    noisy = tl.fma(bits16.to(tl.float32) + 0.5, power * noise, y)
+    return tl.fma(power, -anchor, tl.fma(power, anchor, noisy))
+
+
+@triton.jit
+def tile_scales(amax, tensor_amax, SPEC: tl.constexpr):
+    """Return (encode, decode) of tiles with largest magnitude `amax`; NaN for NaN and Inf."""
+    amax = tl.where(amax < _INF, amax, float("nan"))
+    if SPEC.scale == 2:
+        top = tl.where(tensor_amax < _INF, tl.maximum(tensor_amax, _FLOOR), float("nan"))
+        tensor = tl.div_rn(top, _STORED_MAX * SPEC.largest)
+        ratio = tl.div_rn(tl.div_rn(amax, SPEC.largest), tensor)
+        ratio = tl.clamp(ratio, _STORED_MIN, _STORED_MAX, propagate_nan=tl.PropagateNan.ALL)
+        stored = round_nearest(ratio, _STORED_MIN_BITS, _STORED_ANCHOR)
+        encode = tl.div_rn(tl.div_rn(1.0, tensor), stored)
+        decode = stored * tensor
     else:
-        value = q * spread(decode, R, C, GRID)
-        value = narrow(value, values_ptr.dtype.element_ty, NATIVE_CASTS)
-        tl.store(values_ptr + spots, value, mask=inside)
+        floored = tl.where(amax < _FLOOR, _FLOOR, amax)
+        decode = tl.div_rn(floored, SPEC.largest)
+        if SPEC.scale == 1:
+            up = ((decode.to(tl.int32, bitcast=True) + 0x007FFFFF) & _EXPONENT).to(tl.int32)
+            finite = floored < _INF
+            decode = tl.where(finite, up.to(tl.float32, bitcast=True), float("nan"))
+            inverse = (0x7F000000 - up).to(tl.float32, bitcast=True)  # 2^-e from 2^e
+            encode = tl.where(finite, inverse, float("nan"))
+        else:
+            encode = tl.div_rn(SPEC.largest, floored)
+    return encode, decode
+
+
+@triton.jit
+def tile_amax(x, SPEC: tl.constexpr):
+    """Return the largest magnitude of each tile, [R / tile rows, C / tile cols], NaN included."""
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if SPEC.tile_rows == 1:
+        amax = tl.max(bits.reshape(R, C // SPEC.tile_cols, SPEC.tile_cols), 2)
+    elif SPEC.tile_cols == 1:
+        amax = tl.max(bits.reshape(R // SPEC.tile_rows, SPEC.tile_rows, C), 1)
+    elif SPEC.tile_rows == R and SPEC.tile_cols == C:
+        amax = tl.full((1, 1), tl.max(bits), tl.int32)  # one tile: threads reduce their own first
+    else:
+        tiles = bits.reshape(
+            R // SPEC.tile_rows, SPEC.tile_rows, C // SPEC.tile_cols, SPEC.tile_cols
+        )
+        amax = tl.max(tl.max(tiles, 3), 1)
+    return amax.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def expand_tiles(scale, R: tl.constexpr, C: tl.constexpr, SPEC: tl.constexpr):
+    """Repeat each tile's number over its elements: -> [R, C]."""
+    if SPEC.tile_rows == 1:
+        wide = tl.broadcast_to(scale[:, :, None], (R, C // SPEC.tile_cols, SPEC.tile_cols))
+    elif SPEC.tile_cols == 1:
+        wide = tl.broadcast_to(scale[:, None, :], (R // SPEC.tile_rows, SPEC.tile_rows, C))
+    else:
+        wide = tl.broadcast_to(
+            scale[:, None, :, None],
+            (R // SPEC.tile_rows, SPEC.tile_rows, C // SPEC.tile_cols, SPEC.tile_cols),
+        )
+    return wide.reshape(R, C)
+
+
+@triton.jit
+def quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Return the dequantized block in FP32; `bits16` is read only if STOCHASTIC."""
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    tensor_amax = 0.0
+    if SPEC.scale == 2:
+        tensor_amax = tl.load(amax_ptr)
+    encode, decode = tile_scales(tile_amax(x, SPEC), tensor_amax, SPEC)
+    y = x * expand_tiles(encode, R, C, SPEC)
+    if SPEC.scale == 2:
+        y = tl.clamp(y, -SPEC.largest, SPEC.largest, propagate_nan=tl.PropagateNan.ALL)
+    if STOCHASTIC:
+        q = round_stochastic(y, bits16, SPEC.min_power_bits, SPEC.anchor, SPEC.noise)
+    else:
+        q = round_nearest(y, SPEC.min_power_bits, SPEC.anchor)
+    return q * expand_tiles(decode, R, C, SPEC)
+
+
+@triton.jit
+def random_bits16(key, at, layout, R: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr):
+    """Return the random numbers of a block: [R, C] int32 in [-2^15, 2^15)."""
+    row0, col0, _, _ = at
+    global_cols, local_chunk, global_chunk, col_start = layout
+    rows = (row0 + tl.arange(0, R)).to(tl.int64)
+    base = (rows * global_cols)[:, None]
+    cols = col0 + (tl.arange(0, C) if MODE == 3 else tl.arange(0, C // 8) * 8)
+    if MODE != 1:
+        cols = cols // local_chunk * global_chunk + col_start + cols % local_chunk
+    index = base + cols.to(tl.int64)[None, :]
+    w0, w1, w2, w3 = tl.randint4x(key, index >> 3, n_rounds=_ROUNDS)
+    if MODE == 3:
+        lane = (index & 7).to(tl.int32)
+        word = tl.where(lane < 4, tl.where(lane < 2, w0, w1), tl.where(lane < 6, w2, w3))
+        word = word.to(tl.int32, bitcast=True)
+        bits16 = tl.where((lane & 1) == 0, (word << 16) >> 16, word >> 16)
+    else:
+        # lane = 4 * (word > 1) + 2 * (odd word) + (high half): join from the slowest bit on
+        words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(R, C // 2)
+        words = words.to(tl.int32, bitcast=True)
+        bits16 = tl.join((words << 16) >> 16, words >> 16).reshape(R, C)
+    return bits16
+
+
+@triton.jit
+def _narrow(value, dtype: tl.constexpr, NATIVE_CASTS: tl.constexpr):
+    """FP32 -> `dtype`, to nearest even; NATIVE_CASTS is off in the interpreter, which truncates."""
+    if dtype == tl.bfloat16 and not NATIVE_CASTS:
+        bits = value.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        rounded = tl.where(value == value, rounded, 0x7FC00000)
+        value = rounded.to(tl.float32, bitcast=True)
+    return value.to(dtype)
 
 
 @triton.jit
 def _quantize_block(
     x,
-    tensor_amax,
+    amax_ptr,
     key,
-    place,
-    out,
+    layout,
+    out_ptr,
     at,
-    GRID: tl.constexpr,
-    PAYLOAD: tl.constexpr,
+    SPEC: tl.constexpr,
     MODE: tl.constexpr,
     NATIVE_CASTS: tl.constexpr,
 ):
-    """Quantize a block one way and write it."""
-    draws = 0
+    """Quantize and dequantize a block, and write it to `out_ptr`, [rows, cols] contiguous."""
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    bits16 = 0
     if MODE != 0:
-        draws = draw(key, at, place, x.shape[0], x.shape[1], MODE)
-    q, decode = quantize_tiles(x, draws, tensor_amax, GRID, MODE != 0)
-    _store_block(q, decode, out, at, GRID, PAYLOAD, NATIVE_CASTS)
+        bits16 = random_bits16(key, at, layout, R, C, MODE)
+    value = quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC, MODE != 0)
+    offsets, mask = _offsets(at, at[3], 1, R, C)
+    tl.store(out_ptr + offsets, _narrow(value, out_ptr.dtype.element_ty, NATIVE_CASTS), mask=mask)
 
 
-@triton.jit(do_not_specialize=["key", "row_start", "col_start"])
+@triton.jit(do_not_specialize=["key", "col_start"])
 def quantize_kernel(
     x_ptr,  # [rows, cols] BF16 or FP32
     x_row,
@@ -94,37 +226,26 @@ def quantize_kernel(
     amax_ptr,  # FP32 scalar, read by E4M3 scales
     rows,
     cols,
-    out_ptr,  # [rows, cols] BF16 or FP32, or uint8 if PAYLOAD
-    out_row,
-    out_col,
-    scale_ptr,  # [ceil(rows / tile rows), ceil(cols / tile cols)] FP32, written if PAYLOAD
-    scale_row,
-    scale_col,
+    out_ptr,  # [rows, cols] BF16 or FP32, contiguous
     key: tl.int64,
     global_cols,
     local_chunk,
     global_chunk,
     col_start,
-    row_start,
     R: tl.constexpr,
     C: tl.constexpr,
-    GRID: tl.constexpr,
-    PAYLOAD: tl.constexpr,
+    SPEC: tl.constexpr,
     MODE: tl.constexpr,
     NATIVE_CASTS: tl.constexpr,
 ):
     """Quantize along one direction."""
     at = block_at(rows, cols, R, C)
     x = load_block(x_ptr, x_row, x_col, at, R, C)
-    tensor_amax = 0.0
-    if GRID.scale == 2:
-        tensor_amax = tl.load(amax_ptr)
-    place = (global_cols, local_chunk, global_chunk, col_start, row_start)
-    out = (out_ptr, out_row, out_col, scale_ptr, scale_row, scale_col)
-    _quantize_block(x, tensor_amax, key, place, out, at, GRID, PAYLOAD, MODE, NATIVE_CASTS)
+    layout = (global_cols, local_chunk, global_chunk, col_start)
+    _quantize_block(x, amax_ptr, key, layout, out_ptr, at, SPEC, MODE, NATIVE_CASTS)
 
 
-@triton.jit(do_not_specialize=["row_key", "col_key", "row_start", "col_start"])
+@triton.jit(do_not_specialize=["row_key", "col_key", "col_start"])
 def quantize_both_kernel(
     x_ptr,  # [rows, cols] BF16 or FP32
     x_row,
@@ -132,58 +253,41 @@ def quantize_both_kernel(
     amax_ptr,  # FP32 scalar, read by E4M3 scales
     rows,
     cols,
-    a_ptr,  # tiles along the row: values and scales, as in `quantize_kernel`
-    a_row,
-    a_col,
-    a_scale_ptr,
-    a_scale_row,
-    a_scale_col,
-    b_ptr,  # tiles along tokens
-    b_row,
-    b_col,
-    b_scale_ptr,
-    b_scale_row,
-    b_scale_col,
+    row_out_ptr,  # [rows, cols] BF16 or FP32, contiguous; tiles along the row
+    col_out_ptr,  # the same; tiles along the column (tokens)
     row_key: tl.int64,
     col_key: tl.int64,
     global_cols,
     local_chunk,
     global_chunk,
     col_start,
-    row_start,
     R: tl.constexpr,
     C: tl.constexpr,
-    ROW_GRID: tl.constexpr,
-    COL_GRID: tl.constexpr,
-    PAYLOAD: tl.constexpr,
+    ROW_SPEC: tl.constexpr,
+    COL_SPEC: tl.constexpr,
     ROW_MODE: tl.constexpr,
     COL_MODE: tl.constexpr,
     ROW_STEP: tl.constexpr,
     COL_STEP: tl.constexpr,
     NATIVE_CASTS: tl.constexpr,
 ):
-    """Quantize along the row and along tokens from one read of x.
+    """Quantize along the row and along the column from one read of x from memory.
 
-    The block holds whole tiles both ways, too much for registers; so it is worked off in slices
-    of ROW_STEP rows and then in slices of COL_STEP columns. The second pass finds x in the first-
-    level cache (32 KiB of BF16), and small slices leave room for enough programs to hide latency.
+    The block holds complete tiles both ways, which is too much for registers. So it is processed
+    in slices of ROW_STEP rows, then in slices of COL_STEP columns. The second pass finds x in the
+    L1 cache (32 KiB of BF16), and small slices leave room for enough programs to hide latency.
     """
     row0, col0, _, _ = block_at(rows, cols, R, C)
-    tensor_amax = 0.0
-    if ROW_GRID.scale == 2 or COL_GRID.scale == 2:
-        tensor_amax = tl.load(amax_ptr)
-    place = (global_cols, local_chunk, global_chunk, col_start, row_start)
-    a = (a_ptr, a_row, a_col, a_scale_ptr, a_scale_row, a_scale_col)
+    layout = (global_cols, local_chunk, global_chunk, col_start)
     for step in range(0, R, ROW_STEP):
         at = (row0 + step, col0, rows, cols)
         x = load_block(x_ptr, x_row, x_col, at, ROW_STEP, C)
         _quantize_block(
-            x, tensor_amax, row_key, place, a, at, ROW_GRID, PAYLOAD, ROW_MODE, NATIVE_CASTS
+            x, amax_ptr, row_key, layout, row_out_ptr, at, ROW_SPEC, ROW_MODE, NATIVE_CASTS
         )
-    b = (b_ptr, b_row, b_col, b_scale_ptr, b_scale_row, b_scale_col)
     for step in range(0, C, COL_STEP):
         at = (row0, col0 + step, rows, cols)
         x = load_block(x_ptr, x_row, x_col, at, R, COL_STEP)
         _quantize_block(
-            x, tensor_amax, col_key, place, b, at, COL_GRID, PAYLOAD, COL_MODE, NATIVE_CASTS
+            x, amax_ptr, col_key, layout, col_out_ptr, at, COL_SPEC, COL_MODE, NATIVE_CASTS
         )

@@ -7,7 +7,7 @@
 # The Python that has megatron-snip installed.
 export SNIP_PYTHON="${SNIP_PYTHON:-python3}"
 
-# Ranks on a node: one a GPU. Without GPUs say how many gloo ranks to start.
+# Ranks on a node: one per GPU. Without GPUs, the number of gloo ranks to start.
 if [ -z "${SNIP_RANKS_PER_NODE:-}" ]; then
   SNIP_RANKS_PER_NODE="${SLURM_GPUS_ON_NODE:-$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)}"
   if [ "$SNIP_RANKS_PER_NODE" -lt 1 ]; then SNIP_RANKS_PER_NODE=1; fi
@@ -18,8 +18,8 @@ export SNIP_RANKS_PER_NODE
 export SNIP_NODES="${SNIP_NODES:-1}"
 export SNIP_NODE_RANK="${SNIP_NODE_RANK:-${SLURM_NODEID:-0}}"
 
-# Folder of checkpoints: the job goes on from the latest one in it and saves to it, also before a time limit.
-# Empty: no checkpoints but those that the command line asks for.
+# Folder of checkpoints: the job resumes from the latest one and saves to it, also before a time limit.
+# Empty: only the checkpoints that the command line asks for.
 export SNIP_CHECKPOINTS="${SNIP_CHECKPOINTS:-}"
 
 # Container of the job's steps under Slurm: an image for pyxis, or an apptainer file (*.sif). Empty:

@@ -10,7 +10,7 @@
 # set (slurm.sbatch does). Every other variable is in env.sh.
 #
 # SIGUSR1 to this script, or a file called .stop in the folder SNIP_CHECKPOINTS, makes the ranks write
-# a checkpoint and end well; run again, the command goes on from there.
+# a checkpoint and end. The same command then resumes from it.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -31,14 +31,14 @@ fi
 program=${1:-}
 if [ "$program" = --cpu ]; then program=${2:-}; fi
 
-# Both programs name their folders alike; Megatron's scripts heed a signal only if told to.
+# Both programs have the same flags for folders. Megatron's scripts need a flag to handle a signal.
 checkpoints=()
 if [ -n "$SNIP_CHECKPOINTS" ]; then
   checkpoints=(--save "$SNIP_CHECKPOINTS" --load "$SNIP_CHECKPOINTS")
   for word in "$@"; do
     case $word in
       --save | --save=* | --load | --load=*)
-        # What is saved in one folder and loaded from another does not go on by itself.
+        # A job that saves in one folder and loads from another would not resume.
         echo "${0##*/}: checkpoints are in SNIP_CHECKPOINTS ($SNIP_CHECKPOINTS); drop $word" >&2
         exit 2
         ;;

@@ -1,4 +1,4 @@
-"""`import megatron_snip.auto` as a script's first line: SNIP's seams, if its command line asks.
+"""`import megatron_snip.auto` as a script's first line: installs SNIP on `--snip`.
 
 The same as `python -m megatron_snip SCRIPT`, for scripts that are started in another way. It must
 come before anything that takes a function out of `megatron.training` by name.
@@ -8,6 +8,6 @@ from __future__ import annotations
 
 import sys
 
-from megatron_snip.patches.seams import install_for
+from megatron_snip.patches.install import install_for
 
 install_for(sys.argv[1:])

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_snip import butterfly
+from megatron_snip import recursive_doubling
 from megatron_snip.errors import SnipError
 
 T = TypeVar("T")
@@ -118,8 +118,8 @@ def sum_over(tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
     """All ranks of `group`: add `tensor` up in place and return it; identity for None."""
     if group is None:
         return tensor
-    if butterfly.suits(tensor, group):
-        return butterfly.all_reduce(tensor, group)
+    if recursive_doubling.suits(tensor, group):
+        return recursive_doubling.all_reduce(tensor, group)
     dist.all_reduce(tensor, group=group)
     return tensor
 

@@ -7,15 +7,15 @@ Every field is a flag: `efficiency_target` is `--snip-efficiency-target` on the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import UsageError, did_you_mean, naming_field
 from megatron_snip.formats import get_format, lowest_precision
 from megatron_snip.options import Granularity, Option, enumerate_options
 
@@ -25,9 +25,13 @@ _MAX_YAML_BYTES = 1 << 20
 _MAX_DEPTH = 32
 _MAX_ALIASES = 8
 
-Backend = Literal["auto", "simulate", "native", "te"]
-LossJoin = Literal["fisher", "first_plus_fisher"]
+Backend = Literal["auto", "simulate", "te"]
+LossDivergence = Literal["fisher", "first_plus_fisher"]
 PipelineBalance = Literal["none", "stage", "bottleneck"]
+
+AUTO = "auto"
+SIMULATED_FORMATS = ("fp8", "fp4")
+"""What `auto` means where GEMMs are simulated."""
 
 
 class _Section(BaseModel):
@@ -45,140 +49,99 @@ class ScheduleFields(_Section):
     """Turn SNIP on. Off means that the model runs exactly as Megatron runs it."""
 
     interval: Annotated[int, Field(ge=1)] = 200
-    """Training steps between two refreshes (a refresh measures, solves and applies a plan)."""
+    """Iterations between two refreshes. A refresh measures, solves and applies a plan."""
 
-    start_step: Annotated[int, Field(ge=0)] = 0
-    """Training step (0-based) of the first refresh; give the optimizer a few steps first."""
+    start_step: Annotated[int, Field(ge=1)] = 100
+    """Iteration of the first refresh (Megatron's count, from 1). Adam's moments are too young
+    for a plan in the first iterations."""
 
     lag: Annotated[int, Field(ge=1)] = 2
-    """Steps between measuring and applying a plan. It is fixed, so that runs replay exactly;
-    training goes on meanwhile."""
-
-    stop_step: Annotated[int, Field(ge=0)] | None = None
-    """No refresh starts at or after this step; the last plan stays."""
+    """Iterations between measuring and applying a plan. Training continues meanwhile. The lag
+    is fixed so that a run can be repeated exactly."""
 
     collect_only: bool = False
-    """Measure and write statistics at every refresh, and change nothing."""
-
-    freeze_plan: bool = False
-    """Keep the plan that the run starts with; refreshes still measure and write problems."""
+    """Measure and write statistics at every refresh, and never change the plan: BF16, or the
+    plan of --snip-plan-file."""
 
     eval_precision: Literal["plan", "bf16"] = "plan"
-    """What evaluations run in: the plan in force, or BF16 throughout."""
+    """Precision of evaluations: the current plan, or BF16 throughout."""
 
 
 class MeasureFields(_Section):
     """What a refresh measures."""
 
     measure_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Share of the linears that one training iteration measures. Below 1, a refresh takes as many
-    iterations as it needs to measure all, so that no single iteration takes much longer."""
+    """Share of the linears that one iteration measures. Below 1, a refresh spreads over several
+    iterations, and each of them costs less."""
 
     stat_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
-    """Weight of former measurements in the running mean of second-order statistics."""
+    """Weight of earlier measurements in the running mean of second-order statistics."""
 
-    loss_join: LossJoin = "fisher"
-    """What the loss divergence is: `fisher` (second order) or the paper's `first_plus_fisher`
-    (|first order| + second order)."""
+    loss_divergence: LossDivergence = "fisher"
+    """Estimator of the loss divergence: `fisher` (second order) or the paper's
+    `first_plus_fisher` (|first order| + second order)."""
 
     weight_lambda: Annotated[float, Field(ge=0.0)] = 0.1
-    """Weight of the weight divergence beside the loss divergence, both normalized."""
+    """Weight of the normalized weight divergence relative to the loss divergence."""
 
 
 class PlanFields(_Section):
     """What the planner may choose and must reach."""
 
     policy: str = "snip"
-    """Who makes the plan: snip, uniform-OPTION (e.g. uniform-fp8), random, or another baseline;
-    `megatron-snip plan --help` lists all."""
+    """Planning policy: snip, uniform-OPTION (for example uniform-fp8), random, or another
+    baseline. `megatron-snip plan --help` lists all."""
 
     efficiency_target: Fraction = 0.75
-    """Least share of linear FLOPs in the lowest precision on offer, 0 to 1."""
+    """Smallest share of the linears' FLOPs in the lowest precision among the formats, 0 to 1."""
 
-    formats: tuple[str, ...] = ("fp8", "fp4")
-    """Formats on offer, comma separated; the one with the fewest bits is the lowest precision.
-
-    Formats of as many bits count alike towards the target."""
+    formats: tuple[str, ...] = (AUTO,)
+    """Formats that a plan may use, comma separated. The one with the fewest bits is the lowest
+    precision; formats with equally many bits count alike. `auto`: fp8,fp4 where GEMMs are
+    simulated, bf16,fp8 on Hopper and bf16,fp8,fp4 on Blackwell with Transformer Engine."""
 
     granularity: Granularity = "linear"
-    """`linear`: one format a linear (the paper's). `gemm`: fprop, dgrad and wgrad each choose."""
+    """`linear`: one format per linear (the paper's). `gemm`: fprop, dgrad and wgrad choose
+    separately."""
 
     backend: Backend = "auto"
-    """Who runs the linears: `simulate` (Megatron's own, any format on any machine), `native`
-    (FP8 tensor cores), `te` (Transformer Engine's recipes), `auto` (te for Transformer Engine's
-    linears; for Megatron's, native where it can, else simulate). docs/backends.md lists all."""
+    """What runs the linears: `simulate` (Megatron's linears, any format on any machine), `te`
+    (Transformer Engine's recipes), or `auto` (the one that fits the model's linears)."""
 
     pipeline_balance: PipelineBalance = "none"
-    """`stage`: every pipeline stage reaches the target; `bottleneck`: first make the slowest
-    stage as fast as possible; `none`: only the whole model reaches the target."""
-
-    initial_option: str = "bf16"
-    """Option of every linear before the first plan."""
+    """`stage`: every pipeline stage reaches the target. `bottleneck`: first make the slowest
+    stage as fast as possible. `none`: only the model as a total reaches the target."""
 
     pins: tuple[str, ...] = ()
-    """GLOB=OPTION, comma separated: linears that keep an option,
-    e.g. 'decoder.layers.0.*=fp8'. The option must be among those on offer or bf16."""
+    """GLOB=OPTION, comma separated: linears with a fixed option, for example
+    'decoder.layers.0.*=fp8'. The option must be bf16 or one that the formats allow."""
 
-    max_changes: Annotated[int, Field(ge=0)] | None = None
-    """Most linears that may change their option in one refresh."""
-
-    min_gain: Fraction = 0.0
-    """A new plan must lower the quality loss by at least this share of the old plan's, or the
-    old plan stays (where it is still feasible)."""
+    change_penalty: Annotated[float, Field(ge=0.0, le=1e150)] = 0.0
+    """Price of each linear that changes its option at a refresh, in units of quality loss. The
+    uniform plan in the lowest precision has quality loss 1 + weight_lambda."""
 
     plan_file: Path | None = None
-    """Start from this plan (a plans/<step>.json of another run)."""
-
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Seed of stochastic rounding, of sampled tokens and of the solver."""
-
-    time_limit_s: Annotated[float, Field(gt=0.0)] = 30.0
-    """Seconds the solver may take; then the best plan found so far counts."""
-
-    solver_workers: Annotated[int, Field(ge=1)] = 1
-    """Threads of the solver; 1 makes it deterministic."""
+    """Start with this plan (a plans/<iteration>.json of another run). With --snip-collect-only
+    the plan stays for the whole run."""
 
 
 class GuardFields(_Section):
-    """How training is kept safe from SNIP."""
+    """Protection of training against a bad plan."""
 
     guard: bool = True
-    """Watch the loss after a plan change: where it is NaN or jumps, make the step again with the
-    last good plan, go on with that, and measure anew."""
-
-    guard_steps: Annotated[int, Field(ge=1)] = 50
-    """Steps after a plan change in which the guard watches."""
-
-    guard_rise: Annotated[float, Field(gt=0.0)] = 0.2
-    """Least rise of the loss, as a share of its level before the change, that is a jump."""
+    """Watch the loss after a plan change. If it is NaN or jumps, repeat the iteration with the
+    last good plan, keep that plan, and measure again."""
 
     guard_sigmas: Annotated[float, Field(ge=0.0)] = 6.0
-    """Least rise of the loss, in standard deviations of its step-to-step noise, that is a jump."""
-
-    guard_patience: Annotated[int, Field(ge=1)] = 10
-    """Steps in a row with such a loss after which the plan goes, even if the step is no better
-    without it."""
+    """Smallest rise of the loss that counts as a jump, in standard deviations of its noise from
+    iteration to iteration."""
 
 
 class OutputFields(_Section):
-    """What is written, and where."""
+    """Output."""
 
     output_dir: Path | None = None
-    """Directory for plans, problems, divergences and metrics."""
-
-    precision_log: bool = False
-    """At every plan change log what each linear resolved to (option, recipe, backend, weight
-    storage), and write it as JSON beside the plans."""
-
-    wandb: bool = False
-    """Log to Weights & Biases (offline unless WANDB_MODE says otherwise)."""
-
-    wandb_project: str = "megatron-snip"
-    """The W&B project to log to."""
-
-    tensorboard: bool = False
-    """Write TensorBoard files below the run's directory. Only `megatron-snip train` needs it: a
-    Megatron job's own writer (--tensorboard-dir) is used where it has one."""
+    """Directory for plans, problems, divergences and metrics. Default: snip/ below --save."""
 
 
 class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputFields):
@@ -197,43 +160,52 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
         return value
 
     @model_validator(mode="after")
-    def _check_words(self) -> SnipConfig:
-        _named("formats", partial(lowest_precision, self.formats))
-        _named("initial_option", partial(Option.parse, self.initial_option))
-        for pin in self.pins:
-            glob, sep, option = pin.rpartition("=")
-            if not sep or not glob:
-                raise UsageError(f"pins: '{pin}' is not GLOB=OPTION, e.g. 'decoder.layers.0.*=fp8'")
-            _named("pins", partial(Option.parse, option))
+    def _check_together(self) -> SnipConfig:
+        with naming_field("formats"):
+            if AUTO in self.formats and len(self.formats) > 1:
+                raise UsageError(f"'{AUTO}' stands alone; drop it or the other formats")
+            lowest_precision(self.named_formats)
+        with naming_field("pins"):
+            for pin in self.pins:
+                glob, sep, option = pin.rpartition("=")
+                if not sep or not glob:
+                    raise UsageError(f"'{pin}' is not GLOB=OPTION, e.g. 'decoder.layers.0.*=fp8'")
+                Option.parse(option)
         window = math.ceil(1 / self.measure_fraction - 1e-9)
         if window > self.interval:
             raise UsageError(
-                f"measure_fraction ({self.measure_fraction}) takes {window} iterations to measure "
-                f"all linears, and interval is {self.interval}; raise one of them"
+                f"{self.measure_fraction} takes {window} iterations to measure all linears, "
+                f"and interval is {self.interval}; raise one of them",
+                field="measure_fraction",
             )
-        if self.lag + window > self.interval and not (self.collect_only or self.freeze_plan):
+        if self.lag + window > self.interval and not self.collect_only:
             raise UsageError(
-                f"lag ({self.lag}) must be smaller than interval ({self.interval}) less the "
-                f"{window - 1} further iterations that measure, so that a plan is applied before "
-                "the next refresh starts"
+                f"got {self.lag}, must be smaller than interval ({self.interval}) less the "
+                f"{window - 1} further iterations that measure; lower it, or raise interval",
+                field="lag",
             )
         return self
 
     @property
+    def named_formats(self) -> tuple[str, ...]:
+        """The formats; for `auto`, which a model's backend resolves, those of simulation."""
+        return SIMULATED_FORMATS if self.formats == (AUTO,) else self.formats
+
+    @property
     def options(self) -> tuple[Option, ...]:
         """What every linear may choose from, highest precision first."""
-        return enumerate_options(self.formats, self.granularity)
+        return enumerate_options(self.named_formats, self.granularity)
 
     @property
     def lowest_format(self) -> str:
-        """Name of the lowest precision on offer: what `efficiency_target` counts."""
-        return lowest_precision(self.formats).name
+        """Name of the lowest precision among the formats: what `efficiency_target` counts."""
+        return lowest_precision(self.named_formats).name
 
     @property
     def lowest_formats(self) -> str:
-        """All formats on offer that count towards the target, for people: `fp4`, `fp4/fp4_rht`."""
+        """All formats that count towards the target, for people: `fp4`, `fp4/nvfp4`."""
         bits = get_format(self.lowest_format).bits
-        return "/".join(n for n in dict.fromkeys(self.formats) if get_format(n).bits == bits)
+        return "/".join(n for n in dict.fromkeys(self.named_formats) if get_format(n).bits == bits)
 
     @property
     def pin_pairs(self) -> tuple[tuple[str, Option], ...]:
@@ -242,32 +214,29 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
         return tuple((glob, Option.parse(option)) for glob, option in pairs)
 
 
-def _named(field: str, check: Callable[[], object]) -> None:
-    """Run a check of a field's value; its message begins with the field's name."""
-    try:
-        check()
-    except UsageError as error:
-        raise UsageError(f"{field}: {error}") from None
+def explain(error: ValidationError) -> str:
+    """Return one line for the first problem: the field, what is accepted and what was got."""
+    return str(first_problem(error))
 
 
-def explain(error: ValidationError, flag: str = "") -> str:
-    """Return one line that names field, value and what was wanted, for the first problem found.
+def first_problem(error: ValidationError, known: Iterable[str] = ()) -> UsageError:
+    """Return the first problem that pydantic found, with its field.
 
     Args:
         error: what pydantic raised.
-        flag: put before each field's name, e.g. `--snip-`.
+        known: names of fields, to propose one in place of an unknown key.
     """
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"])
-    if flag:
-        place = flag + place.replace("_", "-")
-    if first["type"] == "extra_forbidden":
-        return f"unknown key {_short(repr(place), 120)}"
-    got = ""
-    if first["type"] not in ("missing", "value_error"):
-        got = f", got {_short(repr(first['input']), 120)}"
-    text = f"{place}: {first['msg']}{got}" if place else str(first["msg"])
-    return _short(" ".join(text.split()), 500)
+    kind, value = first["type"], first["input"]
+    if kind == "extra_forbidden":
+        return UsageError(f"unknown key {_short(repr(place), 120)}{did_you_mean(place, known)}")
+    text = str(first["msg"])
+    if kind not in ("missing", "value_error"):
+        text += f", got {_short(repr(value), 120)}"
+    if kind == "literal_error":
+        text += did_you_mean(str(value), re.findall(r"'(.*?)'", first["ctx"]["expected"]))
+    return UsageError(_short(" ".join(text.split()), 500), field=place or None)
 
 
 def make_config(values: dict[str, Any]) -> SnipConfig:
@@ -279,7 +248,8 @@ def make_config(values: dict[str, Any]) -> SnipConfig:
     try:
         return SnipConfig(**values)
     except ValidationError as error:
-        raise UsageError(f"snip settings: {explain(error)}") from None
+        problem = first_problem(error, SnipConfig.model_fields)
+        raise UsageError(f"snip settings: {problem}") from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -331,7 +301,7 @@ def _settings_text(path: Path) -> str:
 def _check_shape(text: str, source: str) -> None:
     """Refuse what costs far more time or memory than its length says, before it is built."""
     depth = aliases = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+    for event in yaml.parse(text, Loader=_UniqueKeys):
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
         elif isinstance(event, yaml.CollectionEndEvent):
@@ -344,7 +314,7 @@ def _check_shape(text: str, source: str) -> None:
             raise UsageError(f"{source} has more than {_MAX_ALIASES} aliases")
 
 
-class _UniqueKeys(yaml.SafeLoader):
+class _UniqueKeys(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """Refuses a key that is given twice, of which YAML would silently take the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -354,7 +324,8 @@ class _UniqueKeys(yaml.SafeLoader):
                 text = f"duplicate key '{_short(key.value, 80)}'"
                 raise yaml.constructor.ConstructorError(None, None, text, key.start_mark)
             seen.add(getattr(key, "value", None) if isinstance(key, yaml.ScalarNode) else id(key))
-        return super().construct_mapping(node, deep=deep)
+        found: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+        return found
 
 
 def _short(text: str, limit: int) -> str:

@@ -1,17 +1,18 @@
-"""The loop that closes: due -> measure -> plan -> broadcast -> apply -> report.
+"""The controller: measure -> plan -> broadcast -> apply, every `--snip-interval` iterations.
 
-    step s            a refresh is due: this training iteration is observed; at its end one
-                      reduction, and rank 0 hands the problem to the solver's process
-    step s + lag      rank 0 broadcasts the outcome (a plan, or why there is none); every rank
-                      applies the same plan between two steps and checks its digest
+    iteration i          a refresh is due: this iteration is observed. At its end one all-reduce
+                         sums the statistics, and rank 0 gives the problem to the solver's process
+    iteration i + lag    rank 0 broadcasts the plan (or why there is none); every rank applies the
+                         same plan before the iteration and checks its digest
 
 Every rank makes the same calls in the same order. A failure anywhere becomes the same decision on
-every rank: keep the old plan, warn once, go on. A plan that breaks the loss
-goes (plan_guard.py).
+every rank: keep the current plan, warn once, continue. A plan that breaks the loss is reverted
+(guard.py).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -21,38 +22,67 @@ import torch
 
 from megatron_snip.collectives import RemoteFailure, attempt
 from megatron_snip.config import SnipConfig
-from megatron_snip.controller_state import ControllerState, Pending
-from megatron_snip.cycle.announcer import Announcer
-from megatron_snip.cycle.offer import Offer
-from megatron_snip.cycle.refresher import Refresher
-from megatron_snip.cycle.schedule import Schedule
-from megatron_snip.cycle.solving import Solving, from_leader
-from megatron_snip.errors import PlanningError
-from megatron_snip.linears.layout import current_topology
+from megatron_snip.divergence.quality_loss import unmeasured_problem
+from megatron_snip.errors import PlanningError, UsageError
+from megatron_snip.formats import get_format, lowest_precision
+from megatron_snip.guard import Guard, GuardState
+from megatron_snip.linears.availability import (
+    available_options,
+    option_refusals,
+    resolve_formats,
+)
+from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.precision_log import precision_table
 from megatron_snip.linears.runtime import Mode
 from megatron_snip.linears.training_step import ForwardBackward, TrainingStep
-from megatron_snip.options import BF16
-from megatron_snip.plan_guard import PlanGuard
+from megatron_snip.options import BF16, Option
+from megatron_snip.pending_solve import PendingSolve, from_rank_0
 from megatron_snip.planning.plan import PrecisionPlan, changed_linears
+from megatron_snip.planning.planner import (
+    adapt_plan,
+    bf16_plan,
+    initial_plan,
+    restrict_problem,
+)
+from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
-from megatron_snip.reporting.reporter import Applied, Reporter
+from megatron_snip.refresh import (
+    MIN_OPTIMIZER_STEPS,
+    Refresher,
+    Results,
+    Schedule,
+    moments_are_young,
+)
+from megatron_snip.reporting.events import (
+    Event,
+    Measurement,
+    Metrics,
+    Notice,
+    NoticeKind,
+    PlanApplied,
+    Reporter,
+    Writer,
+)
+from megatron_snip.state import ControllerState, Pending
 from megatron_snip.topology import Topology
+from megatron_snip.version import installed_version
+
+logger = logging.getLogger(__name__)
 
 
 class SnipController:
-    """Drives SNIP for one training process; construct it on all ranks together.
+    """Drives SNIP in one training process; construct it on all ranks together.
 
-    A training loop calls, on every rank and in this order for each step: `begin_step`,
-    `forward_backward` in place of its forward-backward function, `end_step`; and `close` at the
-    end.
+    A training loop calls on every rank, for each iteration (1-based, as Megatron counts):
+    `forward_backward` in place of its forward-backward function, and `end_iteration`; around
+    evaluations `evaluation`; `state` where it saves; and `close` at the end.
 
     Attributes:
         config: the settings.
         model: the planned linears.
-        plan: the plan in force.
-        history: (step, digest) of every plan applied, in order.
+        plan: the current plan.
+        history: (iteration, digest) of every plan applied, in order.
     """
 
     def __init__(
@@ -60,10 +90,12 @@ class SnipController:
         config: SnipConfig,
         model: Sequence[torch.nn.Module],
         optimizer: Any,
-        reporter: Reporter | None = None,
-        solver: SolverProcess | None = None,
+        *,
+        seed: int = 0,
+        writers: Sequence[Writer] = (),
         state: ControllerState | None = None,
         topology: Topology | None = None,
+        solver: SolverProcess | None = None,
     ) -> None:
         """All ranks: attach to a built model.
 
@@ -71,202 +103,231 @@ class SnipController:
             config: the settings.
             model: Megatron's model chunks.
             optimizer: Megatron's optimizer.
-            reporter: told of everything; pass one on the ranks that report and None elsewhere.
+            seed: of stochastic rounding, sampled tokens and the solver; the same on all ranks.
+            writers: record events; on the ranks that report.
+            state: continue from here (`state()` of the run that was stopped).
+            topology: this rank's place in the parallel layout; by default Megatron's.
             solver: solves on rank 0; by default a process of its own.
-            state: go on from here (`state()` of the run that was stopped).
-            topology: this rank's place, where the caller has made it; by default Megatron's.
 
         Raises:
             UsageError: on every rank, if the policy is unknown, a pin or the plan file does not
                 fit the model, or no plan reaches the target.
             UnsupportedError: on every rank, if the backend cannot run the model's linears or the
-                lowest precision on offer.
+                lowest precision among the formats.
         """
         topology = current_topology() if topology is None else topology
-        leader = topology.rank == 0
+        config = resolve_formats(config, model, topology.control)
         self.config = config
-        self.model = PlannedModel(model, topology, config.seed, config.backend)
+        self.model = PlannedModel(model, topology, seed, config.backend)
+        self.history: list[tuple[int, str]] = [] if state is None else list(state.history)
         self._optimizer = optimizer
         self._control = topology.control
-        self._announcer = Announcer(reporter, leader)
-        self._schedule = Schedule(config, None if state is None else state.refreshed)
-        self._offer = Offer(config, self.model, self._announcer)
-        self.history: list[tuple[int, str]] = [] if state is None else list(state.history)
-        self.plan = self._first_plan(leader, None if state is None else state.plan)
-        if leader and self._schedule.replans:
-            solver = SolverProcess() if solver is None else solver
-        else:
+        self._is_rank_0 = topology.rank == 0
+        self._reporter = Reporter(writers)
+        refreshed = None if state is None else state.refreshed
+        self._schedule = Schedule(config, self._may_measure, refreshed)
+        self._topology = topology
+        self._work = {i.name: (i.stage, i.flops_per_token) for i in self.model.all_linears}
+        self._available = available_options(self.model, config)
+        for text in self._available.warnings:
+            self._warn(text)
+        self.plan = self._first_plan(None if state is None else state.plan, seed)
+        settings = PlanSettings.from_config(config, seed)
+        if not (self._is_rank_0 and self._schedule.replans):
             solver = None
-        self._solving = Solving(config, self._offer, self._control, solver)
-        self._guard = self._made_guard(topology, state)
+        elif solver is None:
+            solver = SolverProcess()
+        self._solve = PendingSolve(settings, self._control, solver)
+        self._guard = self._make_guard(topology, None if state is None else state.guard)
         self._refresher = Refresher(
             config,
             self.model,
             optimizer,
             topology,
-            self._offer,
             self._schedule.num_parts,
+            seed,
             None if state is None else state.statistics,
         )
-        self._measuring_failed: str | None = None
         self._start(state)
 
     # What a training loop calls.
 
-    def begin_step(self, step: int) -> None:
-        """All ranks, before step `step` (0-based): apply the pending plan if it is time."""
-        if self._guard is not None:
-            self._guard.hear()
-        if self._solving.due(step):
-            self._conclude(step)
+    def forward_backward(self, iteration: int, function: ForwardBackward, **kwargs: Any) -> Results:
+        """All ranks: run an iteration's forward-backward under the plan, observed if it is due.
 
-    def forward_backward(
-        self, step: int, function: ForwardBackward, **kwargs: Any
-    ) -> list[dict[str, Any]]:
-        """All ranks: run the step's forward-backward, observed where a refresh is due.
+        A plan that is due is applied first. Megatron may call this several times for one
+        iteration.
 
         Args:
-            step: training step (0-based).
+            iteration: Megatron's (1-based).
             function: Megatron's forward-backward function.
             kwargs: its keyword arguments.
 
         Returns:
             What `function` returns.
         """
-        training = TrainingStep(function, kwargs)
-        wanted_at = None if self._guard is None else self._guard.refresh_at
-        # A plan that is being solved, after a refresh out of turn, comes first.
-        may_begin = self._solving.pending is None
-        part = self._schedule.part(step, wanted_at, may_begin)
-        if part is None:
-            return self._train(step, training)[0]
-        return self._measure(step, part, training)
-
-    def end_step(self, step: int, metrics: dict[str, Any]) -> None:
-        """All ranks, after step `step`: report its metrics."""
         if self._guard is not None:
-            self._guard.hear()
-        values = {**metrics, "lowest_precision_fraction": self.lowest_precision_fraction}
-        self._announcer.tell(lambda r: r.metrics(step, values))
+            self._guard.finish_loss()
+        if self._solve.is_due(iteration):
+            self._apply_solved(iteration)
+        training = TrainingStep(function, kwargs)
+        wanted_at = None if self._guard is None else self._guard.state.refresh_at
+        # A refresh out of turn may still be with the solver; its plan comes first.
+        part = self._schedule.part(iteration, wanted_at, may_begin=self._solve.pending is None)
+        if part is None:
+            return self._train(iteration, training)[0]
+        formats = self.model.measured_formats(self._available_formats())
+        results = self._refresher.measure(
+            iteration, part, formats, training, lambda: self._train(iteration, training)
+        )
+        if part == self._schedule.num_parts - 1:
+            self._finish_refresh(iteration)
+        return results
 
-    def evaluating(self) -> AbstractContextManager[None]:
+    def end_iteration(self, iteration: int, metrics: dict[str, Any]) -> None:
+        """All ranks, after an iteration and its evaluation: report its metrics."""
+        if self._guard is not None:
+            self._guard.finish_loss()
+        fraction = {"lowest_precision_fraction": self.lowest_precision_fraction}
+        self._report(iteration, Metrics(metrics | fraction))
+
+    def evaluation(self) -> AbstractContextManager[None]:
         """Return the context in which an evaluation runs: the plan's precision, or BF16."""
         if self.config.eval_precision == "bf16":
             return self.model.runtime.running(Mode.BF16)
         return nullcontext()
 
-    def state(self, step: int) -> ControllerState:
-        """Return what a checkpoint after `step` training steps keeps; the same on all ranks."""
-        guard = None if self._guard is None else self._guard.state()
-        refreshed, pending = self._schedule.refreshed, self._solving.pending
+    def state(self, iteration: int) -> ControllerState:
+        """Return what a checkpoint after `iteration` keeps; the same on all ranks."""
         return ControllerState(
-            step, self.plan, tuple(self.history), refreshed, pending, guard, self._refresher.mean
+            iteration=iteration,
+            plan=self.plan,
+            history=tuple(self.history),
+            refreshed=self._schedule.refreshed,
+            pending=self._solve.pending,
+            guard=None if self._guard is None else self._guard.state,
+            statistics=self._refresher.mean,
+            settings=self._settings(),
         )
 
     def close(self) -> None:
-        """All ranks: put Megatron's methods back, end the solver's process, close reports."""
+        """All ranks: restore Megatron's methods, end the solver's process, close the writers."""
         self.model.uninstall()
-        self._solving.close()
-        self._announcer.tell(lambda r: r.close())
+        self._solve.close()
+        self._reporter.close()
+
+    def format_shares(self) -> dict[str, float]:
+        """Return the share of the linears' FLOPs in each format, lowest precision first."""
+        flops: dict[str, float] = {}
+        for linear in self.model.all_linears:
+            for name in self.plan.linears[linear.name].formats:
+                flops[name] = flops.get(name, 0.0) + linear.flops_per_token / 3
+        total = sum(flops.values())
+        names = sorted(flops, key=lambda name: get_format(name).bits)
+        return {name: flops[name] / total for name in names}
 
     @property
     def lowest_precision_fraction(self) -> float:
-        """Share of the linears' FLOPs in the lowest precision on offer under the current plan."""
-        lowest = self.config.lowest_format
-        total = sum(linear.flops_per_token for linear in self.model.all_linears)
-        low = sum(
-            linear.flops_per_token * self.plan.linears[linear.name].share_in(lowest)
-            for linear in self.model.all_linears
-        )
-        return low / total if total else 0.0
+        """Share of the linears' FLOPs in the lowest precision under the current plan."""
+        bits = get_format(self.config.lowest_format).bits
+        shares = self.format_shares()
+        return sum(share for name, share in shares.items() if get_format(name).bits == bits)
 
-    # The steps of a cycle.
+    # A refresh, from measuring to the plan.
 
-    def _train(self, step: int, training: TrainingStep) -> tuple[list[dict[str, Any]], bool]:
+    def _train(self, iteration: int, training: TrainingStep) -> tuple[Results, bool]:
         """All ranks: run the forward-backward; return its results and whether it ran once only."""
-        if self._guard is not None and self._guard.watching:
-            return self._watched(step, training, self._guard)
-        self.model.runtime.begin_pass(step)
+        if self._guard is not None and self._guard.is_watching:
+            return self._train_watched(iteration, training, self._guard)
+        self.model.runtime.begin_pass(iteration)
         results = training.run()
         if self._guard is not None:
-            self._guard.noted(results)
+            self._guard.start_loss(results)
         return results, True
 
-    def _measure(self, step: int, part: int, training: TrainingStep) -> list[dict[str, Any]]:
-        """All ranks: run the forward-backward observed; rank 0 starts the solver at the end."""
-        results, failure = self._refresher.measure(
-            step, part, training, lambda: self._train(step, training)
-        )
-        if part == 0:
-            self._measuring_failed = None
-        self._measuring_failed = self._measuring_failed or failure
-        if part == self._schedule.num_parts - 1:
-            self._finish_refresh(step)
-        return results
-
-    def _finish_refresh(self, step: int) -> None:
-        """All ranks: every linear was measured; hand the problem to the solver."""
-        if self._measuring_failed is not None:
-            why = f"the refresh at step {step} was given up: {self._measuring_failed}"
-            self._keep(step, why)
-            return
-        try:
-            refresh = attempt(
-                "making a planning problem", lambda: self._refresher.refresh(step), self._control
+    def _may_measure(self, iteration: int) -> bool:
+        """All ranks: whether the optimizer's moments have seen enough steps."""
+        young = moments_are_young(self._optimizer, self._topology)
+        if young and not self._schedule.waiting:
+            self._log(
+                f"iteration {iteration}: measuring waits until the optimizer has made "
+                f"{MIN_OPTIMIZER_STEPS} steps"
             )
-        except RemoteFailure as failure:
-            self._keep(step, f"the refresh at step {step} was given up: {failure}")
-            return
-        self._announcer.tell(lambda r: r.refreshed(refresh))
-        if self._schedule.replans:
-            metrics = refresh.divergences.metrics()
-            pending = Pending(step, step + self.config.lag, refresh.problem, metrics)
-            self._solving.submit(pending, self.plan)
+        return not young
 
-    def _conclude(self, step: int) -> None:
-        """All ranks: hear the outcome from rank 0 and apply the same plan, or keep the old one."""
+    def _finish_refresh(self, iteration: int) -> None:
+        """All ranks: every linear was measured; give the problem to the solver."""
+        if self._refresher.failure is not None:
+            self._keep_plan(iteration, f"measuring failed: {self._refresher.failure}")
+            return
         try:
-            plan, waited_s = self._solving.conclude()
-        except (PlanningError, RemoteFailure) as failure:
-            self._keep(step, str(failure))
+            measured = attempt("making a planning problem", self._measurement, self._control)
+        except RemoteFailure as failure:
+            self._keep_plan(iteration, str(failure))
+            return
+        self._log(
+            f"iteration {iteration}: measured {len(self.model.all_linears)} linears in "
+            f"{measured.seconds:.2f} s"
+        )
+        self._report(iteration, measured)
+        if self._schedule.replans:
+            pending = Pending(iteration, iteration + self.config.lag, measured.problem)
+            self._solve.submit(pending, self.plan)
+
+    def _measurement(self) -> Measurement:
+        # Another format of as few bits stands in for a lowest precision that no linear can run.
+        lowest_format = lowest_precision(self._available_formats()).name
+        measured = self._refresher.measurement(self._available.options, lowest_format)
+        problem = restrict_problem(measured.problem, self._available.refusals)
+        return replace(measured, problem=problem)
+
+    def _available_formats(self) -> tuple[str, ...]:
+        names = {name for option in self._available.options for name in option.formats}
+        return tuple(name for name in self.config.formats if name in names)
+
+    def _apply_solved(self, iteration: int) -> None:
+        """All ranks: get the outcome from rank 0; apply the plan, or keep the current one."""
+        try:
+            plan, waited_s = self._solve.result()
+            plan.check_against(self._work)
+        except (PlanningError, UsageError) as failure:  # the same on all ranks
+            self._keep_plan(iteration, str(failure))
             return
         if self._guard is not None and self._guard.refuses(plan):
-            why = f"the loss guard took back the very plan of step {plan.step} before"
-            self._keep(step, why)
+            self._keep_plan(iteration, f"the guard reverted {plan.label} before")
             return
-        self._apply(plan, step, waited_s)
-
-    def _apply(self, plan: PrecisionPlan, step: int, waited_s: float) -> None:
-        """All ranks: set every linear; the plan's digest was checked when it was read."""
-        changed = changed_linears(self.plan, plan)
+        num_changed = len(changed_linears(self.plan, plan))
         try:
             attempt("applying the plan", lambda: self.model.apply(plan.linears), self._control)
         except RemoteFailure as failure:
             self.model.apply(self.plan.linears)
-            self._keep(step, str(failure))
+            self._keep_plan(iteration, str(failure))
             return
-        if self._guard is not None and changed:
-            self._guard.changed(self.plan)
+        if self._guard is not None and num_changed:
+            self._guard.plan_changed(self.plan)
         self.plan = plan
-        self.history.append((step, plan.digest))
-        self._announcer.applied(Applied(plan, step, len(changed), waited_s))
-        if changed:
-            self._log_precision(step)
+        self.history.append((iteration, plan.digest))
+        shares = ", ".join(f"{share:.1%} {name}" for name, share in self.format_shares().items())
+        self._log(
+            f"iteration {iteration}: plan applied: {shares}, {num_changed} of "
+            f"{len(plan.linears)} linears changed, solver {plan.seconds:.2f} s ({plan.status})"
+        )
+        self._report_plan(iteration, num_changed, waited_s)
 
-    def _keep(self, step: int, why: str) -> None:
-        message = f"the plan of step {self.plan.step} stays: {why}"
-        self._announcer.happened(step, "kept", message)
+    def _keep_plan(self, iteration: int, reason: str) -> None:
+        text = f"iteration {iteration}: keeping {self.plan.label}: {reason}"
+        self._notify(iteration, "kept", text)
 
-    # A plan that has yet to prove itself.
+    # A plan that the guard judges.
 
-    def _watched(
-        self, step: int, training: TrainingStep, guard: PlanGuard
-    ) -> tuple[list[dict[str, Any]], bool]:
-        """All ranks: make a step whose loss decides whether the plan in force stays."""
+    def _train_watched(
+        self, iteration: int, training: TrainingStep, guard: Guard
+    ) -> tuple[Results, bool]:
+        """All ranks: run an iteration whose loss decides whether the current plan stays."""
 
-        def run(plan: PrecisionPlan) -> list[dict[str, Any]]:
+        def run(plan: PrecisionPlan) -> Results:
             self.model.apply(plan.linears)
-            self.model.runtime.begin_pass(step)
+            self.model.runtime.begin_pass(iteration)
             return training.run()
 
         def clear() -> None:
@@ -276,89 +337,154 @@ class SnipController:
                     clear_buffers()
             self._optimizer.zero_grad()
 
-        safe = self._offer.safe_plan(self.plan, step)
-        judged = guard.watch(training, self.plan, safe, run, clear)
+        pins = [glob for glob, _ in self.config.pin_pairs]
+        safe = bf16_plan(self.plan, pins, self._work, self.config.lowest_format, iteration)
+        judged = guard.run_watched(training, self.plan, safe, run, clear)
         if judged.message is not None:
-            self._announcer.happened(step, "guard", f"step {step}: {judged.message}")
+            self._notify(iteration, "guard", f"iteration {iteration}: {judged.message}")
         if judged.fallback is None:
             self.model.apply(self.plan.linears)
         else:
-            self._fall_back(step, judged.fallback, guard)
+            self._revert(iteration, judged.fallback, guard)
         return judged.results, judged.message is None
 
-    def _fall_back(self, step: int, fallback: PrecisionPlan, guard: PlanGuard) -> None:
-        """All ranks: `fallback`, which the step was made under, is the plan from now on."""
-        self._solving.drop()
-        # A plan's step names its file; that of the plan it repeats is taken.
-        plan = fallback.model_copy(update={"step": step})
-        guard.fell(self.plan, plan, step)
-        changed = changed_linears(self.plan, plan)
-        was, self.plan = self.plan, plan
-        self.history.append((step, plan.digest))
-        message = (
-            f"the plan of step {was.step} was taken back: {len(changed)} of {len(plan.linears)} "
-            f"linears are as in the {fallback.policy} plan of step {fallback.step}"
+    def _revert(self, iteration: int, fallback: PrecisionPlan, guard: Guard) -> None:
+        """All ranks: the iteration ran under `fallback`, which is the plan from now on."""
+        self._solve.drop()
+        # A plan's iteration names its file; that of the plan it repeats is taken.
+        plan = fallback.model_copy(update={"iteration": iteration})
+        guard.reverted(self.plan, plan, iteration)
+        num_changed = len(changed_linears(self.plan, plan))
+        before, self.plan = self.plan, plan
+        self.history.append((iteration, plan.digest))
+        text = (
+            f"iteration {iteration}: reverted {before.label}: {num_changed} of "
+            f"{len(plan.linears)} linears are as in {fallback.label}"
         )
-        self._announcer.happened(step, "fallback", message)
-        self._announcer.tell(lambda r: r.planned(Applied(plan, step, len(changed), 0.0)))
-        if changed:
-            self._log_precision(step)
+        self._notify(iteration, "reverted", text)
+        self._report_plan(iteration, num_changed)
 
     # The beginning of a run.
 
-    def _first_plan(self, leader: bool, resumed: PrecisionPlan | None) -> PrecisionPlan:
-        """All ranks: rank 0 makes the plan that the run starts with; the others hear of it."""
+    def _first_plan(self, resumed: PrecisionPlan | None, seed: int) -> PrecisionPlan:
+        """All ranks: rank 0 makes the plan that the run starts with."""
+        c = self.config
 
         def make() -> PrecisionPlan:
-            return self._offer.first_plan(self._schedule, resumed)
+            problem = unmeasured_problem(
+                self.model.all_linears,
+                self._available.options,
+                c.lowest_format,
+                c.efficiency_target,
+            )
+            return initial_plan(
+                restrict_problem(problem, self._available.refusals), c, seed, resumed
+            )
 
-        plan = PrecisionPlan.from_dict(from_leader(make if leader else None, self._control))
-        return self._offer.runnable(self._offer.checked(plan))
+        plan = from_rank_0(make if self._is_rank_0 else None, self._control)
+        return self._adapted(PrecisionPlan.from_dict(plan))
 
-    def _made_guard(self, topology: Topology, state: ControllerState | None) -> PlanGuard | None:
+    def _adapted(self, plan: PrecisionPlan) -> PrecisionPlan:
+        """All ranks: return the plan as it can run here; log what changed."""
+        plan.check_against(self._work)
+        available = self._available.options
+        refusals = option_refusals(
+            self.model.linears, (*plan.linears.values(), *available), self._control
+        )
+        adapted, changes = adapt_plan(
+            plan, available, refusals, self._work, self.config.lowest_format
+        )
+        for text in changes:
+            self._warn(f"{plan.label}: {text}")
+        return adapted
+
+    def _make_guard(self, topology: Topology, state: GuardState | None) -> Guard | None:
         """All ranks: return the guard, if plans change in this run."""
         if not (self.config.guard and self._schedule.replans):
             return None
-        guard = None if state is None else state.guard
-        if guard is not None and guard.good is not None:
-            good = self._offer.runnable(self._offer.checked(guard.good))
-            guard = replace(guard, good=good)
-        return PlanGuard(self.config, topology, guard)
+        if state is not None and state.good is not None:
+            state = replace(state, good=self._adapted(state.good))
+        return Guard(self.config.guard_sigmas, topology, state)
 
     def _start(self, state: ControllerState | None) -> None:
-        """All ranks: put the plan in force; solve again what was being solved."""
+        """All ranks: apply the first plan; solve again what was being solved."""
         self.model.install()
         self.model.apply(self.plan.linears)
-        self._log_precision(0 if state is None else state.step)
-        if state is not None and state.pending is not None and self._schedule.replans:
-            self._resubmit(state.pending)
-        self._announce_start(state)
-
-    def _announce_start(self, state: ControllerState | None) -> None:
-        """Tell of the plan that the run starts with, if it is a policy's, or stays."""
-        stays = self._schedule.static or self.config.freeze_plan
-        if state is not None and (state.history or stays):
-            changed = len(changed_linears(state.plan, self.plan))
-            # A plan file may be another one than before the stop.
-            resumed = not (self.config.freeze_plan and changed)
-            applied = Applied(self.plan, state.step, changed, 0.0, resumed=resumed)
-        elif stays:  # the only plan that this run will report
-            changed = sum(option != BF16 for option in self.plan.linears.values())
-            applied = Applied(self.plan, 0, changed, 0.0)
+        done = 0 if state is None else state.iteration
+        if state is None:
+            num_changed = sum(option != BF16 for option in self.plan.linears.values())
         else:
+            num_changed = len(changed_linears(state.plan, self.plan))
+        if num_changed or self.history or not self._schedule.replans:
+            # A plan file may be another one than before the stop.
+            is_other = self.config.plan_file is not None and num_changed > 0
+            self._report_plan(done + 1, num_changed, resumed=state is not None and not is_other)
+        if state is None:
             return
-        self._announcer.tell(lambda r: r.planned(applied))
+        changes = [
+            f"{name} {state.settings[name]} -> {text}"
+            for name, text in self._settings().items()
+            if state.settings.get(name, text) != text
+        ]
+        if changes:
+            self._warn(f"this run resumes with other settings: {', '.join(changes)}")
+        if state.pending is not None and self._schedule.replans:
+            self._submit_again(state.pending)
 
-    def _resubmit(self, pending: Pending) -> None:
-        problem = self._offer.placed(pending.problem)
-        if problem is None:
-            why = f"the problem of step {pending.step} is of another model"
-            self._keep(pending.apply_at, why)
+    def _settings(self) -> dict[str, str]:
+        """Return settings and versions whose change a resumed run reports."""
+        c = self.config
+        found = {
+            "formats": ",".join(c.formats),
+            "granularity": c.granularity,
+            "efficiency_target": str(c.efficiency_target),
+            "policy": c.policy,
+            "backend": str(self.model.backend),
+        }
+        packages = ("megatron-snip", "megatron-core", "torch", "transformer-engine")
+        return found | {name: str(installed_version(name)) for name in packages}
+
+    def _submit_again(self, pending: Pending) -> None:
+        """All ranks: solve a former run's problem, with the stages and options of this run."""
+        problem = pending.problem
+        if set(problem.names) != set(self._work):
+            why = f"the problem of iteration {pending.iteration} is of another model"
+            self._keep_plan(pending.apply_at, why)
             return
-        self._solving.submit(replace(pending, problem=problem), self.plan)
+        rows = [
+            row.model_copy(update={"stage": self._work[row.name][0]}) for row in problem.linears
+        ]
+        options = dict.fromkeys(Option.parse(name) for row in rows for name in row.options)
+        refusals = option_refusals(self.model.linears, options, self._control)
+        problem = problem.model_copy(update={"linears": tuple(rows)})
+        problem = restrict_problem(problem, refusals)
+        self._solve.submit(replace(pending, problem=problem), self.plan)
 
-    def _log_precision(self, step: int) -> None:
-        """All ranks: say what every linear resolved to from `step` on, where that is wanted."""
-        if self.config.precision_log:
-            table = precision_table(self.model.linears, self.plan, step, self._control)
-            self._announcer.precision(step, table)
+    # Logs and reports.
+
+    def _report_plan(
+        self, iteration: int, num_changed: int, waited_s: float = 0.0, resumed: bool = False
+    ) -> None:
+        """All ranks: report the current plan and what every linear runs under it."""
+        table = precision_table(self.model.linears, self.plan, iteration, self._control)
+        event = PlanApplied(
+            self.plan, self.format_shares(), num_changed, waited_s, resumed, table.to_dict()
+        )
+        self._report(iteration, event)
+
+    def _notify(self, iteration: int, kind: NoticeKind, text: str) -> None:
+        self._warn(text)
+        self._report(iteration, Notice(kind, text))
+
+    def _warn(self, text: str) -> None:
+        if self._is_rank_0:
+            logger.warning("snip: %s", text)
+
+    def _log(self, text: str) -> None:
+        if self._is_rank_0:
+            logger.info("snip: %s", text)
+
+    def _report(
+        self, iteration: int, payload: PlanApplied | Measurement | Notice | Metrics
+    ) -> None:
+        self._reporter.write(Event(iteration, payload))

@@ -1,6 +1,10 @@
-"""The errors a caller can act on; each message says what was got, what was wanted, what to do."""
+"""The errors that a caller can act on; a message names what was got, is accepted, and to do."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 LONGEST = 2000
 """Characters of an error that are shown."""
@@ -11,7 +15,21 @@ class SnipError(Exception):
 
 
 class UsageError(SnipError):
-    """Bad input from a user (flag, file, size). The command line prints it and exits with 2."""
+    """Bad input from a user (flag, file, size). The command line prints it and exits with 2.
+
+    Attributes:
+        message: one line.
+        field: name of the setting that is wrong, or None if it is not a setting. `str` puts it
+            before the message; whoever reads flags puts the flag there.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+
+    def __str__(self) -> str:
+        return self.message if self.field is None else f"{self.field}: {self.message}"
 
 
 class InfeasiblePlanError(SnipError):
@@ -37,6 +55,24 @@ class PlanningError(SnipError):
 
 class UnsupportedError(SnipError):
     """A combination of settings that cannot run here; the message names both and the remedy."""
+
+
+@contextmanager
+def naming_field(field: str) -> Iterator[None]:
+    """Within: a UsageError that names no setting is about the setting `field`."""
+    try:
+        yield
+    except UsageError as error:
+        error.field = error.field or field
+        raise
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ` (did you mean '...'?)` for the name in `known` nearest to `word`, or ''."""
+    names = list(known)
+    longer = [name for name in names if name.startswith(word)]
+    near = longer or difflib.get_close_matches(word, names, n=1)
+    return f" (did you mean '{near[0]}'?)" if near else ""
 
 
 def shown(error: BaseException | str) -> str:

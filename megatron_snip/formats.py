@@ -6,10 +6,8 @@ dimension, weights `weight_block` = (rows, cols along the contraction) blocks.
 
 Sources: SNIP, arXiv:2602.01410 (fp8, fp4: 1x128 tiles, 128x128 blocks, FP32 scales);
 OCP Microscaling Formats (MX) v1.0 (mxfp8, mxfp4: 1x32, E8M0); NVIDIA, arXiv:2509.25149
-(nvfp4: 1x16, E4M3 scales under one FP32 scale per tensor; its random Hadamard transform along the
-tokens of wgrad's operands: `..._rht`). `..._pow2` has scales rounded up to powers of two, as
-Transformer Engine's blockwise recipe has them. `fp3` is no hardware format: it is the stress
-format (E2M0: 0, 1, 2, 4) that tells policies apart on small models.
+(nvfp4: 1x16, E4M3 scales under one FP32 scale per tensor). `fp3` is a 3-bit format (E2M0: 0, 1, 2,
+4) for experiments; no hardware has it.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import UsageError, did_you_mean
 
 
 class ScaleType(StrEnum):
@@ -89,29 +87,31 @@ FORMATS: dict[str, Format] = {
         Format("bf16", 16),
         Format("fp8", 8, E4M3),
         Format("fp4", 4, E2M1, stochastic_grad=True),
-        Format("fp8_pow2", 8, E4M3, scale=ScaleType.E8M0),
-        Format("fp4_pow2", 4, E2M1, scale=ScaleType.E8M0, stochastic_grad=True),
-        Format("fp4_rht", 4, E2M1, stochastic_grad=True, wgrad_hadamard=16),
         Format("mxfp8", 8, E4M3, 32, (1, 32), ScaleType.E8M0),
         Format("mxfp4", 4, E2M1, 32, (1, 32), ScaleType.E8M0, stochastic_grad=True),
         Format("nvfp4", 4, E2M1, 16, (1, 16), ScaleType.E4M3, stochastic_grad=True),
-        Format("nvfp4_rht", 4, E2M1, 16, (1, 16), ScaleType.E4M3, True, wgrad_hadamard=16),
         Format("fp3", 3, E2M0, stochastic_grad=True),
     )
 }
 """Every format by name. Adding one is a line here and its test; names have no dash."""
+
+REMOVED = {"fp8_pow2": "fp8", "fp4_pow2": "fp4", "fp4_rht": "fp4", "nvfp4_rht": "nvfp4"}
+"""Formats of earlier versions -> what replaces each."""
 
 
 def get_format(name: str) -> Format:
     """Return the format called `name`.
 
     Raises:
-        UsageError: if there is none; the message lists those there are.
+        UsageError: if there is none; the message lists the known ones, or names the replacement
+            of a format that was removed.
     """
-    try:
-        return FORMATS[name]
-    except KeyError:
-        raise UsageError(f"unknown format '{name}'; known: {', '.join(FORMATS)}") from None
+    if name in REMOVED:
+        raise UsageError(f"format '{name}' was removed; use '{REMOVED[name]}' instead")
+    if name not in FORMATS:
+        near = did_you_mean(name, FORMATS)
+        raise UsageError(f"unknown format '{name}'; known: {', '.join(FORMATS)}{near}")
+    return FORMATS[name]
 
 
 def lowest_precision(names: tuple[str, ...]) -> Format:

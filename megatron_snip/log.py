@@ -1,24 +1,31 @@
-"""Logging helpers: one logger a module, warnings that are said once per process."""
+"""Warnings that appear once: in this process, or in a job of many ranks."""
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 
-_said: set[str] = set()
+_logged: set[str] = set()
 _lock = threading.Lock()
 
 
 def warn_once(logger: logging.Logger, message: str) -> None:
-    """Log `message` as a warning the first time this process sees it; later calls are silent."""
+    """Log `message` as a warning the first time that this process passes it."""
     with _lock:
-        if message in _said:
+        if message in _logged:
             return
-        _said.add(message)
+        _logged.add(message)
     logger.warning(message)
 
 
+def warn_once_per_job(logger: logging.Logger, message: str) -> None:
+    """Like `warn_once`, on rank 0 only: for what every rank finds."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        warn_once(logger, message)
+
+
 def forget_warnings() -> None:
-    """Let every `warn_once` message be said again (in-process restart, tests)."""
+    """Let every message be logged again (in-process restart, tests)."""
     with _lock:
-        _said.clear()
+        _logged.clear()

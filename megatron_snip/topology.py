@@ -1,7 +1,7 @@
 """Where this rank stands in the parallel layout, and where a linear stands on this rank.
 
 Plain records: the groups are torch.distributed process groups (or None where the dimension has
-size 1), so that the statistics run without Megatron. `linears/layout.py` builds them from
+size 1), so that the statistics run without Megatron. `linears/discovery.py` builds them from
 Megatron's parallel state.
 """
 

@@ -16,6 +16,12 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
+from fnmatch import fnmatchcase
+
+from megatron_snip.errors import UsageError
+
+MAX_GLOB = 500
+"""Characters that a glob of linears' names may have."""
 
 
 class Gemm(StrEnum):
@@ -82,3 +88,16 @@ def natural_key(name: str) -> tuple[tuple[int, int | str], ...]:
         for part in re.split(r"(\d+)", name)
         if part
     )
+
+
+def glob_matches(name: str, glob: str) -> bool:
+    """Return whether a linear's name matches a glob (`*`, `?`, `[...]`; case matters).
+
+    Raises:
+        UsageError: if the glob is longer than `MAX_GLOB`: translating it takes quadratic time.
+    """
+    if len(glob) > MAX_GLOB:
+        raise UsageError(
+            f"a glob has {len(glob)} characters ('{glob[:40]}...'); at most {MAX_GLOB}"
+        )
+    return fnmatchcase(name, glob)

@@ -1,3 +1,14 @@
-"""The one place that states the version; setup.py reads this file without importing it."""
+"""The one place that states the version, and the versions of other packages."""
+
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as _metadata_version
 
 __version__ = "0.1.0"
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of a package; None where it is not installed."""
+    try:
+        return _metadata_version(package)
+    except PackageNotFoundError:
+        return None

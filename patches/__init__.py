@@ -1,1 +1,1 @@
-"""The seams between SNIP and Megatron: one a file, off unless asked for, reversible."""
+"""Patches on Megatron: installed only on request, checked by signature, reversible."""

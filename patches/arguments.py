@@ -1,59 +1,159 @@
-"""The argument parser: `--snip-*` beside Megatron's own flags.
+"""SNIP's flags in Megatron's parser, and the settings that they and a YAML file make.
 
-Megatron may parse several times in one process (fault tolerance and in-process restart do), each
-time with a parser of its own; nothing is remembered here. The flags leave nothing in the namespace
-unless they are given.
+The flags are read twice. `read_cli_args` reads the command line before Megatron does, to learn
+whether SNIP is on, and ends the job on a typo. `snip_config` reads the namespace when Megatron
+validates its own arguments. Megatron may parse several times in one process, so nothing is stored
+here. A flag that is not given leaves nothing in the namespace.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
-from megatron_snip.config import SnipConfig
-from megatron_snip.flags import add_flags
+from pydantic import ValidationError
+
+from megatron_snip.config import SnipConfig, first_problem, make_config, read_yaml
+from megatron_snip.errors import SnipError, UsageError, did_you_mean, naming_field, shown
+from megatron_snip.flags import add_flags, flag_name, given_values
+from megatron_snip.options import Option
 from megatron_snip.patches import cpu
-from megatron_snip.patches.cpu_defaults import set_cpu_defaults
-from megatron_snip.patches.seam import Function, Seam, wrapping
-from megatron_snip.patches.session import Session
-from megatron_snip.patches.target import Target
+from megatron_snip.patches.cpu.megatron import set_cpu_defaults
+from megatron_snip.patches.registry import Call, Session, patch
+
+T = TypeVar("T")
 
 PREFIX = "snip-"
 DEST = "snip_"
 """Put before every flag, and before every attribute of the namespace."""
 
+_CONFIG = f"{DEST}config"
+_OURS = re.compile(r"--(no-)?snip[-_]")
+
+
+@dataclass(frozen=True)
+class SnipCliArgs:
+    """SNIP's flags on a command line.
+
+    Attributes:
+        enabled: whether `--snip`, or `enabled` in the YAML file, turns SNIP on.
+        given: the flags, by namespace attribute.
+    """
+
+    enabled: bool
+    given: dict[str, Any]
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Flags that were given without `--snip` and without `--no-snip`."""
+        if self.enabled or f"{DEST}enabled" in self.given:
+            return []
+        return [_flag(name.removeprefix(DEST)) for name in self.given]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
 
 def add_snip_arguments(parser: argparse.ArgumentParser) -> None:
     """Add every flag of SNIP's that a Megatron script takes."""
-    group = parser.add_argument_group("SNIP: adaptive precision (megatron_snip)")
-    group.add_argument(
+    parser.add_argument_group("SNIP: adaptive precision (megatron_snip)").add_argument(
         f"--{PREFIX}config",
-        dest=f"{DEST}config",
+        dest=_CONFIG,
         metavar="FILE",
         type=Path,
         default=argparse.SUPPRESS,
         help="YAML file with settings by name (efficiency_target: 0.75); flags win",
     )
-    group.add_argument(
-        f"--{PREFIX}plan",
-        dest=f"{DEST}plan_file",
-        metavar="FILE",
-        default=argparse.SUPPRESS,
-        help=f"short for --{PREFIX}plan-file",
-    )
-    group.add_argument(
-        f"--{PREFIX}strict-version",
-        dest=f"{DEST}strict_version",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="refuse releases of megatron-core that were not tested, instead of warning",
-    )
     add_flags(parser, SnipConfig, PREFIX, DEST)
 
 
-def _mend_help(parser: argparse.ArgumentParser) -> None:
-    """Escape stray percent signs: with one of them in Megatron's texts (0.19) --help fails."""
+@patch(
+    "arguments",
+    "megatron.training.arguments",
+    "add_megatron_arguments",
+    needs=("parser",),
+    purpose="adds the --snip-* flags",
+    when="always",
+)
+def arguments(call: Call, session: Session) -> Any:
+    """Add SNIP's flags; under `--cpu` also set the defaults of a run without GPUs."""
+    parser = call.run()
+    add_snip_arguments(parser)
+    _escape_percent_signs(parser)
+    if cpu.is_installed():
+        set_cpu_defaults(parser)
+    return parser
+
+
+def read_cli_args(words: Sequence[str]) -> SnipCliArgs:
+    """Read SNIP's flags among a script's arguments.
+
+    Args:
+        words: the command line without the script's name.
+
+    Raises:
+        UsageError: on an unknown `--snip-*` flag, a flag without a value, or a bad YAML file.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    add_snip_arguments(parser)
+    namespace, others = parser.parse_known_args(list(words))
+    for word in others:
+        if _OURS.match(word):
+            flag = word.partition("=")[0]
+            near = did_you_mean(flag, parser._option_string_actions)
+            raise UsageError(f"unknown flag {flag}{near or '; --help lists the flags'}")
+    given = vars(namespace)
+    return SnipCliArgs(bool(_values(given).get("enabled", False)), given)
+
+
+def snip_config(args: argparse.Namespace, given: Mapping[str, Any]) -> SnipConfig:
+    """Build and check the settings.
+
+    Args:
+        args: Megatron's namespace.
+        given: flags of the command line, for a namespace that lacks them (`--yaml-cfg`).
+
+    Raises:
+        UsageError: one line; its `field` is the setting that is wrong.
+    """
+    flags = {k: v for k, v in vars(args).items() if k.startswith(DEST)}
+    try:
+        config = SnipConfig(**_values({**given, **flags}))
+    except ValidationError as error:
+        raise first_problem(error, SnipConfig.model_fields) from None
+    if not config.enabled:
+        return config
+    _check_policy(config.policy)
+    return config.model_copy(update={"pins": (*_bf16_layers(args), *config.pins)})
+
+
+def exit_on_error(action: Callable[[], T]) -> T:
+    """Run `action`; on bad input print one line on each host and exit with status 2."""
+    try:
+        return action()
+    except SnipError as error:
+        if int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))) == 0:
+            text = str(error)
+            if isinstance(error, UsageError) and error.field is not None:
+                text = f"{_flag(error.field)}: {error.message}"
+            print(f"megatron-snip: error: {shown(text)}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+
+
+def _flag(field: str) -> str:
+    return "--snip" if field == "enabled" else flag_name(PREFIX, field)
+
+
+def _escape_percent_signs(parser: argparse.ArgumentParser) -> None:
+    """Make `--help` work in spite of a stray percent sign in one of Megatron's texts (0.19)."""
     formatter = parser._get_formatter()
     for action in parser._actions:
         if action.help and action.help is not argparse.SUPPRESS:
@@ -63,23 +163,36 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
                 action.help = action.help.replace("%", "%%")
 
 
-def _wrap(original: Function, session: Session) -> Function:
-    @wrapping(original)
-    def add_megatron_arguments(*args: Any, **kwargs: Any) -> Any:
-        parser = original(*args, **kwargs)
-        add_snip_arguments(parser)
-        _mend_help(parser)
-        if cpu.is_installed():
-            set_cpu_defaults(parser)
-        return parser
+def _check_policy(policy: str) -> None:
+    from megatron_snip.planning.policies import UNIFORM, get_policy, policy_names
 
-    return add_megatron_arguments
+    with naming_field("policy"):
+        try:
+            get_policy(policy)
+        except UsageError as error:
+            raise UsageError(f"{error.message}{did_you_mean(policy, policy_names())}") from None
+        if policy.startswith(UNIFORM):
+            Option.parse(policy.removeprefix(UNIFORM))
 
 
-SEAM = Seam(
-    name="arguments",
-    purpose="adds the --snip-* flags",
-    target=Target("megatron.training.arguments", "add_megatron_arguments", ("parser",)),
-    wrap=_wrap,
-    when="always",
-)
+def _values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by name: the YAML file's, then the flags'."""
+    values: dict[str, Any] = {}
+    path = given.get(_CONFIG)
+    if path is not None:
+        try:
+            values = read_yaml(Path(path))
+            make_config(values)
+        except UsageError as error:
+            raise UsageError(f"'{path}': {error}", field="config") from None
+    return values | given_values(argparse.Namespace(**given), SnipConfig, DEST)
+
+
+def _bf16_layers(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return pins for Megatron's `--first-last-layers-bf16`."""
+    if not getattr(args, "first_last_layers_bf16", False):
+        return ()
+    layers = range(int(args.num_layers))
+    first, last = args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16
+    edges = sorted({*layers[: int(first)], *layers[max(len(layers) - int(last), 0) :]})
+    return tuple(f"decoder.layers.{layer}.*=bf16" for layer in edges)

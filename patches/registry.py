@@ -1,125 +1,294 @@
-"""Registry: installs the seams of a process, tells their state, and puts everything back.
+"""Patches: functions of Megatron's that SNIP wraps, and the registry that installs them.
 
-    install({"always"})             the argument parser
-    install({"always", "--snip"})   all that SNIP needs; all targets are checked before any changes
-    uninstall()                     the very objects are back, or nothing is touched and the error
-                                    says why
+    @patch("train-step", "megatron.training.training", "train_step", needs=("iteration",), ...)
+    def train_step(call: Call, session: Session) -> Any:
+        ...                   # call.arguments: by name; changes reach the original
+        return call.run()     # the original
 
-Installing twice changes nothing. Only module attributes are replaced, by name, and Megatron looks
-each of them up by that name at the call.
+A patch replaces one attribute of a module, by name, and never copies the original's body. All
+symbols and their parameters are checked before the first one is replaced. A release that was not
+tested then runs with a warning. `uninstall` puts back the very objects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+import functools
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from megatron_snip.errors import UnsupportedError
-from megatron_snip.patches.seam import Function, Seam, When
-from megatron_snip.patches.session import Session
-from megatron_snip.patches.target import check_version
+from megatron_snip.log import warn_once_per_job
+
+if TYPE_CHECKING:  # the controller imports Megatron; without --snip nothing needs it
+    from megatron_snip.controller import SnipController
+    from megatron_snip.patches.train_step import StepMetrics
+
+logger = logging.getLogger(__name__)
+
+TESTED = ">=0.16,<0.20"
+"""Releases of megatron-core in which all patches were tested."""
+
+When = Literal["always", "--snip", "--cpu"]
+"""What a patch is installed for."""
+
+_ABSENT = object()
 
 
-@dataclass(frozen=True)
-class Applied:
-    """A seam in force: what was found, and what is there now."""
-
-    seam: Seam
-    owner: Any
-    original: Function
-    wrapper: Function
-
-    @property
-    def in_force(self) -> bool:
-        """Whether the attribute is still the wrapper."""
-        return getattr(self.owner, self.seam.target.name, None) is self.wrapper
-
-    @property
-    def wrapped_over(self) -> bool:
-        """Whether somebody has wrapped the wrapper since (and calls it)."""
-        current: Any = getattr(self.owner, self.seam.target.name, None)
-        while current is not None and current is not self.wrapper:
-            current = getattr(current, "__wrapped__", None)
-        return current is self.wrapper and not self.in_force
-
-
-@dataclass(frozen=True)
-class State:
-    """A seam's state.
+@dataclass
+class Session:
+    """What the patches of a process share.
 
     Attributes:
-        word: `ready` to be installed, `installed`, `overwritten` by others since, `unusable`, or
-            `not needed` in this release.
-        detail: why, where the word leaves it open.
+        given: `--snip-*` flags of the command line, by namespace attribute.
+        controller: attached to the model, or None.
+        loaded: SNIP's state in the checkpoint that Megatron has loaded, or None.
+        metrics: of the current iteration; None without a controller.
     """
 
-    word: Literal["ready", "installed", "overwritten", "unusable", "not needed"]
+    given: dict[str, Any] = field(default_factory=dict)
+    controller: SnipController | None = None
+    loaded: dict[str, Any] | None = None
+    metrics: StepMetrics | None = None
+
+    def end(self) -> None:
+        """Close the controller, if there is one, and forget the training run."""
+        controller, self.controller = self.controller, None
+        self.loaded = self.metrics = None
+        if controller is not None:
+            controller.close()
+
+
+class Call:
+    """One call of a patched function.
+
+    Attributes:
+        arguments: those that were passed, by name; changes reach the original.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Bind a call; raises TypeError as the call itself would."""
+        self._function = function
+        self._bound = inspect.signature(function).bind(*args, **kwargs)
+        self.arguments: dict[str, Any] = self._bound.arguments
+
+    def run(self) -> Any:
+        """Call the original."""
+        return self._function(*self._bound.args, **self._bound.kwargs)
+
+
+Handler = Callable[[Call, Session], Any]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One function of Megatron's that SNIP needs.
+
+    Attributes:
+        name: short, for lists.
+        module: that holds it, e.g. `megatron.training.training`.
+        attribute: its name there; `Class.method` for a method.
+        needs: parameters that its signature must have.
+        purpose: what SNIP does there, in a few words.
+        when: what it is installed for.
+        optional: some releases lack the function and do not need the patch.
+        handler: runs in place of each call; None if SNIP patches instances, not the class.
+    """
+
+    name: str
+    module: str
+    attribute: str
+    needs: tuple[str, ...]
+    purpose: str
+    when: When = "--snip"
+    optional: bool = False
+    handler: Handler | None = None
+
+    @property
+    def target(self) -> str:
+        """The dotted name of the function."""
+        return f"{self.module}.{self.attribute}"
+
+    def find(self) -> tuple[Any, Callable[..., Any]]:
+        """Return the function's owner (module or class) and the function.
+
+        Raises:
+            UnsupportedError: if it is missing or lacks a parameter.
+        """
+        *path, name = self.attribute.split(".")
+        try:
+            owner: Any = importlib.import_module(self.module)
+            for part in path:
+                owner = getattr(owner, part)
+            function: Callable[..., Any] = getattr(owner, name)
+        except (ImportError, AttributeError) as error:
+            no_module = isinstance(error, ModuleNotFoundError)
+            hint = "; megatron.training is in a Megatron-LM checkout and in the wheel from 0.17 on"
+            raise self._unsupported(f"has no {self.target} ({error})", hint * no_module) from None
+        parameters = inspect.signature(function).parameters
+        any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        missing = [name for name in self.needs if name not in parameters and not any_keyword]
+        if missing:
+            raise self._unsupported(f"has {self.target} without {', '.join(missing)}")
+        return owner, function
+
+    def problem(self) -> str | None:
+        """Return why the patch cannot be installed here, or None."""
+        try:
+            self.find()
+        except UnsupportedError as error:
+            return str(error)
+        return None
+
+    def wrapper(self, function: Callable[..., Any], session: Session) -> Callable[..., Any]:
+        """Return what takes the place of `function`."""
+        handler = self.handler
+        assert handler is not None
+
+        @functools.wraps(function)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            return handler(Call(function, args, kwargs), session)
+
+        return patched
+
+    def _unsupported(self, what: str, hint: str = "") -> UnsupportedError:
+        return UnsupportedError(
+            f"megatron-core {core_version()} {what}; use a release that SNIP supports "
+            f"({TESTED}){hint}"
+        )
+
+
+def patch(
+    name: str, module: str, attribute: str, needs: tuple[str, ...] = (), **fields: Any
+) -> Callable[[Handler], Patch]:
+    """Return a decorator that makes a handler a `Patch`; see there for the arguments."""
+    return lambda handler: Patch(name, module, attribute, needs, handler=handler, **fields)
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """An attribute that was replaced, with the very object that was there before."""
+
+    owner: Any
+    name: str
+    before: Any
+    value: Any
+
+    @property
+    def in_place(self) -> bool:
+        """Whether nobody has replaced it since."""
+        return vars(self.owner).get(self.name) is self.value
+
+    def undo(self) -> None:
+        """Put the former object back."""
+        if self.before is _ABSENT:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.before)
+
+
+def replace_attribute(owner: Any, name: str, value: Any) -> Replacement:
+    """Set an attribute of a module or class; `undo` takes it back."""
+    replacement = Replacement(owner, name, vars(owner).get(name, _ABSENT), value)
+    setattr(owner, name, value)
+    return replacement
+
+
+class Status(NamedTuple):
+    """A patch's state, for `megatron-snip doctor --patches`; `detail` explains it."""
+
+    state: Literal["ready", "installed", "unusable", "not needed"]
     detail: str = ""
 
 
 class Registry:
-    """The seams of one process.
+    """The patches of one process.
 
     Attributes:
-        seams: what may be installed, in order.
-        session: what the wrappers share.
+        patches: what may be installed, in order.
+        session: what they share.
     """
 
-    def __init__(self, seams: Sequence[Seam], session: Session | None = None) -> None:
-        self.seams = tuple(seams)
-        self.session = Session() if session is None else session
-        self._applied: dict[str, Applied] = {}
+    def __init__(self, patches: Sequence[Patch]) -> None:
+        self.patches = tuple(patches)
+        self.session = Session()
+        self._installed: dict[str, Replacement] = {}
 
-    def install(self, asked: Collection[When], strict_version: bool = False) -> None:
-        """Wrap what is not wrapped yet; a second call changes nothing.
-
-        Args:
-            asked: what seams are wanted for.
-            strict_version: refuse releases of megatron-core that were not tested.
+    def install(self, asked: Collection[When]) -> None:
+        """Install the patches that are asked for; those that are installed stay as they are.
 
         Raises:
-            UnsupportedError: if a target is missing or lacks a parameter, or the release is
-                refused; then nothing has been changed.
+            UnsupportedError: if a function is missing or lacks a parameter; nothing is changed.
         """
-        wanted = [s for s in self.seams if s.when in asked and s.name not in self._applied]
-        wanted = [s for s in wanted if not (s.optional and s.target.problem())]
-        if not wanted:
-            return
-        check_version(strict_version)
-        found = [(seam, seam.target.owner(), seam.target.find()) for seam in wanted]
-        for seam, owner, original in found:
-            wrapper = seam.wrap(original, self.session)
-            setattr(owner, seam.target.name, wrapper)
-            self._applied[seam.name] = Applied(seam, owner, original, wrapper)
+        wanted = [p for p in self.patches if p.when in asked and p.name not in self._installed]
+        wanted = [p for p in wanted if not (p.optional and p.problem())]
+        found = [(p, *p.find()) for p in wanted]
+        _check_version()
+        for p, owner, function in found:
+            if p.handler is not None:
+                name, wrapper = p.attribute.rpartition(".")[2], p.wrapper(function, self.session)
+                self._installed[p.name] = replace_attribute(owner, name, wrapper)
 
     def uninstall(self) -> None:
         """End the session and put back the very objects that `install` replaced.
 
         Raises:
-            UnsupportedError: if somebody has replaced a wrapper since; then nothing is changed.
+            UnsupportedError: if somebody has replaced a patch since; nothing is changed.
         """
-        foreign = [a for a in self._applied.values() if not a.in_force]
+        foreign = [name for name, found in self._installed.items() if not found.in_place]
         if foreign:
-            names = ", ".join(str(a.seam.target) for a in foreign)
+            targets = ", ".join(p.target for p in self.patches if p.name in foreign)
             raise UnsupportedError(
-                f"cannot undo SNIP's patches: {names} was patched again since; undo that first"
+                f"cannot undo SNIP's patches: {targets} was patched again since; undo that first"
             )
         self.session.end()
-        for applied in reversed(self._applied.values()):
-            setattr(applied.owner, applied.seam.target.name, applied.original)
-        self._applied.clear()
+        for replacement in reversed(self._installed.values()):
+            replacement.undo()
+        self._installed.clear()
 
-    def state(self, seam: Seam) -> State:
-        """Return a seam's state, for `megatron-snip doctor --patches`."""
-        applied = self._applied.get(seam.name)
-        if applied is not None:
-            if applied.in_force:
-                return State("installed")
-            if applied.wrapped_over:
-                return State("installed", "others have wrapped it again")
-            return State("overwritten", f"others have replaced {seam.target}")
-        problem = seam.target.problem()
-        if problem is None:
-            return State("ready")
-        return State("not needed") if seam.optional else State("unusable", problem)
+    def status(self, patch: Patch) -> Status:
+        """Return the state of one of the patches."""
+        installed = self._installed.get(patch.name)
+        if installed is None:
+            problem = patch.problem()
+            if problem is None:
+                return Status("ready")
+            return Status("not needed") if patch.optional else Status("unusable", problem)
+        return Status("installed")
+
+
+def core_version() -> str:
+    """Return the version of the megatron-core that is imported.
+
+    Raises:
+        UnsupportedError: if there is none.
+    """
+    try:
+        return str(importlib.import_module("megatron.core.package_info").__version__)
+    except ImportError as error:
+        raise UnsupportedError(
+            f"cannot import megatron-core ({error}); run pip install 'megatron-core{TESTED}', "
+            "or run inside a Megatron-LM checkout"
+        ) from None
+
+
+def is_tested(version: str) -> bool:
+    """Return whether SNIP was tested with a release; its pre-releases and local builds count."""
+    parsed = Version(version)
+    return SpecifierSet(TESTED).contains(f"{parsed.major}.{parsed.minor}")
+
+
+def _check_version() -> None:
+    version = core_version()
+    if not is_tested(version):
+        warn_once_per_job(
+            logger,
+            f"megatron-core {version} was not tested with SNIP (tested: {TESTED}); all functions "
+            "that SNIP needs were found, so the run continues",
+        )

@@ -1,56 +1,184 @@
-"""The training step: a plan is applied before it, a refresh measures inside it.
+"""A training iteration: what SNIP does in it, and what it reports after it.
 
-Megatron's `train_step` gets the schedule as an argument and may call it several times for one
-iteration (its rerun state machine repeats a step whose result it doubts). The schedule that we put
-in its place measures at most once an iteration and begins a new pass at each repetition, so that a
-repeated step draws the same random numbers.
+Megatron's `train_step` gets its schedule as an argument and may call it several times in one
+iteration (its rerun state machine repeats an iteration whose result it doubts). SNIP puts the
+controller's `forward_backward` in the schedule's place.
+
+Every rank knows the gradient norm, the learning rate and the time. Only the last rank knows losses,
+and reading one waits for the device. So losses are broadcast only at Megatron's log interval and
+after evaluations.
 """
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from megatron_snip.patches.seam import Function, Seam, bound, wrapping
-from megatron_snip.patches.session import Session
-from megatron_snip.patches.target import Target
+import torch
+import torch.distributed as dist
+
+from megatron_snip.patches.registry import Call, Session, patch
+from megatron_snip.topology import Topology
+
+TRAINING = "megatron.training.training"
 
 
-def _wrap(original: Function, session: Session) -> Function:
-    @wrapping(original)
-    def train_step(*args: Any, **kwargs: Any) -> Any:
-        controller, metrics = session.controller, session.metrics
-        if controller is None or metrics is None:
-            return original(*args, **kwargs)
-        call = bound(original, args, kwargs)
-        step = _step(call.arguments.get("iteration"))
-        metrics.begin()
-        controller.begin_step(step)
-        schedule = call.arguments["forward_backward_func"]
-        call.arguments["forward_backward_func"] = partial(
-            controller.forward_backward, step, schedule
-        )
-        result = original(*call.args, **call.kwargs)
-        metrics.trained(losses=result[0], grad_norm=result[5])
+@patch(
+    "train-step",
+    TRAINING,
+    "train_step",
+    needs=("forward_backward_func", "iteration"),
+    purpose="applies plans before an iteration, measures in it",
+)
+def train_step(call: Call, session: Session) -> Any:
+    """Run the schedule through the controller."""
+    controller, metrics = session.controller, session.metrics
+    if controller is None or metrics is None:
+        return call.run()
+    schedule = call.arguments["forward_backward_func"]
+    iteration = _iterations_done(call.arguments.get("iteration")) + 1
+    call.arguments["forward_backward_func"] = partial(
+        controller.forward_backward, iteration, schedule
+    )
+    metrics.begin()
+    result = call.run()
+    metrics.trained(losses=result[0], grad_norm=result[5])
+    return result
+
+
+@patch(
+    "step-end",
+    TRAINING,
+    "post_training_step_callbacks",
+    needs=("optimizer", "iteration"),
+    purpose="reports the iteration",
+)
+def step_end(call: Call, session: Session) -> Any:
+    """All ranks: report an iteration, after Megatron's log and evaluation."""
+    result = call.run()  # a count of FLOPs that the training loop goes on with
+    if session.controller is None or session.metrics is None:
         return result
-
-    return train_step
-
-
-def _step(iteration: Any) -> int:
-    """The 0-based step; scripts that call `train_step` themselves may leave it out."""
-    if iteration is not None:
-        return int(iteration)
+    from megatron.core.num_microbatches_calculator import get_current_global_batch_size
     from megatron.training.global_vars import get_args
 
-    return int(get_args().curr_iteration)
+    args, iteration = get_args(), call.arguments["iteration"]
+    values = session.metrics.finish(
+        lr=_learning_rate(call.arguments["optimizer"]),
+        tokens=get_current_global_batch_size() * int(args.seq_length),
+        log_losses=iteration % int(args.log_interval) == 0,
+    )
+    session.controller.end_iteration(iteration, values)
+    return result
 
 
-SEAM = Seam(
-    name="train-step",
-    purpose="applies plans between steps, measures in a refresh's step",
-    target=Target(
-        "megatron.training.training", "train_step", ("forward_backward_func", "iteration")
-    ),
-    wrap=_wrap,
+@patch(
+    "evaluation",
+    TRAINING,
+    "evaluate",
+    needs=("forward_step_func",),
+    purpose="evaluates in the precision of --snip-eval-precision",
 )
+def evaluation(call: Call, session: Session) -> Any:
+    """Evaluate in the plan's precision or in BF16."""
+    if session.controller is None or session.metrics is None:
+        return call.run()
+    with session.controller.evaluation():
+        result = call.run()
+    session.metrics.evaluated(result[0])
+    return result
+
+
+class StepMetrics:
+    """Collects one iteration's metrics; `finish` returns and clears them."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._begin = time.perf_counter()
+        self._seconds = 0.0
+        self._loss: Any = None
+        self._grad_norm: Any = None
+        self._validation_loss: Any = None
+        self._evaluated = False
+
+    def begin(self) -> None:
+        """Start the clock of a training step."""
+        self._begin = time.perf_counter()
+
+    def trained(self, losses: Any, grad_norm: Any) -> None:
+        """Record a training step.
+
+        Args:
+            losses: {name: loss} as Megatron logs it; empty where it is not known.
+            grad_norm: global, before clipping, or None.
+        """
+        self._seconds = time.perf_counter() - self._begin
+        self._loss = _first(losses)
+        self._grad_norm = grad_norm
+
+    def evaluated(self, losses: Any) -> None:
+        """Record an evaluation; `losses` as in `trained`."""
+        self._evaluated = True
+        self._validation_loss = _first(losses)
+
+    def finish(self, lr: float | None, tokens: int, log_losses: bool) -> dict[str, Any]:
+        """All ranks: return the iteration's metrics and clear them.
+
+        Args:
+            lr: learning rate, or None on a rank without an optimizer.
+            tokens: tokens of the global batch.
+            log_losses: whether to report the loss; the same on all ranks.
+
+        Returns:
+            grad_norm, lr, tokens_per_s; loss with `log_losses`; validation_loss after an
+            evaluation. A loss that no rank knows is NaN.
+        """
+        values: dict[str, Any] = {}
+        if log_losses or self._evaluated:
+            loss, validation = self._broadcast(self._loss, self._validation_loss)
+            values |= {"loss": loss} if log_losses else {}
+            values |= {"validation_loss": validation} if self._evaluated else {}
+        if self._grad_norm is not None:
+            values["grad_norm"] = float(self._grad_norm)
+        if lr is not None:
+            values["lr"] = lr
+        if self._seconds > 0.0:
+            values["tokens_per_s"] = tokens / self._seconds
+        self._seconds = 0.0
+        self._loss = self._grad_norm = self._validation_loss = None
+        self._evaluated = False
+        return values
+
+    def _broadcast(self, *values: Any) -> tuple[float, ...]:
+        """All ranks: return the last rank's values; NaN for None."""
+        numbers = torch.tensor(
+            [math.nan if value is None else float(value) for value in values], dtype=torch.float64
+        )
+        group = self._topology.control
+        if group is not None:
+            dist.broadcast(numbers, src=self._topology.world_size - 1, group=group)
+        return tuple(numbers.tolist())
+
+
+def _iterations_done(passed: Any) -> int:
+    if passed is None:  # scripts that call `train_step` themselves may leave it out
+        from megatron.training.global_vars import get_args
+
+        passed = get_args().curr_iteration
+    return int(passed)
+
+
+def _learning_rate(optimizer: Any) -> float | None:
+    """Return the largest over parameter groups that this rank holds, or None."""
+    groups = getattr(optimizer, "param_groups", None) or []
+    rates = [float(group["lr"]) for group in groups if group.get("lr") is not None]
+    return max(rates, default=None)
+
+
+def _first(losses: Any) -> Any:
+    """Return the first loss of {name: loss}; Megatron's training loss comes first."""
+    if isinstance(losses, Mapping) and losses:
+        return next(iter(losses.values()))
+    return None

@@ -1,50 +1,55 @@
 """`megatron-snip calibrate`: measure this machine's GEMMs, for planning by time.
 
-Every linear shape of a model runs its three GEMMs in every format, quantization included, through
-the code that training runs: natively where this machine can, by emulation elsewhere. The table
-that comes out makes `megatron-snip plan --cost time` count this machine's seconds.
+Every linear shape of a model runs its three GEMMs in every format, quantization included, as
+`--snip-backend simulate` runs them. A GEMM is timed by itself, so what training does once for two
+of them (reading G, quantizing W) is counted in each. With the resulting table,
+`megatron-snip plan --cost time` counts this machine's seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rich import box
-from rich.table import Table as RichTable
+import torch
+from torch import Tensor
 
-from megatron_snip.cli.gemm_bench import Shape, measure
-from megatron_snip.cli.numbers import whole_number
-from megatron_snip.cli.plan_tables import plain_console
-from megatron_snip.errors import UsageError
-from megatron_snip.formats import FORMATS, get_format
-from megatron_snip.planning.calibration import (
-    CalibratedLinear,
-    CalibrationTable,
-    write_calibration,
+from megatron_snip.cli.common import (
+    add_examples,
+    console,
+    integer,
+    new_table,
+    positive,
+    write_output,
 )
-from megatron_snip.trainer.config import load_train_config
-from megatron_snip.trainer.sizes import linear_shapes
-from megatron_snip.types import Gemm, split_linear_name
+from megatron_snip.errors import UnsupportedError, UsageError
+from megatron_snip.formats import FORMATS, get_format
+from megatron_snip.linears import simulated_gemm
+from megatron_snip.options import Option
+from megatron_snip.planning.calibration import CalibratedLinear, CalibrationTable
+from megatron_snip.quantizers import StochasticStream, StreamKey
+from megatron_snip.trainer.config import TrainConfig, load_train_config
+from megatron_snip.types import Gemm
 from megatron_snip.version import __version__
 
-if TYPE_CHECKING:
-    import torch
-
-EXAMPLES = """\
-examples:
-  megatron-snip calibrate --config configs/demo.yaml --output demo-seconds.json
-  megatron-snip calibrate --linear '*.mlp.linear_fc1=28672x8192' --tokens 4096 --output t.json
-"""
+MAX_RUNS = 200
+"""Most times a GEMM is run; fast ones stop here, slow ones at --seconds."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EXAMPLES
+    add_examples(
+        parser,
+        "megatron-snip calibrate --config configs/demo.yaml --output demo-seconds.json",
+        "megatron-snip calibrate --linear '*.mlp.linear_fc1=28672x8192' --output t.json",
+    )
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -55,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--linear",
         metavar="GLOB=OUTxIN",
         action="append",
+        default=[],
         help="a shape to measure and the linears it stands for; may be repeated",
     )
     parser.add_argument(
@@ -63,7 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--formats", metavar="A,B,...", default=",".join(FORMATS), help="formats to measure [all]"
     )
-    parser.add_argument("--device", metavar="NAME", help="cpu or cuda [cuda where there is one]")
     parser.add_argument(
         "--seconds", metavar="S", default="0.5", help="time to spend on each GEMM and format [0.5]"
     )
@@ -79,149 +84,166 @@ def run(args: argparse.Namespace) -> int:
         UsageError: for bad input, or if the table cannot be written.
     """
     shapes, tokens = _shapes(args)
-    formats = _formats(args.formats)
-    _check_output(args.output)
-    budget_s = _number("--seconds", args.seconds)
-    device = _device(args.device)
+    formats = [get_format(name.strip()).name for name in args.formats.split(",")]
+    if not args.output.parent.is_dir() or args.output.is_dir():
+        raise UsageError(f"--output: '{args.output}' is no file in a folder that exists")
+    budget_s = positive("--seconds", args.seconds)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     linears = []
-    for shape in shapes:
+    for names, (rows, columns) in shapes.items():
         try:
-            seconds = measure(shape, tokens, device, budget_s, formats)
+            seconds = measure((tokens, rows, columns), device, budget_s, formats)
         except (MemoryError, RuntimeError) as error:
             # How torch says, on any device, that memory is short, or that no memory is so large.
             if "allocate" not in str(error) and "overflow" not in str(error):
                 raise
             raise UsageError(
-                f"'{shape.names}': {shape.out_features} x {shape.in_features} with {tokens} tokens "
-                f"does not fit into the memory of {_device_name(device)}"
+                f"'{names}': {rows} x {columns} with {tokens} tokens does not fit into the memory "
+                f"of {device_name}"
             ) from None
         linears.append(
-            CalibratedLinear(
-                names=shape.names,
-                out_features=shape.out_features,
-                in_features=shape.in_features,
-                seconds=seconds,
-            )
+            CalibratedLinear(names=names, out_features=rows, in_features=columns, seconds=seconds)
         )
     table = CalibrationTable(
-        machine=_machine(),
-        device=_device_name(device),
+        machine=f"{platform.node()} ({platform.machine()})",
+        device=device_name,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions={"torch": _torch_version(), "megatron-snip": __version__},
+        versions={"torch": str(torch.__version__), "megatron-snip": __version__},
         tokens=tokens,
         linears=tuple(linears),
     )
-    try:
-        write_calibration(table, args.output)
-    except OSError as error:
-        raise UsageError(f"cannot write '{args.output}': {error.strerror or error}") from None
-    _print(table, args.output)
+    write_output(args.output, table.model_dump_json(indent=1) + "\n")
+    _print(table)
+    print(f"wrote {args.output}")
     return 0
 
 
-def _formats(text: str) -> list[str]:
-    names = dict.fromkeys(name.strip() for name in text.split(",") if name.strip())
-    if not names:
-        raise UsageError("--formats names no format")
-    try:
-        return [get_format(name).name for name in names]
-    except UsageError as error:
-        raise UsageError(f"--formats: {error}") from None
+def _model_shapes(config: TrainConfig) -> dict[str, tuple[int, int]]:
+    """Return {glob: (out_features, in_features)} of a layer's linears, of one shard."""
+    hidden, tp = config.hidden_size, config.tensor_model_parallel_size
+    groups = config.query_groups * config.head_width
+    path, ffn = "mlp", config.ffn_width // tp
+    if config.num_experts is not None:
+        path, ffn = "mlp.experts", config.expert_ffn_width // config.expert_tensor_size
+    return {
+        "*.self_attention.linear_qkv": ((hidden + 2 * groups) // tp, hidden),
+        "*.self_attention.linear_proj": (hidden, hidden // tp),
+        f"*.{path}.linear_fc1": (2 * ffn, hidden),
+        f"*.{path}.linear_fc2": (hidden, ffn),
+    }
 
 
-def _check_output(path: Path) -> None:
-    """Refuse, before anything is measured, a path that no table can be written to."""
-    if not path.parent.is_dir():
-        raise UsageError(f"--output: there is no folder '{path.parent}'")
-    if path.is_dir():
-        raise UsageError(f"--output: '{path}' is a folder; name a file in it")
-
-
-def _shapes(args: argparse.Namespace) -> tuple[list[Shape], int]:
-    shapes, tokens = [], 1024
+def _shapes(args: argparse.Namespace) -> tuple[dict[str, tuple[int, int]], int]:
+    """Return {glob: (out_features, in_features)} and the number of tokens."""
+    shapes: dict[str, tuple[int, int]] = {}
+    tokens = 1024
     if args.config is not None:
         config = load_train_config(args.config, {}, {})
         tokens = config.micro_batch_size * config.seq_length
-        shards = {split_linear_name(s.name)[2]: s for s in linear_shapes(config)}
-        tp = config.tensor_model_parallel_size
-        for module, s in shards.items():
-            # A rank's FLOPs are 1 / TP of the linear's, whichever dimension is split.
-            whole_in = s.in_features == s.shard[1]
-            out_features = s.out_features // tp if whole_in else s.out_features
-            shapes.append(Shape(f"*.{module}", out_features, s.shard[1]))
-    shapes += [_shape(text) for text in args.linear or []]
+        shapes = _model_shapes(config)
+    for text in args.linear:
+        name, _, size = text.rpartition("=")
+        rows, _, columns = size.partition("x")
+        if not (name and rows and columns):
+            raise UsageError(f"--linear: '{text}' is not GLOB=OUTxIN, e.g. '*.linear_fc1=512x128'")
+        if name in shapes:
+            raise UsageError(f"'{name}' has two shapes, of which planning would take the first")
+        flag = f"--linear: each size of '{text}' (GLOB=OUTxIN)"
+        shapes[name] = (integer(flag, rows), integer(flag, columns))
     if not shapes:
         raise UsageError("nothing to measure: give --config FILE or --linear GLOB=OUTxIN")
-    globs = [shape.names for shape in shapes]
-    for glob in globs:
-        if globs.count(glob) > 1:
-            raise UsageError(f"'{glob}' has two shapes, of which planning would take the first")
-    if args.tokens is not None:
-        tokens = whole_number("--tokens", args.tokens)
-    return shapes, tokens
+    return shapes, tokens if args.tokens is None else integer("--tokens", args.tokens)
 
 
-def _shape(text: str) -> Shape:
-    names, sign, size = text.rpartition("=")
-    out_features, times, in_features = size.partition("x")
-    if not (names and sign and times and out_features and in_features):
-        raise UsageError(f"--linear: '{text}' is not GLOB=OUTxIN, e.g. '*.linear_fc1=4096x1024'")
-    flag = f"--linear: each size of '{text}' (GLOB=OUTxIN)"
-    return Shape(names, whole_number(flag, out_features), whole_number(flag, in_features))
+def measure(
+    size: tuple[int, int, int], device: torch.device, budget_s: float, formats: list[str]
+) -> dict[str, dict[str, float]]:
+    """Return the seconds of every format that runs here, by GEMM; print which ones do not.
+
+    Args:
+        size: tokens, out_features and in_features.
+        device: where to run.
+        budget_s: seconds to spend on each GEMM and format.
+        formats: names.
+
+    Raises:
+        UsageError: if none of the formats runs here.
+        RuntimeError: if memory is short.
+    """
+    tokens, rows, columns = size
+    x, w, g = (
+        torch.randn(shape, device=device).to(torch.bfloat16)
+        for shape in ((tokens, columns), (rows, columns), (tokens, rows))
+    )
+    seconds: dict[str, dict[str, float]] = {}
+    for name in formats:
+        gemms = linear_gemms(x, w, g, Option.uniform(name))
+        try:
+            seconds[name] = {
+                k.value: _median_s(call, device, budget_s) for k, call in gemms.items()
+            }
+        except (UnsupportedError, NotImplementedError) as error:
+            print(f"megatron-snip calibrate: {name} does not run here: {error}", file=sys.stderr)
+    if not seconds:
+        raise UsageError("none of the formats runs on this machine")
+    return seconds
 
 
-def _number(flag: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value < 2**31:
-        raise UsageError(f"{flag} must be a number above 0, got '{text}'")
-    return value
+def linear_gemms(
+    x: Tensor, w: Tensor, g: Tensor, option: Option
+) -> dict[Gemm, Callable[[], Tensor | None]]:
+    """Return calls that run the GEMMs of a linear as training does, quantization included.
+
+    Args:
+        x: [M, K].
+        w: [N, K].
+        g: [M, N].
+        option: of the linear.
+    """
+    stream = StochasticStream(StreamKey(seed=0, linear="", iteration=0, microbatch=0))
+
+    def quantized(gemm: Gemm) -> Tensor:
+        both = simulated_gemm.quantize_grad_output(
+            g, option, stream, x.shape[1], dgrad=gemm is Gemm.DGRAD, wgrad=gemm is Gemm.WGRAD
+        )
+        return next(each for each in both if each is not None)
+
+    return {
+        Gemm.FPROP: lambda: simulated_gemm.fprop(x, w, option),
+        Gemm.DGRAD: lambda: simulated_gemm.dgrad(quantized(Gemm.DGRAD), w, option, g.dtype),
+        Gemm.WGRAD: lambda: simulated_gemm.wgrad(quantized(Gemm.WGRAD), x, option),
+    }
 
 
-def _device(name: str | None) -> torch.device:
-    import torch
+def _median_s(call: Callable[[], object], device: torch.device, budget_s: float) -> float:
+    """Return the median time of a call; the first run, which compiles and warms up, excluded."""
+    from megatron_snip.patches.cpu.tensors import CudaOnCpu
 
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name not in ("cpu", "cuda"):
-        raise UsageError(f"--device must be cpu or cuda, got '{name}'")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch sees no CUDA device; use --device cpu")
-    return torch.device(name)
+    def timed() -> float:
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
 
-
-def _device_name(device: torch.device) -> str:
-    import torch
-
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def _torch_version() -> str:
-    import torch
-
-    return str(torch.__version__)
+    on_cpu = CudaOnCpu() if device.type == "cpu" else contextlib.nullcontext()
+    with on_cpu:  # training on the CPU computes products of BF16 in FP32
+        timed()
+        runs = max(3, min(MAX_RUNS, int(budget_s / max(timed(), 1e-9))))
+        return statistics.median(timed() for _ in range(runs))
 
 
-def _machine() -> str:
-    return f"{platform.node()} ({platform.machine()})"
-
-
-def _print(table: CalibrationTable, path: Path) -> None:
-    console = plain_console()
-    shown = RichTable("linears", "out x in", "format", box=box.SIMPLE)
-    for heading in (*(f"{gemm.value} ms" for gemm in Gemm), "TFLOP/s"):
-        shown.add_column(heading, justify="right")
+def _print(table: CalibrationTable) -> None:
+    times = (*(f"{gemm.value} ms" for gemm in Gemm), "TFLOP/s")
+    shown = new_table(("linears", "out x in", "format"), times)
     for entry in table.linears:
         flops = 6.0 * table.tokens * entry.out_features * entry.in_features
         for name, by_gemm in entry.seconds.items():
-            shown.add_row(
-                entry.names,
-                f"{entry.out_features} x {entry.in_features}",
-                name,
-                *(f"{1e3 * by_gemm[gemm.value]:.3f}" for gemm in Gemm),
-                f"{flops / sum(by_gemm.values()) / 1e12:.3g}",
-            )
-    console.print(shown)
-    console.print(f"{table.tokens} tokens on {table.device}, {table.machine}; wrote {path}")
+            cells = (f"{1e3 * by_gemm[gemm.value]:.3f}" for gemm in Gemm)
+            rate = f"{flops / sum(by_gemm.values()) / 1e12:.3g}"
+            size = f"{entry.out_features} x {entry.in_features}"
+            shown.add_row(entry.names, size, name, *cells, rate)
+    out = console()
+    out.print(shown)
+    out.print(f"{table.tokens} tokens on {table.device}, {table.machine}")

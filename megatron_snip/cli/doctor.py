@@ -1,178 +1,115 @@
-"""`megatron-snip doctor`: what this machine can run, and why.
+"""`megatron-snip doctor`: what this machine can run, and the command line to use on it.
 
-Three questions: which versions are installed, which devices there are, and how each number format
-runs here under each backend (this machine's column of docs/backends.md, with what its own
-Transformer Engine says). `--patches` adds every seam on Megatron with its state: whether the
-function is there, takes what SNIP gives it, and belongs to a release that was tested.
+`--patches` lists every patch of Megatron with its status: whether the function exists, takes what
+SNIP passes, and belongs to a tested release.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console
-from rich.table import Table as RichTable
 
-from megatron_snip.cli.plan_tables import plain_console
+from megatron_snip.cli.common import console, new_table
 from megatron_snip.errors import SnipError
 from megatron_snip.formats import FORMATS
 from megatron_snip.reporting.run_directory import versions
-from megatron_snip.types import Gemm
 from megatron_snip.version import __version__
 
 if TYPE_CHECKING:
-    from megatron_snip.linears.backends import Backend, Machine
-    from megatron_snip.patches.registry import State
+    from megatron_snip.linears.availability import Machine
 
-
-@dataclass(frozen=True)
-class SeamState:
-    """One seam: what it is called, what it is installed for, what it does, and its state."""
-
-    name: str
-    when: str
-    purpose: str
-    target: str
-    state: State
+SCRIPT = "pretrain_gpt.py ARGS"
+"""The user's own Megatron script, in the recommended command line."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     parser.add_argument(
-        "--patches", action="store_true", help="also list every seam on Megatron and its state"
+        "--patches", action="store_true", help="also list every patch of Megatron and its status"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was found; return 0, or 1 if `--patches` finds a seam that cannot be used."""
-    console = plain_console(200)
-    _print_versions(console)
-    _print_devices(console)
-    _print_formats(console)
-    if not args.patches:
-        return 0
-    states = seam_states()
-    _print_seams(console, states)
-    return int(any(entry.state.word in ("unusable", "overwritten") for entry in states))
+    """Print what was found; return 0, or 1 if `--patches` finds one that cannot be used."""
+    from megatron_snip.linears.availability import this_machine
+
+    machine, out = this_machine(with_te=True), console()
+    _print_machine(out)
+    _print_formats(out, machine)
+    status = _print_patches(out) if args.patches else 0
+    out.print(f"Recommended on this machine:\n  {recommended_command(machine)}", soft_wrap=True)
+    return status
 
 
-def how(backend: Backend, fmt: str, machine: Machine) -> str:
-    """Return how a format's GEMMs run on a machine, e.g. `native` or `fprop native, ...`."""
-    from megatron_snip.linears.backends import here
-
-    found = {gemm: here(backend, fmt, gemm, machine).how for gemm in Gemm}
-    if len(set(found.values())) == 1:
-        return str(found[Gemm.FPROP])
-    return ", ".join(f"{gemm} {word}" for gemm, word in found.items())
-
-
-def reasons(backend: Backend, machine: Machine) -> dict[str, list[str]]:
-    """Return why quantized formats run as they do: reason -> formats (with GEMMs) that share it."""
-    from megatron_snip.linears.backends import here
-
-    found: dict[str, list[str]] = {}
-    for fmt in (f.name for f in FORMATS.values() if f.quantized):
-        gemms: dict[str, list[str]] = {}
-        for gemm in Gemm:
-            cell = here(backend, fmt, gemm, machine)
-            gemms.setdefault(f"{cell.how}: {cell.why}", []).append(gemm)
-        for why, each in gemms.items():
-            which = fmt if len(gemms) == 1 else f"{fmt} ({', '.join(each)})"
-            found.setdefault(why, []).append(which)
-    return found
+def recommended_command(machine: Machine) -> str:
+    """Return the command line that trains with SNIP on a machine."""
+    with_te = machine.te_version is not None and "blockwise" not in machine.te_unavailable
+    major = None if machine.capability is None else machine.capability[0]
+    if with_te and major in (9, 10):
+        formats = "bf16,fp8" if major == 9 else "bf16,fp8,nvfp4"
+        flags = f"--transformer-impl transformer_engine --snip --snip-formats {formats}"
+    else:
+        flags = "--transformer-impl local --snip --snip-formats fp8,fp4"
+    cpu = "--cpu " if machine.capability is None else ""
+    return f"torchrun --nproc-per-node N -m megatron_snip {cpu}{SCRIPT} {flags}"
 
 
-def seam_states() -> list[SeamState]:
-    """Return all seams of the installed Megatron, those that are set on instances included."""
-    from megatron_snip.patches.registry import State
-    from megatron_snip.patches.seams import LINEAR_TARGETS, REGISTRY
-
-    states = [
-        SeamState(seam.name, seam.when, seam.purpose, str(seam.target), REGISTRY.state(seam))
-        for seam in REGISTRY.seams
-    ]
-    for target in LINEAR_TARGETS:
-        problem = target.problem()
-        state = State("ready") if problem is None else State("unusable", problem)
-        purpose = "quantizes, on each planned instance"
-        states.append(SeamState("linear", "--snip", purpose, str(target), state))
-    return states
-
-
-def _print_versions(console: Console) -> None:
-    table = _table("", "version")
-    for name, version in {**versions(), "megatron-snip": __version__}.items():
-        table.add_row(name, version or "not installed")
-    console.print(table)
-
-
-def _print_devices(console: Console) -> None:
+def _print_machine(out: Console) -> None:
     import torch
 
+    table = new_table(("", "found"))
+    for name, version in {**versions(), "megatron-snip": __version__}.items():
+        table.add_row(name, version or "not installed")
     cores = len(os.sched_getaffinity(0))
-    table = _table("device", "")
     table.add_row("cpu", f"{cores} cores for this process, {torch.get_num_threads()} threads")
     if not torch.cuda.is_available():
-        why = "this torch was built without CUDA" if torch.version.cuda is None else "no driver"
+        why = "torch is built without CUDA" if torch.version.cuda is None else "no driver"
         table.add_row("cuda", f"not available: {why}; python -m megatron_snip --cpu SCRIPT")
-    else:
-        for index in range(torch.cuda.device_count()):
-            found = torch.cuda.get_device_properties(index)
-            gib = found.total_memory / 2**30
-            capability = f"compute capability {found.major}.{found.minor}"
-            table.add_row(f"cuda:{index}", f"{found.name}, {capability}, {gib:.0f} GiB")
-    console.print(table)
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        device = torch.cuda.get_device_properties(index)
+        capability = f"compute capability {device.major}.{device.minor}"
+        memory = f"{device.total_memory / 2**30:.0f} GiB"
+        table.add_row(f"cuda:{index}", f"{device.name}, {capability}, {memory}")
+    out.print(table)
 
 
-def _print_formats(console: Console) -> None:
-    from megatron_snip.kernels import dispatch
-    from megatron_snip.linears.backends import CAPABILITIES, Backend, column
-    from megatron_snip.linears.native_support import with_native
-    from megatron_snip.linears.te_support import this_machine
+def _print_formats(out: Console, machine: Machine) -> None:
+    import torch
 
-    machine = with_native(this_machine(with_te=True))
-    where = column(machine.capability)
-    name = "this machine" if where is None else CAPABILITIES[where]
-    console.print(f"How GEMMs run on {name}, by backend (--snip-backend; see docs/backends.md)")
-    table = _table("format", "bits", *Backend)
+    from megatron_snip.kernels import launch
+    from megatron_snip.linears.availability import Backend, support
+
+    out.print(f"How GEMMs run here ({machine}), by --snip-backend; see docs/backends.md")
+    table = new_table(("format", "bits", "simulate", "te", "under te"))
     for fmt in FORMATS.values():
-        cells = [how(backend, fmt.name, machine) for backend in Backend]
-        table.add_row(fmt.name, str(fmt.bits), *cells)
-    console.print(table)
-    table = _table("backend", "formats", "why")
-    for backend in Backend:
-        for why, formats in reasons(backend, machine).items():
-            table.add_row(backend, ", ".join(formats), why)
-    console.print(table)
-    choice = dispatch.explain()
-    console.print(f"simulate quantizes by {choice.path} ({choice.reason})")
+        entries = [support(backend, fmt.name, machine) for backend in Backend]
+        modes = (entry.mode for entry in entries)
+        table.add_row(fmt.name, str(fmt.bits), *modes, entries[-1].reason)
+    out.print(table)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    choice = launch.choose(device, (1, 128))
+    out.print(f"simulate quantizes by {choice.path} ({choice.reason})")
 
 
-def _print_seams(console: Console, states: list[SeamState]) -> None:
-    from megatron_snip.patches.target import TESTED, core_version, version_is_tested
+def _print_patches(out: Console) -> int:
+    """Print every patch; return 1 if one cannot be used."""
+    from megatron_snip.patches.install import REGISTRY
+    from megatron_snip.patches.registry import TESTED, core_version, is_tested
 
     try:
         version = core_version()
-        tested = "tested" if version_is_tested(version) else "not tested"
-        tested += f", tested are {TESTED}"
-        console.print(f"megatron-core {version} ({tested})")
+        tested = "tested" if is_tested(version) else "not tested"
+        out.print(f"megatron-core {version} ({tested}; tested releases: {TESTED})")
     except SnipError as error:
-        console.print(str(error))
-    table = _table("seam", "for", "state", "what SNIP does there, and the function")
-    for entry in states:
-        told = f"{entry.purpose}\n{entry.target}"
-        table.add_row(entry.name, entry.when, entry.state.word, told)
-    console.print(table)
-    for detail in dict.fromkeys(e.state.detail for e in states if e.state.detail):
-        console.print(detail)
-
-
-def _table(*columns: str) -> RichTable:
-    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
+        out.print(str(error))
+    table = new_table(("patch", "for", "status", "what it does, and the function"))
+    states = {patch: REGISTRY.status(patch) for patch in REGISTRY.patches}
+    for patch, status in states.items():
+        table.add_row(patch.name, patch.when, status.state, f"{patch.purpose}\n{patch.target}")
+    out.print(table)
+    for detail in dict.fromkeys(s.detail for s in states.values() if s.detail):
+        out.print(detail)
+    return int(any(s.state in ("unusable", "overwritten") for s in states.values()))

@@ -12,33 +12,36 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_snip.cli.stages import add_stage_flags, stages_from
+from megatron_snip.cli.common import add_examples, integer, write_output
 from megatron_snip.errors import UsageError
+from megatron_snip.formats import FORMATS
+from megatron_snip.linears.availability import Machine, te_recipe, te_refusal
+from megatron_snip.linears.te.precision_config import (
+    Stages,
+    config_text,
+    export_configs,
+    num_layers,
+    stage_paths,
+)
+from megatron_snip.linears.te.recipe import TERecipe, run_flags
 from megatron_snip.options import Option
-from megatron_snip.planning.json_file import write_atomic
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
-from megatron_snip.planning.te_config import config_text, export_configs, num_layers, stage_paths
-from megatron_snip.planning.te_recipe import TERecipe, run_flags
-
-EXAMPLES = """\
-examples:
-  megatron-snip export runs/demo/plans/20.json --capability 10.0 --te-precision-config OUT.yaml
-  megatron-snip export PLAN.json --capability 9.0 --pipeline-stages 4 --te-precision-config OUT.yaml
-"""
+from megatron_snip.planning.planner import nearest_option
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EXAMPLES
+    add_examples(
+        parser,
+        "megatron-snip export plans/21.json --capability 10.0 --te-precision-config OUT.yaml",
+    )
     parser.add_argument("plan", metavar="PLAN.json", type=Path, help="the plan")
     parser.add_argument(
         "--te-precision-config",
         metavar="OUT.yaml",
         type=Path,
         required=True,
-        help="the file to write; OUT.stage0.yaml and so on where pipeline stages need different "
-        "ones",
+        help="the file to write; OUT.stage0.yaml and so on if pipeline stages need different ones",
     )
     parser.add_argument(
         "--capability",
@@ -52,6 +55,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="give options that cannot run there the nearest precision that loses nothing",
     )
     add_stage_flags(parser)
+
+
+def add_stage_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the layers of each pipeline stage."""
+    group = parser.add_argument_group("pipeline")
+    text = "pipeline-parallel size [that of the plan or problem]"
+    group.add_argument("--pipeline-stages", metavar="P", help=text)
+    group.add_argument(
+        "--chunk-layers",
+        metavar="N,N,...",
+        help="layers of each model chunk in the order of the data, if a stage holds several or "
+        "they are uneven",
+    )
+
+
+def stages_from(args: argparse.Namespace, num_layers: int, known: int) -> Stages:
+    """Return the layers of each pipeline stage.
+
+    Args:
+        args: parsed flags.
+        num_layers: of the decoder.
+        known: stages that the plan or the problem has, which may be of another job.
+
+    Raises:
+        UsageError: if a flag is no number, or the layers do not add up.
+    """
+    num_stages = known
+    if args.pipeline_stages is not None:
+        num_stages = integer("--pipeline-stages", args.pipeline_stages)
+    if args.chunk_layers is None:
+        return Stages.even(num_layers, num_stages)
+    texts = args.chunk_layers.split(",")
+    chunks = tuple(integer("--chunk-layers", text, least=0) for text in texts)
+    if sum(chunks) != num_layers:
+        raise UsageError(
+            f"--chunk-layers gives {sum(chunks)} layers in {len(chunks)} chunks; the model has "
+            f"{num_layers}"
+        )
+    return Stages(num_stages, chunks)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,11 +110,12 @@ def run(args: argparse.Namespace) -> int:
     paths = stage_paths(args.te_precision_config, len(configs))
     shown = ".".join(map(str, capability))
     comment = (
-        f"The {plan.policy} plan of step {plan.step} (digest {plan.digest[:12]}) for Transformer\n"
-        f"Engine on compute capability {shown}; read by Megatron's --te-precision-config-file."
+        f"The {plan.policy} plan of iteration {plan.iteration} (digest {plan.digest[:12]}) for\n"
+        f"Transformer Engine on compute capability {shown}; read by Megatron's\n"
+        "--te-precision-config-file."
     )
     for path, config in zip(paths, configs, strict=True):
-        _write(path, config_text(config, comment))
+        write_output(path, config_text(config, comment))
         print(f"wrote {path}: {len(config['matchers'])} matchers")
     for line in changes:
         print(f"warning: {line}")
@@ -81,41 +124,34 @@ def run(args: argparse.Namespace) -> int:
         print(f"  {option}: {recipe} ({count} linears)")
     if not all(recipe.is_uniform for recipe in recipes.values()):
         print("Recipes that differ by GEMM need megatron-snip installed where the job runs.")
-    if args.pipeline_stages is None and stages.num_stages > 1:
-        print(
-            f"The plan is of {stages.num_stages} pipeline stages: files are for as many, with "
-            f"{args.chunks_per_stage} model chunk(s) each. Another layout: --pipeline-stages P, "
-            "--chunks-per-stage V."
-        )
     if len(paths) > 1:
         print(
-            "Pipeline stages need different files: give each rank that of its own stage, or train "
-            "with SNIP itself (--snip-plan-file PLAN.json --snip-freeze-plan)."
+            f"There is one file for each of {stages.num_stages} pipeline stages (change it with "
+            "--pipeline-stages and --chunk-layers). Give each rank the file of its stage."
         )
-    print(_what_the_run_needs(plan, recipes, paths))
+    print(_required_flags(plan, recipes, paths))
     return 0
 
 
-def _what_the_run_needs(
+def _required_flags(
     plan: PrecisionPlan, recipes: Mapping[Option, TERecipe], paths: Sequence[Path]
 ) -> str:
-    """Return which flags give the file its effect, and what stays BF16."""
     own = run_flags(recipes.values())
     file = shlex.quote(str(paths[0])) + ("  # of its stage" if len(paths) > 1 else "")
     flags = ["--transformer-impl transformer_engine", "--bf16", own]
+    flags.append(f"--te-precision-config-file {file}")
     lines = ["The run needs:", *(f"  {flag}" for flag in flags if flag)]
-    lines.append(f"  --te-precision-config-file {file}")
     if own:
         lines.append(
-            f"With it, no --fp8-param-gather or --fp4-param-gather. Without {own.split()[0]},\n"
-            "Megatron-Core before 0.19 quantizes weights in the first step and never again, and\n"
-            "experts' tokens are not padded as low precision needs."
+            f"Do not add --fp8-param-gather or --fp4-param-gather. Without {own.split()[0]},\n"
+            "Megatron-Core before 0.19 quantizes weights only in the first iteration, and does\n"
+            "not pad the tokens of experts."
         )
     bf16 = sum(recipes[option] == TERecipe() for option in plan.linears.values())
-    others = "run in the run's own precision" if own else "stay BF16"
+    others = "run in the run's own precision" if own else "stay in BF16"
     lines.append(
-        f"BF16: {bf16} of {len(plan.linears)} linears by the plan; embeddings, norms, attention "
-        f"and the output layer as ever.\nLinears of layers that the plan does not name {others}."
+        f"{bf16} of {len(plan.linears)} linears of the plan run in BF16. Linears that the plan "
+        f"does not name {others}."
     )
     return "\n".join(lines)
 
@@ -126,7 +162,7 @@ def _capability(text: str | None) -> tuple[int, int]:
 
         if not torch.cuda.is_available():
             raise UsageError(
-                "this machine has no GPU; say which GPUs the file is for: --capability 9.0 "
+                "this machine has no GPU; give the GPUs' capability: --capability 9.0 "
                 "(Hopper) or 10.0 (Blackwell)"
             )
         return torch.cuda.get_device_capability()
@@ -140,19 +176,17 @@ def _recipes(
     plan: PrecisionPlan, capability: tuple[int, int], nearest: bool
 ) -> tuple[dict[Option, TERecipe], list[str]]:
     """Return the recipe of every option of the plan, and what had to be exchanged."""
-    from megatron_snip.linears.backends import Backend, Machine, refusal, te_recipe
-    from megatron_snip.linears.runnable import at_least
-
     machine = Machine(capability, te_version="any", te_per_gemm=True)
+    uniform = [Option.uniform(name) for name in FORMATS]
+    runnable = [option for option in uniform if te_refusal(option, machine) is None]
     recipes, changes, refused = {}, [], {}
     for option in dict.fromkeys(plan.linears.values()):
-        reason = refusal(Backend.TE, option, machine)
+        reason = te_refusal(option, machine)
         if reason is None:
             recipes[option] = te_recipe(option, machine)
             continue
         refused[option] = reason
-        runnable = [o for o in _uniform() if refusal(Backend.TE, o, machine) is None]
-        instead = at_least(option, runnable)
+        instead = nearest_option(option, runnable)
         recipes[option] = te_recipe(instead, machine)
         changes.append(f"{option} becomes {instead}: {reason}")
     if refused and not nearest:
@@ -162,16 +196,3 @@ def _recipes(
             "precision that it can"
         )
     return recipes, changes
-
-
-def _uniform() -> list[Option]:
-    from megatron_snip.formats import FORMATS
-
-    return [Option.uniform(name) for name in FORMATS]
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_atomic(path, text)
-    except OSError as error:
-        raise UsageError(f"cannot write '{path}': {error.strerror or error}") from None

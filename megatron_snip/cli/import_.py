@@ -7,37 +7,31 @@ The file's globs are matched against the linears of a problem (one that a run wr
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
-from megatron_snip.cli.stages import add_stage_flags, stages_from
+from megatron_snip.cli.common import add_examples, write_output
+from megatron_snip.cli.export import add_stage_flags, stages_from
 from megatron_snip.config import read_yaml
 from megatron_snip.errors import UsageError
 from megatron_snip.formats import lowest_precision
-from megatron_snip.options import Option
-from megatron_snip.planning.assigned import Work, assigned_plan
-from megatron_snip.planning.plan import PrecisionPlan, write_plan
-from megatron_snip.planning.problem import PlanningProblem, read_problem
-from megatron_snip.planning.te_config import (
-    Stages,
+from megatron_snip.linears.te.precision_config import (
     evaluates_otherwise,
     import_options,
     num_layers,
 )
-
-EXAMPLES = """\
-examples:
-  megatron-snip import OUT.yaml --problem runs/demo/problems/0.json --output plan.json
-  megatron-snip import A.stage0.yaml A.stage1.yaml --problem P.json --pipeline-stages 2
-"""
+from megatron_snip.options import Option
+from megatron_snip.planning.plan import PrecisionPlan, assigned_plan
+from megatron_snip.planning.problem import PlanningProblem, read_problem
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EXAMPLES
+    add_examples(
+        parser,
+        "megatron-snip import OUT.yaml --problem runs/demo/problems/1.json --output plan.json",
+        "megatron-snip import A.stage0.yaml A.stage1.yaml --problem P.json --output plan.json",
+    )
     parser.add_argument(
         "files",
         metavar="FILE.yaml",
@@ -64,8 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="experts are modules of their own (no --moe-grouped-gemm)",
     )
-    parser.add_argument("--output", metavar="PLAN.json", type=Path, help="write the plan here")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON, nothing else")
+    parser.add_argument(
+        "--output", metavar="PLAN.json", type=Path, required=True, help="where the plan goes"
+    )
     add_stage_flags(parser)
 
 
@@ -77,14 +72,22 @@ def run(args: argparse.Namespace) -> int:
     """
     problem = read_problem(args.problem)
     stages = stages_from(args, num_layers(problem.names), known=problem.num_stages)
-    configs = _configs(args.files, stages)
-    linears = _linears(args, configs, problem, stages)
+    if len(args.files) not in (1, stages.num_stages):
+        raise UsageError(
+            f"{len(args.files)} files for {stages.num_stages} pipeline stages; give one file, or "
+            "one for each"
+        )
+    configs = [read_yaml(path) for path in args.files]
+    base = Option.parse(args.base)
+    linears: dict[str, Option] = {}
+    for name in problem.names:
+        which = 0 if len(configs) == 1 else stages.local(name)[0]
+        source = f"'{args.files[which]}'"
+        linears |= import_options(
+            configs[which], [name], stages, base, source, args.sequential_experts
+        )
     plan = _plan(linears, problem)
-    if args.output is not None:
-        _write(plan, args.output)
-    if args.json:
-        sys.stdout.write(plan.to_json())
-        return 0
+    write_output(args.output, plan.to_json())
     for option, count in Counter(map(str, plan.linears.values())).most_common():
         print(f"  {option}: {count} linears")
     print(f"share of FLOPs in the lowest precision: {plan.efficiency:.4f}")
@@ -93,45 +96,12 @@ def run(args: argparse.Namespace) -> int:
             "warning: evaluation recipes are left out: a plan holds in training and evaluation; "
             "--snip-eval-precision bf16 evaluates in BF16"
         )
-    if args.output is not None:
-        print(f"wrote {args.output}")
+    print(f"wrote {args.output}")
     return 0
-
-
-def _configs(files: list[Path], stages: Stages) -> list[dict[str, Any]]:
-    if len(files) not in (1, stages.num_stages):
-        raise UsageError(
-            f"{len(files)} files for {stages.num_stages} pipeline stages; give one file, or one "
-            "for each"
-        )
-    return [read_yaml(path) for path in files]
-
-
-def _linears(
-    args: argparse.Namespace,
-    configs: list[dict[str, Any]],
-    problem: PlanningProblem,
-    stages: Stages,
-) -> dict[str, Option]:
-    files: list[Path] = args.files
-    base = Option.parse(args.base)
-    result: dict[str, Option] = {}
-    for name in problem.names:
-        which = 0 if len(files) == 1 else stages.local(name)[0]
-        source, sequential = f"'{files[which]}'", bool(args.sequential_experts)
-        result |= import_options(configs[which], [name], stages, base, source, sequential)
-    return result
 
 
 def _plan(linears: dict[str, Option], problem: PlanningProblem) -> PrecisionPlan:
     formats = (name for option in linears.values() for name in option.formats)
     used = [name for name in dict.fromkeys(formats) if name != "bf16"] or ["fp8"]
-    work = [Work(each.name, each.stage, each.flops) for each in problem.linears]
+    work = {each.name: (each.stage, each.flops) for each in problem.linears}
     return assigned_plan(linears, work, lowest_precision(tuple(used)).name, "imported")
-
-
-def _write(plan: PrecisionPlan, path: Path) -> None:
-    try:
-        write_plan(plan, path)
-    except OSError as error:
-        raise UsageError(f"cannot write '{path}': {error.strerror or error}") from None

@@ -1,7 +1,7 @@
-"""`megatron-snip plan`: make a plan from a problem file and say how good it is.
+"""`megatron-snip plan`: make a plan from a problem file. `pareto` shares the flags.
 
-Exit status: 0 with a plan; 3 if no plan satisfies the rules, with those of them that conflict
-and the best reachable target; 2 on bad input.
+Exit status: 0 with a plan; 3 if no plan satisfies the constraints (the conflicting ones and the
+highest reachable target are named); 2 on bad input.
 """
 
 from __future__ import annotations
@@ -11,55 +11,89 @@ import json
 import sys
 from pathlib import Path
 
-from megatron_snip.cli.plan_flags import (
-    add_rule_flags,
-    flag_of,
-    metrics_from,
-    problem_from,
-    settings_from,
-)
-from megatron_snip.cli.plan_tables import (
-    linear_table,
-    plain_console,
-    stage_efficiencies,
-    stage_table,
-)
+from pydantic import ValidationError
+from rich.table import Table
+
+from megatron_snip.cli.common import add_examples, console, new_table, write_output
+from megatron_snip.config import explain
 from megatron_snip.errors import InfeasiblePlanError, UsageError
-from megatron_snip.planning.plan import PrecisionPlan, read_plan, write_plan
-from megatron_snip.planning.planner import PlanReport, make_plan_report
-from megatron_snip.planning.policies import get_policy
-from megatron_snip.planning.problem import PlanningProblem, check_options
+from megatron_snip.options import Option
+from megatron_snip.planning.calibration import read_calibration, with_seconds
+from megatron_snip.planning.plan import PrecisionPlan, read_plan
+from megatron_snip.planning.planner import make_plan
+from megatron_snip.planning.policies import get_policy, policy_names
+from megatron_snip.planning.problem import (
+    OptionCost,
+    PlanningProblem,
+    check_options,
+    read_problem,
+)
 from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.reporting.text import percent, quality, seconds
 
 INFEASIBLE = 3
-"""Exit status where no plan satisfies the rules."""
-
-MAX_STEP_DIGITS = 18
-"""A step is a count: any that a 64-bit integer holds, so that what is written can be read."""
-
-EXAMPLES = """\
-examples:
-  megatron-snip plan runs/demo/problems/20.json --target 0.9
-  megatron-snip plan problem.json --pipeline-balance stage --first-layers 1=bf16 --json
-  megatron-snip plan problem.json --previous plan.json --max-changes 10 --output next.json
-"""
+"""Exit status where no plan satisfies the constraints."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EXAMPLES
-    add_rule_flags(parser)
-    parser.add_argument("--target", metavar="T", help="least efficiency, 0 to 1 [the problem's]")
-    changes = parser.add_argument_group("changes against a plan in force")
-    changes.add_argument("--previous", metavar="PLAN.json", type=Path, help="the plan in force")
-    changes.add_argument("--max-changes", metavar="N", help="most linears that may change")
-    changes.add_argument(
-        "--min-gain", metavar="F", help="share of the quality loss that a change must save"
+    add_examples(
+        parser,
+        "megatron-snip plan runs/demo/problems/21.json --target 0.9",
+        "megatron-snip plan problem.json --pipeline-balance stage --first-layers 1=bf16 --json",
+        "megatron-snip plan problem.json --previous plan.json --output next.json",
     )
-    parser.add_argument("--step", metavar="N", default="0", help="training step of the plan [0]")
-    parser.add_argument("--output", metavar="FILE", type=Path, help="write the plan here as well")
+    add_planning_flags(parser)
+    parser.add_argument("--target", metavar="T", help="least efficiency, 0 to 1 [the problem's]")
+    changes = parser.add_argument_group("changes of the current plan")
+    changes.add_argument("--previous", metavar="PLAN.json", type=Path, help="the current plan")
+    changes.add_argument(
+        "--change-penalty", metavar="X", help="quality loss that each changed linear costs [0]"
+    )
+    parser.add_argument("--output", metavar="FILE", type=Path, help="write the plan to this file")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON, nothing else")
+
+
+def add_planning_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the problem and the flags that set fields of `PlanSettings`."""
+    parser.add_argument("problem", metavar="PROBLEM.json", type=Path, help="the problem file")
+    group = parser.add_argument_group("constraints")
+    group.add_argument(
+        "--pipeline-balance",
+        choices=("none", "stage", "bottleneck"),
+        help="where the target holds. none: over the model. stage: in every pipeline stage. "
+        "bottleneck: over the model, and the slowest stage becomes as fast as possible first "
+        "[none]",
+    )
+    group.add_argument(
+        "--pin",
+        metavar="GLOB=OPTION",
+        type=_pin,
+        dest="pins",
+        action="append",
+        help="fix the option of these linears, e.g. 'decoder.layers.0.*=fp8'; may be repeated",
+    )
+    for which in ("first", "last"):
+        text = f"fix the option of each block's {which} N layers"
+        group.add_argument(f"--{which}-layers", metavar="N=OPTION", type=_layers, help=text)
+    group.add_argument(
+        "--cost",
+        choices=("flops", "time"),
+        help="what efficiency counts: FLOPs in the lowest precision, or seconds saved [flops]",
+    )
+    group.add_argument(
+        "--calibration",
+        metavar="TABLE.json",
+        type=Path,
+        help="seconds for --cost time, from 'megatron-snip calibrate'",
+    )
+    solver = parser.add_argument_group("solver")
+    solver.add_argument("--policy", metavar="NAME", help=f"{', '.join(policy_names())} [snip]")
+    text = "most seconds that solving takes [30]"
+    solver.add_argument("--time-limit", metavar="S", dest="time_limit_s", help=text)
+    solver.add_argument("--gap", metavar="F", help="relative gap at which solving stops [0.001]")
+    solver.add_argument("--workers", metavar="N", help="threads; 1 is deterministic [1]")
+    solver.add_argument("--seed", metavar="N", help="seed of the solver and of 'random' [0]")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,23 +102,87 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: for bad input.
     """
-    settings = _settings(args)
+    if args.change_penalty is not None and args.previous is None:
+        raise UsageError("--change-penalty needs --previous PLAN.json, the current plan")
+    settings = settings_from(args)
+    _check_used(args, settings)
     problem = problem_from(args)
     check_options(problem, f"problem file '{args.problem}'")
     previous = None if args.previous is None else _previous(args.previous, problem)
     try:
-        report = make_plan_report(
-            problem, settings, previous, _step(args.step), metrics_from(args, settings)
-        )
+        plan = make_plan(problem, settings, previous, 0)
     except InfeasiblePlanError as error:
-        return _infeasible(error, args.json)
+        answer = {"version": 1, "status": "infeasible", "conflicts": list(error.conflicts)}
+        if args.json:
+            print(json.dumps({**answer, "best_target": error.best_target}, indent=1))
+        print(f"megatron-snip plan: {error}", file=sys.stderr)
+        return INFEASIBLE
     if args.output is not None:
-        _write(report.plan, args.output)
+        write_output(args.output, plan.to_json())
     if args.json:
-        sys.stdout.write(report.plan.to_json())
+        sys.stdout.write(plan.to_json())
     else:
-        _print(report, problem, settings, previous)
+        _print(plan, problem, settings, previous)
     return 0
+
+
+def problem_from(args: argparse.Namespace) -> PlanningProblem:
+    """Read the problem, with the calibration's seconds if there is one.
+
+    Raises:
+        UsageError: if a file is bad, or the calibration would not be used.
+    """
+    if args.calibration is not None and args.cost != "time":
+        raise UsageError("--calibration holds seconds, which only --cost time counts; add that")
+    problem = read_problem(args.problem)
+    if args.calibration is None:
+        return problem
+    check_options(problem, f"problem file '{args.problem}'")
+    return with_seconds(problem, read_calibration(args.calibration))
+
+
+def settings_from(args: argparse.Namespace) -> PlanSettings:
+    """Return the settings that the flags give.
+
+    Raises:
+        UsageError: one line that names the flag.
+    """
+    values = {name: getattr(args, name, None) for name in PlanSettings.model_fields}
+    try:
+        settings = PlanSettings(**{k: v for k, v in values.items() if v is not None})
+    except ValidationError as error:
+        field = str(error.errors()[0]["loc"][0])
+        flag = "--" + field.removesuffix("_s").replace("_", "-")
+        raise UsageError(f"{flag}: {explain(error).partition(': ')[2]}") from None
+    get_policy(settings.policy)  # an unknown name is an error before any file is read
+    return settings
+
+
+def _pin(text: str) -> tuple[str, str]:
+    glob, _, option = text.rpartition("=")
+    if not glob or not option:
+        raise argparse.ArgumentTypeError(f"'{text}' is not GLOB=OPTION")
+    return glob, option
+
+
+def _layers(text: str) -> tuple[str, str]:
+    count, _, option = text.rpartition("=")
+    if not count.isdecimal() or not option:
+        raise argparse.ArgumentTypeError(f"'{text}' is not N=OPTION, with N a number of layers")
+    return count, option
+
+
+def _check_used(args: argparse.Namespace, settings: PlanSettings) -> None:
+    """Refuse flags that the policy would not use."""
+    if get_policy(settings.policy).heeds_target:
+        return
+    for flag in ("target", "pipeline_balance", "change_penalty"):
+        if getattr(args, flag) not in (None, "none"):
+            raise UsageError(
+                f"policy '{settings.policy}' has no target and does not use "
+                f"--{flag.replace('_', '-')}; leave that out, or take another policy (snip, "
+                "greedy, ...)"
+            )
 
 
 def _previous(path: Path, problem: PlanningProblem) -> PrecisionPlan:
@@ -96,92 +194,48 @@ def _previous(path: Path, problem: PlanningProblem) -> PrecisionPlan:
     return plan
 
 
-def _settings(args: argparse.Namespace) -> PlanSettings:
-    given = {"target": args.target, "max_changes": args.max_changes, "min_gain": args.min_gain}
-    settings = settings_from(args, **given)
-    for name in ("max_changes", "min_gain"):
-        if given[name] is not None and args.previous is None:
-            raise UsageError(f"{flag_of(name)} needs --previous PLAN.json, the plan that changes")
-    _refuse_idle_flags(args, settings)
-    return settings
-
-
-def _refuse_idle_flags(args: argparse.Namespace, settings: PlanSettings) -> None:
-    """Refuse flags that the policy has no use for, rather than pass over them in silence."""
-    name = settings.policy
-    if get_policy(name).heeds_target:
-        return
-    idle = {
-        "target": args.target is not None,
-        "pipeline_balance": settings.pipeline_balance != "none",
-        "min_gain": settings.min_gain > 0.0,
-    }
-    for field, given in idle.items():
-        if given:
-            raise UsageError(
-                f"policy '{name}' has no target to weigh anything against, so it cannot heed "
-                f"{flag_of(field)}; leave that out, or take another policy (snip, greedy, ...)"
-            )
-
-
-def _step(text: str) -> int:
-    if not text.isdecimal() or len(text) > MAX_STEP_DIGITS:
-        raise UsageError(
-            f"--step must be a number of at least 0 and {MAX_STEP_DIGITS} digits at most, "
-            f"got '{text}'"
-        )
-    return int(text)
-
-
-def _write(plan: PrecisionPlan, path: Path) -> None:
-    try:
-        write_plan(plan, path)
-    except OSError as error:
-        raise UsageError(f"cannot write '{path}': {error.strerror or error}") from None
-
-
-def _infeasible(error: InfeasiblePlanError, as_json: bool) -> int:
-    if as_json:
-        answer = {
-            "version": 1,
-            "status": "infeasible",
-            "conflicts": list(error.conflicts),
-            "best_target": error.best_target,
-        }
-        print(json.dumps(answer, indent=1))
-    print(f"megatron-snip plan: {error}", file=sys.stderr)
-    return INFEASIBLE
-
-
 def _print(
-    report: PlanReport,
+    plan: PrecisionPlan,
     problem: PlanningProblem,
     settings: PlanSettings,
     previous: PrecisionPlan | None,
 ) -> None:
-    console = plain_console()
-    console.print(linear_table(report.plan, problem, previous))
-    console.print(stage_table(report.plan, problem))
-    for line in _summary(report, problem, settings):
-        console.print(line, markup=False, soft_wrap=True)
+    out = console()
+    out.print(_table(plan, problem, previous))
+    out.print(
+        "quality loss: predicted harm of the option. saving: share of the linear's FLOPs in "
+        "the lowest precision. FLOPs: the linear's share of all FLOPs."
+    )
+    if problem.num_stages > 1:
+        stages = sorted({linear.stage for linear in problem.linears})
+        found = ", ".join(f"stage {k} {plan.stages[k]:.4f}" for k in stages)
+        out.print(f"efficiency by pipeline stage: {found}")
+    target = f"target {plan.target:g}" if get_policy(plan.policy).heeds_target else "no target"
+    for line in (
+        f"policy        {plan.policy}, {plan.status}, {seconds(plan.seconds)}",
+        f"quality loss  {quality(plan.objective, 6)}, lower bound {quality(plan.bound, 6)}, "
+        f"gap {quality(plan.gap, 2)}",
+        f"efficiency    {plan.efficiency:.6f} of {settings.cost} ({target})",
+        f"digest        {plan.digest}",
+    ):
+        out.print(line)
 
 
-def _summary(report: PlanReport, problem: PlanningProblem, settings: PlanSettings) -> list[str]:
-    plan = report.plan
-    heeds = get_policy(plan.policy).heeds_target
-    target = f"target {plan.target:g}" if heeds else f"{plan.policy} heeds no target"
-    objective = "unknown" if plan.objective is None else f"{plan.objective:.6g}"
-    bound = "unknown" if plan.bound is None else f"{plan.bound:.6g}"
-    gap = "unknown" if plan.gap is None else f"{plan.gap:.2e}"
-    return [
-        f"policy      {plan.policy}",
-        f"status      {plan.status}",
-        f"objective   {objective} (quality loss)",
-        f"bound       {bound}, gap {gap}",
-        f"efficiency  {plan.efficiency:.6f} of {settings.cost} ({target})",
-        f"scaling     integer rounding is off by at most {report.scaling_error:.1e} in quality "
-        f"loss, {report.efficiency_error:.1e} in efficiency",
-        f"stages      {stage_efficiencies(plan, problem)}",
-        f"seconds     {plan.seconds:.3f}",
-        f"digest      {plan.digest}",
-    ]
+def _table(plan: PrecisionPlan, problem: PlanningProblem, previous: PrecisionPlan | None) -> Table:
+    text = ("linear", "option") if previous is None else ("linear", "option", "before")
+    numbers = ("stage",) if problem.num_stages > 1 else ()
+    table = new_table(text, (*numbers, "quality loss", "saving", "FLOPs"))
+    total = sum(linear.flops for linear in problem.linears) or 1.0
+    for linear in problem.linears:
+        option = plan.linears[linear.name]
+        costs = {Option.parse(name): cost for name, cost in linear.options.items()}
+        bf16 = OptionCost(quality_loss=0.0, saving=0.0)  # need not be listed
+        cost = costs.get(option, bf16)
+        row = [linear.name, str(option)]
+        if previous is not None:
+            before = previous.linears[linear.name]
+            row.append("" if before == option else str(before))
+        row += [str(linear.stage)] * len(numbers)
+        row += [quality(cost.quality_loss), f"{cost.saving:.3g}", percent(linear.flops / total)]
+        table.add_row(*row)
+    return table

@@ -37,7 +37,7 @@ def is_script(words: Sequence[str]) -> bool:
 
 
 def prepare_script(words: Sequence[str]) -> Path:
-    """Stand in for `python SCRIPT` and install the seams that the command line asks for.
+    """Stand in for `python SCRIPT` and install the patches that the command line asks for.
 
     Args:
         words: `[--cpu] SCRIPT ARGS...`.
@@ -47,12 +47,12 @@ def prepare_script(words: Sequence[str]) -> Path:
 
     Raises:
         UsageError: if there is no such script, or no such `@FILE`.
-        UnsupportedError: if Megatron has not the seams that `--snip` needs.
+        SystemExit: with status 2 on a bad flag, or if Megatron lacks a function that SNIP needs.
     """
     on_cpu = words[0] == CPU_FLAG
     rest = expand(words[1:] if on_cpu else words)
     if not rest:
-        raise UsageError(f"{CPU_FLAG} wants a script: python -m megatron_snip {CPU_FLAG} SCRIPT")
+        raise UsageError(f"{CPU_FLAG} needs a script: python -m megatron_snip {CPU_FLAG} SCRIPT")
     script = Path(rest[0])
     if not script.is_file():
         raise UsageError(f"cannot find the script '{script}'")
@@ -64,7 +64,7 @@ def prepare_script(words: Sequence[str]) -> Path:
         # Megatron insists on it under tensor parallelism, for the order of CUDA kernels.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         cpu.install(claim_cuda=True)
-    from megatron_snip.patches.seams import install_for
+    from megatron_snip.patches.install import install_for
 
     install_for(rest[1:])
     return script

@@ -1,1 +1,1 @@
-"""The three quantized GEMMs, their seam on Megatron's linears, and measuring passes."""
+"""Megatron's linears under a plan: quantized GEMMs, options per linear, what can run where."""

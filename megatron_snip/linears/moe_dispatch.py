@@ -1,6 +1,6 @@
 """Tokens of an expert, by the data rank that sent them.
 
-With expert parallelism tokens of several data ranks meet in an expert. Tiles along tokens and the
+With expert parallelism, tokens of several data ranks meet in an expert. Tiles along tokens and the
 random numbers of stochastic rounding would then depend on the layout. An observer measures the
 tokens of each data rank separately, in the order of the sequence, as the microbatch that they are
 to the dense linears: then every layout measures what one rank alone would.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,18 +24,18 @@ from megatron.core.transformer.moe.token_dispatcher import (
     MoEAlltoAllTokenDispatcher,
 )
 
-from megatron_snip.linears.layout import expert_layers
+from megatron_snip.linears.discovery import expert_layers
 from megatron_snip.statistics.tap import TokenPart
 from megatron_snip.topology import Placement, Topology
 
 
 class ExpertDispatch:
-    """The experts' layers of a model whose rows must be sorted by sender."""
+    """The MoE layers of a model whose experts' rows must be sorted by sender."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], topology: Topology) -> None:
         """Find them; communicates nothing."""
-        layers = {name: _Layer(moe, topology) for name, moe in expert_layers(chunks)}
-        self._layers = {name: layer for name, layer in layers.items() if layer.senders is not None}
+        layers = {name: _layer(moe, topology) for name, moe in expert_layers(chunks)}
+        self._layers = {name: layer for name, layer in layers.items() if layer is not None}
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -46,7 +46,7 @@ class ExpertDispatch:
             yield
 
     def parts(self, placement: Placement, num_rows: int) -> list[TokenPart] | None:
-        """Return the rows of an expert's input by data rank; None if they are in order as they lie.
+        """Return the rows of an expert's input by data rank; None if they need no sorting.
 
         Args:
             placement: any linear.
@@ -58,102 +58,60 @@ class ExpertDispatch:
         return layer.parts(placement.expert, num_rows)
 
 
-@dataclass(frozen=True)
-class Senders:
-    """Who sends tokens to the experts of this rank.
-
-    Attributes:
-        ranks: (data rank, tensor rank) of each rank of the group that exchanges tokens.
-        arrival: those ranks' indices, in the order in which their rows lie in an expert's input.
-    """
-
-    ranks: tuple[tuple[int, int], ...]
-    arrival: tuple[int, ...]
-
-    @property
-    def data_ranks(self) -> tuple[int, ...]:
-        """The data ranks among them, ascending."""
-        return tuple(sorted({data for data, _ in self.ranks}))
-
-    @property
-    def in_order(self) -> bool:
-        """Whether rows lie as one data rank alone would have them."""
-        order = [self.ranks[i] for i in self.arrival]
-        return len(self.data_ranks) == 1 and order == sorted(order)
-
-    def rows(self, counts: Sequence[int]) -> list[list[range]]:
-        """Return the rows of each data rank, in the order of its sequence.
-
-        Args:
-            counts: rows that each rank of the group has sent.
-        """
-        found: dict[tuple[int, int], range] = {}
-        start = 0
-        for i in self.arrival:
-            found[self.ranks[i]] = range(start, start + counts[i])
-            start += counts[i]
-        places = sorted(found)
-        return [[found[p] for p in places if p[0] == data] for data in self.data_ranks]
-
-
+@dataclass
 class _Layer:
-    """One layer's router and experts.
+    """One MoE layer.
 
     Attributes:
         router: Megatron's.
-        senders: None where an expert's rows need no sorting, or their order is unknown.
-        counts: rows that each sender gave each expert in the last forward, [ranks][experts].
+        group: the ranks that exchange tokens.
+        places: (data rank, tensor rank) of each rank of the group.
+        arrival: those ranks' indices, in the order of their rows in an expert's input.
+        counts: rows that each rank sent to each expert in the last forward, [ranks][experts].
     """
 
-    def __init__(self, moe: Any, topology: Topology) -> None:
-        self.router = moe.router
-        self.counts: list[list[int]] = []
-        self._group: dist.ProcessGroup = moe.token_dispatcher.tp_ep_group
-        senders = _senders(moe.token_dispatcher, topology)
-        self.senders = None if senders is None or senders.in_order else senders
+    router: torch.nn.Module
+    group: dist.ProcessGroup
+    places: list[tuple[int, int]]
+    arrival: list[int]
+    counts: list[list[int]] = field(default_factory=list)
 
     def count(self, module: Any, args: Any, output: Any) -> None:
         """All ranks of the group: exchange how many rows each sends to each expert."""
-        if torch.is_grad_enabled():  # a forward that is recomputed later is not observed
-            sent = output[1].sum(dim=0, dtype=torch.int64)
-            self.counts = _gathered(sent, self._group)
+        if not torch.is_grad_enabled():  # a forward that is recomputed later is not observed
+            return
+        sent = output[1].sum(dim=0, dtype=torch.int64).to(torch.cuda.current_device())
+        everyone = sent.new_empty(self.group.size() * sent.numel())
+        dist.all_gather_into_tensor(everyone, sent, group=self.group)
+        self.counts = everyone.view(self.group.size(), -1).tolist()
 
     def parts(self, expert: int, num_rows: int) -> list[TokenPart] | None:
         """Return an expert's rows by data rank; None if their number is not the router's."""
-        assert self.senders is not None
         counts = [sent[expert] for sent in self.counts]
         if sum(counts) != num_rows:  # tokens over an expert's capacity are dropped, rows padded
             return None
-        ranks = zip(self.senders.data_ranks, self.senders.rows(counts), strict=True)
-        return [TokenPart(rank, torch.cat([_indices(r) for r in rows])) for rank, rows in ranks]
+        rows = torch.split(torch.arange(num_rows), [counts[i] for i in self.arrival])
+        by_place = {self.places[i]: part for i, part in zip(self.arrival, rows, strict=True)}
+        by_rank: dict[int, list[torch.Tensor]] = {}
+        for place in sorted(by_place):  # in the order of the sender's sequence
+            by_rank.setdefault(place[0], []).append(by_place[place])
+        return [TokenPart(rank, torch.cat(parts)) for rank, parts in by_rank.items()]
 
 
-def _indices(rows: range) -> torch.Tensor:
-    return torch.arange(rows.start, rows.stop)
-
-
-def _senders(dispatcher: Any, topology: Topology) -> Senders | None:
-    """Return who is in the group that exchanges tokens, and in which order rows come.
-
-    Known without communication (`Topology.places`).
-    """
+def _layer(moe: Any, topology: Topology) -> _Layer | None:
+    """Return a layer; None where rows need no sorting, or their order is unknown."""
+    dispatcher = moe.token_dispatcher
     group, tp, ep = dispatcher.tp_ep_group, dispatcher.tp_size, dispatcher.ep_size
     if tp * ep == 1:
         return None
-    ranks = tuple(topology.places[rank] for rank in dist.get_process_group_ranks(group))
     if isinstance(dispatcher, MoEAlltoAllTokenDispatcher):
-        arrival = tuple(e * tp + t for t in range(tp) for e in range(ep))
+        arrival = [e * tp + t for t in range(tp) for e in range(ep)]
     elif isinstance(dispatcher, MoEAllGatherTokenDispatcher):
-        arrival = tuple(range(tp * ep))
+        arrival = list(range(tp * ep))
     else:
         return None
-    return Senders(ranks, arrival)
-
-
-def _gathered(values: torch.Tensor, group: dist.ProcessGroup) -> list[list[int]]:
-    """All ranks of the group: return every rank's integers, by rank."""
-    own = values.to(torch.cuda.current_device())
-    everyone = own.new_empty(group.size() * own.numel())
-    dist.all_gather_into_tensor(everyone, own, group=group)
-    found: list[list[int]] = everyone.view(group.size(), -1).tolist()
-    return found
+    places = [topology.places[rank] for rank in dist.get_process_group_ranks(group)]
+    order = [places[i] for i in arrival]
+    if len({data for data, _ in places}) == 1 and order == sorted(order):
+        return None  # the rows are as one data rank alone would have them
+    return _Layer(moe.router, group, places, arrival)

@@ -1,4 +1,4 @@
-"""What all linears of a process share: the step, the mode, and who observes."""
+"""What all linears of a process share: the iteration, the mode, the observer, the weight cache."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from megatron_snip.linears.kept_weights import KeptWeights
-from megatron_snip.quantizers import StochasticStream
+from megatron_snip.linears.weight_cache import QuantizedWeightCache
+from megatron_snip.quantizers import StochasticStream, grad_output_stream
 from megatron_snip.statistics.tap import Observer
-from megatron_snip.streams import grad_output_stream
 from megatron_snip.topology import Placement, Topology
 
 
@@ -30,26 +29,26 @@ class Runtime:
     Attributes:
         topology: this rank's place.
         seed: the run's seed.
-        step: training step (0-based).
-        pass_number: counts the training passes begun, repeats of a step included.
+        iteration: Megatron's, 1-based.
+        pass_number: number of training passes begun, repeats of a step included.
         mode: how linears run.
         observer: watches every linear's forward and backward, or None.
-        kept: weights quantized for the training pass under way.
+        weight_cache: quantized weights of the current training pass.
     """
 
     topology: Topology
     seed: int
-    step: int = 0
+    iteration: int = 0
     pass_number: int = 0
     mode: Mode = Mode.PLAN
     observer: Observer | None = None
-    kept: KeptWeights = field(default_factory=KeptWeights)
+    weight_cache: QuantizedWeightCache = field(default_factory=QuantizedWeightCache)
 
-    def begin_pass(self, step: int) -> None:
-        """A training forward-backward of `step` begins; microbatches count from 0 again."""
-        self.step = step
+    def begin_pass(self, iteration: int) -> None:
+        """Begin a training forward-backward of an iteration; microbatches count from 0 again."""
+        self.iteration = iteration
         self.pass_number += 1
-        self.kept.open()
+        self.weight_cache.open()
 
     @contextmanager
     def observed_by(self, observer: Observer) -> Iterator[None]:
@@ -70,7 +69,7 @@ class Runtime:
             self.mode = before
 
     def stream(self, placement: Placement, local_microbatch: int) -> StochasticStream:
-        """Return the random numbers of a linear's grad_output in the current step."""
+        """Return the random numbers of a linear's grad_output in the current iteration."""
         data = self.topology.data_axis(placement)
         microbatch = local_microbatch * data.size + data.rank
-        return grad_output_stream(self.seed, placement, self.step, microbatch)
+        return grad_output_stream(self.seed, placement, self.iteration, microbatch)

@@ -1,4 +1,4 @@
-"""The loss of a training step on its way to all ranks, and whether its gradients are numbers.
+"""The loss of a training step, on all ranks, and whether its gradients are finite.
 
 The schedule gives a loss to the last pipeline stage alone, for its own data. It is summed over
 data ranks there,
@@ -6,9 +6,9 @@ data ranks there,
     loss = sum over microbatches and data ranks of (sum of token losses)
            / sum over the same of (number of tokens)
 
-and the last rank of all, which is of the last stage in every layout of Megatron's, tells it to
-everybody. So all ranks hold the same bits and decide alike. Megatron's older form of a report, a
-mean without a number of tokens, counts as one token.
+and the last rank of all, which is of the last stage in every layout of Megatron's, broadcasts it.
+So all ranks hold the same bits and decide alike. Megatron's older form of a report, a mean without
+a number of tokens, counts as one token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StepLoss:
     """
 
     def __init__(self, results: list[dict[str, Any]], topology: Topology) -> None:
-        """Start summing.
+        """Start the sum.
 
         Args:
             results: what the schedule returned on this rank.
@@ -41,9 +41,10 @@ class StepLoss:
         self._topology = topology
         self._sums = torch.zeros(2, dtype=torch.float64)
         self._copied: torch.cuda.Event | None = None
-        sums = _sums(results)
-        if sums is None:
+        reports = [next(iter(r.values())) for r in results if isinstance(r, dict) and r]
+        if not reports:
             return
+        sums = torch.stack([_loss_and_tokens(report) for report in reports]).sum(dim=0)
         sum_over(sums, topology.data.group)
         self._sums = sums.to("cpu", non_blocking=True)
         if sums.is_cuda:
@@ -54,20 +55,17 @@ class StepLoss:
         """All ranks: return the loss, the same everywhere; None if the schedule reports none."""
         if self._copied is not None:
             self._copied.synchronize()
-        sums = self._sums
         if self._topology.control is not None:
             last = self._topology.world_size - 1
-            dist.broadcast(sums, src=last, group=self._topology.control)
-        total, count = sums.tolist()
-        if count == 0.0:
-            return None
-        return float(total / count)
+            dist.broadcast(self._sums, src=last, group=self._topology.control)
+        total, count = self._sums.tolist()
+        return None if count == 0.0 else float(total / count)
 
 
 def finite_gradients(chunks: Sequence[torch.nn.Module], topology: Topology) -> bool:
-    """All ranks: whether every gradient of every rank is finite.
+    """All ranks: return whether every gradient of every rank is finite.
 
-    With FP16 it is not asked: there an overflow is part of the loss scaler's work.
+    With FP16 the answer is True: there an overflow is the loss scaler's job.
     """
     return not any_rank(not _finite_here(chunks), topology.control)
 
@@ -89,21 +87,11 @@ def _finite_here(chunks: Sequence[torch.nn.Module]) -> bool:
     return bool(torch.isfinite(largest).all())
 
 
-def _sums(results: list[dict[str, Any]]) -> torch.Tensor | None:
-    """Return [2] FP64 on the device: sum of losses, number of tokens; None without a report."""
-    reports = [next(iter(r.values())) for r in results if isinstance(r, dict) and r]
-    if not reports:
-        return None
-    return torch.stack([_report(reported) for reported in reports]).sum(dim=0)
-
-
-def _report(reported: Any) -> torch.Tensor:
-    """Return one microbatch's [2] FP64: sum of losses, number of tokens."""
+def _loss_and_tokens(reported: Any) -> torch.Tensor:
+    """Return one microbatch's [2] FP64 on the device: sum of losses, number of tokens."""
     if isinstance(reported, tuple | list):
         device = next((v.device for v in reported if torch.is_tensor(v)), None)
         parts = [torch.as_tensor(v, dtype=torch.float64, device=device) for v in reported]
         return torch.stack([part.detach().reshape(()) for part in parts])
     flat = torch.as_tensor(reported).detach().double().reshape(-1)
-    if flat.numel() == 2:
-        return flat
-    return torch.stack([flat[0], torch.ones_like(flat[0])])
+    return flat if flat.numel() == 2 else torch.stack([flat[0], torch.ones_like(flat[0])])

@@ -1,39 +1,67 @@
-"""One training step's forward-backward call, which can be run and, on replayed data, run again."""
+"""One training step's forward-backward call, which can be run and, on the same data, run again."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core import parallel_state, rerun_state_machine
 from megatron.core.utils import get_model_config
 
-from megatron_snip.linears.replay import ReplayData
 from megatron_snip.topology import Topology
 
 ForwardBackward = Callable[..., list[dict[str, Any]]]
 """Megatron's forward-backward function (`get_forward_backward_func()`); keyword arguments only."""
 
 
+class ReplayableIterator(Iterator[Any]):
+    """An iterator over `source` that can be rewound to where it started.
+
+    Each reader gets its own (shallow) copy of a microbatch, because Megatron's scripts replace
+    what they move to the device in it. Nothing is read ahead.
+    """
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self._source = source
+        self._taken: list[Any] = []
+        self._next = 0
+
+    def __next__(self) -> Any:
+        """Return the next microbatch, recorded or new."""
+        if self._next == len(self._taken):
+            self._taken.append(next(self._source))
+        item = self._taken[self._next]
+        self._next += 1
+        return copy.copy(item)
+
+    def rewind(self) -> None:
+        """Start again from the first microbatch taken."""
+        self._next = 0
+
+
 @dataclass
 class TrainingStep:
     """A forward-backward call, as Megatron is about to make it.
 
+    Megatron gives a data iterator only to the ranks that read data (None to others) and one for
+    each model chunk under interleaved pipelines.
+
     Attributes:
         function: Megatron's schedule.
         kwargs: its keyword arguments, with `data_iterator`, `model`, `num_microbatches`.
-        data: the step's data, replayable.
     """
 
     function: ForwardBackward
     kwargs: dict[str, Any]
-    data: ReplayData = field(init=False)
 
     def __post_init__(self) -> None:
-        self.data = ReplayData(self.kwargs["data_iterator"])
+        given = self.kwargs["data_iterator"]
+        sources = given if isinstance(given, list) else [given]
+        self._data = [None if source is None else ReplayableIterator(source) for source in sources]
 
     @property
     def chunks(self) -> list[torch.nn.Module]:
@@ -43,7 +71,12 @@ class TrainingStep:
 
     def run(self) -> list[dict[str, Any]]:
         """Run the forward-backward on the step's data from its start."""
-        return self.function(**{**self.kwargs, "data_iterator": self.data.from_start()})
+        for iterator in self._data:
+            if iterator is not None:
+                iterator.rewind()
+        several = isinstance(self.kwargs["data_iterator"], list)
+        data = list(self._data) if several else self._data[0]
+        return self.function(**{**self.kwargs, "data_iterator": data})
 
     def grad_scale(self, topology: Topology) -> float:
         """Return the factor from a gradient in the backward to that of the batch-mean loss.
@@ -66,9 +99,9 @@ class TrainingStep:
 
 @contextmanager
 def tolerating_non_finite() -> Iterator[None]:
-    """Within: results that are NaN or infinite do not reach Megatron's rerun state machine.
+    """Within, NaN and infinite results are not passed to Megatron's rerun state machine.
 
-    It would end the job, and the caller has another remedy; finite results are validated as ever.
+    It would end the job, and the caller can recover; finite results are validated as usual.
     """
     machine = getattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", None)
     if machine is None:

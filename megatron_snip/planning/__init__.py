@@ -1,9 +1,12 @@
-"""The planner: a problem (table of quality losses and savings) in, a precision plan out.
+"""The planner: a problem (quality losses and savings of options) in, a precision plan out.
 
-It is pure: no Megatron, no torch. Read in this order:
+It needs neither Megatron nor torch. Read in this order:
 
-    problem   what is to be decided                 plan        what was decided
-    cost      what "efficiency" means               settings    how it is to be decided
-    choices   problem + settings, pins resolved     validate    recomputes a plan from scratch
-    policies  who decides                           planner     the four steps in one function
+    problem       the input                           plan         the output
+    settings      the constraints and the policy      cost         efficiency, and the arrays
+    constraints   the minimization task               lagrangian   its dual
+    search        the optimum, with cpsat.py          policies     snip and the baselines
+    planner       problem -> plan                     checker      recomputes a plan from scratch
+
+solver_process.py makes plans outside of the training process; pareto.py solves many targets.
 """

@@ -1,4 +1,4 @@
-"""CalibrationTable: measured seconds per GEMM and format, and what they say about a problem.
+"""CalibrationTable: measured seconds per GEMM and format, and the seconds of a problem's options.
 
 The file, schema version 1:
 
@@ -14,22 +14,18 @@ own FLOPs, so that a problem may count FLOPs for one token or for a batch.
 
 from __future__ import annotations
 
-import json
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, field_validator
 
-from megatron_snip.config import explain
 from megatron_snip.errors import UsageError
+from megatron_snip.files import read_json
 from megatron_snip.formats import FORMATS
 from megatron_snip.options import Option
-from megatron_snip.planning.json_file import read_json, write_atomic
-from megatron_snip.planning.problem import PlanningProblem
-from megatron_snip.types import Gemm
+from megatron_snip.planning.problem import STRICT, PlanningProblem, read_record
+from megatron_snip.types import Gemm, glob_matches
 
-_STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 _Count = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(gt=0.0)]
 
@@ -44,7 +40,7 @@ class CalibratedLinear(BaseModel):
         seconds: by format and GEMM.
     """
 
-    model_config = _STRICT
+    model_config = STRICT
 
     names: Annotated[str, Field(min_length=1)]
     out_features: _Count
@@ -65,7 +61,7 @@ class CalibratedLinear(BaseModel):
 class CalibrationTable(BaseModel):
     """See the file's description."""
 
-    model_config = _STRICT
+    model_config = STRICT
 
     version: Literal[1] = 1
     machine: str
@@ -73,7 +69,7 @@ class CalibrationTable(BaseModel):
     date: str
     versions: dict[str, str]
     tokens: _Count
-    linears: Annotated[tuple[CalibratedLinear, ...], Field(min_length=1)]
+    linears: Annotated[tuple[CalibratedLinear, ...], Field(min_length=1, strict=False)]
 
     def seconds(self, linear: str, flops: float, option: Option) -> float:
         """Return the time of a linear's three GEMMs under an option.
@@ -86,7 +82,7 @@ class CalibrationTable(BaseModel):
         Raises:
             UsageError: if no entry matches the linear or a format was not measured.
         """
-        entry = next((e for e in self.linears if fnmatchcase(linear, e.names)), None)
+        entry = next((e for e in self.linears if glob_matches(linear, e.names)), None)
         if entry is None:
             globs = ", ".join(entry.names for entry in self.linears)
             raise UsageError(f"the calibration table has no entry for '{linear}' ({globs})")
@@ -106,25 +102,8 @@ def read_calibration(path: Path) -> CalibrationTable:
     Raises:
         UsageError: if the file is missing, not JSON, or breaks the schema; one line.
     """
-    value: Any = read_json(path, "calibration table")
-    source = f"calibration table '{path}'"
-    if not isinstance(value, dict) or value.get("version") != 1:
-        raise UsageError(f"{source} is not of version 1")
-    if isinstance(value.get("linears"), list):
-        value = {**value, "linears": tuple(value["linears"])}
-    try:
-        return CalibrationTable.model_validate(value)
-    except ValidationError as error:
-        raise UsageError(f"{source}: {explain(error)}") from None
-
-
-def write_calibration(table: CalibrationTable, path: Path) -> None:
-    """Write a table atomically.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
-    write_atomic(path, json.dumps(table.model_dump(mode="json"), indent=1) + "\n")
+    value = read_json(path, "calibration table")
+    return read_record(CalibrationTable, value, f"calibration table '{path}'")
 
 
 def with_seconds(problem: PlanningProblem, table: CalibrationTable) -> PlanningProblem:
@@ -135,11 +114,9 @@ def with_seconds(problem: PlanningProblem, table: CalibrationTable) -> PlanningP
     """
     linears = []
     for linear in problem.linears:
-        options = {
-            name: cost.model_copy(
-                update={"seconds": table.seconds(linear.name, linear.flops, Option.parse(name))}
-            )
-            for name, cost in linear.options.items()
-        }
+        options = {}
+        for name, cost in linear.options.items():
+            seconds = table.seconds(linear.name, linear.flops, Option.parse(name))
+            options[name] = cost.model_copy(update={"seconds": seconds})
         linears.append(linear.model_copy(update={"options": options}))
     return problem.model_copy(update={"linears": tuple(linears)})

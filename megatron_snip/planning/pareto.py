@@ -1,47 +1,42 @@
-"""The frontier: least quality loss at every efficiency target.
-
-Targets are solved from the highest down: an assignment that reaches a target reaches every lower
-one, so each solution is a feasible hint for the next and the frontier cannot rise. Options are
-names here; nothing asks what formats they mean.
-"""
+"""The frontier: least quality loss at every efficiency target."""
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_snip.errors import InfeasiblePlanError
-from megatron_snip.planning.clock import Deadline
-from megatron_snip.planning.cost import COST_MODELS
+from megatron_snip.planning.constraints import make_constraints
+from megatron_snip.planning.cost import make_table
 from megatron_snip.planning.plan import Status, relative_gap
-from megatron_snip.planning.policies import Metrics, Request, get_policy
+from megatron_snip.planning.policies import Request, get_policy
 from megatron_snip.planning.problem import PlanningProblem
-from megatron_snip.planning.rules import make_rules, needs_bf16
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.planning.table import make_table
 
 
 @dataclass(frozen=True)
 class ParetoPoint:
-    """The best plan at one target.
+    """The best plan at one target; without a plan only target and seconds are known.
 
     Attributes:
         target: least efficiency.
-        status: None where no plan reaches the target; then the numbers below are None, too.
+        status: as a plan's; None where no plan reaches the target.
         objective: quality loss.
         bound: proven lower bound of it.
-        efficiency: reached.
+        efficiency: of the plan.
         seconds: wall time.
-        options: how many linears take each option, by its name.
+        options: number of linears with each option, by its name.
     """
 
     target: float
-    status: Status | None
-    objective: float | None
-    bound: float | None
-    efficiency: float | None
-    seconds: float
-    options: dict[str, int]
+    status: Status | None = None
+    objective: float | None = None
+    bound: float | None = None
+    efficiency: float | None = None
+    seconds: float = 0.0
+    options: dict[str, int] = field(default_factory=dict)
 
     @property
     def gap(self) -> float | None:
@@ -50,18 +45,17 @@ class ParetoPoint:
 
 
 def frontier(
-    problem: PlanningProblem,
-    settings: PlanSettings,
-    targets: Sequence[float],
-    metrics: Metrics | None = None,
+    problem: PlanningProblem, settings: PlanSettings, targets: Sequence[float]
 ) -> list[ParetoPoint]:
-    """Plan at every target.
+    """Plan at every target, from the highest down.
+
+    An assignment that reaches a target reaches every lower one. So each solution is a feasible hint
+    for the next, and the frontier cannot rise. Option names need no meaning here.
 
     Args:
         problem: its own target is ignored.
         settings: policy, balance, pins, limits; `time_limit_s` holds for each target.
         targets: efficiencies in [0, 1], in any order.
-        metrics: local errors, for policies that score by them.
 
     Returns:
         One point a target, in ascending order of targets.
@@ -69,30 +63,29 @@ def frontier(
     Raises:
         UsageError: if problem and settings do not fit each other.
     """
-    policy = get_policy(settings.policy)
-    with_bf16 = policy.wants_bf16 or needs_bf16(settings)
-    table = make_table(problem, COST_MODELS[settings.cost], with_bf16)
+    policy, table = get_policy(settings.policy), make_table(problem, settings.cost)
     hint, points = None, []
     for target in sorted(set(targets), reverse=True):
-        deadline = Deadline(settings.time_limit_s)
-        rules = make_rules(table, settings, target, None)
+        start = time.monotonic()
+        constraints = make_constraints(table, settings, target, None)
         try:
-            decision = policy.decide(Request(rules, settings, hint, metrics, 0, deadline))
+            deadline = start + settings.time_limit_s
+            found = policy.decide(Request(constraints, settings, hint, 0, deadline))
         except InfeasiblePlanError:
-            points.append(ParetoPoint(target, None, None, None, None, deadline.elapsed(), {}))
+            points.append(ParetoPoint(target, seconds=time.monotonic() - start))
             continue
-        hint = decision.columns
-        chosen = [names[j] for names, j in zip(table.options, hint.tolist(), strict=True)]
+        hint = found.columns
         objective = table.quality_loss(hint)
+        counts = Counter(table.options(row)[column] for row, column in enumerate(hint.tolist()))
         points.append(
             ParetoPoint(
                 target=target,
-                status=decision.status,
+                status=found.status,
                 objective=objective,
-                bound=None if decision.bound is None else min(decision.bound, objective),
+                bound=None if found.bound is None else min(found.bound, objective),
                 efficiency=table.efficiency(hint),
-                seconds=deadline.elapsed(),
-                options={name: chosen.count(name) for name in sorted(set(chosen))},
+                seconds=time.monotonic() - start,
+                options=dict(sorted(counts.items())),
             )
         )
     return points[::-1]

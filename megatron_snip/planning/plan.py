@@ -1,15 +1,17 @@
-"""PrecisionPlan: what was decided, as a file and as a record.
+"""PrecisionPlan: the formats of every linear's GEMMs, as a file and as a record.
 
-The file, schema version 1, holds exactly these keys:
+The file, schema version 2, holds exactly these keys:
 
-    {"version": 1, "step": int, "policy": str, "status": str, "objective": number | null,
+    {"version": 2, "iteration": int, "policy": str, "status": str, "objective": number | null,
      "bound": number | null, "seconds": number, "target": number, "efficiency": number,
      "stages": [efficiency of each], "linears": {name: {"fprop", "dgrad", "wgrad"}},
      "digest": str}
 
+Version 1 has "step" (0-based) in place of "iteration" and is still read: iteration = step + 1.
+
 `digest` is the SHA-256 (hex) of the JSON of `linears` alone, keys sorted, ASCII, without spaces:
-`json.dumps(linears, sort_keys=True, separators=(",", ":"))`. Two plans with equal digests set
-every linear alike, whoever made them and whenever, so ranks compare digests before they apply one.
+`json.dumps(linears, sort_keys=True, separators=(",", ":"))`. Plans with equal digests set every
+linear alike, so ranks compare digests before they apply a plan.
 """
 
 from __future__ import annotations
@@ -17,49 +19,53 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from megatron_snip.config import explain
 from megatron_snip.errors import UsageError
+from megatron_snip.files import read_json, write_atomic
 from megatron_snip.options import Option
-from megatron_snip.planning.json_file import read_json, write_atomic
+from megatron_snip.planning.cost import as_fraction, ratio
+from megatron_snip.planning.problem import STRICT, read_record
 from megatron_snip.types import Gemm
 
-Status = Literal["optimal", "feasible", "fixed", "kept"]
-"""optimal: proven best (to the stated scaling error); feasible: all constraints hold, the gap
-says how far from best it can be; fixed: the policy does not optimize (uniform, none); kept: the
-previous plan stayed because the new one gained less than asked."""
+Status = Literal["optimal", "feasible", "fixed"]
+"""optimal: proven best (to a relative 1e-9); feasible: all constraints hold, and the gap limits the
+distance from the best plan; fixed: the policy does not optimize (`uniform-OPTION`, `none`)."""
+
+Work = Mapping[str, tuple[int, float]]
+"""Pipeline stage and FLOPs of each linear; of the FLOPs only ratios matter."""
 
 _LISTED = 8
 
 
 class PrecisionPlan(BaseModel):
-    """Which formats every linear's GEMMs take, and how good that choice is.
+    """The option of every linear, and how good that choice is.
 
     Attributes:
         version: of the schema.
-        step: training step whose statistics the plan was made from.
-        policy: who made it.
-        status: what is known about it.
-        objective: sum of quality losses; None where a chosen option's loss is unknown.
-        bound: proven lower bound of the objective under the same constraints, or None.
-        seconds: wall time it took to make.
-        target: efficiency it was held to; 0 for policies that heed none.
-        efficiency: reached, over all linears (defined in `planning/cost.py`).
+        iteration: Megatron's (1-based) iteration whose statistics the plan was made from; 0 for
+            a plan made before training.
+        policy: that chose the options.
+        status: see `Status`.
+        objective: sum of quality losses; None if the loss of an option is unknown.
+        bound: proven lower bound of the objective under the same constraints, or None. With a
+            change penalty it is a lower bound for plans that change no more linears than this one.
+        seconds: wall time for making it.
+        target: the least efficiency asked for; 0 for policies without a target.
+        efficiency: over all linears (defined in `planning/cost.py`).
         stages: the same for every pipeline stage; 1 for a stage without work.
         linears: option of each linear, by name.
-        digest: of the assignment; see the file's description above.
+        digest: of the assignment; see the file's description.
     """
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, arbitrary_types_allowed=True
-    )
+    model_config = ConfigDict(**STRICT, arbitrary_types_allowed=True)
 
-    version: Literal[1] = 1
-    step: Annotated[int, Field(ge=0)]
+    version: Literal[2] = 2
+    iteration: Annotated[int, Field(ge=0)]
     policy: str
     status: Status
     objective: float | None
@@ -67,7 +73,7 @@ class PrecisionPlan(BaseModel):
     seconds: Annotated[float, Field(ge=0.0)]
     target: Annotated[float, Field(ge=0.0, le=1.0)]
     efficiency: float
-    stages: tuple[float, ...]
+    stages: Annotated[tuple[float, ...], Field(strict=False)]
     linears: dict[str, Option]
     digest: str
 
@@ -79,64 +85,42 @@ class PrecisionPlan(BaseModel):
         return {name: _read_option(name, given) for name, given in value.items()}
 
     @property
+    def label(self) -> str:
+        """The plan in a log line, e.g. `the snip plan of iteration 200`."""
+        return f"the {self.policy} plan of iteration {self.iteration}"
+
+    @property
     def gap(self) -> float | None:
         """(objective - bound) / |objective|, at least 0; None where either is unknown."""
         return relative_gap(self.objective, self.bound)
 
-    def option_of(self, name: str) -> Option:
-        """Return the option of one linear.
-
-        Raises:
-            UsageError: if the plan does not know the linear.
-        """
-        try:
-            return self.linears[name]
-        except KeyError:
-            raise UsageError(f"the plan of step {self.step} has no linear '{name}'") from None
-
-    def check_against(self, names: Iterable[str], options: Iterable[Option] | None = None) -> None:
+    def check_against(self, names: Iterable[str]) -> None:
         """Refuse a plan that does not fit a model.
 
         Args:
             names: the model's linears.
-            options: what each of them may be set to; None accepts every option.
 
         Raises:
-            UsageError: lists unknown linears, missing linears and unknown options, in one line.
+            UsageError: lists unknown and missing linears, in one line.
         """
         known = list(names)
         unknown = sorted(set(self.linears) - set(known))
         missing = [name for name in known if name not in self.linears]
         faults = []
         if unknown:
-            faults.append(f"linears that the model does not have: {_listing(unknown)}")
+            faults.append(f"the model does not have {_listing(unknown)}")
         if missing:
-            faults.append(f"linears of the model that are missing: {_listing(missing)}")
-        if options is not None:
-            allowed = set(options)
-            foreign = sorted({str(o) for o in self.linears.values() if o not in allowed})
-            if foreign:
-                offered = ", ".join(str(option) for option in sorted(allowed))
-                faults.append(f"options not on offer: {_listing(foreign)} (on offer: {offered})")
+            faults.append(f"the plan does not have {_listing(missing)}")
         if faults:
-            raise UsageError(f"the plan of step {self.step} does not fit: " + "; ".join(faults))
+            raise UsageError(
+                f"the plan of iteration {self.iteration} does not fit the model: "
+                + "; ".join(faults)
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of the file."""
-        return {
-            "version": self.version,
-            "step": self.step,
-            "policy": self.policy,
-            "status": self.status,
-            "objective": self.objective,
-            "bound": self.bound,
-            "seconds": self.seconds,
-            "target": self.target,
-            "efficiency": self.efficiency,
-            "stages": list(self.stages),
-            "linears": assignment_dict(self.linears),
-            "digest": self.digest,
-        }
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return {**values, "stages": [*self.stages], "linears": _assignment_dict(self.linears)}
 
     def to_json(self) -> str:
         """Return the file's text (also what ranks broadcast)."""
@@ -144,25 +128,15 @@ class PrecisionPlan(BaseModel):
 
     @classmethod
     def from_dict(cls, value: Any, source: str = "plan") -> PrecisionPlan:
-        """Build from a parsed JSON object and verify the digest.
+        """Build from a parsed JSON object of version 1 or 2 and verify the digest.
 
         Raises:
             UsageError: one line that names `source` and what is wrong.
         """
-        if not isinstance(value, dict):
-            raise UsageError(f"{source} must hold a JSON object, got {type(value).__name__}")
-        version = value.get("version")
-        if version != 1 or isinstance(version, bool):
-            got = "none" if "version" not in value else repr(version)
-            raise UsageError(f"{source}: version {got}; this megatron-snip reads version 1")
-        if isinstance(value.get("stages"), list):
-            value = {**value, "stages": tuple(value["stages"])}
-        try:
-            plan = cls.model_validate(value)
-        except ValidationError as error:
-            raise UsageError(f"{source}: {explain(error)}") from None
-        except UsageError as error:
-            raise UsageError(f"{source}: {error}") from None
+        version = value.get("version") if isinstance(value, dict) else None
+        if type(version) is int and version == 1:
+            value = _upgraded(value, source)
+        plan = read_record(cls, value, source, version=2, readable="versions 1 and 2")
         wanted = assignment_digest(plan.linears)
         if plan.digest != wanted:
             raise UsageError(
@@ -172,22 +146,51 @@ class PrecisionPlan(BaseModel):
         return plan
 
 
-def assignment_dict(linears: Mapping[str, Option]) -> dict[str, dict[str, str]]:
-    """Return {name: {"fprop", "dgrad", "wgrad"}} as plans store it."""
-    return {
-        name: {"fprop": option.fprop, "dgrad": option.dgrad, "wgrad": option.wgrad}
-        for name, option in linears.items()
-    }
+def assigned_plan(
+    linears: Mapping[str, Option],
+    work: Work,
+    lowest_format: str,
+    policy: str,
+    iteration: int = 0,
+) -> PrecisionPlan:
+    """Return the plan of an assignment that no policy made, with its efficiency.
+
+    Args:
+        linears: option of each linear.
+        work: of the same linears.
+        lowest_format: the format whose share of FLOPs is the efficiency.
+        policy: where the assignment comes from.
+        iteration: as in `PrecisionPlan`.
+    """
+    assert set(linears) == set(work)
+    num_stages = 1 + max(stage for stage, _ in work.values())
+    total, gain = [Fraction(0)] * num_stages, [Fraction(0)] * num_stages
+    for name, (stage, flops) in work.items():
+        total[stage] += as_fraction(flops)
+        gain[stage] += as_fraction(flops) * as_fraction(linears[name].share_in(lowest_format))
+    return PrecisionPlan(
+        iteration=iteration,
+        policy=policy,
+        status="fixed",
+        objective=None,
+        bound=None,
+        seconds=0.0,
+        target=0.0,
+        efficiency=ratio(sum(gain, Fraction(0)), sum(total, Fraction(0))),
+        stages=tuple(map(ratio, gain, total)),
+        linears=dict(linears),
+        digest=assignment_digest(linears),
+    )
 
 
 def assignment_digest(linears: Mapping[str, Option]) -> str:
     """Return the SHA-256 of an assignment; see the file's description."""
-    text = json.dumps(assignment_dict(linears), sort_keys=True, separators=(",", ":"))
+    text = json.dumps(_assignment_dict(linears), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
 def relative_gap(objective: float | None, bound: float | None) -> float | None:
-    """Return (objective - bound) / |objective|, clipped at 0; None where either is None.
+    """Return (objective - bound) / |objective|, at least 0; None where either is None.
 
     Where the objective is 0 the gap is 0 or infinite.
     """
@@ -206,7 +209,7 @@ def changed_linears(old: PrecisionPlan | None, new: PrecisionPlan) -> tuple[str,
 
 
 def read_plan(path: Path) -> PrecisionPlan:
-    """Read a plan file and verify its digest.
+    """Read a plan file of version 1 or 2 and verify its digest.
 
     Raises:
         UsageError: if the file is missing, not JSON, breaks the schema or fails its digest.
@@ -223,10 +226,29 @@ def write_plan(plan: PrecisionPlan, path: Path) -> None:
     write_atomic(path, plan.to_json())
 
 
+def _assignment_dict(linears: Mapping[str, Option]) -> dict[str, dict[str, str]]:
+    return {
+        name: {"fprop": option.fprop, "dgrad": option.dgrad, "wgrad": option.wgrad}
+        for name, option in linears.items()
+    }
+
+
+def _upgraded(value: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return the object of a version 1 file as one of version 2."""
+    step = value.get("step")
+    if type(step) is not int or step < 0 or "iteration" in value:
+        raise UsageError(
+            f"{source}: version 1 has 'step' (an integer >= 0) and no 'iteration'; got {step!r}"
+        )
+    status = "feasible" if value.get("status") == "kept" else value.get("status")
+    rest = {name: given for name, given in value.items() if name != "step"}
+    return {**rest, "version": 2, "iteration": step + 1, "status": status}
+
+
 def _read_option(name: str, given: Any) -> Option:
     if isinstance(given, Option):
         return given
-    wanted = [g.value for g in Gemm]
+    wanted = [gemm.value for gemm in Gemm]
     if (
         not isinstance(given, dict)
         or sorted(given) != sorted(wanted)
@@ -236,6 +258,6 @@ def _read_option(name: str, given: Any) -> Option:
     return Option(**given)
 
 
-def _listing(words: list[str]) -> str:
-    shown = ", ".join(words[:_LISTED])
-    return shown if len(words) <= _LISTED else f"{shown} and {len(words) - _LISTED} more"
+def _listing(names: list[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more

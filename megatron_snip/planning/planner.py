@@ -1,138 +1,229 @@
-"""make_plan: problem -> table -> rules -> policy -> checked plan."""
+"""The plans of a run.
+
+make_plan         problem -> table -> constraints -> policy -> checked plan
+initial_plan      the plan that a run starts with
+adapt_plan        a plan of another machine or run, changed to what the linears can run
+bf16_plan         BF16 except for pinned linears: the guard's last resort
+restrict_problem  a problem without the options that linears cannot run
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
-from megatron_snip.errors import PlanningError
-from megatron_snip.options import Option
-from megatron_snip.planning.clock import Deadline
-from megatron_snip.planning.cost import COST_MODELS
-from megatron_snip.planning.plan import PrecisionPlan, Status, assignment_digest
-from megatron_snip.planning.policies import Decision, Metrics, Request, get_policy
-from megatron_snip.planning.problem import PlanningProblem, check_options
-from megatron_snip.planning.rules import make_rules, needs_bf16
+from megatron_snip.config import SnipConfig
+from megatron_snip.errors import PlanningError, naming_field
+from megatron_snip.formats import get_format
+from megatron_snip.options import BF16, Option
+from megatron_snip.planning.checker import find_violations
+from megatron_snip.planning.constraints import changes, make_constraints
+from megatron_snip.planning.cost import make_table
+from megatron_snip.planning.plan import (
+    PrecisionPlan,
+    Work,
+    assigned_plan,
+    assignment_digest,
+    read_plan,
+)
+from megatron_snip.planning.policies import UNIFORM, Request, get_policy
+from megatron_snip.planning.problem import OptionCost, PlanningProblem, check_options
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.planning.table import Ints, Table, make_table
-from megatron_snip.planning.validate import find_violations
+from megatron_snip.types import glob_matches
 
+Refusals = Mapping[Option, Mapping[str, str]]
+"""Option -> linears that cannot run it -> reason."""
 
-@dataclass(frozen=True)
-class PlanReport:
-    """A plan with what its file does not hold.
-
-    Attributes:
-        plan: the plan.
-        scaling_error: bound on how far integer scaling may have moved objective and bound, in
-            units of quality loss; `plan.bound` already allows for it.
-        efficiency_error: bound on how far below its target the efficiency may be for the same
-            reason; 0 where FLOPs and savings share a unit, as real ones do.
-    """
-
-    plan: PrecisionPlan
-    scaling_error: float
-    efficiency_error: float
+_MAX_REASONS = 3
 
 
 def make_plan(
     problem: PlanningProblem,
     settings: PlanSettings,
     previous: PrecisionPlan | None = None,
-    step: int = 0,
-    metrics: Metrics | None = None,
+    iteration: int = 0,
 ) -> PrecisionPlan:
     """Decide the option of every linear.
 
+    With one worker and no time limit reached, the same arguments give the same plan in any run.
+
     Args:
-        problem: what is to be decided.
-        settings: under which rules; with one worker and no time limit reached, the same
-            arguments give the same plan on any run.
-        previous: the plan in force; the hint, and what changes and gains are counted against.
-        step: training step of the statistics, 0-based; goes into the plan.
-        metrics: {linear: {option: {metric: value}}} for policies that score by local errors.
+        problem: the linears and their options.
+        settings: the constraints and the policy.
+        previous: the current plan: a start for the search, and the reference of
+            `settings.change_penalty`. It is returned unless the new plan is better.
+        iteration: Megatron's (1-based) iteration of the statistics; 0 before training.
 
     Returns:
-        A plan that `validate.find_violations` has nothing to say about.
+        A plan without `find_violations`.
 
     Raises:
-        InfeasiblePlanError: no plan satisfies the rules.
+        InfeasiblePlanError: no plan satisfies the constraints.
         UsageError: the problem, the settings and the previous plan do not fit each other.
         PlanningError: the result failed validation (a bug; nothing is returned).
     """
-    return make_plan_report(problem, settings, previous, step, metrics).plan
-
-
-def make_plan_report(
-    problem: PlanningProblem,
-    settings: PlanSettings,
-    previous: PrecisionPlan | None = None,
-    step: int = 0,
-    metrics: Metrics | None = None,
-) -> PlanReport:
-    """Do as `make_plan` does and return the report as well."""
-    deadline = Deadline(settings.time_limit_s)
+    start = time.monotonic()
     policy = get_policy(settings.policy)
     check_options(problem)
+    table = make_table(problem, settings.cost)
+    hint = None
     if previous is not None:
         previous.check_against(problem.names)
-    with_bf16 = policy.wants_bf16 or needs_bf16(settings)
-    table = make_table(problem, COST_MODELS[settings.cost], with_bf16)
-    hint = _columns(table, previous)
+        hint = table.columns_of([str(previous.linears[name]) for name in table.names])
     target = problem.target if settings.target is None else settings.target
-    rules = make_rules(table, settings, target, hint)
-    decision = policy.decide(Request(rules, settings, hint, metrics, step, deadline))
-    if policy.minimizes_loss or settings.min_gain > 0:
-        decision = _worth_changing(decision, table, settings.min_gain, hint)
-    held_to = target if policy.heeds_target else 0.0
-    plan = _plan(decision, table, settings, held_to, step, deadline)
-    faults = find_violations(plan, problem, settings, previous)
-    if faults:
-        raise PlanningError(f"policy '{settings.policy}' made an invalid plan: {faults[0]}")
-    return PlanReport(plan, decision.error, table.efficiency_error)
-
-
-def _columns(table: Table, previous: PrecisionPlan | None) -> Ints | None:
-    if previous is None:
-        return None
-    return table.columns_of([str(previous.linears[name]) for name in table.names])
-
-
-def _worth_changing(
-    decision: Decision, table: Table, min_gain: float, hint: Ints | None
-) -> Decision:
-    """Return the previous assignment where the new one gains too little over it."""
-    if hint is None or not decision.task.holds(hint):
-        return decision
-    new, old = table.quality_loss(decision.columns), table.quality_loss(hint)
-    if new < old and old - new >= min_gain * abs(old):
-        return decision
-    status: Status = decision.status if old <= new else "kept"
-    return Decision(hint, status, decision.bound, decision.task, decision.error)
-
-
-def _plan(
-    decision: Decision,
-    table: Table,
-    settings: PlanSettings,
-    target: float,
-    step: int,
-    deadline: Deadline,
-) -> PrecisionPlan:
-    chosen = zip(table.names, table.options, decision.columns.tolist(), strict=True)
-    texts = {name: options[column] for name, options, column in chosen}
-    option_of = {text: Option.parse(text) for text in set(texts.values())}
-    linears = {name: option_of[text] for name, text in texts.items()}
-    objective = table.quality_loss(decision.columns)
-    return PrecisionPlan(
-        step=step,
+    constraints = make_constraints(table, settings, target, hint)
+    deadline = start + settings.time_limit_s
+    found = policy.decide(Request(constraints, settings, hint, iteration, deadline))
+    columns, bound = found.columns, found.bound
+    objective = table.quality_loss(columns)
+    if bound is not None:
+        num_changes = float(changes(table, hint)[table.rows, columns].sum())
+        bound = min(bound - settings.change_penalty * num_changes, objective)
+    texts = [table.options(row)[column] for row, column in enumerate(columns.tolist())]
+    option_of = {text: Option.parse(text) for text in set(texts)}
+    linears = {name: option_of[text] for name, text in zip(table.names, texts, strict=True)}
+    plan = PrecisionPlan(
+        iteration=iteration,
         policy=settings.policy,
-        status=decision.status,
+        status=found.status,
         objective=objective,
-        bound=None if decision.bound is None else min(decision.bound, objective),
-        seconds=deadline.elapsed(),
-        target=target,
-        efficiency=table.efficiency(decision.columns),
-        stages=table.stage_efficiencies(decision.columns),
+        bound=bound,
+        seconds=time.monotonic() - start,
+        target=target if policy.heeds_target else 0.0,
+        efficiency=table.efficiency(columns),
+        stages=table.stage_efficiencies(columns),
         linears=linears,
         digest=assignment_digest(linears),
     )
+    faults = find_violations(plan, problem, settings)
+    if faults:
+        raise PlanningError(f"policy '{settings.policy}' made an invalid plan: {faults[0]}")
+    return plan
+
+
+def initial_plan(
+    problem: PlanningProblem,
+    config: SnipConfig,
+    seed: int = 0,
+    resumed: PrecisionPlan | None = None,
+) -> PrecisionPlan:
+    """Return the plan for the first iteration of a run.
+
+    Priority: plan file with `collect_only`, resumed plan, plan file, policy without statistics,
+    BF16. A policy without statistics makes its plan anew in a resumed run.
+
+    Args:
+        problem: what every linear can run; quality losses are not used.
+        config: the run's settings.
+        seed: of the policy `random`.
+        resumed: the plan in the checkpoint, or None.
+
+    Raises:
+        UsageError: if the policy is unknown, or a pin or the plan does not fit the model.
+        InfeasiblePlanError: if the constraints cannot be met (checked now, not at the first
+            measurement).
+    """
+    with naming_field("policy"):
+        is_static = not get_policy(config.policy).needs_statistics
+    settings = PlanSettings.from_config(config, seed)
+    if not (is_static or config.collect_only):
+        with naming_field("pins"):
+            make_plan(problem, settings.model_copy(update={"policy": "greedy"}))
+    stays = config.collect_only and config.plan_file is not None
+    if resumed is not None and not (is_static or stays):
+        plan = resumed
+    elif config.plan_file is not None:
+        with naming_field("plan_file"):
+            plan = read_plan(config.plan_file)
+            plan.check_against(problem.names)
+    else:
+        if config.collect_only or not is_static:
+            settings = settings.model_copy(update={"policy": f"{UNIFORM}bf16"})
+        with naming_field("policy"):
+            plan = make_plan(problem, settings)
+    plan.check_against(problem.names)
+    return plan
+
+
+def adapt_plan(
+    plan: PrecisionPlan,
+    available: Sequence[Option],
+    refusals: Refusals,
+    work: Work,
+    lowest_format: str,
+) -> tuple[PrecisionPlan, list[str]]:
+    """Return a plan that can run here, and one line for each pair of options that was exchanged.
+
+    Args:
+        plan: of the same linears.
+        available: what a linear may get instead of its option.
+        refusals: of `available` and of the plan's options.
+        work: stage and FLOPs of each linear.
+        lowest_format: the format whose share of FLOPs is the efficiency.
+    """
+    linears = {
+        name: nearest_option(
+            option, [o for o in (option, *available) if name not in refusals.get(o, {})]
+        )
+        for name, option in plan.linears.items()
+    }
+    if linears == plan.linears:
+        return plan, []
+    pairs = Counter((old, linears[name]) for name, old in plan.linears.items())
+    changes = [
+        f"{count} of {len(linears)} linears run {new} instead of {old}: {reasons(refusals[old])}"
+        for (old, new), count in pairs.items()
+        if old != new
+    ]
+    return assigned_plan(linears, work, lowest_format, plan.policy, plan.iteration), changes
+
+
+def nearest_option(option: Option, candidates: Iterable[Option]) -> Option:
+    """Return `option` if it is a candidate, else the nearest one of no lower precision, else BF16.
+
+    That is one with at least as many bits in every GEMM and the fewest bits in total; the first of
+    them on a tie.
+    """
+    options = (*candidates, BF16)
+    if option in options:
+        return option
+    fits = [o for o in options if all(a >= b for a, b in zip(_bits(o), _bits(option), strict=True))]
+    return min(fits, key=lambda other: sum(_bits(other)))
+
+
+def bf16_plan(
+    plan: PrecisionPlan, pins: Iterable[str], work: Work, lowest_format: str, iteration: int
+) -> PrecisionPlan:
+    """Return `plan` with BF16 for every linear except those whose names match a glob of `pins`."""
+    globs = list(pins)
+    linears = {
+        name: option if any(glob_matches(name, glob) for glob in globs) else BF16
+        for name, option in plan.linears.items()
+    }
+    return assigned_plan(linears, work, lowest_format, "guard", iteration)
+
+
+def restrict_problem(problem: PlanningProblem, refusals: Refusals) -> PlanningProblem:
+    """Return a problem whose linears list only what they can run; BF16 if that is nothing."""
+    bf16 = {str(BF16): OptionCost(quality_loss=0.0, saving=0.0)}
+    rows = []
+    for row in problem.linears:
+        options = {
+            name: cost
+            for name, cost in row.options.items()
+            if row.name not in refusals.get(Option.parse(name), {})
+        }
+        rows.append(row.model_copy(update={"options": options or bf16}))
+    return problem.model_copy(update={"linears": tuple(rows)})
+
+
+def reasons(refused: Mapping[str, str]) -> str:
+    """Return the distinct reasons for which linears cannot run an option, the first few of them."""
+    distinct = list(dict.fromkeys(refused.values()))
+    more = f" and {len(distinct) - _MAX_REASONS} other reasons"
+    return "; ".join(distinct[:_MAX_REASONS]) + (more if len(distinct) > _MAX_REASONS else "")
+
+
+def _bits(option: Option) -> list[int]:
+    return [get_format(name).bits for name in option.formats]

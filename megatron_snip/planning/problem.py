@@ -1,84 +1,70 @@
-"""PlanningProblem: what is to be decided, as a file and as a record.
+"""PlanningProblem: the linears of a model and what each of their options costs and saves.
 
 The file, schema version 1, holds exactly these keys:
 
     {"version": 1,
      "linears": [{"name": str, "stage": int, "flops": number,
                   "options": {OPTION: {"quality_loss": number | null, "saving": number,
-                                       "seconds": number (optional)}}}],
+                                       "seconds": number (optional),
+                                       "scores": {NAME: number | null} (optional)}}}],
      "target": number}
 
-`quality_loss` is Q[l, q] of the design: the smaller, the less the option hurts training; null
-forbids the option. `saving` is the share of the linear's FLOPs that the option runs in the lowest
-precision. `stage` is the pipeline stage. A run writes one such file at every refresh.
+A run writes one such file at every refresh.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megatron_snip.config import explain
 from megatron_snip.errors import UsageError
+from megatron_snip.files import read_json, write_atomic
 from megatron_snip.options import Option
-from megatron_snip.planning.json_file import read_json, write_atomic
 
 MAX_STAGE = 9999
 """Largest pipeline stage; a plan lists every stage up to the largest."""
+
+STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+"""How records of files are read."""
 
 # Sums over linears must stay far from a double's overflow.
 _Magnitude = Annotated[float, Field(ge=-1e150, le=1e150)]
 _NonNegative = Annotated[float, Field(ge=0.0, le=1e150)]
 _Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
-_STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-@lru_cache(maxsize=4096)
-def canonical(name: str) -> str:
-    """Return the shortest spelling of an option; a name that is no option is returned as it is."""
-    try:
-        return str(Option.parse(name))
-    except UsageError:
-        return name
-
-
-@lru_cache(maxsize=4096)
-def _fault_of_options(names: tuple[str, ...]) -> str:
-    """Return what is wrong with the names of a linear's options, or nothing."""
-    for name in names:
-        if not name.isprintable():
-            return f"has an option {name!r}, whose name is not printable"
-    if len(set(map(canonical, names))) < len(names):
-        return f"lists an option under two spellings: {', '.join(names)}"
-    return ""
+Record = TypeVar("Record", bound=BaseModel)
 
 
 class OptionCost(BaseModel):
-    """What one option does to one linear.
+    """The cost and the saving of one option at one linear.
 
     Attributes:
-        quality_loss: Q[l, q], dimensionless; None forbids the option.
+        quality_loss: Q[l, q], dimensionless; smaller is better; None forbids the option.
         saving: share in [0, 1] of the linear's FLOPs in the lowest precision.
-        seconds: time of the linear's three GEMMs under the option, where it is known.
+        seconds: time of the linear's three GEMMs under the option; None if unknown.
+        scores: what baseline policies compare, e.g. `abs_error`; None for a value that was not
+            finite.
     """
 
-    model_config = _STRICT
+    model_config = STRICT
 
     quality_loss: _Magnitude | None
     saving: _Share
     seconds: _NonNegative | None = None
+    scores: dict[str, float | None] = {}
 
 
 class LinearChoices(BaseModel):
-    """One linear: where it runs, how much work it is, and what it can choose from.
+    """One linear and its options.
 
     Raises:
-        UsageError: if a name is not printable, or one option is listed under two spellings.
+        UsageError: if a name is not printable, or one option has two spellings.
 
     Attributes:
         name: unique, e.g. `decoder.layers.17.mlp.linear_fc1`.
@@ -87,7 +73,7 @@ class LinearChoices(BaseModel):
         options: by name, e.g. `fp4` or `fp4-fp8-bf16`; at least one.
     """
 
-    model_config = _STRICT
+    model_config = STRICT
 
     name: Annotated[str, Field(min_length=1)]
     stage: Annotated[int, Field(ge=0, le=MAX_STAGE)]
@@ -96,16 +82,21 @@ class LinearChoices(BaseModel):
 
     @model_validator(mode="after")
     def _check_names(self) -> LinearChoices:
-        if not self.name.isprintable():  # tables and logs show it on terminals
-            raise UsageError(f"the name {self.name!r} of a linear is not printable")
-        fault = _fault_of_options(tuple(self.options))
-        if fault:
-            raise UsageError(f"'{self.name}' {fault}")
+        for text in (self.name, *self.options):  # tables and logs show them on terminals
+            if not text.isprintable():
+                raise UsageError(f"the name {text!r} is not printable")
+        if len(set(map(canonical, self.options))) < len(self.options):
+            raise UsageError(
+                f"'{self.name}' lists an option under two spellings: {', '.join(self.options)}"
+            )
         return self
 
 
 class PlanningProblem(BaseModel):
-    """The whole problem; see the file's description above.
+    """A problem for the planner; see the file's description.
+
+    Raises:
+        UsageError: if two linears have the same name.
 
     Attributes:
         version: of the schema.
@@ -113,11 +104,20 @@ class PlanningProblem(BaseModel):
         target: least efficiency in [0, 1].
     """
 
-    model_config = _STRICT
+    model_config = STRICT
 
     version: Literal[1] = 1
-    linears: Annotated[tuple[LinearChoices, ...], Field(min_length=1)]
+    linears: Annotated[tuple[LinearChoices, ...], Field(min_length=1, strict=False)]
     target: _Share
+
+    @model_validator(mode="after")
+    def _check_unique(self) -> PlanningProblem:
+        seen: set[str] = set()
+        for name in self.names:
+            if name in seen:
+                raise UsageError(f"linear '{name}' is listed twice")
+            seen.add(name)
+        return self
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -130,12 +130,19 @@ class PlanningProblem(BaseModel):
         return 1 + max(linear.stage for linear in self.linears)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON object of the file; absent seconds are left out."""
-        return {
-            "version": self.version,
-            "linears": [_linear_dict(linear) for linear in self.linears],
-            "target": self.target,
-        }
+        """Return the JSON object of the file."""
+        linears = [linear.model_dump(exclude_defaults=True) for linear in self.linears]
+        return {"version": self.version, "linears": linears, "target": self.target}
+
+    def json_lines(self) -> Iterator[str]:
+        """Yield the JSON object of the file in pieces, one linear each.
+
+        Encoding a large problem so never holds the interpreter lock for long.
+        """
+        yield f'{{"version": {self.version}, "target": {json.dumps(self.target)}, "linears": ['
+        for i, linear in enumerate(self.linears):
+            yield ("," if i else "") + "\n " + linear.model_dump_json(exclude_defaults=True)
+        yield "\n]}\n"
 
     @classmethod
     def from_dict(cls, value: Any, source: str = "problem") -> PlanningProblem:
@@ -144,20 +151,44 @@ class PlanningProblem(BaseModel):
         Raises:
             UsageError: one line that names `source`, the place, what was got and what is wanted.
         """
-        value = _checked_version(value, source)
-        linears = value.get("linears")
-        if linears == []:
-            raise UsageError(f"{source}: 'linears' is empty; it must list at least one linear")
-        if isinstance(linears, list):
-            value = {**value, "linears": tuple(linears)}
-        try:
-            problem = cls.model_validate(value)
-        except ValidationError as error:
-            raise UsageError(f"{source}: {_with_name(explain(error), linears)}") from None
-        except UsageError as error:
-            raise UsageError(f"{source}: {error}") from None
-        _refuse_duplicates(problem.names, source)
-        return problem
+        return read_record(cls, value, source)
+
+
+def read_record(
+    record: type[Record], value: Any, source: str, version: int = 1, readable: str = "version 1"
+) -> Record:
+    """Build the record of a file from its JSON object.
+
+    Args:
+        record: what to build; its field `version` is the schema's.
+        value: the object.
+        source: how error messages call it.
+        version: that `value` must have.
+        readable: the versions that the caller accepts, for error messages.
+
+    Raises:
+        UsageError: one line that names `source`, the place, what was got and what is wanted.
+    """
+    if not isinstance(value, dict):
+        raise UsageError(f"{source} must hold a JSON object, got {type(value).__name__}")
+    got = value.get("version")
+    if got != version or isinstance(got, bool):
+        raise UsageError(f"{source}: version {got!r}; this megatron-snip reads {readable}")
+    try:
+        return record.model_validate(value)
+    except ValidationError as error:
+        raise UsageError(f"{source}: {explain(error)}{_linear_of(error, value)}") from None
+    except UsageError as error:
+        raise UsageError(f"{source}: {error}") from None
+
+
+def _linear_of(error: ValidationError, value: dict[str, Any]) -> str:
+    """Return the name of the linear where the first error is, if it has one."""
+    place = error.errors()[0]["loc"]
+    if len(place) > 2 and place[0] == "linears" and isinstance(place[1], int):
+        name = value["linears"][place[1]].get("name")
+        return f" (linear {name!r})" if isinstance(name, str) else ""
+    return ""
 
 
 def read_problem(path: Path) -> PlanningProblem:
@@ -169,81 +200,39 @@ def read_problem(path: Path) -> PlanningProblem:
     return PlanningProblem.from_dict(read_json(path, "problem file"), f"problem file '{path}'")
 
 
-def check_options(problem: PlanningProblem, source: str = "problem") -> None:
-    """Refuse names that are no options of this package (a frontier needs no meaning, a plan does).
-
-    Args:
-        problem: whose options' names are read.
-        source: how error messages call it.
-
-    Raises:
-        UsageError: naming `source`, the linear and the option.
-    """
-    known: set[str] = set()
-    for linear in problem.linears:
-        for name in linear.options:
-            if name in known:
-                continue
-            try:
-                Option.parse(name)
-            except UsageError as error:
-                raise UsageError(f"{source}: linear '{linear.name}': {error}") from None
-            known.add(name)
-
-
 def write_problem(problem: PlanningProblem, path: Path) -> None:
     """Write a problem file atomically, one linear a line.
 
     Raises:
         OSError: if it cannot be written.
     """
-    lines = ",\n".join("  " + json.dumps(_linear_dict(linear)) for linear in problem.linears)
-    target = json.dumps(problem.target)
-    head = f'{{"version": {problem.version}, "target": {target}, "linears": [\n'
-    write_atomic(path, head + lines + "\n]}\n")
+    write_atomic(path, "".join(problem.json_lines()))
 
 
-def _linear_dict(linear: LinearChoices) -> dict[str, Any]:
-    options: dict[str, dict[str, float | None]] = {}
-    for name, cost in linear.options.items():
-        options[name] = {"quality_loss": cost.quality_loss, "saving": cost.saving}
-        if cost.seconds is not None:
-            options[name]["seconds"] = cost.seconds
-    return {
-        "name": linear.name,
-        "stage": linear.stage,
-        "flops": linear.flops,
-        "options": options,
-    }
+def check_options(problem: PlanningProblem, source: str = "problem") -> None:
+    """Refuse option names that this package does not know.
+
+    A frontier needs no meaning of the names, a plan does.
+
+    Args:
+        problem: whose options' names are checked.
+        source: how error messages call it.
+
+    Raises:
+        UsageError: naming `source`, the linear and the option.
+    """
+    first = {option: linear.name for linear in problem.linears[::-1] for option in linear.options}
+    for option, name in first.items():
+        try:
+            Option.parse(option)
+        except UsageError as error:
+            raise UsageError(f"{source}: linear '{name}': {error}") from None
 
 
-def _checked_version(value: Any, source: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise UsageError(f"{source} must hold a JSON object, got {type(value).__name__}")
-    version = value.get("version")
-    if version != 1 or isinstance(version, bool):
-        got = "none" if "version" not in value else repr(version)
-        raise UsageError(f"{source}: version {got}; this megatron-snip reads version 1")
-    return value
-
-
-def _with_name(message: str, linears: Any) -> str:
-    """Add the name of the linear to a message that starts with `linears.INDEX`."""
-    parts = message.split(".", 2)
-    if parts[0].endswith("linears") and len(parts) > 1 and isinstance(linears, list):
-        digits = parts[1].split(":")[0]
-        index = int(digits) if digits.isdecimal() else len(linears)
-        linear = linears[index] if index < len(linears) else None
-        if isinstance(linear, dict) and isinstance(linear.get("name"), str):
-            return f"{message} (linear '{linear['name']}')"
-    return message
-
-
-def _refuse_duplicates(names: tuple[str, ...], source: str) -> None:
-    if len(set(names)) == len(names):
-        return
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise UsageError(f"{source}: linear '{name}' is listed twice")
-        seen.add(name)
+@lru_cache(maxsize=4096)
+def canonical(name: str) -> str:
+    """Return the shortest spelling of an option; other names are returned as they are."""
+    try:
+        return str(Option.parse(name))
+    except UsageError:
+        return name

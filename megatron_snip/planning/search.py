@@ -1,89 +1,155 @@
-"""The search in one menu: dual, incumbent, core, CP-SAT.
+"""Find the best assignment of a task, and prove how good it is.
 
-    dual         a lower bound, and by how much it grows if a choice is forced (`lagrangian.py`)
-    incumbent    the best known assignment; at first one next to the dual's maximum
+Each choice set has a search of its own:
+
+    dual         a lower bound, and its growth if a choice is forced (`lagrangian.py`)
+    incumbent    the best known assignment; the first ones are next to the dual's maximum
     core         a choice whose reduced cost exceeds (incumbent - bound) is in no better assignment
-                 and is dropped; what is left goes to CP-SAT, the most promising choices first
+                 and is dropped; CP-SAT solves the rest, the most promising choices first
 
-The gap between dual and incumbent is a fraction of one linear's loss, so that the core of a model
-with ten thousand linears is a few dozen of them.
+The gap between dual and incumbent is a fraction of one linear's loss, so the core of a model with
+ten thousand linears has a few dozen of them. All searches share a fixed amount of work, counted in
+CP-SAT's deterministic seconds; they continue, the largest gap first, only while the total gap is
+larger than asked for. So the same input gives the same assignment in every run with one worker. The
+wall clock only ends a search that would take too long.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_snip.planning.clock import Deadline
-from megatron_snip.planning.cpsat import Core, CoreRow, Effort, solve_core
-from megatron_snip.planning.lagrangian import Dual, maximize
-from megatron_snip.planning.menu import Line, Menu
-from megatron_snip.planning.table import Floats, Ints, Mask
+from megatron_snip.planning.constraints import Task, max_saving_assignment
+from megatron_snip.planning.cost import Ints, Mask
+from megatron_snip.planning.cpsat import Core, Effort, solve_core
+from megatron_snip.planning.lagrangian import (
+    BudgetRow,
+    ChoiceSet,
+    Dual,
+    make_choices,
+    maximize,
+)
+from megatron_snip.planning.plan import Status
+from megatron_snip.planning.settings import PlanSettings
+
+SEARCH_WORK_S = 0.5
+"""Deterministic seconds for finding and proving the optimum, over all choice sets."""
 
 CORE_SIZES = (64, 512, 4096, None)
-"""How many choices beside the favourites a core may hold, round by round."""
+"""Choices in a core, round by round, besides the one of least reduced cost of each linear."""
 
 EXACT = 1e-9
-"""Gap, relative to the sum of chosen losses' magnitudes, at which an assignment counts as best."""
+"""Gap, relative to the sum of chosen losses' magnitudes, at which an assignment is optimal."""
 
 
-@dataclass(frozen=True)
-class SolverSettings:
-    """What every core is solved with."""
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """An assignment and its proof.
 
-    workers: int
-    seed: int
-    deadline: Deadline
+    Attributes:
+        columns: [n], the chosen column of each linear.
+        status: `optimal` if no better assignment exists, up to a relative `EXACT`.
+        bound: lower bound on the cost of every assignment of the task, or None.
+    """
+
+    columns: Ints
+    status: Status
+    bound: float | None
+
+
+def solve(task: Task, settings: PlanSettings, hint: Ints | None, deadline: float) -> Solution:
+    """Minimize the cost.
+
+    Args:
+        task: a feasible one.
+        settings: workers, seed and the gap that is good enough.
+        hint: [n], an assignment that may be good, e.g. the previous plan's; or None.
+        deadline: value of `time.monotonic()` at which the incumbent is returned.
+    """
+    start = max_saving_assignment(task)
+    assert start is not None, "checked tasks are feasible"
+    starts = [start] if hint is None else [start, hint]
+    searches = [
+        Search(part, [s[part.linears] for s in starts], settings, deadline)
+        for part in make_choices(task)
+    ]
+    work = SEARCH_WORK_S
+    for k, search in enumerate(searches):
+        work -= search.improve(work / (len(searches) - k))
+    _close_gap(searches, settings.gap, deadline)
+    columns = start.copy()
+    for search in searches:
+        columns[search.choices.linears] = search.best
+    optimal = all(search.optimal for search in searches)
+    bound = math.fsum(search.bound for search in searches)
+    return Solution(columns, "optimal" if optimal else "feasible", bound)
+
+
+def lower_bound(task: Task) -> float:
+    """Return the dual's lower bound on the cost of every assignment of a feasible task."""
+    return math.fsum(maximize(part).bound for part in make_choices(task))
+
+
+def _close_gap(searches: Sequence[Search], gap: float, deadline: float) -> None:
+    """Improve the searches with the largest gaps until the total gap is small enough."""
+    unsolved = [search for search in searches if not search.optimal]
+    for search in sorted(unsolved, key=lambda search: -search.gap):
+        total = math.fsum(each.loss for each in searches)
+        excess = math.fsum(each.gap for each in searches) - gap * abs(total)
+        if excess <= 0 or time.monotonic() >= deadline:
+            return
+        search.improve(math.inf, max(0.0, search.gap - excess))
 
 
 class Search:
-    """The best known assignment of a menu and a bound, improved on demand.
+    """The best known assignment of a choice set and a bound, improved on demand.
 
     Attributes:
-        menu: the choices and constraints.
+        choices: the choices and constraints.
         best: [m], the incumbent.
         loss: its cost.
-        bound: proven lower bound on the cost of every assignment that keeps to the constraints.
+        bound: proven lower bound on the cost of every assignment that holds.
         optimal: whether the incumbent is proven best.
-        error: largest scaling error of a core so far.
-        tolerance: absolute gap at which the incumbent counts as best.
-        dual: the dual's maximum, whose reduced costs say which choices stay open.
 
     Args:
-        menu: the choices and constraints.
-        starts: assignments, at least one of which keeps to the constraints.
-        tolerance: absolute gap at which the incumbent counts as best; by default `EXACT` of its
-            size.
+        choices: the choices and constraints.
+        starts: assignments, at least one of which holds.
+        settings: workers and seed.
+        deadline: value of `time.monotonic()` at which it stops.
     """
 
-    def __init__(self, menu: Menu, starts: Sequence[Ints], tolerance: float | None = None) -> None:
-        self.menu = menu
-        self.dual: Dual = maximize(menu)
-        self.bound = self.dual.bound
-        self.error = 0.0
-        self.optimal = False
-        candidates = [menu.without_superfluous(start) for start in starts]
-        candidates += [self.dual.above, self.dual.below, round_up(menu, self.dual)]
-        self.best = min((c for c in candidates if menu.holds(c)), key=menu.loss)
-        self.loss = menu.loss(self.best)
-        size = float(np.abs(menu.cost[menu.positions, self.best]).sum())
-        self.tolerance = EXACT * size if tolerance is None else tolerance
-        self._judge()
+    def __init__(
+        self,
+        choices: ChoiceSet,
+        starts: Sequence[Ints],
+        settings: PlanSettings,
+        deadline: float,
+    ) -> None:
+        self.choices = choices
+        self._settings, self._deadline = settings, deadline
+        self._dual = maximize(choices)
+        self.bound = self._dual.bound
+        candidates = [choices.without_dropped(start) for start in starts]
+        candidates += [self._dual.above, self._dual.below, round_up(choices, self._dual)]
+        self.best = min((c for c in candidates if choices.holds(c)), key=choices.loss)
+        self.loss = choices.loss(self.best)
+        self._tolerance = EXACT * float(np.abs(choices.cost[choices.rows, self.best]).sum())
+        self.optimal = self.gap <= self._tolerance
 
     @property
     def gap(self) -> float:
         """Incumbent minus bound, absolute."""
         return max(0.0, self.loss - self.bound)
 
-    def improve(self, work: float, solver: SolverSettings, good_gap: float = 0.0) -> float:
-        """Search on, from small cores to the complete one.
+    def improve(self, work: float, good_gap: float = 0.0) -> float:
+        """Solve cores, from a small one to the complete one.
 
         Args:
             work: deterministic seconds that may be used.
-            solver: workers, seed, deadline.
             good_gap: stop where the absolute gap is this small.
 
         Returns:
@@ -91,138 +157,110 @@ class Search:
         """
         used = 0.0
         for size in CORE_SIZES:
-            if self.optimal or self.gap <= good_gap:
+            left = self._deadline - time.monotonic()
+            if self.optimal or self.gap <= good_gap or used >= work or left <= 0:
                 break
-            keep = self.open_choices(np.full(len(self.best), self.gap))
-            part = self._most_promising(keep, size)
-            left = solver.deadline.left()
-            if used >= work or left <= 0:
-                break
-            effort = Effort(left, work - used, solver.workers, solver.seed, good_gap)
-            complete = bool((part == keep).all())
-            used += self.solve_core(part, complete, effort)
+            open_ = self.open_choices()
+            part = self._most_promising(open_, size)
+            complete = bool((part == open_).all())
+            effort = Effort(self._settings, left, work - used, good_gap)
+            used += self._solve(part, complete, effort)
             if complete:
                 break
         return used
 
-    def open_choices(self, slack: Floats) -> Mask:
-        """Return the choices that an assignment better than the incumbent can use.
+    def open_choices(self) -> Mask:
+        """Return the choices ([m, k]) that an assignment better than the incumbent can use."""
+        cost, least = self.choices.cost, self.choices.cost.min(axis=1)
+        open_ = np.isfinite(cost) & (self._dual.reduced <= self.gap + self._tolerance)
+        # Nor can a better one hold a choice that alone costs more than the incumbent.
+        slack = self.loss - math.fsum(least) + self._tolerance
+        open_ &= cost - least[:, None] <= slack
+        open_[self.choices.rows, self.best] = True
+        return open_
 
-        Args:
-            slack: [m], reduced cost that rules a choice out, by linear.
+    def _solve(self, part: Mask, complete: bool, effort: Effort) -> float:
+        """Solve the core of some choices, the incumbent's among them; return the work.
 
-        Returns:
-            [m, k]
+        `complete` says that they include every open choice, so that a bound holds for all.
         """
-        menu = self.menu
-        limit = (slack + self.tolerance)[:, None]
-        keep = np.isfinite(menu.cost) & (self.dual.reduced <= limit)
-        # Nor can a better one hold a choice that alone costs more than the whole incumbent.
-        least = menu.cost.min(axis=1)
-        room = self.loss - math.fsum(least) + self.tolerance
-        keep &= menu.cost - least[:, None] <= room
-        keep[menu.positions, self.best] = True
-        return keep
-
-    def solve_core(self, part: Mask, complete: bool, effort: Effort) -> float:
-        """Let CP-SAT choose among `part`; learn from its answer.
-
-        Args:
-            part: [m, k], the choices to consider; holds the incumbent's.
-            complete: whether they include every open choice, so that a bound is a bound for all.
-            effort: limits.
-
-        Returns:
-            Deterministic seconds used.
-        """
-        menu = self.menu
-        counts = part.sum(axis=1)
+        choices, counts = self.choices, part.sum(axis=1)
         free, fixed = np.flatnonzero(counts > 1), np.flatnonzero(counts == 1)
         if not len(free):
             self.optimal = self.optimal or complete
             self.bound = self.loss if complete else self.bound
             return 0.0
-        settled = part[fixed].argmax(axis=1)
-        rows, columns = np.nonzero(part[free])
         found = self.best.copy()
-        found[fixed] = settled
-        lines = tuple(_core_row(line, found, free, rows, columns) for line in menu.lines)
+        found[fixed] = part[fixed].argmax(axis=1)
+        rows, columns = np.nonzero(part[free])
         number = np.zeros(part[free].shape, dtype=np.int64)
         number[rows, columns] = np.arange(len(rows))
-        hint = number[np.arange(len(free)), self.best[free]]
-        starts = np.concatenate(([0], np.cumsum(counts[free])))
-        answer = solve_core(Core(starts, menu.cost[free[rows], columns], lines, hint), effort)
-        self.error = max(self.error, answer.error)
-        base = math.fsum(menu.cost[fixed, settled])
+        core = Core(
+            starts=np.concatenate(([0], np.cumsum(counts[free]))),
+            cost=choices.cost[free[rows], columns],
+            rows=tuple(_core_row(row, found, free, rows, columns) for row in choices.budgets),
+            hint=number[np.arange(len(free)), self.best[free]],
+        )
+        answer = solve_core(core, effort)
+        base = math.fsum(choices.cost[fixed, found[fixed]])
         if answer.choices is not None:
             found[free] = columns[answer.choices]
-            self.learn(found)
+            assert choices.holds(found), "the solver's assignment breaks an integer constraint"
+            if choices.loss(found) < self.loss:
+                self.best, self.loss = found, choices.loss(found)
         if complete:
             self.bound = max(self.bound, min(self.loss, base + answer.bound))
             self.optimal = answer.proven
-        self._judge()
+        self.optimal = self.optimal or self.gap <= self._tolerance
         return answer.work
 
-    def learn(self, found: Ints) -> None:
-        """Take over an assignment if it is better than the incumbent."""
-        assert self.menu.holds(found), "an assignment breaks an integer constraint"
-        loss = self.menu.loss(found)
-        if loss < self.loss:
-            self.best, self.loss = found, loss
-
-    def raise_bound(self, bound: float) -> None:
-        """Take over a lower bound that was proven elsewhere."""
-        self.bound = max(self.bound, min(self.loss, bound))
-        self._judge()
-
-    def _judge(self) -> None:
-        self.optimal = self.optimal or self.gap <= self.tolerance
-
-    def _most_promising(self, keep: Mask, size: int | None) -> Mask:
-        """Return the open choices of least reduced cost, the favourites and the incumbent's."""
-        favourite = np.zeros_like(keep)
-        favourite[self.menu.positions, self.dual.reduced.argmin(axis=1)] = True
-        others = np.sort(self.dual.reduced[keep & ~favourite])
+    def _most_promising(self, open_: Mask, size: int | None) -> Mask:
+        """Return the `size` open choices of least reduced cost, and each linear's cheapest."""
+        reduced, rows = self._dual.reduced, self.choices.rows
+        cheapest = np.zeros_like(open_)
+        cheapest[rows, reduced.argmin(axis=1)] = True
+        others = np.sort(reduced[open_ & ~cheapest])
         if size is None or len(others) <= size:
-            return keep
-        part: Mask = keep & ((self.dual.reduced <= others[size - 1]) | favourite)
-        part[self.menu.positions, self.best] = True
+            return open_
+        part: Mask = open_ & ((reduced <= others[size - 1]) | cheapest)
+        part[rows, self.best] = True
         return part
 
 
-def _core_row(line: Line, columns: Ints, free: Ints, rows: Ints, choices: Ints) -> CoreRow:
-    """Restrict a line to the choices of a core.
+def _core_row(
+    row: BudgetRow, columns: Ints, free: Ints, linears: Ints, choices: Ints
+) -> tuple[Ints, int]:
+    """Return a budget row's coefficients and threshold for the choices of a core.
 
     Args:
-        line: of the menu.
-        columns: [m], the assignment whose entries outside `free` are settled.
+        row: of the choice set.
+        columns: [m], the assignment of the linears that are not free.
         free: [f], positions that still choose.
-        rows: [c], index into `free` of every choice.
+        linears: [c], index into `free` of every choice.
         choices: [c], column of every choice.
     """
     index = np.full(len(columns), -1, dtype=np.int64)
-    index[line.members] = np.arange(len(line.members))
+    index[row.members] = np.arange(len(row.members))
     is_free = np.zeros(len(columns), dtype=np.bool_)
     is_free[free] = True
-    settled = np.flatnonzero(~is_free[line.members])
-    taken = int(line.coefficients[settled, columns[line.members[settled]]].sum())
-    at = index[free[rows]]
-    coefficients = np.where(at >= 0, line.coefficients[at, choices], 0)
-    return CoreRow(coefficients, line.threshold - taken)
+    settled = np.flatnonzero(~is_free[row.members])
+    taken = int(row.coefficients[settled, columns[row.members[settled]]].sum())
+    at = index[free[linears]]
+    coefficients = np.where(at >= 0, row.coefficients[at, choices], 0)
+    return coefficients, row.threshold - taken
 
 
-def round_up(menu: Menu, dual: Dual) -> Ints:
-    """Go from the dual's `below` towards its `above`, one linear at a time, until nothing lacks.
+def round_up(choices: ChoiceSet, dual: Dual) -> Ints:
+    """Move linears from the dual's `below` to its `above` until every constraint holds.
 
-    Linears that gain most go first if they do not overshoot; then the least that suffices closes
-    the rest. With ties at the dual's price (equal linears) this finds what switching all of them
-    at once would overshoot by far.
+    The linears that gain most come first, unless they overshoot; the one of least sufficient gain
+    closes the rest. Equal linears tie at the dual's price; moving all of them would overshoot.
     """
     columns = dual.below.copy()
-    for line in menu.lines:
-        at, members = np.arange(len(line.members)), line.members
-        lacking = line.threshold - line.sum(columns)
-        step = line.coefficients[at, dual.above[members]] - line.coefficients[at, columns[members]]
+    for row in choices.budgets:
+        at, members = np.arange(len(row.members)), row.members
+        lacking = row.threshold - row.sum(columns)
+        step = row.coefficients[at, dual.above[members]] - row.coefficients[at, columns[members]]
         skipped = []
         for i in np.argsort(-step, kind="stable"):
             if lacking <= 0 or step[i] <= 0:

@@ -1,4 +1,4 @@
-"""PlanSettings: how a plan is to be made. The problem says what; this says under which rules."""
+"""PlanSettings: the rules under which a plan is made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Count = Annotated[int, Field(ge=0)]
 
 
 class PlanSettings(BaseModel):
-    """Rules for one plan; see the field docstrings. Values in JSON and Python are the same.
+    """Rules for one plan; values in JSON and Python are the same.
 
     Raises:
         pydantic.ValidationError: on an unknown key or a value out of range; `from_dict`
@@ -28,56 +28,51 @@ class PlanSettings(BaseModel):
     )
 
     policy: str = "snip"
-    """Who makes the plan; a name from `policies.policy_names()`."""
+    """Name of the policy; see `policies.policy_names()`."""
 
     target: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    """Least efficiency; None takes the problem's own target. The policies `uniform-OPTION` and
-    `none` heed neither target nor balance."""
+    """Least efficiency; None takes the problem's target. The policies `uniform-OPTION` and `none`
+    ignore target and balance."""
 
     pipeline_balance: Balance = "none"
-    """`none`: the target holds overall. `stage`: it holds in every pipeline stage.
-    `bottleneck`: the slowest stage is made as fast as the other rules allow, then the quality
-    loss is minimized without making it slower; the target holds overall. So the slowest stage
-    goes to its fastest options unless pins or max_changes hold it back, and the target is no more
-    than a floor; stages with less work keep gentler options for as long as they have time."""
+    """`none`: the target holds for the model. `stage`: the target holds in every pipeline stage.
+    `bottleneck`: the slowest stage is made as fast as its pins allow, then the quality loss is
+    minimized without making it slower. The target holds for the model. Stages with less work
+    use higher precision for as long as they have time."""
 
     pins: tuple[tuple[str, str], ...] = ()
-    """(glob, option) pairs: every linear whose name matches keeps that option. Two pins that
-    disagree on a linear conflict."""
+    """(glob, option) pairs: every linear whose name matches has that option. Two pins with
+    different options for a linear conflict."""
 
     first_layers: tuple[_Count, str] | None = None
-    """(N, option): the linears of the first N layers of every block keep that option."""
+    """(N, option): the linears of the first N layers of every block have that option."""
 
     last_layers: tuple[_Count, str] | None = None
-    """(N, option): the linears of the last N layers of every block keep that option."""
+    """(N, option): the linears of the last N layers of every block have that option."""
 
-    max_changes: _Count | None = None
-    """Most linears whose option may differ from the previous plan's. Linears whose previous
-    option is no longer on offer must change and do not count."""
-
-    min_gain: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """The new plan's quality loss must be lower than the previous plan's by this share of it,
-    or the previous plan stays, where it keeps to all the rules."""
+    change_penalty: Annotated[float, Field(ge=0.0, le=1e150)] = 0.0
+    """Quality loss that a plan pays for each linear whose option differs from the previous
+    plan's. Free for linears whose previous option is no longer available."""
 
     cost: CostName = "flops"
     """What efficiency counts: `flops` (share of FLOPs in the lowest precision) or `time`."""
 
     time_limit_s: Annotated[float, Field(gt=0.0)] = 30.0
-    """Wall-clock seconds that planning may take; then the best plan so far counts."""
+    """Wall-clock limit in seconds; the best plan found by then is returned."""
 
     workers: Annotated[int, Field(ge=1)] = 1
-    """Threads of the solver. With 1 the same input gives the same plan on any run, unless the
-    time limit strikes."""
+    """Threads of the solver. With 1 the same input gives the same plan in every run, unless the
+    time limit is reached."""
 
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Seed of the solver and of the random policy."""
+    """Seed of the solver and of the policy `random`."""
 
     gap: Annotated[float, Field(ge=0.0)] = 1e-3
-    """Proven relative gap that is good enough. The solver looks for the optimum for a fixed
-    amount of work and goes on past it only while the gap is larger than this."""
+    """Relative gap that is good enough. The solver searches for the optimum for a fixed amount of
+    work, and continues only while the gap is larger than this."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values that JSON can carry and `from_dict` reads back."""
+        """Return plain values that JSON can hold and `from_dict` reads back."""
         return self.model_dump(mode="json")
 
     @classmethod
@@ -85,7 +80,7 @@ class PlanSettings(BaseModel):
         """Build from plain values.
 
         Raises:
-            UsageError: one line naming the field, what was got and what is wanted.
+            UsageError: one line with the field, what was got and what is wanted.
         """
         try:
             return cls(**value)
@@ -93,18 +88,14 @@ class PlanSettings(BaseModel):
             raise UsageError(f"plan settings: {explain(error)}") from None
 
     @classmethod
-    def from_config(cls, config: SnipConfig) -> PlanSettings:
-        """Take the planner's share of a run's settings."""
+    def from_config(cls, config: SnipConfig, seed: int = 0) -> PlanSettings:
+        """Return the planner's part of a run's settings."""
+        same = ("policy", "pipeline_balance", "change_penalty")
         return cls.from_dict(
             {
-                "policy": config.policy,
+                **{name: getattr(config, name) for name in same},
                 "target": config.efficiency_target,
-                "pipeline_balance": config.pipeline_balance,
                 "pins": tuple((glob, str(option)) for glob, option in config.pin_pairs),
-                "max_changes": config.max_changes,
-                "min_gain": config.min_gain,
-                "time_limit_s": config.time_limit_s,
-                "workers": config.solver_workers,
-                "seed": config.seed,
+                "seed": seed,
             }
         )

@@ -1,36 +1,44 @@
-"""SolverProcess: plans made outside the training process, without ever making it wait.
+"""SolverProcess: plans are made outside of the training process, and training never waits.
 
-A child process keeps OR-Tools warm and answers one request at a time over pipes. A child instead of
-a thread, because building a model holds the interpreter lock; a plain child instead of
-multiprocessing, because that would import the user's training script a second time.
+A child process keeps OR-Tools loaded and answers one request at a time over pipes. It is not a
+thread, because building a model holds the interpreter lock. It does not use multiprocessing, which
+would import the user's training script a second time.
 
-    submit(...)   at the step that measured; returns at once
+    submit(...)   after the iteration that measured; returns at once
     ready()       any time; never blocks
-    result(t)     at the step that applies; the plan, or the error as an exception
+    result(t)     before the iteration that applies; the plan, or the error as an exception
 
-Whatever goes wrong in the child (crash, hang, garbage) is an exception of `result` and ends that
-child; the next `submit` starts a fresh one. Called on the coordinator rank only, from one thread.
+A failure of the child (crash, hang, invalid reply) is an exception of `result` and ends that child;
+the next `submit` starts a new one. Called on the coordinator rank only, from one thread.
+
+Each message is one line of JSON:
+
+    request   {"id", "iteration", "settings", "previous": plan | null, "problem"}
+    reply     {"id", "plan"}  or  {"id", "error": kind, "message", "conflicts", "best_target"}
+
+with kind one of `infeasible`, `usage`, `planning`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from typing import Any, Self
 
 import megatron_snip
-from megatron_snip.errors import PlanningError, SnipError
+from megatron_snip.errors import InfeasiblePlanError, PlanningError, SnipError, UsageError
 from megatron_snip.log import warn_once
-from megatron_snip.planning.exchange import PlanRequest, decode_reply, encode_request
 from megatron_snip.planning.plan import PrecisionPlan
-from megatron_snip.planning.policies import Metrics
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 
@@ -38,40 +46,83 @@ _logger = logging.getLogger(__name__)
 _REAP_S = 5.0
 
 
-def worker_command() -> list[str]:
-    """Return the command of the real worker.
+@dataclass(frozen=True)
+class PlanRequest:
+    """The arguments of `make_plan`, with a number that the reply repeats."""
 
-    -P keeps the current directory off the child's import path: a user's `types.py` there must
-    not become the standard library's.
-    """
-    return [sys.executable, "-P", "-m", "megatron_snip.planning.worker", str(os.getpid())]
+    number: int
+    problem: PlanningProblem
+    settings: PlanSettings
+    previous: PrecisionPlan | None
+    iteration: int
 
+    def json_pieces(self) -> Iterator[str]:
+        """Yield the request's line in pieces, so that no single one holds the interpreter lock."""
+        head = {
+            "id": self.number,
+            "iteration": self.iteration,
+            "settings": self.settings.to_dict(),
+            "previous": None if self.previous is None else self.previous.to_dict(),
+        }
+        yield json.dumps(head)[:-1] + ', "problem": '
+        for line in self.problem.json_lines():
+            yield line.replace("\n", "")
+        yield "}\n"
 
-def spare_threads(local_processes: int = 1) -> int:
-    """Return how many threads a solver may use beside training, at least 1.
+    @classmethod
+    def from_json(cls, line: str) -> PlanRequest:
+        """Read a request's line; raises ValueError, TypeError, KeyError or UsageError."""
+        value = json.loads(line)
+        previous = value["previous"]
+        return cls(
+            number=value["id"],
+            problem=PlanningProblem.from_dict(value["problem"]),
+            settings=PlanSettings.from_dict(value["settings"]),
+            previous=None if previous is None else PrecisionPlan.from_dict(previous),
+            iteration=value["iteration"],
+        )
 
-    Args:
-        local_processes: training processes on this host, each of which keeps a core.
-    """
-    return max(1, len(os.sched_getaffinity(0)) - local_processes)
+    def plan_of(self, reply: str) -> PrecisionPlan:
+        """Read the reply to this request.
+
+        Raises:
+            InfeasiblePlanError: as the worker raised it, with conflicts and best target.
+            UsageError: as the worker raised it.
+            PlanningError: if the worker failed in another way, or the line is no valid reply.
+        """
+        try:
+            value = json.loads(reply)
+            if value["id"] != self.number:
+                raise PlanningError(f"the solver process answered request {value['id']!r}")
+            if "error" in value:
+                raise _error(value)
+            plan = PrecisionPlan.from_dict(value["plan"])
+            plan.check_against(self.problem.names)
+        except (ValueError, KeyError, TypeError) as error:
+            raise PlanningError(
+                f"invalid reply of the solver process ({type(error).__name__}): {reply[:80]!r}"
+            ) from None
+        if plan.iteration != self.iteration:
+            raise PlanningError(f"the solver process sent the plan of iteration {plan.iteration}")
+        return plan
 
 
 class SolverProcess:
     """A persistent solver process; see the file's description.
 
     Args:
-        command: what to start; the real worker by default.
-        local_processes: training processes on this host; the solver gets the cores they leave.
+        command: what to start; by default the worker.
+        local_processes: training processes on this host; the solver gets the other cores.
     """
 
     def __init__(self, command: Sequence[str] | None = None, local_processes: int = 1) -> None:
-        self._command = list(command) if command is not None else worker_command()
         self._max_workers = spare_threads(local_processes)
-        self._child = _Child(self._command)
-        self._job: _Job | None = None
+        self._child = _Child(worker_command() if command is None else list(command))
+        self._request: PlanRequest | None = None
+        self._answer: Future[PrecisionPlan] = Future()
         self._count = 0
-        self._end = weakref.finalize(self, _end_of_creator, self._child, os.getpid())
-        with contextlib.suppress(OSError):  # warm up; if it cannot start, the first result says so
+        self._end = weakref.finalize(self, _kill_in_creator, self._child, os.getpid())
+        with contextlib.suppress(OSError):  # it loads OR-Tools now; `result` reports a failure
             self._child.start()
 
     def submit(
@@ -79,76 +130,97 @@ class SolverProcess:
         problem: PlanningProblem,
         settings: PlanSettings,
         previous: PrecisionPlan | None = None,
-        step: int = 0,
-        metrics: Metrics | None = None,
+        iteration: int = 0,
     ) -> None:
         """Start planning and return at once; the arguments are `make_plan`'s.
 
-        A finished plan that nobody asked for is dropped.
+        A finished plan that nobody took is dropped.
 
         Raises:
-            PlanningError: if the process is closed or the plan before is still being made.
+            PlanningError: if the process is closed or the last plan is not finished.
         """
         if not self._end.alive:
             raise PlanningError("the solver process is closed")
-        if self._job is not None and not self._job.done.is_set():
+        if self._request is not None and not self._answer.done():
             raise PlanningError(
-                f"the plan of step {self._job.request.step} is still being made; "
+                f"the plan of iteration {self._request.iteration} is not finished; "
                 "take its result before submitting the next"
             )
         if settings.workers > self._max_workers:
             warn_once(
                 _logger,
                 f"solver threads limited to {self._max_workers} (asked for {settings.workers}): "
-                "training keeps the other cores",
+                "training uses the other cores",
             )
             settings = settings.model_copy(update={"workers": self._max_workers})
         self._count += 1
-        request = PlanRequest(self._count, problem, settings, previous, step, metrics)
-        self._job = _Job(request, self._child)
+        self._request = PlanRequest(self._count, problem, settings, previous, iteration)
+        self._answer = Future()
+        job = (self._child, self._request, self._answer)
+        threading.Thread(target=_answer, args=job, name="snip-solver", daemon=True).start()
 
     def ready(self) -> bool:
         """Whether `result` would return at once. Never blocks."""
-        return self._job is not None and self._job.done.is_set()
+        return self._request is not None and self._answer.done()
 
     def result(self, timeout_s: float) -> PrecisionPlan:
         """Return the plan of the last `submit`; each plan is returned once.
 
         Args:
-            timeout_s: seconds to wait for it; past them the child is ended.
+            timeout_s: seconds to wait for it; after them the child is ended.
 
         Raises:
-            InfeasiblePlanError: no plan satisfies the rules; with conflicts and best target.
+            InfeasiblePlanError: no plan satisfies the constraints; with conflicts and best target.
             UsageError: the arguments do not fit each other.
-            PlanningError: the child crashed, hung or answered nonsense, or nothing was submitted.
+            PlanningError: the child crashed, hung or sent an invalid reply, or nothing was
+                submitted.
         """
-        job, self._job = self._job, None
-        if job is None:
+        request, self._request = self._request, None
+        if request is None:
             raise PlanningError("no plan was submitted to the solver process")
-        if not job.done.wait(timeout_s):
+        try:
+            return self._answer.result(timeout_s)
+        except TimeoutError:
             self._child.kill()
             raise PlanningError(
                 f"the solver process did not answer within {timeout_s:g} s; it was stopped"
-            )
-        if isinstance(job.outcome, PrecisionPlan):
-            return job.outcome
-        raise job.outcome
+            ) from None
 
     def close(self) -> None:
         """End the child; nothing can be submitted afterwards. May be called twice."""
-        self._job = None
+        self._request = None
         self._end()
 
-    def __enter__(self) -> SolverProcess:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def worker_command() -> list[str]:
+    """Return the command of the worker.
+
+    -P removes the current directory from the child's import path: a user's `types.py` there must
+    not replace the standard library's.
+    """
+    return [sys.executable, "-P", "-m", "megatron_snip.planning.solver_worker", str(os.getpid())]
+
+
+def worker_environment() -> dict[str, str]:
+    """Return this process's environment, with this package first on the child's import path."""
+    package_parent = str(Path(megatron_snip.__file__).resolve().parent.parent)
+    paths = [package_parent, os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
+def spare_threads(local_processes: int = 1) -> int:
+    """Return how many threads a solver may use beside training, at least 1.
+
+    Args:
+        local_processes: training processes on this host, each of which needs a core.
+    """
+    return max(1, len(os.sched_getaffinity(0)) - local_processes)
 
 
 class _Child:
@@ -160,11 +232,7 @@ class _Child:
         self._lock = threading.Lock()
 
     def start(self) -> subprocess.Popen[str]:
-        """Return the running process; start one if there is none.
-
-        Raises:
-            OSError: if the command cannot be started.
-        """
+        """Return the running process; start one if there is none. Raises OSError."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._process = subprocess.Popen(
@@ -174,86 +242,66 @@ class _Child:
                     text=True,
                     encoding="utf-8",
                     errors="replace",
-                    env=_environment(),
+                    env=worker_environment(),
                     start_new_session=True,
                 )
             return self._process
 
     def kill(self, process: subprocess.Popen[str] | None = None) -> int | None:
-        """End the current process; return its exit status.
-
-        Args:
-            process: end this one instead, which may have been replaced already.
-        """
+        """End a process, by default the current one; return its exit status."""
         with self._lock:
             victim = self._process if process is None else process
-            if victim is self._process:
-                # Its pipes close with the last thread that uses them.
+            if victim is self._process:  # its pipes close with the last thread that uses them
                 self._process = None
         if victim is None:
             return None
-        if victim.poll() is None:
-            victim.kill()
+        victim.kill()  # does nothing to a process that has ended
         with contextlib.suppress(subprocess.TimeoutExpired):
             victim.wait(_REAP_S)
         return victim.returncode
 
 
-class _Job:
-    """One request on its way, in a thread of its own.
-
-    Attributes:
-        request: what was asked.
-        done: set when `outcome` is there.
-        outcome: the plan, or the error to raise.
-    """
-
-    def __init__(self, request: PlanRequest, child: _Child) -> None:
-        self.request = request
-        self.done = threading.Event()
-        self.outcome: PrecisionPlan | SnipError = PlanningError("no outcome")
-        self._child = child
-        threading.Thread(target=self._run, name="snip-solver", daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            self.outcome = self._exchange()
-        except SnipError as error:
-            self.outcome = error
-        except Exception as error:  # must not end the thread unheard
-            self.outcome = PlanningError(f"solver process: {type(error).__name__}: {error}")
-        self.done.set()
-
-    def _exchange(self) -> PrecisionPlan:
-        try:
-            process = self._child.start()
-        except OSError as error:
-            raise PlanningError(f"the solver process cannot be started: {error}") from None
-        assert process.stdin is not None and process.stdout is not None
-        line = ""
-        with contextlib.suppress(OSError, ValueError):  # it died or was killed: no line comes
-            for piece in encode_request(self.request):
-                process.stdin.write(piece)
-            process.stdin.flush()
-            line = process.stdout.readline()
-        if not line.endswith("\n"):
-            status = self._child.kill(process)
-            raise PlanningError(f"the solver process ended without an answer (status {status})")
-        try:
-            return decode_reply(line, self.request)
-        except PlanningError:
-            self._child.kill(process)  # who answers nonsense once is not asked again
-            raise
+def _answer(child: _Child, request: PlanRequest, answer: Future[PrecisionPlan]) -> None:
+    """Run one exchange with the child (in a thread of its own)."""
+    try:
+        answer.set_result(_exchange(child, request))
+    except SnipError as error:
+        answer.set_exception(error)
+    except Exception as error:
+        kind = type(error).__name__
+        answer.set_exception(PlanningError(f"solver process: {kind}: {error}"))
 
 
-def _environment() -> dict[str, str]:
-    """Return this environment, with this very package first on the child's import path."""
-    package_parent = str(Path(megatron_snip.__file__).resolve().parent.parent)
-    paths = [package_parent, os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+def _exchange(child: _Child, request: PlanRequest) -> PrecisionPlan:
+    try:
+        process = child.start()
+    except OSError as error:
+        raise PlanningError(f"the solver process cannot be started: {error}") from None
+    assert process.stdin is not None and process.stdout is not None
+    line = ""
+    with contextlib.suppress(OSError, ValueError):  # it died or was killed: there is no line
+        for piece in request.json_pieces():
+            process.stdin.write(piece)
+        process.stdin.flush()
+        line = process.stdout.readline()
+    if not line.endswith("\n"):
+        status = child.kill(process)
+        raise PlanningError(f"the solver process ended without an answer (status {status})")
+    try:
+        return request.plan_of(line)
+    except PlanningError:
+        child.kill(process)  # a child with an invalid reply is not used again
+        raise
 
 
-def _end_of_creator(child: _Child, creator: int) -> None:
-    """End the child at the end of the process that made it; a forked copy leaves it alone."""
+def _error(value: dict[str, Any]) -> SnipError:
+    message = str(value["message"])
+    if value["error"] == "infeasible":
+        return InfeasiblePlanError(message, tuple(value["conflicts"]), value["best_target"])
+    return UsageError(message) if value["error"] == "usage" else PlanningError(message)
+
+
+def _kill_in_creator(child: _Child, creator: int) -> None:
+    """End the child when the process that made it ends; a forked copy of it does nothing."""
     if os.getpid() == creator:
         child.kill()

@@ -1,46 +1,50 @@
-"""A run's directory: what was asked for, what was measured, what was decided.
+"""A run's directory.
 
-    config.yaml               the resolved settings
-    versions.json             of everything that decides numbers
-    metrics.jsonl             one JSON object a training step
-    problems/<step>.json      the planner's problem at each refresh
-    divergences/<step>.json   the divergences and statistics behind it
-    plans/<step>.json         the plan made from it
-    precision/<step>.json     what every linear resolved to from that step on (--snip-precision-log)
+    config.yaml                    the resolved settings
+    versions.json                  of everything that decides numbers
+    metrics.jsonl                  one JSON object per iteration
+    problems/<iteration>.json      the planning problem of each refresh
+    divergences/<iteration>.json   the divergences and statistics behind it
+    plans/<iteration>.json         the plan made from it
+    precision/<iteration>.json     what every linear runs from that iteration on
 
-A line of metrics.jsonl holds `step` (0-based), what the training loop measured (loss, grad_norm,
-lr, tokens_per_s, validation_loss where there was one), `lowest_precision_fraction` (share of linear
-FLOPs in the lowest precision) and `wall_s`, the seconds since the line before (evaluations and
-checkpoints included). Where they happened, also:
+A line of metrics.jsonl holds `iteration` (Megatron's, 1-based), what the training loop measured
+(loss, grad_norm, lr, tokens_per_s, validation_loss where there was one),
+`lowest_precision_fraction` (share of the linears' FLOPs in the lowest precision) and `wall_s`, the
+seconds since the line before (evaluations and checkpoints included). Where they happened, also:
 
-    refresh_s         seconds that the refresh of this step took (part of wall_s)
-    plan_step         the plan applied before this step: plans/<plan_step>.json
+    refresh_s         seconds that measuring added to this iteration's refresh (part of wall_s)
+    plan_iteration    the plan applied before this iteration: plans/<plan_iteration>.json
     changed_linears   linears whose option that plan changed
     wait_s            seconds that training waited for it (part of wall_s)
-    events            [{"kind": "kept" | "guard" | "fallback", "message": str}]
+    notices           [{"kind": "kept" | "guard" | "reverted", "message": str}]
 
-A resumed run appends; where it went back, later lines of a step replace earlier ones, and lines of
-steps not yet made again are void (`run_record.py` reads them so).
+A resumed run appends. Where it went back, later lines of an iteration replace earlier ones, and
+lines of iterations that were not repeated yet are void (`run_record.py` reads them so).
 
-Files are written whole (temporary file, fsync, rename); metrics.jsonl is appended line by line and
-put on disk at every plan, so a killed run loses no line and a crashed machine no decision.
+JSON files are written atomically. metrics.jsonl is appended line by line and synced at every plan:
+a killed run loses no line.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import math
 import os
 import platform
+import time
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
 from megatron_snip.directory import DirectoryLock
-from megatron_snip.planning.json_file import write_atomic
-from megatron_snip.planning.plan import PrecisionPlan, write_plan
+from megatron_snip.divergence.quality_loss import divergences_dict
+from megatron_snip.files import write_atomic
+from megatron_snip.planning.plan import write_plan
+from megatron_snip.planning.problem import write_problem
+from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, PlanApplied
+from megatron_snip.version import installed_version
 
 PACKAGES = (
     "megatron-snip",
@@ -56,20 +60,15 @@ PACKAGES = (
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python and of `PACKAGES` (None where not installed)."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+    python = {"python": platform.python_version()}
+    return python | {package: installed_version(package) for package in PACKAGES}
 
 
 class RunDirectory:
-    """Writes a run's files; rank 0 only.
+    """Writes a run's files; rank 0 only. A `Writer`.
 
     Attributes:
-        path: the directory; made (with parents) at construction.
+        path: the directory; created (with parents) at construction.
     """
 
     def __init__(self, path: Path, lock: DirectoryLock | None = None) -> None:
@@ -78,66 +77,78 @@ class RunDirectory:
         self._lock = lock
         path.mkdir(parents=True, exist_ok=True)
         self._metrics: IO[str] | None = None
+        self._row: dict[str, Any] = {}
+        self._last_row_at = time.perf_counter()
 
     def start(self, config: dict[str, Any]) -> None:
         """Write config.yaml and versions.json."""
         write_atomic(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
         write_atomic(self.path / "versions.json", json.dumps(versions(), indent=1) + "\n")
 
-    def metrics(self, values: dict[str, Any]) -> None:
-        """Append one step's metrics; values that are not finite become null."""
+    def write(self, event: Event) -> None:
+        """Write an event's files; keep what belongs to the iteration's line until it ends."""
+        match event.payload:
+            case Measurement() as measured:
+                self._row["refresh_s"] = measured.seconds
+                table = divergences_dict(measured.divergences, measured.statistics)
+                self._write_json("divergences", event.iteration, table)
+                path = self._folder("problems") / f"{event.iteration}.json"
+                write_problem(measured.problem, path)
+            case PlanApplied() as applied:
+                self._plan(event.iteration, applied)
+            case Notice(kind, message):
+                notices = self._row.setdefault("notices", [])
+                notices.append({"kind": kind, "message": message})
+            case Metrics(values):
+                now = time.perf_counter()
+                wall = {"wall_s": now - self._last_row_at}
+                self.append_metrics({"iteration": event.iteration, **values, **wall, **self._row})
+                self._row, self._last_row_at = {}, now
+
+    def append_metrics(self, row: dict[str, Any]) -> None:
+        """Append a line to metrics.jsonl; values that are not finite become null."""
         if self._metrics is None:
             # Line buffered: a killed run never leaves half a line for the next one to append to.
             self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
-        self._metrics.write(json.dumps({k: _finite(v) for k, v in values.items()}) + "\n")
-
-    def problem(self, step: int, problem: dict[str, Any]) -> Path:
-        """Write problems/<step>.json; return its path."""
-        return self._json("problems", step, problem)
-
-    def divergences(self, step: int, divergences: dict[str, Any]) -> Path:
-        """Write divergences/<step>.json; return its path."""
-        return self._json("divergences", step, divergences)
-
-    def precision(self, step: int, table: dict[str, Any]) -> Path:
-        """Write precision/<step>.json; return its path."""
-        return self._json("precision", step, table)
-
-    def plan(self, plan: PrecisionPlan) -> Path:
-        """Write plans/<step>.json and flush the metrics; return the plan's path."""
-        path = self._made("plans") / f"{plan.step}.json"
-        write_plan(plan, path)
-        self.flush()
-        return path
-
-    def has_plan(self, step: int) -> bool:
-        """Whether there is a plans/<step>.json."""
-        return (self.path / "plans" / f"{step}.json").is_file()
-
-    def flush(self) -> None:
-        """Put the metrics written so far on disk."""
-        if self._metrics is not None:
-            self._metrics.flush()
-            os.fsync(self._metrics.fileno())
+        self._metrics.write(json.dumps({k: _finite(v) for k, v in row.items()}) + "\n")
 
     def close(self) -> None:
-        """Flush and close."""
+        """Sync and close."""
         if self._metrics is not None:
-            self.flush()
+            self._sync()
             self._metrics.close()
             self._metrics = None
         if self._lock is not None:
             self._lock.release()
 
-    def _json(self, kind: str, step: int, value: dict[str, Any]) -> Path:
-        path = self._made(kind) / f"{step}.json"
-        write_atomic(path, json.dumps(value, allow_nan=False) + "\n")
-        return path
+    def _plan(self, iteration: int, applied: PlanApplied) -> None:
+        plan = applied.plan
+        if applied.resolved is not None:
+            self._write_json("precision", iteration, applied.resolved)
+        path = self._folder("plans") / f"{plan.iteration}.json"
+        if applied.resumed and path.is_file():
+            return  # its first application is in the metrics
+        self._row |= {
+            "plan_iteration": plan.iteration,
+            "changed_linears": applied.num_changed,
+            "wait_s": applied.waited_s,
+        }
+        write_plan(plan, path)
+        self._sync()
 
-    def _made(self, kind: str) -> Path:
-        directory = self.path / kind
-        directory.mkdir(exist_ok=True)
-        return directory
+    def _sync(self) -> None:
+        if self._metrics is not None:
+            self._metrics.flush()
+            os.fsync(self._metrics.fileno())
+
+    def _write_json(self, folder: str, iteration: int, value: dict[str, Any]) -> None:
+        path = self._folder(folder) / f"{iteration}.json"
+        write_atomic(path, json.dumps(value, allow_nan=False) + "\n")
+
+    def _folder(self, name: str) -> Path:
+        folder = self.path / name
+        folder.mkdir(exist_ok=True)
+        return folder
 
 
 def _finite(value: Any) -> Any:

@@ -1,8 +1,8 @@
-"""RunRecord: a run directory as somebody who looks at the run needs it.
+"""A run directory as records for reports; `run_directory.py` describes the files.
 
-Runs under way are read like finished ones: a half-written last line is left for later, and other
-files are written whole. Read without torch. Plans of steps that a resumed run has not come to again
-are not shown.
+A run in progress is read up to its last complete line. Where a resumed run went back, lines and
+files of iterations that were not repeated yet are left out. Files may come from anybody: each one
+is checked, and a bad one is refused in one line.
 """
 
 from __future__ import annotations
@@ -10,35 +10,117 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_snip.config import SnipConfig, make_config, read_yaml
 from megatron_snip.errors import UsageError
-from megatron_snip.options import Option
-from megatron_snip.planning.json_file import read_json
+from megatron_snip.files import parse_json, read_json, read_text
+from megatron_snip.options import BF16, Option
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.problem import PlanningProblem, read_problem
-from megatron_snip.reporting.divergence_record import DivergenceRecord, read_divergences
-from megatron_snip.reporting.metrics_log import MetricsLog
+
+MAX_ITERATION = 2**31 - 1
+
+_COUNTS = ("iteration", "plan_iteration", "changed_linears")
+_NUMBERS = ("loss", "validation_loss", "lowest_precision_fraction", "wall_s", "refresh_s", "wait_s")
+
+DivergenceKind = Literal["loss_divergence", "weight_divergence"]
+
+
+@dataclass(frozen=True)
+class RecordedNotice:
+    """A notice, as `events.Notice`, with its iteration."""
+
+    iteration: int
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class MetricRows:
+    """metrics.jsonl.
+
+    Attributes:
+        rows: one dict per iteration, in ascending order.
+    """
+
+    rows: tuple[dict[str, Any], ...]
+
+    @property
+    def last_iteration(self) -> int:
+        """The last iteration that has ended; 0 if none has."""
+        return int(self.rows[-1]["iteration"]) if self.rows else 0
+
+    def column(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return (iterations, values) of the rows that have `name`; null becomes NaN."""
+        found = [(row["iteration"], row[name]) for row in self.rows if name in row]
+        values = [np.nan if value is None else value for _, value in found]
+        return np.array([at for at, _ in found], np.int64), np.array(values, np.float64)
+
+    def last(self, name: str) -> float | None:
+        """Return the last value of a column, or None if there is none."""
+        values = (row[name] for row in reversed(self.rows) if row.get(name) is not None)
+        return next((float(value) for value in values), None)
+
+    def total(self, name: str) -> float:
+        """Return the sum of a column, without NaN."""
+        return float(np.nansum(self.column(name)[1]))
+
+    @property
+    def notices(self) -> list[RecordedNotice]:
+        """Every notice, in order."""
+        return [
+            RecordedNotice(row["iteration"], notice["kind"], notice["message"])
+            for row in self.rows
+            for notice in row.get("notices", ())
+        ]
+
+
+@dataclass(frozen=True)
+class Divergences:
+    """divergences/<iteration>.json.
+
+    Attributes:
+        iteration: that was measured.
+        linears: {linear: {option: {measure: value}}}; None where a value could not be measured.
+    """
+
+    iteration: int
+    linears: dict[str, dict[str, dict[str, float | None]]]
+
+    @property
+    def uniform_options(self) -> tuple[str, ...]:
+        """Options with one format in all three GEMMs, in the file's order."""
+        first = next(iter(self.linears.values()), {})
+        return tuple(name for name in first if len(set(Option.parse(name).formats)) == 1)
+
+    def values(self, option: str, kind: DivergenceKind) -> dict[str, float | None]:
+        """Return {linear: value} of one option."""
+        return {name: each.get(option, {}).get(kind) for name, each in self.linears.items()}
 
 
 @dataclass(frozen=True)
 class PlanSpan:
-    """Steps during which one plan was in force.
+    """Iterations that ran under one plan.
 
     Attributes:
-        start: first step (0-based).
-        end: one past the last step made so far.
+        start: first iteration.
+        end: one past the last iteration.
         linears: option of each linear.
-        plan: the plan; None for the options that the run began with.
-        changed: linears whose option it changed.
+        plan: the plan; None for BF16 before the first plan.
+        num_changed: linears whose option it changed.
+        wait_s: seconds that training waited for it.
     """
 
     start: int
     end: int
     linears: dict[str, Option]
-    plan: PrecisionPlan | None
-    changed: int
+    plan: PrecisionPlan | None = None
+    num_changed: int = 0
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -47,15 +129,15 @@ class RunRecord:
 
     Attributes:
         path: its directory.
-        name: what to call it.
+        name: what reports call it.
         config: config.yaml as plain values.
-        snip: SNIP's settings; None where they are of another version of this package.
-        versions: versions.json; empty while it is not written.
-        metrics: every training step.
-        spans: plans in force, in order; none for a run without plans.
+        snip: SNIP's settings; None where this version cannot read them.
+        versions: versions.json; empty if there is none.
+        metrics: every iteration.
+        spans: plans, in order; empty for a run without plans.
         divergences: of the last refresh, or None.
         problem: of the last refresh, or None.
-        problem_step: the step of that refresh.
+        simulated: whether quantized linears were simulated; None if that is not known.
     """
 
     path: Path
@@ -63,47 +145,54 @@ class RunRecord:
     config: dict[str, Any]
     snip: SnipConfig | None
     versions: dict[str, str | None]
-    metrics: MetricsLog
+    metrics: MetricRows
     spans: tuple[PlanSpan, ...]
-    divergences: DivergenceRecord | None
+    divergences: Divergences | None
     problem: PlanningProblem | None
-    problem_step: int | None
+    simulated: bool | None
 
     @property
     def plan(self) -> PrecisionPlan | None:
-        """The plan in force at the end, or None."""
+        """The current plan, or None."""
         return self.spans[-1].plan if self.spans else None
 
     @property
     def plans(self) -> tuple[PlanSpan, ...]:
-        """The spans of plans that were applied; what the run began with is not among them."""
+        """The spans of plans, without BF16 before the first one."""
         return tuple(span for span in self.spans if span.plan is not None)
 
     @property
-    def num_steps(self) -> int:
-        """Training steps made, counted from step 0."""
-        return self.metrics.last_step + 1
-
-    @property
-    def planned_steps(self) -> int | None:
-        """Training steps that the run is to make, where its settings say so."""
-        return planned_steps(self.config)
+    def train_iters(self) -> int | None:
+        """Iterations that the run is to make (the trainer's or Megatron's setting), if known."""
+        megatron = self.config.get("megatron")
+        values = megatron if isinstance(megatron, dict) else self.config
+        total = values.get("train_iters")
+        return total if _is_count(total) else None
 
     @property
     def lowest_formats(self) -> str:
-        """What `lowest_precision_fraction` counts."""
+        """The formats that `lowest_precision_fraction` counts."""
         return "lowest precision" if self.snip is None else self.snip.lowest_formats
 
     @property
     def target(self) -> float | None:
-        """The efficiency asked for; None where no plan is made."""
+        """The efficiency target; None where no plan is made."""
         if self.snip is None or not self.snip.enabled or self.snip.collect_only:
             return None
         return self.snip.efficiency_target
 
+    @property
+    def uniform_loss(self) -> float | None:
+        """Quality loss of the uniform lowest precision, 1 + lambda: the scale of quality losses."""
+        return None if self.snip is None else 1.0 + self.snip.weight_lambda
+
+    def quality_share(self, loss: float | None) -> float | None:
+        """Return a quality loss as share of `uniform_loss`, or None."""
+        return None if loss is None or self.uniform_loss is None else loss / self.uniform_loss
+
 
 def check_run_directory(path: Path) -> None:
-    """Refuse what is not a run directory.
+    """Refuse a path that is not a run directory.
 
     Raises:
         UsageError: one line that says what is missing.
@@ -126,17 +215,14 @@ def read_run(path: Path, name: str | None = None) -> RunRecord:
         name: what to call it; by default the directory's name.
 
     Raises:
-        UsageError: if it is no run directory, no step has ended, or a file is damaged; one line.
+        UsageError: if it is not a run directory, no iteration has ended, or a file is damaged.
     """
     check_run_directory(path)
     config = read_yaml(path / "config.yaml")
-    metrics = MetricsLog(path / "metrics.jsonl")
-    metrics.read_more()  # first: every plan that it names was written before
-    if not metrics.rows:
-        raise UsageError(f"'{path}' has no metrics yet: no training step has ended")
-    snip = snip_config(config)
-    refreshed = _last(path / "problems", metrics.last_step)
-    measured = _last(path / "divergences", metrics.last_step)
+    metrics = read_metrics(path / "metrics.jsonl")  # first: its plans were written before
+    snip = _snip_config(config)
+    last = metrics.last_iteration
+    measured, problem = _last(path / "divergences", last), _last(path / "problems", last)
     return RunRecord(
         path=path,
         name=name or path.resolve().name,
@@ -144,58 +230,153 @@ def read_run(path: Path, name: str | None = None) -> RunRecord:
         snip=snip,
         versions=_versions(path / "versions.json"),
         metrics=metrics,
-        spans=plan_spans(path, metrics, snip),
+        spans=_spans(path, metrics, snip),
         divergences=None if measured is None else read_divergences(measured),
-        problem=None if refreshed is None else read_problem(refreshed),
-        problem_step=None if refreshed is None else int(refreshed.stem),
+        problem=None if problem is None else read_problem(problem),
+        simulated=_simulated(path / "precision", last, snip),
     )
 
 
-def snip_config(config: dict[str, Any]) -> SnipConfig | None:
-    """Return SNIP's settings from a run's config, or None if this version does not know them."""
-    values = config.get("snip")
-    if isinstance(values, dict) and all(isinstance(key, str) for key in values):
-        with contextlib.suppress(UsageError):
-            return make_config(values)
-    return None
-
-
-def planned_steps(config: dict[str, Any]) -> int | None:
-    """Return `train_iters` of the embedded trainer or of Megatron, where it is given."""
-    megatron = config.get("megatron")
-    for values in (config, megatron if isinstance(megatron, dict) else {}):
-        steps = values.get("train_iters")
-        if isinstance(steps, int) and not isinstance(steps, bool):
-            return steps
-    return None
-
-
-def plan_spans(path: Path, metrics: MetricsLog, snip: SnipConfig | None) -> tuple[PlanSpan, ...]:
-    """Return the plans in force, in order.
-
-    Args:
-        path: the run's directory.
-        metrics: says which plan was applied when.
-        snip: says what the run began with, if it began at step 0 and without a plan file.
+def read_metrics(path: Path) -> MetricRows:
+    """Read metrics.jsonl. A last line without its newline is left out.
 
     Raises:
-        UsageError: if a plan file is missing or damaged.
+        UsageError: if no iteration has ended, the file cannot be read, or a line is not a row.
     """
-    marks = metrics.plans
-    if not marks:
+    if not path.exists():
+        raise UsageError(f"'{path.parent}' has no metrics yet: no iteration has ended")
+    rows: list[dict[str, Any]] = []
+    lines = read_text(path, f"metrics file '{path}'").split("\n")[:-1]
+    for k, line in enumerate(lines, start=1):
+        row = _row(line, f"'{path}', line {k}")
+        while rows and rows[-1]["iteration"] >= row["iteration"]:
+            rows.pop()  # the run went back to a checkpoint
+        rows.append(row)
+    if not rows:
+        raise UsageError(f"'{path.parent}' has no metrics yet: no iteration has ended")
+    return MetricRows(tuple(rows))
+
+
+def read_divergences(path: Path) -> Divergences:
+    """Read a divergences file.
+
+    Raises:
+        UsageError: if the file is missing, not JSON, or damaged; one line.
+    """
+    return parse_divergences(read_json(path, "divergences file"), f"divergences file '{path}'")
+
+
+def parse_divergences(value: Any, source: str = "divergences") -> Divergences:
+    """Build from the file's JSON object.
+
+    Raises:
+        UsageError: one line that names `source`.
+    """
+    if not isinstance(value, dict) or value.get("version") not in (1, 2):
+        raise UsageError(f"{source} is not a divergences file of version 1 or 2")
+    try:
+        iteration = int(_with_iterations(value)["iteration"])
+        linears = {
+            str(linear["name"]): {
+                str(Option.parse(option)): {
+                    key: None if v is None else float(v) for key, v in measures.items()
+                }
+                for option, measures in linear["options"].items()
+            }
+            for linear in value["linears"]
+        }
+    except UsageError as error:
+        raise UsageError(f"{source}: {error}") from None
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise UsageError(f"{source} is damaged ({type(error).__name__}: {error})") from None
+    return Divergences(iteration, linears)
+
+
+def _row(line: str, source: str) -> dict[str, Any]:
+    row = parse_json(line, source)
+    row = _with_iterations(row) if isinstance(row, dict) else {}
+    if not _is_count(row.get("iteration")) or not row["iteration"]:
+        raise UsageError(f"{source} is not an object with an 'iteration' from 1")
+    for name in row.keys() & set(_COUNTS):
+        if row[name] is not None and not _is_count(row[name]):
+            raise UsageError(f"{source}: '{name}' is not a number from 0 to {MAX_ITERATION}")
+    for name in row.keys() & set(_NUMBERS):
+        if not isinstance(row[name], int | float | None) or isinstance(row[name], bool):
+            raise UsageError(f"{source}: '{name}' is not a number")
+    notices = row.get("notices", [])
+    if not isinstance(notices, list) or not all(map(_is_notice, notices)):
+        raise UsageError(f"{source}: 'notices' is not a list of objects with kind and message")
+    return row
+
+
+def _with_iterations(value: dict[str, Any]) -> dict[str, Any]:
+    """Convert an object of version 0.1, which counted steps from 0.
+
+    `plan_iteration` then names the plan's file as before; the file knows its iteration.
+    """
+    if "iteration" in value or not _is_count(value.get("step")):
+        return value
+    names = {"step": "iteration", "plan_step": "plan_iteration", "events": "notices"}
+    renamed = {names.get(key, key): each for key, each in value.items()}
+    return renamed | {"iteration": value["step"] + 1}
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_ITERATION
+
+
+def _is_notice(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(value.get(key), str) for key in ("kind", "message")
+    )
+
+
+def _snip_config(config: dict[str, Any]) -> SnipConfig | None:
+    """Return SNIP's settings; those that this version does not have are ignored."""
+    values = config.get("snip")
+    if isinstance(values, dict):
+        known = {key: value for key, value in values.items() if key in SnipConfig.model_fields}
+        with contextlib.suppress(UsageError):
+            return make_config(known)
+    return None
+
+
+def _spans(path: Path, metrics: MetricRows, snip: SnipConfig | None) -> tuple[PlanSpan, ...]:
+    rows = [row for row in metrics.rows if row.get("plan_iteration") is not None]
+    if not rows:
         return ()
-    ends = [mark.step for mark in marks[1:]] + [metrics.last_step + 1]
-    plans = {m.plan_step: read_plan(path / "plans" / f"{m.plan_step}.json") for m in marks}
+    ends = [row["iteration"] for row in rows[1:]] + [metrics.last_iteration + 1]
+    names = {row["plan_iteration"] for row in rows}
+    plans = {name: read_plan(path / "plans" / f"{name}.json") for name in names}
     spans = [
-        PlanSpan(mark.step, end, plans[mark.plan_step].linears, plans[mark.plan_step], mark.changed)
-        for mark, end in zip(marks, ends, strict=True)
+        PlanSpan(
+            start=row["iteration"],
+            end=end,
+            linears=plans[row["plan_iteration"]].linears,
+            plan=plans[row["plan_iteration"]],
+            num_changed=int(row.get("changed_linears") or 0),
+            wait_s=float(row.get("wait_s") or 0.0),
+        )
+        for row, end in zip(rows, ends, strict=True)
     ]
-    begin = metrics.rows[0]["step"]
-    fresh = begin == 0 and snip is not None and snip.plan_file is None
-    if snip is not None and fresh and spans[0].start > 0:
-        options = dict.fromkeys(spans[0].linears, Option.parse(snip.initial_option))
-        spans.insert(0, PlanSpan(0, spans[0].start, options, None, 0))
+    is_fresh = metrics.rows[0]["iteration"] == 1 and snip is not None and snip.plan_file is None
+    if is_fresh and spans[0].start > 1:
+        spans.insert(0, PlanSpan(1, spans[0].start, dict.fromkeys(spans[0].linears, BF16)))
     return tuple(spans)
+
+
+def _simulated(folder: Path, last_iteration: int, snip: SnipConfig | None) -> bool | None:
+    path = _last(folder, last_iteration)
+    if path is None:
+        return True if snip is not None and snip.backend == "simulate" else None
+    value = read_json(path, "precision file")
+    try:
+        backends = {str(linear["backend"]) for linear in value["linears"]}
+    except (KeyError, TypeError) as error:
+        raise UsageError(
+            f"precision file '{path}' is damaged ({type(error).__name__}: {error})"
+        ) from None
+    return any("simulate" in backend for backend in backends)
 
 
 def _versions(path: Path) -> dict[str, str | None]:
@@ -207,11 +388,12 @@ def _versions(path: Path) -> dict[str, str | None]:
     return {str(k): None if v is None else str(v) for k, v in value.items()}
 
 
-def _last(directory: Path, step: int) -> Path | None:
-    """Return the file of the last step that is not after `step`."""
-    steps = [int(file.stem) for file in directory.glob("*.json") if file.stem.isdecimal()]
-    return max((directory / f"{s}.json" for s in steps if s <= step), key=_step, default=None)
+def numbered_files(folder: Path) -> dict[int, Path]:
+    """Return {number: path} of the files `<number>.json` in a folder, in ascending order."""
+    found = [p for p in folder.glob("*.json") if p.stem.isdecimal() and len(p.stem) <= 10]
+    return {int(path.stem): path for path in sorted(found, key=lambda path: int(path.stem))}
 
 
-def _step(file: Path) -> int:
-    return int(file.stem)
+def _last(folder: Path, last_iteration: int) -> Path | None:
+    files = [path for at, path in numbered_files(folder).items() if at <= last_iteration]
+    return files[-1] if files else None

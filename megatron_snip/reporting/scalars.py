@@ -1,139 +1,119 @@
-"""The controller's messages as scalars `snip/<room>/<quantity>_<unit>`, one name everywhere.
+"""Events as scalars, with the same names in TensorBoard and W&B.
 
-Three kinds of numbers, told apart by what a step without news shows:
+Dashboards sort by name, so names of the most important scalars start with a digit:
 
-    of the plan in force and the last refresh   repeated at every step, so that any step can be read
-    of the step itself                          refresh_s, wait_s, changed_linears: 0 without news
-    of training                                 loss, grad_norm, ...: as the training loop gave them
+    snip/1_loss                      training loss (Megatron's own run has it as `lm loss`)
+    snip/2_lowest_precision_share    share of the linears' FLOPs in the lowest precision
+    snip/2_share_<format>            the same for each format, at every plan
+    snip/3_quality_loss_share        of the plan; 1 is the uniform lowest precision
+    snip/4_refresh_overhead_percent  time that a refresh added, of the time since the last refresh
+    snip/5_failed_refreshes          since the job started
+    snip/5_guard_events              since the job started: bad losses and plans reverted
+    snip/6_changed_linears           by a new plan
+    snip/divergence/..., snip/refresh/..., snip/training/...   details
 
-What is unknown (None, NaN, infinite, not measured yet) is left out.
+Unknown values (None, NaN, infinite) are left out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from megatron_snip.divergence.quality import DivergenceTable
-from megatron_snip.planning.plan import PrecisionPlan
-from megatron_snip.reporting.reporter import Applied, Event, EventKind, Refresh
-from megatron_snip.statistics.records import StatisticsTable
+from megatron_snip.divergence.quality_loss import DivergenceTable
+from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, PlanApplied
 
-_OF_THE_STEP = {
-    "snip/statistics/refresh_s": 0.0,
-    "snip/planning/wait_s": 0.0,
-    "snip/planning/changed_linears": 0.0,
-}
+_METRIC_NAMES = {"loss": "1_loss", "lowest_precision_fraction": "2_lowest_precision_share"}
 
 
-_COUNTS: dict[EventKind, str] = {
-    "kept": "snip/controller/num_kept_plans",
-    "guard": "snip/controller/num_guard_events",
-    "fallback": "snip/controller/num_fallbacks",
-}
-"""What counts the events of a kind since the process began."""
+class ScalarSeries:
+    """Turns a run's events into scalars; counts failures and times refreshes."""
 
-
-class StepScalars:
-    """Hears what happens and returns each step's scalars."""
-
-    def __init__(self) -> None:
-        self._standing: dict[str, float] = dict.fromkeys(_COUNTS.values(), 0.0)
-        self._step = dict(_OF_THE_STEP)
-        self._divergences: DivergenceTable | None = None
-
-    def refreshed(self, refresh: Refresh) -> None:
-        """Note a refresh's time and totals."""
-        self._step["snip/statistics/refresh_s"] = refresh.seconds
-        self._divergences = refresh.divergences
-        self._standing |= statistics_scalars(refresh.statistics)
-        self._standing |= divergence_scalars(refresh.divergences)
-
-    def planned(self, applied: Applied) -> None:
-        """Note what a plan reaches, what it costs, how much it changed."""
-        self._step["snip/planning/wait_s"] = applied.waited_s
-        self._step["snip/planning/changed_linears"] = applied.num_changed
-        for name in [key for key in self._standing if key.startswith("snip/planning/")]:
-            del self._standing[name]  # what this plan does not know must not seem to be its own
-        self._standing |= plan_scalars(applied.plan)
-        if self._divergences is not None:
-            self._standing |= choice_scalars(applied.plan, self._divergences)
-
-    def event(self, event: Event) -> None:
-        """Count it."""
-        self._standing[_COUNTS[event.kind]] += 1
-
-    def take(self, values: Mapping[str, Any]) -> dict[str, float]:
-        """Return a step's scalars, and be ready for the next step.
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        left_out: Collection[str] = (),
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Start counting.
 
         Args:
-            values: what the training loop measured.
+            config: SNIP's settings as plain values.
+            left_out: training metrics that are not wanted, by their names in `Metrics`.
+            clock: seconds.
         """
-        row = {**self._standing, **self._step, **training_scalars(values)}
-        self._step = dict(_OF_THE_STEP)
-        return row
+        self._uniform_loss = 1.0 + float(config.get("weight_lambda", 0.0))
+        self._left_out = frozenset(left_out)
+        self._clock = clock
+        self._last_refresh: float | None = None  # or the first event
+        self._failed = self._guarded = 0
 
-
-def statistics_scalars(table: StatisticsTable) -> dict[str, float]:
-    """Return the numbers of the table as a whole."""
-    return _finite(
-        {"snip/statistics/loss": table.loss, "snip/statistics/num_linears": len(table.linears)}
-    )
-
-
-def divergence_scalars(table: DivergenceTable) -> dict[str, float]:
-    """Return both divergences, summed over linears, of the uniform lowest precision."""
-    lowest = table.of_lowest()
-    return _finite(
-        {
-            "snip/divergence/loss_total": sum(d.loss_divergence for d in lowest),
-            "snip/divergence/weight_total": sum(d.weight_divergence for d in lowest),
+    def values(self, event: Event) -> dict[str, float]:
+        """Return the event's numbers by name; call it once for every event, in order."""
+        overhead = self._overhead_percent(event)
+        match event.payload:
+            case Measurement() as measured:
+                found = _divergence_totals(measured.divergences) | {
+                    "snip/4_refresh_overhead_percent": overhead,
+                    "snip/refresh/measure_s": measured.seconds,
+                }
+            case PlanApplied() as applied:
+                loss = applied.plan.objective
+                found = {f"snip/2_share_{n}": share for n, share in applied.format_shares.items()}
+                found |= {
+                    "snip/3_quality_loss_share": loss and loss / self._uniform_loss,
+                    "snip/6_changed_linears": applied.num_changed,
+                    "snip/refresh/solve_s": applied.plan.seconds,
+                    "snip/refresh/wait_s": applied.waited_s,
+                }
+            case Notice(kind, _):
+                self._failed += kind == "kept"
+                self._guarded += kind != "kept"
+                found = self._counters()
+            case Metrics(metrics):
+                wanted = {k: v for k, v in metrics.items() if k not in self._left_out}
+                names = {name: _METRIC_NAMES.get(name, f"training/{name}") for name in wanted}
+                found = {f"snip/{names[k]}": v for k, v in wanted.items()} | self._counters()
+        return {
+            name: float(value)
+            for name, value in found.items()
+            if isinstance(value, int | float) and math.isfinite(value)
         }
-    )
+
+    def _overhead_percent(self, event: Event) -> float | None:
+        now = self._clock()
+        if self._last_refresh is None:
+            self._last_refresh = now
+        if not isinstance(event.payload, Measurement):
+            return None
+        elapsed, self._last_refresh = now - self._last_refresh, now
+        return 100.0 * event.payload.seconds / elapsed if elapsed > 0 else None
+
+    def _counters(self) -> dict[str, Any]:
+        return {"snip/5_failed_refreshes": self._failed, "snip/5_guard_events": self._guarded}
 
 
-def plan_scalars(plan: PrecisionPlan) -> dict[str, float]:
-    """Return what a plan reaches and what it cost to make."""
-    return _finite(
-        {
-            "snip/planning/objective": plan.objective,
-            "snip/planning/bound": plan.bound,
-            "snip/planning/efficiency": plan.efficiency,
-            "snip/planning/target": plan.target,
-            "snip/planning/solve_s": plan.seconds,
-            "snip/planning/measured_step": plan.step,
-        }
-    )
+def divergence_values(table: DivergenceTable) -> dict[str, list[float]]:
+    """Return {name: log10 over linears} of both divergences at the uniform lowest precision.
 
-
-def choice_scalars(plan: PrecisionPlan, table: DivergenceTable) -> dict[str, float]:
-    """Return both divergences of the plan itself, summed over linears, as last measured.
-
-    Options that were not measured (bf16 where it is not on offer) change nothing.
+    Values that are zero or were not measured have no logarithm and are left out.
     """
-    chosen = [
-        linear.options[plan.linears[linear.name]]
-        for linear in table.linears
-        if plan.linears.get(linear.name) in linear.options
-    ]
-    return _finite(
-        {
-            "snip/divergence/plan_loss_total": sum(d.loss_divergence for d in chosen),
-            "snip/divergence/plan_weight_total": sum(d.weight_divergence for d in chosen),
-        }
-    )
-
-
-def training_scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return a step's metrics: `snip/linears/lowest_precision_fraction`, `snip/training/...`."""
-    rooms = {"lowest_precision_fraction": "linears"}
-    return _finite({f"snip/{rooms.get(name, 'training')}/{name}": v for name, v in values.items()})
-
-
-def _finite(values: Mapping[str, Any]) -> dict[str, float]:
+    lowest = table.of_lowest()
+    measures = {
+        "snip/divergence/loss_log10": [d.loss_divergence for d in lowest],
+        "snip/divergence/weight_log10": [d.weight_divergence for d in lowest],
+    }
     return {
-        name: float(value)
-        for name, value in values.items()
-        if isinstance(value, int | float) and math.isfinite(value)
+        name: [math.log10(v) for v in values if math.isfinite(v) and v > 0]
+        for name, values in measures.items()
+    }
+
+
+def _divergence_totals(table: DivergenceTable) -> dict[str, Any]:
+    lowest = table.of_lowest()
+    return {
+        "snip/divergence/loss_total": sum(d.loss_divergence for d in lowest),
+        "snip/divergence/weight_total": sum(d.weight_divergence for d in lowest),
     }

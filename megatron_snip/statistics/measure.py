@@ -14,6 +14,7 @@ shards, and `totals` turns the sums into statistics.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_snip.collectives import sum_over
-from megatron_snip.formats import get_format
+from megatron_snip.formats import Format
 from megatron_snip.matmul import matmul_fp32
 from megatron_snip.quantizers import (
     StochasticStream,
@@ -94,7 +95,7 @@ class PartialSums:
 
     @classmethod
     def zeros(
-        cls, kind: LinearKind, num_tokens: int, weight: Tensor, formats: tuple[str, ...]
+        cls, kind: LinearKind, num_tokens: int, weight: Tensor, formats: Mapping[str, Format]
     ) -> PartialSums:
         """Return what a shard contributes that could not measure; `weight` is [N, K]."""
         rows, cols = weight.shape
@@ -114,7 +115,7 @@ def partial_sums(
     operands: Operands,
     kind: LinearKind,
     num_shards: int,
-    formats: tuple[str, ...],
+    formats: Mapping[str, Format],
     stream: StochasticStream,
     sensitivity: Sensitivity | None,
 ) -> PartialSums:
@@ -124,7 +125,7 @@ def partial_sums(
         operands: the shard's tensors.
         kind: how the linear is sharded.
         num_shards: how many shards will be added.
-        formats: names of the formats.
+        formats: what is measured under each name.
         stream: random numbers of G, where a format rounds it stochastically.
         sensitivity: D of the shard; None takes D = 1.
     """
@@ -140,20 +141,20 @@ def partial_sums(
         "grad_square": _square(g),
         "wgrad_square": _square(wgrad),
     }
-    for name in formats:
-        x_q = _quantized(operands, name, Operand.INPUT, Gemm.FPROP)
-        w_q = _quantized(operands, name, Operand.WEIGHT, Gemm.FPROP)
+    for name, fmt in formats.items():
+        x_q = _quantized(operands, fmt, Operand.INPUT, Gemm.FPROP)
+        w_q = _quantized(operands, fmt, Operand.WEIGHT, Gemm.FPROP)
         outputs.append(matmul_fp32(x_q, w_q.t()).sub_(outputs[0]))
-        w_t = w_q if _is_symmetric(name) else _quantized(operands, name, Operand.WEIGHT, Gemm.DGRAD)
-        g_q = _quantized(operands, name, Operand.GRAD_OUTPUT, Gemm.DGRAD, stream)
+        w_t = w_q if _is_symmetric(fmt) else _quantized(operands, fmt, Operand.WEIGHT, Gemm.DGRAD)
+        g_q = _quantized(operands, fmt, Operand.GRAD_OUTPUT, Gemm.DGRAD, stream)
         input_grads.append(matmul_fp32(g_q, w_t).sub_(input_grads[0]))
         found[f"{name}.input_error_square"] = _square(x_q.sub_(x))
         found[f"{name}.weight_error_square"] = _square(w_q.sub_(w))
         del x_q, w_q, w_t  # a weight's worth of FP32 at a time
-        g_q = _quantized(operands, name, Operand.GRAD_OUTPUT, Gemm.WGRAD, stream)
-        x_q = _quantized(operands, name, Operand.INPUT, Gemm.WGRAD)
+        g_q = _quantized(operands, fmt, Operand.GRAD_OUTPUT, Gemm.WGRAD, stream)
+        x_q = _quantized(operands, fmt, Operand.INPUT, Gemm.WGRAD)
         error = matmul_fp32(g_q.t(), x_q).sub_(wgrad)
-        rotated_g = rotated(g_runs, get_format(name), Gemm.WGRAD)
+        rotated_g = rotated(g_runs, fmt, Gemm.WGRAD)
         found[f"{name}.grad_error_square"] = _square(g_q.sub_(rotated_g))
         found[f"{name}.wgrad_error_square"] = _square(error)
         if sensitivity is not None:
@@ -182,7 +183,7 @@ def partial_sums(
 
 
 def totals(
-    sums: PartialSums, kind: LinearKind, grad_output: Tensor, formats: tuple[str, ...]
+    sums: PartialSums, kind: LinearKind, grad_output: Tensor, formats: Mapping[str, Format]
 ) -> dict[str, Tensor]:
     """Return the statistics of the whole linear, FP64 scalars over the sampled tokens.
 
@@ -219,7 +220,7 @@ def totals(
 
 def _quantized(
     operands: Operands,
-    format_name: str,
+    fmt: Format,
     operand: Operand,
     gemm: Gemm,
     stream: StochasticStream | None = None,
@@ -233,18 +234,17 @@ def _quantized(
     }[operand]
     amax = None if operands.amax is None else operands.amax[index]
     return quantize_dequantize_operand(
-        tensor, format_name, operand, gemm, stream=stream, tensor_amax=amax, dtype=torch.float32
+        tensor, fmt, operand, gemm, stream=stream, tensor_amax=amax, dtype=torch.float32
     )
 
 
-def _is_symmetric(format_name: str) -> bool:
+def _is_symmetric(fmt: Format) -> bool:
     """Whether one quantized weight serves fprop and dgrad."""
-    fmt = get_format(format_name)
     blocks = {operand_block(fmt, Operand.WEIGHT, gemm) for gemm in (Gemm.FPROP, Gemm.DGRAD)}
     return len(blocks) == 1
 
 
-def _scalar_names(kind: LinearKind, formats: tuple[str, ...]) -> list[str]:
+def _scalar_names(kind: LinearKind, formats: Iterable[str]) -> list[str]:
     names = ["input_square", "weight_square", "grad_square", "wgrad_square"]
     errors = ("input_error", "weight_error", "grad_error", "wgrad_error", "local")
     names += [f"{name}.{error}_square" for name in formats for error in errors]
@@ -253,7 +253,7 @@ def _scalar_names(kind: LinearKind, formats: tuple[str, ...]) -> list[str]:
     return names
 
 
-def _prefixes(formats: tuple[str, ...]) -> list[str]:
+def _prefixes(formats: Iterable[str]) -> list[str]:
     """The exact product's prefix (none), then each format's."""
     return ["", *formats]
 

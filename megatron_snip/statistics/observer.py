@@ -23,14 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_snip.collectives import one_line, sum_over
-from megatron_snip.formats import get_format
-from megatron_snip.quantizers import StreamKey, needs_tensor_amax
+from megatron_snip.formats import Format
+from megatron_snip.quantizers import StreamKey, grad_output_stream, needs_tensor_amax
 from megatron_snip.statistics.measure import Operands, PartialSums, partial_sums, totals
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.reduce import reduce_sums, table_columns
 from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.statistics.tap import TokenPart, tap
-from megatron_snip.streams import grad_output_stream
 from megatron_snip.topology import LinearInfo, Placement, TensorAxis, Topology
 
 T = TypeVar("T")
@@ -44,15 +43,15 @@ class MeasureSettings:
     """What a measurement observes.
 
     Attributes:
-        formats: names of the quantized formats on offer.
-        step: the training step (0-based).
+        formats: how operands are quantized under each format name that a plan may use.
+        iteration: Megatron's, 1-based.
         seed: the run's seed.
         names: linears to observe; None observes all.
         all_tokens: measure all tokens and not a sample (benchmarks).
     """
 
-    formats: tuple[str, ...]
-    step: int
+    formats: Mapping[str, Format]
+    iteration: int
     seed: int
     names: frozenset[str] | None = None
     all_tokens: bool = False
@@ -81,7 +80,7 @@ class _Sample:
     """Sampled tokens of one microbatch, kept from the forward for the backward.
 
     Attributes:
-        microbatch: global index of the microbatch within the step.
+        microbatch: global index of the microbatch within the iteration.
         num_tokens: tokens of the microbatch, over the whole tensor axis.
         rows: [S + R] int64: S single tokens, then R that are whole token tiles.
         num_single: S.
@@ -133,7 +132,7 @@ class StepObserver:
         self._topology = topology
         self._sensitivities = sensitivities
         self._token_parts = token_parts
-        self._needs_amax = any(needs_tensor_amax(get_format(n)) for n in settings.formats)
+        self._needs_amax = any(map(needs_tensor_amax, settings.formats.values()))
         self._num_forwards: dict[str, int] = defaultdict(int)
         self._sums: dict[str, Tensor] = {}
         self._seen: set[str] = set()
@@ -178,7 +177,7 @@ class StepObserver:
         control = self._topology.control
         with self._timed():
             return reduce_sums(
-                self._sums, self.failure, s.formats, s.step, linears, grad_scale, loss, control
+                self._sums, self.failure, s.formats, s.iteration, linears, grad_scale, loss, control
             )
 
     @contextmanager
@@ -223,15 +222,15 @@ class StepObserver:
         sample.input = rows if prepare is None else prepare(rows)
 
     def _choose(self, part: TokenPart, microbatch: int) -> _Sample:
-        """Choose tokens at random: by (seed, step, microbatch) alone, so in all layouts alike."""
+        """Choose tokens by (seed, iteration, microbatch) alone, so in all layouts alike."""
         s, num_tokens = self._settings, len(part.rows)
-        tile = max((get_format(name).tile for name in s.formats), default=1)
+        tile = max((fmt.tile for fmt in s.formats.values()), default=1)
         wanted = min(max(num_tokens // SAMPLED_SHARE, LEAST_TOKENS), MOST_TOKENS)
         num_tiles, num_chosen = math.ceil(num_tokens / tile), math.ceil(wanted / tile)
         single = runs = torch.arange(num_tokens)
         expansions = 1.0, 1.0
         if not s.all_tokens and num_chosen < num_tiles:
-            word = StreamKey(s.seed, "", s.step, microbatch, "sampled tokens").word
+            word = StreamKey(s.seed, "", s.iteration, microbatch, "sampled tokens").word
             generator = torch.Generator().manual_seed(word >> 1)  # a seed has 63 bits
             single = torch.randperm(num_tokens, generator=generator)[:wanted]
             chosen = torch.randperm(num_tiles, generator=generator)[:num_chosen].sort().values
@@ -269,7 +268,7 @@ class StepObserver:
 
     def _partial_sums(self, call: _Call, sample: _Sample, operands: Operands) -> PartialSums:
         s, placement = self._settings, call.placement
-        stream = grad_output_stream(s.seed, placement, s.step, sample.microbatch)
+        stream = grad_output_stream(s.seed, placement, s.iteration, sample.microbatch)
         sensitivity = self._sensitivities.get(placement.instance)
         # The CPU patch looks at every call of torch in Python; here is nothing to redirect.
         with torch._C.DisableTorchFunction():

@@ -4,8 +4,7 @@
     D = |d update / d g| = (1 - beta1) / (1 - beta1^t) / (sqrt(v^) + eps)     (leading term)
 
 with t the step about to be taken. Where there are no moments yet (first step, SGD) D = 1 and the
-gradient itself stands for the update. Megatron's optimizers are told apart by their attributes,
-so this room needs no Megatron:
+gradient itself stands for the update. Megatron's optimizers are recognized by their attributes:
 
     DistributedOptimizer              FP32 shards of flat ranges over the data axis
     Float16OptimizerWithFloat16Params full FP32 copies
@@ -85,6 +84,12 @@ def adam_shards(optimizer: Any) -> dict[torch.Tensor, AdamShard]:
                 state = inner.state.get(main_param, {})
                 shards[model_param] = _shard(state, groups[id(main_param)], start, end)
     return shards
+
+
+def steps_of_moments(optimizer: Any) -> int | None:
+    """Return the fewest steps that AdamW's moments on this rank have seen; None without AdamW."""
+    shards = adam_shards(optimizer).values()
+    return min((shard.step for shard in shards if any(shard.betas)), default=None)
 
 
 def is_sharded(optimizer: Any) -> bool:

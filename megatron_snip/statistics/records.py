@@ -88,18 +88,24 @@ class StatisticsTable:
     """Statistics of a model, the same on every rank.
 
     Attributes:
-        step: training step (0-based) of the measurement.
-        loss: mean loss of that step, or None where the model reported none.
+        iteration: that was measured.
+        loss: mean loss of that iteration, or None where the model reported none.
         linears: one entry a linear, in global order.
     """
 
-    step: int
+    iteration: int
     loss: float | None
     linears: tuple[LinearStatistics, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain built-in types, with the schema's version."""
-        return {"version": SCHEMA_VERSION, **dataclasses.asdict(self)}
+        linears = [dataclasses.asdict(linear) for linear in self.linears]
+        return {
+            "version": SCHEMA_VERSION,
+            "iteration": self.iteration,
+            "loss": self.loss,
+            "linears": linears,
+        }
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> StatisticsTable:
@@ -120,7 +126,7 @@ class StatisticsTable:
             )
             for row in value["linears"]
         )
-        return cls(int(value["step"]), value["loss"], linears)
+        return cls(int(value["iteration"]), value["loss"], linears)
 
 
 BASE_COLUMNS: tuple[str, ...] = tuple(
@@ -153,7 +159,7 @@ def running_mean(
         return new
     before = {linear.name: linear for linear in mean.linears}
     linears = tuple(_blend(before.get(row.name), row, decay) for row in new.linears)
-    return StatisticsTable(new.step, new.loss, linears)
+    return StatisticsTable(new.iteration, new.loss, linears)
 
 
 def _blend(old: LinearStatistics | None, new: LinearStatistics, decay: float) -> LinearStatistics:

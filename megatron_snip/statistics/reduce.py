@@ -7,7 +7,7 @@ the loss of a microbatch by their number itself, but not by data ranks and loss 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ _OF_GRADIENTS = frozenset(
 """Columns that go with the square of G."""
 
 
-def table_columns(formats: Sequence[str]) -> list[str]:
+def table_columns(formats: Iterable[str]) -> list[str]:
     """Return the names of the table's columns; those of a format are `format.column`."""
     return [*BASE_COLUMNS, *(f"{name}.{column}" for name in formats for column in FORMAT_COLUMNS)]
 
@@ -42,8 +42,8 @@ def table_columns(formats: Sequence[str]) -> list[str]:
 def reduce_sums(
     sums: Mapping[str, Tensor],
     failure: str | None,
-    formats: tuple[str, ...],
-    step: int,
+    formats: Iterable[str],
+    iteration: int,
     linears: Sequence[LinearInfo],
     grad_scale: float,
     loss: float | None,
@@ -55,10 +55,10 @@ def reduce_sums(
         sums: this rank's rows, by linear name; FP64 [columns] in the order of `table_columns`.
         failure: why this rank could not measure, or None.
         formats: the formats measured.
-        step: training step (0-based).
+        iteration: Megatron's, 1-based.
         linears: every linear of the model, in the same order on all ranks.
         grad_scale: factor from G as the linears see it to the gradient of the batch-mean loss.
-        loss: of the step, the same on all ranks.
+        loss: of the iteration, the same on all ranks.
         control: a CPU group of all ranks, or None where there is one.
 
     Raises:
@@ -84,7 +84,7 @@ def reduce_sums(
         _linear(info, row, formats, grad_scale, batch_tokens)
         for info, row in zip(linears, found, strict=True)
     ]
-    return StatisticsTable(step, loss, tuple(decoded))
+    return StatisticsTable(iteration, loss, tuple(decoded))
 
 
 def _fill(table: Tensor, sums: Mapping[str, Tensor], linears: Sequence[LinearInfo]) -> None:
@@ -98,7 +98,7 @@ def _fill(table: Tensor, sums: Mapping[str, Tensor], linears: Sequence[LinearInf
 def _linear(
     info: LinearInfo,
     row: Mapping[str, float],
-    formats: Sequence[str],
+    formats: Iterable[str],
     grad_scale: float,
     batch_tokens: float,
 ) -> LinearStatistics:

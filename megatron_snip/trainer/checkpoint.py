@@ -1,26 +1,36 @@
-"""Checkpoints, such that the run that goes on is bitwise the run that never stopped.
+"""Checkpoints. A resumed run is bitwise the run that never stopped.
 
-What is kept (names of the state dict; Megatron's distributed format, `torch_dist`):
+    FOLDER/iter_0000040/                           a complete checkpoint after 40 iterations
+    FOLDER/iter_0000040/run.json                   settings, versions, SHA-256 of the other files
+    FOLDER/.iter_0000060.partial/                  a checkpoint that is being written
+    FOLDER/latest_checkpointed_iteration.txt       the iteration to resume from, written last
 
-    model, model0 ..          weights of every chunk, by global name
-    optimizer                 FP32 master weights and moments, shard by shard
+The names and the format (`torch_dist`) are Megatron's. A checkpoint is written to its partial
+folder, hashed, renamed, and then named by the pointer. A run that is killed leaves the pointer at a
+complete checkpoint. The next run that saves removes partial folders. Loading checks the digests.
+
+The state dict holds (tensors as global tensors, so that other layouts can read them):
+
+    model, model0 ..          weights of every chunk
+    optimizer                 FP32 master weights and moments
     opt_param_scheduler       learning rate and weight decay
-    iteration                 training steps done; the samples of a step are a function of it
+    iteration                 iterations done; it determines the next samples
     validation                losses of the first and the last evaluation
-    snip                      the controller's state: plan, history, the problem being solved
-    random.<rank>.<name>      every random stream of a rank, as bytes
-
-Tensors are written as global tensors, so another layout can read them (the distributed optimizer's
-only if it was written fully reshardable); the random streams belong to a layout, and another one
-starts its own. Everything but tensors is plain types in `common.pt`,
-read with `weights_only=True`.
+    snip                      the controller's state
+    random.<rank>.<name>      the random streams of a rank; another layout starts new ones
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,113 +38,285 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_snip.collectives import attempt
-from megatron_snip.controller_state import ControllerState
-from megatron_snip.errors import SnipError
-from megatron_snip.trainer.checkpoint_folder import CheckpointFolder, SavedRun, layout_changes
+from megatron_snip.collectives import attempt, broadcast_json, gather_json, one_line
+from megatron_snip.errors import SnipError, UsageError
+from megatron_snip.files import read_json, read_text, write_atomic
+from megatron_snip.reporting.run_directory import versions
+from megatron_snip.state import ControllerState
 from megatron_snip.trainer.config import TrainConfig
 from megatron_snip.trainer.model import TrainingState
 
 logger = logging.getLogger(__name__)
 
+POINTER = "latest_checkpointed_iteration.txt"
+SETTINGS = "run.json"
+SCHEMA_VERSION = 2
+
+MODEL_FIELDS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "vocab_size",
+    "make_vocab_size_divisible_by",
+    "untie_embeddings_and_output_weights",
+    "rotary_base",
+    "norm_epsilon",
+    "bf16",
+    "use_distributed_optimizer",
+)
+"""Settings that the tensors of a checkpoint depend on."""
+
+LAYOUT_FIELDS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands between two steps.
+    """A run between two iterations.
 
     Attributes:
-        step: training steps done.
-        first_validation_loss: before the first step; None where nothing was evaluated.
-        validation_loss: of the last evaluation; None where nothing was evaluated.
+        iteration: iterations done.
+        first_validation_loss: before the first iteration; None without evaluation.
+        validation_loss: of the last evaluation; None without evaluation.
         snip: the controller's state; None without SNIP.
     """
 
-    step: int = 0
+    iteration: int = 0
     first_validation_loss: float | None = None
     validation_loss: float | None = None
     snip: ControllerState | None = None
 
 
-class Checkpoints:
-    """Saves and loads; every method is called by all ranks together.
+@dataclass(frozen=True)
+class SavedRun:
+    """The run that wrote a checkpoint.
 
     Attributes:
-        saved: the step of the last checkpoint that this run has loaded or saved in `save`.
+        config: its settings, plain types.
+        world_size: its number of ranks.
+        files: {file name: SHA-256 (hex)}.
     """
+
+    config: dict[str, Any]
+    world_size: int
+    files: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def fully_reshardable(self) -> bool:
+        """Whether every layout can load its optimizer."""
+        sharded = self.config.get("use_distributed_optimizer", False)
+        return not sharded or bool(self.config.get("dist_ckpt_optim_fully_reshardable", False))
+
+
+def checkpoint_path(folder: Path, iteration: int) -> Path:
+    """Return the path of the checkpoint after `iteration` iterations."""
+    return folder / f"iter_{iteration:07d}"
+
+
+def latest_iteration(folder: Path) -> int | None:
+    """Return the iteration that the pointer names, or None without one.
+
+    Raises:
+        UsageError: if the pointer or the checkpoint that it names is damaged.
+    """
+    pointer = folder / POINTER
+    if not pointer.exists():
+        return None
+    text = read_text(pointer, f"'{pointer}'").strip()
+    if not text.isdecimal() or len(text) > 18:
+        raise UsageError(f"'{pointer}' must hold a number of iterations, got '{text[:40]}'")
+    read_saved_run(checkpoint_path(folder, int(text)))
+    return int(text)
+
+
+def read_saved_run(path: Path) -> SavedRun:
+    """Read the run.json of a checkpoint.
+
+    Raises:
+        UsageError: if the checkpoint is incomplete, damaged or of another version.
+    """
+    for name in ("metadata.json", SETTINGS):
+        if not (path / name).is_file():
+            raise UsageError(f"'{path}' is not a complete checkpoint of this trainer: no '{name}'")
+    file = path / SETTINGS
+    value = read_json(file, "checkpoint settings")
+    version = value.get("version") if isinstance(value, dict) else None
+    if version != SCHEMA_VERSION:
+        raise UsageError(
+            f"checkpoint settings '{file}': version {version!r}; this megatron-snip reads version "
+            f"{SCHEMA_VERSION}"
+        )
+    try:
+        return SavedRun(dict(value["config"]), int(value["world_size"]), dict(value["files"]))
+    except (KeyError, TypeError, ValueError) as error:
+        detail = f"{type(error).__name__}: {error}"
+        raise UsageError(f"checkpoint settings '{file}' are damaged ({detail})") from None
+
+
+def resume_iteration(config: TrainConfig) -> int:
+    """Return how many iterations are done in the checkpoint to load; 0 for a new run.
+
+    Raises:
+        UsageError: if the checkpoint does not exist or is incomplete.
+    """
+    if config.load is None:
+        return 0
+    if config.ckpt_step is not None:
+        read_saved_run(checkpoint_path(config.load, config.ckpt_step))
+        return config.ckpt_step
+    latest = latest_iteration(config.load)
+    if latest is None and config.load != config.save:
+        raise UsageError(
+            f"load '{config.load}' holds no checkpoint; name the folder that --save wrote to, or "
+            "drop --load to start a new run"
+        )
+    return latest or 0
+
+
+def check_resume(config: TrainConfig, saved: SavedRun, source: Path) -> None:
+    """Refuse a checkpoint of another model, or an optimizer of another layout.
+
+    Args:
+        config: this run's settings.
+        saved: the run that wrote the checkpoint.
+        source: the checkpoint, for messages.
+
+    Raises:
+        UsageError: names the first setting that does not fit.
+    """
+    old, new = saved.config, config.model_dump(mode="json")
+    for change in _changes(MODEL_FIELDS, old, new):
+        raise UsageError(f"load: '{source}' is of another model: {change}")
+    name = "expert_model_parallel_size"
+    if (old[name] > 1) != (new[name] > 1):
+        raise UsageError(
+            f"load: '{source}' has {name} {old[name]}, not {new[name]}: Megatron cannot convert "
+            "the optimizer between experts on every rank and distributed experts"
+        )
+    for change in _changes(LAYOUT_FIELDS, old, new):
+        if not saved.fully_reshardable:
+            raise UsageError(
+                f"load: '{source}' holds a distributed optimizer of another layout ({change}); use "
+                "that layout, or save with dist_ckpt_optim_fully_reshardable"
+            )
+
+
+def _changes(fields: tuple[str, ...], old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
+    for name in fields:
+        if old.get(name) != new.get(name):
+            yield f"{name} {old.get(name)} -> {new.get(name)}"
+
+
+class Checkpoints:
+    """Saves and loads; all ranks call every method together."""
 
     def __init__(
         self, config: TrainConfig, state: TrainingState, group: ProcessGroup | None
     ) -> None:
-        """Args are the run's settings, what is kept, and a group of all ranks for CPU tensors."""
+        """`group` holds all ranks and carries CPU tensors."""
         self._config = config
         self._state = state
         self._group = group
-        self._leader = dist.get_rank() == 0
-        self.saved: int | None = None
+        self._is_rank_0 = dist.get_rank() == 0
+        self._saved: int | None = None
 
-    def save(self, progress: Progress) -> Path | None:
-        """All ranks: write a checkpoint whole; return where it lies, None if it was there.
+    def save(self, progress: Progress) -> None:
+        """All ranks: write a checkpoint, unless it is the last one saved or loaded.
 
         Raises:
-            SnipError: on every rank, if the folder cannot be written.
+            SnipError: if it cannot be written; earlier checkpoints are untouched. After an error
+                in Megatron a rank may raise while others still wait: the job must end.
         """
-        assert self._config.save is not None, "asked to save without `save`"
-        if self.saved == progress.step:
-            return None
-        folder = CheckpointFolder(self._config.save)
-        partial = folder.partial(progress.step)
+        assert self._config.save is not None, "`save` is set"
+        if self._saved == progress.iteration:
+            return
+        path = checkpoint_path(self._config.save, progress.iteration)
+        partial = path.with_name(f".{path.name}.partial")
         run = SavedRun(self._config.model_dump(mode="json"), dist.get_world_size())
-        self._lead("making the checkpoint's folder", lambda: folder.begin(progress.step))
-        with self._state.runner.gathered():
-            # Names refer to what is gathered, and writing ends before training goes on.
+        self._on_rank_0("creating the checkpoint's folder", lambda: _make_partial(partial))
+        with self._state.gathered():
             content = self._template(run, loading=False) | _plain(progress, self._state)
             content |= _random_streams()
-            dist_checkpointing.save(content, str(partial))
-        self._lead("finishing the checkpoint", lambda: folder.finish(progress.step, run))
-        self.saved = progress.step
-        return folder.of_step(progress.step)
+            # A signal to the process group ends Megatron's queue process; a save starts a new one.
+            setattr(filesystem_async, "_results_queue", None)  # noqa: B010
+            try:
+                dist_checkpointing.save(content, str(partial))
+            except (Exception, CheckpointException) as error:
+                if self._is_rank_0:
+                    shutil.rmtree(partial, ignore_errors=True)
+                else:
+                    time.sleep(1)  # only rank 0 knows the reason: it shall fail first
+                raise SnipError(f"cannot save '{path}': {_reason(error)}") from error
+        names = broadcast_json([file.name for file in sorted(partial.glob("*"))], self._group)
+        content = {
+            "version": SCHEMA_VERSION,
+            "iteration": progress.iteration,
+            "world_size": run.world_size,
+            "versions": versions(),
+            "config": run.config,
+            "files": self._digests(partial, names),
+        }
+        text = json.dumps(content, indent=1) + "\n"
+        self._on_rank_0("finishing the checkpoint", lambda: finish_checkpoint(path, partial, text))
+        self._saved = progress.iteration
 
-    def load(self, step: int) -> Progress:
-        """All ranks: read the checkpoint after `step` steps, which `check_run` has looked at.
+    def load(self, iteration: int) -> Progress:
+        """All ranks: load the checkpoint after `iteration` iterations (`check_resume` accepted it).
 
         Raises:
-            SnipError: if Megatron cannot read it.
+            SnipError: on every rank, if it is damaged or Megatron cannot read it.
         """
-        assert self._config.load is not None, "asked to load without `load`"
-        folder = CheckpointFolder(self._config.load)
-        run = folder.saved_run(step)
-        content = self._template(run, loading=True)
-        same_layout = self._is_same_layout(run)
-        if same_layout:
-            content |= _random_streams()
+        assert self._config.load is not None, "`load` is set"
+        path = checkpoint_path(self._config.load, iteration)
+        run = read_saved_run(path)
+        found = self._digests(path, sorted(run.files))
+        for name in (name for name, digest in run.files.items() if found[name] != digest):
+            raise UsageError(
+                f"load: '{path / name}' does not match the SHA-256 in {SETTINGS}: it is damaged or "
+                "changed; load another checkpoint with --ckpt-step"
+            )
+        config = self._config.model_dump(mode="json")
+        same_layout = run.world_size == dist.get_world_size() and not any(
+            _changes(LAYOUT_FIELDS, run.config, config)
+        )
+        content = self._template(run, loading=True) | (_random_streams() if same_layout else {})
         try:
-            loaded = dist_checkpointing.load(content, str(folder.of_step(step)))
-        except Exception as error:  # of Megatron, torch or the file system
-            detail = " ".join(str(error).split())[:500]
-            raise SnipError(f"cannot read '{folder.of_step(step)}': {detail}") from error
-        self._take(loaded)
-        if same_layout:
-            _set_random_streams(loaded)
-        elif self._config.attention_dropout or self._config.hidden_dropout:
-            self._warn("another layout than the checkpoint's: dropout starts new random streams")
-        if self._config.save == self._config.load:
-            self.saved = step
-        return _progress(loaded, step)
-
-    def _take(self, loaded: dict[str, Any]) -> None:
-        """Put what was loaded in its place."""
+            loaded = dist_checkpointing.load(content, str(path))
+        except (Exception, CheckpointException) as error:
+            raise SnipError(f"cannot load '{path}': {_reason(error)}") from error
+        if loaded.get("iteration") != iteration:
+            raise UsageError(f"load: '{path}' holds iteration {loaded.get('iteration')}")
         for name, chunk in self._chunks().items():
             chunk.load_state_dict(loaded[name])
         self._state.optimizer.load_state_dict(loaded["optimizer"])
         self._state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+        if same_layout:
+            _set_random_streams(loaded)
+        elif self._is_rank_0 and (self._config.attention_dropout or self._config.hidden_dropout):
+            logger.warning("load: another layout than the checkpoint's: new dropout streams")
+        if self._config.save == self._config.load:
+            self._saved = iteration
+        snip = None if loaded["snip"] is None else ControllerState.from_dict(loaded["snip"])
+        first, last = loaded["validation"]
+        return Progress(iteration, first, last, snip)
 
     def _template(self, run: SavedRun, loading: bool) -> dict[str, Any]:
         """Return the sharded state of model and optimizer, in the form that `run` wrote it."""
-        metadata = {
-            # What Megatron asks of its own checkpoints.
+        metadata = {  # of Megatron's own checkpoints
             "distrib_optim_sharding_type": (
                 "fully_reshardable" if run.fully_reshardable else "dp_reshardable"
             ),
@@ -152,58 +334,79 @@ class Checkpoints:
         return content
 
     def _chunks(self) -> dict[str, Any]:
-        """Return this rank's GPTModels by Megatron's names for them."""
-        chunks = self._state.runner.model
+        """Return the GPTModels of this rank by Megatron's names."""
+        chunks: list[Any] = list(self._state.model)
+        for index, chunk in enumerate(chunks):
+            while hasattr(chunk, "module"):
+                chunk = chunk.module
+            chunks[index] = chunk
         names = ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
-        return dict(zip(names, map(_unwrapped, chunks), strict=True))
+        return dict(zip(names, chunks, strict=True))
 
-    def _is_same_layout(self, saved: SavedRun) -> bool:
-        config = self._config.model_dump(mode="json")
-        same = not layout_changes(saved.config, config)
-        return same and saved.world_size == dist.get_world_size()
+    def _digests(self, folder: Path, names: list[str]) -> dict[str, str]:
+        """All ranks: hash the files, each rank a share; unreadable files have no SHA-256."""
+        share = names[dist.get_rank() :: dist.get_world_size()]
+        parts = gather_json({name: _sha256(folder / name) for name in share}, self._group)
+        return {name: digest for part in parts for name, digest in part.items()}
 
-    def _lead(self, what: str, action: Callable[[], Any]) -> None:
-        """All ranks: let rank 0 act; all hear of a failure."""
-        attempt(what, action if self._leader else lambda: None, self._group)
-
-    def _warn(self, text: str) -> None:
-        if self._leader:
-            logger.warning(text)
+    def _on_rank_0(self, what: str, action: Callable[[], object]) -> None:
+        attempt(what, action if self._is_rank_0 else lambda: None, self._group)
 
 
-def _unwrapped(chunk: Any) -> Any:
-    """Return the GPTModel within DistributedDataParallel and Float16Module."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
+def _make_partial(partial: Path) -> None:
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    for stale in partial.parent.glob(".iter_*.partial"):
+        shutil.rmtree(stale)
+    partial.mkdir()
+
+
+def finish_checkpoint(path: Path, partial: Path, settings: str) -> None:
+    """Turn a written partial folder into the checkpoint that the pointer names."""
+    write_atomic(partial / SETTINGS, settings)
+    replaced = path.with_name(f".{path.name}.replaced.partial")
+    if path.exists():  # the run was resumed from an earlier checkpoint
+        os.rename(path, replaced)
+    os.rename(partial, path)
+    # write_atomic syncs the folder, which makes the rename durable too.
+    write_atomic(path.parent / POINTER, f"{int(path.name.removeprefix('iter_'))}\n")
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _sha256(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        return f"unreadable: {error.strerror}"
+
+
+def _reason(error: BaseException) -> str:
+    """Return the cause of an error in one line; torch's CheckpointException lists it by rank."""
+    failures = getattr(error, "failures", None)
+    if isinstance(failures, dict) and failures:
+        with contextlib.suppress(TypeError, IndexError):
+            error = next(iter(failures.values()))[0]
+    return f"{type(error).__name__}: {one_line(error)}"
 
 
 def _plain(progress: Progress, state: TrainingState) -> dict[str, Any]:
     """Return what is the same on all ranks, as built-in types."""
     return {
-        "iteration": progress.step,
+        "iteration": progress.iteration,
         "validation": [progress.first_validation_loss, progress.validation_loss],
         "opt_param_scheduler": state.scheduler.state_dict(),
         "snip": None if progress.snip is None else progress.snip.to_dict(),
     }
 
 
-def _progress(loaded: dict[str, Any], step: int) -> Progress:
-    assert loaded["iteration"] == step, "a checkpoint lies in the folder of its step"
-    first, last = loaded["validation"]
-    snip = loaded["snip"]
-    return Progress(step, first, last, None if snip is None else ControllerState.from_dict(snip))
-
-
 def _random_streams() -> dict[str, Any]:
-    """Return this rank's random streams, to be written, or to be read into."""
     rank = dist.get_rank()
     streams = {"cpu": torch.get_rng_state(), **get_cuda_rng_tracker().get_states()}
     if torch.cuda.is_available():
         streams["cuda"] = torch.cuda.get_rng_state()
-    names = {name: f"random.{rank}.{name}" for name in streams}
+    keys = {name: f"random.{rank}.{name}" for name in streams}
     return {
-        names[name]: ShardedTensor.from_rank_offsets(names[name], stream)
+        keys[name]: ShardedTensor.from_rank_offsets(keys[name], stream)
         for name, stream in streams.items()
     }
 

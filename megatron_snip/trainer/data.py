@@ -1,35 +1,48 @@
-"""Samples for training and evaluation, read with Megatron's GPTDataset.
+"""Training and validation samples, read with Megatron's GPTDataset.
 
-Order: step s of global batch size B takes the dataset's samples s B .. s B + B - 1 (the dataset has
-shuffled them by its seed). Of these, microbatch m on data-parallel rank r of D takes the b samples
-from (m D + r) b on, b being the micro batch size. So a step sees the same samples for every layout,
-and a sample at a step belongs to exactly one rank.
+Iteration i (from 1) with global batch size B takes samples (i - 1) B .. i B - 1; the dataset has
+shuffled them by its seed. Of these, microbatch m on data-parallel rank r of D takes the b samples
+from (m D + r) b on, where b is the micro batch size. So an iteration sees the same samples in every
+layout, and each sample belongs to one rank.
 
-Every rank reads its own samples; the files are memory-mapped and the same for all.
+The built-in text is the source code of Python's standard library, so nothing is downloaded. A
+document is a file: its bytes (0..255), then `END_OF_DOCUMENT`. Every 20th file is for validation.
+Each run writes it to its own folder, named after the digest of all documents. The digest is in the
+run's data.json too: runs with different libraries have different digests.
 """
 
 from __future__ import annotations
 
+import hashlib
+import sysconfig
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from torch.distributed import ProcessGroup
 
 from megatron_snip.collectives import attempt, broadcast_json
 from megatron_snip.errors import SnipError
 from megatron_snip.trainer.config import TrainConfig
-from megatron_snip.trainer.corpus import cache_folder, prepare_corpus
 
 Batch = dict[str, torch.Tensor]
 """A microbatch: tokens, labels, position_ids [b, s] int64 and loss_mask [b, s] float32."""
 
+END_OF_DOCUMENT = 256
+VALIDATION_EVERY = 20
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+_EXCLUDED = {
+    *("__pycache__", "dist-packages", "site-packages", "ensurepip", "idlelib", "idle_test"),
+    *("lib2to3", "pydoc_data", "test", "tests"),
+}
+"""Folders of installed packages and of test data."""
 
 
 class Samples(Protocol):
@@ -42,13 +55,13 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class DataRank:
-    """Which samples of a global batch a rank takes.
+    """Selects the samples of a data-parallel rank.
 
     Attributes:
         rank: data-parallel rank, 0-based.
         size: data-parallel ranks.
-        micro_batch_size: samples in a microbatch.
-        num_microbatches: microbatches a step on each rank.
+        micro_batch_size: samples per microbatch.
+        num_microbatches: microbatches per iteration and rank.
     """
 
     rank: int
@@ -58,18 +71,18 @@ class DataRank:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples a step over all ranks."""
+        """Samples per iteration over all ranks."""
         return self.micro_batch_size * self.num_microbatches * self.size
 
-    def indices(self, step: int, microbatch: int) -> range:
-        """Return the samples of one microbatch."""
-        first = step * self.global_batch_size
+    def indices(self, iteration: int, microbatch: int) -> range:
+        """Return the samples of one microbatch (0-based) of an iteration (1-based)."""
+        first = (iteration - 1) * self.global_batch_size
         first += (microbatch * self.size + self.rank) * self.micro_batch_size
         return range(first, first + self.micro_batch_size)
 
 
 class _TokenIds:
-    """What GPTDataset asks of a tokenizer when the data are token ids already."""
+    """The tokenizer that GPTDataset asks for; the data are token ids already."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -79,12 +92,12 @@ class _TokenIds:
 
 @dataclass(frozen=True)
 class Datasets:
-    """Training and held-out samples, and what they are made of.
+    """Training and validation samples.
 
     Attributes:
         train: at least train_iters * global_batch_size samples.
-        valid: at least eval_iters * global_batch_size samples; None where eval_iters is 0.
-        source: for the run's record, e.g. path, digest and number of tokens.
+        valid: at least eval_iters * global_batch_size samples; None if eval_iters is 0.
+        source: path, digest and number of tokens, for data.json.
     """
 
     train: Samples
@@ -97,70 +110,129 @@ def build_datasets(config: TrainConfig, group: ProcessGroup | None) -> Datasets:
 
     Args:
         config: the run's settings.
-        group: all ranks, carrying CPU tensors; None without a process group.
+        group: all ranks, carries CPU tensors; None without a process group.
 
     Raises:
-        SnipError: on every rank, if the data cannot be prepared or hold no held-out part.
+        SnipError: on every rank, if the data cannot be prepared or have no validation part.
     """
     if config.data_path is None:
-        sources, record = _built_in_text(config, group)
+        source = _built_in_text(config, group)
+        blends = [([str(Path(source["path"]) / part)], None) for part in ("train", "valid")]
+        data: dict[str, Any] = {"blend_per_split": [*blends, None]}
     else:
-        sources = {"blend": ([str(config.data_path)], None), "split": config.split}
-        record = {"path": str(config.data_path), "split": config.split}
-    samples = config.train_iters * config.global_batch_size
-    held_out = config.eval_iters * config.global_batch_size
+        data = {"blend": ([str(config.data_path)], None), "split": config.split}
+        source = {"path": str(config.data_path), "split": config.split}
+    num_train = config.train_iters * config.global_batch_size
+    num_valid = config.eval_iters * config.global_batch_size
     settings = GPTDatasetConfig(
         random_seed=config.seed,
         sequence_length=config.seq_length,
-        # Indices are small and belong to this run's length and seed; a shared folder would let
-        # two runs read each other's half-written files.
+        # Two runs that share a folder could read each other's incomplete indices.
         path_to_cache=str(config.run_dir / "data_index"),
         tokenizer=_TokenIds(config.token_ids),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
         create_attention_mask=False,
-        **sources,
+        **data,
     )
     builder = BlendedMegatronDatasetBuilder(
-        GPTDataset, [samples, held_out or 1, None], lambda: True, settings
+        GPTDataset, [num_train, num_valid or 1, None], lambda: True, settings
     )
     train, valid, _ = builder.build()
-    if train is None or (held_out and (valid is None or len(valid) < held_out)):
+    if train is None or (num_valid and (valid is None or len(valid) < num_valid)):
         raise SnipError(
-            f"'{config.data_path}' holds no documents for "
-            f"{'training' if train is None else 'validation'} under split {config.split}"
+            f"'{config.data_path}' has no documents for "
+            f"{'training' if train is None else 'validation'} with split {config.split}"
         )
-    return Datasets(train, valid if held_out else None, record)
+    return Datasets(train, valid if num_valid else None, source)
 
 
-def step_batches(samples: Samples, rank: DataRank, step: int) -> Iterator[Batch]:
-    """Yield the microbatches of one step on one rank, on the CPU."""
+def iteration_batches(samples: Samples, rank: DataRank, iteration: int) -> Iterator[Batch]:
+    """Yield the microbatches of an iteration (1-based) on one rank, on the CPU."""
     for microbatch in range(rank.num_microbatches):
-        rows = [samples[index] for index in rank.indices(step, microbatch)]
+        rows = [samples[index] for index in rank.indices(iteration, microbatch)]
         yield {key: torch.stack([row[key] for row in rows]) for key in _KEYS}
 
 
-def _built_in_text(
-    config: TrainConfig, group: ProcessGroup | None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All ranks: let rank 0 prepare the standard library's text; return sources and record."""
+def _built_in_text(config: TrainConfig, group: ProcessGroup | None) -> dict[str, Any]:
     leader = group is None or torch.distributed.get_rank(group) == 0
 
     def prepare() -> dict[str, Any] | None:
         if not leader:
             return None
-        folder = cache_folder(config.data_cache_path, config.run_dir / "data")
-        corpus = prepare_corpus(folder.resolve(), config.max_corpus_bytes)
-        return {
-            "path": str(corpus.folder),
-            "sha256": corpus.digest,
-            "files": corpus.num_files,
-            "train_tokens": corpus.train_tokens,
-            "valid_tokens": corpus.valid_tokens,
-        }
+        return prepare_corpus((config.run_dir / "data").resolve(), config.max_corpus_bytes)
 
-    record = broadcast_json(attempt("preparing the built-in text", prepare, group), group)
-    folder = Path(record["path"])
-    blends = [([str(folder / part)], None) for part in ("train", "valid")]
-    return {"blend_per_split": [*blends, None]}, record
+    source: dict[str, Any] = broadcast_json(
+        attempt("preparing the built-in text", prepare, group), group
+    )
+    return source
+
+
+def prepare_corpus(parent: Path, max_bytes: int, library: Path | None = None) -> dict[str, Any]:
+    """Write the built-in text to a folder below `parent`; return what describes it.
+
+    One process calls this. It takes about a second for 10 MB.
+
+    Args:
+        parent: folder of the run.
+        max_bytes: size limit over all files.
+        library: folder of Python files; by default the standard library of this Python.
+
+    Returns:
+        path (holds train.bin/.idx and valid.bin/.idx), sha256 (of names and contents), files,
+        train_tokens, valid_tokens.
+
+    Raises:
+        OSError: if nothing can be read or written.
+    """
+    root = library or Path(sysconfig.get_paths()["stdlib"])
+    documents = read_documents(root, max_bytes)
+    if len(documents) < 2:
+        raise FileNotFoundError(f"no Python files to train on below {root}")
+    digest = hashlib.sha256(f"1 {VALIDATION_EVERY}".encode())
+    for name, contents in documents.items():
+        digest.update(name.encode() + b"\0" + hashlib.sha256(contents).digest())
+    folder = parent / f"python-source-{digest.hexdigest()[:16]}"
+    texts = list(documents.values())
+    valid = texts[::VALIDATION_EVERY]
+    train = [text for index, text in enumerate(texts) if index % VALIDATION_EVERY]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_indexed(folder / "train", train)
+    write_indexed(folder / "valid", valid)
+    return {
+        "path": str(folder),
+        "sha256": digest.hexdigest(),
+        "files": len(documents),
+        "train_tokens": sum(len(text) + 1 for text in train),
+        "valid_tokens": sum(len(text) + 1 for text in valid),
+    }
+
+
+def read_documents(root: Path, max_bytes: int) -> dict[str, bytes]:
+    """Return {relative path: contents} of the Python files below `root`, in path order.
+
+    If they hold more than `max_bytes`, files are taken by the hash of their path: a fair sample
+    that does not depend on the machine.
+    """
+    names = [
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if not _EXCLUDED.intersection(path.relative_to(root).parts[:-1]) and path.is_file()
+    ]
+    taken: dict[str, bytes] = {}
+    for name in sorted(names, key=lambda name: (hashlib.sha256(name.encode()).digest(), name)):
+        contents = (root / name).read_bytes()
+        if contents and len(contents) <= max_bytes:
+            taken[name] = contents
+            max_bytes -= len(contents)
+    return dict(sorted(taken.items()))
+
+
+def write_indexed(prefix: Path, documents: list[bytes]) -> None:
+    """Write documents as byte tokens to PREFIX.bin and PREFIX.idx, in Megatron's format."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for contents in documents:
+        tokens = np.append(np.frombuffer(contents, dtype=np.uint8), np.uint16(END_OF_DOCUMENT))
+        builder.add_document(tokens.astype(np.uint16), [len(tokens)])
+    builder.finalize(f"{prefix}.idx")

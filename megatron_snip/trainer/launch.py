@@ -1,154 +1,288 @@
-"""The front process: start the ranks with torch's launcher, and end as they end.
+"""Starts the ranks of one machine with torch's elastic agent, and reports how they end.
 
-A user types one command. Outside of torchrun it starts `nproc_per_node` ranks on this machine, each
-`python -m megatron_snip.trainer.worker CONFIG.json`, waits, and turns what went wrong into what a
-user can read: bad input is one line and exit code 2; a crash is the traceback of the rank that
-failed first and exit code 1; a signal ends all ranks and gives 128 + its number, or, where they
-have saved a checkpoint before they left, 75 (EX_TEMPFAIL: run it again to go on).
+`megatron-snip train` starts N processes `python -m megatron_snip.trainer.launch CONFIG.json` and
+waits. Bad input ends in one line and exit code 2. Any other failure ends with the reason of the
+rank that failed first and exit code 1. A signal ends all ranks with 128 + its number, or with
+75 (EX_TEMPFAIL: run the command again) if they saved a checkpoint.
+
+Under torchrun or srun (RANK and WORLD_SIZE are set) the process is a rank itself. This module
+imports torch only when it launches.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import ctypes
+import inspect
 import json
 import logging
 import os
+import select
+import signal
+import socket
 import sys
 import tempfile
-import uuid
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_snip.errors import SnipError, UsageError
-from megatron_snip.trainer.config import TrainConfig
-from megatron_snip.trainer.failure import Failure, read_failure
+
+if TYPE_CHECKING:
+    from megatron_snip.trainer.config import TrainConfig
+    from megatron_snip.trainer.loop import TrainingResult
 
 LOOPBACK = "127.0.0.1"
 SAVED_AND_STOPPED = 75
-"""Exit status of a run that a signal has ended after a checkpoint."""
-_STOPPED = "stopped"
+"""Exit status of a run that a signal ended after a checkpoint."""
+
+ANSWER_S = 10.0
+"""Seconds in which every rank must react to a signal before all ranks are killed."""
+
+EXIT_S = 20
+"""Seconds in which ranks that do not save must end after a signal."""
+
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+_SIGNAL_NAMES = frozenset(number.name for number in signal.Signals)
+_SET_PARENT_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of Linux's prctl."""
 
 
 def under_torchrun() -> bool:
-    """Whether this process is a rank that a launcher has started."""
+    """Whether a launcher started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def set_environment(local_ranks: int) -> None:
-    """Set what must be known before torch is imported; what the user has set stays.
+def default_num_ranks(config: TrainConfig) -> int:
+    """Return the ranks of one model replica, or of as many replicas as fit on the GPUs."""
+    import torch
 
-    Args:
-        local_ranks: ranks on this machine; they share its cores.
+    replica = config.model_parallel_size
+    return max(replica, torch.cuda.device_count() // replica * replica)
+
+
+def launch(config: TrainConfig, num_ranks: int) -> int:
+    """Run a training on `num_ranks` ranks of this machine; return the exit status.
+
+    Raises:
+        UsageError: if a rank refused its input.
+        SnipError: if a rank failed for a reason that is one line.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    _set_environment(num_ranks)
+    with tempfile.TemporaryDirectory(prefix="megatron-snip-") as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(config.model_dump(mode="json")))
+        with _signal_watch(folder):
+            try:
+                failures = _run_agent(config, num_ranks, folder)
+            except SignalException as error:
+                if not (folder / "stopped").exists():
+                    text = f"ended by {signal.Signals(error.sigval).name}"
+                    if late := _unanswered(folder):
+                        text += f"; no answer from rank {', '.join(map(str, sorted(late)))}"
+                    print(f"megatron-snip: {text}", file=sys.stderr)
+                    return 128 + int(error.sigval)
+                failures = {}
+            finally:
+                _kill(folder)  # child processes of ranks, such as Megatron's checkpoint writers
+        if failures:
+            return _explain(folder, failures)
+        return SAVED_AND_STOPPED if (folder / "stopped").exists() else 0
+
+
+def _run_agent(config: TrainConfig, num_ranks: int, folder: Path) -> dict[int, Any]:
+    """Run torch's elastic agent; return {rank: torch's ProcessFailure}."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # `_explain` reports failures
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _SIGNALS
+    listener = socket.create_server((LOOPBACK, 0))  # torch itself would listen on all interfaces
+    port = listener.getsockname()[1]
+    rendezvous = StaticTCPRendezvous(LOOPBACK, port, 0, 1, folder.name, timeout=900)
+    rendezvous._store = TCPStore(
+        LOOPBACK,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    spec = WorkerSpec(
+        role="trainer",
+        local_world_size=num_ranks,
+        rdzv_handler=rendezvous,
+        entrypoint=sys.executable,
+        args=("-u", "-m", "megatron_snip.trainer.launch", str(folder / "config.json")),
+        max_restarts=0,
+        monitor_interval=0.1,
+        local_addr=LOOPBACK,  # the name of a machine need not resolve
+    )
+    options: dict[str, Any] = {"logs_specs": DefaultLogsSpecs(log_dir=str(folder))}
+    if "shutdown_timeout" in inspect.signature(LocalElasticAgent).parameters:  # newer than 2.6
+        save_s = 60 * config.distributed_timeout_minutes
+        options["shutdown_timeout"] = EXIT_S if config.save is None else save_s
+    result = LocalElasticAgent(spec, start_method="spawn", **options).run()
+    return dict(result.failures) if result.is_failed() else {}
+
+
+@contextmanager
+def _signal_watch(folder: Path) -> Iterator[None]:
+    """Kill all ranks after a second signal, or if one does not answer the first in `ANSWER_S`.
+
+    A thread does it, because the agent waits in the main thread.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+    def watch() -> None:
+        if not reader.recv(1):
+            return
+        second, _, _ = select.select([reader], [], [], ANSWER_S)
+        if (not second and _unanswered(folder)) or reader.recv(1):
+            _kill(folder)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(previous)
+        writer.close()
+        thread.join()
+        reader.close()
+
+
+def _ranks(folder: Path) -> dict[int, int]:
+    """Return {rank: process id} of the ranks that have started."""
+    return {int(file.name[5:]): int(file.read_text() or 0) for file in folder.glob("rank-*")}
+
+
+def _unanswered(folder: Path) -> set[int]:
+    return {rank for rank in _ranks(folder) if not (folder / f"answered-{rank}").exists()}
+
+
+def _kill(folder: Path) -> None:
+    """Kill the process groups of all ranks; torch makes each rank the leader of one."""
+    for process in _ranks(folder).values():
+        if process:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process, signal.SIGKILL)
+
+
+def _explain(folder: Path, failures: dict[int, Any]) -> int:
+    """Report the first failure; others are mostly its consequence.
+
+    Raises:
+        UsageError: if that rank refused its input.
+        SnipError: if its reason is one line.
+    """
+    reasons = []
+    for rank, failure in failures.items():
+        code = failure.exitcode
+        ending = failure.signal_name() if code < 0 else f"exit code {code}"
+        reason = float("inf"), "error", f"rank {rank} ended by {ending}"
+        with contextlib.suppress(OSError, ValueError):  # it did not come to write the file
+            reason = tuple(json.loads((folder / f"failure-{rank}").read_text()))
+        reasons.append(reason)
+    _, kind, text = min(reasons)
+    if kind == "usage":
+        raise UsageError(text)
+    if kind == "error":
+        raise SnipError(text)
+    print(text.rstrip(), file=sys.stderr)
+    print("megatron-snip: training crashed; see above", file=sys.stderr)
+    return 1
+
+
+def _set_environment(local_ranks: int) -> None:
+    """Set what torch reads at import; the user's values win. Local ranks share the cores."""
     threads = max(1, (os.cpu_count() or 1) // local_ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     # Megatron orders its communication kernels by launch order, which needs one queue.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-def launch(config: TrainConfig, nproc_per_node: int) -> int:
-    """Run a training on ranks of this machine; return the exit status.
+def train_as_rank(config: TrainConfig) -> TrainingResult:
+    """Every rank of a launcher: prepare the process and train; see `session.run_rank`.
 
     Raises:
-        UsageError: if a rank refused its input.
-        SnipError: if a rank failed for a reason that one line tells.
+        UsageError: if the input is bad; every rank raises.
+        SnipError: if a rank cannot continue.
     """
-    set_environment(nproc_per_node)
-    with tempfile.TemporaryDirectory(prefix="megatron-snip-") as folder:
-        file = Path(folder) / "config.json"
-        file.write_text(json.dumps(config.model_dump(mode="json")))
-        status = _run(file, nproc_per_node, _patience(config))
-        return SAVED_AND_STOPPED if status == 0 and _has_stopped(file.parent) else status
+    _set_environment(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    # Megatron and torch warn of missing Transformer Engine and of their own deprecated calls.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    for message in (
+        r".torch\.distributed\..* is deprecated",
+        "Please use DTensor instead",
+        r"The \.grad attribute of a Tensor that is not a leaf",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+    from megatron_snip.trainer.session import run_rank
+
+    return run_rank(config)
 
 
-def write_stopped(folder: Path, reason: str) -> None:
-    """A rank, to the front process: the run has ended on a signal, with a checkpoint.
+def _main(file: Path) -> int:
+    """Be a rank that `launch` started; write the reason if the run fails."""
+    folder, rank = file.parent, os.environ["RANK"]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)
+    _answer_signals(folder, rank)
+    (folder / f"rank-{rank}").write_text(str(os.getpid()))
+    if sys.platform == "linux":  # end if the launcher is killed
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGTERM))
+    from megatron_snip.trainer.config import make_train_config
 
-    Args:
-        folder: of the settings that the front process has named.
-        reason: the signal's name.
-    """
-    (folder / _STOPPED).write_text(reason)
-
-
-def _has_stopped(folder: Path) -> bool:
-    return (folder / _STOPPED).exists()
-
-
-def _patience(config: TrainConfig) -> dict[str, Any]:
-    """Return the launcher's settings that give ranks time to save, where it has such settings."""
-    from torch.distributed.launcher.api import LaunchConfig
-
-    if config.save is None:
-        return {}
-    wanted = {
-        "signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-        "shutdown_timeout": 60 * config.distributed_timeout_minutes,
-    }
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}  # newer than torch 2.6
-    return {name: value for name, value in wanted.items() if name in known}
-
-
-def _run(file: Path, nproc_per_node: int, patience: dict[str, Any]) -> int:
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    _quiet_launcher()
-    settings = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc_per_node,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"{LOOPBACK}:0",
-        local_addr=LOOPBACK,  # a machine's own name need not resolve
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=str(file.parent)),
-        **patience,
-    )
-    command = ("-u", "-m", "megatron_snip.trainer.worker", str(file))
+    kind, text, status = "", "", 0
     try:
-        elastic_launch(settings, sys.executable)(*command)
-    except ChildFailedError as error:
-        return _explain(error)
-    except SignalException as error:
-        if _has_stopped(file.parent):
-            return SAVED_AND_STOPPED
-        print(f"megatron-snip: ended by {error.sigval.name}", file=sys.stderr)
-        return 128 + int(error.sigval)
-    return 0
+        result = train_as_rank(make_train_config(json.loads(file.read_text())))
+        if result.stopped in _SIGNAL_NAMES:
+            (folder / "stopped").touch()
+    except UsageError as error:
+        kind, text, status = "usage", str(error), 2
+    except SnipError as error:
+        kind, text, status = "error", str(error), 1
+    except Exception:
+        kind, text, status = "crash", traceback.format_exc(), 1
+    if status:
+        (folder / f"failure-{rank}").write_text(json.dumps([time.time(), kind, text]))
+    return status
 
 
-def _quiet_launcher() -> None:
-    """Silence the launcher's own reports, which are for clusters; ours are below."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+def _answer_signals(folder: Path, rank: str) -> None:
+    """Answer signals in a thread: the main thread may wait in a collective for a stopped rank."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+    def answer(reader: socket.socket, writer: socket.socket) -> None:
+        while reader.recv(1):
+            if any(folder.glob("failure-*")):  # the main thread may wait for a failed rank
+                os._exit(1)
+            with contextlib.suppress(OSError):
+                (folder / f"answered-{rank}").touch()
+
+    threading.Thread(target=answer, args=(reader, writer), daemon=True).start()
 
 
-def _explain(error: Any) -> int:
-    """Report the first failure among a ChildFailedError's.
-
-    Raises:
-        UsageError: if that rank refused its input.
-        SnipError: if its reason is one line.
-    """
-    failures = [
-        read_failure(failure.error_file)
-        or Failure("crash", f"rank {rank} ended by {_ending(failure)}", float("inf"))
-        for rank, failure in error.failures.items()
-    ]
-    # A rank that hears nothing from a failed one fails too; the first knows the reason.
-    first = min(failures, key=lambda failure: failure.time)
-    if first.kind == "usage":
-        raise UsageError(first.text)
-    if first.kind == "error":
-        raise SnipError(first.text)
-    print(first.text.rstrip(), file=sys.stderr)
-    print("megatron-snip: training crashed; see above", file=sys.stderr)
-    return 1
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)  # runs `finally` blocks, which close files
 
 
-def _ending(failure: Any) -> str:
-    return failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+if __name__ == "__main__":
+    sys.exit(_main(Path(sys.argv[1])))

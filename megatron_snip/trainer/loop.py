@@ -1,35 +1,114 @@
-"""The training loop: Megatron's own step, with SNIP's hook around it.
+"""The training loop: Megatron's iteration, with SNIP's controller around forward and backward.
 
-    for each step:
-        hook.begin_step
+    for each iteration:
         zero gradients -> hook.forward_backward -> optimizer -> scheduler
-        evaluate where it is due
-        hook.end_step
-        save where it is due, and stop where that was asked for
+        evaluate if it is due
+        hook.end_iteration
+        save if it is due; stop if a signal or exit_interval asks for it
 
-Reported losses are means over tokens, microbatches and data-parallel ranks, the same number on
-every rank. An evaluation runs forward over the same held-out batches each time.
+Losses are means over tokens, microbatches and data-parallel ranks, the same number on every rank.
+An evaluation runs over the same validation batches each time. Iterations count from 1.
 """
 
 from __future__ import annotations
 
 import math
+import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.distributed import ProcessGroup
 
-from megatron_snip.trainer.checkpoint import Progress
+from megatron_snip.controller import SnipController
+from megatron_snip.errors import SnipError
+from megatron_snip.reporting.events import Event, Metrics, Reporter, Writer
+from megatron_snip.trainer.checkpoint import Checkpoints, Progress
 from megatron_snip.trainer.config import TrainConfig
-from megatron_snip.trainer.data import Batch, DataRank, Datasets, Samples, step_batches
-from megatron_snip.trainer.hooks import TrainingHook
-from megatron_snip.trainer.model import TrainingState
-from megatron_snip.trainer.runner import DataIterator, StepRunner
-from megatron_snip.trainer.saver import Saver
-from megatron_snip.trainer.step import mean_loss
+from megatron_snip.trainer.data import Batch, DataRank, Datasets, Samples, iteration_batches
+from megatron_snip.trainer.model import LOSS, DataIterator, ForwardBackward, TrainingState
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+EXIT_INTERVAL = "exit_interval"
+
+Listener = Callable[[int, dict[str, Any]], None]
+"""Called after each iteration with its number and metrics (see `train`)."""
+
+
+class PlainTraining:
+    """The controller's interface for training without SNIP; metrics go to the writers."""
+
+    lowest_precision_fraction = 0.0
+
+    def __init__(self, writers: Sequence[Writer] = ()) -> None:
+        self._reporter = Reporter(writers)
+
+    def forward_backward(
+        self, iteration: int, function: ForwardBackward, **kwargs: Any
+    ) -> list[dict[str, Any]]:
+        """Call Megatron's function."""
+        return function(**kwargs)
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """Return a context that changes nothing."""
+        return nullcontext()
+
+    def end_iteration(self, iteration: int, metrics: dict[str, Any]) -> None:
+        """Report the metrics."""
+        payload = Metrics({**metrics, "lowest_precision_fraction": 0.0})
+        self._reporter.write(Event(iteration, payload))
+
+    def state(self, iteration: int) -> None:
+        """Return None: there is no state to save."""
+
+    def close(self) -> None:
+        """Close the writers."""
+        self._reporter.close()
+
+
+TrainingHook = SnipController | PlainTraining
+
+
+class StopRequests:
+    """Within its context a stop signal ends the run after the iteration; a second SIGINT at once.
+
+    Schedulers send a signal some time before the job ends. One rank or all may get it, and at
+    different moments, so the ranks agree after every iteration.
+    """
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        """`group` holds all ranks and carries CPU tensors; None for a single rank."""
+        self._group = group
+        self.received = 0
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopRequests:
+        for number in STOP_SIGNALS:
+            self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def agreed(self) -> str | None:
+        """All ranks: return the name of a signal that any rank received, or None."""
+        received = torch.tensor([self.received], dtype=torch.int32)
+        if self._group is not None:
+            dist.all_reduce(received, op=dist.ReduceOp.MAX, group=self._group)
+        number = int(received.item())
+        return signal.Signals(number).name if number else None
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if number == self.received == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = number
 
 
 @dataclass(frozen=True)
@@ -37,24 +116,20 @@ class TrainingResult:
     """How a run ended.
 
     Attributes:
-        steps: training steps done, with those before a checkpoint.
-        loss: of the last step; NaN if there was nothing left to do.
-        first_validation_loss: before the first step; None where eval_iters is 0.
-        validation_loss: after the last step; None where eval_iters is 0.
+        iterations: done, including those before a resume.
+        loss: of the last iteration; NaN if none was left to do.
+        first_validation_loss: before the first iteration; None if eval_iters is 0.
+        validation_loss: after the last iteration; None if eval_iters is 0.
         seconds: wall time of the loop.
-        stopped: why the run ended before its last step, e.g. `SIGTERM`; None if it did not.
+        stopped: why the run ended early, e.g. `SIGTERM`; None if it did not.
     """
 
-    steps: int
+    iterations: int
     loss: float
     first_validation_loss: float | None
     validation_loss: float | None
     seconds: float
     stopped: str | None = None
-
-
-Listener = Callable[[int, dict[str, Any]], None]
-"""Called after each step with its number and metrics (see `train`), e.g. a progress bar."""
 
 
 def train(
@@ -64,70 +139,85 @@ def train(
     hook: TrainingHook,
     listener: Listener,
     start: Progress | None = None,
-    saver: Saver | None = None,
+    checkpoints: Checkpoints | None = None,
+    requests: StopRequests | None = None,
 ) -> TrainingResult:
-    """All ranks: train until `train_iters` steps are done.
+    """All ranks: train until `train_iters` iterations are done.
 
-    The metrics of a step are: loss, before its update; grad_norm, global and before clipping; lr;
-    tokens_per_s, of the step itself (refreshes within its forward-backward included, evaluation
-    not); validation_loss where it was measured, on step 0 before its update and on others after it.
+    Metrics of an iteration: loss, before its update; grad_norm, global and before clipping; lr;
+    tokens_per_s, with measuring and without evaluation; validation_loss if it was evaluated
+    (iteration 1: before its update, others: after it).
 
     Args:
         config: the run's settings.
         state: model, optimizer and scheduler.
-        datasets: training and held-out samples.
-        hook: acts around every step.
-        listener: told of every step, on every rank.
-        start: go on from here, with model, optimizer and scheduler as they were then.
-        saver: asked after every step whether to stop.
+        datasets: training and validation samples.
+        hook: SNIP's controller or `PlainTraining`.
+        listener: called on every rank.
+        start: resume from here; model, optimizer and scheduler are loaded already.
+        checkpoints: saves if it is due; None never saves.
+        requests: signals that end the run.
+
+    Raises:
+        SnipError: on every rank, if the loss or gradient norm is not finite or a checkpoint cannot
+            be saved.
     """
     begin = time.perf_counter()
-    state.runner.defer_gathers()
+    state.defer_gathers()
     if start is None:
-        with hook.evaluating():
-            first = validation = evaluate(state.runner, datasets.valid, config.eval_iters)
+        with hook.evaluation():
+            first = validation = evaluate(state, datasets.valid, config.eval_iters)
         start = Progress()
     else:
         first, validation = start.first_validation_loss, start.validation_loss
     metrics: dict[str, Any] = {"loss": math.nan}
-    done, stopped = start.step, None
-    while done < config.train_iters and stopped is None:
-        step = done
-        hook.begin_step(step)
-        metrics = train_step(step, config, state, datasets.train, hook)
-        if step == start.step:
-            state.runner.overlap_gathers()
-        if step == 0 and first is not None:
+    iteration, stopped = start.iteration, None
+    while iteration < config.train_iters and stopped is None:
+        iteration += 1
+        metrics = train_step(iteration, config, state, datasets.train, hook)
+        if iteration == start.iteration + 1:
+            state.overlap_gathers()
+        if iteration == 1 and first is not None:
             metrics["validation_loss"] = first
-        if (step + 1) % config.eval_interval == 0 or step + 1 == config.train_iters:
-            with hook.evaluating():
-                validation = evaluate(state.runner, datasets.valid, config.eval_iters)
-            if step > 0 and validation is not None:
+        if iteration % config.eval_interval == 0 or iteration == config.train_iters:
+            with hook.evaluation():
+                validation = evaluate(state, datasets.valid, config.eval_iters)
+            if iteration > 1 and validation is not None:
                 metrics["validation_loss"] = validation
-        hook.end_step(step, metrics)
+        hook.end_iteration(iteration, metrics)
         fraction = hook.lowest_precision_fraction
-        listener(step, {**metrics, "lowest_precision_fraction": fraction})
-        done = step + 1
-        if saver is not None:
-            stopped = saver.after_step(done, first, validation)
+        listener(iteration, {**metrics, "lowest_precision_fraction": fraction})
+        is_last = iteration == config.train_iters
+        stopped = requests.agreed() if requests is not None else None
+        if stopped is None and config.exit_interval and iteration % config.exit_interval == 0:
+            stopped = EXIT_INTERVAL
+        is_due = config.save_interval is not None and iteration % config.save_interval == 0
+        if checkpoints is not None and (is_due or is_last or stopped is not None):
+            checkpoints.save(Progress(iteration, first, validation, hook.state(iteration)))
+        stopped = None if is_last else stopped
     seconds = time.perf_counter() - begin
-    return TrainingResult(done, metrics["loss"], first, validation, seconds, stopped)
+    return TrainingResult(iteration, metrics["loss"], first, validation, seconds, stopped)
 
 
 def train_step(
-    step: int, config: TrainConfig, state: TrainingState, samples: Samples, hook: TrainingHook
+    iteration: int, config: TrainConfig, state: TrainingState, samples: Samples, hook: TrainingHook
 ) -> dict[str, Any]:
-    """All ranks: make one training step; return its metrics."""
+    """All ranks: make one iteration; return its metrics.
+
+    Raises:
+        SnipError: on every rank; see `train`.
+    """
     begin = time.perf_counter()
-    runner = state.runner
-    runner.zero_gradients()
-    arguments = runner.arguments(_iterators(runner, samples, step))
-    reports = hook.forward_backward(step, runner.function, **arguments)
+    state.zero_gradients()
+    arguments = state.arguments(_iterators(state, samples, iteration))
+    reports = hook.forward_backward(iteration, state.function, **arguments)
     lr = max(group["lr"] for group in state.optimizer.param_groups)
+    loss = _mean_loss(reports)
+    _check_finite(iteration, "loss", loss)
     updated, grad_norm, _ = state.optimizer.step()
+    _check_finite(iteration, "gradient norm", float(grad_norm))
     if updated:
         state.scheduler.step(increment=config.global_batch_size)
-    loss = mean_loss(reports)
     tokens = config.global_batch_size * config.seq_length
     return {
         "loss": loss,
@@ -138,37 +228,54 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate(runner: StepRunner, samples: Samples | None, eval_iters: int) -> float | None:
-    """All ranks: return the mean loss over the first `eval_iters` global batches.
-
-    Returns:
-        The loss, or None without samples.
-    """
+def evaluate(state: TrainingState, samples: Samples | None, eval_iters: int) -> float | None:
+    """All ranks: return the mean loss over `eval_iters` global batches; None without samples."""
     if samples is None:
         return None
-    for chunk in runner.model:
+    for chunk in state.model:
         chunk.eval()
     losses = []
-    with runner.gathered():
-        for step in range(eval_iters):
-            arguments = runner.arguments(_iterators(runner, samples, step), forward_only=True)
-            losses.append(mean_loss(runner.function(**arguments)))
-    for chunk in runner.model:
+    with state.gathered():
+        for iteration in range(1, eval_iters + 1):
+            iterators = _iterators(state, samples, iteration)
+            losses.append(_mean_loss(state.function(**state.arguments(iterators, True))))
+    for chunk in state.model:
         chunk.train()
     return sum(losses) / len(losses)
 
 
-def _iterators(runner: StepRunner, samples: Samples, step: int) -> DataIterator:
-    """Return this rank's microbatches of a step, as the schedule takes them."""
+def _iterators(state: TrainingState, samples: Samples, iteration: int) -> DataIterator:
     rank = DataRank(
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_data_parallel_world_size(),
-        runner.micro_batch_size,
-        runner.num_microbatches,
+        state.micro_batch_size,
+        state.num_microbatches,
     )
 
-    def fresh() -> Iterator[Batch]:
-        return step_batches(samples, rank, step)
+    def microbatches() -> Iterator[Batch]:
+        return iteration_batches(samples, rank, iteration)
 
-    chunks = len(runner.model)
-    return fresh() if chunks == 1 else [fresh() for _ in range(chunks)]
+    chunks = len(state.model)
+    return microbatches() if chunks == 1 else [microbatches() for _ in range(chunks)]
+
+
+def _mean_loss(reports: list[dict[str, Any]]) -> float:
+    """All ranks: return the loss over microbatches and data-parallel ranks.
+
+    Only the last pipeline stage has reports.
+    """
+    total = torch.zeros(2, dtype=torch.float64).to(torch.cuda.current_device())
+    if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        for report in reports:
+            total += report[LOSS].double()
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    group = parallel_state.get_pipeline_model_parallel_group()
+    dist.broadcast(total, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+    return float(total[0] / total[1])
+
+
+def _check_finite(iteration: int, name: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise SnipError(
+            f"iteration {iteration}: the {name} is {value}; the run ends without a checkpoint"
+        )

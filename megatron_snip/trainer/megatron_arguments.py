@@ -1,27 +1,21 @@
-"""Megatron's command lines as this trainer reads them. Needs no torch.
+"""Megatron's command lines as settings of this trainer. Imports no torch.
 
-The trainer's flags have Megatron's names, but not all of Megatron's defaults, and it knows one
-kind of model: a Llama, dense or with experts. A file of Megatron arguments (`@FILE`) must mean here
-what it means to Megatron, so with one on the command line
+The trainer's flags have Megatron's names, but some other defaults, and its model is always a Llama.
+A file of Megatron arguments (`@FILE`) must have Megatron's meaning. With one on the command line
 
-    what is not given            takes Megatron's default                MEGATRON_DEFAULTS
-    what this trainer fixes      must be given, and as it is here        FIXED
-    what changes nothing here    is taken, and said                      WITHOUT_EFFECT
-    anything else                is refused, as every unknown flag is
+    a missing flag                       takes Megatron's default            MEGATRON_DEFAULTS
+    a property that the trainer fixes    must be given with that value       FIXED
+    any other flag                       is an error, as always
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 from typing import Any
 
 from megatron_snip.argument_file import PREFIX, line_words
 from megatron_snip.errors import UsageError
 from megatron_snip.flags import flag_name
-from megatron_snip.log import warn_once
-
-logger = logging.getLogger(__name__)
 
 MEGATRON_DEFAULTS: dict[str, Any] = {
     "untie_embeddings_and_output_weights": False,
@@ -38,19 +32,7 @@ MEGATRON_DEFAULTS: dict[str, Any] = {
     "moe_aux_loss_coeff": 0.0,
     "moe_token_dispatcher_type": "allgather",
 }
-"""Fields whose default is another one in Megatron; where it has none, the flag is needed."""
-
-NEEDED = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "seq_length",
-    "max_position_embeddings",
-    "micro_batch_size",
-    "train_iters",
-    "lr",
-)
-"""Fields that have no default in Megatron."""
+"""Fields whose default differs in Megatron."""
 
 FIXED: dict[str, str | bool] = {
     "swiglu": True,
@@ -58,131 +40,73 @@ FIXED: dict[str, str | bool] = {
     "normalization": "RMSNorm",
     "position_embedding_type": "rope",
 }
-"""What this trainer's models are; Megatron's defaults are others."""
-
-WITHOUT_EFFECT: dict[str, int] = {
-    "transformer_impl": 1,
-    "attention_backend": 1,
-    "tokenizer_model": 1,
-    "num_workers": 1,
-    "log_interval": 1,
-    "ckpt_format": 1,
-    "use_mcore_models": 0,
-    "use_cpu_initialization": 0,
-    "log_throughput": 0,
-    "exit_signal_handler": 0,
-    "no_gradient_accumulation_fusion": 0,
-    "no_masked_softmax_fusion": 0,
-    "no_bias_swiglu_fusion": 0,
-    "no_bias_dropout_fusion": 0,
-    "no_rope_fusion": 0,
-    "no_persist_layer_norm": 0,
-    "moe_grouped_gemm": 0,
-    "moe_permute_fusion": 0,
-}
-"""Flags of Megatron's that change nothing in this trainer, and how many words follow each."""
+"""Properties of this trainer's models; Megatron's defaults differ."""
 
 NULL_TOKENIZER = "NullTokenizer"
-"""For data that are token ids; Megatron then adds an id to --vocab-size, the end of document."""
+"""For data that are token ids; Megatron then adds the end of document to --vocab-size."""
 
-_DEST = "megatron_"
 _IMPLIED = "--megatron-defaults"
 
 
 def add_megatron_arguments(parser: argparse.ArgumentParser) -> None:
-    """Let `parser` take `@FILE`, and the flags of Megatron's that are no settings here."""
+    """Add `@FILE` and those of Megatron's flags that are not settings here."""
     parser.fromfile_prefix_chars = PREFIX
-    setattr(parser, "convert_arg_line_to_args", _file_words)  # noqa: B010  mypy: not assignable
+    setattr(parser, "convert_arg_line_to_args", _file_arguments)  # noqa: B010  mypy: not assignable
     group = parser.add_argument_group(
-        "Megatron's command lines", f"A file of Megatron arguments is given as {PREFIX}FILE."
+        "Megatron's command lines", f"{PREFIX}FILE stands for the arguments in a file."
     )
-    absent = argparse.SUPPRESS
     group.add_argument(
         _IMPLIED,
         action="store_true",
-        help=f"what is not given takes Megatron's default, not this trainer's ({PREFIX}FILE "
-        "implies it)",
+        help=f"use Megatron's defaults instead of this trainer's ({PREFIX}FILE implies it)",
     )
     for name, value in FIXED.items():
-        text = f"{value} is what this trainer has" if value is not True else "as it is here anyway"
-        how: dict[str, Any] = {"action": "store_true"} if value is True else {"metavar": "NAME"}
-        group.add_argument(flag_name("", name), dest=_DEST + name, default=absent, help=text, **how)
+        if value is True:
+            group.add_argument(flag_name("", name), action="store_true", help="always on")
+        else:
+            group.add_argument(flag_name("", name), metavar="NAME", help=f"always {value}")
     group.add_argument(
         "--group-query-attention",
-        dest=f"{_DEST}group_query_attention",
         action="store_true",
-        default=absent,
-        help="heed num_query_groups, which Megatron does only so",
+        help="use num_query_groups (Megatron ignores it otherwise)",
     )
     group.add_argument(
         "--tokenizer-type",
-        dest=f"{_DEST}tokenizer_type",
         metavar="NAME",
-        default=absent,
-        help=f"{NULL_TOKENIZER}: vocab_size is without the end of document",
+        help=f"{NULL_TOKENIZER}: vocab_size excludes the end of document",
     )
-    for name, words in WITHOUT_EFFECT.items():
-        how = {"metavar": "X"} if words else {"action": "store_true"}
-        group.add_argument(
-            flag_name("", name), dest=_DEST + name, default=absent, help=argparse.SUPPRESS, **how
-        )
 
 
 def megatron_defaults(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the defaults that hold where neither YAML nor a flag says otherwise."""
+    """Return the defaults for fields that neither YAML nor a flag sets."""
     return dict(MEGATRON_DEFAULTS) if args.megatron_defaults else {}
 
 
 def as_megatron_means(args: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the given settings as Megatron understands its command line.
+    """Return the given settings with the meaning that Megatron gives them.
 
     Args:
         args: the parsed command line.
-        given: settings on it, by field.
+        given: its settings, by field.
 
     Raises:
-        UsageError: if Megatron would build another model, or would not start.
+        UsageError: if Megatron would build another model.
     """
-    words = {
-        name.removeprefix(_DEST): value
-        for name, value in vars(args).items()
-        if name.startswith(_DEST) and name != "megatron_defaults"
-    }
-    _check_fixed(words, args.megatron_defaults)
-    unused = [flag_name("", name) for name in words if name in WITHOUT_EFFECT]
-    if unused:
-        warn_once(logger, f"without effect in this trainer: {', '.join(unused)}")
-    values = dict(given)
-    size = str(values.get("vocab_size"))
-    if words.get("tokenizer_type") == NULL_TOKENIZER and size.isdecimal() and len(size) < 18:
-        values["vocab_size"] = int(size) + 1
-    if args.megatron_defaults:
-        missing = [flag_name("", name) for name in NEEDED if name not in values]
-        if missing:
-            raise UsageError(f"Megatron has no default for {', '.join(missing)}; give a value")
-        _check_query_groups(values, "group_query_attention" in words)
-    return values
-
-
-def _file_words(line: str) -> list[str]:
-    words = line_words(line)
-    return [_IMPLIED, *words] if words else []
-
-
-def _check_fixed(words: dict[str, Any], as_megatron: bool) -> None:
     for name, wanted in FIXED.items():
-        flag = flag_name("", name) + ("" if wanted is True else f" {wanted}")
-        if name not in words:
-            if as_megatron:
-                raise UsageError(
-                    f"without {flag} Megatron builds a model other than this trainer's"
-                )
-        elif words[name] != wanted:
-            raise UsageError(f"{flag_name('', name)}: got '{words[name]}'; this trainer has {flag}")
+        flag, value = flag_name("", name), getattr(args, name)
+        full = flag if wanted is True else f"{flag} {wanted}"
+        if value and value != wanted:
+            raise UsageError(f"{flag}: got '{value}'; this trainer has {full}")
+        if not value and args.megatron_defaults:
+            raise UsageError(f"without {full} Megatron builds a model other than this trainer's")
+    if args.megatron_defaults and args.group_query_attention != ("num_query_groups" in given):
+        raise UsageError("Megatron needs --group-query-attention and --num-query-groups together")
+    size = str(given.get("vocab_size"))
+    if args.tokenizer_type == NULL_TOKENIZER and size.isdecimal() and len(size) < 18:
+        return {**given, "vocab_size": int(size) + 1}
+    return given
 
 
-def _check_query_groups(values: dict[str, Any], heeded: bool) -> None:
-    if heeded and "num_query_groups" not in values:
-        raise UsageError("--group-query-attention needs --num-query-groups")
-    if not heeded and "num_query_groups" in values:
-        raise UsageError("Megatron ignores --num-query-groups without --group-query-attention")
+def _file_arguments(line: str) -> list[str]:
+    arguments = line_words(line)
+    return [_IMPLIED, *arguments] if arguments else []

@@ -1,16 +1,35 @@
-"""The model and its optimizer, as Megatron builds them: GPTModel, DDP, AdamW, scheduler.
+"""Model, optimizer and scheduler, built with Megatron: GPTModel, DistributedDataParallel, AdamW.
 
-Local layer spec (Megatron's own linears, attention and norms; no Transformer Engine), RMSNorm,
-SwiGLU, RoPE, no biases, no fused kernels: the same modules on a CPU and on GPUs. Experts are
-Megatron's `SequentialMLP`: linears of their own, one after another.
+The model is a Llama: RMSNorm, SwiGLU, RoPE, no biases. It uses Megatron's local layer spec (no
+Transformer Engine, no fused kernels), so that CPU and GPU run the same modules. Experts are
+Megatron's `SequentialMLP`.
+
+Initial weights are a function of (seed, global name), so every layout starts from the same weights.
+A rank builds the complete FP32 tensor and takes its shard. Global names count layers, and the
+experts of a layer, from 0 over the complete model. Shards, with T tensor-parallel ranks:
+
+    embedding, output_layer, linear_qkv     n / T rows
+    linear_fc1                              n / 2T rows of gate and n / 2T rows of up
+    linear_proj, linear_fc2                 n / T columns
+    norms, routers                          not split
+
+Standard deviations are Megatron's: std, and std / sqrt(2 num_layers) for linear_proj and
+linear_fc2.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -22,125 +41,244 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import (
+    model_parallel_cuda_manual_seed,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_snip.trainer.config import TrainConfig
-from megatron_snip.trainer.initialize import initialize_weights
-from megatron_snip.trainer.runner import StepRunner
 
-OVERLAP_BUCKET = 40_000_000
-"""Parameters in a gradient bucket when reduction overlaps the backward pass (Megatron's least)."""
+ForwardBackward = Callable[..., list[dict[str, Any]]]
+"""Megatron's forward-backward function (`get_forward_backward_func()`); keyword arguments only."""
+
+DataIterator = Iterator[Any] | list[Iterator[Any]]
+"""Yields the microbatches of an iteration; one iterator per model chunk if there are several."""
+
+LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
+
+LOSS = "lm loss"
+"""Megatron's name of the language-model loss."""
+
+INIT_STD = 0.02
+"""Standard deviation of initial weights."""
+
+_TRANSFORMER_FIELDS = (
+    *("num_layers", "hidden_size", "num_attention_heads", "attention_dropout", "hidden_dropout"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "bf16"),
+    *("recompute_granularity", "recompute_method", "recompute_num_layers"),
+    "expert_model_parallel_size",
+)
+_EXPERT_FIELDS = (
+    *("moe_router_topk", "moe_router_load_balancing_type"),
+    *("moe_aux_loss_coeff", "moe_token_dispatcher_type"),
+)
+_OPTIMIZER_FIELDS = (
+    *("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "bf16"),
+    *("use_distributed_optimizer", "overlap_param_gather"),
+)
+_RESIDUAL = ("linear_proj.weight", "linear_fc2.weight")
+_GATED = "linear_fc1.weight"
+_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What the loop moves forward.
+    """The model of this rank and its optimizer.
 
     Attributes:
-        runner: the wrapped model chunks and how to run microbatches through them.
+        model: wrapped chunks; more than one in an interleaved pipeline.
         optimizer: Megatron's AdamW, with FP32 master weights under BF16.
         scheduler: of learning rate and weight decay.
+        num_microbatches: per iteration and rank.
+        seq_length: tokens per sample.
+        micro_batch_size: samples per microbatch.
     """
 
-    runner: StepRunner
+    model: tuple[DistributedDataParallel, ...]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+    num_microbatches: int
+    seq_length: int
+    micro_batch_size: int
+
+    @property
+    def function(self) -> ForwardBackward:
+        """Megatron's schedule for the layout."""
+        schedule: ForwardBackward = get_forward_backward_func()
+        return schedule
+
+    def arguments(self, data_iterator: DataIterator, forward_only: bool = False) -> dict[str, Any]:
+        """Return the schedule's keyword arguments for one iteration."""
+        return {
+            "forward_step_func": forward_step,
+            "data_iterator": data_iterator,
+            "model": list(self.model),
+            "num_microbatches": self.num_microbatches,
+            "seq_length": self.seq_length,
+            "micro_batch_size": self.micro_batch_size,
+            "decoder_seq_length": self.seq_length,
+            "forward_only": forward_only,
+        }
+
+    def zero_gradients(self) -> None:
+        """Clear the gradient buffers."""
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def defer_gathers(self) -> None:
+        """Before the first iteration: the weights are complete, so forward passes do not gather."""
+        for chunk in self.model:
+            if chunk.use_forward_hook:
+                chunk.disable_forward_pre_hook(param_sync=False)
+
+    def overlap_gathers(self) -> None:
+        """From the first update on: forward passes gather the weights that they use."""
+        for chunk in self.model:
+            if chunk.use_forward_hook:
+                chunk.enable_forward_pre_hook()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Within the context all weights are complete and forward passes do not gather."""
+        hooked = [c for c in self.model if c.use_forward_hook and c.remove_forward_pre_hook_handles]
+        for chunk in hooked:
+            chunk.disable_forward_pre_hook()
+        try:
+            yield
+        finally:
+            for chunk in hooked:
+                chunk.enable_forward_pre_hook()
+
+
+def initialize_parallel_state(config: TrainConfig) -> None:
+    """All ranks: create Megatron's process groups and seed its random streams.
+
+    torch.distributed is initialized. As in Megatron, data-parallel ranks share a seed and pipeline
+    stages do not.
+    """
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_size,
+        # Only a checkpoint format that this trainer does not write needs them.
+        create_gloo_process_groups=False,
+    )
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    model_parallel_cuda_manual_seed(config.seed + 100 * stage, force_reset_rng=True)
+
+
+def destroy_parallel_state() -> None:
+    """All ranks: destroy Megatron's process groups, so that another layout can be initialized."""
+    # Megatron drops its groups without destroying them, and each holds threads and sockets.
+    groups = getattr(parallel_state, "_global_process_group_list", None) or []
+    parallel_state.destroy_model_parallel()
+    for group in groups:
+        if group is not None:
+            dist.destroy_process_group(group)
 
 
 def build_training_state(config: TrainConfig, world_size: int) -> TrainingState:
-    """All ranks: build, initialize and wrap the model, and make its optimizer.
+    """All ranks: build, initialize and wrap the model; create its optimizer and scheduler.
 
-    Args:
-        config: the run's settings.
-        world_size: number of ranks; model-parallel groups exist already.
+    Megatron's process groups exist already (`initialize_parallel_state`).
     """
     transformer = transformer_config(config)
-    chunks = build_chunks(config, transformer)
+    chunks = _build_chunks(config, transformer)
     optimizer = _build_optimizer(config, chunks)
     transformer.grad_scale_func = optimizer.scale_loss
     transformer.finalize_model_grads_func = finalize_model_grads
     if config.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in chunks]
         transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-    runner = StepRunner(
+    return TrainingState(
         model=tuple(chunks),
         optimizer=optimizer,
+        scheduler=_build_scheduler(config, optimizer),
         num_microbatches=config.num_microbatches(world_size),
         seq_length=config.seq_length,
         micro_batch_size=config.micro_batch_size,
     )
-    return TrainingState(runner, optimizer, _build_scheduler(config, optimizer))
+
+
+def forward_step(
+    data_iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module
+) -> tuple[torch.Tensor, LossFunction]:
+    """Run one microbatch through a model chunk, as Megatron's schedules call it.
+
+    Args:
+        data_iterator: yields tokens, labels, position_ids and loss_mask, each [b, s].
+        model: a chunk; later stages take their input from the stage before.
+
+    Returns:
+        The output of the chunk (losses per token [b, s] on the last stage) and the loss function.
+    """
+    batch = {key: value.cuda() for key, value in next(data_iterator).items()}
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, partial(_token_losses, batch["loss_mask"])
+
+
+def _token_losses(
+    mask: torch.Tensor, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return (sum of losses, number of tokens, {LOSS: both}); Megatron divides."""
+    flat = mask.view(-1).float()
+    total = torch.sum(output.float().view(-1) * flat)
+    tokens = flat.sum().to(torch.int)
+    report = torch.stack([total.detach(), tokens.to(total.dtype)])
+    return total, tokens, {LOSS: report}
 
 
 def transformer_config(config: TrainConfig) -> TransformerConfig:
-    """Return Megatron's record of the model and its layout."""
+    """Return Megatron's configuration of the model and its layout.
+
+    By Megatron's defaults no kernel is fused, so CPU and GPU run the same operations, and a
+    pipeline keeps its outputs, which gloo's isend reads after it returns.
+
+    Raises:
+        ValueError, AssertionError: if Megatron refuses a setting.
+    """
     compute = torch.bfloat16 if config.bf16 else torch.float32
-    tp = config.tensor_model_parallel_size
     interleaved = config.virtual_pipeline_size is not None
+    settings = {name: getattr(config, name) for name in _TRANSFORMER_FIELDS}
+    if config.num_experts is not None:
+        settings |= {name: getattr(config, name) for name in _EXPERT_FIELDS}
+        settings |= {
+            "num_moe_experts": config.num_experts,
+            "moe_ffn_hidden_size": config.expert_ffn_width,
+            "expert_tensor_parallel_size": config.expert_tensor_size,
+        }
     return TransformerConfig(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
+        **settings,
         ffn_hidden_size=config.ffn_width,
-        num_attention_heads=config.num_attention_heads,
         num_query_groups=config.query_groups,
-        kv_channels=config.head_width,
         normalization="RMSNorm",
         layernorm_epsilon=config.norm_epsilon,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        attention_dropout=config.attention_dropout,
-        hidden_dropout=config.hidden_dropout,
-        init_method=_leave_as_is,
-        output_layer_init_method=_leave_as_is,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        init_method=_keep,
+        output_layer_init_method=_keep,
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_size,
-        sequence_parallel=config.sequence_parallel and tp > 1,
-        recompute_granularity=config.recompute_granularity,
-        recompute_method=config.recompute_method,
-        recompute_num_layers=config.recompute_num_layers,
-        bf16=config.bf16,
+        sequence_parallel=config.sequence_parallel and config.tensor_model_parallel_size > 1,
         params_dtype=compute,
         pipeline_dtype=compute,
-        # Fused kernels are CUDA's or a compiler's; unfused, the CPU and the GPU run alike.
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
-        # Under an interleaved pipeline of two stages a batch would hold two messages between the
-        # same two ranks, and they could be taken for each other; unbatched, Megatron orders them.
+        # In an interleaved pipeline of two stages a batch would hold two messages between the same
+        # ranks, and they could be exchanged. Without batching Megatron orders them.
         batch_p2p_comm=not interleaved,
         overlap_p2p_comm=interleaved,
-        **_expert_settings(config),
     )
 
 
-def _expert_settings(config: TrainConfig) -> dict[str, Any]:
-    if config.num_experts is None:
-        return {}
-    return {
-        "num_moe_experts": config.num_experts,
-        "moe_ffn_hidden_size": config.expert_ffn_width,
-        "moe_router_topk": config.moe_router_topk,
-        "moe_router_pre_softmax": config.moe_router_pre_softmax,
-        "moe_router_load_balancing_type": config.moe_router_load_balancing_type,
-        "moe_aux_loss_coeff": config.moe_aux_loss_coeff,
-        "moe_token_dispatcher_type": config.moe_token_dispatcher_type,
-        "expert_model_parallel_size": config.expert_model_parallel_size,
-        "expert_tensor_parallel_size": config.expert_tensor_size,
-    }
-
-
-def build_chunks(
+def _build_chunks(
     config: TrainConfig, transformer: TransformerConfig
 ) -> list[DistributedDataParallel]:
-    """All ranks: build this rank's model chunks (one, or one a virtual stage), wrapped."""
     virtual = config.virtual_pipeline_size
     stages = range(virtual) if virtual else [None]
     chunks = [_build_chunk(config, transformer, stage) for stage in stages]
@@ -149,23 +287,17 @@ def build_chunks(
         overlap_grad_reduce=config.overlap_grad_reduce,
         overlap_param_gather=config.overlap_param_gather,
         use_distributed_optimizer=config.use_distributed_optimizer,
-        bucket_size=_bucket_size() if config.overlap_grad_reduce else None,
     )
     return [
         DistributedDataParallel(
             config=transformer,
             ddp_config=settings,
             module=chunk,
-            # Later chunks' communication overlaps the compute of the first as it is.
+            # The communication of later chunks already overlaps the compute of the first.
             disable_bucketing=index > 0,
         )
         for index, chunk in enumerate(chunks)
     ]
-
-
-def _bucket_size() -> int:
-    ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    return max(OVERLAP_BUCKET, 1_000_000 * int(ranks))
 
 
 def _build_chunk(
@@ -201,35 +333,21 @@ def _build_chunk(
 def _build_optimizer(
     config: TrainConfig, chunks: list[DistributedDataParallel]
 ) -> MegatronOptimizer:
+    import megatron.core.optimizer as optimizer
+
     settings = OptimizerConfig(
         optimizer="adam",
-        lr=config.lr,
-        min_lr=config.min_lr,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.adam_beta1,
-        adam_beta2=config.adam_beta2,
-        adam_eps=config.adam_eps,
-        clip_grad=config.clip_grad,
-        bf16=config.bf16,
         params_dtype=torch.bfloat16 if config.bf16 else torch.float32,
-        use_distributed_optimizer=config.use_distributed_optimizer,
-        overlap_param_gather=config.overlap_param_gather,
+        **{name: getattr(config, name) for name in _OPTIMIZER_FIELDS},
     )
-    rule = _weight_decay_rule(settings)
+    # megatron-core 0.16 excludes norms from weight decay only if asked to.
+    standard = getattr(optimizer, "get_standard_config_overrides", None)
+    rule = {} if standard is None else {"config_overrides": standard(settings)}
     return get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False, **rule)
 
 
-def _weight_decay_rule(settings: OptimizerConfig) -> dict[str, Any]:
-    """Keyword that keeps weight decay off the norms, where Megatron wants it said."""
-    import megatron.core.optimizer as optimizer
-
-    standard = getattr(optimizer, "get_standard_config_overrides", None)  # new in 0.16
-    return {} if standard is None else {"config_overrides": standard(settings)}
-
-
 def _build_scheduler(config: TrainConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    # Megatron counts its schedule in samples.
-    batch = config.global_batch_size
+    batch = config.global_batch_size  # Megatron's schedule counts samples
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -247,6 +365,75 @@ def _build_scheduler(config: TrainConfig, optimizer: MegatronOptimizer) -> Optim
     )
 
 
-def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
-    """Initialize nothing: `initialize_weights` sets every weight afterwards."""
-    return weight
+def _keep(weight: torch.Tensor) -> torch.Tensor:
+    return weight  # `initialize_weights` sets every weight
+
+
+@torch.no_grad()
+def initialize_weights(chunk: torch.nn.Module, config: TrainConfig) -> None:
+    """Set every parameter of an unwrapped GPTModel; BF16 parameters get the FP32 value rounded."""
+    for name, parameter in global_parameters(chunk):
+        rank, size = _tensor_parallel_place(name)
+        sharded = getattr(parameter, "tensor_model_parallel", False)
+        dim: int | None = getattr(parameter, "partition_dim", None) if sharded else None
+        shape = list(parameter.shape)
+        if dim is not None:
+            shape[dim] *= size
+        complete = complete_tensor(name, tuple(shape), config)
+        parameter.copy_(shard(name, complete, dim, rank, size))
+
+
+def global_parameters(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield (global name, parameter) of a GPTModel chunk.
+
+    In a pipeline stage `decoder.layers.N` is local; a layer's `layer_number` is global and 1-based.
+    The index of an expert is local to its rank. A tied output layer has the embedding's name.
+    """
+    for name, parameter in chunk.named_parameters():
+        if name.startswith("decoder.layers."):
+            local, rest = name.removeprefix("decoder.layers.").split(".", 1)
+            number: Any = chunk.get_submodule(f"decoder.layers.{local}").layer_number
+            yield f"decoder.layers.{number - 1}.{_global_expert(rest, chunk)}", parameter
+        elif name == "output_layer.weight" and getattr(parameter, "shared_embedding", False):
+            yield "embedding.word_embeddings.weight", parameter
+        else:
+            yield name, parameter
+
+
+def _global_expert(path: str, chunk: torch.nn.Module) -> str:
+    found = _EXPERT.search(path)
+    if found is None:
+        return path
+    config: Any = chunk.config
+    rank = parallel_state.get_expert_model_parallel_rank()
+    per_rank = config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+    return f"{path[: found.start(1)]}{rank * per_rank + int(found[1])}{path[found.end(1) :]}"
+
+
+def _tensor_parallel_place(name: str) -> tuple[int, int]:
+    if _EXPERT.search(name):
+        rank = parallel_state.get_expert_tensor_parallel_rank()
+        return rank, parallel_state.get_expert_tensor_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    return rank, parallel_state.get_tensor_model_parallel_world_size()
+
+
+def complete_tensor(name: str, shape: tuple[int, ...], config: TrainConfig) -> torch.Tensor:
+    """Return the initial value of a complete parameter, FP32 on the CPU."""
+    if len(shape) == 1:  # the weight of a norm
+        return torch.ones(shape)
+    digest = hashlib.sha256(f"{config.seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    std = INIT_STD
+    if name.endswith(_RESIDUAL):
+        std /= math.sqrt(2.0 * config.num_layers)
+    return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+
+def shard(name: str, complete: torch.Tensor, dim: int | None, rank: int, size: int) -> torch.Tensor:
+    """Return the shard of one tensor-parallel rank; `dim` is split, or None."""
+    if dim is None or size == 1:
+        return complete
+    if name.endswith(_GATED):
+        return torch.cat([half.chunk(size, dim)[rank] for half in complete.chunk(2, dim)], dim)
+    return complete.chunk(size, dim)[rank]

@@ -1,241 +1,293 @@
-"""One rank's run: process group, model, data, hook, loop, files.
+"""A run: checks before it starts, then process group, model, data, hook, loop and files.
 
-Without a GPU the CPU patch is put in place first, and gloo carries the collectives. With GPUs the
-same code runs on NCCL, unpatched.
+Without a GPU the CPU patch is installed first and gloo carries the collectives. With GPUs the same
+code runs on NCCL, unpatched.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
+import struct
+import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from rich.console import Console
-from rich.logging import RichHandler
 
-from megatron_snip.collectives import broadcast_json
+from megatron_snip.collectives import broadcast_json, one_line
 from megatron_snip.controller import SnipController
 from megatron_snip.directory import (
     DirectoryLock,
     archive_run,
+    check_new_run,
     lock_directory,
     mark,
     own_files,
     remove_run,
 )
 from megatron_snip.errors import UsageError
-from megatron_snip.patches import cpu, torch_adam
-from megatron_snip.planning.json_file import write_atomic
-from megatron_snip.reporting.reporter import FileReporter, NullReporter, Reporter, Reporters
+from megatron_snip.files import parse_json, write_atomic
+from megatron_snip.patches import cpu
+from megatron_snip.patches.cpu import torch_adam
+from megatron_snip.planning.plan import read_plan
+from megatron_snip.planning.policies import get_policy
+from megatron_snip.reporting.events import Writer
 from megatron_snip.reporting.run_directory import RunDirectory
-from megatron_snip.reporting.summary import SummaryReporter
-from megatron_snip.reporting.tensorboard_reporter import TensorBoardReporter
-from megatron_snip.reporting.wandb_reporter import WandbReporter
-from megatron_snip.trainer.checkpoint import Checkpoints, Progress
-from megatron_snip.trainer.checks import check_run, check_run_dir, resume_step
-from megatron_snip.trainer.config import TrainConfig
+from megatron_snip.reporting.summary import SummaryWriter
+from megatron_snip.reporting.writers import TensorBoardWriter, WandbWriter, start_wandb
+from megatron_snip.trainer.checkpoint import (
+    Checkpoints,
+    Progress,
+    check_resume,
+    checkpoint_path,
+    latest_iteration,
+    read_saved_run,
+    resume_iteration,
+)
+from megatron_snip.trainer.config import TrainConfig, check_ranks
 from megatron_snip.trainer.data import build_datasets
-from megatron_snip.trainer.hooks import PlainHook, TrainingHook
-from megatron_snip.trainer.loop import TrainingResult, train
-from megatron_snip.trainer.model import TrainingState, build_training_state
-from megatron_snip.trainer.parallel import (
+from megatron_snip.trainer.loop import (
+    PlainTraining,
+    StopRequests,
+    TrainingHook,
+    TrainingResult,
+    train,
+)
+from megatron_snip.trainer.model import (
+    TrainingState,
+    build_training_state,
     destroy_parallel_state,
     initialize_parallel_state,
+    transformer_config,
 )
-from megatron_snip.trainer.progress import print_summary, show_progress
-from megatron_snip.trainer.resume import keep_steps_before
-from megatron_snip.trainer.saver import Saver
-from megatron_snip.trainer.stop import StopRequests
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_LINES = 20
+"""Progress lines per run, about."""
+
+_CHECKED_DOCUMENTS = 1000
+"""Documents of data_path whose token ids are compared with vocab_size."""
+
+
+# Checks before a run starts; they write nothing.
+
+
+def check_run(config: TrainConfig, world_size: int) -> None:
+    """Refuse a run that cannot work.
+
+    Raises:
+        UsageError: one line with what is wrong and what to do.
+    """
+    check_ranks(config, world_size)
+    try:
+        transformer_config(config)
+    except (ValueError, AssertionError) as error:
+        raise UsageError(f"Megatron refuses the settings: {one_line(error)}") from None
+    for name, needed in (("save_interval", "save"), ("ckpt_step", "load")):
+        if getattr(config, name) and getattr(config, needed) is None:
+            raise UsageError(f"{name} needs {needed}, a folder of checkpoints")
+    iteration = resume_iteration(config)
+    if config.load is not None and iteration:
+        source = checkpoint_path(config.load, iteration)
+        check_resume(config, read_saved_run(source), source)
+    if config.save is not None:
+        latest = latest_iteration(config.save)
+        if latest is not None and config.save != config.load:
+            raise UsageError(
+                f"save '{config.save}' holds checkpoints of another run, up to iteration {latest}; "
+                f"resume from them (--load {config.save}) or name another folder"
+            )
+    if config.snip.enabled:
+        get_policy(config.snip.policy)
+        if config.snip.plan_file is not None:
+            read_plan(config.snip.plan_file)
+    _check_run_dir(config, iteration)
+    if config.data_path is not None:
+        check_data(config.data_path, config.vocab_size)
+
+
+def _check_run_dir(config: TrainConfig, iteration: int) -> None:
+    # A command that starts and resumes moves the files of a run without a checkpoint aside.
+    may_restart = config.load is not None and config.load == config.save
+    check_new_run(config.run_dir, config.overwrite or iteration > 0 or may_restart)
+
+
+def check_data(prefix: Path, vocab_size: int | None) -> None:
+    """Refuse data that do not exist, are not in Megatron's indexed format, or have larger ids.
+
+    Raises:
+        UsageError: names the file.
+    """
+    if vocab_size is None:
+        raise UsageError("data_path needs vocab_size, the number of token ids in the data")
+    for path in (Path(f"{prefix}.idx"), Path(f"{prefix}.bin")):
+        if not path.is_file():
+            raise UsageError(f"data_path: '{path}' does not exist (give the path without .bin)")
+    try:
+        documents = IndexedDataset(str(prefix))
+        largest = max(int(documents[i].max()) for i in range(len(documents))[:_CHECKED_DOCUMENTS])
+    except (OSError, ValueError, AssertionError, struct.error) as error:
+        reason = one_line(error)
+        raise UsageError(
+            f"data_path: '{prefix}' is not in Megatron's indexed format ({reason})"
+        ) from None
+    if largest >= vocab_size:
+        raise UsageError(
+            f"data_path: '{prefix}' holds token id {largest}, vocab_size is {vocab_size}"
+        )
+
+
+# The run.
 
 
 def run_rank(config: TrainConfig) -> TrainingResult:
-    """Every rank of a launcher: train, write the run's files (rank 0), and leave.
+    """Every rank of a launcher: train, and write the run's files (rank 0).
 
     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set.
 
     Raises:
-        UsageError: if the number of ranks does not fit the settings, or data or plan do not.
-        SnipError: if a rank cannot go on; every rank raises.
+        UsageError: if the number of ranks, data or plan do not fit; every rank raises.
+        SnipError: if a rank cannot continue.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    console = _console() if rank == 0 else None
-    set_up_logging(console)
+    _set_up_logging(logging.WARNING if rank else logging.INFO)
     check_run(config, world_size)
     on_cpu = cpu.install()
     if not on_cpu:
         torch_adam.install()
     with _process_group(config, on_cpu):
         initialize_parallel_state(config)
+        # A folder may be called `[/runs]` or `:smile:`.
+        console = None if rank else Console(markup=False, emoji=False)
         result = run_session(config, console)
         destroy_parallel_state()
     return result
 
 
 def run_session(config: TrainConfig, console: Console | None) -> TrainingResult:
-    """All ranks, within Megatron's groups: build, load, train, save, write the run's files.
+    """All ranks, with Megatron's groups initialized: build, load, train, save, write the files.
 
     Args:
         config: the run's settings, checked.
-        console: where rank 0 shows how it goes; None shows nothing.
+        console: for progress and summary on rank 0; None prints nothing.
     """
-    control = _control_group()
-    step = broadcast_json(resume_step(config), control)
-    with _written_directories(config, step, control) as directory:
-        return _train(config, console, control, step, directory)
+    control = dist.group.WORLD
+    if dist.get_backend() != "gloo":
+        control = dist.new_group(backend="gloo")
+    assert control is not None, "the process group is initialized"
+    done = broadcast_json(resume_iteration(config), control)
+    with _directories(config, done, control) as directory:
+        state = build_training_state(config, dist.get_world_size())
+        checkpoints = Checkpoints(config, state, control)
+        start = checkpoints.load(done) if done else None
+        datasets = build_datasets(config, control)
+        if directory is not None:
+            write_atomic(directory.path / "data.json", json.dumps(datasets.source) + "\n")
+        summary = SummaryWriter()
+        writers = make_writers(config, directory, summary, done)
+        requests = None if config.save is None else StopRequests(control)
+        saving = None if config.save is None else checkpoints
 
+        def show(iteration: int, metrics: dict[str, Any]) -> None:
+            if console is not None:
+                _print_progress(config, console, iteration, metrics)
 
-def _train(
-    config: TrainConfig,
-    console: Console | None,
-    control: dist.ProcessGroup,
-    step: int,
-    directory: RunDirectory | None,
-) -> TrainingResult:
-    state = build_training_state(config, dist.get_world_size())
-    checkpoints = Checkpoints(config, state, control)
-    start = checkpoints.load(step) if step else None
-    datasets = build_datasets(config, control)
-    if directory is not None:
-        write_atomic(directory.path / "data.json", json.dumps(datasets.source) + "\n")
-    summary = SummaryReporter()
-    reporter = make_reporter(config, directory, summary, step)
-    with (
-        _stop_requests(config, control) as requests,
-        closing(make_hook(config, state, reporter, start)) as hook,
-        show_progress(config, console) as listener,
-    ):
-        saver = Saver(config, checkpoints, requests, hook.state)
-        result = train(config, state, datasets, hook, listener, start, saver)
+        with requests or nullcontext(), closing(make_hook(config, state, writers, start)) as hook:
+            result = train(config, state, datasets, hook, show, start, saving, requests)
     if console is not None:
-        wide = console if console.is_terminal else _console(120)  # a pipe has no width
+        wide = console if console.is_terminal else Console(width=120, markup=False, emoji=False)
         for table in summary.tables():
             wide.print(table)
-        print_summary(config, result, console, _written(config.run_dir))
+        _print_result(config, result, console)
     return result
 
 
-def _console(width: int | None = None) -> Console:
-    """Return a console that prints names as they are: a folder may be called `[/runs]`."""
-    return Console(width=width, markup=False, emoji=False)
-
-
-def make_reporter(
-    config: TrainConfig,
-    directory: RunDirectory | None,
-    summary: SummaryReporter,
-    first_step: int = 0,
-) -> Reporter:
-    """Return who listens on this rank: files, summary, dashboards on rank 0, nobody elsewhere.
+def make_writers(
+    config: TrainConfig, directory: RunDirectory | None, summary: SummaryWriter, done: int = 0
+) -> list[Writer]:
+    """Return the writers of this rank: files, summary and dashboards on rank 0.
 
     Args:
         config: the run's settings.
-        directory: the run's files; None on ranks that report nothing.
-        summary: listens as well.
-        first_step: that this process makes.
+        directory: the run's files; None on the other ranks.
+        summary: prints tables at the end.
+        done: iterations done before this process.
     """
     if directory is None:
-        return NullReporter()
-    reporters: list[Reporter] = [FileReporter(directory), summary]
+        return []
+    writers: list[Writer] = [directory, summary]
     settings = config.model_dump(mode="json")
-    if config.snip.wandb:
-        reporters.append(WandbReporter(config.snip.wandb_project, directory.path, settings))
-    if config.snip.tensorboard:
-        board = directory.path / "tensorboard"
-        reporters.append(TensorBoardReporter(board, settings, first_step))
-    return Reporters(reporters)
+    if config.wandb_project is not None:
+        wandb = start_wandb(config.wandb_project, directory.path, settings)
+        writers.append(WandbWriter(wandb, settings["snip"]))
+    if config.tensorboard_dir is not None:
+        from torch.utils.tensorboard import SummaryWriter as TensorBoardFiles
+
+        files = TensorBoardFiles(str(config.tensorboard_dir), purge_step=done or None)
+        writers.append(TensorBoardWriter(files, settings["snip"]))
+    return writers
 
 
 def make_hook(
     config: TrainConfig,
     state: TrainingState,
-    reporter: Reporter,
+    writers: list[Writer],
     start: Progress | None = None,
 ) -> TrainingHook:
-    """All ranks: return SNIP's controller if it is asked for, else a hook that only reports.
-
-    Args:
-        config: the run's settings.
-        state: the model and its optimizer.
-        reporter: told of everything.
-        start: go on from here.
-    """
+    """All ranks: return SNIP's controller if it is enabled, else plain training."""
     if not config.snip.enabled:
-        return PlainHook(reporter)
+        return PlainTraining(writers)
     snip = None if start is None else start.snip
-    return SnipController(config.snip, state.runner.model, state.optimizer, reporter, state=snip)
-
-
-def set_up_logging(console: Console | None) -> None:
-    """Log to the console on rank 0, and only warnings of other ranks to stderr."""
-    handler: logging.Handler = logging.StreamHandler()
-    if console is not None and console.is_terminal:
-        # Lines then appear above the progress bar.
-        handler = RichHandler(console=console, show_path=False, show_time=False)
-    logging.basicConfig(
-        level=logging.WARNING if console is None else logging.INFO,
-        format="%(message)s" if isinstance(handler, RichHandler) else "%(levelname)s %(message)s",
-        handlers=[handler],
-        force=True,
+    return SnipController(
+        config.snip,
+        state.model,
+        state.optimizer,
+        seed=config.seed,
+        writers=writers,
+        state=snip,
     )
+
+
+def _set_up_logging(level: int) -> None:
+    logging.basicConfig(level=level, format="%(levelname)s %(message)s", force=True)
     for name in ("megatron", "torch"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # Megatron logs what it raises as well.
+    logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.CRITICAL)
 
 
 @contextmanager
 def _process_group(config: TrainConfig, on_cpu: bool) -> Iterator[None]:
-    """Join the process group; leave it at the end, but not after a failure.
+    """Initialize the process group; destroy it at the end, but not after a failure.
 
-    After a failure other ranks may never come to leave it, and waiting for them would hide why.
+    After a failure other ranks may not come to destroy it, and waiting would hide the reason.
     """
-    if on_cpu:
-        _use_loopback()
-    else:
+    if not on_cpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = config.distributed_backend or ("gloo" if on_cpu else "nccl")
-    if backend == "nccl" and on_cpu:
-        raise UsageError("distributed_backend nccl needs GPUs, and there are none; use gloo")
+    is_local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    if on_cpu and is_local and Path("/sys/class/net/lo").exists():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
-    dist.init_process_group(backend, timeout=timeout)
+    dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timeout)
     yield
     dist.destroy_process_group()
 
 
-def _control_group() -> dist.ProcessGroup:
-    """All ranks: return a group of all of them that carries CPU tensors."""
-    world = dist.group.WORLD
-    assert world is not None, "the process group was joined before"
-    if dist.get_backend() == "gloo":
-        return world
-    group: dist.ProcessGroup = dist.new_group(backend="gloo")
-    return group
-
-
-def _use_loopback() -> None:
-    """Let gloo talk over the loopback interface where all ranks are on this machine."""
-    local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-    if local and Path("/sys/class/net/lo").exists():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
-
-def _stop_requests(
-    config: TrainConfig, group: dist.ProcessGroup
-) -> AbstractContextManager[StopRequests]:
-    """Return what listens for signals; without a folder to save in they end the run at once."""
-    requests = StopRequests(group)
-    return nullcontext(requests) if config.save is None else requests
-
-
 @contextmanager
-def _written_directories(
-    config: TrainConfig, step: int, control: dist.ProcessGroup
+def _directories(
+    config: TrainConfig, done: int, control: dist.ProcessGroup
 ) -> Iterator[RunDirectory | None]:
-    """All ranks: lock and prepare what this run writes to; rank 0 gets the run directory.
+    """All ranks: lock and prepare the folders that this run writes to; rank 0 gets run_dir.
 
     Raises:
         UsageError: on every rank, if another job writes there.
@@ -247,7 +299,7 @@ def _written_directories(
         try:
             for path in dict.fromkeys(p for p in (config.run_dir, config.save) if p is not None):
                 locks.append(lock_directory(path))
-            directory = _start_run(config, step)
+            directory = _start_run(config, done)
         except (UsageError, OSError) as error:
             failure = {"error": str(error)}
     try:
@@ -260,12 +312,11 @@ def _written_directories(
             lock.release()
 
 
-def _start_run(config: TrainConfig, step: int) -> RunDirectory:
-    """Rank 0: make room for this run's files, or keep those of its first `step` steps."""
-    check_run_dir(config)
+def _start_run(config: TrainConfig, done: int) -> RunDirectory:
+    _check_run_dir(config, done)  # again: under the lock
     mark(config.run_dir)
-    if step:
-        keep_steps_before(config.run_dir, step)
+    if done:
+        drop_later_iterations(config.run_dir, done)
     elif config.overwrite:
         remove_run(config.run_dir)
     else:
@@ -275,6 +326,63 @@ def _start_run(config: TrainConfig, step: int) -> RunDirectory:
     return directory
 
 
-def _written(run_dir: Path) -> list[Path]:
-    names = sorted({path.relative_to(run_dir).parts[0] for path in own_files(run_dir)})
-    return [run_dir / name for name in names]
+def drop_later_iterations(run_dir: Path, done: int) -> None:
+    """Drop the rows and files of the iterations after `done`, which a resumed run repeats."""
+    for kind in ("plans", "problems", "divergences", "precision"):
+        for file in (run_dir / kind).glob("*.json"):
+            if file.stem.isdecimal() and int(file.stem) > done:
+                file.unlink()
+    metrics = run_dir / "metrics.jsonl"
+    if metrics.is_file():
+        lines = metrics.read_bytes().decode(errors="replace").split("\n")
+        rows = [line for line in lines if _iteration_of(line) in range(1, done + 1)]
+        write_atomic(metrics, "".join(f"{line}\n" for line in rows))
+
+
+def _iteration_of(line: str) -> int | None:
+    try:
+        iteration = parse_json(line, "metrics.jsonl")["iteration"]
+    except (UsageError, KeyError, TypeError):
+        return None  # a crash of the machine cut the line
+    return iteration if isinstance(iteration, int) else None
+
+
+# What the user sees.
+
+
+def _print_progress(
+    config: TrainConfig, console: Console, iteration: int, metrics: dict[str, Any]
+) -> None:
+    every = max(1, config.train_iters // PROGRESS_LINES)
+    if iteration % every and iteration != 1 and "validation_loss" not in metrics:
+        return
+    parts = [f"iteration {iteration:>5}/{config.train_iters}", f"loss {metrics['loss']:.4f}"]
+    if "validation_loss" in metrics:
+        parts.append(f"validation {metrics['validation_loss']:.4f}")
+    parts.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
+    if config.snip.enabled:
+        share = metrics["lowest_precision_fraction"]
+        parts.append(f"{config.snip.lowest_formats} {100 * share:.0f}%")
+    console.print("  ".join(parts))
+    sys.stdout.flush()
+
+
+def _print_result(config: TrainConfig, result: TrainingResult, console: Console) -> None:
+    if math.isnan(result.loss) and result.iterations >= config.train_iters:
+        console.print(f"nothing left to do: {result.iterations} iterations are done")
+        return
+    end = f", stopped by {result.stopped}" if result.stopped else ""
+    console.print(
+        f"{result.iterations} iterations in {result.seconds:.0f} s, "
+        f"training loss {result.loss:.4f}{end}"
+    )
+    if result.stopped and config.save is not None:
+        console.print(f"to resume: the same command with --load {config.save}", soft_wrap=True)
+    if result.validation_loss is not None and result.first_validation_loss is not None:
+        console.print(
+            f"validation loss {result.first_validation_loss:.4f} before training, "
+            f"{result.validation_loss:.4f} after"
+        )
+    console.print("written:")
+    for name in sorted({p.relative_to(config.run_dir).parts[0] for p in own_files(config.run_dir)}):
+        console.print(f"  {config.run_dir / name}", soft_wrap=True)

@@ -27,8 +27,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 1500.0
+"""Limit of every job and command that tests start: it ends what hangs, on the slowest machine."""
 KILL_AFTER_S = 3.0
-"""How long the other ranks may go on after one has failed."""
+"""Seconds that the other ranks may run after one has failed."""
 LOG_TAIL = 40000
 """Characters of a rank's log that a failure shows."""
 ERROR_HEAD = 1500
@@ -53,7 +55,7 @@ def run_ranks(
     world_size: int,
     function: str,
     arguments: Mapping[str, Any] | None = None,
-    timeout_s: float = 120.0,
+    timeout_s: float = TIMEOUT_S,
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Call `function(**arguments)` on every rank of a gloo process group.
@@ -64,7 +66,7 @@ def run_ranks(
             must not start threads at import. Inside, `torch.distributed` is initialized, and
             RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set.
         arguments: JSON values, passed as keywords.
-        timeout_s: seconds until all ranks are ended.
+        timeout_s: seconds after the start of the ranks until all are ended.
         environment: variables on top of this process' own and of `RANK_ENVIRONMENT`.
 
     Returns:
@@ -94,13 +96,13 @@ def run_ranks(
             start_new_session=True,  # a process group of its own: ending it ends the ranks only
         )
         try:
-            said, _ = parent.communicate(timeout=timeout_s + 2 * KILL_AFTER_S)
+            output, _ = parent.communicate(timeout=timeout_s + TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            said = b"the ranks did not end in time"
+            output = b"the ranks did not end in time"
         finally:
             _end_group(parent)
         if parent.returncode != 0:
-            raise RankFailure(_report(Path(folder), job, said.decode(errors="replace")))
+            raise RankFailure(_report(Path(folder), job, output.decode(errors="replace")))
         return [
             json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world_size)
         ]
@@ -120,8 +122,8 @@ def _end_group(parent: subprocess.Popen[bytes]) -> None:
     parent.wait()
 
 
-def _report(folder: Path, job: Mapping[str, Any], said: str) -> str:
-    lines = [f"{job['function']} on {job['world_size']} ranks: {said.strip()}"]
+def _report(folder: Path, job: Mapping[str, Any], output: str) -> str:
+    lines = [f"{job['function']} on {job['world_size']} ranks: {output.strip()}"]
     for rank in range(job["world_size"]):
         log = folder / f"{rank}.log"
         text = log.read_text(errors="replace").strip() if log.exists() else "(not started)"

@@ -1,21 +1,24 @@
-"""A run that stops and goes on is bitwise the run that never stopped.
+"""A resumed run is bitwise the run that never stopped.
 
 Runs share one launch, because starting ranks takes longer than training them.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 import signal
-import subprocess
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_snip.trainer.launch import SAVED_AND_STOPPED
+from megatron_snip.trainer.checkpoint import checkpoint_path
 from tests.distributed.launch import run_ranks
+from tests.distributed.layouts import names, selected
 from tests.distributed.test_trainer import (
     DROPOUT,
     OVERLAP,
@@ -26,14 +29,14 @@ from tests.distributed.test_trainer import (
     VPP,
     assert_same_training,
     command,
-    environment,
+    run_command,
 )
 
-STEPS = 6
+ITERATIONS = 6
 STOP = 3
 
-SNIP = {"enabled": True, "start_step": 2, "interval": 3, "lag": 2, "efficiency_target": 0.5}
-"""Measures at steps 2 and 5, applies before step 4: a checkpoint after 3 holds an open problem."""
+SNIP = {"enabled": True, "start_step": 3, "interval": 3, "lag": 2, "efficiency_target": 0.5}
+"""Measures in iterations 3 and 6; the checkpoint after 3 holds a pending solve."""
 
 EP2 = {"num_experts": 4, "expert_model_parallel_size": 2}
 ETP1 = {"expert_tensor_parallel_size": 1}
@@ -52,21 +55,27 @@ OTHER_LAYOUT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dp2 sharded to tp2": (RESHARDABLE, {**RESHARDABLE, **TP2}),
 }
 
+FAST = ["tp2 snip"]
+
 Results = list[dict[str, dict[str, Any]]]
 
 
 def runs_of(
     name: str, before: dict[str, Any], after: dict[str, Any], folder: Path
 ) -> dict[str, dict[str, Any]]:
-    """Three runs: one that never stops, one that stops after STOP steps, and one that goes on."""
-    base = {**TINY, "bf16": True, "train_iters": STEPS, "data_cache_path": str(folder / "data")}
+    """Three runs: one never stops, one stops after STOP iterations, one resumes it."""
+    base = {
+        **TINY,
+        "bf16": True,
+        "train_iters": ITERATIONS,
+    }
     place = folder / name
     saving = {"run_dir": str(place / "run"), "save": str(place / "checkpoints")}
-    going_on = {**saving, "load": saving["save"]}
+    resuming = {**saving, "load": saving["save"]}
     return {
-        name: {**base, **before, "run_dir": str(place / "whole")},
+        name: {**base, **before, "run_dir": str(place / "complete")},
         f"{name}: stopped": {**base, **before, **saving, "exit_interval": STOP},
-        f"{name}: resumed": {**base, **after, **going_on},
+        f"{name}: resumed": {**base, **after, **resuming},
     }
 
 
@@ -76,95 +85,156 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(folder: Path) -> Results:
+def two_ranks(request: pytest.FixtureRequest, folder: Path) -> Results:
     runs: dict[str, Any] = {}
-    for name, layout in SAME_LAYOUT.items():
+    for name, layout in selected(request, SAME_LAYOUT).items():
         runs |= runs_of(name, layout, layout, folder)
-    for name, (before, after) in OTHER_LAYOUT.items():
+    for name, (before, after) in selected(request, OTHER_LAYOUT).items():
         runs |= runs_of(name, before, after, folder)
     function = "tests.distributed.workers.checkpoints:run_all"
-    return run_ranks(2, function, {"runs": runs}, timeout_s=280)
+    return run_ranks(2, function, {"runs": runs})
 
 
-@pytest.mark.parametrize("name", SAME_LAYOUT)
+@pytest.mark.parametrize("name", names(SAME_LAYOUT, FAST))
 def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(two_ranks: Results, name: str) -> None:
     for results in two_ranks:
         stopped = results[f"{name}: stopped"]
-        assert (stopped["steps"], stopped["stopped"]) == (STOP, "exit_interval")
+        assert (stopped["iterations"], stopped["stopped"]) == (STOP, "exit_interval")
         assert results[f"{name}: resumed"] == results[name]
-        assert [row["step"] for row in results[name]["metrics"]] == list(range(STEPS))
-        # Training went on after the checkpoint: equality is not that of standing still.
+        assert [row["iteration"] for row in results[name]["metrics"]] == list(
+            range(1, ITERATIONS + 1)
+        )
+        # Training changed the weights after the checkpoint.
         assert results[name]["weights"] != stopped["weights"]
 
 
-def test_a_plan_that_was_being_solved_is_applied_by_the_resumed_run(
-    two_ranks: Results, folder: Path
+@pytest.mark.parametrize("name", ["tp2 snip"])
+def test_a_resumed_run_applies_the_plan_that_was_being_solved(
+    two_ranks: Results, folder: Path, name: str
 ) -> None:
-    rows = two_ranks[0]["tp2 snip: resumed"]["metrics"]
+    rows = two_ranks[0][f"{name}: resumed"]["metrics"]
     assert [row["lowest_precision_fraction"] > 0 for row in rows] == [False] * 4 + [True] * 2
-    whole, run = (folder / "tp2 snip" / name / "plans" / "2.json" for name in ("whole", "run"))
-    plans = [json.loads(path.read_text()) for path in (whole, run)]
+    files = (folder / name / run / "plans" / "3.json" for run in ("complete", "run"))
+    plans = [json.loads(path.read_text()) for path in files]
     for plan in plans:
         plan.pop("seconds")
     assert plans[0] == plans[1]
 
 
-@pytest.mark.parametrize("name", OTHER_LAYOUT)
-def test_another_layout_goes_on_with_the_same_model(two_ranks: Results, name: str) -> None:
+@pytest.mark.parametrize("name", names(OTHER_LAYOUT, FAST))
+def test_another_layout_continues_with_the_same_model(two_ranks: Results, name: str) -> None:
     for results in two_ranks:
-        whole, resumed = results[name], results[f"{name}: resumed"]
-        for result in (whole, resumed):
+        complete, resumed = results[name], results[f"{name}: resumed"]
+        for result in (complete, resumed):
             for key in ("loss", "grad_norm"):
                 result[key + ("es" if key == "loss" else "s")] = [r[key] for r in result["metrics"]]
-        assert_same_training(resumed, whole)
+        assert_same_training(resumed, complete)
 
 
-def test_a_signal_to_one_rank_stops_all_after_the_step(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_signal_to_one_rank_stops_all_after_the_iteration(tmp_path: Path) -> None:
     save = tmp_path / "checkpoints"
     values = {**TINY, **TP2, "run_dir": str(tmp_path / "run"), "save": str(save)}
     arguments = {"values": values, "number": int(signal.SIGUSR1), "rank": 1}
     function = "tests.distributed.workers.checkpoints:signal_one_rank"
     results = run_ranks(2, function, arguments)
     for result in results:
-        assert (result["steps"], result["stopped"], result["handler"]) == (2, "SIGUSR1", True)
+        assert (result["iterations"], result["stopped"], result["handler"]) == (2, "SIGUSR1", True)
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "2\n"
     assert (save / "iter_0000002" / "run.json").is_file()
 
 
-def test_the_command_saves_on_sigterm_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    settings = {
-        "tensor_model_parallel_size": 1,
-        "global_batch_size": 1,
-        "hidden_dropout": 0.1,
-        "eval_iters": 0,
-        "train_iters": 60,
-    }
-    environ = environment(tmp_path, OMP_NUM_THREADS="1")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    whole = command(tmp_path / "a" / "run", **settings)
-    subprocess.run(whole, env=environ, check=True, capture_output=True, timeout=240)
-    save = str(tmp_path / "b" / "checkpoints")
-    words = command(tmp_path / "b" / "run", **settings, save=save, load=save)
-    front = subprocess.Popen(
-        words, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        deadline = time.monotonic() + 90
-        assert front.stdout is not None
-        while "step" not in front.stdout.readline():  # the rank trains
-            assert front.poll() is None and time.monotonic() < deadline
-        front.send_signal(signal.SIGTERM)
-        printed, said = front.communicate(timeout=90)
-    finally:
-        front.kill()
-    assert (front.returncode, said) == (SAVED_AND_STOPPED, "")
-    assert "stopped by SIGTERM" in printed and f"--load {save}" in printed
-    again = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=120)
-    assert (again.returncode, again.stderr) == (0, "")
-    assert losses(tmp_path / "b" / "run") == losses(tmp_path / "a" / "run")
+# ---- damaged checkpoints and full disks -------------------------------------------------------
 
 
-def losses(run_dir: Path) -> list[tuple[int, float]]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], row["loss"]) for row in rows]
+def truncate(path: Path) -> str:
+    file = next(path.glob("*.distcp"))
+    os.truncate(file, 100)
+    return file.name
+
+
+def empty_metadata(path: Path) -> str:
+    os.truncate(path / ".metadata", 0)
+    return ".metadata"
+
+
+def flip_a_bit(path: Path) -> str:
+    file = max(path.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    return file.name
+
+
+def other_iteration(path: Path) -> str:
+    shutil.copy(path.with_name("iter_0000001") / "common.pt", path / "common.pt")
+    return "common.pt"
+
+
+DAMAGES: list[Callable[[Path], str]] = [truncate, empty_metadata, flip_a_bit, other_iteration]
+
+FULL_DISK = """
+import os
+if "RANK" in os.environ:
+    import errno
+    from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint.api import CheckpointException
+    save, calls = dist_checkpointing.save, []
+    def failing(content, folder):
+        calls.append(save(content, folder))
+        if len(calls) == 2:
+            full = OSError(errno.ENOSPC, "No space left on device")
+            rank = int(os.environ["RANK"])
+            raise CheckpointException("write", {} if rank else {1: (full, None)})
+    dist_checkpointing.save = failing
+"""
+
+
+@pytest.mark.slow
+def test_damage_to_a_checkpoint_is_one_line(tmp_path: Path) -> None:
+    save = tmp_path / "checkpoints"
+    values = {"save": str(save), "save_interval": 1, "eval_iters": 0, "train_iters": 2}
+    done = run_command(command(tmp_path / "run", **values), tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    runs: dict[str, Any] = {}
+    names = {}
+    for damage in DAMAGES:
+        copy = tmp_path / damage.__name__
+        shutil.copytree(save, copy)
+        names[damage.__name__] = damage(copy / "iter_0000002")
+        run = {**TINY, **TP2, "bf16": True, "eval_iters": 0, "load": str(copy)}
+        runs[damage.__name__] = {**run, "run_dir": str(tmp_path / "resumed" / damage.__name__)}
+        # The same without digests, as the first version of this trainer wrote checkpoints.
+        old = copy.with_name(f"old {damage.__name__}")
+        shutil.copytree(copy, old)
+        settings = json.loads((old / "iter_0000002" / "run.json").read_text())
+        settings |= {"version": 1, "files": {}}
+        (old / "iter_0000002" / "run.json").write_text(json.dumps(settings))
+        if damage is not flip_a_bit:
+            values = {**run, "load": str(old), "run_dir": str(tmp_path / "resumed" / old.name)}
+            runs[old.name] = values
+    previous = {**runs["truncate"], "ckpt_step": 1, "run_dir": str(tmp_path / "resumed" / "1")}
+    function = "tests.distributed.workers.checkpoints:errors"
+    results = run_ranks(2, function, {"runs": {**runs, "previous": previous}})
+    for errors in results:
+        assert errors.pop("previous") is None
+        for name, (kind, message) in errors.items():
+            assert kind in ("UsageError", "SnipError") and "\n" not in message
+            if name in names:
+                assert f"iter_0000002/{names[name]}' does not match the SHA-256" in message
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(FULL_DISK)
+    save = tmp_path / "checkpoints"
+    values = {"save": str(save), "save_interval": 1, "eval_iters": 0, "train_iters": 3}
+    done = run_command(command(tmp_path / "run", **values), tmp_path)
+    assert done.returncode == 1
+    path = checkpoint_path(save, 2)
+    reason = f"OSError: [Errno {errno.ENOSPC}] No space left on device"
+    assert done.stderr == f"megatron-snip: cannot save '{path}': {reason}\n"
+    assert [p.name for p in save.iterdir() if p.is_dir()] == ["iter_0000001"]
+    (tmp_path / "sitecustomize.py").unlink()
+    resumed = run_command(command(tmp_path / "run", **values, load=str(save)), tmp_path)
+    assert (resumed.returncode, resumed.stderr) == (0, "")

@@ -10,7 +10,7 @@ from tests.distributed.launch import run_ranks
 
 
 def test_values_and_failures_reach_every_rank() -> None:
-    results = run_ranks(3, "tests.distributed.workers.collectives:all_checks", timeout_s=60)
+    results = run_ranks(3, "tests.distributed.workers.collectives:all_checks")
     gathered = [
         {"rank": r, "text": "x" * (3 + 40 * r), "e": "\u00e9", "none": None} for r in range(3)
     ]
@@ -33,7 +33,7 @@ def test_values_and_failures_reach_every_rank() -> None:
 
 def test_small_sums_are_right_and_the_same_bits_on_any_number_of_ranks() -> None:
     """FP64 against exact rational sums; sizes that are powers of two and such that are not."""
-    results = run_ranks(6, "tests.distributed.workers.collectives:butterfly_checks", timeout_s=90)
+    results = run_ranks(6, "tests.distributed.workers.collectives:recursive_doubling_checks")
     for size in range(1, 7):
         found = [result[str(size)] for result in results[:size]]
         exact = [sum(Fraction(r["given"][i]) for r in found) for i in range(len(found[0]["given"]))]

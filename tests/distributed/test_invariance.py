@@ -1,9 +1,9 @@
 """The same weights and data give the same statistics, divergences and plan in every layout.
 
 Layouts add in another order, so X, W and G differ by 1e-7 of themselves; here and there an element
-then rounds to the other neighbour. One such element changes a sum by 1e-4 to 1e-2 of it at this
-size, while counting a rank twice or not at all changes whole columns by a factor. So the
-divergence table must agree to 1e-3 everywhere, and the statistics behind it but for a few entries.
+then rounds to the other neighbour. One such element changes a sum by 1e-4 to 3e-2 of it at this
+size, while counting a rank twice or not at all changes whole columns by a factor. So divergences
+and statistics must agree to 1e-3 but for at most 2 % of the entries.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.launch import run_ranks
+from tests.distributed.layouts import names, selected
 
 WORKER = "tests.distributed.workers.invariance:refresh_in"
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
@@ -23,7 +24,6 @@ DISTRIBUTED = {
     "overlap_param_gather": True,
 }
 ONE = {
-    "plain": {},
     "full recompute": {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
@@ -40,6 +40,8 @@ TWO = {
     "dp distributed optimizer": DISTRIBUTED,
     "tied": {TP: 2, "untie_embeddings_and_output_weights": False},
 }
+STAGES = {"pp": [{0, 1}, {2, 3}], "vpp": [{0, 2}, {1, 3}]}
+"""Layers of each pipeline rank."""
 FOUR = {
     "tp pp": {TP: 2, PP: 2},
     "tp sp dp distributed optimizer": {
@@ -48,17 +50,19 @@ FOUR = {
         **DISTRIBUTED,
     },
 }
+FAST = ["tp sp", "pp", "dp distributed optimizer"]
 RTOL = 1e-3
-FLIPPED_RTOL = 2e-2
-FLIPPED_SHARE = 0.02  # of about 500 numbers
+FLIPPED_RTOL = 4e-2
+FLIPPED_SHARE = 0.02  # of about 500 statistics and 200 divergences
 SIGNED = "first"
 """A sum of terms of both signs: what is left of it is compared with the size of the terms."""
 
 
 @pytest.fixture(scope="module")
-def reference() -> dict[str, Any]:
-    layouts = {**ONE, "tied": {"untie_embeddings_and_output_weights": False}}
-    return run_ranks(1, WORKER, {"layouts": layouts}, timeout_s=240)[0]
+def reference(request: pytest.FixtureRequest) -> dict[str, Any]:
+    others = {**ONE, "tied": {"untie_embeddings_and_output_weights": False}}
+    layouts = {"plain": {}, **selected(request, others)}
+    return run_ranks(1, WORKER, {"layouts": layouts})[0]
 
 
 def check(result: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -79,9 +83,7 @@ def check_statistics(found: dict[str, Any], expected: dict[str, Any]) -> None:
         for key in row
         if key != "stage"
     }
-    far = {place: error for place, error in errors.items() if error > RTOL}
-    assert len(far) <= FLIPPED_SHARE * len(errors), far
-    assert max(errors.values()) < FLIPPED_RTOL, far
+    check_errors(errors)
 
 
 def check_divergences(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -91,8 +93,13 @@ def check_divergences(found: dict[str, Any], expected: dict[str, Any]) -> None:
         for option, values in options.items()
         for key, value in values.items()
     }
+    check_errors(errors)
+
+
+def check_errors(errors: dict[Any, float]) -> None:
     far = {place: error for place, error in errors.items() if error > RTOL}
-    assert far == {}
+    assert len(far) <= FLIPPED_SHARE * len(errors), far
+    assert max(errors.values()) < FLIPPED_RTOL, far
 
 
 def error_of(key: str, found: float, row: dict[str, float]) -> float:
@@ -109,23 +116,23 @@ def test_the_reference_has_something_to_compare(reference: dict[str, Any]) -> No
     assert len(plain["statistics"]["linears"]) == 16
     for row in plain["statistics"]["linears"].values():
         assert [key for key, value in row.items() if value == 0 and key != "stage"] == []
-        assert row["microbatches"] == 4
-        assert row["tokens"] == 4 * 256
+        assert row["microbatches"] == 8
+        assert row["tokens"] == 8 * 256
     assert len(set(plain["plan"].values())) > 1
-    assert plain["history"][0][0] == 4
+    assert plain["history"][0][0] == 5
 
 
-@pytest.mark.parametrize("name", [name for name in ONE if name != "plain"])
+@pytest.mark.parametrize("name", names(ONE, []))
 def test_recomputing_activations_changes_nothing(reference: dict[str, Any], name: str) -> None:
     check(reference[name], reference["plain"])
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> list[dict[str, Any]]:
-    return run_ranks(2, WORKER, {"layouts": TWO}, timeout_s=280)
+def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(2, WORKER, {"layouts": selected(request, TWO)})
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", names(TWO, FAST))
 def test_two_ranks_measure_and_plan_as_one(
     reference: dict[str, Any], two_ranks: list[dict[str, Any]], name: str
 ) -> None:
@@ -137,21 +144,22 @@ def test_two_ranks_measure_and_plan_as_one(
     assert two_ranks[0][name]["history"] == two_ranks[1][name]["history"]
 
 
-def test_stages_are_the_pipelines(two_ranks: list[dict[str, Any]]) -> None:
-    def layers(name: str, stage: int) -> set[int]:
-        stages = two_ranks[0][name]["stages"]
-        return {int(linear.split(".")[2]) for linear, s in stages.items() if s == stage}
-
-    assert (layers("pp", 0), layers("pp", 1)) == ({0, 1}, {2, 3})
-    assert (layers("vpp", 0), layers("vpp", 1)) == ({0, 2}, {1, 3})
+@pytest.mark.parametrize("name", names(STAGES, FAST))
+def test_stages_are_the_pipelines(two_ranks: list[dict[str, Any]], name: str) -> None:
+    stages = two_ranks[0][name]["stages"]
+    layers = [
+        {int(linear.split(".")[2]) for linear, s in stages.items() if s == stage}
+        for stage in range(2)
+    ]
+    assert layers == STAGES[name]
 
 
 @pytest.fixture(scope="module")
-def four_ranks() -> list[dict[str, Any]]:
-    return run_ranks(4, WORKER, {"layouts": FOUR}, timeout_s=280)
+def four_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(4, WORKER, {"layouts": selected(request, FOUR)})
 
 
-@pytest.mark.parametrize("name", FOUR)
+@pytest.mark.parametrize("name", names(FOUR, []))
 def test_four_ranks_measure_and_plan_as_one(
     reference: dict[str, Any], four_ranks: list[dict[str, Any]], name: str
 ) -> None:

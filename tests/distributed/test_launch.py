@@ -22,5 +22,5 @@ def test_a_failing_rank_is_named_with_its_traceback_and_ends_the_others() -> Non
 
 def test_a_rank_that_hangs_is_ended_and_shows_where_it_was() -> None:
     with pytest.raises(RankFailure) as caught:
-        run_ranks(2, f"{WORKERS}:sleep_on", {"rank": 0}, timeout_s=2)
-    assert "sleep_on" in str(caught.value)
+        run_ranks(2, f"{WORKERS}:sleep_on", {"rank": 0}, timeout_s=5)
+    assert "in sleep_on" in str(caught.value)

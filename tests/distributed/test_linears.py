@@ -20,9 +20,9 @@ LAYOUTS = {
 TOLERANCE = {"gated bf16": 2.0**-7}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_gemms_are_those_of_the_dequantized_operands(ranks: int) -> None:
-    for result in run_ranks(ranks, f"{WORKERS}:quantized_linears", timeout_s=120):
+    for result in run_ranks(ranks, f"{WORKERS}:quantized_linears"):
         for case, options in result.items():
             for option, errors in options.items():
                 check(f"{case} in {option}", errors, TOLERANCE.get(case, 2e-6))
@@ -38,6 +38,6 @@ def check(label: str, errors: dict[str, Any], tolerance: float) -> None:
 
 
 def test_a_plan_of_bf16_is_bitwise_megatrons_own() -> None:
-    for result in run_ranks(2, f"{WORKERS}:bf16_plan", {"layouts": LAYOUTS}, timeout_s=120):
+    for result in run_ranks(2, f"{WORKERS}:bf16_plan", {"layouts": LAYOUTS}):
         for name, (plain, planned) in result.items():
             assert plain == planned, name

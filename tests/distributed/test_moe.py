@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.launch import run_ranks
+from tests.distributed.layouts import names, selected
 from tests.distributed.test_invariance import check_statistics
 
 WORKER = "tests.distributed.workers.moe:refresh_in"
@@ -37,17 +38,17 @@ RTOL = 1e-3
 
 @pytest.fixture(scope="module")
 def one_rank() -> dict[str, Any]:
-    return run_ranks(1, WORKER, {"layouts": ONE}, timeout_s=200)[0]
+    return run_ranks(1, WORKER, {"layouts": ONE})[0]
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> list[dict[str, Any]]:
-    return run_ranks(2, WORKER, {"layouts": TWO}, timeout_s=280)
+def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(2, WORKER, {"layouts": selected(request, TWO)})
 
 
 @pytest.fixture(scope="module")
-def four_ranks() -> list[dict[str, Any]]:
-    return run_ranks(4, WORKER, {"layouts": FOUR}, timeout_s=280)
+def four_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(4, WORKER, {"layouts": selected(request, FOUR)})
 
 
 def check(result: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -76,7 +77,7 @@ def test_a_row_holds_all_experts_of_a_layer(one_rank: dict[str, Any]) -> None:
     assert one_rank["plain"]["losses"][0] > one_rank["plain"]["losses"][2]
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", names(TWO, []))
 def test_two_ranks_measure_and_plan_as_one(
     one_rank: dict[str, Any], two_ranks: list[dict[str, Any]], name: str
 ) -> None:
@@ -88,7 +89,7 @@ def test_two_ranks_measure_and_plan_as_one(
     assert own == ([[0, 1, 2, 3]] * 2 if shared else [[0, 1], [2, 3]])
 
 
-@pytest.mark.parametrize("name", FOUR)
+@pytest.mark.parametrize("name", names(FOUR, []))
 def test_four_ranks_measure_and_plan_as_one(
     one_rank: dict[str, Any], four_ranks: list[dict[str, Any]], name: str
 ) -> None:

@@ -36,7 +36,7 @@ CLASSES = {
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
     arguments = {"cases": TOYS, "layouts": OPTIMIZERS}
-    return run_ranks(2, f"{WORKERS}:all_checks", arguments, timeout_s=200)
+    return run_ranks(2, f"{WORKERS}:all_checks", arguments)
 
 
 @pytest.mark.parametrize("name", TOYS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -16,44 +15,39 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_snip.argument_file import read_argument_file
-from megatron_snip.comparison.outcome import Outcome, read_outcome
 from megatron_snip.config import SnipConfig, make_config, read_yaml
-from megatron_snip.controller_state import ControllerState, GuardState, Pending
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, UsageError
-from megatron_snip.loss_guard import GuardSettings, LossGuard
+from megatron_snip.files import MAX_BYTES, read_json
+from megatron_snip.guard import GuardState, LossMonitor
+from megatron_snip.linears.te.precision_config import Stages, import_options
 from megatron_snip.options import Option
-from megatron_snip.patches.checkpoint_sidecar import read_sidecar
-from megatron_snip.planning import worker
+from megatron_snip.planning import solver_worker
 from megatron_snip.planning.calibration import (
     CalibratedLinear,
     CalibrationTable,
     read_calibration,
     with_seconds,
 )
-from megatron_snip.planning.exchange import PlanRequest, encode_request
-from megatron_snip.planning.json_file import MAX_BYTES, read_json
 from megatron_snip.planning.plan import assignment_digest, read_plan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import read_problem
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.planning.te_config import Stages, import_options
-from megatron_snip.reporting.divergence_record import read_divergences
-from megatron_snip.reporting.metrics_log import MetricsLog
+from megatron_snip.planning.solver_process import PlanRequest
+from megatron_snip.reporting.run_record import read_divergences, read_metrics
+from megatron_snip.state import ControllerState, Pending
 from megatron_snip.trainer.config import load_train_config
-from megatron_snip.trainer.corpus import prepare_corpus
 from tests.hostile.mutations import DEEP, mutants
 from tests.unit.planning.build import plan_of, problem_of
 
-PLAN = plan_of(["fp4", "fp8"], step=3, stages=(0.5,), objective=0.25)
-PROBLEM = problem_of([(0.1, 0.4), (0.2, 0.3)])
-WATCH = GuardSettings(steps=5, sigmas=6.0, rise=0.2, patience=3)
+PLAN = plan_of(["fp4", "fp8"], iteration=3, stages=(0.5,), objective=0.25)
+PROBLEM = problem_of([(0.1, 0.4), (0.2, 0.3)], scores=[{"abs_error": 0.1}] * 2)
 STATE = ControllerState(
     7,
     PLAN,
     ((4, PLAN.digest),),
     6,
-    Pending(6, 8, PROBLEM.to_dict(), {"a": {"fp4": {"e": 0.1}}}),
-    GuardState(LossGuard((2.0, 1.9)).changed(WATCH), PLAN, (PLAN.digest,), 1, 9),
+    Pending(6, 8, PROBLEM),
+    GuardState(LossMonitor((2.0, 1.9)).after_plan_change(6.0), PLAN, (PLAN.digest,), 1, 9),
 ).to_dict()
 DIVERGENCES = {
     "version": 1,
@@ -63,12 +57,12 @@ DIVERGENCES = {
     ],
 }
 METRICS = {
-    "step": 0,
+    "iteration": 1,
     "loss": 2.5,
-    "plan_step": 0,
+    "plan_iteration": 0,
     "changed_linears": 2,
     "wait_s": 0.1,
-    "events": [{"kind": "kept", "message": "why"}],
+    "notices": [{"kind": "kept", "message": "why"}],
 }
 SECONDS = {"fprop": 1e-3, "dgrad": 2e-3, "wgrad": 3e-3}
 CALIBRATION = CalibrationTable(
@@ -86,9 +80,6 @@ CALIBRATION = CalibrationTable(
         ),
     ),
 ).model_dump(mode="json")
-OUTCOME = Outcome(
-    "forks-fp4", (3, 4), (2.5, 2.25), (4,), (2.5,), 0.75, {"fp4": 0.75, "fp8": 0.25}, 1, 2.0
-)
 TE_CONFIG = {
     "configs": {
         "low": {
@@ -119,17 +110,13 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def survives(read: Callable[[], Any]) -> Any:
     """Read; return the result, or None after an error of one short line."""
-    begin = time.monotonic()
     try:
-        result = read()
+        return read()
     except (UsageError, InfeasiblePlanError, PlanningError) as error:
         text = str(error)
         assert text and "\n" not in text
         assert len(text) < 2000
         return None
-    finally:
-        assert time.monotonic() - begin < 20.0  # a hang, not slowness
-    return result
 
 
 @fuzzed
@@ -165,15 +152,6 @@ def test_states_of_checkpoints(content: bytes, file: Path) -> None:
 
 
 @fuzzed
-@given(content=mutants(STATE))
-def test_sidecars(content: bytes, tmp_path_factory: pytest.TempPathFactory, file: Path) -> None:
-    folder = file.parent / "sidecar"
-    folder.mkdir(exist_ok=True)
-    (folder / "snip_state.json").write_bytes(content)
-    survives(lambda: read_sidecar(folder))
-
-
-@fuzzed
 @given(content=mutants(DIVERGENCES))
 def test_divergences(content: bytes, file: Path) -> None:
     file.write_bytes(content)
@@ -187,16 +165,6 @@ def test_calibration_tables(content: bytes, file: Path) -> None:
     table = survives(lambda: read_calibration(file))
     if table is not None:
         survives(lambda: with_seconds(PROBLEM, table))
-
-
-@fuzzed
-@given(content=mutants(OUTCOME.to_json()))
-def test_outcomes_of_a_comparison(content: bytes, file: Path) -> None:
-    file.write_bytes(content)
-    outcome = survives(lambda: read_outcome(file))
-    if outcome is not None:
-        assert len(outcome.steps) == len(outcome.losses)
-        assert json.loads(json.dumps(outcome.to_json(), allow_nan=False))["version"] == 1
 
 
 @fuzzed
@@ -216,11 +184,10 @@ def test_metrics(content: bytes, cut: bool, file: Path) -> None:
     file.write_bytes(content + (b"" if cut else b"\n"))
 
     def read() -> None:
-        log = MetricsLog(file)
-        log.read_more()
-        assert log.plans is not None and log.events is not None
-        log.column("loss")
-        log.last("loss")
+        metrics = read_metrics(file)
+        assert metrics.notices is not None
+        metrics.column("loss")
+        metrics.last("loss")
 
     survives(read)
 
@@ -252,13 +219,13 @@ def test_argument_files(content: bytes, file: Path) -> None:
     survives(lambda: read_argument_file(file))
 
 
-REQUEST = "".join(encode_request(PlanRequest(1, PROBLEM, PlanSettings(), PLAN, 3, None)))
+REQUEST = "".join(PlanRequest(1, PROBLEM, PlanSettings(), PLAN, 3).json_pieces())
 
 
 @settings(fuzzed, max_examples=40)
 @given(content=mutants(json.loads(REQUEST)))
 def test_the_solver_process_always_answers_with_one_line(content: bytes) -> None:
-    reply = worker._answer(content.decode(errors="replace").replace("\n", " "))
+    reply = solver_worker.answer(content.decode(errors="replace").replace("\n", " "))
     assert reply.endswith("\n") and reply.count("\n") == 1
     assert set(json.loads(reply)) >= {"id"}
 
@@ -314,46 +281,6 @@ def test_what_is_no_file_of_usual_size_is_refused(
         assert survives(lambda path=path: read(path)) is None  # type: ignore[misc]
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path, Any]:
-    """(library, cache, the corpus' folder in it, its manifest)."""
-    root = tmp_path_factory.mktemp("corpus")
-    (root / "library").mkdir()
-    for index in range(3):
-        (root / "library" / f"{index}.py").write_text(f"value = {index}\n")
-    made = prepare_corpus(root / "cache", 10**6, root / "library")
-    manifest = json.loads((made.folder / "manifest.json").read_text())
-    return root / "library", root / "cache", made.folder, manifest
-
-
-@settings(fuzzed, max_examples=40)
-@given(data=st.data())
-def test_the_built_in_text_is_mended_whatever_its_cache_holds(
-    data: st.DataObject, corpus: tuple[Path, Path, Path, Any]
-) -> None:
-    library, cache, folder, good = corpus
-    (folder / "manifest.json").write_bytes(data.draw(mutants(good)))
-    made = prepare_corpus(cache, 10**6, library)
-    assert made.folder == folder
-    sizes = (made.train_tokens, made.valid_tokens, made.num_files)
-    assert sizes == tuple(good["corpus"][k] for k in ("train_tokens", "valid_tokens", "num_files"))
-    assert [p.name for p in cache.iterdir()] == [folder.name]
-
-
-def test_a_link_in_the_place_of_the_built_in_text_is_not_followed(
-    corpus: tuple[Path, Path, Path, Any], tmp_path: Path
-) -> None:
-    library, cache, folder, _ = corpus
-    data, elsewhere = folder / "train.bin", tmp_path / "elsewhere"
-    elsewhere.write_bytes(bytes(data.stat().st_size))
-    data.unlink()
-    data.symlink_to(elsewhere)
-    made = prepare_corpus(cache, 10**6, library)
-    whole = Path(f"{made.train_prefix}.bin")
-    assert not whole.is_symlink() and any(whole.read_bytes())
-    assert not any(elsewhere.read_bytes())
-
-
 def test_good_files_are_read(file: Path) -> None:
     """The documents that the mutants are made from are themselves fine."""
     file.write_text(json.dumps(PLAN.to_dict()))
@@ -361,8 +288,6 @@ def test_good_files_are_read(file: Path) -> None:
     file.write_text(json.dumps(PROBLEM.to_dict()))
     assert read_problem(file) == PROBLEM
     assert ControllerState.from_dict(STATE).to_dict() == STATE
-    file.write_text(json.dumps(OUTCOME.to_json()))
-    assert read_outcome(file) == OUTCOME
     file.write_text(json.dumps(CALIBRATION))
     seconds = with_seconds(PROBLEM, read_calibration(file)).linears[0].options["fp8"].seconds
     assert seconds is not None and seconds > 0
@@ -371,6 +296,6 @@ def test_good_files_are_read(file: Path) -> None:
     found = import_options(read_yaml(file), [name], Stages.even(1, 1), base, "'file'")
     assert str(found[name]) == "nvfp4"
     file.write_text(json.dumps(DIVERGENCES))
-    assert read_divergences(file).step == 4
+    assert read_divergences(file).iteration == 5
     file.write_text(yaml.safe_dump(SNIP))
     assert make_config(read_yaml(file)).interval == 10

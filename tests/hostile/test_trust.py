@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_snip.planning.json_file import write_atomic
-from megatron_snip.planning.plan import write_plan
+from megatron_snip.files import write_atomic
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.reporting.run_record import read_run
 from tests.hostile.mutations import mutants
@@ -100,7 +99,7 @@ def watch(event, arguments):
 sys.addaudithook(watch)
 import io, json, torch
 from pathlib import Path
-from megatron_snip.controller_state import ControllerState
+from megatron_snip.state import ControllerState
 from megatron_snip.planning.plan import read_plan, write_plan
 from megatron_snip.planning.problem import read_problem
 from megatron_snip.planning.settings import PlanSettings
@@ -130,11 +129,11 @@ main()
 def run_directory(path: Path) -> Path:
     directory = RunDirectory(path)
     directory.start({"snip": SNIP})
-    directory.problem(0, PROBLEM.to_dict())
-    directory.divergences(0, {**DIVERGENCES, "step": 0})
-    write_plan(PLAN, directory._made("plans") / "0.json")
-    directory.metrics(METRICS)
+    directory.append_metrics(METRICS)
     directory.close()
+    for name in ("problems/0.json", "divergences/0.json", "plans/0.json"):
+        (path / name).parent.mkdir()
+        (path / name).write_text(json.dumps(FILES[name]))
     return path
 
 
@@ -178,7 +177,7 @@ def test_a_run_directory_with_one_hostile_file(name: str, run: Path) -> None:
         one()
     finally:
         path.write_bytes(good)
-    assert read_run(run).num_steps == 1
+    assert read_run(run).metrics.last_iteration == 1
 
 
 @fuzzed
@@ -187,7 +186,7 @@ def test_a_plan_outside_of_the_run_is_never_read(step: object, run: Path) -> Non
     log = run / "metrics.jsonl"
     good = log.read_bytes()
     try:
-        log.write_text(json.dumps({**METRICS, "plan_step": step}) + "\n")
+        log.write_text(json.dumps({**METRICS, "plan_iteration": step}) + "\n")
         record = survives(lambda: read_run(run))
         assert record is None or all(span.plan in (None, PLAN) for span in record.spans)
     finally:

@@ -135,7 +135,7 @@ def serve() -> None:
     """Answer every request with the ranks' exit statuses, one line of JSON each way."""
     import megatron.training.training  # noqa: F401  what takes long to import
 
-    import megatron_snip.patches.attach  # noqa: F401
+    import megatron_snip.controller  # noqa: F401
 
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing that is printed here may look like a reply
@@ -186,6 +186,7 @@ def _be_rank(rank: int, job: Mapping[str, Any]) -> None:
         LOCAL_WORLD_SIZE=str(job["ranks"]),
         MASTER_PORT=str(job["port"]),
         TINY_RESULTS=job["folder"],
+        TINY_EARLY="1",
     )
     status = 1
     try:

@@ -33,11 +33,11 @@ CPU = """
 """
 """What `--cpu` makes the default."""
 
-SNIP = ["--snip", "--snip-interval", "4", "--snip-start-step", "2", "--snip-lag", "2"]
+SNIP = ["--snip", "--snip-interval", "4", "--snip-start-step", "3", "--snip-lag", "2"]
 SNIP += ["--snip-efficiency-target", "0.5"]
-"""Refreshes at steps 2 and 6; plans are applied before steps 4 and 8."""
+"""Refreshes at iterations 3 and 7; plans are applied before iterations 5 and 9."""
 
-FROZEN = [*SNIP, "--snip-freeze-plan"]
+COLLECT_ONLY = [*SNIP, "--snip-collect-only"]
 """Measures as often, and stays in BF16."""
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
@@ -117,7 +117,7 @@ class Lab:
         return self.folder / name
 
     def planned(self, layout: str) -> tuple[Run, Path]:
-        """The run with SNIP that most tests look at, saving at step 7, and its `--save`."""
+        """The run with SNIP that most tests look at, saving at iteration 7, and its `--save`."""
         save = self.output(f"planned-{layout}")
         return self.run(layout, [*SNIP, *saving(save)]), save
 
@@ -133,7 +133,7 @@ def weights(run: Run) -> list[str]:
 
 
 def logged(run: Run, what: str = "lm loss") -> dict[int, str]:
-    """{iteration: value} as the last rank's log line printed it."""
+    """{iteration: value} in the last rank's log."""
     pattern = re.compile(rf"iteration +(\d+)/.*?\| {what}: (\S+)")
     return {int(number): value for number, value in pattern.findall(run.logs[-1])}
 
@@ -143,10 +143,9 @@ def snip_lines(run: Run) -> list[str]:
     return [line for line in run.logs[0].splitlines() if "megatron_snip" in line]
 
 
-def applied_plans(run: Run) -> list[tuple[int, int]]:
-    """(step of application, step measured) of every plan that rank 0's log tells of."""
-    pattern = re.compile(r"step (\d+): \S+ plan of step (\d+) applied")
-    return [(int(a), int(b)) for a, b in pattern.findall(run.logs[0])]
+def applied_plans(run: Run) -> list[int]:
+    """Iterations at which a plan was applied, in rank 0's log."""
+    return [int(i) for i in re.findall(r"snip: iteration (\d+): plan applied", run.logs[0])]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -1,9 +1,10 @@
 """A pretraining script as a user of Megatron-LM would write it: a tiny GPT on made-up text.
 
-It knows nothing of SNIP. Every rank writes what it ended with to the folder in TINY_RESULTS; it
-ends itself by SIGKILL in the iteration after TINY_KILL_AFTER, as a lost machine would, lets
-Megatron doubt the losses of iteration TINY_DOUBT (0-based), so that it repeats that step, and with
-TINY_RESTART trains a second time in the same process, as in-process restart does.
+It does not use SNIP. Every rank writes its results to the folder in TINY_RESULTS. Variables:
+TINY_KILL_AFTER: SIGKILL in the iteration after this one, as on a lost machine.
+TINY_DOUBT: Megatron doubts the losses of this iteration (0-based) and repeats it.
+TINY_EARLY: SNIP may measure before the optimizer has made ten steps.
+TINY_RESTART: a second training in the same process, as in-process restart does.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.training import destroy_global_state
+
+if "TINY_EARLY" in os.environ:
+    from megatron_snip import refresh
+
+    refresh.MIN_OPTIMIZER_STEPS = 0
 
 MODELS: list[torch.nn.Module] = []
 LOSSES: list[str] = []

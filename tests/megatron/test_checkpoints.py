@@ -1,4 +1,4 @@
-"""Saving, being killed, and going on: in Megatron's own checkpoints, in either format."""
+"""Saving, being killed and resuming with Megatron's own checkpoints, in either format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_snip.controller_state import ControllerState
+from megatron_snip.state import ControllerState
 from tests.megatron.fleet import Run
 from tests.megatron.lab import (
     SNIP,
@@ -22,7 +22,7 @@ from tests.megatron.lab import (
 
 
 def killed(lab: Lab, layout: str, *flags: str) -> Path:
-    """Train, save after step 7 with a refresh in flight, and lose every rank in step 8."""
+    """Train, save after iteration 7 with a refresh in flight, lose every rank in iteration 8."""
     directory = lab.output(f"killed-{layout}-{'-'.join(flags)}")
     run = lab.run(layout, [*SNIP, *saving(directory), *flags], {"TINY_KILL_AFTER": "7"})
     assert all(status != 0 for status in run.statuses), run.report
@@ -36,13 +36,13 @@ def resumed(lab: Lab, layout: str, load: Path, *flags: str) -> Run:
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
-def test_a_killed_run_goes_on_bitwise(lab: Lab, layout: str) -> None:
-    """The plan in force, the problem being solved and the schedule are those of the whole run."""
+def test_a_killed_run_resumes_bitwise(lab: Lab, layout: str) -> None:
+    """Plan, problem being solved and schedule are those of the run that was not killed."""
     whole, _ = lab.planned(layout)
     again = resumed(lab, layout, killed(lab, layout))
     assert weights(again) == weights(whole)
-    assert any("16 linears go on at step 7" in line for line in snip_lines(again))
-    assert applied_plans(again) == [(8, 6)]
+    assert any("training resumes after iteration 7 with" in line for line in snip_lines(again))
+    assert applied_plans(again) == [9]
     assert logged(again, "grad norm") == {
         i: norm for i, norm in logged(whole, "grad norm").items() if i > 7
     }
@@ -53,7 +53,7 @@ def test_torch_format_carries_the_state(lab: Lab) -> None:
     flags = ("--ckpt-format", "torch")
     again = resumed(lab, "tp2", killed(lab, "tp2", *flags), *flags)
     assert weights(again) == weights(whole)
-    assert applied_plans(again) == [(8, 6)]
+    assert applied_plans(again) == [9]
 
 
 @pytest.mark.parametrize("layout", ["one", "pp2"])
@@ -62,10 +62,12 @@ def test_other_parallel_sizes_keep_the_plan(lab: Lab, layout: str) -> None:
     load = killed(lab, "tp2")
     again = resumed(lab, layout, load)
     again.finished()
-    assert any("go on at step 7 with the snip plan of step 2" in x for x in snip_lines(again))
-    assert applied_plans(again) == [(8, 6)]
-    new = lab.output(f"resumed-{layout}-from-{load.name}-0") / "plans" / "6.json"
-    old = lab.planned("tp2")[1] / "snip" / "plans" / "6.json"
+    assert any(
+        "after iteration 7 with the snip plan of iteration 3" in x for x in snip_lines(again)
+    )
+    assert applied_plans(again) == [9]
+    new = lab.output(f"resumed-{layout}-from-{load.name}-0") / "plans" / "7.json"
+    old = lab.planned("tp2")[1] / "snip" / "plans" / "7.json"
     assert json.loads(new.read_text())["digest"] == json.loads(old.read_text())["digest"]
     assert len(json.loads(new.read_text())["stages"]) == (2 if layout == "pp2" else 1)
 
@@ -76,7 +78,7 @@ def test_a_checkpoint_without_snip_starts_from_the_initial_plan(lab: Lab) -> Non
     again = resumed(lab, "one", directory, "--ckpt-step", "7")
     again.finished()
     assert any("the checkpoint of iteration 7 has no SNIP state" in x for x in snip_lines(again))
-    assert any("start from the uniform-bf16 plan" in x for x in snip_lines(again))
+    assert any("starts with the uniform-bf16 plan" in x for x in snip_lines(again))
 
 
 def test_a_checkpoint_with_snip_loads_without(lab: Lab) -> None:
@@ -88,15 +90,17 @@ def test_a_checkpoint_with_snip_loads_without(lab: Lab) -> None:
 
 def test_finetuning_starts_anew(lab: Lab) -> None:
     again = resumed(lab, "tp2", killed(lab, "tp2"), "--finetune")
-    assert applied_plans(again) == [(4, 2), (8, 6)], again.report
+    assert applied_plans(again) == [5, 9], again.report
 
 
 def test_a_frozen_plan_file_wins_over_the_checkpoints(lab: Lab) -> None:
-    plan = lab.planned("tp2")[1] / "snip" / "plans" / "6.json"
-    flags = ("--snip-plan", str(plan), "--snip-freeze-plan")
+    plan = lab.planned("tp2")[1] / "snip" / "plans" / "7.json"
+    flags = ("--snip-plan-file", str(plan), "--snip-collect-only")
     again = resumed(lab, "tp2", killed(lab, "tp2"), *flags)
     again.finished()
-    assert any("go on at step 7 with the snip plan of step 6" in x for x in snip_lines(again))
+    assert any(
+        "after iteration 7 with the snip plan of iteration 7" in x for x in snip_lines(again)
+    )
     assert applied_plans(again) == []
 
 
@@ -108,6 +112,6 @@ def test_the_state_is_plain_and_the_same_on_all_ranks(lab: Lab) -> None:
     assert len(states) == 2 and states[0] == states[1]
     assert json.loads(json.dumps(states[0])) == states[0]
     state = ControllerState.from_dict(states[0])
-    assert state.step == 7 and state.refreshed == 6
-    assert state.pending is not None and state.pending.apply_at == 8
-    assert [step for step, _ in state.history] == [4]
+    assert state.iteration == 7 and state.refreshed == 7
+    assert state.pending is not None and state.pending.apply_at == 9
+    assert [iteration for iteration, _ in state.history] == [5]

@@ -1,4 +1,4 @@
-"""The flags in Megatron's own parser; what is refused is so in one line, with status 2."""
+"""The flags in Megatron's own parser; bad input ends in one line with status 2."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatron.training import arguments
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.flags import flag_name
-from megatron_snip.patches.seams import REGISTRY, install_for
-from megatron_snip.patches.settings import snip_config
+from megatron_snip.patches.arguments import snip_config
+from megatron_snip.patches.install import REGISTRY, install_for
 from tests.megatron.lab import CPU, MODEL, SNIP, Lab
 
 WORDS = [*MODEL.split(), *CPU.split()]
@@ -69,11 +69,12 @@ def test_yaml_settings_and_flags_over_them(parse: Any, tmp_path: Path) -> None:
 REFUSED = {
     "wrong-value": (["--snip-efficiency-target", "2"], "--snip-efficiency-target"),
     "not-a-number": (["--snip-interval", "often"], "--snip-interval"),
-    "lag": (["--snip-lag", "4"], "--snip-lag (4) must be smaller"),
+    "lag": (["--snip-lag", "4"], "--snip-lag: got 4, must be smaller"),
     "format": (["--snip-formats", "fp8,fp5"], "--snip-formats"),
     "pin": (["--snip-pins", "decoder.layers.9.*=fp8"], "--snip-pins: pin decoder.layers.9.*"),
     "policy": (["--snip-policy", "best"], "--snip-policy: unknown policy 'best'"),
-    "plan": (["--snip-plan", "none.json"], "--snip-plan-file: cannot read"),
+    "plan": (["--snip-plan-file", "none.json"], "--snip-plan-file: cannot read"),
+    "typo": (["--snip-intervall", "4"], "did you mean '--snip-interval'?"),
     "yaml": (["--snip-config", "none.yaml"], "--snip-config"),
     "cuda-graphs": (["--cuda-graph-impl", "local"], "--cuda-graph-impl none"),
 }
@@ -84,7 +85,7 @@ BY_THE_MODEL = ("pin", "plan")
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_run_is_refused_in_one_line(lab: Lab, name: str) -> None:
+def test_bad_input_ends_in_one_line(lab: Lab, name: str) -> None:
     flags, named = REFUSED[name]
     output = lab.output(f"refused-{name}")
     run = lab.run("one", [*SNIP, "--snip-output-dir", str(output), *flags])

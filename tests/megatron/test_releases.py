@@ -1,4 +1,4 @@
-"""Every seam in every supported release: importable, and taking what SNIP gives by name.
+"""Every patch in every supported release: its function exists and has the parameters.
 
 Releases older than the installed one come unpacked, one folder each, below MEGATRON_RELEASES.
 """
@@ -23,16 +23,16 @@ WITHOUT_TRAINING = "0.16.1"
 """Its wheel has no megatron.training; that came with checkouts alone."""
 
 OPTIONAL = ("fused-kernels", "validation-initialize")
-OLD_SEAMS = {"0.17.1": ("validation-initialize",)}
-"""Seams that some releases need; the kernels of 0.16 came with checkouts."""
+OLD_PATCHES = {"0.17.1": ("validation-initialize",)}
+"""Patches that some releases need; the kernels of 0.16 came with checkouts."""
 
 PROBE = """
 import json
 from megatron_snip.patches import cpu
 cpu.install(claim_cuda=True)
-from megatron_snip.cli.doctor import seam_states
-from megatron_snip.patches.target import core_version
-states = [[s.name, s.target, s.state.word, s.state.detail] for s in seam_states()]
+from megatron_snip.patches.install import REGISTRY
+from megatron_snip.patches.registry import core_version
+states = [[p.name, p.target, *REGISTRY.status(p)] for p in REGISTRY.patches]
 print("PROBE" + json.dumps({"version": core_version(), "states": states}))
 """
 
@@ -60,14 +60,14 @@ def probe(release: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_seams(release: str) -> None:
+def test_patches(release: str) -> None:
     found = probe(release)
     assert found["version"].startswith(release)
-    states = {(name, target): word for name, target, word, _ in found["states"]}
+    states = {(name, target): state for name, target, state, _ in found["states"]}
     details = "\n".join(detail for *_, detail in found["states"] if detail)
-    for (name, target), word in states.items():
+    for (name, target), state in states.items():
         in_wheel = target.startswith("megatron.core") or release != WITHOUT_TRAINING
         wanted = "ready" if in_wheel else "unusable"
-        if name not in OLD_SEAMS.get(release, ()):
+        if name not in OLD_PATCHES.get(release, ()):
             wanted = "not needed" if name in OPTIONAL else wanted
-        assert word == wanted, f"{target}: {word}\n{details}"
+        assert state == wanted, f"{target}: {state}\n{details}"

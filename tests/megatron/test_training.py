@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.launch import free_port
 from tests.megatron.lab import (
-    FROZEN,
+    COLLECT_ONLY,
     ITERATIONS,
     SCRIPT,
     SNIP,
@@ -35,19 +36,19 @@ def test_without_snip_a_run_is_bitwise_plain_megatron(lab: Lab, layout: str) -> 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_measuring_without_planning_changes_no_bit(lab: Lab, layout: str) -> None:
-    output = lab.output(f"frozen-{layout}")
-    frozen = lab.run(layout, [*FROZEN, "--snip-output-dir", str(output)])
-    assert weights(frozen) == weights(lab.run(layout))
-    assert logged(frozen) == logged(lab.run(layout))
-    assert logged(frozen, "grad norm") == logged(lab.run(layout), "grad norm")
-    assert sorted(p.name for p in (output / "problems").iterdir()) == ["2.json", "6.json"]
+    output = lab.output(f"collected-{layout}")
+    collected = lab.run(layout, [*COLLECT_ONLY, "--snip-output-dir", str(output)])
+    assert weights(collected) == weights(lab.run(layout))
+    assert logged(collected) == logged(lab.run(layout))
+    assert logged(collected, "grad norm") == logged(lab.run(layout), "grad norm")
+    assert sorted(p.name for p in (output / "problems").iterdir()) == ["3.json", "7.json"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_plans_are_made_and_run(lab: Lab, layout: str) -> None:
     run, save = lab.planned(layout)
-    assert applied_plans(run) == [(4, 2), (8, 6)], run.report
-    plan = json.loads((save / "snip" / "plans" / "2.json").read_text())
+    assert applied_plans(run) == [5, 9], run.report
+    plan = json.loads((save / "snip" / "plans" / "3.json").read_text())
     assert plan["efficiency"] >= 0.5
     assert len(plan["linears"]) == 16
     losses = {i: float(value) for i, value in logged(run).items()}
@@ -58,13 +59,14 @@ def test_plans_are_made_and_run(lab: Lab, layout: str) -> None:
     assert after[5] != before[5]
 
 
-def test_a_plan_that_breaks_a_step_is_taken_back_and_leaves_no_trace(lab: Lab) -> None:
+def test_a_plan_that_breaks_an_iteration_is_reverted_without_a_trace(lab: Lab) -> None:
     script = str(Path(SCRIPT).with_name("pretrain_breaking.py"))
-    run = lab.run("tp2", [*SNIP, "--snip-stop-step", "3"], script=script)
+    run = lab.run("tp2", SNIP, script=script)
     assert weights(run) == weights(lab.run("tp2"))  # as if there had been no plan
     assert logged(run) == logged(lab.run("tp2"))
-    assert applied_plans(run) == [(4, 2)]
-    assert any("the plan of step 2 was taken back" in line for line in snip_lines(run)), run.report
+    applied = applied_plans(run)
+    reverted = re.findall(r"snip: iteration (\d+): reverted", run.logs[0])
+    assert applied[0] == 5 and [int(iteration) for iteration in reverted] == applied, run.report
 
 
 def test_layouts_make_the_same_kind_of_plan(lab: Lab) -> None:
@@ -72,7 +74,7 @@ def test_layouts_make_the_same_kind_of_plan(lab: Lab) -> None:
     names = set()
     for layout in LAYOUTS:
         _, save = lab.planned(layout)
-        plan = json.loads((save / "snip" / "plans" / "2.json").read_text())
+        plan = json.loads((save / "snip" / "plans" / "3.json").read_text())
         names.add(tuple(sorted(plan["linears"])))
     assert len(names) == 1
     assert "decoder.layers.3.self_attention.linear_qkv" in names.pop()
@@ -84,14 +86,14 @@ def test_rank_0_writes_the_run_directory(lab: Lab, layout: str) -> None:
     run, save = lab.planned(layout)
     directory = save / "snip"
     present = {p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()}
-    assert {"config.yaml", "versions.json", "divergences/6.json", "problems/6.json"} <= present
+    assert {"config.yaml", "versions.json", "divergences/7.json", "problems/7.json"} <= present
     metrics = read_lines(directory / "metrics.jsonl")
-    assert [m["step"] for m in metrics] == list(range(ITERATIONS))
+    assert [m["iteration"] for m in metrics] == list(range(1, ITERATIONS + 1))
     for m, shown in zip(metrics, logged(run).values(), strict=True):
         # Megatron's second log line is the mean of the first two iterations.
-        assert f"{m['loss']:.6E}" == shown or m["step"] == 1
+        assert f"{m['loss']:.6E}" == shown or m["iteration"] == 2
         assert m["grad_norm"] > 0 and m["lr"] >= 0 and m["tokens_per_s"] > 0
-    assert [m["step"] for m in metrics if "validation_loss" in m] == [4, 9]
+    assert [m["iteration"] for m in metrics if "validation_loss" in m] == [5, 10]
     fractions = [m["lowest_precision_fraction"] for m in metrics]
     assert fractions[:4] == [0.0] * 4 and min(fractions[4:]) >= 0.5
 
@@ -101,8 +103,8 @@ def test_interleaved_pipelines_and_experts_are_planned(lab: Lab, layout: str) ->
     output = lab.output(f"planned-{layout}")
     run = lab.run(layout, [*SNIP, "--snip-output-dir", str(output)])
     run.finished()
-    assert applied_plans(run) == [(4, 2), (8, 6)], run.report
-    names = json.loads((output / "plans" / "2.json").read_text())["linears"]
+    assert applied_plans(run) == [5, 9], run.report
+    names = json.loads((output / "plans" / "3.json").read_text())["linears"]
     assert len(names) == 16
     fc1 = "mlp.experts.linear_fc1" if layout == "ep2" else "mlp.linear_fc1"
     assert f"decoder.layers.3.{fc1}" in names
@@ -116,8 +118,8 @@ def test_recomputed_activations_change_no_bit(lab: Lab) -> None:
     assert weights(run) == weights(planned)
 
 
-def test_a_repeated_step_measures_once_and_draws_the_same_numbers(lab: Lab) -> None:
-    """Megatron's rerun state machine repeats step 6, a refresh's, and compares the losses."""
+def test_a_repeated_iteration_measures_once_and_draws_the_same_numbers(lab: Lab) -> None:
+    """Megatron's rerun state machine repeats iteration 7, a refresh's, and compares the losses."""
     flags = [*SNIP, "--snip-output-dir", str(lab.output("repeated"))]
     run = lab.run("pp2", flags, {"TINY_DOUBT": "6"})
     planned, _ = lab.planned("pp2")
@@ -125,7 +127,7 @@ def test_a_repeated_step_measures_once_and_draws_the_same_numbers(lab: Lab) -> N
     assert "not reproducible" not in run.logs[1]
     assert weights(run) == weights(planned)
     once, repeated = len(planned.finished()[1]["losses"]), len(run.finished()[1]["losses"])
-    assert repeated == once + 4  # the step's microbatches again, and no measuring pass
+    assert repeated == once + 4  # the iteration's microbatches again, and no measuring pass
 
 
 def test_evaluation_can_run_in_bf16(lab: Lab) -> None:
@@ -146,7 +148,7 @@ def test_a_second_training_in_the_process_is_the_first_again(lab: Lab) -> None:
     run = lab.run("tp2", [*SNIP, "--snip-output-dir", output], environment)
     planned, _ = lab.planned("tp2")
     assert weights(run) == weights(planned)
-    assert applied_plans(run) == [(4, 2), (8, 6)] * 2
+    assert applied_plans(run) == [5, 9] * 2
 
 
 def test_pins_keep_megatrons_bf16_layers(lab: Lab) -> None:
@@ -155,7 +157,7 @@ def test_pins_keep_megatrons_bf16_layers(lab: Lab) -> None:
     pins = "decoder.layers.0.*=bf16,decoder.layers.1.mlp.linear_fc2=fp8"
     flags = [*SNIP, "--snip-pins", pins, "--snip-output-dir", str(output)]
     lab.run("one", flags).finished()
-    chosen = json.loads((output / "plans" / "6.json").read_text())["linears"]
+    chosen = json.loads((output / "plans" / "7.json").read_text())["linears"]
     for name, option in chosen.items():
         if name.startswith("decoder.layers.0."):
             assert set(option.values()) == {"bf16"}

@@ -2,9 +2,9 @@
 
     python -m tests.nightly.planner [--instances 10000] [--seed 0]
 
-Instances cover every balance, pins, limits on changes, both cost models, forbidden options, ties,
+Instances cover every balance, pins, prices of changes, both cost models, forbidden options, ties,
 zeros, negative losses and losses over 12 decades. Exit status 1 and the seeds of the failures if
-the planner ever disagrees with a judge, returns a plan that the validator refuses, or proves a
+the planner ever disagrees with a judge, returns a plan that the checker refuses, or proves a
 bound above the optimum.
 """
 
@@ -16,10 +16,10 @@ import time
 from collections import Counter
 
 from megatron_snip.errors import InfeasiblePlanError
-from megatron_snip.planning.planner import make_plan_report
-from megatron_snip.planning.validate import find_violations
+from megatron_snip.planning.checker import find_violations
+from megatron_snip.planning.planner import make_plan
 from tests.unit.planning.instances import Instance, random_instance
-from tests.unit.planning.oracle import brute_force, highs_model
+from tests.unit.planning.oracle import brute_force, highs_model, num_changes
 
 MEDIUM = (20, 60)
 """Numbers of linears of the instances that HiGHS judges."""
@@ -29,11 +29,15 @@ MEDIUM_SHARE = 0.03
 
 
 def judge(instance: Instance, medium: bool) -> tuple[float | None, float]:
-    """Return the optimum (None: infeasible) and how far off it may be."""
+    """Return the optimum with the price of changes (None: infeasible), and its error."""
+    problem, rules, previous = instance.problem, instance.settings, instance.previous
     if not medium:
-        wanted = brute_force(instance.problem, instance.settings, instance.previous)
-        return wanted, 0.0
-    model = highs_model(instance.problem, instance.settings, instance.previous)
+        assignments = brute_force(problem, rules, previous)
+        if assignments is None:
+            return None, 0.0
+        losses, changes = assignments
+        return float((losses + rules.change_penalty * changes).min()), 0.0
+    model = highs_model(problem, rules, previous)
     if model is None:
         return None, 0.0
     return model.solve(), 2e-6 * model.scale  # HiGHS's absolute tolerances
@@ -41,23 +45,24 @@ def judge(instance: Instance, medium: bool) -> tuple[float | None, float]:
 
 def complaint(instance: Instance, medium: bool) -> tuple[str, str]:
     """Return (what happened, what is wrong with it or "")."""
+    problem, rules, previous = instance.problem, instance.settings, instance.previous
     wanted, tolerance = judge(instance, medium)
     try:
-        report = make_plan_report(instance.problem, instance.settings, instance.previous)
+        plan = make_plan(problem, rules, previous)
     except InfeasiblePlanError as error:
         return "infeasible", "" if wanted is None else f"{error}, but {wanted} is feasible"
-    plan = report.plan
     if wanted is None:
         return plan.status, f"objective {plan.objective}, but the problem is infeasible"
-    losses = [c.quality_loss or 0.0 for x in instance.problem.linears for c in x.options.values()]
-    tolerance += 1e-9 * sum(map(abs, losses)) + 2 * report.scaling_error
-    faults = find_violations(plan, instance.problem, instance.settings, instance.previous)
-    if plan.objective > wanted + tolerance:
-        faults.append(f"objective {plan.objective}, optimum {wanted}")
-    if not medium and plan.objective < wanted - tolerance:
-        faults.append(f"objective {plan.objective} below the optimum {wanted}")
-    if plan.bound > wanted + tolerance:
-        faults.append(f"bound {plan.bound} above the optimum {wanted}")
+    losses = [c.quality_loss or 0.0 for x in problem.linears for c in x.options.values()]
+    tolerance += 1e-9 * (sum(map(abs, losses)) + rules.change_penalty * len(problem.linears))
+    faults = find_violations(plan, problem, rules)
+    paid = rules.change_penalty * num_changes(plan, problem, previous)
+    if plan.objective + paid > wanted + tolerance:
+        faults.append(f"objective {plan.objective + paid}, optimum {wanted}")
+    if not medium and plan.objective + paid < wanted - tolerance:
+        faults.append(f"objective {plan.objective + paid} below the optimum {wanted}")
+    if plan.bound + paid > wanted + tolerance:
+        faults.append(f"bound {plan.bound + paid} above the optimum {wanted}")
     if not medium and plan.status != "optimal":
         faults.append(f"status {plan.status} on a small problem")
     return plan.status, "; ".join(faults)

@@ -17,38 +17,40 @@ from typing import Any
 
 import pytest
 
-from megatron_snip.trainer.checkpoint_folder import CheckpointFolder
-from tests.distributed.launch import ROOT
+from megatron_snip.trainer.checkpoint import (
+    checkpoint_path,
+    latest_iteration,
+    read_saved_run,
+)
+from tests.distributed.launch import ROOT, TIMEOUT_S
 from tests.slurm.cluster import Cluster
 
 SCRIPT = str(ROOT / "launch" / "slurm.sbatch")
-STEPS = 14
+ITERATIONS = 20
 DEMO = f"""
-    train --config {ROOT}/configs/demo.yaml --train-iters {STEPS} --eval-iters 1
+    train --config {ROOT}/configs/demo.yaml --train-iters {ITERATIONS} --eval-iters 1
     --micro-batch-size 2 --global-batch-size 2 --max-corpus-bytes 300000
-    --snip-start-step 4 --snip-interval 5 --no-bf16
+    --snip-start-step 11 --snip-interval 5 --no-bf16
 """
-"""The demo, shorter; plans are made at steps 4 and 9. FP32, so that sums in another order (a
+"""The demo, shorter; iterations 11 and 16 measure. FP32, so that sums in another order (a
 pipeline's) leave the plan alone."""
 TENSOR = ["--tensor-model-parallel-size", "2"]
 PIPELINE = ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "2"]
-TIMEOUT_S = 500.0
-pytestmark = pytest.mark.timeout(1200)
 
 STOP_AT = """
 import os
-STEP, FIRST_ATTEMPT = 8, int(os.environ.get("SLURM_RESTART_COUNT", "0")) == 0
+LAST, FIRST_ATTEMPT = 9, int(os.environ.get("SLURM_RESTART_COUNT", "0")) == 0
 if "RANK" in os.environ and FIRST_ATTEMPT:
     import signal, time
     import megatron_snip.trainer.loop as loop
     original = loop.train_step
-    def train_step(step, *rest):
-        while step == STEP and not signal.getsignal(signal.SIGUSR1).__self__._heard:
+    def train_step(iteration, *rest):
+        while iteration == LAST and not signal.getsignal(signal.SIGUSR1).__self__.received:
             time.sleep(0.05)
-        return original(step, *rest)
+        return original(iteration, *rest)
     loop.train_step = train_step
 """
-"""In its first attempt every rank waits in step 8 for the signal that the time limit is near."""
+"""In its first attempt every rank waits in iteration 9 for the signal of the time limit."""
 
 FAIL_AT = """
 import os
@@ -56,15 +58,15 @@ if "RANK" in os.environ:
     import time
     import megatron_snip.trainer.loop as loop
     original = loop.train_step
-    def train_step(step, *rest):
-        if step == 3:
+    def train_step(iteration, *rest):
+        if iteration == 4:
             if os.environ["RANK"] == "1":
                 raise ArithmeticError("the reason why")
             time.sleep(3600)
-        return original(step, *rest)
+        return original(iteration, *rest)
     loop.train_step = train_step
 """
-"""The second node's rank fails in step 3; the first one's hears nothing of it."""
+"""The second node's rank fails in iteration 4; the first one does not notice."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,14 @@ class Job:
     def metrics(self) -> list[dict[str, Any]]:
         """Every step's metrics that do not depend on the clock."""
         lines = (self.folder / "run" / "metrics.jsonl").read_text().splitlines()
-        kept = ("step", "loss", "grad_norm", "lr", "lowest_precision_fraction", "validation_loss")
+        kept = (
+            "iteration",
+            "loss",
+            "grad_norm",
+            "lr",
+            "lowest_precision_fraction",
+            "validation_loss",
+        )
         return [{k: v for k, v in json.loads(line).items() if k in kept} for line in lines]
 
     def plans(self) -> dict[int, dict[str, dict[str, str]]]:
@@ -159,9 +168,9 @@ def two_nodes(jobs: Jobs) -> Job:
 
 
 def test_a_job_on_one_node_trains_and_plans(one_node: Job) -> None:
-    assert [entry["step"] for entry in one_node.metrics()] == list(range(STEPS))
-    assert sorted(one_node.plans()) == [4, 9]
-    formats = {option["fprop"] for option in one_node.plans()[9].values()}
+    assert [entry["iteration"] for entry in one_node.metrics()] == list(range(1, ITERATIONS + 1))
+    assert sorted(one_node.plans()) == [11, 16]
+    formats = {option["fprop"] for option in one_node.plans()[16].values()}
     assert formats == {"fp4", "fp8"}
 
 
@@ -170,7 +179,7 @@ def test_tensor_parallel_across_nodes_is_the_same_run(two_nodes: Job, one_node: 
     assert two_nodes.plans() == one_node.plans()
     assert two_nodes.metrics() == one_node.metrics()
     # Static rendezvous: rank 0, which alone speaks, is on the first node, task 0 of the step.
-    assert "\n0: step" in two_nodes.log and "\n1: step" not in two_nodes.log
+    assert "\n0: iteration" in two_nodes.log and "\n1: iteration" not in two_nodes.log
 
 
 def test_a_pipeline_across_nodes_makes_the_same_plans(jobs: Jobs, one_node: Job) -> None:
@@ -178,7 +187,7 @@ def test_a_pipeline_across_nodes_makes_the_same_plans(jobs: Jobs, one_node: Job)
     assert job.state["JobState"] == "COMPLETED", job.log
     assert job.plans() == one_node.plans()
     for mine, theirs in zip(job.metrics(), one_node.metrics(), strict=True):
-        # Rounding to FP4, from step 6 on, makes much of a sum's last bit.
+        # Rounding to FP4 makes much of a sum's last bit.
         precise = mine["lowest_precision_fraction"] == 0.0
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5 if precise else 1e-2)
 
@@ -203,7 +212,7 @@ def test_at_its_time_limit_a_job_saves_queues_again_and_ends_alike(
     jobs: Jobs, two_nodes: Job
 ) -> None:
     number, folder = jobs.submit("limited", TENSOR, STOP_AT)
-    until(lambda: "step     7/" in jobs.log(number, folder), "step 7")
+    until(lambda: "iteration     7/" in jobs.log(number, folder), "iteration 7")
     # Now bring the limit near, whatever time the start has taken: within the script's five minutes.
     begun = time.mktime(time.strptime(jobs.cluster.job(number)["StartTime"], "%Y-%m-%dT%H:%M:%S"))
     minutes = math.ceil((time.time() - begun) / 60) + 4
@@ -215,9 +224,9 @@ def test_at_its_time_limit_a_job_saves_queues_again_and_ends_alike(
     assert job.state["JobState"] == "COMPLETED", job.log
     assert job.state["Restarts"] == "1"
     assert "the time limit is near; saving" in job.log
-    assert "attempt 2, from step 9" in job.log
-    saved = CheckpointFolder(folder / "runs" / f"limited-{number}" / "checkpoints")
-    assert saved.latest() == STEPS
-    saved.check_whole(9)
+    assert "attempt 2, from iteration 9" in job.log
+    saved = folder / "runs" / f"limited-{number}" / "checkpoints"
+    assert latest_iteration(saved) == ITERATIONS
+    read_saved_run(checkpoint_path(saved, 9))
     assert job.plans() == two_nodes.plans()
     assert job.metrics() == two_nodes.metrics()  # the final loss among them, bit by bit

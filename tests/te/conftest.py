@@ -37,7 +37,7 @@ if os.environ.get("SNIP_TE_STAND_IN") == "1":
 
     @pytest.fixture(autouse=True)
     def capability(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        """What a test changes of the machine is put back, warnings are told again."""
+        """What a test changes of the machine is put back, warnings are logged again."""
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
         from megatron_snip.log import forget_warnings

@@ -139,7 +139,7 @@ def losses(model: Any, num_microbatches: int = 2) -> list[float]:
 
 def by_name(model: PlannedModel) -> dict[str, Any]:
     """Modules of the linears."""
-    return {linear.placement.name: linear.module for linear in model.linears}
+    return {linear.name: linear.module for linear in model.linears}
 
 
 def plan(model: PlannedModel, choose: Callable[[str], str]) -> dict[str, Option]:

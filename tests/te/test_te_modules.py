@@ -1,4 +1,4 @@
-"""Which modules are Transformer Engine's linears, and what they multiply."""
+"""Which modules are Transformer Engine's linears, where they are, and what they multiply."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.extensions import transformer_engine as extension
 from transformer_engine.pytorch.norms import normalized
 
 from megatron_snip.errors import UnsupportedError
-from megatron_snip.linears.layout import find_linears
-from megatron_snip.linears.te_modules import (
-    gathers_input,
+from megatron_snip.linears.discovery import find_linears
+from megatron_snip.linears.te.modules import (
+    input_is_split,
     is_grouped,
     multiplied_input,
-    scatters_output,
+    output_is_split,
     te_kind,
     weights_of,
 )
-from megatron_snip.topology import Topology
+from megatron_snip.topology import Placement, TensorAxis, Topology
 from tests.te.models import EXPERTS, build
 
 IN_LAYER = {
@@ -27,88 +28,64 @@ IN_LAYER = {
     "mlp.linear_fc1": ("column", "TELayerNormColumnParallelLinear"),
     "mlp.linear_fc2": ("row", "TERowParallelLinear"),
 }
+SECOND_OF_TWO = Topology(rank=1, world_size=2, tensor=TensorAxis(1, 2))
 
 
-def found(**changes: Any) -> list[tuple[Any, Any]]:
+def found(**changes: Any) -> list[tuple[Any, list[Placement]]]:
     return find_linears([build(**changes)], Topology())
 
 
-def test_the_four_of_a_layer() -> None:
-    linears = found()
-    assert len(linears) == 8
-    for module, place in linears:
+def test_a_layer_has_four_linears() -> None:
+    model = build()
+    linears = find_linears([model], Topology())
+    assert len(linears) == 8 == sum(te_kind(module) is not None for module in model.modules())
+    for module, (place,) in linears:
         kind, cls = IN_LAYER[place.name.split(".", 3)[3]]
         assert (te_kind(module), place.kind, type(module).__name__) == (kind, kind, cls)
-        assert not is_grouped(module)
-        (weight,) = weights_of(module)
-        assert weight is module.weight
-        assert tuple(weight.shape) == (place.out_features, place.in_features)
-
-
-def test_nothing_else_of_the_model_is_one() -> None:
-    model = build()
-    kinds = [te_kind(module) for module in model.modules()]
-    assert sum(kind is not None for kind in kinds) == 8
-    assert te_kind(torch.nn.Linear(2, 2)) is None
-    assert te_kind(model.output_layer) is None
-
-
-def test_megatrons_own_linears_are_not_transformer_engines() -> None:
+        assert weights_of(module) == (module.weight,)
+        assert tuple(module.weight.shape) == (place.out_features, place.in_features)
     assert {te_kind(module) for module, _ in found(te=False)} == {None}
 
 
-def test_grouped_experts_hold_a_weight_each() -> None:
-    linears = found(grouped=True, **EXPERTS)
-    experts = [(module, place) for module, place in linears if is_grouped(module)]
-    assert len(experts) == 2 * 2 * 4
-    for module, place in experts:
-        kind = "column" if place.name.endswith("fc1") else "row"
-        assert (te_kind(module), place.kind) == (kind, kind)
-        weights = weights_of(module)
-        assert len(weights) == 4
-        assert weights[place.expert] is dict(module.named_parameters())[f"weight{place.expert}"]
-    names = [place.name for _, place in experts]
-    assert sorted(set(names)) == [
-        f"decoder.layers.{i}.mlp.experts.linear_fc{j}" for i in range(2) for j in (1, 2)
-    ]
-    assert len({place.instance for _, place in experts}) == 16
-
-
-def test_sequential_experts_are_modules_of_their_own() -> None:
-    experts = [(m, p) for m, p in found(**EXPERTS) if p.expert is not None]
-    assert len(experts) == 16 and not any(is_grouped(m) for m, _ in experts)
-    assert {p.name for _, p in experts} == {
+@pytest.mark.parametrize("grouped", [False, True])
+def test_experts_share_the_names_of_their_layer(grouped: bool) -> None:
+    linears = found(grouped=grouped, **EXPERTS)
+    experts = [(m, places) for m, places in linears if places[0].expert is not None]
+    assert len(experts) == (4 if grouped else 16)
+    assert all(is_grouped(m) == grouped for m, _ in experts)
+    places = [place for _, each in experts for place in each]
+    assert {place.name for place in places} == {
         f"decoder.layers.{i}.mlp.experts.linear_fc{j}" for i in range(2) for j in (1, 2)
     }
+    assert len({place.instance for place in places}) == 16
+    for module, each in experts if grouped else ():
+        parameters = dict(module.named_parameters())
+        assert [p.expert for p in each] == [0, 1, 2, 3]
+        assert all(weights_of(module)[i] is parameters[f"weight{i}"] for i in range(4))
+        module.single_grouped_weight = True
+        with pytest.raises(UnsupportedError, match="drop --moe-single-grouped-weight"):
+            weights_of(module)
 
 
-def test_weights_in_one_tensor_are_refused() -> None:
-    module, _ = next((m, p) for m, p in found(grouped=True, **EXPERTS) if is_grouped(m))
-    module.single_grouped_weight = True
-    with pytest.raises(UnsupportedError, match="drop --moe-single-grouped-weight"):
-        weights_of(module)
-
-
-def test_tokens_are_gathered_and_scattered_under_sequence_parallelism_alone() -> None:
-    for module, place in found():
-        assert not gathers_input(module) and not scatters_output(module)
+def test_tokens_are_split_under_sequence_parallelism() -> None:
+    for module, (place,) in found():
+        assert not input_is_split(module) and not output_is_split(module)
         module.sequence_parallel = True
-        assert gathers_input(module) == (place.kind == "column")
-        assert scatters_output(module) == (place.kind == "row")
+        assert input_is_split(module) == (place.kind == "column")
+        assert output_is_split(module) == (place.kind == "row")
     for module, _ in found(grouped=True, **EXPERTS):
         if is_grouped(module):
             module.sequence_parallel = True
-            assert not gathers_input(module) and not scatters_output(module)
+            assert not input_is_split(module) and not output_is_split(module)
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_multiplied_is_normalized(
+def test_a_fused_norm_is_applied_to_the_input(
     kind: str, zero_centered: bool, dtype: torch.dtype
 ) -> None:
     module, _ = found(normalization=kind, layernorm_zero_centered_gamma=zero_centered)[1]
-    assert type(module).__name__ == "TELayerNormColumnParallelLinear"
     with torch.no_grad():
         module.layer_norm_weight.normal_(1.0, 0.3)
         if kind == "LayerNorm":
@@ -121,10 +98,42 @@ def test_what_is_multiplied_is_normalized(
     assert normal.dtype == dtype and not normal.requires_grad
     tolerance = 1e-6 if dtype == torch.float32 else 2.0**-8
     torch.testing.assert_close(normal, truth.detach(), rtol=tolerance, atol=tolerance)
+    row, _ = found()[0]
+    assert multiplied_input(row, x) is x  # no norm is fused there
 
 
-def test_without_a_fused_norm_the_input_is_multiplied() -> None:
-    module, _ = found()[0]
-    assert type(module).__name__ == "TERowParallelLinear"
-    x = torch.randn(3, 64)
-    assert multiplied_input(module, x) is x
+def test_replicated_linears(caplog: pytest.LogCaptureFixture) -> None:
+    """One shard that all tensor-parallel ranks hold; bf16 where the tokens are not known."""
+    model = build()
+    for layer in model.decoder.layers:
+        for name in ("linear_q_down_proj", "linear_wk"):
+            linear = extension.TELinear(
+                64,
+                32,
+                parallel_mode="duplicated",
+                config=model.config,
+                init_method=torch.nn.init.zeros_,
+                bias=False,
+                skip_bias_add=True,
+                skip_weight_param_allocation=False,
+            )
+            setattr(layer.self_attention, name, linear)
+    assert len(find_linears([model], Topology())) == 12 and not caplog.records  # on one rank
+    model.config.tensor_model_parallel_size = 2
+    try:
+        places = {place.name: place for _, (place,) in find_linears([model], SECOND_OF_TWO)}
+        assert len(places) == 10
+        (text,) = [r.getMessage() for r in caplog.records if "stay BF16" in r.getMessage()]
+        for i, layer in enumerate(model.decoder.layers):
+            prefix = f"decoder.layers.{i}"
+            place = places[f"{prefix}.self_attention.linear_q_down_proj"]
+            assert (place.in_features, place.out_features) == (64, 32)
+            assert (place.tensor, place.tensor.shard) == (TensorAxis(rank=1), 0)
+            assert places[f"{prefix}.mlp.linear_fc1"].tensor == SECOND_OF_TWO.tensor
+            assert f"{prefix}.self_attention.linear_wk" in text
+            for split in (False, True):
+                model.config.sequence_parallel = split
+                assert input_is_split(layer.self_attention.linear_q_down_proj) == split
+                assert output_is_split(layer.self_attention.linear_q_down_proj) == split
+    finally:
+        model.config.sequence_parallel, model.config.tensor_model_parallel_size = False, 1

@@ -21,35 +21,23 @@ OTHER: dict[str, Any] = {
     "interval": 50,
     "start_step": 7,
     "lag": 3,
-    "stop_step": 900,
     "collect_only": True,
-    "freeze_plan": True,
     "eval_precision": "bf16",
     "measure_fraction": 0.25,
     "stat_decay": 0.75,
-    "loss_join": "first_plus_fisher",
+    "loss_divergence": "first_plus_fisher",
     "weight_lambda": 0.5,
     "policy": "random",
     "efficiency_target": 0.25,
     "formats": ["bf16", "fp8", "fp4"],
     "granularity": "gemm",
     "pipeline_balance": "stage",
-    "initial_option": "fp8",
     "pins": ["decoder.layers.0.*=fp8", "*.linear_fc2=fp8-fp4-fp4"],
-    "max_changes": 5,
-    "min_gain": 0.05,
+    "change_penalty": 0.05,
     "plan_file": "runs/plan.json",
-    "seed": 11,
-    "time_limit_s": 2.5,
-    "solver_workers": 2,
     "guard": False,
-    "guard_steps": 20,
-    "guard_rise": 0.4,
     "guard_sigmas": 8.0,
-    "guard_patience": 3,
     "output_dir": "runs/out",
-    "wandb": True,
-    "wandb_project": "mine",
 }
 """A value for every field that is not its default."""
 
@@ -113,7 +101,7 @@ def test_nothing_given_is_the_default() -> None:
 
 
 def test_flags_switch_off_what_a_file_switched_on() -> None:
-    assert from_flags("--snip", "--no-snip", "--no-snip-wandb") == SnipConfig()
+    assert from_flags("--snip", "--no-snip", "--no-snip-collect-only") == SnipConfig()
 
 
 def test_unknown_keys_are_refused() -> None:
@@ -131,17 +119,14 @@ def test_unknown_keys_are_refused() -> None:
         ({"efficiency_target": float("nan")}, "efficiency_target"),
         ({"interval": 0}, "interval: .*got 0"),
         ({"interval": "often"}, "interval: .*got 'often'"),
-        ({"interval": 2, "lag": 2}, r"lag \(2\) must be smaller than interval \(2\)"),
+        ({"interval": 2, "lag": 2}, r"lag: got 2, must be smaller than interval \(2\)"),
         ({"formats": "fp8,int8"}, "unknown format 'int8'"),
         ({"formats": ()}, "no formats given"),
         ({"granularity": "layer"}, "granularity: .*'linear' or 'gemm'"),
-        ({"initial_option": "fp8-fp4"}, "is not an option"),
         ({"pins": "decoder.layers.0.*"}, "is not GLOB=OPTION"),
         ({"pins": "=fp8"}, "is not GLOB=OPTION"),
         ({"pins": "*=int4"}, "unknown format 'int4'"),
         ({"measure_fraction": 0.0}, "measure_fraction"),
-        ({"seed": -1}, "seed"),
-        ({"time_limit_s": 0}, "time_limit_s"),
         ({"enabled": "perhaps"}, "enabled"),
     ],
 )
@@ -153,15 +138,14 @@ def test_bad_values_end_in_one_line_that_names_them(values: dict[str, Any], said
 
 def test_a_run_that_makes_no_plans_has_no_lag() -> None:
     assert make_config({"interval": 1, "collect_only": True}).interval == 1
-    assert make_config({"interval": 1, "freeze_plan": True}).interval == 1
 
 
 def test_what_follows_from_the_fields() -> None:
     config = SnipConfig(formats=("fp4", "fp8"), pins=("a.*=fp8", "b=c=fp4"))
     assert [str(option) for option in config.options] == ["fp8", "fp4"]
     assert config.lowest_format == config.lowest_formats == "fp4"
-    several = SnipConfig(formats=("bf16", "fp4_rht", "fp8", "fp4"))
-    assert several.lowest_formats == "fp4_rht/fp4"  # as many bits count alike
+    several = SnipConfig(formats=("bf16", "nvfp4", "fp8", "fp4"))
+    assert several.lowest_formats == "nvfp4/fp4"  # as many bits count alike
     assert config.pin_pairs == (
         ("a.*", Option.uniform("fp8")),
         ("b=c", Option.uniform("fp4")),

@@ -15,25 +15,27 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-from megatron_snip.__main__ import build_parser
+from megatron_snip.cli.commands import build_parser
 from megatron_snip.cli.train import read_settings
 from megatron_snip.config import SnipConfig, make_config, read_yaml
-from megatron_snip.linears.layout import current_topology, find_linears
+from megatron_snip.linears.discovery import current_topology, find_linears
 from megatron_snip.options import Option
 from megatron_snip.patches import cpu
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.topology import Placement
-from megatron_snip.trainer.checks import check_run
-from megatron_snip.trainer.config import TrainConfig, load_train_config, make_train_config
+from megatron_snip.trainer.config import (
+    TrainConfig,
+    load_train_config,
+    make_train_config,
+)
 from megatron_snip.trainer.model import transformer_config
-from megatron_snip.trainer.sizes import linear_shapes, stage_of_layer
+from megatron_snip.trainer.session import check_run
 
 FOLDER = Path(__file__).parents[2] / "configs"
 FILES = sorted(path for path in FOLDER.rglob("*") if path.is_file())
-COMPARISONS = sorted(FOLDER.glob("compare*.yaml"))  # tests/unit/comparison loads them
-RUNS = sorted(set(FOLDER.glob("*.yaml")) - set(COMPARISONS))
+RUNS = sorted(FOLDER.glob("*.yaml"))
 INTENTS = sorted(path.stem for path in (FOLDER / "snip").iterdir())
 
 
@@ -116,7 +118,7 @@ def settings(name: str, layout: str | None = None, *words: str) -> TrainConfig:
 
 def test_every_file_is_looked_at() -> None:
     yaml = {
-        *(path.name for path in (*RUNS, *COMPARISONS)),
+        *(path.name for path in RUNS),
         *(f"snip/{name}.yaml" for name in INTENTS),
     }
     layouts = {layout for model in MODELS.values() for layout in model.parallel}
@@ -127,9 +129,7 @@ def test_every_file_is_looked_at() -> None:
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_a_run_loads(path: Path) -> None:
-    values = read_yaml(path)
-    run = values.get("train", values)  # a comparison holds the settings of its runs
-    config = make_train_config({**run, "run_dir": "runs/never-made"})
+    config = make_train_config({**read_yaml(path), "run_dir": "runs/never-made"})
     check_run(config, config.model_parallel_size)
 
 
@@ -170,8 +170,10 @@ def megatron() -> Iterator[None]:
             cpu.uninstall()
 
 
-def on_meta(config: TrainConfig) -> GPTModel:
-    """Build Megatron's whole model without memory for it."""
+@cache
+def linears_of(name: str) -> list[tuple[str, float, int]]:
+    """Build Megatron's model without memory for it; return its linears as (name, FLOPs, stage)."""
+    config = settings(name)
     transformer = transformer_config(config)
     transformer.use_cpu_initialization, transformer.perform_initialization = True, False
     spec = get_gpt_layer_local_spec(num_experts=config.num_experts, normalization="RMSNorm")
@@ -185,16 +187,15 @@ def on_meta(config: TrainConfig) -> GPTModel:
             share_embeddings_and_output_weights=not config.untie_embeddings_and_output_weights,
         )
     assert all(parameter.is_meta for parameter in model.parameters())
-    return model
-
-
-def parameters(model: GPTModel) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+    assert sum(parameter.numel() for parameter in model.parameters()) == MODELS[name].parameters
+    found = placements(model)
+    return [(n, place.info.flops_per_token, 0) for n, place in found.items()]
 
 
 def placements(model: GPTModel) -> dict[str, Placement]:
     """Linears by name; the experts of a layer share one."""
-    return {place.name: place for _, place in find_linears([model], current_topology())}
+    found = find_linears([model], current_topology())
+    return {place.name: place for _, places in found for place in places}
 
 
 def assert_planned(linears: list[tuple[str, float, int]], snip: SnipConfig) -> None:
@@ -243,29 +244,15 @@ def test_a_model_is_the_published_one(name: str, layout: str, megatron: None) ->
         model.experts,
         model.active,
     )
-    shapes = {linear.name: linear for linear in linear_shapes(config)}
-    assert sum(s.flops_per_token for s in shapes.values()) == model.linear_flops_per_token
-    if layout == next(iter(model.parallel)):
-        alone = config.model_copy(
-            update={
-                "tensor_model_parallel_size": 1,
-                "pipeline_model_parallel_size": 1,
-                "num_layers_per_virtual_pipeline_stage": None,
-                "expert_model_parallel_size": 1,
-            }
-        )
-        built = on_meta(alone)
-        assert parameters(built) == model.parameters
-        found = placements(built)
-        assert found.keys() == shapes.keys()
-        assert all(found[n].info.flops_per_token == s.flops_per_token for n, s in shapes.items())
-    linears = [(s.name, s.flops_per_token, s.stage) for s in shapes.values()]
+    linears = linears_of(name)
+    assert sum(flops for _, flops, _ in linears) == model.linear_flops_per_token
+    layers = config.num_layers // config.pipeline_model_parallel_size
+    linears = [(n, flops, int(n.split(".")[2]) // layers) for n, flops, _ in linears]
     assert_planned(linears, intent("balanced"))
 
 
-def test_settings_of_every_intent_reach_a_plan() -> None:
-    config = settings("tinyllama-1.1b")
-    linears = [(s.name, s.flops_per_token, s.stage) for s in linear_shapes(config)]
+def test_settings_of_every_intent_reach_a_plan(megatron: None) -> None:
+    linears = linears_of("tinyllama-1.1b")
     for name in INTENTS:
         assert_planned(linears, intent(name))
 
@@ -273,11 +260,5 @@ def test_settings_of_every_intent_reach_a_plan() -> None:
 def test_both_programs_read_the_same_settings() -> None:
     file = str(FOLDER / "snip" / "aggressive.yaml")
     config = settings("tinyllama-1.1b", None, "--snip-config", file, "--snip-interval", "70")
-    expected = intent("aggressive").model_copy(update={"interval": 70})
+    expected = intent("aggressive").model_copy(update={"interval": 70, "formats": ("fp8", "fp4")})
     assert config.snip == expected
-
-
-def test_stages_hold_equal_layers() -> None:
-    config = settings("llama-70b", "llama-70b-64gpus")
-    stages = [stage_of_layer(config, layer) for layer in range(config.num_layers)]
-    assert [stages.count(stage) for stage in range(4)] == [20] * 4

@@ -37,7 +37,7 @@ def test_the_help_can_be_printed_and_is_grouped(monkeypatch: pytest.MonkeyPatch)
         if name != "enabled":
             assert flag_name("snip-", name) in text
     assert "{linear,gemm}" in text
-    assert "[default: fp8,fp4]" in text
+    assert "[default: auto]" in text
 
 
 def test_only_what_was_given_is_there() -> None:

@@ -9,6 +9,7 @@ import pytest
 from megatron_snip.errors import UsageError
 from megatron_snip.formats import E2M0, E2M1, E4M3, FORMATS, ElementType, get_format
 from megatron_snip.formats import lowest_precision as lowest
+from megatron_snip.options import Option
 
 
 def values(element: ElementType) -> list[float]:
@@ -31,7 +32,7 @@ def test_element_types_are_the_published_ones(element: ElementType, dtype: type,
     assert values(element) == sorted(set(codes[np.isfinite(codes)].tolist()))
 
 
-def test_the_stress_format_is_e2m0() -> None:
+def test_fp3_is_e2m0() -> None:
     assert values(E2M0) == [0.0, 1.0, 2.0, 4.0]
 
 
@@ -44,18 +45,13 @@ def test_tiles_and_scales_are_those_of_the_sources() -> None:
     assert facts == {
         "fp8": (8, 128, (128, 128), "fp32", False),
         "fp4": (4, 128, (128, 128), "fp32", True),
-        "fp8_pow2": (8, 128, (128, 128), "e8m0", False),
-        "fp4_pow2": (4, 128, (128, 128), "e8m0", True),
-        "fp4_rht": (4, 128, (128, 128), "fp32", True),
         "mxfp8": (8, 32, (1, 32), "e8m0", False),
         "mxfp4": (4, 32, (1, 32), "e8m0", True),
         "nvfp4": (4, 16, (1, 16), "e4m3", True),
-        "nvfp4_rht": (4, 16, (1, 16), "e4m3", True),
         "fp3": (3, 128, (128, 128), "fp32", True),
     }
     assert not get_format("bf16").quantized
-    rotated = {name: f.wgrad_hadamard for name, f in FORMATS.items() if f.wgrad_hadamard}
-    assert rotated == {"fp4_rht": 16, "nvfp4_rht": 16}
+    assert not any(f.wgrad_hadamard for f in FORMATS.values())
 
 
 def test_the_lowest_precision_is_that_of_fewest_bits() -> None:
@@ -69,3 +65,9 @@ def test_the_lowest_precision_is_that_of_fewest_bits() -> None:
 def test_unknown_formats_are_refused_with_the_known_ones() -> None:
     with pytest.raises(UsageError, match="unknown format 'int8'; known: bf16, fp8, fp4"):
         get_format("int8")
+
+
+@pytest.mark.parametrize("text", ["fp4_rht", "fp8-fp4_rht-bf16"])
+def test_a_removed_format_is_refused_with_its_replacement(text: str) -> None:
+    with pytest.raises(UsageError, match="format 'fp4_rht' was removed; use 'fp4' instead"):
+        Option.parse(text)

@@ -1,4 +1,4 @@
-"""Rooms import only from their left, and only the rooms that may touch Megatron do."""
+"""Rooms import only from their left, and only the packages that may touch Megatron do."""
 
 from __future__ import annotations
 
@@ -15,41 +15,40 @@ PACKAGE = ROOT / "megatron_snip"
 ORDER: tuple[tuple[str, ...], ...] = (
     ("version",),
     ("errors", "log"),
-    ("formats", "types"),
+    ("files", "formats", "types"),
     ("options",),
-    ("butterfly",),
-    ("argument_file", "config", "directory", "flags", "loss_guard", "matmul"),
+    ("recursive_doubling",),
+    ("argument_file", "config", "directory", "flags", "matmul"),
     ("collectives", "topology"),
     ("kernels",),
     ("quantizers",),
-    ("streams",),
     ("statistics",),
-    ("divergence",),
     ("planning",),
+    ("divergence",),  # it writes planning's record of a problem
     ("reporting",),  # reads the records of what is left of it
     ("linears",),
-    ("controller_state",),
-    ("cycle", "plan_guard"),
+    ("guard", "refresh"),
+    ("state",),
+    ("pending_solve",),
     ("controller",),
     ("patches",),
     ("trainer",),
-    ("comparison",),
     ("cli",),
     ("__init__", "__main__", "auto"),
 )
-"""Left to right; rooms of one line do not know each other."""
-RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
+"""Left to right; packages of one line do not know each other."""
+RANK = {package: rank for rank, packages in enumerate(ORDER) for package in packages}
 WITH_MEGATRON = {"linears", "patches", "trainer"}
 WITHOUT_TORCH = {"version", "errors", "log", "formats", "types", "options", "config", "flags"}
-WITHOUT_TORCH |= {"argument_file", "planning", "loss_guard", "controller_state"}
+WITHOUT_TORCH |= {"argument_file", "planning"}
 WITH_ORTOOLS = {"planning"}
 
 
 def sources() -> Iterator[tuple[str, Path]]:
-    """(room, file) of every source file; two rooms are links to folders beside the package."""
-    for entry in sorted(PACKAGE.iterdir()):
+    """(package or module, file) of every source file; two packages lie beside the others."""
+    for entry in sorted([*PACKAGE.iterdir(), ROOT / "kernels", ROOT / "patches"]):
         if entry.is_dir():
-            files = sorted(entry.resolve().rglob("*.py"))
+            files = sorted(entry.rglob("*.py"))
             yield from ((entry.name, file) for file in files if "__pycache__" not in file.parts)
         elif entry.suffix == ".py":
             yield entry.stem, entry
@@ -70,13 +69,13 @@ def imported(file: Path) -> Iterator[str]:
 
 
 def edges() -> dict[tuple[str, str], set[str]]:
-    """{(room, imported top-level package or room): files}."""
+    """{(package, imported top-level package or package): files}."""
     found: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for room, file in sources():
+    for package, file in sources():
         for name in imported(file):
             first, _, rest = name.partition(".")
             target = f"megatron_snip.{rest.split('.')[0]}" if first == "megatron_snip" else first
-            found[room, target].add(file.name)
+            found[package, target].add(file.name)
     return found
 
 
@@ -85,38 +84,38 @@ def graph() -> dict[tuple[str, str], set[str]]:
     return edges()
 
 
-def test_every_room_has_its_place() -> None:
-    rooms = {room for room, _ in sources()}
-    assert rooms == set(RANK)
-    assert {"statistics", "kernels", "patches", "controller"} < rooms
+def test_every_package_has_its_place() -> None:
+    packages = {package for package, _ in sources()}
+    assert packages == set(RANK)
+    assert {"statistics", "kernels", "patches", "controller"} < packages
 
 
 def test_rooms_import_only_from_their_left(graph: dict[tuple[str, str], set[str]]) -> None:
     wrong = {}
-    for (room, target), files in graph.items():
-        if not target.startswith("megatron_snip.") or target == f"megatron_snip.{room}":
+    for (package, target), files in graph.items():
+        if not target.startswith("megatron_snip.") or target == f"megatron_snip.{package}":
             continue
         name = target.removeprefix("megatron_snip.")
         if name in ("__version__", "__file__", ""):
             continue
-        if RANK[name] >= RANK[room]:
-            wrong[f"{room} imports {name}"] = sorted(files)
+        if RANK[name] >= RANK[package]:
+            wrong[f"{package} imports {name}"] = sorted(files)
     assert wrong == {}
 
 
 def test_megatron_is_known_to_three_rooms_only(graph: dict[tuple[str, str], set[str]]) -> None:
-    rooms = {room for room, target in graph if target == "megatron"}
-    assert rooms <= WITH_MEGATRON
-    assert "linears" in rooms  # the reader of imports does find them
+    packages = {package for package, target in graph if target == "megatron"}
+    assert packages <= WITH_MEGATRON
+    assert "linears" in packages  # the reader of imports does find them
 
 
 def test_torch_stays_out_of_planning_and_settings(graph: dict[tuple[str, str], set[str]]) -> None:
-    assert {room for room, target in graph if target == "torch"}.isdisjoint(WITHOUT_TORCH)
+    assert {package for package, target in graph if target == "torch"}.isdisjoint(WITHOUT_TORCH)
 
 
 def test_the_solver_is_known_to_planning_only(graph: dict[tuple[str, str], set[str]]) -> None:
-    assert {room for room, target in graph if target == "ortools"} == WITH_ORTOOLS
+    assert {package for package, target in graph if target == "ortools"} == WITH_ORTOOLS
 
 
 def test_nothing_is_pickled(graph: dict[tuple[str, str], set[str]]) -> None:
-    assert not {room for room, target in graph if target in ("pickle", "dill", "cloudpickle")}
+    assert not {package for package, target in graph if target in ("pickle", "dill", "cloudpickle")}

@@ -1,4 +1,4 @@
-"""sdist and wheel: whole, and good for a run from elsewhere."""
+"""sdist, wheel, editable install and checkout have the same modules and run from any directory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from email.message import Message
@@ -19,7 +20,8 @@ import pytest
 from megatron_snip.version import __version__
 
 ROOT = Path(__file__).parents[2]
-LINKED = ("kernels", "patches")
+BESIDE = ("kernels", "patches")
+"""Folders of the repository that are subpackages of `megatron_snip`."""
 PROBLEM = {
     "version": 1,
     "target": 0.5,
@@ -38,14 +40,13 @@ PROBLEM = {
 }
 
 
-def package_files() -> set[str]:
-    """Every file of the package, with the linked folders as the package sees them."""
-    package = ROOT / "megatron_snip"
-    folders = [package, *(package / name for name in LINKED)]
-    files = (path for folder in folders for path in folder.rglob("*"))  # rglob follows no links
+def package_files() -> dict[str, str]:
+    """Every file of the package: its path in an installation, and in the repository."""
+    folders = {"megatron_snip": "megatron_snip"} | {f"megatron_snip/{n}": n for n in BESIDE}
     return {
-        str(path.relative_to(ROOT))
-        for path in files
+        f"{installed}/{path.relative_to(ROOT / folder)}": str(path.relative_to(ROOT))
+        for installed, folder in folders.items()
+        for path in (ROOT / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
 
@@ -67,7 +68,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what packaging reads, so that nothing is written into the checkout."""
     copy = tmp_path_factory.mktemp("sources") / "megatron-snip"
     ignore = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
-    shutil.copytree(ROOT, copy, symlinks=True, ignore=ignore)
+    shutil.copytree(ROOT, copy, ignore=ignore)
     return copy
 
 
@@ -88,13 +89,16 @@ def wheel(sdist: Path) -> Path:
     return build(unpacked, "wheel", folder / "wheel")
 
 
-@pytest.fixture(scope="module")
-def site(wheel: Path) -> Path:
-    """The wheel, installed in a folder of its own."""
-    folder = wheel.parent.parent / "site"
+def install(wheel: Path, folder: Path) -> Path:
     words = ["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(folder)]
     subprocess.run([sys.executable, *words, str(wheel)], check=True, timeout=120)
     return folder
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path) -> Path:
+    """The wheel, installed in a folder of its own."""
+    return install(wheel, wheel.parent.parent / "site")
 
 
 def metadata(wheel: Path) -> Message:
@@ -120,18 +124,17 @@ def test_the_sdist_holds_every_file(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         members = archive.getmembers()
     names = {member.name.split("/", 1)[1] for member in members if member.isfile()}
-    assert package_files() <= names
+    assert set(package_files().values()) <= names
     assert not any(member.issym() or member.islnk() for member in members)
-    assert not any(name.startswith(tuple(f"{top}/" for top in LINKED)) for name in names)
     assert {"LICENSE", "README.md", "configs/demo.yaml", "launch/slurm.sbatch"} <= names
 
 
 def test_the_wheel_holds_every_file_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert names == package_files()
-    assert "megatron_snip/py.typed" in names
-    assert "megatron_snip/kernels/quantize.py" in names and "megatron_snip/patches/cpu.py" in names
+    assert names == set(package_files())
+    assert {"megatron_snip/py.typed", "megatron_snip/kernels/quantize.py"} <= names
+    assert "megatron_snip/patches/cpu/tensors.py" in names
 
 
 def test_the_version_is_stated_once(wheel: Path) -> None:
@@ -144,7 +147,9 @@ def test_the_version_is_stated_once(wheel: Path) -> None:
 
 def test_extras_are_offered(wheel: Path) -> None:
     found = metadata(wheel)
-    assert {"wandb", "tensorboard", "te", "dev"} <= set(found.get_all("Provides-Extra", []))
+    assert {"megatron", "wandb", "tensorboard", "te", "dev"} <= set(
+        found.get_all("Provides-Extra", [])
+    )
     needed = found.get_all("Requires-Dist", [])
     assert any(line.startswith("megatron-core") and "extra" not in line for line in needed)
     assert any(line.startswith("wandb") and "extra" in line for line in needed)
@@ -161,15 +166,31 @@ def test_it_runs_from_outside_the_repository(site: Path, tmp_path: Path) -> None
     assert [option["fprop"] for option in plan.values()] == ["fp4", "fp8"]
 
 
-def test_every_module_is_the_installed_one(site: Path, tmp_path: Path) -> None:
-    code = """
-import importlib.util, pkgutil
-import megatron_snip
-for found in pkgutil.walk_packages(megatron_snip.__path__, "megatron_snip."):
-    print(importlib.util.find_spec(found.name).origin)
+def modules(folder: Path, path: Path, editable: bool = False) -> dict[str, Path]:
+    """Where Python finds every module of the package, with `path` on its search path."""
+    names = {
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name
+        for name in package_files()
+        if name.endswith(".py")
+    }
+    code = f"""
+import importlib.util, json, site, sys
+if {editable}:  # started without site-packages, which may hold an editable install already
+    site.addsitedir({str(path)!r})
+    sys.path.append({sysconfig.get_path("purelib")!r})
+print(json.dumps({{n: importlib.util.find_spec(n).origin for n in {list(names)!r}}}))
 """
-    done = run(site, tmp_path, "-c", code)
+    done = run(folder if editable else path, folder, "-S" if editable else "-P", "-c", code)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = {str(Path(line).relative_to(site)) for line in done.stdout.splitlines()}
-    modules = {name for name in package_files() if name.endswith(".py")}
-    assert found == modules - {"megatron_snip/__init__.py"}
+    return {names[name]: Path(origin) for name, origin in json.loads(done.stdout).items()}
+
+
+def test_wheel_editable_install_and_checkout_have_the_same_modules(
+    site: Path, sources: Path, tmp_path: Path
+) -> None:
+    files = {name: at for name, at in package_files().items() if name.endswith(".py")}
+    assert modules(tmp_path, site) == {name: site / name for name in files}
+    assert modules(tmp_path, ROOT) == {name: ROOT / at for name, at in files.items()}
+    editable = install(build(sources, "editable", tmp_path / "editable"), tmp_path / "site")
+    found = modules(tmp_path, editable, editable=True)
+    assert found == {name: sources / at for name, at in files.items()}

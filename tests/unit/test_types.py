@@ -2,10 +2,12 @@
 
 import pytest
 
+from megatron_snip.errors import UsageError
 from megatron_snip.types import (
     GEMM_OPERANDS,
     Gemm,
     Operand,
+    glob_matches,
     linear_name,
     natural_key,
     split_linear_name,
@@ -50,3 +52,9 @@ def test_any_text_has_a_natural_key() -> None:
     names = ["9" * 5000, "\u00b2", "\u00b21", "\u0663", "", "a2", "a10"]
     assert sorted(sorted(names), key=natural_key)[:2] == ["", "\u0663"]
     assert natural_key("a2") < natural_key("a10")
+
+
+def test_a_glob_that_is_too_long_is_refused() -> None:
+    assert glob_matches("decoder.layers.0.mlp.linear_fc1", "*.linear_fc?")
+    with pytest.raises(UsageError, match="at most 500"):
+        glob_matches("decoder.layers.0.mlp.linear_fc1", "*a" * 5000)

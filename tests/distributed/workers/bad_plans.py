@@ -10,18 +10,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_snip.linears import gemms
+from megatron_snip import guard
+from megatron_snip.controller import SnipController
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.types import Gemm, Operand
 from tests.distributed.workers import small_model
-from tests.distributed.workers.controller import MODEL, FakeSolver
+from tests.distributed.workers.broken_format import broken_format
+from tests.distributed.workers.controller import MODEL, FakeSolver, planned
 from tests.distributed.workers.small_model import SyntheticTokens, Trainer, layout
 
 START = 15
 GUARDED: dict[str, Any] = {
     "interval": 200,
-    "start_step": START,
+    "start_step": START + 1,
     "lag": 1,
     "efficiency_target": 0.5,
 }
@@ -74,20 +76,10 @@ def _poison(tensor: torch.Tensor, operand: Operand, gemm: Gemm) -> torch.Tensor:
 BREAKS = {"gradient": _nan_gradient, "loss": _nan_loss, "useless": _useless, "poison": _poison}
 
 
-@contextmanager
-def breaking(how: str) -> Iterator[None]:
-    """Let fp4 be a format that breaks training."""
-    original = gemms._operand
-
-    def broken(tensor: Any, name: str, operand: Any, gemm: Any, *rest: Any) -> torch.Tensor:
-        seen = original(tensor, name, operand, gemm, *rest)
-        return BREAKS[how](seen, operand, gemm) if name == "fp4" else seen
-
-    gemms._operand = broken
-    try:
-        yield
-    finally:
-        gemms._operand = original
+def stop_refreshes(controller: SnipController) -> None:
+    """Let the first refresh be the only one: the run then becomes one that never had a plan."""
+    due = controller._schedule._is_due
+    controller._schedule._is_due = lambda i, wanted_at: i <= START + 1 and due(i, wanted_at)
 
 
 def all_fp4(problem: Any, settings: Any, *rest: Any) -> PrecisionPlan:
@@ -109,9 +101,9 @@ def bad_plans(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def _bad_plan(values: dict[str, Any], how: str, steps: int) -> dict[str, Any]:
     solver: Any = FakeSolver(all_fp4) if dist.get_rank() == 0 else None
-    with learnable(values) as trainer, breaking(how):
-        # No second refresh: the run then is one that never had a plan.
-        controller = trainer.controller({**GUARDED, "stop_step": START + 1}, solver)
+    with learnable(values) as trainer, broken_format("fp4", BREAKS[how]):
+        controller = trainer.controller(GUARDED, solver)
+        stop_refreshes(controller)
         trainer.advance(steps, controller)
         controller.close()
         return {
@@ -119,23 +111,24 @@ def _bad_plan(values: dict[str, Any], how: str, steps: int) -> dict[str, Any]:
             "history": controller.history,
             "digest": controller.plan.digest,
             "bf16": sorted({str(option) for option in controller.plan.linears.values()}),
-            "events": [(e.step, e.kind) for e in trainer.reporter.events],
+            "events": [(i, notice.kind) for i, notice in trainer.events.notices],
             "warnings": trainer.warnings,
-            "planned": [(a.step, a.plan.step, a.num_changed) for a in trainer.reporter.applied],
+            "planned": planned(trainer),
         }
 
 
 def poisoned(values: dict[str, Any], steps: int) -> dict[str, Any]:
     """A plan that spoils the weights little by little; the run goes on, and one without it."""
-    snip = {**GUARDED, "guard_patience": 3, "stop_step": START + 1}
     solver: Any = FakeSolver(all_fp4) if dist.get_rank() == 0 else None
-    with learnable(values) as trainer, breaking("poison"):
-        controller = trainer.controller(snip, solver)
+    guard.PATIENCE = 3
+    with learnable(values) as trainer, broken_format("fp4", _poison):
+        controller = trainer.controller(GUARDED, solver)
+        stop_refreshes(controller)
         trainer.advance(steps, controller)
         controller.close()
         result = {
             "losses": trainer.losses,
-            "events": [(e.step, e.kind, e.message) for e in trainer.reporter.events],
+            "events": [(i, n.kind, n.message) for i, n in trainer.events.notices],
             "digest": controller.plan.digest,
         }
     with learnable(values) as trainer:
@@ -146,15 +139,15 @@ def poisoned(values: dict[str, Any], steps: int) -> dict[str, Any]:
 def asked_again(values: dict[str, Any]) -> dict[str, Any]:
     """After a plan has gone, the next step measures; the same plan is not taken twice."""
     solver: Any = FakeSolver(all_fp4) if dist.get_rank() == 0 else None
-    with learnable(values) as trainer, breaking("useless"):
+    with learnable(values) as trainer, broken_format("fp4", _useless):
         controller = trainer.controller(GUARDED, solver)
         trainer.advance(START + 4, controller)
         state = controller.state(START + 4).to_dict()
         controller.close()
         return {
-            "refreshes": [r.step for r in trainer.reporter.refreshes],
-            "events": [(e.step, e.kind) for e in trainer.reporter.events],
-            "messages": [e.message for e in trainer.reporter.events],
+            "refreshes": [iteration for iteration, _ in trainer.events.measured],
+            "events": [(i, notice.kind) for i, notice in trainer.events.notices],
+            "messages": [notice.message for _, notice in trainer.events.notices],
             "state": state["guard"],
             "history": controller.history,
         }

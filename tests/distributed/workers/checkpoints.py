@@ -1,4 +1,4 @@
-"""What test_checkpoints.py runs on ranks: whole runs, stopped runs, and runs that go on."""
+"""Functions that test_checkpoints.py runs on ranks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_snip import refresh
+from megatron_snip.errors import SnipError
 from megatron_snip.patches import cpu
 from megatron_snip.trainer import session
-from megatron_snip.trainer.checks import check_run
 from megatron_snip.trainer.config import TrainConfig, make_train_config
-from megatron_snip.trainer.model import TrainingState, build_training_state
-from megatron_snip.trainer.parallel import destroy_parallel_state, initialize_parallel_state
+from megatron_snip.trainer.model import (
+    TrainingState,
+    build_training_state,
+    destroy_parallel_state,
+    initialize_parallel_state,
+)
 from tests.distributed.workers.trainer import weights_digest
+
+refresh.MIN_OPTIMIZER_STEPS = 0  # the runs measure in their first iterations
 
 
 def run_all(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -31,7 +38,7 @@ def run_all(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def run_one(config: TrainConfig) -> dict[str, Any]:
     """One run of the trainer, as `session.run_rank` makes it."""
-    check_run(config, dist.get_world_size())
+    session.check_run(config, dist.get_world_size())
     dist.barrier()  # all have looked at the folders before one writes
     initialize_parallel_state(config)
     states: list[TrainingState] = []
@@ -48,13 +55,27 @@ def run_one(config: TrainConfig) -> dict[str, Any]:
         session.build_training_state = building
         destroy_parallel_state()
     return {
-        "steps": result.steps,
+        "iterations": result.iterations,
         "stopped": result.stopped,
         "first_validation_loss": result.first_validation_loss,
         "validation_loss": result.validation_loss,
         "weights": weights_digest(states[0]),
         "metrics": read_metrics(config.run_dir),
     }
+
+
+def errors(runs: dict[str, dict[str, Any]]) -> dict[str, tuple[str, str] | None]:
+    """Return the error of each run, by name."""
+    cpu.install()
+    found: dict[str, tuple[str, str] | None] = {}
+    for name, values in runs.items():
+        try:
+            run_one(make_train_config(values))
+            found[name] = None
+        except SnipError as error:
+            found[name] = type(error).__name__, str(error)
+        dist.barrier()
+    return found
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -67,19 +88,19 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def signal_one_rank(values: dict[str, Any], number: int, rank: int) -> dict[str, Any]:
-    """Send a signal to one rank in its second step; all are to stop after that step."""
+    """Send a signal to one rank in its second iteration; all ranks stop after it."""
     cpu.install()
     training = session.train
 
     def train(config: Any, state: Any, datasets: Any, hook: Any, *rest: Any) -> Any:
-        begin = hook.begin_step
+        forward_backward = hook.forward_backward
 
-        def begin_step(step: int) -> None:
-            if step == 1 and dist.get_rank() == rank:
+        def signalled(iteration: int, *arguments: Any, **kwargs: Any) -> Any:
+            if iteration == 2 and dist.get_rank() == rank:
                 os.kill(os.getpid(), number)
-            begin(step)
+            return forward_backward(iteration, *arguments, **kwargs)
 
-        hook.begin_step = begin_step
+        hook.forward_backward = signalled
         return training(config, state, datasets, hook, *rest)
 
     session.train = train

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_snip import butterfly
+from megatron_snip import recursive_doubling
 from megatron_snip.collectives import (
     RemoteFailure,
     attempt,
@@ -46,7 +46,7 @@ def all_checks() -> dict[str, Any]:
     return results
 
 
-def butterfly_checks() -> dict[str, Any]:
+def recursive_doubling_checks() -> dict[str, Any]:
     """Sums of groups of the first 1, 2, .. ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     results: dict[str, Any] = {}
@@ -57,15 +57,15 @@ def butterfly_checks() -> dict[str, Any]:
         given = torch.randn(7, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
         ring = given.clone()
         dist.all_reduce(ring, group=group)
-        assert butterfly.suits(given, group)
+        assert recursive_doubling.suits(given, group)
         results[str(size)] = {
             "given": given.tolist(),
-            "sum": butterfly.all_reduce(given.clone(), group).tolist(),
+            "sum": recursive_doubling.all_reduce(given.clone(), group).tolist(),
             "ring": ring.tolist(),
             "flags": int(sum_over(torch.tensor([rank], dtype=torch.int32), group).item()),
         }
-    large = torch.full((butterfly.LARGEST_BYTES,), float(rank))
-    assert not butterfly.suits(large, dist.group.WORLD)
+    large = torch.full((recursive_doubling.LARGEST_BYTES,), float(rank))
+    assert not recursive_doubling.suits(large, dist.group.WORLD)
     results["large"] = float(sum_over(large, dist.group.WORLD)[-1]) * world
     dist.barrier()
     pair = dist.new_group([0, 1], backend="gloo", timeout=timedelta(seconds=4))
@@ -77,11 +77,11 @@ def butterfly_checks() -> dict[str, Any]:
 def _out_of_step(group: Any) -> str:
     """Ranks 0 and 1: one of them has left an all-reduce out; return what becomes of the next."""
     flag = torch.ones(1, dtype=torch.int32)
-    assert int(butterfly.all_reduce(flag, group)) == 2
+    assert int(recursive_doubling.all_reduce(flag, group)) == 2
     if dist.get_rank() == 1:
-        butterfly._next_tag(group)
+        recursive_doubling._next_tag(group)
     try:
-        return str(int(butterfly.all_reduce(torch.ones(1, dtype=torch.int32), group)))
+        return str(int(recursive_doubling.all_reduce(torch.ones(1, dtype=torch.int32), group)))
     except RuntimeError as error:
         return str(error)
 

@@ -11,18 +11,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_snip.config import SnipConfig
+from megatron_snip import pending_solve
 from megatron_snip.controller import SnipController
-from megatron_snip.controller_state import ControllerState
-from megatron_snip.cycle import solving
 from megatron_snip.errors import SnipError
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan, assignment_digest, write_plan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.solver_process import SolverProcess, worker_command
-from megatron_snip.reporting.reporter import FileReporter
 from megatron_snip.reporting.run_directory import RunDirectory
-from tests.distributed.workers.small_model import Memory, Trainer, layout
+from megatron_snip.state import ControllerState
+from tests.distributed.workers.small_model import Trainer, layout
 
 MODEL: dict[str, Any] = {
     "num_layers": 2,
@@ -34,12 +32,11 @@ MODEL: dict[str, Any] = {
 }
 SNIP: dict[str, Any] = {
     "interval": 4,
-    "start_step": 1,
+    "start_step": 2,
     "lag": 1,
     "efficiency_target": 0.5,
-    "time_limit_s": 20.0,
 }
-"""Refreshes at steps 1 and 5; their outcomes are due before steps 2 and 6."""
+"""Refreshes at iterations 2 and 6; their plans are due before iterations 3 and 7."""
 
 FAULTY_CHILD = """
 import os, sys, time
@@ -102,11 +99,11 @@ FAKES = {
 }
 
 
-def solver_faults(layout_values: dict[str, Any], folder: str) -> dict[str, Any]:
+def solver_faults(values: dict[str, Any], faults: list[str], folder: str) -> dict[str, Any]:
     """One fault at a time: refresh, fail, go on, heal, refresh again."""
     results = {}
-    for fault in ("crash", "garbage", "hang", *FAKES, "submit"):
-        with layout({**MODEL, **layout_values}) as trainer:
+    for fault in faults:
+        with layout({**MODEL, **values}) as trainer:
             results[fault] = _with_fault(trainer, fault, Path(folder))
     return results
 
@@ -123,11 +120,10 @@ def _with_fault(trainer: Trainer, fault: str, folder: Path) -> dict[str, Any]:
         else:
             child = [sys.executable, "-c", FAULTY_CHILD, fault, str(healed), *worker_command()]
             solver = SolverProcess(child)
-    grace = solving.SOLVER_GRACE_S
-    limit = {"time_limit_s": 0.2} if fault == "hang" else {}
-    controller = trainer.controller({**SNIP, **limit}, solver)
+    grace = pending_solve.SOLVER_GRACE_S
+    controller = trainer.controller(SNIP, solver)
     if fault == "hang":
-        solving.SOLVER_GRACE_S = 0.1
+        pending_solve.SOLVER_GRACE_S = -29.5  # of the solver's own 30 s
     try:
         before = controller.plan.digest
         trainer.advance(4, controller)
@@ -137,16 +133,14 @@ def _with_fault(trainer: Trainer, fault: str, folder: Path) -> dict[str, Any]:
             "warnings": list(trainer.warnings),
             "history": list(controller.history),
         }
-        solving.SOLVER_GRACE_S = grace
-        if fault == "hang":  # a real child needs its time to start
-            controller._solving.config = SnipConfig(**SNIP)
+        pending_solve.SOLVER_GRACE_S = grace
         healed.touch()
         if isinstance(solver, FakeSolver):
             solver.healed = True
             solver.__dict__.pop("submit", None)
         trainer.advance(4, controller)
     finally:
-        solving.SOLVER_GRACE_S = grace
+        pending_solve.SOLVER_GRACE_S = grace
         controller.close()
     return {
         **after,
@@ -160,7 +154,7 @@ def _with_fault(trainer: Trainer, fault: str, folder: Path) -> dict[str, Any]:
 
 def _options(controller: SnipController) -> dict[str, Option]:
     """What this rank's linears really run, and the plan's word for the others."""
-    mine = {p.placement.name: p.option for p in controller.model.linears}
+    mine = {p.name: p.option for p in controller.model.linears}
     return {name: mine.get(name, option) for name, option in controller.plan.linears.items()}
 
 
@@ -174,7 +168,6 @@ def cycles(layout_values: dict[str, Any], folder: str) -> dict[str, Any]:
         "collect only": _run(layout_values, {**SNIP, "collect_only": True}, None),
         "plain": _plain(layout_values),
         "static": _run(layout_values, {**SNIP, "policy": "uniform-fp8"}, None),
-        "stopped": _run(layout_values, {**SNIP, "stop_step": 5}, None),
     }
 
 
@@ -182,9 +175,8 @@ def _run(
     layout_values: dict[str, Any], snip: dict[str, Any], folder: Path | None
 ) -> dict[str, Any]:
     with layout({**MODEL, **layout_values}) as trainer:
-        controller = trainer.controller(snip)
-        if folder is not None and dist.get_rank() == 0:
-            controller._announcer.reporter = FileReporter(RunDirectory(folder))
+        files = [RunDirectory(folder)] if folder is not None and dist.get_rank() == 0 else []
+        controller = trainer.controller(snip, writers=files)
         installed = all("_forward_impl" in p.module.__dict__ for p in controller.model.linears)
         trainer.advance(9, controller)
         controller.close()
@@ -193,13 +185,18 @@ def _run(
             **trainer.digests(),
             "history": controller.history,
             "digest": controller.plan.digest,
-            "refreshes": [r.step for r in trainer.reporter.refreshes],
-            "planned": [(a.step, a.plan.step, a.num_changed) for a in trainer.reporter.applied],
-            "fractions": [v["lowest_precision_fraction"] for v in trainer.reporter.values],
+            "refreshes": [iteration for iteration, _ in trainer.events.measured],
+            "planned": planned(trainer),
+            "fractions": [v["lowest_precision_fraction"] for _, v in trainer.events.metrics],
             "installed": installed and not left,
-            "closed": trainer.reporter.closed,
+            "closed": trainer.events.closed,
             "warnings": trainer.warnings,
         }
+
+
+def planned(trainer: Trainer) -> list[tuple[int, int, int]]:
+    """(iteration, measured iteration, linears changed) of every plan applied."""
+    return [(i, a.plan.iteration, a.num_changed) for i, a in trainer.events.applied]
 
 
 def _plain(layout_values: dict[str, Any]) -> dict[str, Any]:
@@ -209,26 +206,20 @@ def _plain(layout_values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _resumed(layout_values: dict[str, Any]) -> dict[str, Any]:
-    """Stop after step 1, while its problem is being solved, and again under its plan."""
-    told = []
+    """Stop after iteration 2, while its problem is being solved, and again under its plan."""
+    applied = []
     with layout({**MODEL, **layout_values}) as trainer:
         controller = trainer.controller(SNIP)
         for steps in (2, 2, 5):
             trainer.advance(steps, controller)
             text = json.dumps(controller.state(trainer.step).to_dict())
             controller.close()
-            told.append([(a.step, a.plan.step, a.resumed) for a in trainer.reporter.applied])
+            applied.append([(i, a.plan.iteration, a.resumed) for i, a in trainer.events.applied])
             if trainer.step < 9:
-                trainer.reporter = Memory()
-                controller = SnipController(
-                    SnipConfig(**SNIP),
-                    list(trainer.state.runner.model),
-                    trainer.state.optimizer,
-                    trainer.reporter,
-                    state=ControllerState.from_dict(json.loads(text)),
-                )
+                state = ControllerState.from_dict(json.loads(text))
+                controller = trainer.controller(SNIP, state=state)
         plan, history = controller.plan.digest, controller.history
-        return {**trainer.digests(), "history": history, "digest": plan, "told": told}
+        return {**trainer.digests(), "history": history, "digest": plan, "applied": applied}
 
 
 def refusals(layout_values: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -247,7 +238,6 @@ def refusals(layout_values: dict[str, Any], folder: str) -> dict[str, Any]:
             "policy": {"policy": "clever"},
             "pin": {"pins": ("decoder.layers.7.*=fp8",)},
             "target": {"pins": ("*=fp8",), "efficiency_target": 0.1},
-            "option": {"initial_option": "mxfp8"},
             "plan file": {"plan_file": misfit},
             "missing plan file": {"plan_file": Path(folder) / "nowhere.json"},
         }

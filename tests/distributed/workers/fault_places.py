@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_snip.cycle import refresher
+from megatron_snip import refresh
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.solver_process import SolverProcess
@@ -52,7 +52,7 @@ MOMENTS = (sensitivity, "_own_sums")
 FORWARD = (observer, "_rows_of")
 BACKWARD = (observer, "partial_sums")
 REDUCE = (reduce, "_fill")
-PROBLEM = (refresher, "divergence_table")
+PROBLEM = (refresh, "divergence_table")
 SUBMIT = (SolverProcess, "submit")
 SOLVE = (SolverProcess, "result")
 BROADCAST = (PrecisionPlan, "from_dict")
@@ -81,7 +81,7 @@ PLACES: dict[str, tuple[Place, Strike]] = {
     "problem": (PROBLEM, bug),
     "NaN": (BACKWARD, not_a_number),
     "submit": (SUBMIT, bug),
-    "solve": (SOLVE, bug),
+    "solve": (SOLVE, half_done),  # a result that is not taken would block the next submit
     "broadcast": (BROADCAST, bug),
     "apply": (APPLY, half_done),
 }

@@ -12,22 +12,22 @@ import torch.distributed as dist
 
 from megatron_snip.collectives import RemoteFailure, gather_json
 from megatron_snip.reporting import run_directory
-from megatron_snip.reporting.reporter import FileReporter, Reporters
+from megatron_snip.reporting.events import Reporter
 from megatron_snip.reporting.run_directory import RunDirectory
-from megatron_snip.trainer.checkpoint import Checkpoints, Progress
-from megatron_snip.trainer.checkpoint_folder import CheckpointFolder
-from megatron_snip.trainer.stop import StopRequests
+from megatron_snip.trainer import checkpoint
+from megatron_snip.trainer.checkpoint import Checkpoints, Progress, latest_iteration
+from megatron_snip.trainer.loop import StopRequests
 from tests.distributed.workers.controller import MODEL
 from tests.distributed.workers.fault_places import KILLED, PLACES, Faults
 from tests.distributed.workers.small_model import Trainer, layout
 
 SNIP: dict[str, Any] = {
     "interval": 2,
-    "start_step": 0,
+    "start_step": 1,
     "lag": 1,
     "efficiency_target": 0.5,
 }
-"""Refreshes at even steps; their outcomes are due before the odd ones."""
+"""Refreshes at odd iterations; their plans are due before the even ones."""
 
 
 def every_phase(
@@ -71,21 +71,21 @@ def _faulty_run(values: dict[str, Any], folder: Path, only: list[str] | None) ->
     with layout({**MODEL, **values}) as trainer:
         trainer.advance(steps, trainer.plain())
         plain = trainer.digests()
-    told = {"outcomes": outcomes, "healed": healed, "steps": steps, "saved": saved}
-    return {**told, "run": result, "plain": plain}
+    found = {"outcomes": outcomes, "healed": healed, "steps": steps, "saved": saved}
+    return {**found, "run": result, "plain": plain}
 
 
 def _strike(trainer: Trainer, controller: Any, faults: Faults, fault: str, outcomes: Any) -> None:
     """One cycle of two steps with a fault in it."""
-    warned, told = len(trainer.warnings), len(trainer.reporter.events)
-    refreshed = len(trainer.reporter.refreshes)
+    warned, noticed = len(trainer.warnings), len(trainer.events.notices)
+    refreshed = len(trainer.events.measured)
     faults.at(fault, once=fault == "apply")
     trainer.advance(2, controller)
     faults.at("")
     outcomes[fault] = {
         "warnings": trainer.warnings[warned:],
-        "events": [event.kind for event in trainer.reporter.events[told:]],
-        "measured": len(trainer.reporter.refreshes) - refreshed,
+        "events": [notice.kind for _, notice in trainer.events.notices[noticed:]],
+        "measured": len(trainer.events.measured) - refreshed,
         "history": list(controller.history),
     }
 
@@ -100,7 +100,7 @@ def _healed(trainer: Trainer, controller: Any, faults: Faults) -> dict[str, Any]
     return {
         "history": list(controller.history),
         "digest": controller.plan.digest,
-        "refreshed": trainer.reporter.refreshes[-1].step,
+        "refreshed": trainer.events.measured[-1][0],
         "heard": heard,
         "signalled": sorted({phase for each in signalled for phase in each}),
     }
@@ -110,8 +110,8 @@ def _saving(trainer: Trainer, controller: Any, folder: Path) -> dict[str, Any]:
     """Full disks: under the run's files for a cycle, then under a checkpoint; then none is full."""
     failing = [(run_directory, "write_plan"), (run_directory, "write_atomic")]
     if dist.get_rank() == 0:
-        files = FileReporter(RunDirectory(folder / "run"))
-        controller._announcer.reporter = Reporters([files, trainer.reporter])
+        files = RunDirectory(folder / "run")
+        controller._reporter = Reporter([files, trainer.events])
     warned = len(trainer.warnings)
     with _full_disk(failing):
         trainer.advance(2, controller)
@@ -124,7 +124,7 @@ def _saving(trainer: Trainer, controller: Any, folder: Path) -> dict[str, Any]:
     trainer.config = trainer.config.model_copy(update={"save": place})
     checkpoints = Checkpoints(trainer.config, trainer.state, controller._control)
     before = _whole(trainer)
-    with _full_disk([(CheckpointFolder, "finish")]):
+    with _full_disk([(checkpoint, "finish_checkpoint")]):
         try:
             _save(trainer, controller, checkpoints)
         except RemoteFailure as failure:
@@ -132,16 +132,16 @@ def _saving(trainer: Trainer, controller: Any, folder: Path) -> dict[str, Any]:
     # A refresh, a solve and a checkpoint succeed as if nothing had been.
     result["same"] = _whole(trainer) == before
     trainer.advance(2, controller)
-    result["read before"] = CheckpointFolder(place).latest()
+    result["read before"] = latest_iteration(place)
     _save(trainer, controller, checkpoints)
-    result["read after"] = CheckpointFolder(place).latest()
+    result["read after"] = latest_iteration(place)
     result["last history"] = list(controller.history)
     return result
 
 
 def _whole(trainer: Trainer) -> dict[str, Any]:
     """Digests once all parameters are gathered, as a checkpoint wants them."""
-    with trainer.state.runner.gathered():
+    with trainer.state.gathered():
         return trainer.digests()
 
 

@@ -25,7 +25,7 @@ MODEL = {
     "attention_dropout": 0.1,
     "hidden_dropout": 0.1,
 }
-PLAN = {"policy": "random", "efficiency_target": 0.5, "freeze_plan": True, "seed": 3}
+FROZEN = {"collect_only": True}
 STEPS = 30
 
 
@@ -36,11 +36,16 @@ def with_and_without(layouts: dict[str, dict[str, Any]], folder: str) -> dict[st
 
 
 def _both(values: dict[str, Any], file: Path) -> dict[str, Any]:
-    refreshing = {"interval": 5, "measure_fraction": 0.34}
-    from_file = {"plan_file": file, "freeze_plan": True, "seed": PLAN["seed"], "start_step": STEPS}
+    with layout(values) as trainer:
+        controller = trainer.controller({"policy": "random", "efficiency_target": 0.5})
+        if dist.get_rank() == 0:
+            write_plan(controller.plan, file)
+        controller.close()
+        dist.barrier()
+    observed = {"interval": 5, "start_step": 3, "measure_fraction": 0.34}
     return {
-        "with": _train(values, {**PLAN, **refreshing}, file),
-        "without": _train(values, from_file, None),
+        "with": _train(values, {**FROZEN, "plan_file": file, **observed}),
+        "without": _train(values, {**FROZEN, "plan_file": file, "start_step": STEPS + 1}),
         "collecting": _collect(values),
         "megatron": _collect(None, values),
     }
@@ -51,30 +56,26 @@ def _collect(values: dict[str, Any] | None, plain: dict[str, Any] | None = None)
     with layout(values or plain or {}) as trainer:
         hook = trainer.plain()
         if values is not None:
-            hook = trainer.controller({"collect_only": True, "interval": 4, "start_step": 1})
+            hook = trainer.controller({"collect_only": True, "interval": 4, "start_step": 2})
         trainer.advance(10, hook)
         hook.close()
-        return {**trainer.digests(), "refreshes": len(trainer.reporter.refreshes)}
+        return {**trainer.digests(), "refreshes": len(trainer.events.measured)}
 
 
-def _train(values: dict[str, Any], snip: dict[str, Any], file: Path | None) -> dict[str, Any]:
-    """Train; rank 0 writes the plan to `file`."""
-    print(values, snip, flush=True)  # where a run that hangs has come to
+def _train(values: dict[str, Any], snip: dict[str, Any]) -> dict[str, Any]:
+    print(values, snip, flush=True)  # the progress of a run that hangs
     with layout(values) as trainer:
         controller = trainer.controller(snip)
-        told = [(a.step, a.plan.digest, a.num_changed) for a in trainer.reporter.applied]
+        applied = [(i, a.plan.digest, a.num_changed) for i, a in trainer.events.applied]
         trainer.advance(STEPS, controller)
         controller.close()
-        if file is not None and dist.get_rank() == 0:
-            write_plan(controller.plan, file)
-        dist.barrier()
-        statistics = [r.statistics for r in trainer.reporter.refreshes]
+        statistics = [m.statistics for _, m in trainer.events.measured]
         return {
             **trainer.digests(),
-            "refreshes": [s.step for s in statistics],
+            "refreshes": [s.iteration for s in statistics],
             "errors": [s.linears[-1].formats["fp4"].wgrad_error_square for s in statistics],
             "options": sorted({str(option) for option in controller.plan.linears.values()}),
             "warnings": trainer.warnings,
-            "told": told,
+            "applied": applied,
             "digest": controller.plan.digest,
         }

@@ -20,10 +20,9 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_snip.formats import FORMATS
-from megatron_snip.linears.backends import Machine
-from megatron_snip.linears.layout import current_topology
+from megatron_snip.linears.discovery import current_topology
+from megatron_snip.linears.megatron_linear import PlannedLinear
 from megatron_snip.linears.runtime import Runtime
-from megatron_snip.linears.seam import PlannedLinear
 from megatron_snip.options import Option
 from megatron_snip.patches import cpu
 from megatron_snip.quantizers import StochasticStream, StreamKey, quantize_dequantize
@@ -35,7 +34,6 @@ from tests.unit.quantizers import oracle
 NAME, SEED, STEP = "decoder.layers.0.mlp.linear_fc1", 5, 7
 SEQUENCE, BATCH = 64, 2
 OPTIONS = ("fp8", "fp4", "fp4-fp8-bf16", "bf16-fp4-fp4", "fp8-bf16-fp4")
-NATIVE_OPTIONS = ("fp4", "fp8-bf16-fp4", "fp8-fp4-bf16", "bf16-fp8-fp8")
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,6 @@ class Case:
         frozen: whether the weight does not train.
         fused: whether dW is added into main_grad.
         dtype: of weights and activations.
-        sequence: tokens of a sample, whole.
     """
 
     kind: str
@@ -58,7 +55,6 @@ class Case:
     frozen: bool = False
     fused: bool = False
     dtype: torch.dtype = torch.float32
-    sequence: int = SEQUENCE
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -107,10 +103,7 @@ CASES = {
     "row fused": Case("row", fused=True),
     "column sp fused": Case("column", sequence_parallel=True, fused=True),
     "gated bf16": Case("gated", dtype=torch.bfloat16),
-    # shards of whole tiles of 128 tokens: a native X is gathered in bytes
-    "column sp tiles": Case("column", sequence_parallel=True, fused=True, sequence=128),
 }
-NATIVE_CASES = ("column bias", "column sp", "row sp", "column sp tiles", "column sp frozen")
 
 
 @dataclass(frozen=True)
@@ -132,8 +125,8 @@ class Tensors:
 
         n, k = case.shape
         return cls(
-            [draw(case.sequence, BATCH, k) for _ in range(2)],
-            [draw(case.sequence, BATCH, n) for _ in range(2)],
+            [draw(SEQUENCE, BATCH, k) for _ in range(2)],
+            [draw(SEQUENCE, BATCH, n) for _ in range(2)],
             draw(n, k),
             draw(n),
         )
@@ -143,18 +136,10 @@ def quantized_linears() -> dict[str, Any]:
     """Largest error of Y, dX, dW, db of every case and option, over the truth's largest value."""
     with megatron():
         topology = current_topology()
-        simulated = {
+        return {
             name: {text: _errors(case, Option.parse(text), topology) for text in OPTIONS}
             for name, case in CASES.items()
         }
-        run = {
-            f"{name}, native": {
-                text: _errors(CASES[name], Option.parse(text), topology, "native")
-                for text in NATIVE_OPTIONS
-            }
-            for name in NATIVE_CASES
-        }
-        return simulated | run
 
 
 @contextmanager
@@ -168,14 +153,11 @@ def megatron() -> Iterator[None]:
         parallel_state.destroy_model_parallel()
 
 
-def _errors(
-    case: Case, option: Option, topology: Topology, choice: str = "simulate"
-) -> dict[str, float | bool]:
+def _errors(case: Case, option: Option, topology: Topology) -> dict[str, float | bool]:
     tensors = Tensors.make(case)
     module = _module(case, tensors)
     runtime = Runtime(topology, SEED)
-    hopper = Machine((9, 0))
-    linear = PlannedLinear(module, case.placement(topology), runtime, choice, hopper)
+    linear = PlannedLinear(module, case.placement(topology), runtime)
     linear.option = option
     assert linear.refusal(option) is None
     linear.install()
@@ -273,7 +255,7 @@ def _truth(case: Case, option: Option, tensors: Tensors, microbatch: int) -> dic
         fmt = FORMATS[option[gemm]]
         values = tensor.float().numpy()
         if fmt.quantized:
-            values = oracle.quantize(values, fmt, block)[2]
+            values = oracle.quantize_dequantize(values, fmt, block)
         return values.astype(np.float64)
 
     square, along, across = (128, 128), (1, 128), (128, 1)

@@ -16,7 +16,7 @@ MODEL = {
 """Enough tokens, and D even enough, that no single element decides a sum."""
 SNIP = {
     "interval": 100,
-    "start_step": 3,
+    "start_step": 4,
     "lag": 1,
     "efficiency_target": 0.6,
 }
@@ -31,8 +31,8 @@ def refresh_in(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def _refresh(values: dict[str, Any]) -> dict[str, Any]:
     with layout(values) as trainer:
         controller = trainer.run(STEPS, SNIP)
-        assert trainer.reporter.refreshes, trainer.warnings
-        refresh = trainer.reporter.refreshes[0]
+        assert trainer.events.measured, trainer.warnings
+        refresh = trainer.measured
         return {
             "losses": trainer.losses,
             "plan": {n: str(o) for n, o in controller.plan.linears.items()},
@@ -43,9 +43,9 @@ def _refresh(values: dict[str, Any]) -> dict[str, Any]:
                 for linear in refresh.divergences.linears
             },
             "experts": sorted(
-                linear.placement.expert
+                linear.placements[0].expert
                 for linear in controller.model.linears
-                if linear.placement.name == "decoder.layers.0.mlp.experts.linear_fc1"
+                if linear.name == "decoder.layers.0.mlp.experts.linear_fc1"
             ),
             "warnings": trainer.warnings,
         }

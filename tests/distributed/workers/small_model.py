@@ -3,7 +3,7 @@
     with layout({"tensor_model_parallel_size": 2}) as trainer:
         trainer.run(10, snip={"interval": 5})
 
-Weights, data and their order do not depend on the layout (see `trainer.initialize` and
+Weights, data and their order do not depend on the layout (see `trainer.model` and
 `trainer.data`), so what two layouts measure and decide can be compared.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,17 +20,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_snip import pending_solve, refresh
 from megatron_snip.config import SnipConfig
 from megatron_snip.controller import SnipController
 from megatron_snip.log import forget_warnings
 from megatron_snip.patches import cpu
-from megatron_snip.reporting.reporter import Applied, Event, Refresh
+from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, PlanApplied, Writer
+from megatron_snip.state import ControllerState
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.trainer.config import TrainConfig, make_train_config
-from megatron_snip.trainer.hooks import PlainHook, TrainingHook
-from megatron_snip.trainer.loop import train_step
-from megatron_snip.trainer.model import TrainingState, build_training_state
-from megatron_snip.trainer.parallel import destroy_parallel_state, initialize_parallel_state
+from megatron_snip.trainer.loop import PlainTraining, TrainingHook, train_step
+from megatron_snip.trainer.model import (
+    TrainingState,
+    build_training_state,
+    destroy_parallel_state,
+    initialize_parallel_state,
+)
+
+refresh.MIN_OPTIMIZER_STEPS = 0  # models here are measured in their first iterations
+pending_solve.SOLVER_GRACE_S = 600.0  # a slow machine takes its time to start the solver
 
 SMALL: dict[str, Any] = {
     "num_layers": 2,
@@ -74,26 +82,25 @@ class SyntheticTokens:
 
 
 class Memory:
-    """A reporter that keeps what it is told."""
+    """A writer that keeps events, by kind, as (iteration, payload)."""
 
     def __init__(self) -> None:
-        self.refreshes: list[Refresh] = []
-        self.applied: list[Applied] = []
-        self.values: list[dict[str, Any]] = []
-        self.events: list[Event] = []
+        self.measured: list[tuple[int, Measurement]] = []
+        self.applied: list[tuple[int, PlanApplied]] = []
+        self.metrics: list[tuple[int, dict[str, Any]]] = []
+        self.notices: list[tuple[int, Notice]] = []
         self.closed = 0
 
-    def refreshed(self, refresh: Refresh) -> None:
-        self.refreshes.append(refresh)
-
-    def planned(self, applied: Applied) -> None:
-        self.applied.append(applied)
-
-    def event(self, event: Event) -> None:
-        self.events.append(event)
-
-    def metrics(self, step: int, values: dict[str, Any]) -> None:
-        self.values.append({"step": step, **values})
+    def write(self, event: Event) -> None:
+        match event.payload:
+            case Measurement() as measured:
+                self.measured.append((event.iteration, measured))
+            case PlanApplied() as applied:
+                self.applied.append((event.iteration, applied))
+            case Notice() as notice:
+                self.notices.append((event.iteration, notice))
+            case Metrics(values):
+                self.metrics.append((event.iteration, values))
 
     def close(self) -> None:
         self.closed += 1
@@ -119,14 +126,14 @@ class Trainer:
         config: what was built.
         state: model, optimizer, scheduler.
         losses: of every step made, the same on all ranks.
-        reporter: what the last controller told.
+        events: what the last controller reported.
         warnings: what the package warned of, since the model was built.
     """
 
     config: TrainConfig
     state: TrainingState
     losses: list[float] = field(default_factory=list)
-    reporter: Memory = field(default_factory=Memory)
+    events: Memory = field(default_factory=Memory)
     warnings: list[str] = field(default_factory=list)
     step: int = 0
 
@@ -134,32 +141,43 @@ class Trainer:
     def samples(self) -> SyntheticTokens:
         return SyntheticTokens(self.config.seq_length, 256)
 
-    def controller(self, snip: dict[str, Any], solver: Any = None) -> SnipController:
-        """Attach SNIP; all ranks are told what rank 0 is (the controller only needs rank 0)."""
-        self.reporter = Memory()
+    def controller(
+        self,
+        snip: dict[str, Any],
+        solver: Any = None,
+        state: ControllerState | None = None,
+        writers: Sequence[Writer] = (),
+    ) -> SnipController:
+        """Attach SNIP; events are kept on all ranks (the controller needs a writer on one)."""
+        self.events = Memory()
         return SnipController(
             SnipConfig(**snip),
-            list(self.state.runner.model),
+            list(self.state.model),
             self.state.optimizer,
-            self.reporter,
-            solver,
+            writers=[*writers, self.events],
+            state=state,
+            solver=solver,
         )
 
     def plain(self) -> TrainingHook:
-        return PlainHook(Memory())
+        return PlainTraining()
 
     def advance(self, steps: int, hook: TrainingHook) -> None:
         """Make `steps` training steps, as the trainer's own loop does."""
         if self.step == 0:
-            self.state.runner.defer_gathers()
+            self.state.defer_gathers()
         for _ in range(steps):
-            hook.begin_step(self.step)
-            metrics = train_step(self.step, self.config, self.state, self.samples, hook)
+            metrics = train_step(self.step + 1, self.config, self.state, self.samples, hook)
             if self.step == 0:
-                self.state.runner.overlap_gathers()
+                self.state.overlap_gathers()
             self.losses.append(metrics["loss"])
-            hook.end_step(self.step, metrics)
             self.step += 1
+            hook.end_iteration(self.step, metrics)
+
+    @property
+    def measured(self) -> Measurement:
+        """The first measurement of the last controller."""
+        return self.events.measured[0][1]
 
     def run(self, steps: int, snip: dict[str, Any], solver: Any = None) -> SnipController:
         """Train under SNIP and detach it."""
@@ -172,7 +190,7 @@ class Trainer:
         """Bits of what training has made: losses, this rank's weights and optimizer state."""
         return {
             "losses": [loss.hex() for loss in self.losses],
-            "weights": digest([p for c in self.state.runner.model for p in c.parameters()]),
+            "weights": digest([p for c in self.state.model for p in c.parameters()]),
             "optimizer": digest(optimizer_tensors(self.state.optimizer)),
         }
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_snip.linears.layout import current_topology
+from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.statistics.sensitivity import Sensitivity, gather_sensitivities
 from tests.distributed.workers.small_model import Trainer, layout
@@ -43,7 +43,7 @@ def sensitivities(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
         # An even D: where v is tiny, D would amplify the order in which gradients are added.
         with layout({"num_layers": 1, "seq_length": 32, "adam_eps": 1e-4, **values}) as trainer:
             topology, optimizer = current_topology(), trainer.state.optimizer
-            weights = PlannedModel(trainer.state.runner.model, topology, 0).weights()
+            weights = PlannedModel(trainer.state.model, topology, 0).weights()
             before = gather_sensitivities(weights, optimizer, topology)
             trainer.advance(3, trainer.plain())
             found = gather_sensitivities(weights, optimizer, topology)

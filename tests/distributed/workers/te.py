@@ -12,22 +12,29 @@ import tests.stand_ins.on_path  # noqa: F401 - before anything that imports Mega
 
 # isort: split
 import functools
-from collections.abc import Iterator
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine import TELinear
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from megatron_snip.linears.layout import current_topology
+from megatron_snip.formats import Format
+from megatron_snip.linears.availability import Backend, measured_format, this_machine
+from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.precision_log import precision_table
-from megatron_snip.linears.te_modules import is_plain
 from megatron_snip.patches import cpu
+from megatron_snip.planning.plan import write_plan
 from megatron_snip.trainer import model as trainer_model
 from tests.distributed.workers.small_model import layout, statistics_json
 from tests.te.models import EXPERTS, build, copy_weights
@@ -35,11 +42,13 @@ from tests.te.test_te_statistics import Seen, agree, observed
 
 BLACKWELL = (10, 0)
 MODEL = {"num_layers": 1, "seq_length": 128, "adam_eps": 1e-4, "train_iters": 10}
+FORMATS = ("fp8", "fp4")
 REFRESH = {
     "interval": 100,
-    "start_step": 2,
+    "start_step": 3,
     "lag": 1,
     "efficiency_target": 0.4,
+    "formats": FORMATS,
 }
 LATENT = {
     "q_lora_rank": 128,
@@ -57,7 +66,7 @@ def everything(values: dict[str, Any]) -> dict[str, Any]:
     return {
         "te": _refresh({**MODEL, **values}, te=True),
         "local": _refresh({**MODEL, **values}, te=False),
-        "with": _frozen({**MODEL, **values}, {"interval": 2, "start_step": 0}),
+        "with": _frozen({**MODEL, **values}, {"interval": 2, "start_step": 1}),
         "without": _frozen({**MODEL, **values}, {"start_step": 9}),
         "experts": _experts(),
         "latent": _latent(values),
@@ -79,8 +88,9 @@ def _latent_attention() -> Iterator[None]:
     original = trainer_model.initialize_weights
 
     def initialize(chunk: torch.nn.Module, config: Any) -> None:
-        for module in filter(is_plain, chunk.modules()):
-            module.weight.tensor_model_parallel = False  # type: ignore[union-attr]
+        for module in chunk.modules():
+            if type(module) is TELinear:
+                module.weight.tensor_model_parallel = False
         original(chunk, config)
 
     config = functools.partial(MLATransformerConfig, **LATENT)
@@ -103,18 +113,29 @@ def _linears(te: bool, **spec_settings: Any) -> Any:
     return mock.patch.object(trainer_model, "get_gpt_layer_local_spec", spec)
 
 
+def _measured_as_te() -> Any:
+    def formats(model: PlannedModel, names: Iterable[str]) -> dict[str, Format]:
+        machine = this_machine(with_te=True)
+        return {n: measured_format(n, Backend.TE, machine) for n in names if n != "bf16"}
+
+    return mock.patch.object(PlannedModel, "measured_formats", formats)
+
+
 def _refresh(values: dict[str, Any], te: bool, **spec_settings: Any) -> dict[str, Any]:
-    with _linears(te, **spec_settings), layout(values) as trainer:
+    """One refresh; Megatron's own linears are measured in Transformer Engine's recipes, too."""
+    with _linears(te, **spec_settings), _measured_as_te(), layout(values) as trainer:
         hook = trainer.controller(REFRESH)
         trainer.advance(3, hook)
         modules = [linear.module for linear in hook.model.linears]
         for module in modules if te else []:
             module.seen.clear()
         trainer.advance(2, hook)
-        table = precision_table(hook.model.linears, hook.plan, 3, hook.model.runnable._control)
+        table = precision_table(
+            hook.model.linears, hook.plan, 3, hook.model.runtime.topology.control
+        )
         hook.close()
-        refresh = trainer.reporter.refreshes[0]
-        names = [linear.placement.name for linear in hook.model.linears]
+        refresh = trainer.measured
+        names = [linear.name for linear in hook.model.linears]
         return {
             "losses": trainer.losses[:3],
             "plan": {n: str(o) for n, o in hook.plan.linears.items()},
@@ -133,13 +154,20 @@ def _refresh(values: dict[str, Any], te: bool, **spec_settings: Any) -> dict[str
 
 
 def _frozen(values: dict[str, Any], snip: dict[str, Any]) -> dict[str, Any]:
-    settings = {"policy": "random", "freeze_plan": True, "efficiency_target": 0.5, "seed": 3}
+    file = Path(tempfile.gettempdir()) / f"snip-te-{os.environ['MASTER_PORT']}.json"
+    settings = {"collect_only": True, "plan_file": file, "formats": FORMATS}
     with _linears(te=True), layout(values) as trainer:
+        random = {"policy": "random", "efficiency_target": 0.5, "formats": FORMATS}
+        controller = trainer.controller(random)
+        if dist.get_rank() == 0:
+            write_plan(controller.plan, file)
+        controller.close()
+        dist.barrier()
         before = FP8GlobalStateManager.entered
         controller = trainer.run(4, {**settings, **snip})
         return {
             **trainer.digests(),
-            "refreshes": len(trainer.reporter.refreshes),
+            "refreshes": len(trainer.events.measured),
             "options": sorted({str(o) for o in controller.plan.linears.values()}),
             "autocasts": FP8GlobalStateManager.entered - before > 0,
         }

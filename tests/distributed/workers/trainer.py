@@ -10,13 +10,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_snip.patches import cpu
-from megatron_snip.reporting.reporter import NullReporter
 from megatron_snip.trainer.config import make_train_config
 from megatron_snip.trainer.data import build_datasets
-from megatron_snip.trainer.hooks import PlainHook
-from megatron_snip.trainer.loop import train
-from megatron_snip.trainer.model import TrainingState, build_training_state
-from megatron_snip.trainer.parallel import destroy_parallel_state, initialize_parallel_state
+from megatron_snip.trainer.loop import PlainTraining, train
+from megatron_snip.trainer.model import (
+    TrainingState,
+    build_training_state,
+    destroy_parallel_state,
+    initialize_parallel_state,
+)
 
 
 def run_layouts(layouts: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
@@ -30,7 +32,7 @@ def run_layouts(layouts: dict[str, dict[str, Any]], folder: str) -> dict[str, An
 
 
 def run_layout(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    config = make_train_config({**values, "run_dir": folder, "data_cache_path": folder / "data"})
+    config = make_train_config({**values, "run_dir": folder})
     initialize_parallel_state(config)
     try:
         state = build_training_state(config, dist.get_world_size())
@@ -42,7 +44,7 @@ def run_layout(values: dict[str, Any], folder: Path) -> dict[str, Any]:
             losses.append(metrics["loss"])
             norms.append(metrics["grad_norm"])
 
-        result = train(config, state, datasets, PlainHook(NullReporter()), listen)
+        result = train(config, state, datasets, PlainTraining(), listen)
         return {
             "losses": losses,
             "grad_norms": norms,
@@ -57,7 +59,7 @@ def run_layout(values: dict[str, Any], folder: Path) -> dict[str, Any]:
 def weights_digest(state: TrainingState) -> str:
     """A hash of this rank's weights, bit by bit."""
     total = hashlib.sha256()
-    for chunk in state.runner.model:
+    for chunk in state.model:
         for parameter in chunk.parameters():
             total.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
     return total.hexdigest()

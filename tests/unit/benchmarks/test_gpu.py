@@ -102,13 +102,3 @@ def test_parts_run_by_name_leave_the_others_as_they_are(
     assert "missed: fp8 over bf16 1.100 (>= 1.2)" in capsys.readouterr().out
     with pytest.raises(UsageError, match="no part is called 'speed'; known: device, linear, "):
         gpu.main(["--output", str(output), "--only", "linear,speed"])
-
-
-def test_a_page_gets_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ceilings = {"copy_gigabytes_per_s": 4300.0, "bf16_tflops": 780.0, "checks": [{"met": True}]}
-    monkeypatch.setattr(subprocess, "run", stand_in(0, ceilings))
-    page = tmp_path / "README.md"
-    page.write_text("<!-- bench:device -->\n<!-- /bench:device -->\n")
-    output = ["--output", str(tmp_path / "gpu.json"), "--only", "device"]
-    assert gpu.main([*output, "--readme", str(page)]) == 0
-    assert "| 4300 | 780 | 1 of 1 |" in page.read_text()

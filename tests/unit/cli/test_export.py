@@ -13,6 +13,8 @@ from megatron_snip.planning.plan import read_plan, write_plan
 from megatron_snip.planning.problem import write_problem
 from tests.unit.planning.build import name_of, plan_of, problem_of
 
+PROBLEM = ["--problem", "problem.json", "--output", "other.json"]
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -58,43 +60,43 @@ def test_a_plan_for_blackwell(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert back.policy == "imported" and back.efficiency == pytest.approx(0.5)
 
 
-def said(capsys: pytest.CaptureFixture[str], capability: str, *options: str) -> str:
+def needs(capsys: pytest.CaptureFixture[str], capability: str, *options: str) -> str:
     write_plan(plan_of(list(options)), Path("plan.json"))
     assert export("--capability", capability, "--nearest") == 0
     return capsys.readouterr().out.split("The run needs:\n")[1]
 
 
-def test_what_the_run_needs_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_flags_that_the_run_needs_are_printed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Megatron has one low precision a run; that with the widest padding of experts' tokens."""
-    mixed = said(capsys, "10.0", "fp4", "fp8", "bf16", "fp4")
+    mixed = needs(capsys, "10.0", "fp4", "fp8", "bf16", "fp4")
     assert [line.strip() for line in mixed.splitlines() if line.startswith("  ")] == [
         "--transformer-impl transformer_engine",
         "--bf16",
         "--fp4-format e2m1",
         "--te-precision-config-file out.yaml",
     ]
-    assert "Without --fp4-format" in mixed and "no --fp8-param-gather" in mixed
-    assert "BF16: 1 of 4 linears by the plan" in mixed
+    assert "Without --fp4-format" in mixed and "not add --fp8-param-gather" in mixed
+    assert "1 of 4 linears of the plan run in BF16" in mixed
     assert "does not name run in the run's own precision" in mixed
-    assert "  --fp8-format e4m3 --fp8-recipe mxfp8\n" in said(capsys, "10.0", "fp8", "bf16")
-    hopper = said(capsys, "9.0", "fp4", "fp8", "fp8-fp8-bf16")
+    assert "  --fp8-format e4m3 --fp8-recipe mxfp8\n" in needs(capsys, "10.0", "fp8", "bf16")
+    hopper = needs(capsys, "9.0", "fp4", "fp8", "fp8-fp8-bf16")
     assert "  --fp8-format e4m3 --fp8-recipe blockwise\n" in hopper
-    assert "BF16: 0 of 3 linears" in hopper
-    by_gemm = said(capsys, "10.0", "bf16-fp4-bf16", "bf16")
-    assert "  --fp4-format e2m1\n" in by_gemm and "BF16: 1 of 2" in by_gemm
+    assert "0 of 3 linears" in hopper
+    by_gemm = needs(capsys, "10.0", "bf16-fp4-bf16", "bf16")
+    assert "  --fp4-format e2m1\n" in by_gemm and "1 of 2 linears" in by_gemm
 
 
 def test_a_plan_of_bf16_needs_no_low_precision(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = said(capsys, "10.0", "bf16", "bf16")
+    text = needs(capsys, "10.0", "bf16", "bf16")
     assert "-format" not in text and "param-gather" not in text
-    assert "does not name stay BF16" in text
+    assert "does not name stay in BF16" in text
 
 
-def test_files_of_several_stages_are_told_apart(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_stage_has_its_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert export("--capability", "10.0", "--pipeline-stages", "2") == 0
     text = capsys.readouterr().out
     assert "  --te-precision-config-file out.stage0.yaml  # of its stage" in text
@@ -103,10 +105,11 @@ def test_files_of_several_stages_are_told_apart(
 def test_fp4_does_not_run_on_hopper(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["export", "plan.json", "--te-precision-config", "out.yaml", "--capability", "9.0"]
     text = failure(words, capsys)
-    assert "fp4 on compute capability 9.0: NVFP4 GEMMs need 10.0" in text and "--nearest" in text
+    reason = "NVFP4 GEMMs need a GPU of compute capability 10.0 or later"
+    assert f"fp4 on compute capability 9.0: {reason}" in text and "--nearest" in text
     assert not Path("out.yaml").exists()
     write_plan(plan_of(["fp4", "fp4-fp8-fp8"]), Path("plan.json"))
-    assert failure(words, capsys).count("NVFP4 GEMMs need 10.0") == 1
+    assert failure(words, capsys).count(reason) == 1
     write_plan(plan_of(["fp4", "fp8", "bf16", "fp4"]), Path("plan.json"))
     assert export("--capability", "9.0", "--nearest") == 0
     text = capsys.readouterr().out
@@ -126,13 +129,21 @@ def test_options_by_gemm_need_this_package(
 
 def test_stages_have_files_of_their_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert export("--capability", "10.0", "--pipeline-stages", "2") == 0
-    assert "give each rank that of its own stage" in capsys.readouterr().out
+    assert "Give each rank the file of its stage" in capsys.readouterr().out
     files = ["out.stage0.yaml", "out.stage1.yaml"]
     assert not Path("out.yaml").exists()
     back = imported(*files, "--pipeline-stages", "2")
     assert list(back.values()) == ["nvfp4", "mxfp8", "bf16", "nvfp4"]
     capsys.readouterr()
-    words = ["import", "out.stage0.yaml", "x.yaml", "--problem", "problem.json"]
+    words = [
+        "import",
+        "out.stage0.yaml",
+        "x.yaml",
+        "--problem",
+        "problem.json",
+        "--output",
+        "p.json",
+    ]
     assert "2 files for 1 pipeline stages" in failure(words, capsys)
 
 
@@ -143,7 +154,7 @@ def test_a_plan_of_several_stages_has_as_many_files(
     write_plan(plan_of(["fp4", "fp8", "bf16", "fp4"], stages=(0.5, 0.5)), Path("plan.json"))
     write_problem(problem_of([[0.0, 1.0]] * 4, stages=[0, 0, 1, 1]), Path("problem.json"))
     assert export("--capability", "10.0") == 0
-    assert "The plan is of 2 pipeline stages" in capsys.readouterr().out
+    assert "one file for each of 2 pipeline stages" in capsys.readouterr().out
     back = imported("out.stage0.yaml", "out.stage1.yaml")
     assert list(back.values()) == ["nvfp4", "mxfp8", "bf16", "nvfp4"]
     assert export("--capability", "10.0", "--pipeline-stages", "1") == 0
@@ -171,7 +182,10 @@ def test_uneven_chunks(folder: Path) -> None:
         (["--capability", "ten"], "--capability must be like 9.0"),
         (["--capability", "10.0", "--pipeline-stages", "3"], "4 layers do not divide"),
         (["--capability", "10.0", "--pipeline-stages", "two"], "--pipeline-stages must be"),
-        (["--capability", "10.0", "--chunk-layers", "1,2"], "3 layers in 2 chunks"),
+        (
+            ["--capability", "10.0", "--chunk-layers", "1,2"],
+            "3 layers in 2 chunks",
+        ),
         (["--capability", "8.0", "--nearest", "--chunk-layers", "x"], "--chunk-layers must be"),
     ],
 )
@@ -199,7 +213,7 @@ def test_files_that_cannot_be_written_or_read(
 ) -> None:
     words = ["export", "plan.json", "--te-precision-config", "no/such/out.yaml"]
     assert "cannot write 'no/such/out.yaml'" in failure([*words, "--capability", "10.0"], capsys)
-    words = ["import", "missing.yaml", "--problem", "problem.json"]
+    words = ["import", "missing.yaml", *PROBLEM]
     assert "missing.yaml" in failure(words, capsys)
     Path("bad.yaml").write_text("configs: [1\n")
-    assert "bad.yaml" in failure(["import", "bad.yaml", "--problem", "problem.json"], capsys)
+    assert "bad.yaml" in failure(["import", "bad.yaml", *PROBLEM], capsys)

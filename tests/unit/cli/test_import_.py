@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from megatron_snip.__main__ import main
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import read_plan
 from tests.unit.cli.test_export import folder as folder
@@ -36,8 +34,6 @@ def test_a_file_written_by_hand(folder: Path, capsys: pytest.CaptureFixture[str]
     text = capsys.readouterr().out
     assert "nvfp4: 3 linears" in text and "precision: 0.9000" in text
     assert "warning: evaluation recipes are left out" in text
-    assert main(["import", "hand.yaml", "--problem", "problem.json", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["linears"][name_of(1)]["fprop"] == "nvfp4"
 
 
 def test_the_base_is_what_the_run_does_by_default(folder: Path) -> None:

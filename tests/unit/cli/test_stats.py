@@ -1,98 +1,88 @@
-"""`megatron-snip stats`: the table, the CSV, the JSON, and what is refused."""
+"""`megatron-snip stats`: table, JSON, and bad input."""
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 
 import pytest
 
 from megatron_snip.__main__ import main
-from megatron_snip.cli.stats import FIELDS
 from megatron_snip.config import SnipConfig
-from megatron_snip.divergence.quality import QualitySettings, divergence_table, divergences_dict
+from megatron_snip.divergence.quality_loss import (
+    QualitySettings,
+    divergence_table,
+    divergences_dict,
+)
 from tests.unit.divergence.build import linear, table
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run with refreshes at steps 10 and 30, as the package itself writes them."""
+    """A run with refreshes at iterations 10 and 30, as the package itself writes them."""
     config = SnipConfig(formats=("fp8", "fp4"))
     settings = QualitySettings(config.options, "fp4", "fisher", 0.1)
     statistics = table(linear(0), linear(1))
     folder = tmp_path / "run" / "divergences"
     folder.mkdir(parents=True)
-    for step in (10, 30):
+    for iteration in (10, 30):
         value = divergences_dict(divergence_table(statistics, settings), statistics)
-        (folder / f"{step}.json").write_text(json.dumps({**value, "step": step}))
+        text = json.dumps({**value, "iteration": iteration})
+        (folder / f"{iteration}.json").write_text(text)
     return tmp_path / "run"
 
 
-def test_the_last_refresh_is_printed_and_saved(
+def test_the_last_refresh_is_a_table_of_100_columns_and_nothing_is_written(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    before = sorted(run.rglob("*"))
     assert main(["stats", str(run)]) == 0
-    out = capsys.readouterr().out
-    assert "step 30, loss 2.5000" in out
-    assert "decoder.layers.0.mlp.linear_fc2" in out
-    rows = list(csv.DictReader((run / "statistics" / "30.csv").open()))
-    assert [row["option"] for row in rows] == ["fp8", "fp4"] * 2
-    assert set(rows[0]) == {"linear", "stage", "option", *FIELDS}
-    fp4 = rows[1]
-    assert float(fp4["loss_divergence"]) == pytest.approx(float(fp4["fisher"]))
+    text = capsys.readouterr().out
+    assert "iteration 30, loss 2.5" in text and "decoder.layers.0.mlp.linear_fc2" in text
+    assert "loss: change of the loss." in text  # the heads are explained
+    assert max(map(len, text.splitlines())) <= 100
+    assert sorted(run.rglob("*")) == before
 
 
-def test_a_step_an_order_and_a_file_may_be_asked_for(run: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out" / "fp4.csv"
-    words = ["stats", str(run), "--step", "10", "--sort", "fisher", "--output", str(output)]
-    assert main(words) == 0
-    found = [float(row["fisher"]) for row in csv.DictReader(output.open())]
+def test_iteration_and_order_can_be_chosen(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stats", str(run), "--iteration", "10", "--sort", "loss"]) == 0
+    text = capsys.readouterr().out
+    rows = [line.split() for line in text.splitlines() if "decoder" in line]
+    assert "iteration 10" in text and sorted(row[1] for row in rows) == ["fp4"] * 2 + ["fp8"] * 2
+    found = [float(row[2]) for row in rows]
     assert found == sorted(found, reverse=True)
-    assert not (run / "statistics").exists()
 
 
 def test_json_is_the_file_and_nothing_else(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["stats", str(run), "--step", "10", "--json"]) == 0
+    assert main(["stats", str(run), "--iteration", "10", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((run / "divergences" / "10.json").read_text())
-    assert not (run / "statistics").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--step", "20"], "no refresh at step 20"),
-        (["--output", "/proc/nowhere/x.csv"], "cannot write"),
-    ],
-)
-def test_what_cannot_be_done_is_one_line(
-    run: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
-) -> None:
-    assert main(["stats", str(run), *words]) == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert "Traceback" not in err
 
 
 def test_names_are_printed_as_they_are(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run / "divergences" / "30.json"
     value = json.loads(path.read_text())
-    value["linears"][0]["name"] = name = "decoder.layers.0.[/foo] :smile: \x1b[2J"
+    value["linears"][0]["name"] = "decoder.layers.0.[/foo] :smile: \x1b[2J"
     path.write_text(json.dumps(value))
-    assert main(["stats", str(run), "--output", str(run / "[bold]x.csv")]) == 0
+    assert main(["stats", str(run)]) == 0
     text = capsys.readouterr().out
     assert "decoder.layers.0.[/foo] :smile: \\x1b[2J" in text and "\x1b" not in text
-    assert "[bold]x.csv" in text
-    rows = list(csv.DictReader((run / "[bold]x.csv").open()))
-    assert rows[0]["linear"] == name  # the file holds what was measured
 
 
-def test_a_run_without_refreshes_and_a_damaged_file_are_refused(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["RUN", "--iteration", "20"], "no refresh at 20 in"),
+        (["RUN", "--iteration", "x"], "--iteration must be an integer"),
+        (["RUN/divergences"], "no statistics"),
+        (["RUN", "--iteration", "7"], "damaged"),
+        (["RUN", "--step", "7"], "unknown flag '--step'"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    run: Path, capsys: pytest.CaptureFixture[str], words: list[str], complaint: str
 ) -> None:
-    assert main(["stats", str(tmp_path)]) == 2
-    assert "no statistics" in capsys.readouterr().err
-    (run / "divergences" / "30.json").write_text('{"version": 1}')
-    assert main(["stats", str(run)]) == 2
-    assert "damaged" in capsys.readouterr().err
+    (run / "divergences" / "7.json").write_text('{"version": 1}')
+    assert main(["stats", *(word.replace("RUN", str(run)) for word in words)]) == 2
+    error = capsys.readouterr().err
+    assert complaint in error and error.count("\n") == 1

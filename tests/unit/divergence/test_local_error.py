@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_snip.divergence.local_error import absolute_error, relative_error
+from megatron_snip.divergence.divergence import absolute_error, relative_error
 from megatron_snip.options import Option
 from megatron_snip.statistics.records import LinearStatistics
 from tests.unit.divergence.build import linear

@@ -1,28 +1,21 @@
 """Loss divergence: what fprop's format does to the loss."""
 
-from typing import get_args
-
 import pytest
 
-from megatron_snip.config import LossJoin
-from megatron_snip.divergence.loss import JOINS, loss_divergence
+from megatron_snip.divergence.divergence import loss_divergence
 from megatron_snip.options import Option
 from tests.unit.divergence.build import errors, linear
 
 
 @pytest.mark.parametrize(
-    ("join", "wanted"),
+    ("estimator", "wanted"),
     [
         ("fisher", 7.0),
         ("first_plus_fisher", 2.0 + 7.0),
     ],
 )
-def test_the_named_ways_to_join(join: str, wanted: float) -> None:
-    assert loss_divergence(linear(), Option.uniform("fp8"), join) == wanted  # type: ignore[arg-type]
-
-
-def test_every_way_of_the_settings_is_there() -> None:
-    assert set(JOINS) == set(get_args(LossJoin))
+def test_the_estimators(estimator: str, wanted: float) -> None:
+    assert loss_divergence(linear(), Option.uniform("fp8"), estimator) == wanted  # type: ignore[arg-type]
 
 
 def test_only_the_forward_gemm_counts() -> None:

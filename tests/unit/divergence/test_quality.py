@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from megatron_snip.config import LossJoin
-from megatron_snip.divergence.quality import (
+from megatron_snip.config import LossDivergence
+from megatron_snip.divergence.quality_loss import (
     QualitySettings,
     divergence_table,
     divergences_dict,
-    problem_dict,
-    unmeasured_problem_dict,
+    planning_problem,
+    unmeasured_problem,
 )
 from megatron_snip.options import Option, enumerate_options
 from megatron_snip.planning.problem import PlanningProblem
@@ -28,11 +28,11 @@ FP8, FP4, BF16 = (Option.uniform(name) for name in ("fp8", "fp4", "bf16"))
 
 def settings(
     formats: tuple[str, ...] = ("fp8", "fp4"),
-    loss_join: LossJoin = "fisher",
+    loss_divergence: LossDivergence = "fisher",
     weight_lambda: float = 0.1,
 ) -> QualitySettings:
     options = enumerate_options(formats, "linear")
-    return QualitySettings(options, "fp4", loss_join, weight_lambda)
+    return QualitySettings(options, "fp4", loss_divergence, weight_lambda)
 
 
 def two() -> list[LinearStatistics]:
@@ -52,15 +52,21 @@ def test_q_is_each_part_over_its_sum_under_the_lowest_precision() -> None:
     assert second.options[FP4].quality_loss == pytest.approx(1.1 * 48 / 64)
     assert first.options[FP8].loss_divergence == 7.0
     assert first.options[FP8].weight_divergence == pytest.approx(each)
-    assert (found.step, second.stage, second.name) == (30, 1, "decoder.layers.1.mlp.linear_fc2")
+    assert (found.iteration, second.statistics.stage, second.name) == (
+        30,
+        1,
+        "decoder.layers.1.mlp.linear_fc2",
+    )
 
 
 @pytest.mark.parametrize("weight_lambda", [0.0, 0.1, 2.0])
-@pytest.mark.parametrize("loss_join", ["fisher", "first_plus_fisher"])
+@pytest.mark.parametrize("loss_divergence", ["fisher", "first_plus_fisher"])
 def test_the_uniform_lowest_plan_costs_one_plus_lambda(
-    loss_join: LossJoin, weight_lambda: float
+    loss_divergence: LossDivergence, weight_lambda: float
 ) -> None:
-    found = divergence_table(table(*two()), settings(("fp8", "fp4"), loss_join, weight_lambda))
+    found = divergence_table(
+        table(*two()), settings(("fp8", "fp4"), loss_divergence, weight_lambda)
+    )
     total = sum(row.options[FP4].quality_loss or math.nan for row in found.linears)
     assert total == pytest.approx(1.0 + weight_lambda)
 
@@ -155,9 +161,8 @@ def test_the_planner_accepts_the_problem(granularity: Any) -> None:
     options = enumerate_options(("fp8", "fp4"), granularity)
     chosen = QualitySettings(options, "fp4", "fisher", 0.1)
     found = divergence_table(table(*rows), chosen)
-    raw = problem_dict(found, "fp4", target=0.75)
-    problem = PlanningProblem.from_dict(json.loads(json.dumps(raw, allow_nan=False)))
-    assert problem.to_dict() == raw
+    problem = planning_problem(found, "fp4", target=0.75)
+    assert PlanningProblem.from_dict(json.loads("".join(problem.json_lines()))) == problem
     assert problem.names == tuple(row.name for row in rows)
     assert [row.stage for row in problem.linears] == [0, 1]
     first = problem.linears[0].options
@@ -171,8 +176,7 @@ def test_the_planner_accepts_the_problem(granularity: Any) -> None:
 
 def test_before_anything_is_measured_all_is_free() -> None:
     info = LinearInfo("decoder.layers.0.mlp.linear_fc2", 3, 512, 256, 6.0 * 512 * 256)
-    raw = unmeasured_problem_dict([info], [FP8, FP4], "fp4", 0.5)
-    (row,) = PlanningProblem.from_dict(raw).linears
+    (row,) = unmeasured_problem([info], [FP8, FP4], "fp4", 0.5).linears
     assert (row.name, row.stage, row.flops) == (info.name, 3, info.flops_per_token)
     assert [option.quality_loss for option in row.options.values()] == [0.0, 0.0]
 
@@ -182,7 +186,7 @@ def test_the_record_holds_divergences_and_statistics_without_nan() -> None:
     statistics = table(*rows)
     found = divergences_dict(divergence_table(statistics, settings(), warn=False), statistics)
     again = json.loads(json.dumps(found, allow_nan=False))
-    assert (again["version"], again["step"], again["loss"]) == (1, 30, 2.5)
+    assert (again["version"], again["iteration"], again["loss"]) == (2, 30, 2.5)
     (row,) = again["linears"]
     assert row["options"]["fp8"]["loss_divergence"] is None
     assert row["options"]["fp8"]["weight_divergence"] == pytest.approx(math.sqrt(328))
@@ -191,10 +195,10 @@ def test_the_record_holds_divergences_and_statistics_without_nan() -> None:
     assert row["statistics"]["formats"]["fp4"]["fisher"] == 7 * 16
 
 
-def test_baselines_get_their_metrics() -> None:
-    metrics = divergence_table(table(*two()), settings()).metrics()
-    row = metrics["decoder.layers.0.mlp.linear_fc2"]["fp8"]
-    assert row == {"abs_error": pytest.approx(7.0), "rel_error": pytest.approx(0.6)}
+def test_baselines_get_the_local_errors_as_scores() -> None:
+    problem = planning_problem(divergence_table(table(*two()), settings()), "fp4", 0.75)
+    scores = problem.linears[0].options["fp8"].scores
+    assert scores == {"abs_error": pytest.approx(7.0), "rel_error": pytest.approx(0.6)}
 
 
 def test_a_weight_divergence_that_does_not_count_forbids_nothing() -> None:
@@ -206,10 +210,10 @@ def test_a_weight_divergence_that_does_not_count_forbids_nothing() -> None:
 
 def test_of_formats_with_as_few_bits_the_first_is_the_lowest() -> None:
     rows = [
-        linear(i, fp8=errors(1.0), fp4=errors(4.0 + i), fp4_rht=errors(2.0), nvfp4=errors(3.0))
+        linear(i, fp8=errors(1.0), fp4=errors(4.0 + i), mxfp4=errors(2.0), nvfp4=errors(3.0))
         for i in (0, 1)
     ]
-    found = divergence_table(table(*rows), settings(("fp8", "fp4", "fp4_rht", "nvfp4")))
+    found = divergence_table(table(*rows), settings(("fp8", "fp4", "mxfp4", "nvfp4")))
     assert found.of_lowest() == [one.options[FP4] for one in found.linears]
     by_gemm = QualitySettings((Option.parse("fp8-fp4-fp4"),), "fp4", "fisher", 0.1)
     (only, _) = divergence_table(table(*rows), by_gemm).linears

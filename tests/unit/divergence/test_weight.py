@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron_snip.divergence.weight import fprop_scale, weight_divergence
+from megatron_snip.divergence.divergence import fprop_scale, weight_divergence
 from megatron_snip.options import Option
 from tests.unit.divergence.build import errors, linear
 

@@ -1,8 +1,7 @@
-"""The commands that the documentation shows, and whether they could be typed in.
+"""The commands that the documentation shows, and a check of their programs, flags and files.
 
-A fence of `bash`, `sh` or `console` holds commands; in a console, lines that begin with `$ ` do and
-the others are output. A comment line of `MARKS` says what the commands below it, in the same fence,
-need; what they need is not at hand here, so only their words are checked.
+A fence of `bash` holds commands. A comment line of `MARKS` names what the commands below it, in the
+same fence, need. Tests do not have that, so they check only the words of these commands.
 """
 
 from __future__ import annotations
@@ -10,12 +9,12 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_snip.__main__ import build_parser
-from megatron_snip.cli.command import COMMANDS
+from megatron_snip.cli.commands import COMMANDS, build_parser
 from megatron_snip.cli.train import read_settings
 from megatron_snip.config import make_config
 from megatron_snip.errors import UsageError
@@ -32,7 +31,7 @@ MARKS = (
     "# needs Docker",
     "# needs Slurm",
 )
-_FENCE = re.compile(r"^```(?:bash|sh|console)\s*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _ENVIRONMENT = re.compile(r"^[A-Za-z_]\w*=")
 
 
@@ -72,12 +71,8 @@ def commands_in(text: str, page: str) -> Iterator[Shown]:
     """Yield the commands of one page's text."""
     for fence in _FENCE.finditer(text):
         mark = None
-        body = fence[1]
-        prompted = "$ " in body and fence[0].startswith("```console")
-        for line in body.replace("\\\n", " ").splitlines():
-            if prompted and not line.startswith("$ "):
-                continue
-            line = " ".join(line.removeprefix("$ ").split())
+        for line in fence[1].replace("\\\n", " ").splitlines():
+            line = " ".join(line.split())
             if line in MARKS:
                 mark = line
             elif line and not line.startswith("#"):
@@ -126,10 +121,12 @@ def _check_python(words: list[str]) -> None:
     if "megatron_snip" in words:
         _check_job(words[words.index("megatron_snip") + 1 :])
         return
-    module = words[:1] == ["-m"]
-    name = words[1].replace(".", "/") + ".py" if module else words[0]
-    if not (ROOT / name).is_file():
-        raise UsageError(f"there is no {name}")
+    names = [words[0]]
+    if words[0] == "-m":
+        path = words[1].replace(".", "/")
+        names = [f"{path}.py", f"{path}/__main__.py"]
+    if not any((ROOT / name).is_file() for name in names):
+        raise UsageError(f"there is no {' or '.join(names)}")
 
 
 def _check_job(words: list[str]) -> None:
@@ -163,12 +160,12 @@ def _check_targets(words: Sequence[str]) -> None:
 
 
 def _check_extras(words: Sequence[str]) -> None:
-    known = (ROOT / "setup.py").read_text().partition("extras_require")[2]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for word in words:
         for extra in re.findall(r"\[([\w,]+)\]", word):
             for name in extra.split(","):
-                if f'"{name}": [' not in known:
-                    raise UsageError(f"setup.py has no extra {name}")
+                if name not in project["optional-dependencies"]:
+                    raise UsageError(f"pyproject.toml has no extra {name}")
 
 
 def _index(words: Sequence[str], *endings: str) -> int | None:

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-TESTS = Path(__file__).with_name("test_launch.py")
+TESTS = Path(__file__).with_name("test_bits.py")
 
 
 @pytest.mark.slow

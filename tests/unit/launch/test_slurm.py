@@ -111,7 +111,7 @@ def test_who_has_no_step_left_is_not_queued_again(tmp_path: Path) -> None:
     (tmp_path / "c" / "latest_checkpointed_iteration.txt").write_text("40\n")
     done = run_job(tmp_path, until_asked(SAVE))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.rstrip().endswith("done, no step was left")
+    assert done.stdout.rstrip().endswith("done, no iteration was left")
 
 
 def test_a_wish_of_the_attempt_before_is_forgotten(tmp_path: Path) -> None:

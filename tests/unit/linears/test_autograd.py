@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,28 +10,26 @@ import torch
 from scipy.linalg import hadamard
 from torch.utils.checkpoint import checkpoint
 
-from megatron_snip.linears import gemms, native
+from megatron_snip import formats
+from megatron_snip.linears import simulated_gemm
 from megatron_snip.linears.autograd import LinearCall, QuantizedLinear
+from megatron_snip.matmul import matmul_fp32
 from megatron_snip.options import Option
-from megatron_snip.quantizers import (
-    HadamardTransform,
-    StochasticStream,
-    StreamKey,
-    quantize_dequantize_operand,
-)
+from megatron_snip.quantizers import StochasticStream, StreamKey, quantize_dequantize_operand
+from megatron_snip.quantizers.hadamard import hadamard_matrix
 from megatron_snip.types import Gemm, Operand
 
-FP4 = Option.uniform("fp4")
 STREAM = StochasticStream(StreamKey(0, "linear", 0, 0))
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
-def call(option: Option = FP4, fuse: bool = False, drawn: list[int] | None = None) -> LinearCall:
+def call(option: str = "fp4", fuse: bool = False, drawn: list[int] | None = None) -> LinearCall:
     def stream() -> StochasticStream:
         if drawn is not None:
             drawn.append(1)
         return STREAM
 
-    return LinearCall(option, stream, False, False, fuse, None)
+    return LinearCall(Option.parse(option), stream, False, False, fuse, None)
 
 
 def tensors(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
@@ -44,24 +43,40 @@ def run(*args: Any) -> torch.Tensor:
     return result
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_are_those_of_the_gemms(dtype: torch.dtype) -> None:
+def quantized(tensor: torch.Tensor, name: str, operand: Operand, gemm: Gemm) -> torch.Tensor:
+    """What a GEMM multiplies, [rows, cols] FP32."""
+    rows = tensor.detach().flatten(0, -2)
+    return quantize_dequantize_operand(
+        rows, name, operand, gemm, stream=STREAM, dtype=torch.float32
+    )
+
+
+@DTYPES
+@pytest.mark.parametrize("option", ["fp4", "fp8", "nvfp4", "fp8-fp4-mxfp4", "bf16-fp8-bf16"])
+def test_gradients_are_plain_pytorch_on_quantized_operands(option: str, dtype: torch.dtype) -> None:
     x, w, b, g = tensors(dtype)
-    x, w, b = (t.requires_grad_() for t in (x, w, b))
-    y = run(x, w, b, call())
+    leaves = [t.clone().requires_grad_() for t in (x, w, b)]
+    y = run(*leaves, call(option))
     y.backward(g)
-    flat_x, flat_g = x.detach().reshape(24, 64), g.reshape(24, 48)
-    plain = gemms.fprop(flat_x, w.detach(), FP4).view(8, 3, 48)
-    assert torch.equal(y, plain + b)
-    assert y.dtype == dtype
-    assert x.grad is not None and w.grad is not None and b.grad is not None
-    assert torch.equal(x.grad, gemms.dgrad(flat_g, w.detach(), FP4, STREAM).view(8, 3, 64))
-    assert torch.equal(w.grad, gemms.wgrad(flat_g, flat_x, FP4, STREAM).to(dtype))
-    assert torch.equal(b.grad, flat_g.sum(0))
-    assert w.grad.dtype == dtype
+    fprop, dgrad, wgrad = Option.parse(option).formats
+    exact = torch.float32 if dtype == torch.float32 else torch.float64
+    i, o, k = Operand.INPUT, Operand.GRAD_OUTPUT, Operand.WEIGHT
+    wanted = [
+        (quantized(x, fprop, i, Gemm.FPROP), quantized(w, fprop, k, Gemm.FPROP).t()),
+        (quantized(g, dgrad, o, Gemm.DGRAD), quantized(w, dgrad, k, Gemm.DGRAD)),
+        (quantized(g, wgrad, o, Gemm.WGRAD).t(), quantized(x, wgrad, i, Gemm.WGRAD)),
+    ]
+    found = [y.detach() - b, leaves[0].grad, leaves[1].grad, leaves[2].grad]
+    products = [(left.to(exact) @ right.to(exact)).to(dtype) for left, right in wanted]
+    tolerance = 1e-5 if dtype == torch.float32 else 2.0**-6
+    for ours, truth in zip(found, [*products, g.flatten(0, 1).sum(0)], strict=True):
+        assert ours is not None and ours.dtype == dtype
+        torch.testing.assert_close(
+            ours.reshape(truth.shape), truth, rtol=tolerance, atol=10 * tolerance
+        )
 
 
-def test_random_numbers_are_drawn_once_a_backward() -> None:
+def test_random_numbers_are_drawn_once_per_backward() -> None:
     x, w, _, g = tensors()
     drawn: list[int] = []
     y = run(x.requires_grad_(), w.requires_grad_(), None, call(drawn=drawn))
@@ -85,185 +100,125 @@ def test_recomputing_the_forward_changes_nothing(reentrant: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-def test_a_frozen_weight_gets_no_gradient_and_passes_one_on() -> None:
-    x, w, _, g = tensors()
-    x.requires_grad_()
-    run(x, w, None, call()).backward(g)
-    assert w.grad is None
-    wanted = gemms.dgrad(g.reshape(24, 48), w, FP4, STREAM).view(8, 3, 64)
-    assert x.grad is not None
-    assert torch.equal(x.grad, wanted)
+def test_a_frozen_weight_gets_no_gradient_and_the_input_gets_one() -> None:
+    grads = []
+    for frozen in (False, True):
+        x, w, _, g = tensors()
+        x.requires_grad_()
+        w.requires_grad_(not frozen)
+        run(x, w, None, call()).backward(g)
+        assert (w.grad is None) == frozen
+        grads.append(x.grad)
+    assert torch.equal(*grads)
 
 
+@DTYPES
 @pytest.mark.parametrize("option", ["fp4", "fp4-fp4-bf16"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_gradients_are_added_in_fp32(option: str, dtype: torch.dtype) -> None:
-    """Two microbatches into main_grad; autograd gets a dummy that DDP's hook skips."""
+@pytest.mark.parametrize("flagged", [True, False])
+def test_fused_gradients_are_added_in_fp32(option: str, flagged: bool, dtype: torch.dtype) -> None:
+    """Two microbatches into main_grad. Autograd gets a dummy that DDP's hook skips, if DDP asks."""
     x, w, _, g = tensors(dtype)
     parameter: Any = torch.nn.Parameter(w)
     parameter.main_grad = torch.ones(w.shape)
-    parameter.grad_added_to_main_grad = False
-    chosen = Option.parse(option)
+    if flagged:
+        parameter.grad_added_to_main_grad = False
     for _ in range(2):
-        run(x.clone().requires_grad_(), parameter, None, call(chosen, fuse=True)).backward(g)
-    one = gemms.wgrad(g.reshape(24, 48), x.reshape(24, 64), chosen, STREAM, fp32_output=True)
+        run(x.clone().requires_grad_(), parameter, None, call(option, fuse=True)).backward(g)
+    name = Option.parse(option).wgrad
+    one = matmul_fp32(
+        quantized(g, name, Operand.GRAD_OUTPUT, Gemm.WGRAD).t(),
+        quantized(x, name, Operand.INPUT, Gemm.WGRAD),
+    )
     assert torch.equal(parameter.main_grad, 1 + one + one)
+    if not flagged:
+        assert parameter.grad is None
+        return
     assert parameter.grad_added_to_main_grad is True
-    assert parameter.grad is not None  # its hooks must run
-    assert parameter.grad.dtype == dtype
+    assert parameter.grad is not None and parameter.grad.dtype == dtype  # its hooks must run
 
 
-def test_dummies_are_zeros_where_they_are_added_all_the_same() -> None:
+def test_the_dummy_is_zero_where_it_is_added() -> None:
     """A tied embedding's main_grad gets `.grad` on top of what was added (zero_out_wgrad)."""
     x, w, _, g = tensors()
     parameter: Any = torch.nn.Parameter(w)
     parameter.main_grad = torch.zeros(w.shape)
     parameter.grad_added_to_main_grad, parameter.zero_out_wgrad = False, True
     run(x, parameter, None, call(fuse=True)).backward(g)
-    assert parameter.grad is not None
-    assert parameter.grad.abs().max() == 0
+    assert parameter.grad is not None and parameter.grad.abs().max() == 0
 
 
-def test_without_ddp_s_flag_there_is_no_dummy() -> None:
-    x, w, _, g = tensors()
-    parameter: Any = torch.nn.Parameter(w)
-    parameter.main_grad = torch.zeros(w.shape)
-    run(x, parameter, None, call(fuse=True)).backward(g)
-    assert parameter.grad is None
-    assert parameter.main_grad.abs().max() > 0
-
-
-def test_x_and_w_are_saved_as_they_are() -> None:
-    """No quantized or gathered copy waits for the backward."""
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_backward_saves_x_and_w_and_no_copy(frozen: bool) -> None:
     x, w, b, _ = tensors()
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        run(x.requires_grad_(), w.requires_grad_(), b.requires_grad_(), call())
-    kept = {t.untyped_storage().data_ptr() for t in saved}
-    assert kept <= {t.untyped_storage().data_ptr() for t in (x, w, b)}
+        run(x.requires_grad_(), w.requires_grad_(not frozen), b.requires_grad_(), call())
+    expected = {t.untyped_storage().data_ptr() for t in ((w,) if frozen else (x, w))}
+    assert {t.untyped_storage().data_ptr() for t in saved} == expected
 
 
-def native_call(option: str, fuse: bool = False, grad_enabled: bool = True) -> LinearCall:
-    chosen = Option.parse(option)
-    runs = frozenset(gemm for gemm in Gemm if chosen[gemm] != "bf16")
-    return LinearCall(
-        chosen, lambda: STREAM, False, False, fuse, None, runs, grad_enabled=grad_enabled
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "option", ["fp4", "fp8-fp4-fp4", "bf16-fp8-fp4", "fp4-bf16-fp8", "fp8-fp8-bf16"]
-)
-def test_native_gradients_are_those_of_the_simulated_gemms(option: str, dtype: torch.dtype) -> None:
-    x, w, b, g = tensors(dtype)
-    results = []
-    for runs in (call(Option.parse(option)), native_call(option)):
-        leaves = [t.clone().requires_grad_() for t in (x, w, b)]
-        y = run(*leaves, runs)
-        y.backward(g)
-        results.append([y.detach(), *(t.grad for t in leaves)])
-    tolerance = 1e-5 if dtype == torch.float32 else 2.0**-7
-    for ours, theirs in zip(*results, strict=True):
-        assert ours.dtype == theirs.dtype
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * 10)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_rotated_wgrad_beside_native_gemms(dtype: torch.dtype) -> None:
-    """No kernel rotates, so of fp4_rht two GEMMs are native and one is simulated."""
+@DTYPES
+def test_a_hadamard_transform_changes_wgrad_alone(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rotating = replace(formats.FORMATS["fp4"], name="rotating", wgrad_hadamard=16)
+    monkeypatch.setitem(formats.FORMATS, "rotating", rotating)
     x, w, _, g = tensors(dtype)
-    option = Option.uniform("fp4_rht")
-    two = LinearCall(
-        option, lambda: STREAM, False, False, False, None, frozenset({Gemm.FPROP, Gemm.DGRAD})
-    )
-    leaves = [t.clone().requires_grad_() for t in (x, w)]
-    plain = [t.clone().requires_grad_() for t in (x, w)]
-    y, wanted = run(*leaves, None, two), run(*plain, None, native_call("fp4"))
-    y.backward(g)
-    wanted.backward(g)
-    assert torch.equal(y, wanted)
-    assert torch.equal(leaves[0].grad, plain[0].grad)  # type: ignore[arg-type]
-    mixing = torch.from_numpy(hadamard(16) / 4.0).float() * HadamardTransform(16).signs()
-    by_hand = []
+    results = []
+    for name in ("fp4", "rotating"):
+        leaves = [t.clone().requires_grad_() for t in (x, w)]
+        y = run(*leaves, None, call(name))
+        y.backward(g)
+        results.append((y.detach(), leaves[0].grad, leaves[1].grad))
+    plain, rotated = results
+    assert torch.equal(plain[0], rotated[0]) and torch.equal(plain[1], rotated[1])
+    signs = hadamard_matrix(16, torch.device("cpu"))[0] * 4.0
+    mixing = torch.from_numpy(hadamard(16) / 4.0).float() * signs
+    operands = []
     for tensor, operand in ((g, Operand.GRAD_OUTPUT), (x, Operand.INPUT)):
-        tokens = tensor.reshape(24, -1).float()
-        rotated = torch.cat([mixing @ tokens[:16], tokens[16:]])  # 8 are less than a run
-        by_hand.append(
-            quantize_dequantize_operand(rotated, "fp4", operand, Gemm.WGRAD, stream=STREAM)
-        )
-    torch.testing.assert_close(leaves[1].grad, (by_hand[0].t() @ by_hand[1]).to(dtype))
-    assert not torch.allclose(leaves[1].grad, plain[1].grad)  # type: ignore[arg-type]
+        tokens = tensor.flatten(0, 1).float()
+        turned = torch.cat([mixing @ tokens[:16], tokens[16:]])  # 8 tokens are less than a run
+        operands.append(quantized(turned, "fp4", operand, Gemm.WGRAD))
+    torch.testing.assert_close(rotated[2], (operands[0].t() @ operands[1]).to(dtype))
+    assert not torch.allclose(rotated[2], plain[2])
 
 
-def test_native_gradients_are_added_in_fp32() -> None:
-    x, w, _, g = tensors(torch.bfloat16)
-    parameter: Any = torch.nn.Parameter(w)
-    parameter.main_grad = torch.zeros(w.shape)
-    parameter.grad_added_to_main_grad = False
-    run(x.requires_grad_(), parameter, None, native_call("fp4", fuse=True)).backward(g)
-    wanted = gemms.wgrad(g.reshape(24, 48), x.detach().reshape(24, 64), FP4, STREAM)
-    torch.testing.assert_close(parameter.main_grad, wanted, rtol=1e-5, atol=1e-5)
-    assert parameter.grad_added_to_main_grad is True
-
-
-def saved_bytes(call: LinearCall, frozen: bool = False) -> int:
-    """What waits for the backward besides the weight, of X [1024, 512] in BF16."""
-    x = torch.randn(8, 128, 512).bfloat16().requires_grad_()
-    w = torch.randn(256, 512).bfloat16().requires_grad_(not frozen)
-    saved: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        run(x, w, None, call)
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
-    return sum(size for where, size in storages.items() if where != w.untyped_storage().data_ptr())
-
-
-@pytest.mark.parametrize(
-    ("option", "share"),
-    [("fp8", 0.5), ("fp4", 0.5), ("bf16-fp8-fp4", 0.5), ("fp8-fp8-bf16", 1.0)],
-)
-def test_x_waits_for_the_backward_in_one_byte_an_element(option: str, share: float) -> None:
-    """And 4 bytes of scale for 128 elements; in BF16 where wgrad runs in BF16."""
-    elements = 1024 * 512
-    assert saved_bytes(call(Option.parse(option))) == 2 * elements
-    scales = 4 * elements // 128 if share < 1 else 0
-    assert saved_bytes(native_call(option)) == share * 2 * elements + scales
-
-
-def test_what_no_backward_needs_is_not_saved() -> None:
-    assert saved_bytes(native_call("fp8"), frozen=True) == 0
-    assert saved_bytes(call(), frozen=True) == 0
-
-
-def test_an_evaluation_quantizes_nothing_for_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, w, _, _ = tensors()
-    asked: list[bool] = []
-    original = native.input_operands
-
-    def watched(*args: Any, fprop: bool, wgrad: bool) -> Any:
-        asked.append(wgrad)
-        return original(*args, fprop=fprop, wgrad=wgrad)
-
-    monkeypatch.setattr(native, "input_operands", watched)
-    with torch.no_grad():
-        run(x, w.requires_grad_(), None, native_call("fp8", grad_enabled=False))
-    run(x.requires_grad_(), w, None, native_call("fp8"))
-    assert asked == [False, True]
-
-
-WITHOUT_TOKENS = {
-    **{name: call(Option.uniform(name)) for name in ("fp8", "fp4", "mxfp8", "mxfp4", "nvfp4")},
-    **{f"{name} native": native_call(name) for name in ("fp8", "fp4")},
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", WITHOUT_TOKENS)
-def test_an_expert_without_tokens_has_a_gradient_of_zeros(name: str, dtype: torch.dtype) -> None:
+@DTYPES
+@pytest.mark.parametrize("name", ["fp8", "fp4", "mxfp8", "mxfp4", "nvfp4"])
+def test_an_expert_without_tokens_has_a_zero_gradient(name: str, dtype: torch.dtype) -> None:
     x, w, _, _ = tensors(dtype)
     x, w = x[:0, 0].contiguous().requires_grad_(), w.requires_grad_()
-    y = run(x, w, None, WITHOUT_TOKENS[name])
+    y = run(x, w, None, call(name))
     assert y.shape == (0, 48)
     y.sum().backward()
     assert x.grad is not None and x.grad.shape == (0, 64)
     assert w.grad is not None and torch.equal(w.grad, torch.zeros_like(w))
+
+
+@DTYPES
+def test_results_are_rounded_once(dtype: torch.dtype) -> None:
+    """Bitwise: the FP32 product of the quantized operands, cast to the output's dtype."""
+    x, w, _, g = tensors(dtype)
+    x, g = x.flatten(0, 1), g.flatten(0, 1)
+    option = Option.uniform("fp4")
+    i, o, k = Operand.INPUT, Operand.GRAD_OUTPUT, Operand.WEIGHT
+    y = matmul_fp32(quantized(x, "fp4", i, Gemm.FPROP), quantized(w, "fp4", k, Gemm.FPROP).t())
+    assert torch.equal(simulated_gemm.fprop(x, w, option), y.to(dtype))
+    g_row, g_col = simulated_gemm.quantize_grad_output(g, option, STREAM, 64)
+    assert g_row is not None and g_col is not None
+    dx = matmul_fp32(quantized(g, "fp4", o, Gemm.DGRAD), quantized(w, "fp4", k, Gemm.DGRAD))
+    assert torch.equal(simulated_gemm.dgrad(g_row, w, option, dtype), dx.to(dtype))
+    dw = matmul_fp32(quantized(g, "fp4", o, Gemm.WGRAD).t(), quantized(x, "fp4", i, Gemm.WGRAD))
+    assert torch.equal(simulated_gemm.wgrad(g_col, x, option), dw)  # FP32, as main_grad adds it
+
+
+def test_bf16_gemms_are_the_plain_ones() -> None:
+    x, w, _, g = tensors(torch.bfloat16)
+    x, g = x.flatten(0, 1), g.flatten(0, 1)
+    bf16 = Option.uniform("bf16")
+    assert torch.equal(simulated_gemm.fprop(x, w, bf16), torch.matmul(x, w.t()))
+    assert torch.equal(simulated_gemm.dgrad(g, w, bf16, g.dtype), g.matmul(w))
+    assert torch.equal(simulated_gemm.wgrad(g, x, bf16), g.t().matmul(x))
+    exact = simulated_gemm.wgrad(g, x, bf16, fp32_output=True)
+    assert exact.dtype == torch.float32
+    torch.testing.assert_close(exact.double(), g.double().t() @ x.double(), rtol=1e-5, atol=1e-4)

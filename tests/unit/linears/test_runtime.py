@@ -32,7 +32,7 @@ def test_streams_count_microbatches_over_data_ranks() -> None:
         runtime.begin_pass(step)
         return runtime.stream(PLACEMENT, microbatch).key
 
-    assert (key(1, 2).microbatch, key(1, 2).step, key(1, 2).seed) == (7, 4, 9)
+    assert (key(1, 2).microbatch, key(1, 2).iteration, key(1, 2).seed) == (7, 4, 9)
     assert len({key(r, m).word for r in range(3) for m in range(4)}) == 12
 
 
@@ -47,5 +47,5 @@ def test_every_pass_has_its_number() -> None:
     numbers = []
     for step in (0, 0, 1):
         runtime.begin_pass(step)
-        numbers.append((runtime.step, runtime.pass_number))
+        numbers.append((runtime.iteration, runtime.pass_number))
     assert numbers == [(0, 1), (0, 2), (1, 3)]

@@ -1,4 +1,4 @@
-"""Fixtures of the seams' tests."""
+"""Fixtures of the patches' tests."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""A `megatron.training` of a few lines, with the real one's signatures, for tests of the seams.
+"""A `megatron.training` of a few lines with the real one's signatures, for tests of the patches.
 
-The wheel of megatron-core 0.16.1 has no `megatron.training`; these modules stand in its place. Each
-function returns what tells that it was called, and with what.
+The wheel of megatron-core 0.16.1 has no `megatron.training`; these modules take its place.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -26,13 +27,7 @@ ARGS: dict[str, Any] = {
 
 
 class FakeMegatron:
-    """The modules, and what the tests set in them.
-
-    Attributes:
-        args: Megatron's global namespace.
-        calls: what was called, in order, with its arguments.
-        loss: what `train_step` reports.
-    """
+    """The modules; `args` is Megatron's namespace, `calls` records some of the calls."""
 
     def __init__(self) -> None:
         self.args = argparse.Namespace(**ARGS)
@@ -68,7 +63,7 @@ class FakeMegatron:
         return module
 
     def add_initialize(self, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-        """The module that before 0.18 holds a name of its own for `validate_args`."""
+        """The module that imports `validate_args` by value before 0.18."""
         module = ModuleType("megatron.training.initialize")
         self._set(module, self.arguments.validate_args)
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -121,19 +116,11 @@ class FakeMegatron:
         def evaluate(forward_step_func: Any, data_iterator: Any, model: Any) -> Any:
             return {"lm loss": 1.5}, None, False
 
-        def save_checkpoint_and_time(
-            iteration: int, model: Any, non_persistent_ckpt: bool = False
-        ) -> str:
-            return f"saved {iteration}"
-
         def generate_state_dict(args: Any, model: Any, iteration: Any = None) -> dict[str, Any]:
             return {"model": model}
 
         def _load_base_checkpoint(load_dir: Any, args: Any, rank0: bool = False) -> Any:
             return fake.loaded, str(load_dir), fake.release, "global"
-
-        def get_checkpoint_name(path: str, iteration: int, return_base_dir: bool = False) -> str:
-            return f"{path}/iter_{iteration:07d}"
 
         def validate_args(args: Any, defaults: Any = None) -> Any:
             fake.calls.append(("validate", (args,), {}))
@@ -146,11 +133,8 @@ class FakeMegatron:
             train_step,
             post_training_step_callbacks,
             evaluate,
-            save_checkpoint_and_time,
         )
-        self._set(
-            self.checkpointing, generate_state_dict, _load_base_checkpoint, get_checkpoint_name
-        )
+        self._set(self.checkpointing, generate_state_dict, _load_base_checkpoint)
         self._set(self.global_vars, lambda: self.args, name="get_args")
         self._set(self.global_vars, lambda: None, name="get_tensorboard_writer")
         self._set(self.global_vars, lambda: None, name="get_wandb_writer")
@@ -162,36 +146,26 @@ class FakeMegatron:
 
 
 class FakeController:
-    """Notes what it is told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
-        self.plan = SimpleNamespace(step=0)
+        self.calls: list[Any] = []
 
-    def begin_step(self, step: int) -> None:
-        self.told.append(("begin", step))
-
-    def forward_backward(self, step: int, function: Any, **kwargs: Any) -> Any:
-        self.told.append(("forward-backward", step))
+    def forward_backward(self, iteration: int, function: Any, **kwargs: Any) -> Any:
+        self.calls.append(("forward-backward", iteration))
         return function(**kwargs)
 
-    def end_step(self, step: int, metrics: dict[str, Any]) -> None:
-        self.told.append(("end", step, metrics))
+    def end_iteration(self, iteration: int, metrics: dict[str, Any]) -> None:
+        self.calls.append(("end", iteration, metrics))
 
-    def evaluating(self) -> Any:
-        controller = self
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        self.calls.append("evaluation begins")
+        yield
+        self.calls.append("evaluation ends")
 
-        class Context:
-            def __enter__(self) -> None:
-                controller.told.append("evaluating")
-
-            def __exit__(self, *exc: object) -> None:
-                controller.told.append("evaluated")
-
-        return Context()
-
-    def state(self, step: int) -> Any:
-        return SimpleNamespace(to_dict=lambda: {"version": 1, "step": step})
+    def state(self, iteration: int) -> Any:
+        return SimpleNamespace(to_dict=lambda: {"version": 2, "iteration": iteration})
 
     def close(self) -> None:
-        self.told.append("closed")
+        self.calls.append("closed")

@@ -1,19 +1,29 @@
-"""The argument parser's seam."""
+"""SNIP's flags in Megatron's parser, and the settings that flags and YAML make."""
 
 from __future__ import annotations
 
 import argparse
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_snip.config import SnipConfig
+from megatron_snip.errors import UsageError
 from megatron_snip.flags import flag_name
 from megatron_snip.patches import arguments, cpu
+from megatron_snip.patches.arguments import (
+    add_snip_arguments,
+    exit_on_error,
+    read_cli_args,
+    snip_config,
+)
 from megatron_snip.patches.registry import Registry
 from tests.unit.patches.fake_megatron import FakeMegatron
 
 
-def make_parser(fake: FakeMegatron) -> argparse.ArgumentParser:
+def megatron_parser(fake: FakeMegatron) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = fake.arguments.add_megatron_arguments(
         argparse.ArgumentParser(allow_abbrev=False)
     )
@@ -22,36 +32,142 @@ def make_parser(fake: FakeMegatron) -> argparse.ArgumentParser:
 
 @pytest.fixture
 def installed(fake: FakeMegatron) -> FakeMegatron:
-    Registry([arguments.SEAM]).install({"always"})
+    Registry([arguments.arguments]).install({"always"})
     return fake
 
 
+def namespace(*words: str, **megatron: Any) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_snip_arguments(parser)
+    args = parser.parse_args(words)
+    for name, value in megatron.items():
+        setattr(args, name, value)
+    return args
+
+
+def error_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The line in which a command line ends."""
+    with pytest.raises(SystemExit) as end:
+        exit_on_error(lambda: snip_config(namespace("--snip", *words), {}))
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.removeprefix("megatron-snip: error: ")
+
+
 def test_every_setting_is_a_flag(installed: FakeMegatron) -> None:
-    known = {s for action in make_parser(installed)._actions for s in action.option_strings}
+    known = {s for action in megatron_parser(installed)._actions for s in action.option_strings}
     fields = [f for f in SnipConfig.model_fields if f != "enabled"]
     assert {flag_name("snip-", field) for field in fields} <= known
-    assert {"--snip", "--no-snip", "--snip-config", "--snip-plan", "--lr"} <= known
+    assert {"--snip", "--no-snip", "--snip-config", "--snip-plan-file", "--lr"} <= known
 
 
 def test_the_namespace_is_megatrons_unless_flags_are_given(installed: FakeMegatron) -> None:
     plain = {"lr": 0.1, "distributed_backend": "nccl"}
-    assert vars(make_parser(installed).parse_args([])) == plain
-    given = vars(make_parser(installed).parse_args(["--snip", "--snip-plan", "plan.json"]))
+    assert vars(megatron_parser(installed).parse_args([])) == plain
+    given = vars(megatron_parser(installed).parse_args(["--snip", "--snip-plan-file", "plan.json"]))
     assert given == {**plain, "snip_enabled": True, "snip_plan_file": "plan.json"}
 
 
-def test_help_can_be_printed_in_spite_of_stray_percent_signs(installed: FakeMegatron) -> None:
-    """Megatron 0.19 has one in its texts, on which argparse fails."""
-    text = make_parser(installed).format_help()
-    assert "50% of what it was" in text
-    assert "--snip-efficiency-target" in text
+def test_help_works_despite_a_stray_percent_sign_of_megatrons(installed: FakeMegatron) -> None:
+    text = megatron_parser(installed).format_help()
+    assert "50% of what it was" in text and "--snip-efficiency-target" in text
 
 
 def test_a_cpu_run_has_defaults_that_flags_override(
     installed: FakeMegatron, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu, "is_installed", lambda: True)
-    assert make_parser(installed).parse_args([]).distributed_backend == "gloo"
-    words = ["--distributed-backend", "nccl"]
-    assert make_parser(installed).parse_args(words).distributed_backend == "nccl"
-    assert not hasattr(make_parser(installed).parse_args([]), "transformer_impl")  # no such flag
+    parser = megatron_parser(installed)
+    assert vars(parser.parse_args([])) == {"lr": 0.1, "distributed_backend": "gloo"}
+    assert parser.parse_args(["--distributed-backend", "nccl"]).distributed_backend == "nccl"
+
+
+def test_flags_become_settings() -> None:
+    words = ["--snip", "--snip-interval", "50", "--snip-formats", "fp8,nvfp4"]
+    config = snip_config(namespace(*words), {})
+    assert config.enabled and config.interval == 50 and config.formats == ("fp8", "nvfp4")
+    assert not snip_config(argparse.Namespace(), {}).enabled
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "snip.yaml"
+    file.write_text("enabled: true\ninterval: 30\nefficiency_target: 0.25\n")
+    words = ["--snip-config", str(file), "--snip-interval", "40"]
+    config = snip_config(namespace(*words), {})
+    assert (config.enabled, config.interval, config.efficiency_target) == (True, 40, 0.25)
+    assert read_cli_args(words).enabled
+    assert not snip_config(namespace(*words, "--no-snip"), {}).enabled
+
+
+def test_flags_of_the_command_line_count_without_megatrons_namespace() -> None:
+    """Megatron's --yaml-cfg makes a namespace of its own."""
+    args = read_cli_args(["--lr", "1", "--snip", "--snip-interval", "7", "--snip-lag", "1"])
+    assert args.enabled and snip_config(argparse.Namespace(), args.given).interval == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--snip-efficiency-target", "2"], "--snip-efficiency-target: .*got '2'"),
+        (["--snip-interval", "often"], "--snip-interval: .*got 'often'"),
+        (["--snip-interval", "2", "--snip-lag", "2"], "--snip-lag: got 2, must be smaller"),
+        (["--snip-formats", "fp8,fpp4"], "--snip-formats: unknown format 'fpp4'.*mean 'fp4'"),
+        (["--snip-pins", "decoder"], "--snip-pins: 'decoder' is not GLOB=OPTION"),
+        (["--snip-pins", "*=fp5"], "--snip-pins: unknown format 'fp5'"),
+        (["--snip-eval-precision", "bf1"], "--snip-eval-precision: .*did you mean 'bf16'"),
+        (["--snip-config", "none.yaml"], "--snip-config: 'none.yaml': cannot read"),
+        (["--snip-policy", "snp"], "--snip-policy: unknown policy 'snp'.*did you mean 'snip'"),
+        (["--snip-policy", "uniform-fp9"], "--snip-policy: unknown format 'fp9'"),
+    ],
+)
+def test_a_bad_value_ends_in_one_line_that_names_the_flag(
+    words: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert re.match(line, error_line(words, capsys))
+
+
+def test_an_unknown_key_in_the_file_names_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "snip.yaml"
+    file.write_text("intervals: 30\n")
+    line = error_line(["--snip-config", str(file)], capsys)
+    assert line.startswith("--snip-config: ") and str(file) in line
+    assert "unknown key 'intervals' (did you mean 'interval'?)" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--snip-intervall", "3"],
+            "unknown flag --snip-intervall (did you mean '--snip-interval'",
+        ),
+        (
+            ["--snip-zzzzzzzzzzz=3"],
+            "unknown flag --snip-zzzzzzzzzzz; --help lists the flags",
+        ),
+        (["--snip-plan"], "unknown flag --snip-plan (did you mean '--snip-plan-file'?)"),
+        (["--no-snip-frezze"], "unknown flag --no-snip-frezze"),
+        (["--snip-interval"], "argument --snip-interval: expected one argument"),
+    ],
+)
+def test_a_typo_in_a_flag_is_one_line(words: list[str], message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        read_cli_args(["--snipe-hunt", "--lr", "1", *words])
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("at_end", "pinned"), [(2, ["0", "2", "3"]), (3, ["0", "1", "2", "3"]), (9, list("0123"))]
+)
+def test_megatrons_bf16_layers_become_pins(at_end: int, pinned: list[str]) -> None:
+    args = namespace(
+        *["--snip", "--snip-pins", "decoder.layers.1.*=fp8"],
+        first_last_layers_bf16=True,
+        num_layers=4,
+        num_layers_at_start_in_bf16=1,
+        num_layers_at_end_in_bf16=at_end,
+    )
+    pins = snip_config(args, {}).pins
+    assert pins == (*(f"decoder.layers.{n}.*=bf16" for n in pinned), "decoder.layers.1.*=fp8")

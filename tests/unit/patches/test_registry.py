@@ -1,18 +1,42 @@
-"""The registry: install twice, undo to the very objects, refuse what others patched."""
+"""Patches are found by name and signature, installed once, and undone to the very objects."""
 
 from __future__ import annotations
 
-import functools
+import importlib
+import logging
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from megatron.core import package_info
+from megatron.core.tensor_parallel import layers
 
 from megatron_snip.errors import UnsupportedError
-from megatron_snip.patches.registry import Registry
-from megatron_snip.patches.seams import SEAMS
+from megatron_snip.log import forget_warnings
+from megatron_snip.patches import cpu
+from megatron_snip.patches.install import PATCHES, REGISTRY, install_for
+from megatron_snip.patches.registry import Patch, Registry, core_version, is_tested
 from tests.unit.patches.fake_megatron import FakeController, FakeMegatron
 
 ALL = ("always", "--snip", "--cpu")
+OLD = {"fused-kernels", "validation-initialize"}
+"""Patches of functions that only older releases have."""
+LINEARS = {"column-linear", "row-linear"}
+"""The controller overrides them on instances."""
+NEEDED = {p.name for p in PATCHES} - OLD - LINEARS
+
+
+@pytest.fixture
+def registry(fake: FakeMegatron) -> Registry:
+    return Registry(PATCHES)
+
+
+@pytest.fixture
+def of_process(fake: FakeMegatron) -> Iterator[Registry]:
+    forget_warnings()
+    yield REGISTRY
+    REGISTRY.uninstall()
 
 
 def functions(fake: FakeMegatron) -> dict[str, Any]:
@@ -24,28 +48,20 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
     return {name.rsplit(".", 1)[-1] for name in before if before[name] is not after[name]}
 
 
-OLD = ("fused-kernels", "validation-initialize")
-"""Seams of older releases, whose functions are not here."""
+def with_state(registry: Registry, state: str) -> set[str]:
+    return {p.name for p in registry.patches if registry.status(p).state == state}
 
 
-def state_words(registry: Registry) -> dict[str, str]:
-    return {seam.name: registry.state(seam).word for seam in registry.seams}
-
-
-def test_without_snip_only_the_parser_is_wrapped(fake: FakeMegatron) -> None:
+def test_without_snip_only_the_parser_is_patched(fake: FakeMegatron, registry: Registry) -> None:
     before = functions(fake)
-    registry = Registry(SEAMS)
     registry.install({"always"})
     assert changed(before, functions(fake)) == {"add_megatron_arguments"}
-    words = state_words(registry)
-    assert words.pop("arguments") == "installed"
-    for name in OLD:
-        assert words.pop(name) == "not needed"
-    assert set(words.values()) == {"ready"}
+    assert with_state(registry, "installed") == {"arguments"}
+    assert with_state(registry, "not needed") == OLD
+    assert with_state(registry, "ready") == (NEEDED | LINEARS) - {"arguments"}
 
 
-def test_installing_twice_wraps_once(fake: FakeMegatron) -> None:
-    registry = Registry(SEAMS)
+def test_installing_twice_wraps_once(fake: FakeMegatron, registry: Registry) -> None:
     registry.install(ALL)
     once = functions(fake)
     registry.install(ALL)
@@ -53,64 +69,156 @@ def test_installing_twice_wraps_once(fake: FakeMegatron) -> None:
     assert functions(fake) == once
 
 
-def test_undo_puts_back_the_very_objects(fake: FakeMegatron) -> None:
+def test_uninstall_puts_back_the_very_objects(fake: FakeMegatron, registry: Registry) -> None:
     before = functions(fake)
-    registry = Registry(SEAMS)
     registry.install(ALL)
-    assert len(changed(before, functions(fake))) == len(SEAMS) - len(OLD)
+    assert len(changed(before, functions(fake))) == len(NEEDED)
+    assert fake.training.train_step.__name__ == "train_step"
+    assert fake.training.train_step.__wrapped__ is before["megatron.training.training.train_step"]
     controller: Any = FakeController()
     registry.session.controller = controller
     registry.uninstall()
     assert changed(before, functions(fake)) == set()
-    assert controller.told == ["closed"]
+    assert controller.calls == ["closed"]
     registry.uninstall()  # nothing is left to undo
 
 
-def test_undo_refuses_what_others_have_replaced(fake: FakeMegatron) -> None:
-    registry = Registry(SEAMS)
+def test_uninstall_changes_nothing_after_a_foreign_patch(
+    fake: FakeMegatron, registry: Registry
+) -> None:
     registry.install(ALL)
     ours = functions(fake)
-    fake.training.evaluate = foreign = lambda *args: None
+    fake.training.evaluate = lambda *args: None
     with pytest.raises(UnsupportedError, match=r"megatron\.training\.training\.evaluate was patch"):
         registry.uninstall()
     assert changed(ours, functions(fake)) == {"evaluate"}
-    assert fake.training.evaluate is foreign
-    assert state_words(registry)["evaluation"] == "overwritten"
 
 
-def test_a_wrapper_around_ours_is_told_from_a_replacement(fake: FakeMegatron) -> None:
-    registry = Registry(SEAMS)
+def test_a_missing_function_is_one_error_and_changes_nothing(
+    fake: FakeMegatron, registry: Registry
+) -> None:
+    del fake.training.train_step
+    before = functions(fake)
+    with pytest.raises(UnsupportedError) as error:
+        registry.install(ALL)
+    text = str(error.value)
+    assert f"{core_version()} has no megatron.training.training.train_step" in text
+    assert "0.16" in text and "\n" not in text
+    assert changed(before, functions(fake)) == set()
+    assert with_state(registry, "unusable") == {"train-step"}
+
+
+def test_a_changed_signature_names_the_parameters(fake: FakeMegatron, registry: Registry) -> None:
+    fake.training.train_step = lambda data_iterator, model: None
+    with pytest.raises(UnsupportedError, match="without forward_backward_func, iteration"):
+        registry.install(ALL)
+    fake.training.train_step = lambda **kwargs: None  # takes everything
     registry.install(ALL)
-    ours = fake.training.evaluate
-    fake.training.evaluate = functools.wraps(ours)(lambda *args: ours(*args))
-    (seam,) = [s for s in SEAMS if s.name == "evaluation"]
-    assert registry.state(seam).word == "installed"
-    assert "wrapped it again" in registry.state(seam).detail
-    with pytest.raises(UnsupportedError):
-        registry.uninstall()
-    fake.training.evaluate = ours
     registry.uninstall()
 
 
-def test_a_missing_symbol_is_one_clear_error_and_nothing_is_changed(fake: FakeMegatron) -> None:
-    del fake.training.train_step
-    before = functions(fake)
-    registry = Registry(SEAMS)
-    with pytest.raises(UnsupportedError, match=r"has no megatron\.training\.training\.train_step"):
+def test_the_installed_linears_are_found() -> None:
+    column, row = (p for p in PATCHES if p.name in LINEARS)
+    assert column.find() == (layers.ColumnParallelLinear, layers.ColumnParallelLinear._forward_impl)
+    assert row.find()[0] is layers.RowParallelLinear
+
+
+def test_a_missing_module_names_a_way_out() -> None:
+    problem = Patch("x", "megatron.core.no_such_module", "function", (), "nothing").problem()
+    assert problem is not None and "no megatron.core.no_such_module.function" in problem
+    assert "Megatron-LM checkout" in problem
+
+
+@pytest.mark.parametrize(
+    ("version", "tested"),
+    [
+        *[(v, True) for v in ("0.16.0", "0.16.1", "0.17.1", "0.19.2", "0.19.0rc1+local")],
+        *[(v, False) for v in ("0.15.9", "0.20.0", "1.16.1")],
+    ],
+)
+def test_pre_releases_of_tested_releases_count_as_tested(version: str, tested: bool) -> None:
+    assert is_tested(version) == tested
+
+
+def test_an_untested_release_warns_once_and_runs(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(package_info, "__version__", "0.21.0")
+    forget_warnings()
+    with caplog.at_level(logging.WARNING):
         registry.install(ALL)
-    assert changed(before, functions(fake)) == set()
-    assert state_words(registry)["train-step"] == "unusable"
+        registry.install(ALL)
+    assert caplog.text.count("0.21.0 was not tested") == 1
+    assert with_state(registry, "installed") == NEEDED
+    registry.uninstall()
 
 
-def test_a_changed_signature_is_one_clear_error(fake: FakeMegatron) -> None:
-    fake.training.train_step = lambda data_iterator, model: None
-    with pytest.raises(UnsupportedError, match="takes no forward_backward_func, iteration"):
-        Registry(SEAMS).install(ALL)
+def test_the_command_line_decides_what_is_installed(of_process: Registry) -> None:
+    install_for(["--lr", "0.1"])
+    assert with_state(of_process, "installed") == {"arguments"}
+    for _ in range(2):
+        install_for(["--lr", "0.1", "--snip", "--snip-interval", "9"])
+        assert with_state(of_process, "installed") == NEEDED
+        assert of_process.session.given["snip_interval"] == "9"
 
 
-def test_wrappers_look_like_what_they_wrap(fake: FakeMegatron) -> None:
-    original = fake.training.train_step
-    registry = Registry(SEAMS)
-    registry.install(ALL)
-    assert fake.training.train_step.__name__ == "train_step"
-    assert fake.training.train_step.__wrapped__ is original
+def test_the_import_reads_the_command_line(
+    of_process: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", "--snip"])
+    monkeypatch.delitem(sys.modules, "megatron_snip.auto", raising=False)
+    importlib.import_module("megatron_snip.auto")
+    assert "train-step" in with_state(of_process, "installed")
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_flags_without_snip_warn_once_per_job(
+    of_process: Registry,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: str,
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    install_for(["--snip-interval", "9", "--snip-plan-file", "p.json"])
+    warning = "without --snip these flags have no effect: --snip-interval, --snip-plan-file"
+    assert (warning in caplog.text) == (rank == "0")
+    caplog.clear()
+    install_for(["--snip-lag", "1", "--no-snip"])  # on purpose
+    install_for(["--snip-lag", "1", "--snip"])
+    assert caplog.text == ""
+
+
+def test_a_typo_ends_in_one_line_with_status_2(
+    of_process: Registry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        install_for(["--snip", "--snip-intervall", "9"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "megatron-snip: error: unknown flag --snip-intervall (did you mean '--snip-interval'?)"
+    ]
+    assert with_state(of_process, "installed") == set()
+
+
+def test_releases_before_0_18_validate_through_another_module(
+    fake: FakeMegatron, of_process: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    initialize = fake.add_initialize(monkeypatch)
+    original = initialize.validate_args
+    install_for(["--snip"])
+    assert with_state(of_process, "installed") == NEEDED | {"validation-initialize"}
+    assert initialize.validate_args is not original
+    of_process.uninstall()
+    assert initialize.validate_args is original is fake.arguments.validate_args
+
+
+def test_a_cpu_run_compiles_no_cuda_kernels(
+    fake: FakeMegatron, of_process: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = fake.add_legacy_kernels(monkeypatch)
+    install_for([])
+    with pytest.raises(FileNotFoundError):
+        kernels.load("args")
+    monkeypatch.setattr(cpu, "is_installed", lambda: True)
+    install_for([])
+    assert kernels.load("args") is None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron.core.optimizer import distrib_optimizer
 
-from megatron_snip.patches import torch_adam
+from megatron_snip.patches.cpu import torch_adam
 
 
 class Distributed:

@@ -1,107 +1,133 @@
-"""The training step's seam: order of calls, everything passed through."""
+"""A training iteration: the controller runs the schedule, and Megatron's values pass through."""
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from megatron.core import num_microbatches_calculator
 
 from megatron_snip.patches import train_step
 from megatron_snip.patches.registry import Registry
+from megatron_snip.patches.train_step import StepMetrics
+from megatron_snip.topology import Topology
 from tests.unit.patches.fake_megatron import FakeController, FakeMegatron
 
-
-class Metrics:
-    def __init__(self) -> None:
-        self.told: list[Any] = []
-
-    def begin(self) -> None:
-        self.told.append("begin")
-
-    def trained(self, losses: Any, grad_norm: Any) -> None:
-        self.told.append((losses, grad_norm))
-
-
-def schedule(**kwargs: Any) -> str:
-    return f"ran {sorted(kwargs)}"
-
-
+PATCHES = (train_step.train_step, train_step.step_end, train_step.evaluation)
 ARGUMENTS = ("step_func", "data", "model", "optimizer", "scheduler", "config")
+OPTIMIZER = SimpleNamespace(param_groups=[{"lr": 0.1}, {"lr": 0.3}, {"lr": None}])
+
+
+def schedule(**kwargs: Any) -> torch.Tensor:
+    assert sorted(kwargs) == ["data_iterator", "model"]
+    return torch.tensor(2.0)
 
 
 @pytest.fixture
-def attached(fake: FakeMegatron) -> tuple[FakeMegatron, FakeController, Metrics]:
-    registry = Registry([train_step.SEAM])
+def registry(fake: FakeMegatron, monkeypatch: pytest.MonkeyPatch) -> Registry:
+    monkeypatch.setattr(num_microbatches_calculator, "get_current_global_batch_size", lambda: 4)
+    registry = Registry(PATCHES)
     registry.install({"--snip"})
-    controller, metrics = FakeController(), Metrics()
-    registry.session.controller = controller  # type: ignore[assignment]
-    registry.session.metrics = metrics  # type: ignore[assignment]
-    return fake, controller, metrics
+    return registry
 
 
-def test_the_plan_is_applied_before_and_the_schedule_runs_inside(attached: Any) -> None:
-    fake, controller, metrics = attached
-    result = fake.training.train_step(*ARGUMENTS, schedule, iteration=7)
-    assert controller.told == [("begin", 7), ("forward-backward", 7)]
-    assert result == (
-        {"lm loss": "ran ['data_iterator', 'model']"},
-        0,
-        False,
-        False,
-        0,
-        2.5,
-        None,
-        0,
+@pytest.fixture
+def controller(registry: Registry) -> FakeController:
+    controller: Any = FakeController()
+    registry.session.controller = controller
+    registry.session.metrics = StepMetrics(Topology())
+    return controller
+
+
+def end_step(fake: FakeMegatron, iteration: int) -> Any:
+    return fake.training.post_training_step_callbacks(
+        "model", OPTIMIZER, "scheduler", iteration, None, 41.0
     )
-    assert metrics.told == ["begin", (result[0], 2.5)]
 
 
-def test_a_repeated_schedule_goes_through_the_controller_each_time(attached: Any) -> None:
-    fake, controller, _ = attached
+def reported(controller: FakeController) -> list[dict[str, Any]]:
+    return [call[2] for call in controller.calls if call[0] == "end"]
+
+
+def test_an_iteration_runs_through_the_controller(
+    fake: FakeMegatron, controller: FakeController
+) -> None:
+    result = fake.training.train_step(*ARGUMENTS, schedule, iteration=7)
+    assert result == ({"lm loss": torch.tensor(2.0)}, 0, False, False, 0, 2.5, None, 0)
+    assert end_step(fake, 8) == 42.0
+    assert controller.calls[0] == ("forward-backward", 8)
+    kind, iteration, values = controller.calls[1]
+    assert (kind, iteration) == ("end", 8)
+    assert values.pop("tokens_per_s") > 0
+    assert values == {"loss": 2.0, "grad_norm": 2.5, "lr": 0.3}
+
+
+def test_a_repeated_schedule_runs_through_the_controller_each_time(
+    fake: FakeMegatron, controller: FakeController
+) -> None:
     fake.repeats = 3
     fake.training.train_step(*ARGUMENTS, schedule, iteration=7)
-    assert controller.told == [("begin", 7)] + [("forward-backward", 7)] * 3
+    assert controller.calls == [("forward-backward", 8)] * 3
 
 
-def test_arguments_by_keyword_and_new_ones_pass_through(attached: Any) -> None:
-    fake, controller, _ = attached
-    keywords = dict(zip(("forward_step_func", "data_iterator"), ARGUMENTS[:2], strict=True))
-    rest = {
-        "model": 1,
-        "optimizer": 2,
-        "opt_param_scheduler": 3,
-        "config": 4,
-        "forward_backward_func": schedule,
-        "iteration": 2,
-        "pg_collection": "groups",
-    }
+def test_keyword_arguments_and_new_ones_pass_through(
+    fake: FakeMegatron, controller: FakeController
+) -> None:
+    names = ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler")
+    keywords = dict(zip((*names, "config"), ARGUMENTS, strict=True))
+    rest = {"forward_backward_func": schedule, "iteration": 2, "pg_collection": "groups"}
     fake.training.train_step(**keywords, **rest)
-    assert controller.told[0] == ("begin", 2)
+    assert controller.calls == [("forward-backward", 3)]
 
 
-def test_without_an_iteration_megatrons_own_counter_tells(attached: Any) -> None:
-    fake, controller, _ = attached
+def test_without_an_iteration_megatrons_counter_is_read(
+    fake: FakeMegatron, controller: FakeController
+) -> None:
     fake.training.train_step(*ARGUMENTS, schedule)
-    assert controller.told[0] == ("begin", fake.args.curr_iteration)
+    assert controller.calls == [("forward-backward", fake.args.curr_iteration + 1)]
 
 
-def test_an_aborted_step_passes_through(attached: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rerun state machine ends a step without losses and norm."""
-    fake, _, metrics = attached
-    registry = Registry([train_step.SEAM])
+def test_an_aborted_iteration_passes_through(
+    fake: FakeMegatron, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rerun state machine ends an iteration without losses and norm."""
     aborted = ({}, True, True, True, 16, None, None, 0)
-
-    def original(forward_backward_func: Any, iteration: int) -> Any:
-        return aborted
-
+    original = lambda forward_backward_func, iteration: aborted  # noqa: E731
     monkeypatch.setattr(fake.training, "train_step", original)
+    registry = Registry([train_step.train_step])
     registry.install({"--snip"})
     registry.session.controller = FakeController()  # type: ignore[assignment]
-    registry.session.metrics = metrics
+    registry.session.metrics = StepMetrics(Topology())
     assert fake.training.train_step(schedule, 3) is aborted
-    assert metrics.told[-1] == ({}, None)
+    assert math.isnan(registry.session.metrics.finish(None, 1, log_losses=True)["loss"])
 
 
-def test_without_a_controller_the_call_is_megatrons(fake: FakeMegatron) -> None:
-    Registry([train_step.SEAM]).install({"--snip"})
+def test_losses_are_read_at_megatrons_log_interval(
+    fake: FakeMegatron, controller: FakeController
+) -> None:
+    for iteration in (1, 2, 3, 4):
+        fake.training.train_step(*ARGUMENTS, schedule, iteration=iteration - 1)
+        end_step(fake, iteration)
+    assert ["loss" in values for values in reported(controller)] == [False, True, False, True]
+
+
+def test_an_evaluation_is_reported_once(fake: FakeMegatron, controller: FakeController) -> None:
+    expected = ({"lm loss": 1.5}, None, False)
+    assert fake.training.evaluate("step", "data", model="model") == expected
+    assert controller.calls == ["evaluation begins", "evaluation ends"]
+    end_step(fake, 1)
+    end_step(fake, 3)
+    first, second = reported(controller)
+    assert first["validation_loss"] == 1.5 and "loss" not in first
+    assert "validation_loss" not in second
+
+
+def test_without_a_controller_the_calls_are_megatrons(
+    fake: FakeMegatron, registry: Registry
+) -> None:
     assert fake.training.train_step(*ARGUMENTS, schedule)[5] == 2.5
+    assert end_step(fake, 1) == 42.0
+    assert fake.training.evaluate("step", "data", "model")[0] == {"lm loss": 1.5}

@@ -1,18 +1,16 @@
-"""Short ways to write problems and plans in tests."""
+"""Short ways to write problems, tasks and plans in tests."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from megatron_snip.options import Option
-from megatron_snip.planning.cost import COST_MODELS
+from megatron_snip.planning.constraints import Constraints, make_constraints
+from megatron_snip.planning.cost import make_table
 from megatron_snip.planning.plan import PrecisionPlan, assignment_digest
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
-from megatron_snip.planning.rules import Rules, make_rules
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.planning.table import make_table
 
-Losses = Sequence[float | None]
 SAVING = {"bf16": 0.0, "fp8": 0.0, "fp4": 1.0, "fp4-fp8-fp8": 1 / 3}
 
 
@@ -21,14 +19,15 @@ def name_of(layer: int, module: str = "mlp.linear_fc1") -> str:
 
 
 def problem_of(
-    losses: Sequence[Losses],
+    losses: Sequence[Sequence[float | None]],
     target: float = 0.5,
     options: Sequence[str] = ("fp8", "fp4"),
     stages: Sequence[int] | None = None,
     flops: Sequence[float] | None = None,
     seconds: Sequence[Sequence[float]] | None = None,
+    scores: Sequence[Mapping[str, float | None]] | None = None,
 ) -> PlanningProblem:
-    """One linear a layer; losses[i][j] is the quality loss of option j at layer i."""
+    """One linear a layer; losses[i][j] is the loss of option j at layer i, scores[i] are fp4's."""
     linears = []
     for i, row in enumerate(losses):
         costs = {
@@ -36,17 +35,13 @@ def problem_of(
                 quality_loss=row[j],
                 saving=SAVING[option],
                 seconds=None if seconds is None else seconds[i][j],
+                scores=dict(scores[i]) if scores is not None and option == "fp4" else {},
             )
             for j, option in enumerate(options)
         }
-        linears.append(
-            LinearChoices(
-                name=name_of(i),
-                stage=0 if stages is None else stages[i],
-                flops=1.0 if flops is None else flops[i],
-                options=costs,
-            )
-        )
+        stage = 0 if stages is None else stages[i]
+        work = 1.0 if flops is None else flops[i]
+        linears.append(LinearChoices(name=name_of(i), stage=stage, flops=work, options=costs))
     return PlanningProblem(linears=tuple(linears), target=target)
 
 
@@ -56,7 +51,7 @@ def plan_of(options: Mapping[str, str] | Sequence[str], **changes: object) -> Pr
         options = {name_of(i): option for i, option in enumerate(options)}
     linears = {name: Option.parse(option) for name, option in options.items()}
     values: dict[str, object] = {
-        "step": 0,
+        "iteration": 0,
         "policy": "snip",
         "status": "feasible",
         "objective": None,
@@ -71,15 +66,11 @@ def plan_of(options: Mapping[str, str] | Sequence[str], **changes: object) -> Pr
     return PrecisionPlan(**(values | changes))
 
 
-def rules_of(
-    problem: PlanningProblem, previous: Sequence[str] | None = None, **settings: object
-) -> Rules:
-    """The rules for a problem, with a bf16 column where a pin needs one."""
+def constraints_of(problem: PlanningProblem, **settings: object) -> Constraints:
+    """The constraints on a plan for a problem."""
     chosen = PlanSettings(**settings)
-    table = make_table(problem, COST_MODELS[chosen.cost], with_bf16=True)
-    columns = None if previous is None else table.columns_of(previous)
     target = problem.target if chosen.target is None else chosen.target
-    return make_rules(table, chosen, target, columns)
+    return make_constraints(make_table(problem, chosen.cost), chosen, target, None)
 
 
 def options_of(plan: PrecisionPlan) -> list[str]:

@@ -6,9 +6,10 @@ import random
 from dataclasses import dataclass
 
 from megatron_snip.options import Option
-from megatron_snip.planning.plan import PrecisionPlan, assignment_digest
+from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
+from tests.unit.planning.build import name_of, plan_of
 
 OPTIONS = ("bf16", "fp8", "fp4-fp8-fp8", "fp4-fp4-fp8", "fp8-fp8-fp4", "fp4")
 BALANCES = ("none", "stage", "bottleneck")
@@ -16,7 +17,7 @@ BALANCES = ("none", "stage", "bottleneck")
 
 @dataclass(frozen=True)
 class Instance:
-    """A problem, the rules, and the plan before."""
+    """A problem, the settings, and the previous plan."""
 
     problem: PlanningProblem
     settings: PlanSettings
@@ -54,16 +55,15 @@ def random_instance(seed: int, num_linears: int | None = None) -> Instance:
                 saving=saving_of(r, share),
                 seconds=flops * r.uniform(0.2, 1.0) if with_seconds else None,
             )
-        name = f"decoder.layers.{i}.mlp.linear_fc1"
         stage = i * stages // count
-        linears.append(LinearChoices(name=name, stage=stage, flops=flops, options=options))
+        linears.append(LinearChoices(name=name_of(i), stage=stage, flops=flops, options=options))
     target = r.choice([0.0, 1.0, 0.5, 0.75, r.random(), r.random()])
     problem = PlanningProblem(linears=tuple(linears), target=target)
     previous = random_plan(problem, r) if r.random() < 0.4 else None
     settings = PlanSettings(
         pipeline_balance=r.choice(BALANCES if small else BALANCES[:2]),
         pins=_pins(r, problem),
-        max_changes=r.randint(0, count) if previous is not None and r.random() < 0.7 else None,
+        change_penalty=r.choice([0.0, abs(loss_of(r, 0.2))]),
         cost="time" if with_seconds and r.random() < 0.5 else "flops",
     )
     return Instance(problem, settings, previous)
@@ -71,24 +71,11 @@ def random_instance(seed: int, num_linears: int | None = None) -> Instance:
 
 def random_plan(problem: PlanningProblem, r: random.Random) -> PrecisionPlan:
     """Return a plan that assigns every linear one of its options (or, rarely, a foreign one)."""
-    linears = {
-        linear.name: Option.parse(
-            r.choice([*linear.options, *(["fp8"] if r.random() < 0.1 else [])])
-        )
-        for linear in problem.linears
-    }
-    return PrecisionPlan(
-        step=0,
-        policy="snip",
-        status="feasible",
-        objective=None,
-        bound=None,
-        seconds=0.0,
-        target=0.0,
-        efficiency=0.0,
-        stages=(),
-        linears=linears,
-        digest=assignment_digest(linears),
+    return plan_of(
+        {
+            linear.name: r.choice([*linear.options, *(["fp8"] if r.random() < 0.1 else [])])
+            for linear in problem.linears
+        }
     )
 
 

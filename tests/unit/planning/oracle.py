@@ -37,14 +37,15 @@ class Choice:
 def choices_of(
     linear: LinearChoices, settings: PlanSettings, previous: PrecisionPlan | None
 ) -> list[Choice]:
-    """Return what a linear may choose under pins, forbidden options and edge layers left out."""
+    """Return what a linear may choose: without forbidden options, and only what pins allow."""
     pins = {Option.parse(o) for glob, o in settings.pins if fnmatchcase(linear.name, glob)}
-    rows = {Option.parse(name): cost for name, cost in linear.options.items()}
+    costs = {Option.parse(name): cost for name, cost in linear.options.items()}
+    available = {o: c for o, c in costs.items() if c.quality_loss is not None}
     before = None if previous is None else previous.linears[linear.name]
-    seconds = [cost.seconds for cost in rows.values() if cost.seconds is not None]
+    seconds = [cost.seconds for cost in costs.values() if cost.seconds is not None]
     found = []
-    for option, cost in rows.items():
-        if cost.quality_loss is None or (pins and pins != {option}):
+    for option, cost in available.items():
+        if pins and pins != {option}:
             continue
         if settings.cost == "time":
             weight, gain = max(seconds) - min(seconds), max(seconds) - (cost.seconds or 0.0)
@@ -52,34 +53,48 @@ def choices_of(
         else:
             weight, gain = linear.flops, linear.flops * cost.saving
             time = linear.flops - gain / 2
-        changes = int(before is not None and before in rows and before != option)
+        changes = int(before in available and before != option)
         found.append(Choice(option, cost.quality_loss, weight, gain, time, changes))
     return found
 
 
+def num_changes(
+    plan: PrecisionPlan, problem: PlanningProblem, previous: PrecisionPlan | None
+) -> int:
+    """Return how many linears leave an available option of the previous plan."""
+    count = 0
+    for linear in problem.linears if previous is not None else ():
+        before = previous.linears[linear.name]
+        cost = {Option.parse(name): cost for name, cost in linear.options.items()}.get(before)
+        available = cost is not None and cost.quality_loss is not None
+        count += available and plan.linears[linear.name] != before
+    return count
+
+
 def brute_force(
     problem: PlanningProblem, settings: PlanSettings, previous: PrecisionPlan | None = None
-) -> float | None:
-    """Return the least quality loss over all assignments that keep to every rule, or None."""
-    menus = [choices_of(linear, settings, previous) for linear in problem.linears]
-    if not all(menus):
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return quality loss and number of changes of all assignments that keep to every rule.
+
+    None if there is no such assignment.
+    """
+    choices = [choices_of(linear, settings, previous) for linear in problem.linears]
+    if not all(choices):
         return None
-    index = np.array(list(itertools.product(*(range(len(menu)) for menu in menus))))
+    index = np.array(list(itertools.product(*(range(len(row)) for row in choices))))
 
     def table(field: str) -> np.ndarray:
         columns = [
-            np.array([getattr(choice, field) for choice in menu], dtype=np.float64)[index[:, i]]
-            for i, menu in enumerate(menus)
+            np.array([getattr(choice, field) for choice in row], dtype=np.float64)[index[:, i]]
+            for i, row in enumerate(choices)
         ]
         return np.stack(columns, axis=1)
 
-    loss, gain, time = table("loss").sum(1), table("gain"), table("time")
-    weights = np.array([menu[0].weight for menu in menus])
+    gain, time = table("gain"), table("time")
+    weights = np.array([row[0].weight for row in choices])
     stages = np.array([linear.stage for linear in problem.linears])
     target = problem.target if settings.target is None else settings.target
     good = gain.sum(1) >= (target - SLACK) * weights.sum()
-    if settings.max_changes is not None and previous is not None:
-        good &= table("changes").sum(1) <= settings.max_changes
     for stage in sorted(set(stages.tolist())) if settings.pipeline_balance == "stage" else ():
         mine = stages == stage
         good &= gain[:, mine].sum(1) >= (target - SLACK) * weights[mine].sum()
@@ -88,7 +103,7 @@ def brute_force(
     if settings.pipeline_balance == "bottleneck":
         slowest = np.stack([time[:, stages == s].sum(1) for s in sorted(set(stages))]).max(0)
         good &= slowest <= slowest[good].min() * (1 + 1e-12)
-    return float(loss[good].min())
+    return table("loss").sum(1)[good], table("changes").sum(1)[good]
 
 
 @dataclass(frozen=True)
@@ -96,8 +111,8 @@ class HighsModel:
     """The integer program as scipy.optimize.milp takes it.
 
     Attributes:
-        loss: objective, scaled so that its largest coefficient is 1 (HiGHS has absolute
-            tolerances).
+        loss: objective with the price of changes, scaled so that its largest coefficient is 1
+            (HiGHS has absolute tolerances).
         scale: what it was divided by.
         matrix: one row a linear, then one a constraint.
         low: least row sums.
@@ -127,34 +142,31 @@ def highs_model(
 ) -> HighsModel | None:
     """Build the model; None if a linear has no choice.
 
-    Heeds the target, stage balance, pins and the limit on changes; not the bottleneck.
+    It has the target, stage balance, pins and the price of changes; not the bottleneck.
     """
-    menus = [choices_of(linear, settings, previous) for linear in problem.linears]
-    if not all(menus):
+    choices = [choices_of(linear, settings, previous) for linear in problem.linears]
+    if not all(choices):
         return None
-    flat = [(i, choice) for i, menu in enumerate(menus) for choice in menu]
+    flat = [(i, choice) for i, row in enumerate(choices) for choice in row]
     owner = np.array([i for i, _ in flat])
     count = len(flat)
     rows = [scipy.sparse.csr_matrix((np.ones(count), (owner, np.arange(count))))]
-    low, high = [np.ones(len(menus))], [np.ones(len(menus))]
+    low, high = [np.ones(len(choices))], [np.ones(len(choices))]
     target = problem.target if settings.target is None else settings.target
     stage = np.array([problem.linears[i].stage for i in owner])
     groups = [np.ones(count, dtype=bool)]
     if settings.pipeline_balance == "stage":
         groups = [stage == s for s in sorted(set(stage.tolist()))]
     gain = np.array([choice.gain for _, choice in flat])
-    weight = np.array([menu[0].weight for menu in menus])
+    weight = np.array([row[0].weight for row in choices])
     for mine in groups:
         total = weight[sorted(set(owner[mine].tolist()))].sum()
         if total > 0:
             rows.append(scipy.sparse.csr_matrix(np.where(mine, gain, 0.0) / total))
             low.append(np.array([target - SLACK]))
             high.append(np.array([np.inf]))
-    if settings.max_changes is not None and previous is not None:
-        rows.append(scipy.sparse.csr_matrix(np.array([float(c.changes) for _, c in flat])))
-        low.append(np.array([-np.inf]))
-        high.append(np.array([float(settings.max_changes)]))
-    loss = np.array([choice.loss for _, choice in flat])
+    penalty = settings.change_penalty
+    loss = np.array([choice.loss + penalty * choice.changes for _, choice in flat])
     scale = float(np.abs(loss).max()) or 1.0
     matrix = scipy.sparse.vstack(rows).tocsr()
     return HighsModel(loss / scale, scale, matrix, np.concatenate(low), np.concatenate(high))

@@ -1,52 +1,90 @@
+"""Efficiencies are exact fractions, and the solver's integers follow them."""
+
 from fractions import Fraction
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_snip.errors import UsageError
-from megatron_snip.planning.cost import COST_MODELS, as_fraction, ratio
-from megatron_snip.planning.problem import LinearChoices, OptionCost
+from megatron_snip.planning.cost import MAX_SUM, TOLERANCE, as_fraction, choose_unit, make_table
+from megatron_snip.planning.planner import make_plan
+from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem, canonical
+from megatron_snip.planning.settings import PlanSettings
+from tests.unit.planning.build import options_of, problem_of
 
-
-def linear(seconds: bool = True) -> LinearChoices:
-    options = {
-        "fp8": OptionCost(quality_loss=0.0, saving=0.0, seconds=0.75 if seconds else None),
-        "fp4-fp8-fp8": OptionCost(quality_loss=None, saving=1 / 3, seconds=0.5),
-        "fp4": OptionCost(quality_loss=1.0, saving=1.0, seconds=0.25),
-    }
-    return LinearChoices(name="l", stage=0, flops=12.0, options=options)
+FINITE = st.floats(min_value=1e-12, max_value=1e12, allow_nan=False)
 
 
 def test_a_double_near_a_simple_fraction_stands_for_it() -> None:
     assert as_fraction(1 / 3) == Fraction(1, 3)
     assert as_fraction(0.1) == Fraction(1, 10)
     assert as_fraction(6.0e12) == 6 * 10**12
-    assert as_fraction(0.3333) == Fraction(0.3333)  # 3333/10000 is not simple: taken as it is
-    assert as_fraction(1 / 3) * 3 == 1
+    assert as_fraction(0.3333) == Fraction(0.3333)  # 3333/10000 is not simple
 
 
-def test_flops_counts_the_share_in_the_lowest_precision() -> None:
-    work = COST_MODELS["flops"].work(linear())
-    assert work.weight == work.base == 12
-    assert list(work.gains.values()) == [0, 4, 12]
-    assert work.unlisted_bf16 == 0
-    # The lowest precision is taken to be twice as fast.
-    assert work.base - COST_MODELS["flops"].rate * work.gains["fp4"] == 6
+def test_options_have_one_spelling() -> None:
+    assert canonical("fp4-fp4-fp4") == "fp4"
+    assert canonical("fp4-fp8-bf16") == "fp4-fp8-bf16"
+    assert canonical("int2") == "int2"
 
 
-def test_time_counts_seconds_saved_against_the_slowest_option() -> None:
-    work = COST_MODELS["time"].work(linear())
-    assert work.weight == Fraction(1, 2)  # 0.75 - 0.25, the forbidden option included
-    assert list(work.gains.values()) == [0, Fraction(1, 4), Fraction(1, 2)]
-    assert work.base - COST_MODELS["time"].rate * work.gains["fp4"] == Fraction(1, 4)
-    assert work.unlisted_bf16 is None
+def test_the_efficiency_of_linears_with_different_options_is_exact() -> None:
+    first = {
+        "fp8": OptionCost(quality_loss=0.5, saving=0.0),
+        "fp4": OptionCost(quality_loss=None, saving=1.0),
+        "fp4-fp8-fp8": OptionCost(quality_loss=1.0, saving=1 / 3),
+    }
+    second = {"fp4": OptionCost(quality_loss=2.0, saving=1.0)}
+    a = LinearChoices(name="a", stage=0, flops=3.0, options=first)
+    b = LinearChoices(name="b", stage=2, flops=1.0, options=second)
+    plan = make_plan(PlanningProblem(linears=(a, b), target=0.5), PlanSettings())
+    assert options_of(plan) == ["fp4-fp8-fp8", "fp4"]
+    assert (plan.efficiency, plan.objective) == (0.5, 3.0)  # (3 / 3 + 1) / 4
+    assert plan.stages == (1 / 3, 1.0, 1.0)  # stage 1 has no work
 
 
-def test_time_needs_seconds_everywhere() -> None:
-    with pytest.raises(UsageError, match="calibrate") as caught:
-        COST_MODELS["time"].work(linear(seconds=False))
-    assert "'fp8'" in str(caught.value)
+def test_time_counts_the_seconds_saved_against_the_slowest_option() -> None:
+    seconds = [[0.75, 0.5, 0.25], [4.0, 3.0, 1.0]]
+    losses = [[0.0, None, 1.0], [0.0, 1.0, 9.0]]
+    problem = problem_of(losses, 0.4, ("fp8", "fp4-fp8-fp8", "fp4"), seconds=seconds)
+    plan = make_plan(problem, PlanSettings(cost="time"))
+    assert options_of(plan) == ["fp4", "fp4-fp8-fp8"]
+    assert plan.efficiency == pytest.approx((0.5 + 1.0) / 3.5)
+    for settings in (PlanSettings(cost="time"), PlanSettings(cost="time", pins=(("*", "bf16"),))):
+        with pytest.raises(UsageError, match=r"calibrate|bf16"):
+            make_plan(problem_of([[0.0, 1.0]]), settings)
 
 
-def test_no_work_is_saved_in_full() -> None:
-    assert ratio(Fraction(0), Fraction(0)) == 1.0
-    assert ratio(Fraction(1), Fraction(4)) == 0.25
+@given(st.lists(FINITE, min_size=1, max_size=40), st.floats(min_value=0.0, max_value=1.0))
+def test_rounding_to_integers_loses_no_plan_and_accepts_none_far_below(
+    floats: list[float], share: float
+) -> None:
+    gains = [as_fraction(value) for value in floats]
+    total = sum(gains, Fraction(0))
+    unit, exact = choose_unit(gains, total)
+    least = total * Fraction(share)
+    chosen = gains[: max(1, len(gains) // 2)]
+    accepted = sum(-(-gain // unit) for gain in chosen) >= -(-least // unit)
+    if sum(chosen) >= least:
+        assert accepted
+    if accepted:
+        assert least - sum(chosen) <= (0 if exact else len(gains) * unit)
+    assert sum(-(-gain // unit) for gain in gains) <= MAX_SUM + len(gains)
+
+
+def test_the_units_of_real_models_are_exact_and_others_within_the_tolerance() -> None:
+    flops = [6 * 8192 * 8192, 6 * 8192 * 28672]
+    values = [Fraction(f) * as_fraction(s) for f in flops for s in (0.0, 1 / 3, 2 / 3, 1.0)]
+    unit, exact = choose_unit(values, Fraction(sum(flops)) * 80)
+    assert exact and [value / unit for value in values] == [0, 2, 4, 6, 0, 7, 14, 21]
+    unit, exact = choose_unit([Fraction(1, 3**60), Fraction(1, 2**90)], Fraction(1))
+    assert not exact and 2**16 * unit <= TOLERANCE
+
+
+def test_problems_that_integers_cannot_express_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_snip.planning.cost.MAX_SUM", 2**20)
+    odd = problem_of([[0.0, 1.0]] * 3, flops=[np.pi, np.e, 2.0**0.5])
+    with pytest.raises(UsageError, match="share no unit"):
+        _ = make_table(odd, "flops").overall_row

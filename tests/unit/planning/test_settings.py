@@ -7,32 +7,27 @@ from megatron_snip.errors import UsageError
 from megatron_snip.planning.settings import PlanSettings
 
 
-def test_a_run_s_settings_become_the_planner_s() -> None:
+def test_the_settings_of_a_run_contain_the_planner_s() -> None:
     config = make_config(
         {
             "policy": "greedy",
             "efficiency_target": 0.6,
             "pipeline_balance": "stage",
             "pins": "decoder.layers.0.*=fp8,*.linear_fc2=fp8-fp8-fp8",
-            "max_changes": 3,
-            "min_gain": 0.1,
-            "time_limit_s": 2.5,
-            "solver_workers": 2,
-            "seed": 7,
+            "change_penalty": 0.1,
         }
     )
-    settings = PlanSettings.from_config(config)
+    settings = PlanSettings.from_config(config, seed=7)
     assert settings.policy == "greedy"
     assert settings.target == 0.6
     assert settings.pipeline_balance == "stage"
     assert settings.pins == (("decoder.layers.0.*", "fp8"), ("*.linear_fc2", "fp8"))
-    assert (settings.max_changes, settings.min_gain) == (3, 0.1)
-    assert (settings.time_limit_s, settings.workers, settings.seed) == (2.5, 2, 7)
+    assert (settings.change_penalty, settings.seed) == (0.1, 7)
 
 
 def test_settings_travel_as_json() -> None:
     settings = PlanSettings(
-        pins=(("*", "fp8"),), first_layers=(2, "bf16"), max_changes=4, cost="time", target=0.5
+        pins=(("*", "fp8"),), first_layers=(2, "bf16"), change_penalty=0.1, cost="time", target=0.5
     )
     text = json.dumps(settings.to_dict())
     assert PlanSettings.from_dict(json.loads(text)) == settings
@@ -44,8 +39,7 @@ def test_settings_travel_as_json() -> None:
         ({"target": 1.1}, "target"),
         ({"target": "nan"}, "target"),
         ({"pipeline_balance": "some"}, "pipeline_balance"),
-        ({"max_changes": -1}, "max_changes"),
-        ({"min_gain": 2}, "min_gain"),
+        ({"change_penalty": -1}, "change_penalty"),
         ({"time_limit_s": 0}, "time_limit_s"),
         ({"workers": 0}, "workers"),
         ({"seed": 2**31}, "seed"),

@@ -1,5 +1,9 @@
 """The solver process, with the real worker and with workers that fail in every way."""
 
+import json
+import os
+import signal
+import subprocess
 import sys
 import textwrap
 import threading
@@ -9,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_snip.errors import InfeasiblePlanError, PlanningError, UsageError
+from megatron_snip.errors import InfeasiblePlanError, PlanningError, SnipError, UsageError
 from megatron_snip.log import forget_warnings
 from megatron_snip.planning import solver_process
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.planning.solver_process import SolverProcess, spare_threads
+from megatron_snip.planning.solver_process import PlanRequest, SolverProcess, spare_threads
+from megatron_snip.planning.solver_worker import NICENESS
 from tests.unit.planning.build import plan_of, problem_of
 
 PROBLEM = problem_of([[0.0, 1.0], [0.0, 2.0], [0.0, 3.0]], target=0.3)
@@ -27,28 +32,26 @@ def faulty(body: str) -> list[str]:
     return [sys.executable, "-c", head + textwrap.dedent(body)]
 
 
-def processes_gone(solver: SolverProcess) -> bool:
-    return solver._child._process is None
-
-
 def test_plans_are_those_of_make_plan_and_the_child_stays() -> None:
+    settings, previous = PlanSettings(change_penalty=0.5), plan_of(["fp8", "fp8", "fp4"])
     with SolverProcess() as solver:
-        for step in (3, 4):
-            previous = plan_of(["fp8", "fp8", "fp4"])
-            solver.submit(PROBLEM, PlanSettings(max_changes=2), previous, step)
+        children = set()
+        for iteration in (3, 4):
+            solver.submit(PROBLEM, settings, previous, iteration)
             plan = solver.result(LONG_S)
-            wanted = make_plan(PROBLEM, PlanSettings(max_changes=2), previous, step)
-            assert plan.digest == wanted.digest
-            assert (plan.step, plan.objective, plan.bound) == (step, wanted.objective, wanted.bound)
-            child = solver._child._process
-            assert child is not None
-            if step == 3:
-                pid = child.pid
-        assert child.pid == pid
+            wanted = make_plan(PROBLEM, settings, previous, iteration)
+            assert plan.model_copy(update={"seconds": wanted.seconds}) == wanted
+            children.add(solver._child.start())
+        (child,) = children
+        niceness = os.getpriority(os.PRIO_PROCESS, child.pid)
+        assert niceness == min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+        os.kill(child.pid, signal.SIGINT)  # Ctrl-C is the trainer's
+        solver.submit(PROBLEM, settings)
+        assert solver.result(LONG_S).iteration == 0
     assert child.poll() is not None
 
 
-def test_ready_never_blocks_and_tells_when_a_result_is_there() -> None:
+def test_ready_never_blocks() -> None:
     with SolverProcess() as solver:
         assert not solver.ready()
         solver.submit(PROBLEM, PlanSettings())
@@ -60,7 +63,7 @@ def test_ready_never_blocks_and_tells_when_a_result_is_there() -> None:
         assert not solver.ready()
 
 
-def test_infeasible_and_usage_errors_arrive_as_such_and_the_child_stays() -> None:
+def test_errors_keep_their_type_and_the_child_stays() -> None:
     with SolverProcess() as solver:
         solver.submit(PROBLEM, PlanSettings(target=0.9, pins=(("*.layers.1.*", "fp8"),)))
         with pytest.raises(InfeasiblePlanError) as caught:
@@ -69,10 +72,10 @@ def test_infeasible_and_usage_errors_arrive_as_such_and_the_child_stays() -> Non
         assert caught.value.best_target == pytest.approx(2 / 3)
         child = solver._child._process
         solver.submit(PROBLEM, PlanSettings(policy="min-abs-err"))
-        with pytest.raises(UsageError, match="--statistics"):
+        with pytest.raises(UsageError, match="abs_error"):
             solver.result(LONG_S)
-        metrics = {name: {"fp4": {"abs_error": 1.0}} for name in PROBLEM.names}
-        solver.submit(PROBLEM, PlanSettings(policy="min-abs-err"), metrics=metrics)
+        scored = problem_of([[0.0, 1.0]] * 3, scores=[{"abs_error": 1.0}] * 3)
+        solver.submit(scored, PlanSettings(policy="min-abs-err"))
         assert solver.result(LONG_S).policy == "min-abs-err"
         assert solver._child._process is child
 
@@ -82,14 +85,14 @@ def test_infeasible_and_usage_errors_arrive_as_such_and_the_child_stays() -> Non
     [
         (faulty("sys.exit(3)"), "status 3"),
         (faulty("os.kill(os.getpid(), signal.SIGKILL)"), "status -9"),
-        (faulty("print('{\"id\": 1, ')"), "garbage"),
+        (faulty("print('{\"id\": 1, ')"), "invalid reply"),
         (faulty('print(\'{"id": 99, "plan": {}}\')'), "request 99"),
         (faulty("sys.stdout.write('half a line')"), "without an answer"),
         ([sys.executable, "-c", "pass"], "without an answer"),
         (["/nonexistent/worker"], "cannot be started"),
     ],
 )
-def test_failures_are_planning_errors_and_the_next_submit_starts_afresh(
+def test_failures_are_planning_errors_and_the_next_submit_starts_a_new_child(
     command: list[str], word: str
 ) -> None:
     with SolverProcess(command) as solver:
@@ -99,14 +102,13 @@ def test_failures_are_planning_errors_and_the_next_submit_starts_afresh(
                 solver.result(LONG_S)
 
 
-def test_a_hung_child_is_ended_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_hangs_is_ended_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     with SolverProcess(faulty("time.sleep(600)")) as solver:
         solver.submit(PROBLEM, PlanSettings())
         hung = solver._child.start()
         with pytest.raises(PlanningError, match="did not answer within"):
             solver.result(0.2)
         assert hung.poll() is not None
-        assert processes_gone(solver)
         monkeypatch.setattr(solver._child, "_command", solver_process.worker_command())
         solver.submit(PROBLEM, PlanSettings())
         assert solver.result(LONG_S).status == "optimal"
@@ -129,10 +131,10 @@ def test_submitting_does_not_wait_for_a_child_that_does_not_read() -> None:
             solver.result(0.1)
 
 
-def test_a_child_that_prints_is_not_mistaken_for_an_answer(tmp_path: Path) -> None:
+def test_output_of_the_solver_is_no_answer() -> None:
     program = (
         "import sys\n"
-        "import megatron_snip.planning.worker as worker\n"
+        "import megatron_snip.planning.solver_worker as worker\n"
         "make_plan = worker.make_plan\n"
         "def chatty(*arguments):\n"
         "    print('solver chatter')\n"
@@ -165,10 +167,10 @@ def test_misuse_is_refused() -> None:
     misuse(lambda solver: solver.result(0.1), "no plan was submitted")
 
     def twice(solver: SolverProcess) -> None:
-        solver.submit(PROBLEM, PlanSettings(), step=8)
+        solver.submit(PROBLEM, PlanSettings(), iteration=8)
         solver.submit(PROBLEM, PlanSettings())
 
-    misuse(twice, "plan of step 8 is still being made")
+    misuse(twice, "plan of iteration 8 is not finished")
 
     def closed(solver: SolverProcess) -> None:
         solver.close()
@@ -178,13 +180,13 @@ def test_misuse_is_refused() -> None:
     misuse(closed, "closed")
 
 
-def test_a_result_nobody_took_is_dropped() -> None:
+def test_a_result_that_nobody_took_is_dropped() -> None:
     with SolverProcess() as solver:
-        solver.submit(PROBLEM, PlanSettings(), step=1)
-        assert solver._job is not None
-        assert solver._job.done.wait(LONG_S)
-        solver.submit(PROBLEM, PlanSettings(), step=2)
-        assert solver.result(LONG_S).step == 2
+        solver.submit(PROBLEM, PlanSettings(), iteration=1)
+        while not solver.ready():
+            time.sleep(0.01)
+        solver.submit(PROBLEM, PlanSettings(), iteration=2)
+        assert solver.result(LONG_S).iteration == 2
 
 
 def test_the_solver_leaves_a_core_to_every_training_process(
@@ -196,6 +198,81 @@ def test_the_solver_leaves_a_core_to_every_training_process(
     forget_warnings()
     with SolverProcess(["sleep", "600"], local_processes=5) as solver:
         solver.submit(PROBLEM, PlanSettings(workers=16))
-        assert solver._job is not None
-        assert solver._job.request.settings.workers == 3
+        assert solver._request.settings.workers == 3
     assert "limited to 3" in caplog.text
+
+
+GOOD_PLAN = plan_of(["fp8", "fp4"], iteration=20)
+REQUEST = PlanRequest(
+    number=7,
+    problem=problem_of([[0.1, None], [1 / 3, 2e-300]], 0.7, seconds=[[1.0, 0.1], [2.0, 0.3]]),
+    settings=PlanSettings(pins=(("*", "fp8"),), seed=3),
+    previous=plan_of(["fp8", "fp4"], iteration=10),
+    iteration=20,
+)
+
+
+def test_a_request_is_one_line_in_pieces_and_comes_back_equal() -> None:
+    pieces = list(REQUEST.json_pieces())
+    line = "".join(pieces)
+    assert line.count("\n") == 1 and line.endswith("\n")
+    assert len(pieces) > len(REQUEST.problem.linears)
+    assert PlanRequest.from_json(line) == REQUEST
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "nonsense",
+        "[]",
+        "{}",
+        '{"id": 7}',
+        '{"id": 7, "plan": 3}',
+        '{"id": 7, "error": "infeasible", "message": "no"}',
+        json.dumps({"id": 6, "plan": GOOD_PLAN.to_dict()}),
+        json.dumps({"id": 7, "plan": GOOD_PLAN.to_dict() | {"iteration": 19}}),
+        json.dumps({"id": 7, "plan": plan_of(["fp8"], iteration=20).to_dict()}),
+        json.dumps({"id": 7, "plan": GOOD_PLAN.to_dict() | {"digest": "0"}}),
+    ],
+)
+def test_an_invalid_reply_is_an_error(reply: str) -> None:
+    with pytest.raises(SnipError):
+        REQUEST.plan_of(reply + "\n")
+    assert REQUEST.plan_of(json.dumps({"id": 7, "plan": GOOD_PLAN.to_dict()})) == GOOD_PLAN
+
+
+def test_the_worker_ends_with_its_parent_even_where_its_input_stays_open() -> None:
+    # The parent prints the worker's pid and dies; this process holds the worker's stdin open.
+    reader, writer = os.pipe()
+    program = (
+        "import subprocess, sys\n"
+        "from megatron_snip.planning.solver_process import worker_command, worker_environment\n"
+        "p = subprocess.Popen(worker_command(), stdin=int(sys.argv[1]), env=worker_environment(),\n"
+        "                     stdout=subprocess.DEVNULL)\n"
+        "print(p.pid)\n"
+    )
+    parent = subprocess.run(
+        [sys.executable, "-c", program, str(reader)],
+        pass_fds=(reader,),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    stat = Path(f"/proc/{int(parent.stdout)}/stat")
+    try:
+        deadline = time.monotonic() + 60
+        while _runs(stat) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not _runs(stat)
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def _runs(stat: Path) -> bool:
+    """Whether a process exists and is not a zombie."""
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

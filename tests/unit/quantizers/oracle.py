@@ -1,12 +1,23 @@
 """An independent quantizer: a plain loop over tiles in NumPy, element types from ml_dtypes."""
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import torch
 
-from megatron_snip.formats import E2M1, E4M3, ElementType, Format, ScaleType
+from megatron_snip.formats import E2M1, E4M3, FORMATS, ElementType, Format, ScaleType
 
 DTYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e2m1": ml_dtypes.float4_e2m1fn}
+
+SCALED = [
+    *(f for f in FORMATS.values() if f.quantized),
+    replace(FORMATS["fp8"], name="fp8-e8m0", scale=ScaleType.E8M0),
+    replace(FORMATS["fp4"], name="fp4-e8m0", scale=ScaleType.E8M0),
+    replace(FORMATS["fp4"], name="fp4-hadamard", wgrad_hadamard=16),
+    replace(FORMATS["nvfp4"], name="nvfp4-hadamard", wgrad_hadamard=16),
+]
+"""Every format, and the variants that a record of a format can select."""
 
 
 def grid(element: ElementType) -> np.ndarray:
@@ -50,31 +61,20 @@ def scales(tile: np.ndarray, fmt: Format, tensor_amax: np.float32) -> tuple[np.f
     return largest / amax, amax / largest
 
 
-def quantize(
-    x: np.ndarray, fmt: Format, block: tuple[int, int], tensor_amax: np.float32 | None = None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (values, decode scales, dequantized) of a [rows, cols] float32 matrix."""
-    rows, cols = x.shape
-    grid_shape = (-(-rows // block[0]), -(-cols // block[1]))
-    values, decodes = np.zeros_like(x), np.zeros(grid_shape, np.float32)
-    dequantized = np.zeros_like(x)
-    if tensor_amax is None:
-        tensor_amax = np.float32(np.abs(x).max()) if x.size else np.float32(0)
-    for i in range(grid_shape[0]):
-        for j in range(grid_shape[1]):
-            span = np.s_[
-                i * block[0] : (i + 1) * block[0],
-                j * block[1] : (j + 1) * block[1],
-            ]
-            if not np.isfinite(x[span]).all() or (
-                fmt.scale is ScaleType.E4M3 and not np.isfinite(tensor_amax)
-            ):
-                values[span] = dequantized[span] = decodes[i, j] = np.nan
+def quantize_dequantize(x: np.ndarray, fmt: Format, block: tuple[int, int]) -> np.ndarray:
+    """What is left of a [rows, cols] float32 matrix."""
+    out = np.zeros_like(x)
+    tensor_amax = np.float32(np.abs(x).max()) if x.size else np.float32(0)
+    for i in range(0, x.shape[0], block[0]):
+        for j in range(0, x.shape[1], block[1]):
+            span = np.s_[i : i + block[0], j : j + block[1]]
+            finite = np.isfinite(x[span]).all()
+            if not finite or (fmt.scale is ScaleType.E4M3 and not np.isfinite(tensor_amax)):
+                out[span] = np.nan
                 continue
-            encode, decodes[i, j] = scales(x[span], fmt, tensor_amax)
-            values[span] = round_nearest(x[span] * encode, fmt.element)
-            dequantized[span] = values[span] * decodes[i, j]
-    return values, decodes, dequantized
+            encode, decode = scales(x[span], fmt, tensor_amax)
+            out[span] = round_nearest(x[span] * encode, fmt.element) * decode
+    return out
 
 
 def same(actual: torch.Tensor, wanted: np.ndarray) -> bool:

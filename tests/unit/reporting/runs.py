@@ -1,6 +1,6 @@
-"""Runs made up for tests: the controller's messages of a small run, told to a reporter.
+"""Made-up runs for tests: the events of a small run, written by the real writers.
 
-The divergences follow a formula, so tests know which linear is the worst: the first layer's fc2.
+The divergences follow a formula. Iterations are Megatron's (1-based).
 """
 
 import math
@@ -9,17 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.divergence.quality import (
+from megatron_snip.divergence.quality_loss import (
     DivergenceTable,
     LinearDivergence,
     OptionDivergence,
-    problem_dict,
+    planning_problem,
 )
-from megatron_snip.planning.plan import PrecisionPlan, changed_linears
+from megatron_snip.options import Option
+from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.planner import make_plan
-from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.reporting.reporter import Applied, Event, FileReporter, Refresh, Reporter
+from megatron_snip.reporting.events import (
+    Event,
+    Measurement,
+    Metrics,
+    Notice,
+    PlanApplied,
+    Reporter,
+    Writer,
+)
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.statistics.records import FormatStatistics, LinearStatistics, StatisticsTable
 
@@ -35,14 +43,19 @@ FORMAT_ERROR = {"bf16": 0.0, "fp8": 0.01, "fp4": 0.3}
 
 @dataclass(frozen=True)
 class Shape:
-    """What the run is like; `config` is what SNIP is told."""
+    """What the run is like.
+
+    `notices`: by iteration. `backend`: in precision/<iteration>.json. `note`: in config.yaml.
+    """
 
     config: SnipConfig
-    steps: int = 24
+    iterations: int = 24
     layers: int = 3
     stages: int = 1
     kinds: tuple[str, ...] = KINDS
-    events: tuple[Event, ...] = ()
+    notices: tuple[tuple[int, Notice], ...] = ()
+    backend: str | None = None
+    note: str = ""
 
     @property
     def names(self) -> list[str]:
@@ -50,78 +63,94 @@ class Shape:
 
 
 def config(**values: Any) -> SnipConfig:
-    given = {"enabled": True, "interval": 8, "start_step": 2, "lag": 2, "efficiency_target": 0.6}
+    """Refreshes at 3, 11 and 19; plans are applied two iterations later."""
+    given = {"enabled": True, "interval": 8, "start_step": 3, "lag": 2, "efficiency_target": 0.6}
     return SnipConfig(**(given | values))
 
 
-def refresh_at(shape: Shape, step: int) -> Refresh:
+def measurement_at(shape: Shape, iteration: int) -> Measurement:
     c = shape.config
     rows, raw = [], []
     for k, name in enumerate(shape.names):
         layer, kind = divmod(k, len(shape.kinds))
-        weight = (1 + kind) / (1 + layer) * (1 + 0.5 * math.sin(step + k))
-        options = {o: _divergence(o.formats, weight) for o in c.options}
+        weight = (1 + kind) / (1 + layer) * (1 + 0.5 * math.sin(iteration + k))
+        options = {o: _divergence(o, weight) for o in c.options}
         stage = layer * shape.stages // shape.layers
         flops = float(WIDTHS[kind % len(WIDTHS)]) * 6e3
-        rows.append(LinearDivergence(name, stage, flops, options))
         formats = {f: FormatStatistics(fisher=weight) for f in c.formats}
         raw.append(LinearStatistics(name, stage, 64, 64, flops, 1.0, 128.0, formats=formats))
-    table = DivergenceTable(step, tuple(rows))
-    problem = problem_dict(table, c.lowest_format, c.efficiency_target)
-    statistics = StatisticsTable(step, 4.0, tuple(raw))
-    return Refresh(step, statistics, table, problem, seconds=0.25)
+        rows.append(LinearDivergence(raw[-1], options))
+    table = DivergenceTable(iteration, tuple(rows))
+    problem = planning_problem(table, c.lowest_format, c.efficiency_target)
+    statistics = StatisticsTable(iteration, 4.0, tuple(raw))
+    return Measurement(statistics, table, problem, seconds=0.25)
 
 
-def plan_from(shape: Shape, refresh: Refresh) -> PrecisionPlan:
-    problem = PlanningProblem.from_dict(refresh.problem)
-    plan = make_plan(problem, PlanSettings.from_config(shape.config))
-    return plan.model_copy(update={"step": refresh.step, "seconds": 0.125})
+def plan_from(shape: Shape, measured: Measurement) -> PrecisionPlan:
+    settings = PlanSettings.from_config(shape.config)
+    plan = make_plan(measured.problem, settings, None, measured.divergences.iteration)
+    return plan.model_copy(update={"seconds": 0.125})
 
 
-def metrics_at(step: int, fraction: float) -> dict[str, Any]:
-    values = {"loss": 2 + 4 * math.exp(-step / 8), "grad_norm": 1.0, "lr": 1e-3}
+def applied(
+    shape: Shape, plan: PrecisionPlan, before: PrecisionPlan | None = None, **more: Any
+) -> PlanApplied:
+    num_changed = len(plan.linears)
+    if before is not None:
+        num_changed = sum(before.linears[name] != option for name, option in plan.linears.items())
+    resolved = None
+    if shape.backend is not None:
+        resolved = {"linears": [{"name": n, "backend": shape.backend} for n in plan.linears]}
+    shares = {"fp4": plan.efficiency, "fp8": 1 - plan.efficiency}
+    values = {"num_changed": num_changed, "waited_s": 0.002, "resolved": resolved}
+    return PlanApplied(plan, shares, **(values | more))
+
+
+def metrics_at(iteration: int, fraction: float) -> dict[str, Any]:
+    values = {"loss": 2 + 4 * math.exp(-iteration / 8), "grad_norm": 1.0, "lr": 1e-3}
     values |= {"tokens_per_s": 1000.0, "lowest_precision_fraction": fraction}
-    if step % 10 == 0:
+    if iteration % 10 == 0:
         values["validation_loss"] = values["loss"] + 0.1
     return values
 
 
-def tell(reporter: Reporter, shape: Shape, first: int = 0, close: bool = True) -> None:
-    """Tell a reporter of the steps from `first` on, as the controller does."""
-    c = shape.config
+def write_events(writer: Writer, shape: Shape, first: int = 1, close: bool = True) -> None:
+    """Write the events of iterations from `first` on, in the controller's order."""
+    c, reporter = shape.config, Reporter([writer])
     plan: PrecisionPlan | None = None
     pending: PrecisionPlan | None = None
-    for step in range(first, shape.steps):
-        if pending is not None and step == pending.step + c.lag:
-            changed = len(changed_linears(plan, pending))
-            reporter.planned(Applied(pending, step, changed, waited_s=0.002))
+    for at in range(first, shape.iterations + 1):
+        if pending is not None and at == pending.iteration + c.lag:
+            reporter.write(Event(at, applied(shape, pending, plan)))
             plan, pending = pending, None
-        if c.enabled and step >= c.start_step and (step - c.start_step) % c.interval == 0:
-            refresh = refresh_at(shape, step)
-            reporter.refreshed(refresh)
+        if c.enabled and at >= c.start_step and (at - c.start_step) % c.interval == 0:
+            measured = measurement_at(shape, at)
+            reporter.write(Event(at, measured))
             if not c.collect_only:
-                pending = plan_from(shape, refresh)
-        for event in shape.events:
-            if event.step == step:
-                reporter.event(event)
-        reporter.metrics(step, metrics_at(step, 0.0 if plan is None else plan.efficiency))
+                pending = plan_from(shape, measured)
+        for iteration, notice in shape.notices:
+            if iteration == at:
+                reporter.write(Event(at, notice))
+        fraction = 0.0 if plan is None else plan.efficiency
+        reporter.write(Event(at, Metrics(metrics_at(at, fraction))))
     if close:
         reporter.close()
 
 
-def write_run(path: Path, shape: Shape, first: int = 0) -> Path:
+def write_run(path: Path, shape: Shape, first: int = 1) -> Path:
     """Write a run's directory."""
     directory = RunDirectory(path)
     settings = {
-        "train_iters": shape.steps,
+        "train_iters": shape.iterations,
         "lr": 1e-3,
+        "note": shape.note,
         "snip": shape.config.model_dump(mode="json"),
     }
     directory.start(settings)
-    tell(FileReporter(directory), shape, first)
+    write_events(directory, shape, first)
     return path
 
 
-def _divergence(formats: tuple[str, str, str], weight: float) -> OptionDivergence:
-    error = weight * sum(FORMAT_ERROR[name] for name in formats) / 3
+def _divergence(option: Option, weight: float) -> OptionDivergence:
+    error = weight * sum(FORMAT_ERROR[name] for name in option.formats) / 3
     return OptionDivergence(error**2, error, error**2 + 0.1 * error, error, error)

@@ -1,4 +1,4 @@
-"""A run directory as a record: complete, under way, resumed, damaged."""
+"""A run directory as a record: complete, in progress, resumed, damaged, of the former version."""
 
 from __future__ import annotations
 
@@ -7,153 +7,198 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from megatron_snip.errors import UsageError
-from megatron_snip.reporting.reporter import FileReporter
+from megatron_snip.reporting.events import Event, Metrics, Notice
 from megatron_snip.reporting.run_directory import RunDirectory
-from megatron_snip.reporting.run_record import planned_steps, read_run, snip_config
-from tests.unit.reporting.runs import Shape, config, tell, write_run
+from megatron_snip.reporting.run_record import RecordedNotice, read_metrics, read_run
+from tests.unit.reporting.runs import Shape, config, write_events, write_run
 
-SHAPE = Shape(config())
+NOTICE = Notice("kept", "measurement failed on rank 0")
+SHAPE = Shape(config(), notices=((13, NOTICE),), backend="simulate")
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("runs") / "whole", SHAPE)
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "complete", SHAPE)
 
 
 @pytest.fixture
-def run(whole: Path, tmp_path: Path) -> Path:
+def run(complete: Path, tmp_path: Path) -> Path:
     """A copy to damage."""
-    return shutil.copytree(whole, tmp_path / "run")
+    return shutil.copytree(complete, tmp_path / "run")
 
 
-def test_a_run_is_read_as_it_was_told(whole: Path) -> None:
-    record = read_run(whole)
-    assert record.name == "whole"
-    assert record.snip == SHAPE.config
-    assert record.num_steps == record.planned_steps == 24
-    assert [(s.start, s.end) for s in record.spans] == [(0, 4), (4, 12), (12, 20), (20, 24)]
+def write_rows(path: Path, *rows: dict[str, Any]) -> None:
+    with path.open("a") as stream:
+        stream.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def test_the_record_has_what_the_run_wrote(complete: Path) -> None:
+    record = read_run(complete)
+    assert record.name == "complete" and record.snip == SHAPE.config
+    assert record.metrics.last_iteration == record.train_iters == 24
+    assert [(s.start, s.end) for s in record.spans] == [(1, 5), (5, 13), (13, 21), (21, 25)]
     assert record.spans[0].plan is None
     assert {str(o) for o in record.spans[0].linears.values()} == {"bf16"}
-    assert [span.plan.step for span in record.plans if span.plan is not None] == [2, 10, 18]
-    assert record.plan is not None and record.plan.step == 18
-    assert record.problem_step == 18 and record.divergences is not None
-    assert record.divergences.step == 18 and record.target == 0.6
-    assert record.lowest_formats == "fp4"
-    assert record.versions["python"] is not None
+    assert [span.plan.iteration for span in record.plans if span.plan is not None] == [3, 11, 19]
+    assert record.plan is not None and record.plan.iteration == 19
+    assert record.divergences is not None and record.divergences.iteration == 19
+    assert record.problem is not None and record.simulated is True
+    assert record.metrics.notices == [RecordedNotice(13, "kept", NOTICE.message)]
+    assert (record.target, record.lowest_formats, record.uniform_loss) == (0.6, "fp4", 1.1)
+    assert record.quality_share(0.55) == pytest.approx(0.5)
 
 
-def test_a_resumed_run_shows_its_own_plans_only(tmp_path: Path) -> None:
+def test_the_backend_that_ran_tells_whether_linears_were_simulated(tmp_path: Path) -> None:
+    te = read_run(write_run(tmp_path / "te", Shape(config(), iterations=6, backend="te")))
+    unknown = read_run(write_run(tmp_path / "unknown", Shape(config(), iterations=6)))
+    asked = Shape(config(backend="simulate"), iterations=2)
+    assert te.simulated is False and unknown.simulated is None
+    assert read_run(write_run(tmp_path / "asked", asked)).simulated is True
+
+
+def test_a_resumed_run_shows_only_what_it_repeated(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", SHAPE)
     directory = RunDirectory(path)
-    reporter = FileReporter(directory)
-    reporter.metrics(9, {"loss": 5.0})  # went back to a checkpoint after 9 steps
-    reporter.close()
+    directory.write(Event(10, Metrics({"loss": 5.0})))  # resumed after iteration 9
+    directory.close()
     record = read_run(path)
-    assert record.num_steps == 10
-    assert [(s.start, s.end) for s in record.spans] == [(0, 4), (4, 10)]
-    assert record.problem_step == 2  # what was measured at 10 and 18 is not this run's any more
+    assert record.metrics.last_iteration == 10
+    assert [(s.start, s.end) for s in record.spans] == [(1, 5), (5, 11)]
+    assert record.divergences is not None and record.divergences.iteration == 3
 
 
-def test_a_run_that_started_from_a_plan_does_not_claim_bf16(tmp_path: Path) -> None:
-    shape = Shape(config(plan_file=tmp_path / "some.json"))
-    record = read_run(write_run(tmp_path / "run", shape))
-    assert record.spans[0].start == 4
+def test_a_run_in_progress_is_read_up_to_its_last_complete_line(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    directory.start({"train_iters": 100, "snip": SHAPE.config.model_dump(mode="json")})
+    write_events(directory, Shape(config(), iterations=13), close=False)
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as stream:
+        stream.write('{"iteration": 14, "lo')
+    record = read_run(tmp_path / "run")
+    assert record.metrics.last_iteration == 13 and record.train_iters == 100
+    directory.close()
 
 
-def test_runs_without_snip_or_that_only_measure(tmp_path: Path) -> None:
-    off = read_run(write_run(tmp_path / "off", Shape(config(enabled=False), steps=3)))
+def test_runs_without_plans(tmp_path: Path) -> None:
+    off = read_run(write_run(tmp_path / "off", Shape(config(enabled=False), iterations=3)))
     assert off.spans == () and off.plan is None and off.target is None
-    measured = read_run(write_run(tmp_path / "m", Shape(config(collect_only=True), steps=5)))
+    measured = read_run(write_run(tmp_path / "m", Shape(config(collect_only=True), iterations=5)))
     assert measured.plans == () and measured.divergences is not None and measured.target is None
+    given = Shape(config(plan_file=tmp_path / "some.json"))
+    assert read_run(write_run(tmp_path / "given", given)).spans[0].start == 5  # not BF16 before
 
 
-def test_settings_of_another_version_are_shown_but_not_believed() -> None:
-    assert snip_config({"snip": {"interval": 8}}) is not None
-    assert snip_config({"snip": {"of_the_future": 8}}) is None
-    assert snip_config({"snip": {"interval": -8}}) is None
-    assert snip_config({"snip": "yes"}) is None
-    assert snip_config({}) is None
+def test_columns_keep_nan_apart_from_missing_values(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_rows(path, {"iteration": 1, "loss": None}, {"iteration": 2}, {"iteration": 3, "loss": 2})
+    metrics = read_metrics(path)
+    at, losses = metrics.column("loss")
+    assert at.tolist() == [1, 3] and np.isnan(losses[0]) and losses[1] == 2.0
+    assert metrics.last("loss") == 2.0 and metrics.last("validation_loss") is None
 
 
-def test_planned_steps_are_the_trainers_or_megatrons() -> None:
-    assert planned_steps({"train_iters": 7}) == 7
-    assert planned_steps({"megatron": {"train_iters": 9}}) == 9
-    assert planned_steps({"train_iters": True, "megatron": None}) is None
+def test_rows_of_the_former_version_are_read_as_iterations(run: Path) -> None:
+    path = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    names = {"iteration": "step", "plan_iteration": "plan_step", "notices": "events"}
+    path.unlink()
+    for row in rows:
+        row["iteration"] -= 1
+        write_rows(path, {names.get(key, key): value for key, value in row.items()})
+    record = read_run(run)
+    assert record.metrics.last_iteration == 24
+    assert [(s.start, s.end) for s in record.spans] == [(1, 5), (5, 13), (13, 21), (21, 25)]
+    assert [notice.iteration for notice in record.metrics.notices] == [13]
 
 
-def test_what_is_no_run_is_said_in_one_line(run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("snip", [{"interval": -8}, "yes", None])
+def test_settings_that_cannot_be_read_are_no_error(run: Path, snip: Any) -> None:
+    (run / "config.yaml").write_text(yaml.safe_dump({"megatron": {"train_iters": 9}, "snip": snip}))
+    record = read_run(run)
+    assert record.snip is None and record.uniform_loss is None and record.train_iters == 9
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ('{"loss": 1.0}', "is not an object with an 'iteration'"),
+        ('{"iteration": -1}', "is not an object with an 'iteration'"),
+        ('{"iteration": true}', "is not an object with an 'iteration'"),
+        ('{"iteration": 1e200}', "is not an object with an 'iteration'"),
+        ('{"step": 9223372036854775807}', "is not an object with an 'iteration'"),
+        ("[1]", "is not an object with an 'iteration'"),
+        ('{"iteration": 1, "loss": "x"}', "'loss' is not a number"),
+        ('{"iteration": 1, "wall_s": true}', "'wall_s' is not a number"),
+        ('{"iteration": 1, "notices": [{"kind": "kept"}]}', "'notices' is not a list"),
+        ('{"iteration": 1, "notices": 5}', "'notices' is not a list"),
+        ('{"iteration": 1', "is not valid JSON"),
+        ('{"iteration": 1, "loss": NaN}', "NaN"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_line(tmp_path: Path, line: str, complaint: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 1}\n' + line + "\n")
+    with pytest.raises(UsageError, match=r"line 2") as caught:
+        read_metrics(path)
+    assert complaint in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_path_that_is_no_run_is_refused(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "save" / "snip").mkdir(parents=True)
+    shutil.copy(run / "config.yaml", tmp_path / "save" / "snip")
     for path, complaint in (
         (tmp_path / "none", "cannot find the run directory"),
         (run / "config.yaml", "is a file; give the run's directory"),
         (tmp_path, "it has no config.yaml"),
+        (tmp_path / "save", r"did you mean '.*snip'"),
+        (tmp_path / "save" / "snip", "no iteration has ended"),
     ):
         with pytest.raises(UsageError, match=complaint):
             read_run(path)
-    (tmp_path / "save" / "snip").mkdir(parents=True)
-    shutil.copy(run / "config.yaml", tmp_path / "save" / "snip")
-    with pytest.raises(UsageError, match=r"did you mean '.*snip'"):
-        read_run(tmp_path / "save")
-    with pytest.raises(UsageError, match="no training step has ended"):
-        read_run(tmp_path / "save" / "snip")
-
-
-def test_damage_is_named_with_its_file(run: Path) -> None:
-    plan = json.loads((run / "plans" / "18.json").read_text())
-    first = next(iter(plan["linears"]))
-    plan["linears"][first]["fprop"] = "bf16"  # no longer what the digest says
-    (run / "plans" / "18.json").write_text(json.dumps(plan))
-    with pytest.raises(UsageError, match=r"18\.json"):
-        read_run(run)
-    (run / "plans" / "18.json").unlink()
-    with pytest.raises(UsageError, match=r"18\.json"):
-        read_run(run)
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
     [
         ("versions.json", "[]"),
-        ("divergences/18.json", '{"version": 2}'),
-        ("divergences/18.json", '{"version": 1, "step": 1, "linears": [{}]}'),
-        ("problems/18.json", "{"),
+        ("plans/19.json", None),
+        ("plans/19.json", "{}"),
+        ("precision/21.json", "{}"),
+        ("divergences/19.json", '{"version": 2}'),
+        ("divergences/19.json", '{"version": 1, "step": 1, "linears": [{}]}'),
+        ("problems/19.json", "{"),
         ("config.yaml", "[1, 2]"),
+        ("config.yaml", "a: !!python/object/apply:os.mkdir ['BAIT']\n"),
+        ("metrics.jsonl", b"\xff\n"),
     ],
 )
-def test_damaged_files_are_refused_in_one_line(run: Path, name: str, text: str) -> None:
-    (run / name).write_text(text)
+def test_a_damaged_file_is_one_line_and_runs_no_code(
+    run: Path, tmp_path: Path, name: str, text: str | bytes | None
+) -> None:
+    bait = tmp_path / "bait"
+    if text is None:
+        (run / name).unlink()
+    elif isinstance(text, bytes):
+        (run / name).write_bytes(text)
+    else:
+        (run / name).write_text(text.replace("BAIT", str(bait)))
     with pytest.raises(UsageError) as caught:
         read_run(run)
     assert "\n" not in str(caught.value) and Path(name).name in str(caught.value)
-
-
-def test_yaml_is_read_without_running_anything(run: Path, tmp_path: Path) -> None:
-    bait = tmp_path / "bait"
-    (run / "config.yaml").write_text(f"a: !!python/object/apply:os.mkdir ['{bait}']\n")
-    with pytest.raises(UsageError, match="not valid YAML"):
-        read_run(run)
     assert not bait.exists()
-    assert yaml.safe_load("a: 1") == {"a": 1}
 
 
-def test_reading_needs_no_torch(whole: Path) -> None:
+def test_reading_needs_no_torch(complete: Path) -> None:
     script = (
         "import sys; from pathlib import Path\n"
         "from megatron_snip.reporting.run_record import read_run\n"
-        f"read_run(Path({str(whole)!r}))\n"
+        f"read_run(Path({str(complete)!r}))\n"
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[3])
-
-
-def test_a_run_under_way_is_told_without_closing(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path / "run")
-    directory.start({"train_iters": 100, "snip": SHAPE.config.model_dump(mode="json")})
-    tell(FileReporter(directory), Shape(config(), steps=13), close=False)
-    record = read_run(tmp_path / "run")
-    assert record.num_steps == 13 and record.planned_steps == 100
-    directory.close()

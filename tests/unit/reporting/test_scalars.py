@@ -1,73 +1,73 @@
-"""Names and values of scalars: what stands, what belongs to a step, what is left out."""
+"""Names and values of scalars."""
 
 import math
+from itertools import count
 
 import pytest
 
-from megatron_snip.reporting.reporter import Applied, Event
-from megatron_snip.reporting.scalars import StepScalars, training_scalars
-from tests.unit.reporting.runs import Shape, config, plan_from, refresh_at
+from megatron_snip.reporting.events import Event, Metrics, Notice, Reporter
+from megatron_snip.reporting.scalars import ScalarSeries, divergence_values
+from tests.unit.reporting.runs import Shape, applied, config, measurement_at, plan_from
 
 SHAPE = Shape(config())
+MEASURED = measurement_at(SHAPE, 3)
+PLAN = plan_from(SHAPE, MEASURED)
 
 
-def test_every_wanted_number_has_a_name_of_room_and_quantity() -> None:
-    scalars = StepScalars()
-    refresh = refresh_at(SHAPE, 2)
-    plan = plan_from(SHAPE, refresh)
-    scalars.refreshed(refresh)
-    scalars.planned(Applied(plan, 4, num_changed=5, waited_s=0.25))
-    scalars.event(Event(4, "kept", "why"))
-    row = scalars.take({"loss": 3.0, "lowest_precision_fraction": 0.75})
-    assert all(name.split("/")[0] == "snip" and name.count("/") == 2 for name in row)
-    lowest = [list(linear.options.values())[-1] for linear in refresh.divergences.linears]
-    assert row["snip/divergence/loss_total"] == sum(d.loss_divergence for d in lowest)
-    assert row["snip/divergence/weight_total"] == sum(d.weight_divergence for d in lowest)
-    assert row["snip/planning/objective"] == plan.objective
-    assert row["snip/planning/efficiency"] == plan.efficiency
-    assert row["snip/planning/solve_s"] == 0.125
-    assert row["snip/planning/wait_s"] == 0.25
-    assert row["snip/planning/changed_linears"] == 5
-    assert row["snip/statistics/refresh_s"] == 0.25
-    assert row["snip/statistics/loss"] == 4.0
-    assert row["snip/statistics/num_linears"] == 12
-    assert row["snip/controller/num_kept_plans"] == 1
-    assert row["snip/controller/num_guard_events"] == row["snip/controller/num_fallbacks"] == 0
-    assert row["snip/linears/lowest_precision_fraction"] == 0.75
-    assert row["snip/training/loss"] == 3.0
-
-
-def test_a_plan_is_judged_by_the_last_measurement() -> None:
-    scalars = StepScalars()
-    refresh = refresh_at(SHAPE, 2)
-    plan = plan_from(SHAPE, refresh)
-    scalars.refreshed(refresh)
-    scalars.planned(Applied(plan, 4, 1, 0.0))
-    chosen = [row.options[plan.linears[row.name]] for row in refresh.divergences.linears]
-    row = scalars.take({})
-    assert row["snip/divergence/plan_loss_total"] == sum(d.loss_divergence for d in chosen)
-    assert 0 < row["snip/divergence/plan_loss_total"] < row["snip/divergence/loss_total"]
-
-
-def test_what_stands_is_repeated_and_what_was_of_a_step_is_zero_again() -> None:
-    scalars = StepScalars()
-    scalars.refreshed(refresh_at(SHAPE, 2))
-    first, second = scalars.take({}), scalars.take({})
-    assert second["snip/divergence/loss_total"] == first["snip/divergence/loss_total"]
-    assert first["snip/statistics/refresh_s"] == 0.25
-    assert second["snip/statistics/refresh_s"] == 0.0
-
-
-def test_a_plan_that_does_not_know_its_objective_does_not_show_the_former_ones() -> None:
-    scalars = StepScalars()
-    plan = plan_from(SHAPE, refresh_at(SHAPE, 2))
-    scalars.planned(Applied(plan, 4, 1, 0.0))
-    assert "snip/planning/objective" in scalars.take({})
-    blind = plan.model_copy(update={"objective": None, "bound": None})
-    scalars.planned(Applied(blind, 12, 1, 0.0))
-    assert "snip/planning/objective" not in scalars.take({})
+def test_the_first_names_answer_whether_training_is_safe_and_faster() -> None:
+    clock = count(0.0, 10.0)
+    series = ScalarSeries({"weight_lambda": 0.1}, clock=lambda: next(clock))
+    values: dict[str, float] = {}
+    for payload in (
+        Metrics({"loss": 4.0}),
+        MEASURED,
+        applied(SHAPE, PLAN, waited_s=0.25),
+        Notice("kept", "why"),
+        Notice("reverted", "why"),
+        Metrics({"loss": 3.0, "lr": 0.5, "lowest_precision_fraction": 0.75}),
+    ):
+        values |= series.values(Event(4, payload))
+    lowest = MEASURED.divergences.of_lowest()
+    assert sorted(values.items()) == sorted(
+        {
+            "snip/1_loss": 3.0,
+            "snip/2_lowest_precision_share": 0.75,
+            "snip/2_share_fp4": PLAN.efficiency,
+            "snip/2_share_fp8": 1 - PLAN.efficiency,
+            "snip/3_quality_loss_share": (PLAN.objective or 0) / 1.1,
+            "snip/4_refresh_overhead_percent": 2.5,  # 0.25 s of 10 s
+            "snip/5_failed_refreshes": 1,
+            "snip/5_guard_events": 1,
+            "snip/6_changed_linears": 12,
+            "snip/divergence/loss_total": sum(d.loss_divergence for d in lowest),
+            "snip/divergence/weight_total": sum(d.weight_divergence for d in lowest),
+            "snip/refresh/measure_s": 0.25,
+            "snip/refresh/solve_s": 0.125,
+            "snip/refresh/wait_s": 0.25,
+            "snip/training/lr": 0.5,
+        }.items()
+    )
 
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, "text"])
-def test_what_is_unknown_is_left_out(value: object) -> None:
-    assert training_scalars({"loss": value, "lr": 0.5}) == {"snip/training/lr": 0.5}
+def test_unknown_values_are_left_out(value: object) -> None:
+    found = ScalarSeries({}, left_out=["grad_norm"]).values(
+        Event(1, Metrics({"loss": value, "lr": 0.5, "grad_norm": 1.0}))
+    )
+    assert set(found) == {"snip/training/lr", "snip/5_failed_refreshes", "snip/5_guard_events"}
+    blind = PLAN.model_copy(update={"objective": None, "bound": None})
+    values = ScalarSeries({}).values(Event(4, applied(SHAPE, blind)))
+    assert "snip/3_quality_loss_share" not in values
+
+
+def test_histograms_are_of_the_logarithms_of_positive_values() -> None:
+    values = divergence_values(MEASURED.divergences)
+    lowest = MEASURED.divergences.of_lowest()
+    assert values["snip/divergence/loss_log10"] == [math.log10(d.loss_divergence) for d in lowest]
+    bf16 = measurement_at(Shape(config(formats="bf16")), 3)
+    assert all(found == [] for found in divergence_values(bf16.divergences).values())
+
+
+def test_a_job_without_writers_reports_to_nobody() -> None:
+    Reporter().write(Event(1, Metrics({})))
+    Reporter().close()

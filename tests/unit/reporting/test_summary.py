@@ -1,31 +1,26 @@
 """The tables at the end of a run."""
 
+import io
+
 from rich.console import Console
 
-from megatron_snip.reporting.summary import SummaryReporter
-from tests.unit.reporting.runs import Shape, config, tell
-
-
-def shown(reporter: SummaryReporter) -> str:
-    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    for table in reporter.tables():
-        console.print(table)
-    return console.export_text()
+from megatron_snip.reporting.summary import SummaryWriter
+from tests.unit.reporting.runs import Shape, config, write_events
 
 
 def test_plans_and_linears_are_tabled() -> None:
-    reporter = SummaryReporter()
-    tell(reporter, Shape(config()))
-    text = shown(reporter)
-    assert "plans applied" in text and "measured at step 18" in text
-    assert "decoder.layers.2.mlp.linear_fc2" in text
-    assert len(reporter.applied) == 3
-    plan = reporter.applied[-1].plan
-    last = next(line for line in text.splitlines() if "layers.0.mlp.linear_fc2" in line)
-    assert last.split()[-2] == str(plan.linears["decoder.layers.0.mlp.linear_fc2"])
+    writer = SummaryWriter()
+    write_events(writer, Shape(config()))
+    console = Console(width=160, file=io.StringIO(), record=True)
+    for table in writer.tables():
+        console.print(table)
+    text = console.export_text()
+    assert "plans applied" in text and "measured at iteration 19" in text
+    row = next(line for line in text.splitlines() if "layers.0.self_attention.linear_qkv" in line)
+    assert row.split()[-2] == "fp4"
 
 
-def test_a_run_without_snip_has_nothing_to_table() -> None:
-    reporter = SummaryReporter()
-    tell(reporter, Shape(config(enabled=False)))
-    assert reporter.tables() == []
+def test_a_run_without_snip_has_no_tables() -> None:
+    writer = SummaryWriter()
+    write_events(writer, Shape(config(enabled=False)))
+    assert writer.tables() == []

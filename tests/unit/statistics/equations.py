@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_snip.quantizers import quantize_dequantize_operand
+from megatron_snip.formats import get_format
+from megatron_snip.quantizers import grad_output_stream, quantize_dequantize_operand
 from megatron_snip.statistics.observer import MeasureSettings, StepObserver
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.sensitivity import Sensitivity
-from megatron_snip.streams import grad_output_stream
 from megatron_snip.topology import Placement, TensorAxis, Topology
 from megatron_snip.types import Gemm, Operand
 
-FORMATS = ("fp8", "fp4")
+FORMATS = {name: get_format(name) for name in ("fp8", "fp4")}
 NAME = "decoder.layers.3.mlp.linear_fc1"
 SEED, STEP = 5, 7
 

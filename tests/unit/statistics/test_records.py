@@ -12,19 +12,21 @@ from megatron_snip.statistics.records import StatisticsTable, running_mean
 from tests.unit.divergence.build import errors, linear, table
 
 
-def measured(size: float, step: int = 4) -> StatisticsTable:
-    return replace(table(linear(0, fp4=errors(size)), linear(1, fp4=errors(2 * size))), step=step)
+def measured(size: float, iteration: int = 4) -> StatisticsTable:
+    return replace(
+        table(linear(0, fp4=errors(size)), linear(1, fp4=errors(2 * size))), iteration=iteration
+    )
 
 
 def test_second_order_is_averaged_and_first_order_is_the_last() -> None:
-    first, second = measured(1.0), measured(3.0, step=9)
+    first, second = measured(1.0), measured(3.0, iteration=9)
     mean = running_mean(running_mean(None, first, 0.75), second, 0.75)
     old, new = first.linears[1].formats["fp4"], second.linears[1].formats["fp4"]
     found = mean.linears[1].formats["fp4"]
     assert found.fisher == pytest.approx(0.75 * old.fisher + 0.25 * new.fisher)
     assert found.local_square == pytest.approx(0.75 * old.local_square + 0.25 * new.local_square)
     assert found.first == new.first
-    assert (mean.step, mean.linears[0].tokens) == (9, second.linears[0].tokens)
+    assert (mean.iteration, mean.linears[0].tokens) == (9, second.linears[0].tokens)
     assert running_mean(first, second, 0.0) == second
 
 

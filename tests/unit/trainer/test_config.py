@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_snip.__main__ import build_parser, main
-from megatron_snip.cli import train
+from megatron_snip.__main__ import main
+from megatron_snip.cli.commands import build_parser
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
 from megatron_snip.flags import given_values
-from megatron_snip.trainer.config import TrainConfig, TrainFields, load_train_config
+from megatron_snip.trainer.config import (
+    TrainConfig,
+    TrainFields,
+    check_ranks,
+    load_train_config,
+)
 
 DEMO = Path(__file__).parents[3] / "configs" / "demo.yaml"
 
@@ -37,7 +43,7 @@ def test_flags_win_over_the_file_field_by_field(tmp_path: Path) -> None:
     assert config.snip.enabled
 
 
-def test_settings_survive_the_trip_to_the_ranks() -> None:
+def test_settings_reach_the_ranks_unchanged() -> None:
     config = load(None, "--snip-formats", "fp8,fp4", "--snip-pins", "*.0.*=fp8", "--run-dir", "x")
     again = TrainConfig(**config.model_dump(mode="json"))
     assert again == config
@@ -72,7 +78,7 @@ def test_virtual_stages_follow_from_layers_per_chunk() -> None:
         ("snip: {efficiency_target: 1.5}", "efficiency_target: .* less than or equal to 1"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+def test_bad_settings_are_one_line(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(text)
     with pytest.raises(UsageError, match=message) as caught:
@@ -88,14 +94,105 @@ def test_the_demo_is_what_it_says() -> None:
     assert config.snip.enabled and len(refreshes) >= 4
 
 
-def test_help_teaches_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["train", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert caught.value.code == 0
-    assert "How the model and the data are spread over ranks" in shown
+    assert "Parallel layout" in shown
     assert "--snip-efficiency-target" in shown and "torchrun" in shown
     for name, field in TrainFields.model_fields.items():
         assert "--" + name.replace("_", "-") in shown
         assert field.description
-    assert train.EXAMPLES.split()[0] in shown
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"hidden_size": 250}, r"hidden_size \(250\) .* num_attention_heads \(4\)"),
+        ({"num_query_groups": 3}, r"num_attention_heads \(4\) .* num_query_groups \(3\)"),
+        ({"tensor_model_parallel_size": 3}, r"tensor_model_parallel_size \(3\)"),
+        (
+            {"num_query_groups": 2, "tensor_model_parallel_size": 4},
+            r"num_query_groups \(2\) .* tensor_model_parallel_size \(4\)",
+        ),
+        (
+            {"ffn_hidden_size": 129, "tensor_model_parallel_size": 2},
+            r"ffn_hidden_size \(129\) .* tensor_model_parallel_size \(2\)",
+        ),
+        ({"pipeline_model_parallel_size": 3}, r"num_layers \(4\) .* \(3\)"),
+        ({"num_layers_per_virtual_pipeline_stage": 1}, "pipeline_model_parallel_size is 1"),
+        (
+            {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 4},
+            r"layers per pipeline stage \(2\)",
+        ),
+        (
+            {"sequence_parallel": True, "tensor_model_parallel_size": 2, "seq_length": 63},
+            r"seq_length under sequence_parallel \(63\)",
+        ),
+        ({"overlap_param_gather": True}, "needs use_distributed_optimizer"),
+        ({"hidden_size": 12}, "must be even for rotary"),
+        ({"seq_length": 64, "max_position_embeddings": 32}, "longer than max_position"),
+        ({"min_lr": 1.0}, "min_lr 1 must not be larger than lr 0.003"),
+        ({"lr_warmup_iters": 150}, "must be smaller than the decay, 150"),
+        ({"num_experts": 4, "moe_router_topk": 5}, "moe_router_topk 5 is more than num_experts 4"),
+        (
+            {"num_experts": 4, "tensor_model_parallel_size": 2},
+            "tensor_model_parallel_size 2 needs sequence_parallel",
+        ),
+        (
+            {"num_experts": 4, "expert_model_parallel_size": 3},
+            r"num_experts \(4\) .* expert_model_parallel_size \(3\)",
+        ),
+        (
+            {"num_experts": 4, "moe_ffn_hidden_size": 65, "expert_tensor_parallel_size": 2},
+            r"moe_ffn_hidden_size \(65\) .* expert_tensor_parallel_size \(2\)",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        TrainConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "ranks", "message"),
+    [
+        ({"tensor_model_parallel_size": 2}, 1, "a multiple of 2 ranks, got 1"),
+        ({"tensor_model_parallel_size": 2}, 3, "a multiple of 2 ranks, got 3"),
+        ({"num_experts": 4, "expert_model_parallel_size": 2}, 1, "size 2 need a multiple of 2"),
+        ({"global_batch_size": 6}, 4, r"global_batch_size \(6\) .* data-parallel ranks \(4\)"),
+        (
+            {
+                "pipeline_model_parallel_size": 2,
+                "num_layers_per_virtual_pipeline_stage": 1,
+                "global_batch_size": 3,
+            },
+            2,
+            r"microbatches per iteration of an interleaved pipeline \(3\)",
+        ),
+    ],
+)
+def test_numbers_of_ranks_that_do_not_fit_are_refused(
+    values: dict[str, Any], ranks: int, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_ranks(TrainConfig(**values), ranks)
+
+
+def test_ranks_that_fit_pass() -> None:
+    config = TrainConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    for ranks in (4, 8, 16, 32):
+        check_ranks(config, ranks)
+        assert config.num_microbatches(ranks) * (ranks // 4) == 8
+
+
+def test_experts_are_dealt_to_data_parallel_ranks() -> None:
+    experts = {"num_experts": 4, "expert_model_parallel_size": 4}
+    config = TrainConfig(**experts)
+    assert (config.model_parallel_size, config.data_parallel_size(4)) == (4, 4)
+    assert config.num_microbatches(4) == 2
+    dealt = TrainConfig(**experts, tensor_model_parallel_size=2, sequence_parallel=True)
+    assert (dealt.expert_tensor_size, dealt.model_parallel_size) == (2, 8)
+    alone = dealt.model_copy(update={"expert_tensor_parallel_size": 1})
+    assert (alone.model_parallel_size, alone.data_parallel_size(4)) == (4, 2)

@@ -1,18 +1,71 @@
-"""The order of samples: the same global batch for every number of data-parallel ranks."""
+"""The built-in text and the order of samples."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_snip.trainer.data import DataRank, step_batches
+from megatron_snip.trainer.data import (
+    END_OF_DOCUMENT,
+    VALIDATION_EVERY,
+    DataRank,
+    iteration_batches,
+    prepare_corpus,
+    read_documents,
+)
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    root = tmp_path / "library"
+    for index in range(50):
+        file = root / f"package{index % 3}" / f"module{index:02}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(f"value = {index}\n".encode() * (index + 1))
+    for excluded in ("test", "site-packages", "__pycache__"):
+        (root / excluded).mkdir()
+        (root / excluded / "extra.py").write_text("no = 1\n")
+    (root / "empty.py").touch()
+    (root / "notes.txt").write_text("not Python")
+    return root
+
+
+def test_a_size_limit_takes_a_fixed_sample_of_the_modules(library: Path) -> None:
+    every = read_documents(library, 10**6)
+    assert len(every) == 50 and list(every) == sorted(every)
+    some = read_documents(library, 4000)
+    assert 0 < len(some) < 50 and sum(map(len, some.values())) <= 4000
+    assert some == read_documents(library, 4000) and set(some) <= set(every)
+
+
+def test_the_files_hold_the_bytes_of_the_documents(library: Path, tmp_path: Path) -> None:
+    corpus = prepare_corpus(tmp_path / "cache", 10**6, library)
+    documents = list(read_documents(library, 10**6).values())
+    valid = documents[::VALIDATION_EVERY]
+    for part, expected in (("valid", valid), ("train", [d for d in documents if d not in valid])):
+        read = IndexedDataset(str(Path(corpus["path"]) / part))
+        assert len(read) == len(expected)
+        for tokens, text in zip(read, expected, strict=True):
+            assert tokens[:-1].astype(np.uint8).tobytes() == text and tokens[-1] == END_OF_DOCUMENT
+        assert corpus[f"{part}_tokens"] == sum(len(d) + 1 for d in expected)
+    assert corpus["files"] == 50
+
+
+def test_other_files_are_another_corpus(library: Path, tmp_path: Path) -> None:
+    corpus = prepare_corpus(tmp_path, 10**6, library)
+    assert prepare_corpus(tmp_path, 10**6, library) == corpus
+    (library / "package0" / "module00.py").write_text("changed = True\n")
+    changed = prepare_corpus(tmp_path, 10**6, library)
+    assert changed["path"] != corpus["path"] and changed["sha256"] != corpus["sha256"]
 
 
 class Numbers:
-    """Sample i holds i everywhere."""
+    """Sample i holds i."""
 
     def __len__(self) -> int:
         return 1000
@@ -22,22 +75,17 @@ class Numbers:
         return {key: torch.full((4,), index) for key in keys}
 
 
-def samples_of(rank: DataRank, step: int) -> Iterator[list[int]]:
-    for batch in step_batches(Numbers(), rank, step):
-        yield batch["tokens"][:, 0].tolist()
-
-
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("micro", [1, 2])
-def test_ranks_share_out_the_global_batch_in_order(size: int, micro: int) -> None:
+def test_every_layout_sees_the_same_global_batch(size: int, micro: int) -> None:
     count = 16 // (size * micro)
-    for step in (0, 3):
-        ranks = [list(samples_of(DataRank(r, size, micro, count), step)) for r in range(size)]
+
+    def samples(rank: int, iteration: int) -> list[list[int]]:
+        batches = iteration_batches(Numbers(), DataRank(rank, size, micro, count), iteration)
+        return [batch["tokens"][:, 0].tolist() for batch in batches]
+
+    for iteration in (1, 4):
+        ranks = [samples(rank, iteration) for rank in range(size)]
         by_microbatch = itertools.chain.from_iterable(zip(*ranks, strict=True))
-        assert list(itertools.chain(*by_microbatch)) == list(range(16 * step, 16 * step + 16))
-
-
-def test_a_batch_stacks_its_samples() -> None:
-    (batch,) = step_batches(Numbers(), DataRank(0, 1, 3, 1), step=2)
-    assert {tuple(value.shape) for value in batch.values()} == {(3, 4)}
-    assert batch["labels"].tolist() == [[6] * 4, [7] * 4, [8] * 4]
+        first = 16 * (iteration - 1)
+        assert list(itertools.chain(*by_microbatch)) == list(range(first, first + 16))

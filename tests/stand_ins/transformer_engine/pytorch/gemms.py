@@ -36,7 +36,7 @@ class LinearFunction(torch.autograd.Function):
         column, row = call.parallel_mode == "column", call.parallel_mode == "row"
         full = gathered(x, call.tp_group) if column and call.sequence_parallel else x
         if full is not x and isinstance(call.input_quantizer, HybridQuantizer):
-            full = rounded(full, call.input_quantizer.row_word)  # shards travel as their rows
+            full = rounded(full, call.input_quantizer.row_recipe)  # shards travel as their rows
         quantized = call.input_quantizer.quantize(full)
         ctx.save_for_backward(quantized.columns, call.weight.columns, weight)
         ctx.call = call

@@ -12,7 +12,7 @@ from transformer_engine.common.recipe import CustomRecipe, MXFP8BlockScaling, Re
 from transformer_engine.pytorch.gemms import Call, LinearFunction
 from transformer_engine.pytorch.norms import normalized
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, QuantizerRole
-from transformer_engine.pytorch.quantizers import BY_WORD, IdentityQuantizer, Quantized, Quantizer
+from transformer_engine.pytorch.quantizers import BY_NAME, IdentityQuantizer, Quantized, Quantizer
 
 _FORWARD = ("input", "weight", "output")
 _BACKWARD = ("grad_output", "grad_input")
@@ -37,7 +37,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.num_builds = 0
         """How often quantizers were built (not in Transformer Engine)."""
         self.seen: list[tuple[str, str, str]] = []
-        """fprop, dgrad and wgrad words of every forward (not in Transformer Engine)."""
+        """fprop, dgrad and wgrad recipes of every forward (not in Transformer Engine)."""
 
     def _split(
         self, mode: str | None, tp_size: int, in_features: int, out_features: int
@@ -106,7 +106,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         key = "weight" if self.module_type == "linear" else f"weight{index}"
         quantized = self._weight(weight, q_weight, key, first)
         self.seen.append(
-            (quantized.quantizer.row_word, quantized.quantizer.column_word, q_in.column_word)
+            (quantized.quantizer.row_recipe, quantized.quantizer.column_recipe, q_in.column_recipe)
         )
         fused = self.fuse_wgrad_accumulation
         call = Call(
@@ -126,12 +126,12 @@ class TransformerEngineBaseModule(torch.nn.Module):
     ) -> Quantized:
         if not self.fp8 or first is None:
             return quantizer.quantize(weight.detach())
-        kept = self._fp8_workspaces.get(key)
-        if kept is None:
-            kept = self._fp8_workspaces[key] = quantizer.quantize(weight.detach())
+        cached = self._fp8_workspaces.get(key)
+        if cached is None:
+            cached = self._fp8_workspaces[key] = quantizer.quantize(weight.detach())
         elif first:
-            kept.quantize_(weight.detach())
-        return kept
+            cached.quantize_(weight.detach())
+        return cached
 
 
 def _same_state(meta: dict[str, Any], recipe: Recipe) -> bool:
@@ -147,7 +147,7 @@ def _made(recipe: Recipe, role: QuantizerRole) -> Quantizer:
         if not isinstance(quantizer, Quantizer):
             raise ValueError(f"qfactory returned {quantizer!r} for {role}")
         return quantizer
-    return BY_WORD[recipe.word]()
+    return BY_NAME[recipe.label]()
 
 
 def _check_dims(recipe: Recipe, *tensors: torch.Tensor) -> None:

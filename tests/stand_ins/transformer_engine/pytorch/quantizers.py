@@ -1,4 +1,4 @@
-"""Quantizers: one rounding for rows, one for columns; weights can be kept and refreshed."""
+"""Quantizers: one rounding for rows, one for columns; weights can be cached and refreshed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import torch
 MANTISSA_BITS = {"tensorwise": 2, "blockwise": 3, "mxfp8": 4, "nvfp4": 1}
 
 
-def rounded(tensor: torch.Tensor, word: str) -> torch.Tensor:
+def rounded(tensor: torch.Tensor, recipe: str) -> torch.Tensor:
     """Round to a few mantissa bits, FP32."""
-    if word not in MANTISSA_BITS:
+    if recipe not in MANTISSA_BITS:
         return tensor.float()
     mantissa, exponent = torch.frexp(tensor.float())
-    grid = 2.0 ** (MANTISSA_BITS[word] + 1)
+    grid = 2.0 ** (MANTISSA_BITS[recipe] + 1)
     return torch.ldexp(torch.round(mantissa * grid) / grid, exponent)
 
 
@@ -25,43 +25,43 @@ class Quantized:
 
     def quantize_(self, tensor: torch.Tensor) -> None:
         """Refresh in place, by the quantizer that made it."""
-        self.rows = rounded(tensor, self.quantizer.row_word)
-        self.columns = rounded(tensor, self.quantizer.column_word)
+        self.rows = rounded(tensor, self.quantizer.row_recipe)
+        self.columns = rounded(tensor, self.quantizer.column_recipe)
 
 
 class Quantizer:
-    word = ""
+    label = ""
 
     @property
-    def row_word(self) -> str:
-        return self.word
+    def row_recipe(self) -> str:
+        return self.label
 
     @property
-    def column_word(self) -> str:
-        return self.word
+    def column_recipe(self) -> str:
+        return self.label
 
     def quantize(self, tensor: torch.Tensor) -> Quantized:
         return Quantized(self, tensor)
 
 
 class IdentityQuantizer(Quantizer):
-    word = "bf16"
+    label = "bf16"
 
 
 class Float8BlockQuantizer(Quantizer):
-    word = "blockwise"
+    label = "blockwise"
 
 
 class MXFP8Quantizer(Quantizer):
-    word = "mxfp8"
+    label = "mxfp8"
 
 
 class Float8CurrentScalingQuantizer(Quantizer):
-    word = "tensorwise"
+    label = "tensorwise"
 
 
 class NVFP4Quantizer(Quantizer):
-    word = "nvfp4"
+    label = "nvfp4"
 
 
 class HybridQuantizer(Quantizer):
@@ -74,16 +74,16 @@ class HybridQuantizer(Quantizer):
         self.columnwise_quantizer = columnwise_quantizer
 
     @property
-    def row_word(self) -> str:
-        return self.rowwise_quantizer.row_word
+    def row_recipe(self) -> str:
+        return self.rowwise_quantizer.row_recipe
 
     @property
-    def column_word(self) -> str:
-        return self.columnwise_quantizer.column_word
+    def column_recipe(self) -> str:
+        return self.columnwise_quantizer.column_recipe
 
 
-BY_WORD: dict[str, type[Quantizer]] = {
-    cls.word: cls
+BY_NAME: dict[str, type[Quantizer]] = {
+    cls.label: cls
     for cls in (
         IdentityQuantizer,
         Float8BlockQuantizer,

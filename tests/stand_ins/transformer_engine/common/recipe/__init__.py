@@ -1,4 +1,4 @@
-"""Recipes: compared by value, told apart by class."""
+"""Recipes: compared by value, distinguished by class."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Format(Enum):
 
 
 class Recipe:
-    """Base: `word` is how this stand-in calls what a recipe quantizes to."""
+    """Base: `label` names what a recipe quantizes to."""
 
-    word = ""
+    label = ""
 
     def custom(self) -> bool:
         return isinstance(self, CustomRecipe)
@@ -40,7 +40,7 @@ class Float8CurrentScaling(Recipe):
     fp8_format: Format = Format.HYBRID
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    word = "tensorwise"
+    label = "tensorwise"
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Float8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    word = "blockwise"
+    label = "blockwise"
 
 
 @dataclass
@@ -56,7 +56,7 @@ class MXFP8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    word = "mxfp8"
+    label = "mxfp8"
 
 
 @dataclass
@@ -64,11 +64,11 @@ class NVFP4BlockScaling(Recipe):
     fp4_format: Format = Format.E2M1
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    word = "nvfp4"
+    label = "nvfp4"
 
 
 @dataclass
 class CustomRecipe(Recipe):
     qfactory: Callable[..., Any]
     quantization_alignment: int = 128
-    word = "custom"
+    label = "custom"

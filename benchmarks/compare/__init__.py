@@ -1,0 +1,1 @@
+"""Policies trained against each other from the same checkpoints; see __main__.py."""

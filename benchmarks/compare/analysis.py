@@ -1,0 +1,132 @@
+"""What the rows of a comparison say: paired gaps with intervals, and the cost of each GEMM.
+
+A gap is a branch's held-out loss minus that of the BF16 branch of the same checkpoint and data, in
+thousandths of a nat. Intervals are Student's t over pairs, 95 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+Row = Mapping[str, Any]
+MILLI = 1000.0
+
+
+def gaps(rows: Iterable[Row], key: str = "loss") -> dict[str, dict[tuple[int, int], float]]:
+    """Return {variant: {(seed, data seed): gap}}.
+
+    Args:
+        rows: of one setup, scenario and format.
+        key: which loss: `loss` in the plan's precision, `loss_bf16`, or `training_loss`.
+    """
+    by_pair: dict[tuple[int, int], dict[str, float]] = {}
+    for row in rows:
+        by_pair.setdefault((row["seed"], row["data_seed"]), {})[row["variant"]] = row[key]
+    found: dict[str, dict[tuple[int, int], float]] = {}
+    for pair, losses in by_pair.items():
+        for variant, loss in losses.items():
+            if "bf16" in losses and variant != "bf16":
+                found.setdefault(variant, {})[pair] = MILLI * (loss - losses["bf16"])
+    return found
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean, half of its 95 % interval, and the number of values."""
+
+    mean: float
+    half: float
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.1f} ± {self.half:.1f}"
+
+
+def mean_of(values: Sequence[float]) -> Mean:
+    """Return the mean with its interval; the interval of a single value is NaN."""
+    count = len(values)
+    if count < 2:
+        return Mean(float(np.mean(values)), float("nan"), count)
+    half = stats.t.ppf(0.975, count - 1) * np.std(values, ddof=1) / count**0.5
+    return Mean(float(np.mean(values)), float(half), count)
+
+
+def paired(a: Mapping[tuple[int, int], float], b: Mapping[tuple[int, int], float]) -> list[float]:
+    """Return a - b for the pairs that both have."""
+    return [a[pair] - b[pair] for pair in a if pair in b]
+
+
+def p_value(differences: Sequence[float]) -> float:
+    """Return the two-sided p of a paired t-test; NaN for fewer than two pairs."""
+    return float(stats.ttest_1samp(differences, 0.0).pvalue) if len(differences) > 1 else np.nan
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What each item costs in the low format, from a regression of gaps on items.
+
+    Attributes:
+        items: names, in order.
+        cost: [items], thousandths of a nat.
+        error: [items], standard errors.
+        residual: standard deviation of what the items do not explain, on its degrees of freedom.
+        additivity: share of the variance of held-out pairs that the sum of costs explains.
+    """
+
+    items: tuple[str, ...]
+    cost: np.ndarray
+    error: np.ndarray
+    residual: float
+    additivity: float
+
+
+def regress(items: Sequence[str], low: np.ndarray, gap: np.ndarray, data: np.ndarray) -> Costs:
+    """Return the items' costs by least squares.
+
+    Args:
+        items: names.
+        low: [runs, items], 1 where an item is in the low format.
+        gap: [runs].
+        data: [runs], data seed of each run; each has an intercept of its own.
+    """
+    intercepts = (data[:, None] == np.unique(data)[None, :]).astype(float)
+    design = np.hstack([low, intercepts])
+    found = np.linalg.lstsq(design, gap, rcond=None)[0]
+    residuals = gap - design @ found
+    freedom = max(1, len(gap) - np.linalg.matrix_rank(design))
+    sigma = float(np.sqrt(residuals @ residuals / freedom))
+    errors = sigma * np.sqrt(np.diag(np.linalg.pinv(design.T @ design)))
+    return Costs(
+        tuple(items), found[: len(items)], errors[: len(items)], sigma, _explained(design, gap)
+    )
+
+
+def _explained(design: np.ndarray, gap: np.ndarray, folds: int = 8) -> float:
+    """R^2 on runs that the fit did not see, in folds of complementary pairs."""
+    group = (np.arange(len(gap)) // 2) % folds
+    predicted = np.empty_like(gap)
+    for fold in range(folds):
+        out = group == fold
+        fit = np.linalg.lstsq(design[~out], gap[~out], rcond=None)[0]
+        predicted[out] = design[out] @ fit
+    return float(1 - np.sum((gap - predicted) ** 2) / np.sum((gap - gap.mean()) ** 2))
+
+
+def best_items(cost: np.ndarray, flops: np.ndarray, target: float) -> np.ndarray:
+    """Return which items are low in the cheapest plan by these costs: least cost per FLOP first."""
+    order = np.argsort(cost / flops)
+    before = np.concatenate([[0.0], np.cumsum(flops[order])[:-1]]) / flops.sum()
+    low = np.zeros(len(cost), dtype=bool)
+    low[order[before < target - 1e-9]] = True
+    return low
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])

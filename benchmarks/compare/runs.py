@@ -1,0 +1,165 @@
+"""Runs that branch from one checkpoint in this process.
+
+A warm model is trained in BF16 and its weights and optimizer state are copied. Each branch starts
+from the copy, trains under one plan on the same samples, its learning rate falling linearly to
+zero, and is evaluated on the same held-out text. So two branches differ in their plan alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.compare.variants import Plan
+from benchmarks.lab import Lab, open_lab
+from megatron_snip.config import SnipConfig
+from megatron_snip.statistics.records import StatisticsTable
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model and how long it trains.
+
+    Attributes:
+        model: settings of the trainer over `benchmarks.lab.BASE`.
+        warm: iterations in BF16 before the branches.
+        length: iterations of a branch.
+        held_out: microbatches of held-out text.
+        measured: microbatches that the plans are made from.
+    """
+
+    model: dict[str, Any]
+    warm: int
+    length: int
+    held_out: int = 48
+    measured: int = 4
+
+
+SETUPS = {
+    "small": Setup({"num_layers": 6, "ffn_hidden_size": 384, "lr": 1e-3, "min_lr": 1e-3}, 200, 150),
+    "quick": Setup(
+        {"num_layers": 3, "hidden_size": 64, "ffn_hidden_size": 128, "lr": 1e-3, "min_lr": 1e-3},
+        40,
+        30,
+        8,
+        2,
+    ),
+}
+
+
+@contextmanager
+def warm_model(setup: Setup, seed: int, data_seeds: int, scenario: str) -> Iterator[WarmModel]:
+    """Train a model of this seed in BF16; branches start from it.
+
+    Args:
+        setup: the model.
+        seed: of its initial weights and data.
+        data_seeds: how many different continuations of the data branches may have.
+        scenario: of `SCENARIOS`; it changes the warm model.
+    """
+    total = setup.warm + data_seeds * setup.length
+    values = {"seed": 1234 + seed, "train_iters": total, "lr_decay_style": "constant"}
+    with open_lab({**setup.model, **values}) as lab:
+        lab.train(setup.warm)
+        SCENARIOS[scenario](lab)
+        yield WarmModel(setup, lab)
+
+
+class WarmModel:
+    """A trained model that branches start from."""
+
+    def __init__(self, setup: Setup, lab: Lab) -> None:
+        self._setup = setup
+        self._lab = lab
+        self._rate = float(lab.config.lr)
+        self._saved = [tensor.detach().clone() for tensor in _tensors(lab)]
+        self._counts = [group.get("step") for group in _groups(lab)]
+
+    def measure(self, formats: tuple[str, ...]) -> StatisticsTable:
+        """Observe the next microbatches, all tokens, in BF16."""
+        batches = self._lab.microbatches(self._setup.measured)
+        return self._lab.statistics(batches, SnipConfig(formats=formats), all_tokens=True)
+
+    def branch(self, plan: Plan | None, data_seed: int) -> dict[str, Any]:
+        """Train one branch; return its losses.
+
+        Args:
+            plan: of all linears; None for BF16.
+            data_seed: which continuation of the data.
+        """
+        lab, setup = self._lab, self._setup
+        self._restore()
+        lab.step = setup.warm + data_seed * setup.length
+        losses = []
+        for k in range(setup.length):
+            for group in _groups(lab):
+                group["lr"] = self._rate * (1 - k / setup.length)
+            losses += lab.train(1, plan)
+        batches = lab.microbatches(setup.held_out, held_out=True)
+        return {
+            "loss": float(lab.losses(batches, plan).mean()),
+            "loss_bf16": float(lab.losses(batches).mean()),
+            "training_loss": sum(losses) / len(losses),
+            "tokens": setup.length * lab.config.global_batch_size * lab.config.seq_length,
+        }
+
+    @torch.no_grad()
+    def _restore(self) -> None:
+        for tensor, saved in zip(_tensors(self._lab), self._saved, strict=True):
+            tensor.copy_(saved)
+        for group, count in zip(_groups(self._lab), self._counts, strict=True):
+            if count is not None:
+                group["step"] = count
+
+
+def _parts(lab: Lab) -> list[Any]:
+    optimizer: Any = lab.state.optimizer
+    return [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+
+
+def _groups(lab: Lab) -> list[dict[str, Any]]:
+    return [group for part in _parts(lab) for group in part.param_groups]
+
+
+def _tensors(lab: Lab) -> Iterator[torch.Tensor]:
+    """Weights, main weights and moments."""
+    for chunk in lab.state.model:
+        yield from chunk.parameters()
+    for part in _parts(lab):
+        for group in part.param_groups:
+            for weight in group["params"]:
+                yield weight
+                state = part.state.get(weight, {})
+                yield from (v for v in state.values() if isinstance(v, torch.Tensor))
+
+
+def _outliers(lab: Lab) -> None:
+    """Give the middle layer's fc1 outlier activations; the function stays the same.
+
+    Four channels of its norm's weight are 30 times larger, their columns of fc1 30 times smaller.
+    """
+    layer = lab.state.model[0].module.decoder.layers[lab.config.num_layers // 2]
+    channels = slice(0, lab.config.hidden_size, lab.config.hidden_size // 4)
+    with torch.no_grad():
+        layer.pre_mlp_layernorm.weight[channels] *= 30
+        layer.mlp.linear_fc1.weight[:, channels] /= 30
+    lab.state.optimizer.reload_model_params()
+
+
+def _fresh_block(lab: Lab) -> None:
+    """Draw the weights of the middle layer anew."""
+    layer = lab.state.model[0].module.decoder.layers[lab.config.num_layers // 2]
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            if weight.ndim == 2:
+                weight.copy_(0.02 * torch.randn(weight.shape, generator=generator))
+    lab.state.optimizer.reload_model_params()
+
+
+SCENARIOS = {"plain": lambda lab: None, "outliers": _outliers, "fresh-block": _fresh_block}
+"""What is done to a warm model before branches start from it."""

@@ -1,0 +1,129 @@
+"""The subcommands of `megatron-snip`, and the parser of their flags.
+
+A subcommand is a module with two functions: `add_arguments(parser)` adds its flags, `run(args)`
+does the work and returns the exit status. Only the module of the given command is imported, so
+`megatron-snip plan` never imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megatron_snip.argument_file import read_lines
+from megatron_snip.errors import UsageError, did_you_mean
+from megatron_snip.version import __version__
+
+COMMANDS: dict[str, str] = {
+    "train": "train a Llama-style GPT with SNIP",
+    "plan": "make a plan from a problem file",
+    "pareto": "quality loss against efficiency",
+    "report": "a run, or several compared, as an HTML page",
+    "stats": "what a refresh measured, as a table",
+    "calibrate": "measure seconds per GEMM and format",
+    "export": "a plan as Megatron's precision file",
+    "import": "a plan from Megatron's precision file",
+    "doctor": "what this machine can run, and which command line to use",
+}
+"""Every subcommand with its help, in the order of --help."""
+
+EPILOG = """\
+examples:
+  megatron-snip train --config configs/demo.yaml
+  megatron-snip plan runs/demo/problems/21.json --target 0.9
+  megatron-snip doctor
+  torchrun ... -m megatron_snip pretrain_gpt.py ARGS --snip --snip-efficiency-target 0.75
+  torchrun ... -m megatron_snip --cpu pretrain_gpt.py ARGS --snip
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line and name the flag that was probably meant."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        """Raise instead of printing the usage and exiting."""
+        raise UsageError(f"{message}; see '{self.prog} --help'")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Expand `@FILE` where the command takes it, and refuse unknown flags first."""
+        words = self._expanded(sys.argv[1:] if args is None else args)
+        self._check_flags(words)
+        self.fromfile_prefix_chars = None  # files are not expanded again
+        return super().parse_known_args(words, namespace)
+
+    def _expanded(self, args: Sequence[str]) -> list[str]:
+        words: list[str] = []
+        for word in args:
+            if word and word[0] in (self.fromfile_prefix_chars or ""):
+                for line in read_lines(Path(word[1:])):
+                    words += self.convert_arg_line_to_args(line)
+            else:
+                words.append(word)
+        return words
+
+    def _check_flags(self, words: Sequence[str]) -> None:
+        known = self._option_string_actions
+        for word in words:
+            if word == "--" or (self._subparsers is not None and not word.startswith("-")):
+                return
+            flag = word.partition("=")[0]
+            if flag.startswith("--") and " " not in flag and flag not in known:
+                hint = did_you_mean(flag, known)
+                raise UsageError(f"unknown flag '{flag}'{hint}; see '{self.prog} --help'")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        (file or sys.stderr).write(message)  # argparse's own hides that it could not
+
+
+def load(name: str) -> ModuleType:
+    """Import the module of a subcommand."""
+    return importlib.import_module(f"megatron_snip.cli.{'import_' if name == 'import' else name}")
+
+
+def build_parser(chosen: str | None) -> argparse.ArgumentParser:
+    """Return the parser; only the subcommand called `chosen` gets its flags."""
+    parser = Parser(
+        prog="megatron-snip",
+        description="SNIP: adaptive per-linear precision for LLM pretraining with Megatron.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    subparsers = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, parser_class=Parser
+    )
+    for name, text in COMMANDS.items():
+        sub = subparsers.add_parser(
+            name,
+            help=text,
+            description=text,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if name == chosen:
+            load(name).add_arguments(sub)
+    return parser
+
+
+def run_command(words: Sequence[str]) -> int:
+    """Run one subcommand; return its exit status.
+
+    Raises:
+        SnipError: as the subcommand does.
+    """
+    name = words[0] if words else ""
+    if name and not name.startswith("-") and name not in COMMANDS:
+        commands = ", ".join(COMMANDS)
+        raise UsageError(
+            f"unknown command '{name}'{did_you_mean(name, COMMANDS)}; commands are {commands}"
+        )
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    args = build_parser(name).parse_args(words)
+    return int(load(args.command).run(args))

@@ -1,0 +1,93 @@
+"""How much a linear's options hurt, as scores from its statistics; all are 0 for bf16.
+
+    loss_l(q)      = fisher of fprop's format                     sensitivity of the loss
+    weight_l(q)^2  = kappa aligned_fisher(fprop) + 1/8 loc^2(dgrad) + loc^2(wgrad)
+
+Only fprop changes the loss of the iteration. `fisher` orders linears; it is 15 to 700 times smaller
+than the change of the loss (docs/measuring.md). `first_plus_fisher` is the paper's |first| + fisher
+(SNIP, arXiv:2602.01410, Sec. 4); the sign of `first` belongs to its batch.
+
+The weight divergence scores the change of the next optimizer updates. The change of the linear's
+own update through wgrad is loc^2 = |D * eW|^2 / |update|^2. The change of all updates through fprop
+grows with `aligned_fisher`; kappa makes its sum over linears four times that of loc^2, both in the
+lowest precision. The change of the updates below through dgrad is small and about equal at all
+linears; an eighth of loc^2 stands for it. Both factors come from brute force on one model (5 layers
+of width 192), and docs/measuring.md judges them on others.
+
+The errors of the baselines min-abs-err and min-rel-err are sums over the GEMMs and their operands:
+
+    abs_error = sum |Q(A) - A|         rel_error = sum |Q(A) - A| / |A|
+
+Every function raises KeyError if one of the option's formats was not measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from megatron_snip.config import LossDivergence
+from megatron_snip.options import Option
+from megatron_snip.statistics.records import LinearStatistics
+from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand
+
+FPROP_RATIO = 4.0
+"""Sum of the fprop terms over linears, in units of the sum of loc^2."""
+DGRAD_SHARE = 0.125
+"""Of loc^2, for dgrad."""
+
+_ERROR_FIELDS = {
+    Operand.INPUT: ("input_error_square", "input_square"),
+    Operand.WEIGHT: ("weight_error_square", "weight_square"),
+    Operand.GRAD_OUTPUT: ("grad_error_square", "grad_square"),
+}
+
+
+def loss_divergence(linear: LinearStatistics, option: Option, estimator: LossDivergence) -> float:
+    """Return the loss divergence of an option at one linear, >= 0, in units of the loss."""
+    name = option[Gemm.FPROP]
+    if name == "bf16":
+        return 0.0
+    found = linear.formats[name]
+    return found.fisher + (abs(found.first) if estimator == "first_plus_fisher" else 0.0)
+
+
+def fprop_scale(linears: Sequence[LinearStatistics], lowest_format: str) -> float:
+    """Return kappa; 0 where `aligned_fisher` is 0 everywhere."""
+    rows = [linear.formats[lowest_format] for linear in linears if lowest_format in linear.formats]
+    aligned = math.fsum(row.aligned_fisher for row in rows if math.isfinite(row.aligned_fisher))
+    local = math.fsum(row.local_square for row in rows if math.isfinite(row.local_square))
+    return FPROP_RATIO * local / aligned if aligned > 0 else 0.0
+
+
+def weight_divergence(linear: LinearStatistics, option: Option, kappa: float) -> float:
+    """Return the weight divergence of an option at one linear, >= 0, without unit."""
+    total = 0.0
+    if option[Gemm.FPROP] != "bf16":
+        total += kappa * linear.formats[option[Gemm.FPROP]].aligned_fisher
+    if option[Gemm.DGRAD] != "bf16":
+        total += DGRAD_SHARE * linear.formats[option[Gemm.DGRAD]].local_square
+    if option[Gemm.WGRAD] != "bf16":
+        total += linear.formats[option[Gemm.WGRAD]].local_square
+    return math.sqrt(total)
+
+
+def absolute_error(linear: LinearStatistics, option: Option) -> float:
+    """Return the sum of the norms of the operands' errors."""
+    return sum(math.sqrt(error) for error, _ in _operand_errors(linear, option))
+
+
+def relative_error(linear: LinearStatistics, option: Option) -> float:
+    """Return the sum of the norms of the operands' errors, each over the operand's norm."""
+    pairs = _operand_errors(linear, option)
+    return sum(math.sqrt(error / norm) if norm > 0 else 0.0 for error, norm in pairs)
+
+
+def _operand_errors(linear: LinearStatistics, option: Option) -> Iterator[tuple[float, float]]:
+    """Yield (|Q(A) - A|^2, |A|^2) of each operand of each quantized GEMM."""
+    for gemm in Gemm:
+        if option[gemm] != "bf16":
+            found = linear.formats[option[gemm]]
+            for operand in GEMM_OPERANDS[gemm]:
+                error, norm = _ERROR_FIELDS[operand]
+                yield getattr(found, error), getattr(linear, norm)

@@ -1,0 +1,152 @@
+"""Strict JSON in, atomic files out.
+
+Reading refuses NaN, Infinity, duplicate keys, numbers that do not fit a double, deep nesting,
+devices, pipes, and files above `MAX_BYTES`. Writing goes to a temporary file in the same
+directory, then fsync, then rename: a reader sees the old file or the new one, never a part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import stat
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_snip.errors import UsageError
+
+MAX_BYTES = 1 << 28
+"""256 MiB; a problem with a million options is smaller."""
+
+
+def read_text(path: Path, source: str) -> str:
+    """Read a UTF-8 text file that may come from anybody.
+
+    Args:
+        path: the file.
+        source: how error messages call it.
+
+    Raises:
+        UsageError: if it cannot be read, is not a regular file (a device or a pipe may never
+            end), is larger than `MAX_BYTES`, or is not UTF-8.
+    """
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise UsageError(f"{source} is not a regular file")
+        if status.st_size > MAX_BYTES:
+            raise UsageError(f"{source} is larger than {MAX_BYTES >> 20} MiB")
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UsageError(f"{source} is not UTF-8 text") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise UsageError(
+            f"cannot read {source}: {getattr(error, 'strerror', None) or error}"
+        ) from None
+
+
+def read_json(path: Path, what: str) -> Any:
+    """Read a JSON file.
+
+    Args:
+        path: the file.
+        what: the kind of file for error messages, e.g. `problem file`.
+
+    Raises:
+        UsageError: for the reasons of `read_text` and `parse_json`; one line.
+    """
+    source = f"{what} '{path}'"
+    return parse_json(read_text(path, source), source)
+
+
+def parse_json(text: str, source: str) -> Any:
+    """Return the value of a JSON document.
+
+    Args:
+        text: the document.
+        source: how error messages call it.
+
+    Raises:
+        UsageError: if it is not JSON, is nested too deeply, or holds NaN, Infinity, a duplicate
+            key or a number that does not fit a double; one line.
+    """
+    try:
+        return json.loads(
+            text,
+            object_pairs_hook=_object,
+            parse_constant=_refuse_constant,
+            parse_float=_finite_float,
+            parse_int=_finite_int,
+        )
+    except json.JSONDecodeError as error:
+        raise UsageError(
+            f"{source} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        ) from None
+    except ValueError as error:
+        raise UsageError(f"{source}: {error}") from None
+    except RecursionError:
+        raise UsageError(f"{source} is nested too deeply") from None
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a text file that is never seen incomplete.
+
+    A device or a pipe is written to; replacing it would break its other users. A symbolic link is
+    replaced, and its target stays as it is.
+
+    Raises:
+        OSError: if the directory is missing or not writable; no file is left behind.
+    """
+    in_dev = path.absolute().parts[:2] == ("/", "dev")  # /dev/stdout is a link
+    if path.exists() and (in_dev or not (path.is_file() or path.is_symlink())):
+        path.write_text(text, encoding="utf-8")
+        return
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        mask = os.umask(0)  # mkstemp makes the file private; files of ours are not
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    with contextlib.suppress(OSError):  # makes the rename durable where directories can be opened
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table: dict[str, Any] = dict(pairs)
+    if len(table) != len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        raise ValueError(f"duplicate key '{next(key for key in counts if counts[key] > 1)}'")
+    return table
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number; write null for an unknown value")
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"the number {text} does not fit a double")
+    return value
+
+
+def _finite_int(text: str) -> int:
+    if len(text) > 300:
+        raise ValueError(f"an integer of {len(text)} digits does not fit a double")
+    return int(text)

@@ -1,0 +1,227 @@
+"""From Megatron's parallel state and model to our records: topology, placements, global order.
+
+A transformer layer is a module on a `....layers.<i>` path that has Megatron's global, 1-based
+`layer_number`. Every ColumnParallelLinear and RowParallelLinear below it is planned, Megatron's own
+or Transformer Engine's, and Transformer Engine's unsharded ones. Experts of a layer share one name;
+a grouped linear holds several. The output layer and embeddings are outside of the layers and stay
+BF16.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+from megatron_snip.collectives import gather_json
+from megatron_snip.errors import UnsupportedError
+from megatron_snip.linears.te.modules import (
+    is_grouped,
+    is_replicated,
+    knows_tokens,
+    te_kind,
+    weights_of,
+)
+from megatron_snip.log import warn_once, warn_once_per_job
+from megatron_snip.topology import DataAxis, LinearInfo, LinearKind, Placement, TensorAxis, Topology
+from megatron_snip.types import linear_name, split_linear_name
+
+logger = logging.getLogger(__name__)
+
+_LAYER = re.compile(r"^(?:.*\.)?(?P<block>[A-Za-z_]\w*)\.layers\.\d+$")
+_EXPERT = re.compile(r"\.local_experts\.(?P<expert>\d+)\.")
+_USUAL = (
+    *("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj"),
+    *("linear_qkv_down_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_proj"),
+    *("linear_fc1", "linear_fc2"),
+)
+_DATA_FLOW = {name: order for order, name in enumerate(_USUAL)}
+"""Order of the usual linears within a layer; modules register in another order."""
+_NOT_PLANNED = frozenset({"eh_proj"})  # joins embedding and hidden state in MTP; not a layer GEMM
+
+
+def current_topology() -> Topology:
+    """All ranks: read Megatron's initialized parallel state; makes one gloo group.
+
+    Raises:
+        UnsupportedError: if Megatron's model parallel groups are not initialized.
+    """
+    if not (dist.is_initialized() and parallel_state.model_parallel_is_initialized()):
+        raise UnsupportedError(
+            "Megatron's parallel state is not initialized; attach SNIP after "
+            "initialize_model_parallel"
+        )
+    data = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    expert_data = parallel_state.get_expert_data_parallel_group(check_initialized=False)
+    expert_tensor = parallel_state.get_expert_tensor_parallel_group(check_initialized=False)
+    tensor = parallel_state.get_tensor_model_parallel_group()
+    context = parallel_state.get_context_parallel_world_size()
+    world = dist.get_world_size()
+    control = dist.new_group(backend="gloo") if world > 1 else None
+    return Topology(
+        rank=dist.get_rank(),
+        world_size=world,
+        stage=parallel_state.get_pipeline_model_parallel_rank(),
+        num_stages=parallel_state.get_pipeline_model_parallel_world_size(),
+        tensor=_axis(TensorAxis, tensor),
+        expert_tensor=_axis(TensorAxis, expert_tensor),
+        data=_axis(DataAxis, data),
+        expert_data=_axis(DataAxis, expert_data),
+        entangled=int(context) * int(parallel_state.get_expert_model_parallel_world_size()),
+        places=tuple((d, t) for d, t in gather_json([data.rank(), tensor.rank()], control)),
+        control=control,
+    )
+
+
+def _axis(kind: type[Any], group: dist.ProcessGroup | None) -> Any:
+    if group is None or group.size() == 1:
+        return kind()
+    return kind(rank=group.rank(), size=group.size(), group=group)
+
+
+def find_linears(
+    model: Sequence[torch.nn.Module], topology: Topology
+) -> list[tuple[torch.nn.Module, list[Placement]]]:
+    """Return this rank's planned linears in model order, with a placement per weight.
+
+    A grouped linear has one weight per expert, any other one. Warns of linears that stay BF16
+    because it is not known which tokens they multiply.
+
+    Args:
+        model: Megatron's model chunks (several under interleaved pipelines), wrapped or not.
+        topology: this rank's place.
+    """
+    found: list[tuple[torch.nn.Module, list[Placement]]] = []
+    unknown: list[str] = []
+    for block, number, name, module in _layer_modules(model):
+        kind = _kind(module)
+        if is_replicated(module) and not knows_tokens(name):
+            unknown.append(linear_name(number, name, block))
+        elif kind is not None and name.rsplit(".", 1)[-1] not in _NOT_PLANNED:
+            found.append((module, _placements(module, kind, name, number, block, topology)))
+    if unknown:
+        warn_once(
+            logger,
+            f"{len(unknown)} linears stay BF16, because they are replicated over tensor-parallel "
+            f"ranks and it is not known which tokens each multiplies: {', '.join(unknown)}",
+        )
+    return found
+
+
+def expert_layers(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
+    """Yield (layout-independent name of the experts, Megatron's MoE layer) of this rank.
+
+    The experts' linears have names that begin so, e.g. `decoder.layers.3.mlp.experts`.
+    """
+    for block, number, name, module in _layer_modules(model):
+        if hasattr(module, "token_dispatcher") and hasattr(module, "router"):
+            yield linear_name(number, f"{name}.experts", block), module
+
+
+def _layer_modules(
+    model: Sequence[torch.nn.Module],
+) -> Iterator[tuple[str, int, str, torch.nn.Module]]:
+    """Yield (block, global layer_number, name in the layer, module) of the outermost layers."""
+    for chunk in model:
+        inside: str | None = None
+        for path, layer in chunk.named_modules():
+            match, number = _LAYER.match(path), getattr(layer, "layer_number", None)
+            within = inside is not None and path.startswith(inside)
+            if match is None or within or not isinstance(number, int):
+                continue
+            inside = path + "."
+            for name, module in layer.named_modules():
+                yield match["block"], number, name, module
+
+
+def _kind(module: torch.nn.Module) -> LinearKind | None:
+    """Return how a linear is sharded; None for what is no linear."""
+    if isinstance(module, ColumnParallelLinear):
+        return "column"
+    return "row" if isinstance(module, RowParallelLinear) else te_kind(module)
+
+
+def _placements(
+    module: Any, kind: LinearKind, name: str, layer_number: int, block: str, topology: Topology
+) -> list[Placement]:
+    config, weights = module.config, weights_of(module)
+    experts: list[int | None] = [None]
+    expert_match = _EXPERT.search(f".{name}.")
+    if expert_match is not None:
+        experts = [_first_local_expert(config) + int(expert_match["expert"])]
+        name = _EXPERT.sub(".", f".{name}.").strip(".")
+    elif is_grouped(module):
+        first = _first_local_expert(config)
+        experts = list(range(first, first + len(weights)))
+    is_expert = experts[0] is not None
+    tensor = topology.expert_tensor if is_expert else topology.tensor
+    if is_replicated(module):
+        tensor = TensorAxis(rank=tensor.rank)  # one shard, which several ranks hold
+    rows, cols = weights[0].shape
+    gated = bool(config.gated_linear_unit) and name.endswith("linear_fc1")
+    _warn_of_short_tiles((rows // 2 if gated else rows, cols), name, tensor)
+    return [
+        Placement(
+            name=linear_name(layer_number, name, block),
+            stage=topology.stage,
+            kind=kind,
+            in_features=cols * (tensor.size if kind == "row" else 1),
+            out_features=rows * (tensor.size if kind == "column" else 1),
+            tensor=tensor,
+            num_chunks=2 if gated else 1,  # gate and up are sharded separately
+            expert=expert,
+            num_active=float(config.moe_router_topk) if is_expert else 1.0,
+        )
+        for expert in experts
+    ]
+
+
+def _first_local_expert(config: Any) -> int:
+    """Return the global index of this rank's first expert."""
+    size = int(parallel_state.get_expert_model_parallel_world_size())
+    rank = int(parallel_state.get_expert_model_parallel_rank())
+    return rank * (int(config.num_moe_experts) // size)
+
+
+def _warn_of_short_tiles(shape: tuple[int, int], name: str, tensor: TensorAxis) -> None:
+    """Warn where tiles of 128 straddle shards: results then depend slightly on the layout."""
+    if any(size % 128 for size in shape) and tensor.size > 1:
+        warn_once_per_job(
+            logger,
+            f"shard {shape} of {name.split('.')[-1]} is not a multiple of 128: the last tiles are "
+            "short and differ from those of other tensor-parallel sizes",
+        )
+
+
+def global_linears(placements: Sequence[Placement], topology: Topology) -> tuple[LinearInfo, ...]:
+    """All ranks: return every linear of the model, in the same order on all ranks.
+
+    Linears are ordered by block, layer and the data's flow within the layer.
+
+    Raises:
+        UnsupportedError: if two stages claim the same linear.
+    """
+    own = [[order, vars(placement.info)] for order, placement in enumerate(placements)]
+    merged: dict[str, tuple[int, LinearInfo]] = {}
+    for rank in gather_json(own, topology.control):
+        for order, fields in rank:
+            info = LinearInfo(**fields)
+            known = merged.setdefault(info.name, (order, info))[1]
+            if known != info:
+                raise UnsupportedError(
+                    f"ranks disagree about {info.name}: {known} and {info}; linears are named by "
+                    "global layer_number, which must be unique"
+                )
+    return tuple(info for _, info in sorted(merged.values(), key=_model_order))
+
+
+def _model_order(entry: tuple[int, LinearInfo]) -> tuple[str, int, int, int]:
+    order, info = entry
+    block, layer_index, module = split_linear_name(info.name)
+    return block, layer_index, _DATA_FLOW.get(module.rsplit(".", 1)[-1], len(_DATA_FLOW)), order

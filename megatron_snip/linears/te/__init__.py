@@ -1,0 +1,1 @@
+"""Transformer Engine's linears: recipes per module, set between iterations."""

@@ -1,0 +1,254 @@
+"""Transformer Engine's linears under a plan: Megatron's own per-module recipes.
+
+Megatron stores `te_quant_params` on each of its Transformer Engine linears and, in every forward,
+opens the autocast that they ask for. A plan sets them; no code of Megatron or Transformer Engine
+is replaced. Two module hooks do the rest: one before the forward sets the recipe of the moment
+(the plan's, or BF16 in BF16 evaluations), one after it hands X, W and G to an observer. Three traps
+of Transformer Engine are handled here:
+
+- It rebuilds quantizers when the recipe's class changes, and (up to 2.20) not when a recipe of
+  the same class differs. So a changed option makes it drop quantizers and quantized weights.
+- It reuses quantized weights until a microbatch is marked as the first of its step. Megatron marks
+  it only in runs that quantize by default; see `FreshWeights`.
+- A linear that runs in BF16 for a while still has what it quantized before; it is dropped too.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_snip.errors import UnsupportedError
+from megatron_snip.formats import get_format
+from megatron_snip.linears import availability
+from megatron_snip.linears.availability import Backend, Machine
+from megatron_snip.linears.runtime import Mode, Runtime
+from megatron_snip.linears.te.modules import (
+    EXTENSION,
+    gathers_input,
+    input_is_split,
+    is_grouped,
+    multiplied_input,
+    output_is_split,
+    refuse_overlap,
+    shape_refusal,
+    weights_of,
+)
+from megatron_snip.linears.te.recipe import FORMAT_OF_RECIPE, TERecipe
+from megatron_snip.log import warn_once
+from megatron_snip.options import BF16, Option
+from megatron_snip.topology import Placement
+
+logger = logging.getLogger(__name__)
+
+_PARAMS = "te_quant_params"
+_FIRST_MICROBATCH = "set_is_first_microbatch"
+
+
+class PlannedTELinear:
+    """One Transformer Engine linear; see `megatron_linear.PlannedLinear`.
+
+    Attributes:
+        module: Megatron's wrapper.
+        name: of the linear.
+        placements: of its weights: one per expert of a grouped linear, else one.
+        weights: [N, K] of this shard, in the same order.
+    """
+
+    backend = Backend.TE
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        placements: Sequence[Placement],
+        runtime: Runtime,
+        machine: Machine,
+    ) -> None:
+        """Prepare.
+
+        Raises:
+            UnsupportedError: if the module's communication allows for one precision only.
+        """
+        refuse_overlap(module, placements[0].name)
+        self.module = module
+        self.name = placements[0].name
+        self.placements = tuple(placements)
+        self.weights = weights_of(module)
+        self._machine = machine
+        self._runtime = runtime
+        self._grouped = is_grouped(module)
+        self._option = BF16
+        self._planned = self._bf16 = quant_params(TERecipe())
+        self._original = getattr(module, _PARAMS)
+        self._hooks: list[Any] = []
+
+    @property
+    def option(self) -> Option:
+        """Formats of its GEMMs; assign between iterations only, on all ranks alike."""
+        return self._option
+
+    @option.setter
+    def option(self, option: Option) -> None:
+        if option == self._option:
+            return
+        self._option = option
+        self._planned = quant_params(availability.te_recipe(option, self._machine))
+        reset_quantizers(self.module)
+        if self._hooks:
+            setattr(self.module, _PARAMS, self._planned)
+
+    @property
+    def recipe(self) -> str:
+        """Label of what Transformer Engine runs."""
+        return str(availability.te_recipe(self._option, self._machine))
+
+    def refusal(self, option: Option) -> str | None:
+        """Return why this linear cannot run `option` here, or None if it can."""
+        reason = availability.te_refusal(option, self._machine)
+        if reason is not None:
+            return reason
+        recipe = availability.te_recipe(option, self._machine)
+        if self._grouped and not recipe.is_uniform:
+            return "grouped experts take one format for all three GEMMs"
+        if gathers_input(self.module) and _wgrad_is_finer(recipe):
+            return (
+                f"{option}: under sequence parallelism Transformer Engine gathers the input as "
+                "fprop quantized it, so wgrad cannot have more bits than fprop"
+            )
+        return shape_refusal(self.module, self.placements[0].expert is not None, recipe)
+
+    def install(self) -> None:
+        """Set the module's recipe from now on; idempotent."""
+        if self._hooks:
+            return
+        self._original = getattr(self.module, _PARAMS)
+        if self._original is not None:
+            warn_once(logger, "--te-precision-config-file is ignored: SNIP's plan sets recipes")
+        reset_quantizers(self.module)  # a checkpoint may hold some
+        setattr(self.module, _PARAMS, self._planned)
+        self._hooks = [
+            self.module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            self.module.register_forward_hook(self._after_forward, with_kwargs=True),
+        ]
+
+    def uninstall(self) -> None:
+        """Restore the module's own recipe; idempotent."""
+        if not self._hooks:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        setattr(self.module, _PARAMS, self._original)
+        reset_quantizers(self.module)
+
+    def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        bf16 = self._runtime.mode is Mode.BF16
+        setattr(module, _PARAMS, self._bf16 if bf16 else self._planned)
+
+    def _after_forward(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """Put a tap on the output of every weight's GEMM; an expert may have zero rows."""
+        observer = self._runtime.observer
+        if observer is None or not torch.is_grad_enabled():
+            return None  # a forward without gradients is recomputed later
+        out, bias = output
+        given = dict(zip(("x", "m_splits"), args, strict=False)) | kwargs
+        if not self._grouped:
+            tapped = observer.observe(
+                self.placements[0],
+                given["x"],
+                self.weights[0],
+                out,
+                input_is_split=input_is_split(module),
+                output_is_split=output_is_split(module),
+                prepare_input=lambda rows: multiplied_input(module, rows),
+            )
+            return tapped, bias
+        splits = given["m_splits"]
+        sizes = splits.tolist() if isinstance(splits, Tensor) else list(splits)
+        inputs, outputs = torch.split(given["x"], sizes), torch.split(out, sizes)
+        experts = zip(self.placements, inputs, self.weights, outputs, strict=True)
+        return torch.cat([observer.observe(p, x, w, y) for p, x, w, y in experts]), bias
+
+
+class FreshWeights:
+    """Makes Transformer Engine quantize the weights of one model chunk anew in every step.
+
+    Transformer Engine quantizes a weight in the first microbatch of a step and reuses the result.
+    Megatron's schedules call `set_is_first_microbatch` on each chunk, in training and evaluation.
+    But up to 0.18 Megatron passes it on only where the run quantizes by default; in a BF16 run
+    whose modules have recipes, weights would be quantized once and never again
+    (NVIDIA/Megatron-LM#5641).
+
+    So the method is overridden on the chunk, and drops the quantized weights. Setting the modules'
+    own flag would do as well, but it makes a fused weight gradient overwrite `main_grad` instead of
+    adding to it, which is wrong for a module that runs twice in a microbatch.
+    """
+
+    def __init__(self, chunk: torch.nn.Module, modules: Sequence[torch.nn.Module]) -> None:
+        """Prepare.
+
+        Args:
+            chunk: what Megatron's schedules run.
+            modules: the planned Transformer Engine linears in it.
+
+        Raises:
+            UnsupportedError: if the chunk has no such method.
+        """
+        if not hasattr(chunk, _FIRST_MICROBATCH):
+            raise UnsupportedError(
+                f"the model chunk {type(chunk).__name__} has no {_FIRST_MICROBATCH}, so quantized "
+                "weights would become stale; wrap it in a MegatronModule"
+            )
+        self._chunk: Any = chunk
+        self._modules = tuple(modules)
+        self._original: Callable[[], None] = getattr(chunk, _FIRST_MICROBATCH)
+
+    def install(self) -> None:
+        """Override the instance's method; idempotent."""
+        self._chunk.__dict__.setdefault(_FIRST_MICROBATCH, self._first_microbatch)
+
+    def uninstall(self) -> None:
+        """Restore the class's method, unless another override has replaced ours."""
+        if self._chunk.__dict__.get(_FIRST_MICROBATCH) == self._first_microbatch:
+            del self._chunk.__dict__[_FIRST_MICROBATCH]
+
+    def _first_microbatch(self) -> None:
+        for module in self._modules:
+            _drop_quantized_weights(module)
+        self._original()
+
+
+def quant_params(recipe: TERecipe) -> Any:
+    """Return Megatron's TEQuantizationParams: the same recipe in training and evaluation."""
+    extension: Any = sys.modules[EXTENSION]
+    return extension.TEQuantizationParams(extension.TEQuantizationRecipe(**recipe.fields()), None)
+
+
+def reset_quantizers(module: Any) -> None:
+    """Make Transformer Engine build a module's quantizers and quantized weights anew."""
+    module.fp8_initialized = False
+    module.fp8_meta_tensors_initialized = False
+    _drop_quantized_weights(module)
+
+
+def _drop_quantized_weights(module: Any) -> None:
+    module._fp8_workspaces.clear()
+
+
+def _wgrad_is_finer(recipe: TERecipe) -> bool:
+    """Return whether wgrad would take the input in more bits than fprop.
+
+    A shard that was quantized by two formats is dequantized from its rows, which are fprop's,
+    before it is gathered for the backward (`HybridQuantizedTensorStorage.dequantize`, 2.20).
+    """
+    fprop, wgrad = (
+        get_format(FORMAT_OF_RECIPE[name]).bits for name in (recipe.fprop, recipe.wgrad)
+    )
+    return fprop < wgrad

@@ -1,0 +1,231 @@
+"""Transformer Engine's linears in Megatron's wrappers: which they are, what they multiply.
+
+    TEColumnParallelLinear              X W^T, W sharded by out_features
+    TELayerNormColumnParallelLinear     norm(X) W^T, likewise
+    TERowParallelLinear                 X W^T, W sharded by in_features
+    TEGroupedLinear and its children    one W per expert, tokens sorted by expert
+    TELinear itself                     X W^T, the full W on every tensor-parallel rank
+
+They are recognized by Megatron's classes, without importing Transformer Engine: a model that has
+such a linear has imported them.
+
+The last kind (`parallel_mode="duplicated"`) is replicated: latent attention's down projections and
+the projections around latent experts. Under sequence parallelism each rank multiplies its own part
+of the tokens, and Megatron adds the weight's gradients; else every rank does the same work.
+
+    Y_r = X_r W^T,  dW = sum_r G_r^T X_r        X = [X_0; X_1; ...], rows in the ranks' order
+
+An observer gathers the sampled tokens of X and G from all ranks, so that every rank measures the
+same, and rank 0 reports it (`topology.TensorAxis`). (Without sequence parallelism Megatron leaves
+the positional columns of latent attention's G unreduced over these ranks: rank 0's stand for them,
+as for its own gradient.)
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from megatron_snip.errors import UnsupportedError
+from megatron_snip.linears.te.recipe import TERecipe
+from megatron_snip.topology import LinearKind
+
+EXTENSION = "megatron.core.extensions.transformer_engine"
+_KINDS: dict[str, LinearKind] = {
+    "TELayerNormColumnParallelLinear": "column",
+    "TEColumnParallelLinear": "column",
+    "TERowParallelLinear": "row",
+    "TEColumnParallelGroupedLinear": "column",
+    "TERowParallelGroupedLinear": "row",
+}
+_OVERLAPS = (
+    *("ub_overlap_ag_fprop", "ub_overlap_ag_dgrad", "ub_overlap_rs_fprop", "ub_overlap_rs_dgrad"),
+    *("ub_bulk_dgrad", "ub_bulk_wgrad"),
+)
+"""What Transformer Engine sets where a GEMM runs while tensor-parallel ranks communicate."""
+
+_TOKENS_KNOWN = frozenset(
+    {
+        *("linear_q_down_proj", "linear_kv_down_proj", "linear_qkv_down_proj"),
+        *("fc1_latent_proj", "fc2_latent_proj"),
+    }
+)
+"""Replicated modules that Megatron (0.16 to 0.19) gives a rank's own part of the tokens under
+sequence parallelism. Others may gather their input first (a sparse attention's indexer does)."""
+
+WEIGHT_MULTIPLE = {"bf16": 1, "blockwise": 16, "mxfp8": 32, "nvfp4": 32}
+"""Recipe -> what both dimensions of a weight's shard must be multiples of (tensor cores)."""
+
+TOKEN_MULTIPLE = {"bf16": 1, "blockwise": 16, "mxfp8": 32, "nvfp4": 128}
+"""Recipe -> what an expert's tokens must be multiples of. Megatron pads to 128 for FP4, because
+the Hadamard transform and the scale layout work in complete groups."""
+
+
+def te_kind(module: torch.nn.Module) -> LinearKind | None:
+    """Return how a Transformer Engine linear is sharded, or None if `module` is not one.
+
+    A plain TELinear is not sharded: it counts as a column linear with one shard.
+    """
+    classes = _classes()
+    for name, kind in _KINDS.items():
+        if name in classes and isinstance(module, classes[name]):
+            return kind
+    return "column" if "TELinear" in classes and isinstance(module, classes["TELinear"]) else None
+
+
+def is_grouped(module: torch.nn.Module) -> bool:
+    """Return whether a Transformer Engine linear holds several experts."""
+    grouped = _classes().get("TEGroupedLinear")
+    return grouped is not None and isinstance(module, grouped)
+
+
+def is_replicated(module: torch.nn.Module) -> bool:
+    """Return whether several tensor-parallel ranks hold the full weight of this linear."""
+    classes = _classes()
+    sharded = tuple(classes[name] for name in _KINDS if name in classes)
+    config: Any = getattr(module, "config", None)
+    return (
+        int(getattr(config, "tensor_model_parallel_size", 1)) > 1
+        and te_kind(module) is not None
+        and not isinstance(module, sharded)
+    )
+
+
+def knows_tokens(name: str) -> bool:
+    """Return whether it is known which tokens a replicated linear of this name multiplies."""
+    return name.rsplit(".", 1)[-1] in _TOKENS_KNOWN
+
+
+def weights_of(module: Any) -> tuple[torch.nn.Parameter, ...]:
+    """Return the weights, [N, K] of this shard each: one, or one per expert.
+
+    Raises:
+        UnsupportedError: if all experts' weights are one tensor.
+    """
+    if not is_grouped(module):
+        return (module.weight,)
+    if getattr(module, "single_grouped_weight", False):
+        raise UnsupportedError(
+            "experts whose weights are one tensor cannot be planned; drop "
+            "--moe-single-grouped-weight"
+        )
+    return tuple(getattr(module, f"weight{i}") for i in range(module.num_gemms))
+
+
+def refuse_overlap(module: Any, name: str) -> None:
+    """Refuse a linear whose tensor-parallel communication is overlapped with its GEMMs.
+
+    Megatron makes the buffers for the run's default precision, low or high, and Transformer Engine
+    fails where a module's recipe needs the other; no buffer holds NVFP4 or blockwise FP8.
+
+    Args:
+        module: a Transformer Engine linear.
+        name: of the linear.
+
+    Raises:
+        UnsupportedError: one line with the remedy.
+    """
+    if any(getattr(module, flag, False) for flag in _OVERLAPS):
+        raise UnsupportedError(
+            f"--snip cannot plan {name} ({type(module).__name__}): the buffers of overlapped "
+            "tensor-parallel communication hold one precision; drop --tp-comm-overlap"
+        )
+
+
+def gathers_input(module: Any) -> bool:
+    """Return whether the linear gathers its tokens over its tensor axis."""
+    return _is_sequence_parallel(module, "column")
+
+
+def input_is_split(module: Any) -> bool:
+    """Return whether this rank's input holds only a part of the tokens that the linear sees."""
+    return gathers_input(module) or _splits_tokens(module)
+
+
+def output_is_split(module: Any) -> bool:
+    """Return whether this rank's output holds only a part of the tokens."""
+    return _is_sequence_parallel(module, "row") or _splits_tokens(module)
+
+
+def _is_sequence_parallel(module: Any, parallel_mode: str) -> bool:
+    return bool(
+        getattr(module, "sequence_parallel", False)
+        and getattr(module, "parallel_mode", None) == parallel_mode
+        and not is_grouped(module)
+    )
+
+
+def _splits_tokens(module: Any) -> bool:
+    return is_replicated(module) and bool(module.config.sequence_parallel)
+
+
+def multiplied_input(module: Any, input: torch.Tensor) -> torch.Tensor:
+    """Return what the GEMM multiplies: the input, normalized first where a norm is fused.
+
+    The norm is computed again in FP32 and rounded once to the input's dtype, as the fused kernel
+    does up to the order of its sums.
+
+    Args:
+        module: a Transformer Engine linear.
+        input: [tokens or [s, b], K].
+    """
+    weight: torch.Tensor | None = getattr(module, "layer_norm_weight", None)
+    if weight is None:
+        return input
+    with torch.no_grad():
+        x = input.float()
+        gain = weight.float() + (1.0 if module.zero_centered_gamma else 0.0)
+        if module.normalization == "RMSNorm":
+            scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + float(module.eps))
+            normal = x * scale * gain
+        else:
+            bias: torch.Tensor = module.layer_norm_bias
+            normal = torch.nn.functional.layer_norm(
+                x, x.shape[-1:], gain, bias.float(), float(module.eps)
+            )
+        return normal.to(input.dtype)
+
+
+def shape_refusal(module: Any, is_expert: bool, recipe: TERecipe) -> str | None:
+    """Return why a linear's shapes do not fit a recipe, or None if they do.
+
+    A dense linear's tokens are those of the microbatch. An expert's tokens depend on the router,
+    and Megatron pads them only where the run's default is quantized, for that default.
+
+    Args:
+        module: a Transformer Engine linear.
+        is_expert: whether it is an expert's.
+        recipe: what it is to run.
+    """
+    shape = tuple(weights_of(module)[0].shape)
+    multiple = max(WEIGHT_MULTIPLE[name] for name in recipe)
+    if any(size % multiple for size in shape):
+        return f"its weight's shard {shape} is not a multiple of {multiple} as {recipe} needs"
+    needed = max(TOKEN_MULTIPLE[name] for name in recipe) if is_expert else 1
+    padded = padded_tokens(module.config) if is_expert else 0
+    if needed == 1 or (padded > 0 and padded % needed == 0):
+        return None
+    padding = f"padded to {padded}" if padded else "not padded"
+    return (
+        f"experts' tokens are {padding} and {recipe} needs multiples of {needed}: Megatron pads "
+        "for the run's own recipe, so give it --fp8-format or --fp4-format with that recipe"
+    )
+
+
+def padded_tokens(config: Any) -> int:
+    """Return what Megatron pads an expert's tokens to a multiple of; 0 where it does not."""
+    if getattr(config, "fp8", None):
+        return 32 if str(getattr(config, "fp8_recipe", "")).endswith("mxfp8") else 16
+    return 128 if getattr(config, "fp4", None) else 0
+
+
+def _classes() -> dict[str, type]:
+    """Return Megatron's wrappers by name, where they are imported with Transformer Engine."""
+    extension: Any = sys.modules.get(EXTENSION)
+    if extension is None or not getattr(extension, "HAVE_TE", False):
+        return {}
+    names = (*_KINDS, "TELinear", "TEGroupedLinear")
+    found = {name: getattr(extension, name, None) for name in names}
+    return {name: cls for name, cls in found.items() if isinstance(cls, type)}

@@ -1,0 +1,98 @@
+"""Quantizer factories for options that differ per GEMM, for Transformer Engine's CustomRecipe.
+
+A Transformer Engine linear quantizes each operand once, row-wise and column-wise, and every GEMM
+takes one of the two:
+
+                   row-wise        column-wise
+    input          fprop           wgrad
+    weight         fprop           dgrad
+    grad_output    dgrad           wgrad
+
+So a quantizer that combines two formats gives each GEMM its own. A factory's name is made of its
+three recipes, fprop_dgrad_wgrad: `megatron_snip.linears.te.quantizers.nvfp4_mxfp8_bf16`. Megatron's
+`custom_recipe_factory` takes that path. A name always gives the same function object, by which
+Transformer Engine recognizes that the recipe has not changed.
+
+Needs Transformer Engine's QuantizerRole, HybridQuantizer and IdentityQuantizer
+(`availability.has_per_gemm` checks). The quantizers are those of its built-in recipes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_snip.linears.te.recipe import FORMAT_OF_RECIPE
+
+Quantizer = Any
+"""A Transformer Engine quantizer."""
+
+Role = Any
+"""A Transformer Engine QuantizerRole, or None."""
+
+_DIRECTIONS = {"input": (0, 2), "weight": (0, 1), "grad_output": (1, 2)}
+"""Operand -> the GEMMs (of fprop, dgrad, wgrad) that take its rows and its columns."""
+
+
+def __getattr__(name: str) -> Callable[[Role], Quantizer]:
+    """Return the factory called `name`.
+
+    Raises:
+        AttributeError: if the name is not made of three recipes.
+    """
+    recipes = tuple(name.split("_"))
+    if len(recipes) != 3 or not set(recipes) <= set(FORMAT_OF_RECIPE):
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return _factory(recipes)
+
+
+@functools.cache
+def _factory(recipes: tuple[str, ...]) -> Callable[[Role], Quantizer]:
+    def make(role: Role) -> Quantizer:
+        return _quantizer(role, recipes)
+
+    # Checkpoints pickle a module's recipe, and with it the factory, by name.
+    make.__name__ = make.__qualname__ = "_".join(recipes)
+    make.__doc__ = f"Return a role's quantizer for fprop, dgrad, wgrad in {', '.join(recipes)}."
+    return make
+
+
+def _quantizer(role: Role, recipes: tuple[str, ...]) -> Quantizer:
+    directions = _DIRECTIONS.get(getattr(role, "tensor_type", ""))
+    if directions is None:  # outputs and input gradients stay in high precision
+        return _built_in("bf16", role)
+    row, column = (recipes[gemm] for gemm in directions)
+    if row == column:
+        return _built_in(row, role)
+    from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
+
+    return HybridQuantizer(
+        rowwise_quantizer=_built_in(row, role), columnwise_quantizer=_column(column, role)
+    )
+
+
+def _built_in(recipe: str, role: Role) -> Quantizer:
+    """Return a new quantizer as the built-in recipe has it for a role."""
+    from transformer_engine.pytorch.custom_recipes import quantizer_factories as built_in
+
+    factories = {
+        "bf16": built_in.high_precision_factory,
+        "blockwise": built_in.float8_block_scaling_factory,
+        "mxfp8": built_in.mxfp8_factory,
+        "nvfp4": built_in.nvfp4_factory,
+    }
+    return factories[recipe](role)
+
+
+def _column(recipe: str, role: Role) -> Quantizer:
+    """Return the quantizer of columns whose rows have another format.
+
+    NVFP4's 16x16 blocks of the weight serve rows and columns alike; for columns alone 1x16 tiles
+    along the contraction are finer, and Transformer Engine's own mixed recipes use them.
+    """
+    if recipe == "nvfp4" and role.tensor_type == "weight":
+        from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
+
+        return NVFP4Quantizer()
+    return _built_in(recipe, role)

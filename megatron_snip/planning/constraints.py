@@ -1,0 +1,306 @@
+"""Constraints on a plan by name, and the minimization task that they define.
+
+Every constraint has a label, so that an infeasible problem is reported with constraints that
+conflict. A deletion filter finds them: each label is dropped in turn, and stays dropped if the
+rest is still infeasible. Feasibility is exact and needs no solver: every linear takes its largest
+gain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+
+import numpy as np
+
+from megatron_snip.errors import InfeasiblePlanError, UsageError
+from megatron_snip.planning.cost import NOISE, CostTable, Floats, Ints, Mask, as_fraction
+from megatron_snip.planning.problem import canonical
+from megatron_snip.planning.settings import Balance, PlanSettings
+from megatron_snip.types import glob_matches, split_linear_name
+
+FORBIDDEN = "forbidden options"
+"""Label of the constraint that options with a null quality loss are not used."""
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """Choose one allowed column x_l for each linear l so that the sum of costs is least.
+
+        sum over stage p of gain[l, x_l]  >=  floors[p]     where the stage has a floor
+        sum over all linears of gain      >=  least         where there is an overall floor
+
+    Attributes:
+        table: the gains.
+        cost: [n, k], quality loss plus the price of a change; NaN where forbidden or padded.
+        allowed: [n, k], the columns to choose from.
+        floors: least gain of each stage, exact; None where the stage has none.
+        least: least overall gain, exact; None where there is none.
+    """
+
+    table: CostTable
+    cost: Floats
+    allowed: Mask
+    floors: tuple[Fraction | None, ...]
+    least: Fraction | None
+
+    @cached_property
+    def stage_thresholds(self) -> tuple[int | None, ...]:
+        """Floors in the units of `table.stage_row`."""
+        if not self.has_floors:
+            return (None,) * len(self.floors)
+        return tuple(map(_threshold, self.floors, self.table.stage_row.units))
+
+    @cached_property
+    def overall_threshold(self) -> int | None:
+        """`least` in the unit of `table.overall_row`."""
+        return _threshold(self.least, self.table.overall_row.units[0])
+
+    @property
+    def has_floors(self) -> bool:
+        """Whether any stage has a floor."""
+        return any(floor is not None for floor in self.floors)
+
+    def holds(self, columns: Ints) -> bool:
+        """Whether an assignment ([n] columns) satisfies the task (in the solver's integers)."""
+        table, rows = self.table, self.table.rows
+        if np.any(columns < 0) or not self.allowed[rows, columns].all():
+            return False
+        for members, threshold in zip(table.members, self.stage_thresholds, strict=True):
+            if threshold is not None:
+                gains = table.stage_row.coefficients[members, columns[members]]
+                if int(gains.sum()) < threshold:
+                    return False
+        if self.overall_threshold is None:
+            return True
+        gained = int(table.overall_row.coefficients[rows, columns].sum())
+        return gained >= self.overall_threshold
+
+    def loss(self, columns: Ints) -> float:
+        """Return the cost of an assignment, correctly rounded."""
+        return math.fsum(self.cost[self.table.rows, columns])
+
+
+@dataclass(frozen=True, eq=False)
+class FixedOption:
+    """A constraint that fixes the option of some linears.
+
+    Attributes:
+        label: as reported, e.g. `pin decoder.layers.0.*=fp8`.
+        columns: [n], the column that each linear is fixed to; -1 for linears that it leaves free.
+    """
+
+    label: str
+    columns: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Constraints:
+    """All constraints on a plan.
+
+    Attributes:
+        table: the problem's arrays.
+        cost: [n, k]; see `Task`.
+        target: least efficiency.
+        balance: whether the target holds for the model or in each stage.
+        fixed: linears whose option is fixed.
+    """
+
+    table: CostTable
+    cost: Floats
+    target: float
+    balance: Balance
+    fixed: tuple[FixedOption, ...] = ()
+
+    @cached_property
+    def targets(self) -> dict[str, int | None]:
+        """Stage of each target, by label; None for the target of the model."""
+        text = f"target {self.target:g}"
+        if self.balance != "stage":
+            return {text: None}
+        used = [p for p, rows in enumerate(self.table.members) if len(rows)]
+        return {f"{text} in stage {p}": p for p in used}
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Labels of all constraints, in the order in which conflicts list them."""
+        return (*self.targets, *(fixed.label for fixed in self.fixed), FORBIDDEN)
+
+    def task(self, active: Iterable[str] | None = None) -> Task:
+        """Return the task under the active constraints (by default all)."""
+        on = set(self.labels if active is None else active)
+        share = as_fraction(self.target) - NOISE
+        floors: list[Fraction | None] = [None] * self.table.problem.num_stages
+        least = None
+        for label, stage in self.targets.items():
+            if label in on and stage is None:
+                least = share * self.table.weight
+            elif label in on and stage is not None:
+                floors[stage] = share * self.table.stage_weights[stage]
+        return Task(self.table, self.cost, self._allowed(on), tuple(floors), least)
+
+    def checked_task(self) -> Task:
+        """Return the task under all constraints, with floors that keep the bottleneck fast.
+
+        Raises:
+            InfeasiblePlanError: if no assignment satisfies all constraints; it names some that
+                conflict and the best reachable target.
+        """
+        task = self.task()
+        columns = max_saving_assignment(task)
+        if columns is None:
+            raise self._infeasible()
+        if self.balance != "bottleneck":
+            return task
+        # The slowest stage's least time T*: a stage of base time b needs gain >= (b - T*) / rate.
+        bases, rate = self.table.stage_bases, self.table.rate
+        times = map(lambda b, g: b - rate * g, bases, self.table.stage_gains(columns))
+        slowest = max(times) * (1 + NOISE)
+        return replace(task, floors=tuple((base - slowest) / rate for base in bases))
+
+    def _allowed(self, on: set[str]) -> Mask:
+        table = self.table
+        allowed, fixable = table.listed, np.ones_like(table.listed)
+        if FORBIDDEN in on:
+            allowed, fixable = table.available, ~np.isnan(table.quality)
+        active = [fixed.columns[:, None] for fixed in self.fixed if fixed.label in on]
+        is_fixed = np.any([columns >= 0 for columns in active], axis=0) if active else False
+        allowed = np.where(is_fixed, fixable, allowed)  # an unlisted bf16 may be pinned
+        for columns in active:  # two options for a linear leave none
+            allowed &= (columns < 0) | (columns == np.arange(allowed.shape[1]))
+        return allowed
+
+    def _infeasible(self) -> InfeasiblePlanError:
+        core = self._conflicting()
+        names = [self.table.names[r] for r in np.flatnonzero(~self._allowed(set(core)).any(axis=1))]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        left = f"; no option is left for {', '.join(names[:3])}{more}" if names else ""
+        texts = [f"{c} (null quality_loss{left})" if c == FORBIDDEN else c for c in core]
+        best = self._best_target()
+        reachable = (
+            "no target can be reached with the other constraints"
+            if best is None
+            else f"the best reachable target is {_rounded_down(best)}"
+        )
+        return InfeasiblePlanError(
+            f"no plan satisfies: {'; '.join(texts)}; {reachable}", conflicts=core, best_target=best
+        )
+
+    def _conflicting(self) -> tuple[str, ...]:
+        """Return labels that are infeasible together; without any one of them they are not."""
+        core = list(self.labels)
+        for label in self.labels:
+            rest = [other for other in core if other != label]
+            if max_saving_assignment(self.task(rest)) is None:
+                core = rest
+        return tuple(core)
+
+    def _best_target(self) -> float | None:
+        """Return the highest target that the other constraints allow; None if they conflict."""
+        columns = max_saving_assignment(self.task(set(self.labels) - set(self.targets)))
+        if columns is None:
+            return None
+        if self.balance == "stage":
+            return min(self.table.stage_efficiencies(columns))
+        return min(1.0, self.table.efficiency(columns))
+
+
+def max_saving_assignment(task: Task) -> Ints | None:
+    """Return the [n] columns of largest gain, at the least cost; None if the task is infeasible."""
+    if not task.allowed.any(axis=1).all():
+        return None
+    columns = by_saving(task, most=True)
+    return columns if task.holds(columns) else None
+
+
+def by_saving(task: Task, most: bool) -> Ints:
+    """Return, by row, the allowed column of most (else least) gain; of these the cheapest."""
+    gains = task.table.overall_row.coefficients * (1 if most else -1)
+    gains = np.where(task.allowed, gains, np.iinfo(np.int64).min)
+    best = task.allowed & (gains == gains.max(axis=1, keepdims=True))
+    columns: Ints = np.where(best, np.nan_to_num(task.cost, nan=0.0), np.inf).argmin(axis=1)
+    return columns
+
+
+def make_constraints(
+    table: CostTable, settings: PlanSettings, target: float, previous: Ints | None
+) -> Constraints:
+    """Turn settings into named constraints and costs.
+
+    Args:
+        table: the problem's arrays.
+        settings: pins, balance and the price of a change.
+        target: least efficiency.
+        previous: [n], columns of the previous plan (-1 where the table has none), or None.
+
+    Raises:
+        UsageError: if a pin matches no linear, or its option is not available for a linear.
+    """
+    fixed = [_pin(table, glob, option) for glob, option in settings.pins]
+    if settings.first_layers is not None:
+        fixed.append(_edge_pin(table, *settings.first_layers, first=True))
+    if settings.last_layers is not None:
+        fixed.append(_edge_pin(table, *settings.last_layers, first=False))
+    unique = tuple({each.label: each for each in fixed}.values())
+    cost = table.quality + settings.change_penalty * changes(table, previous)
+    return Constraints(table, cost, target, settings.pipeline_balance, unique)
+
+
+def changes(table: CostTable, previous: Ints | None) -> Floats:
+    """Return [n, k], 1 where a column differs from an available option of the previous plan."""
+    if previous is None:
+        return np.zeros(table.quality.shape)
+    available = (previous >= 0) & table.available[table.rows, previous]
+    differs = np.arange(table.quality.shape[1]) != previous[:, None]
+    changed: Floats = (available[:, None] & differs).astype(np.float64)
+    return changed
+
+
+def _threshold(least: Fraction | None, unit: Fraction) -> int | None:
+    # Gains are never negative. A floor far below 0 would not fit the solver's integers.
+    return None if least is None else max(0, math.ceil(least / unit))
+
+
+def _pin(table: CostTable, glob: str, option: str) -> FixedOption:
+    label = f"pin {glob}={option}"
+    rows = [i for i, name in enumerate(table.names) if glob_matches(name, glob)]
+    if not rows:
+        example = table.names[0]
+        text = f"{label}: no linear's name matches; names look like '{example}'"
+        raise UsageError(text, field="pins")
+    return _fixed(table, label, rows, option)
+
+
+def _edge_pin(table: CostTable, count: int, option: str, first: bool) -> FixedOption:
+    """Fix the linears of the first or last `count` layers of every block."""
+    label = f"{'first' if first else 'last'} {count} layers in {option}"
+    try:
+        places = [split_linear_name(name)[:2] for name in table.names]
+    except ValueError as error:
+        raise UsageError(f"{label}: {error}") from None
+    edge = set()
+    for block in {block for block, _ in places}:
+        layers = sorted({layer for other, layer in places if other == block}, reverse=not first)
+        edge |= {(block, layer) for layer in layers[:count]}
+    return _fixed(table, label, [i for i, place in enumerate(places) if place in edge], option)
+
+
+def _fixed(table: CostTable, label: str, rows: Sequence[int], option: str) -> FixedOption:
+    found = table.columns_of([canonical(option)] * len(table.rows))
+    columns = np.full(len(table.rows), -1, dtype=np.int64)
+    columns[rows] = found[rows]
+    for row in rows:
+        if found[row] < 0:
+            raise UsageError(
+                f"{label}: '{option}' is not an option of '{table.names[row]}' "
+                f"({', '.join(table.options(row))})"
+            )
+    return FixedOption(label, columns)
+
+
+def _rounded_down(value: float) -> str:
+    """Return a decimal that is not above `value`, so that it can be used as a target."""
+    return f"{np.floor(value * 1e6) / 1e6:.6f}".rstrip("0").rstrip(".") or "0"

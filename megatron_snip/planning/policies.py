@@ -1,0 +1,311 @@
+"""Policies: who chooses the option of every linear.
+
+    snip                    minimizes the quality loss (the integer program of the paper)
+    greedy                  takes the steps of least loss per gain until the target is reached;
+                            this is the linear relaxation, rounded up
+    random, min-abs-err,    order the linears and lower them in turn, each from its option of least
+    min-rel-err,            gain to its option of most gain, until the target is reached
+    layer-type, layer-id
+    uniform-OPTION, none    one option everywhere, or the previous plan; they respect pins and
+                            forbidden options and ignore the target
+
+A new policy is an entry in `POLICIES`; most need only an order (`lowered_in`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import numpy as np
+
+from megatron_snip.errors import UsageError, did_you_mean
+from megatron_snip.options import BF16
+from megatron_snip.planning.constraints import Constraints, FixedOption, Task, by_saving
+from megatron_snip.planning.cost import Ints
+from megatron_snip.planning.problem import canonical
+from megatron_snip.planning.search import Solution, lower_bound, solve
+from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.types import natural_key, split_linear_name
+
+UNIFORM = "uniform-"
+"""Prefix of the policies that give every linear one option."""
+
+KIND_ORDER = ("linear_fc1", "linear_proj", "linear_qkv", "linear_fc2")
+"""Order of `layer-type`, the first to be lowered first; other kinds come before all of them. fc2
+has the outliers of gated activations and qkv the softmax behind it, so they come last."""
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """The input of a policy.
+
+    Attributes:
+        constraints: `constraints.checked_task()` resolves them or raises InfeasiblePlanError.
+        settings: policy, seed, workers, gap.
+        hint: [n], columns of the previous plan (-1 where the table has none), or None.
+        iteration: of the statistics; see `PrecisionPlan`.
+        deadline: value of `time.monotonic()` at which the solver stops.
+    """
+
+    constraints: Constraints
+    settings: PlanSettings
+    hint: Ints | None
+    iteration: int
+    deadline: float
+
+
+Decide = Callable[[Request], Solution]
+Order = Callable[[Request, Task], list[int]]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A way to choose the options.
+
+    Attributes:
+        name: as users write it.
+        decide: chooses. It raises InfeasiblePlanError if the constraints cannot be met, and
+            UsageError if the problem lacks what the policy needs.
+        needs_statistics: whether it compares measured numbers. The plan of other policies depends
+            on names, FLOPs and settings only.
+        granularity: `gemm` if it weighs every option of a linear, `linear` if a linear is either
+            at its highest or at its lowest precision.
+        heeds_target: whether it reaches the efficiency target.
+    """
+
+    name: str
+    decide: Decide
+    needs_statistics: bool
+    granularity: Literal["linear", "gemm"]
+    heeds_target: bool = True
+
+
+def policy_names() -> tuple[str, ...]:
+    """Return all names, as help texts list them."""
+    return (*POLICIES, f"{UNIFORM}OPTION")
+
+
+def get_policy(name: str) -> Policy:
+    """Return the policy called `name`.
+
+    Raises:
+        UsageError: if it is unknown; the message lists the known ones.
+    """
+    if name.startswith(UNIFORM) and len(name) > len(UNIFORM):
+        decide = partial(_uniform, name.removeprefix(UNIFORM))
+        return Policy(name, decide, False, "linear", heeds_target=False)
+    if name not in POLICIES:
+        hint = did_you_mean(name, POLICIES)
+        raise UsageError(f"unknown policy '{name}'{hint}; known: {', '.join(policy_names())}")
+    return POLICIES[name]
+
+
+def lowered_in(order: Order) -> Decide:
+    """Return the policy that lowers one linear after the other until the target is reached.
+
+    The target is exceeded by at most one linear (per stage, where stages have targets).
+    """
+
+    def decide(request: Request) -> Solution:
+        task = request.constraints.checked_task()
+        low, start = by_saving(task, most=True), highest_precision(task)
+        gains, rows = task.table.overall_row.coefficients, task.table.rows
+        gaining = gains[rows, low] > gains[rows, start]
+        steps = [(row, int(low[row])) for row in order(request, task) if gaining[row]]
+        return Solution(greedy_fill(task, start, steps), "feasible", lower_bound(task))
+
+    return decide
+
+
+def highest_precision(task: Task) -> Ints:
+    """Return, by row, the allowed column of least gain; of these the one of least cost."""
+    return by_saving(task, most=False)
+
+
+def greedy_fill(task: Task, start: Ints, steps: Iterable[tuple[int, int]]) -> Ints:
+    """Apply steps in order, each only where it is still needed.
+
+    Args:
+        task: whose floors must be reached.
+        start: [n], columns to start from.
+        steps: (row, column) in the policy's order; every step gains.
+
+    Returns:
+        [n] columns; they satisfy the task if the steps suffice.
+    """
+    table, columns = task.table, start.copy()
+    overall = table.overall_row.coefficients
+    missing = (task.overall_threshold or 0) - int(overall[table.rows, start].sum())
+    gains = table.stage_row.coefficients if task.has_floors else overall
+    stage_missing = [
+        0 if threshold is None else threshold - int(gains[rows, start[rows]].sum())
+        for rows, threshold in zip(table.members, task.stage_thresholds, strict=True)
+    ]
+    postponed = []
+    for row, column in steps:
+        stage = int(table.stage[row])
+        if stage_missing[stage] <= 0:
+            postponed.append((row, column))
+            continue
+        missing -= int(overall[row, column] - overall[row, columns[row]])
+        stage_missing[stage] -= int(gains[row, column] - gains[row, columns[row]])
+        columns[row] = column
+    for row, column in postponed:
+        if missing <= 0:
+            break
+        missing -= int(overall[row, column] - overall[row, columns[row]])
+        columns[row] = column
+    return columns
+
+
+def _snip(request: Request) -> Solution:
+    task, hint = request.constraints.checked_task(), request.hint
+    if hint is not None:
+        known = (hint >= 0) & (task.table.listed | task.allowed)[task.table.rows, hint]
+        hint = hint if known.all() else None
+    found = solve(task, request.settings, hint, request.deadline)
+    if hint is not None and task.holds(hint) and task.loss(hint) <= task.loss(found.columns):
+        return replace(found, columns=hint)  # ties do not change the plan
+    return found
+
+
+def _greedy(request: Request) -> Solution:
+    task = request.constraints.checked_task()
+    gains = np.where(task.allowed, task.table.overall_row.coefficients, -1)
+    start: Ints = np.lexsort((-gains, np.where(task.allowed, task.cost, np.inf)), axis=1)[:, 0]
+    steps = sorted(
+        (step for row in range(len(start)) for step in _hull_steps(task, row, int(start[row]))),
+        key=lambda step: step[0],
+    )  # slopes grow along a hull, so the stable sort keeps each linear's steps in order
+    columns = greedy_fill(task, start, [(row, column) for _, row, column in steps])
+    return Solution(columns, "feasible", lower_bound(task))
+
+
+def _hull_steps(task: Task, row: int, start: int) -> list[tuple[float, int, int]]:
+    """Return (cost per gain, row, column) of each step along a linear's lower convex hull."""
+    gains, cost = task.table.overall_row.coefficients[row].tolist(), task.cost[row].tolist()
+    points = {c: (gains[c], cost[c]) for c in np.flatnonzero(task.allowed[row]).tolist()}
+    steps: list[tuple[float, int, int]] = []
+    gain, loss = points[start]
+    while True:
+        slopes = [((q - loss) / (g - gain), -g, c) for c, (g, q) in points.items() if g > gain]
+        if not slopes:
+            return steps
+        slope, _, column = min(slopes)
+        steps.append((slope, row, column))
+        gain, loss = points[column]
+
+
+def _random(request: Request, task: Task) -> list[int]:
+    """Shuffle; the same seed and iteration give the same order."""
+    # Plans before training (iteration 0) and from the first iteration share an order.
+    seed = [request.settings.seed, request.iteration]
+    rows: list[int] = np.random.default_rng(seed).permutation(len(task.table.rows)).tolist()
+    return rows
+
+
+def _by_score(score: str) -> Order:
+    """Order by a score of the option of most gain, the least first, unknown values last."""
+
+    def order(request: Request, task: Task) -> list[int]:
+        low, high = by_saving(task, most=True), highest_precision(task)
+        rows = np.flatnonzero(low != high).tolist()  # others cannot be lowered
+        scores = {row: _score(request, score, row, int(low[row])) for row in rows}
+        return sorted(rows, key=lambda row: (scores[row], row))
+
+    return order
+
+
+def _score(request: Request, score: str, row: int, column: int) -> float:
+    table = request.constraints.table
+    linear = table.problem.linears[row]
+    costs = list(linear.options.values())
+    scores = costs[column].scores if column < len(costs) else {}
+    if score not in scores:
+        raise UsageError(
+            f"policy '{request.settings.policy}' needs the score '{score}' of option "
+            f"'{table.options(row)[column]}' for '{linear.name}', and the problem has none; "
+            "use a problem that a run wrote at a refresh"
+        )
+    value = scores[score]
+    return math.inf if value is None else value
+
+
+def _layer_type(request: Request, task: Task) -> list[int]:
+    """Order by kind of linear (`KIND_ORDER`), then by position in the model."""
+
+    def key(row: int) -> tuple[int, object]:
+        kind = task.table.names[row].rsplit(".", 1)[-1]
+        rank = KIND_ORDER.index(kind) + 1 if kind in KIND_ORDER else 0
+        return rank, natural_key(task.table.names[row])
+
+    return sorted(range(len(task.table.rows)), key=key)
+
+
+def _layer_id(request: Request, task: Task) -> list[int]:
+    """Order from the middle layer outwards, so that the first and last layers come last."""
+    layers = []
+    for row, name in enumerate(task.table.names):
+        try:
+            layers.append(split_linear_name(name)[1])
+        except ValueError:  # no layer in the name: the position in the file
+            layers.append(row)
+    last = max(layers)
+
+    def key(row: int) -> tuple[float, object]:
+        depth = layers[row] / last if last else 0.5
+        return abs(depth - 0.5), natural_key(task.table.names[row])
+
+    return sorted(range(len(layers)), key=key)
+
+
+def _uniform(option: str, request: Request) -> Solution:
+    table = request.constraints.table
+    columns = table.columns_of([canonical(option)] * len(table.rows))
+    return _fixed(request, columns, canonical(option))
+
+
+def _none(request: Request) -> Solution:
+    if request.hint is None:
+        return _uniform(str(BF16), request)
+    return _fixed(request, request.hint, "the previous plan's option")
+
+
+def _fixed(request: Request, columns: Ints, wanted: str) -> Solution:
+    """Set every linear that is not pinned to `columns`, as one more pin."""
+    constraints, policy = request.constraints, request.settings.policy
+    pinned = np.zeros(len(columns), dtype=np.bool_)
+    for each in constraints.fixed:
+        pinned |= each.columns >= 0
+    missing = np.flatnonzero((columns < 0) & ~pinned).tolist()
+    if missing:
+        raise UsageError(
+            f"policy '{policy}': {wanted} is not an option of "
+            f"'{constraints.table.names[missing[0]]}' "
+            f"({', '.join(constraints.table.options(missing[0]))})"
+        )
+    own = FixedOption(f"policy {policy}", np.where(pinned, -1, columns))
+    fixed = (*constraints.fixed, own)
+    task = replace(constraints, target=0.0, balance="none", fixed=fixed).checked_task()
+    only: Ints = task.allowed.argmax(axis=1)
+    return Solution(only, "fixed", task.loss(only))
+
+
+POLICIES: dict[str, Policy] = {
+    policy.name: policy
+    for policy in (
+        Policy("snip", _snip, True, "gemm"),
+        Policy("random", lowered_in(_random), False, "linear"),
+        Policy("min-abs-err", lowered_in(_by_score("abs_error")), True, "linear"),
+        Policy("min-rel-err", lowered_in(_by_score("rel_error")), True, "linear"),
+        Policy("layer-type", lowered_in(_layer_type), False, "linear"),
+        Policy("layer-id", lowered_in(_layer_id), False, "linear"),
+        Policy("greedy", _greedy, True, "gemm"),
+        Policy("none", _none, False, "linear", heeds_target=False),
+    )
+}
+"""Every policy by name, except `uniform-OPTION`, which is made from its option."""

@@ -1,0 +1,198 @@
+"""Quantizing an operand of a GEMM: which tiles, along which dimension, rounded how, and by whom.
+
+Tiles run along the contraction dimension, so the same tensor is tiled differently in two GEMMs. In
+a tensor's own [rows, cols], with `t` the format's tile and (r, c) its weight block:
+
+    fprop  input       [M, K]  (1, t)         weight  [N, K]  (r, c)
+    dgrad  grad_output [M, N]  (1, t)         weight  [N, K]  (c, r)
+    wgrad  grad_output [M, N]  (t, 1)         input   [M, K]  (t, 1)
+
+With a square weight block one quantized weight serves both fprop and dgrad. grad_output is rounded
+stochastically in formats that ask for it, everything else to nearest even. In formats with a
+Hadamard transform, wgrad's operands are both rotated first, which leaves their product unchanged.
+
+Triton kernels quantize CUDA tensors, the reference all others (`kernels.launch.choose`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_snip.formats import Format, ScaleType, get_format
+from megatron_snip.kernels import launch
+from megatron_snip.kernels.launch import NO_RANDOM, PhiloxArguments
+from megatron_snip.quantizers import reference
+from megatron_snip.quantizers.hadamard import rotate_tokens
+from megatron_snip.quantizers.reference import Block
+from megatron_snip.quantizers.scaling import tensor_amax_of
+from megatron_snip.quantizers.stochastic import StochasticStream
+from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand
+
+
+def operand_block(fmt: Format, operand: Operand, gemm: Gemm) -> Block:
+    """Return (rows, cols) of a tile in the operand's own [rows, cols].
+
+    Raises:
+        ValueError: if `operand` does not enter `gemm`.
+    """
+    if operand not in GEMM_OPERANDS[gemm]:
+        raise ValueError(f"{operand} does not enter {gemm}")
+    if operand is Operand.WEIGHT:
+        rows, cols = fmt.weight_block
+        return (rows, cols) if gemm is Gemm.FPROP else (cols, rows)
+    return (fmt.tile, 1) if gemm is Gemm.WGRAD else (1, fmt.tile)
+
+
+def is_stochastic(fmt: Format, operand: Operand) -> bool:
+    """Return whether the format rounds this operand stochastically (and so needs a stream)."""
+    return fmt.stochastic_grad and operand is Operand.GRAD_OUTPUT
+
+
+def needs_tensor_amax(fmt: Format) -> bool:
+    """Return whether the largest magnitude over all of a tensor's shards must be known first."""
+    return fmt.scale is ScaleType.E4M3
+
+
+def rotated(x: Tensor, fmt: Format, gemm: Gemm) -> Tensor:
+    """Return the [tokens, cols] that `gemm` quantizes: x, or its Hadamard transform (FP32)."""
+    if gemm is not Gemm.WGRAD or not fmt.wgrad_hadamard:
+        return x
+    return rotate_tokens(x, fmt.wgrad_hadamard)
+
+
+@torch.no_grad()
+def quantize_dequantize(
+    x: Tensor,
+    fmt: Format,
+    block: Block,
+    *,
+    stream: StochasticStream | None = None,
+    tensor_amax: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return what is left of a matrix; `reference.quantize_dequantize` has the contract.
+
+    Here `tensor_amax` None takes x's own, and the device decides who computes.
+    """
+    reference.check(x, fmt, block)
+    amax = tensor_amax_of(x, fmt, tensor_amax)
+    if launch.choose(x.device, block).path is launch.Path.REFERENCE:
+        return reference.quantize_dequantize(
+            x, fmt, block, stream=stream, tensor_amax=amax, dtype=dtype
+        )
+    random = _philox_arguments(stream, x.shape[1])
+    return launch.quantize_dequantize(x, fmt, block, dtype=dtype, random=random, tensor_amax=amax)
+
+
+def quantize_dequantize_operand(
+    x: Tensor,
+    fmt: str | Format,
+    operand: Operand,
+    gemm: Gemm,
+    *,
+    stream: StochasticStream | None = None,
+    tensor_amax: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return what `gemm` sees of `operand`: quantized and dequantized.
+
+    Args:
+        x: [.., cols], BF16 or FP32, any strides; leading dims are flattened to rows (tokens).
+        fmt: the format or its name; bf16 returns x itself (detached, cast to `dtype`).
+        operand: what x is.
+        gemm: what it enters.
+        stream: the tensor's random numbers; its role is set here. Needed for stochastic rounding.
+        tensor_amax: FP32 scalar, see `needs_tensor_amax`; None takes x's own.
+        dtype: of the result; None is x's own.
+
+    Returns:
+        x's shape.
+
+    Raises:
+        ValueError: if stochastic rounding is due and there is no stream, if `operand` does not
+            enter `gemm`, or on a dtype that cannot be quantized.
+    """
+    fmt = get_format(fmt) if isinstance(fmt, str) else fmt
+    dtype = x.dtype if dtype is None else dtype
+    if not fmt.quantized:
+        return x.detach().to(dtype)
+    block, used = operand_block(fmt, operand, gemm), _stream_of(fmt, operand, gemm, stream)
+    source = rotated(x.detach().flatten(0, -2), fmt, gemm)
+    out = quantize_dequantize(source, fmt, block, stream=used, tensor_amax=tensor_amax, dtype=dtype)
+    return out.view(x.shape)
+
+
+@torch.no_grad()
+def quantize_dequantize_pair(
+    x: Tensor,
+    formats: tuple[str | Format, str | Format],
+    operand: Operand,
+    *,
+    stream: StochasticStream | None = None,
+    tensor_amax: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return what two GEMMs see of `operand`; kernels read it once for both.
+
+    The results are bit for bit those of two calls of `quantize_dequantize_operand`, whose
+    arguments these are.
+
+    Args:
+        x: [.., cols].
+        formats: for the GEMM along the row (fprop of input, dgrad of grad_output) and for wgrad.
+        operand: input or grad_output.
+        stream: random numbers.
+        tensor_amax: for E4M3 scales.
+        dtype: of the results.
+
+    Returns:
+        Two tensors of x's shape: for the first GEMM, and for wgrad.
+    """
+    row, col = (get_format(f) if isinstance(f, str) else f for f in formats)
+    row_gemm = Gemm.FPROP if operand is Operand.INPUT else Gemm.DGRAD
+    each = ((row, row_gemm), (col, Gemm.WGRAD))
+    blocks = operand_block(row, operand, row_gemm), operand_block(col, operand, Gemm.WGRAD)
+    together = row.quantized and col.quantized and not col.wgrad_hadamard
+    if not together or launch.choose(x.device, *blocks).path is launch.Path.REFERENCE:
+        first, second = (
+            quantize_dequantize_operand(
+                x, fmt, operand, gemm, stream=stream, tensor_amax=tensor_amax, dtype=dtype
+            )
+            for fmt, gemm in each
+        )
+        return first, second
+    source = x.detach().flatten(0, -2)
+    for fmt, block in zip((row, col), blocks, strict=True):
+        reference.check(source, fmt, block)
+    random = [_philox_arguments(_stream_of(f, operand, g, stream), x.shape[-1]) for f, g in each]
+    amax = next((a for f, _ in each if (a := tensor_amax_of(x, f, tensor_amax)) is not None), None)
+    a, b = launch.quantize_dequantize_both(
+        source,
+        (row, col),
+        blocks,
+        dtype=x.dtype if dtype is None else dtype,
+        random=(random[0], random[1]),
+        tensor_amax=amax,
+    )
+    return a.view(x.shape), b.view(x.shape)
+
+
+def _stream_of(
+    fmt: Format, operand: Operand, gemm: Gemm, stream: StochasticStream | None
+) -> StochasticStream | None:
+    """Return the stream to round with; None rounds to nearest even."""
+    if not is_stochastic(fmt, operand):
+        return None
+    if stream is None:
+        raise ValueError(f"{operand} in {fmt.name} is rounded stochastically and needs a stream")
+    return stream.for_role(operand, gemm)
+
+
+def _philox_arguments(stream: StochasticStream | None, cols: int) -> PhiloxArguments:
+    if stream is None:
+        return NO_RANDOM
+    places, word = stream.layout.column_map(cols), stream.key.word
+    sharded = places.local_chunk != places.global_cols
+    mode = (2 if sharded else 1) if places.aligned else 3
+    return PhiloxArguments(word - 2**64 if word >= 2**63 else word, *places, mode)

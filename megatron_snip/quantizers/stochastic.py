@@ -1,0 +1,254 @@
+"""Random numbers of stochastic rounding: the same on every backend and in every parallel layout.
+
+An element's number depends on a key, which names the tensor and the time, and on the element's
+index in the GLOBAL tensor, and on nothing else:
+
+    index   = row * global_cols + global_col
+    counter = index // 8,  lane = index % 8
+
+So results do not depend on block shape, on the order of work or on tensor-parallel sharding, and
+recomputing a tensor draws the same numbers. A sharded linear's grad_output holds some of the global
+columns: columns [rank * cols, (rank + 1) * cols), or, in a gated fc1 whose local columns are
+[gate_r; up_r] while the global ones are [gate; up], one such range in each of two chunks.
+
+The generator is Philox4x32 with 7 rounds, the fewest that pass every test of BigCrush (Salmon et
+al., "Parallel random numbers: as easy as 1, 2, 3", SC'11). A round maps (c0, c1, c2, c3) under the
+key (k0, k1), all 32-bit words, to
+
+    c0' = hi(B * c2) ^ c1 ^ k0      c1' = lo(B * c2)
+    c2' = hi(A * c0) ^ c3 ^ k1      c3' = lo(A * c0)
+
+after which k0 += 0x9E3779B9 and k1 += 0xBB67AE85 (mod 2^32). The words for counter (lo, hi, 0, 0)
+are those of `triton.language.randint4x(key, counter, n_rounds=7)`. One counter serves 8 elements:
+lane j is the 16-bit half j % 2 (low half first) of word j // 2, as a signed integer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_snip.topology import Placement
+from megatron_snip.types import Gemm, Operand
+
+NUM_ROUNDS = 7
+LANES = 8
+"""Elements that share a counter: four 32-bit words of two halves each."""
+
+_MULTIPLIER_A = 0xD2511F53
+_MULTIPLIER_B = 0xCD9E8D57
+_WEYL_0 = 0x9E3779B9
+_WEYL_1 = 0xBB67AE85
+_WORD = 0xFFFFFFFF
+
+assert sys.byteorder == "little", "the lanes of a counter are laid out for little-endian machines"
+
+
+@dataclass(frozen=True)
+class StreamKey:
+    """Names a tensor and a time: equal keys draw equal numbers, different keys unrelated ones.
+
+    Attributes:
+        seed: the run's seed.
+        linear: the linear's name, the same on every rank (`types.linear_name`).
+        iteration: Megatron's, 1-based.
+        microbatch: the microbatch's index within the iteration over ALL data- and context-parallel
+            ranks, e.g. local_index * dp_size + dp_rank; these ranks hold different tokens and
+            must not share numbers.
+        role: which copy of the tensor, e.g. `grad_output.wgrad`; the copies of grad_output for
+            dgrad and for wgrad round independently. `StochasticStream.for_role` sets it.
+    """
+
+    seed: int
+    linear: str
+    iteration: int
+    microbatch: int
+    role: str = ""
+
+    @property
+    def word(self) -> int:
+        """The 64-bit Philox key.
+
+        It is BLAKE2b-64 of `seed|linear|iteration|microbatch|role` in ASCII, read little-endian.
+        """
+        return _hash_word(
+            f"{self.seed}|{self.linear}|{self.iteration}|{self.microbatch}|{self.role}"
+        )
+
+
+@lru_cache(maxsize=4096)
+def _hash_word(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+class ColumnMap(NamedTuple):
+    """The integers that map a local column to its global column; kernels take them as they are.
+
+    global column = (col // local_chunk) * global_chunk + col_start + col % local_chunk
+    """
+
+    global_cols: int
+    local_chunk: int
+    global_chunk: int
+    col_start: int
+
+    @property
+    def aligned(self) -> bool:
+        """Whether 8 neighbors (from a multiple of 8) always share one counter."""
+        return all(part % LANES == 0 for part in self)
+
+    def columns(self, local: Tensor) -> Tensor:
+        """Return the global columns of local ones (int64)."""
+        if self.local_chunk == self.global_cols:
+            return local
+        chunk = local // self.local_chunk
+        return chunk * self.global_chunk + self.col_start + local % self.local_chunk
+
+
+@dataclass(frozen=True)
+class StreamLayout:
+    """Which columns of the global tensor a local tensor holds.
+
+    Attributes:
+        global_cols: columns of the global tensor; None means that no column is sharded.
+        col_start: this shard's first column within each chunk of the global tensor.
+        num_chunks: equal chunks of local and global columns; 2 for a gated fc1.
+    """
+
+    global_cols: int | None = None
+    col_start: int = 0
+    num_chunks: int = 1
+
+    @classmethod
+    def shard(
+        cls, local_cols: int, rank: int, world_size: int, num_chunks: int = 1
+    ) -> StreamLayout:
+        """Return the layout of rank `rank`'s part of columns sharded evenly over `world_size`.
+
+        Raises:
+            ValueError: if `local_cols` is no multiple of `num_chunks`.
+        """
+        if local_cols % num_chunks:
+            raise ValueError(f"{local_cols} columns do not divide into {num_chunks} chunks")
+        return cls(local_cols * world_size, rank * (local_cols // num_chunks), num_chunks)
+
+    def column_map(self, cols: int) -> ColumnMap:
+        """Return the map for a local tensor of `cols` columns.
+
+        Raises:
+            ValueError: if the columns do not fit into the global tensor.
+        """
+        total = cols if self.global_cols is None else self.global_cols
+        if cols % self.num_chunks or total % self.num_chunks:
+            raise ValueError(
+                f"{cols} local and {total} global columns must divide into {self.num_chunks} chunks"
+            )
+        local_chunk, global_chunk = cols // self.num_chunks, total // self.num_chunks
+        if self.col_start + local_chunk > global_chunk:
+            raise ValueError(
+                f"columns [{self.col_start}, {self.col_start + local_chunk}) lie outside the "
+                f"{global_chunk} global columns of a chunk"
+            )
+        return ColumnMap(total, local_chunk, global_chunk, self.col_start)
+
+
+@dataclass(frozen=True)
+class StochasticStream:
+    """The random numbers of one tensor: a key, and which columns of the global tensor it holds."""
+
+    key: StreamKey
+    layout: StreamLayout = field(default_factory=StreamLayout)
+
+    def for_role(self, operand: Operand, gemm: Gemm) -> StochasticStream:
+        """Return the stream of `operand`'s copy that enters `gemm`."""
+        return replace(self, key=replace(self.key, role=f"{operand}.{gemm}"))
+
+    def bits16(
+        self, rows: range, cols: range, num_cols: int, device: torch.device | None = None
+    ) -> Tensor:
+        """Draw for the elements at `rows` x `cols` of a local [*, num_cols] tensor.
+
+        Args:
+            rows: rows, step 1.
+            cols: local columns, step 1.
+            num_cols: columns of the entire local tensor.
+            device: where to draw; the numbers are the same everywhere.
+
+        Returns:
+            [len(rows), len(cols)], int16.
+
+        Raises:
+            ValueError: if `num_cols` does not fit the layout.
+        """
+        places = self.layout.column_map(num_cols)
+        first = torch.arange(rows.start, rows.stop, device=device)
+        base = first.mul_(places.global_cols).unsqueeze(1)  # [rows, 1]
+        if places.aligned and cols.start % LANES == 0 and len(cols) % LANES == 0:
+            local = torch.arange(cols.start, cols.stop, LANES, device=device)
+            counters = (base + places.columns(local)) >> 3
+            return random_bits16(counters, self.key.word).view(len(rows), len(cols))
+        index = base + places.columns(torch.arange(cols.start, cols.stop, device=device))
+        lanes = random_bits16(index >> 3, self.key.word)
+        return lanes.gather(-1, (index & 7).unsqueeze(-1)).squeeze(-1)
+
+
+def grad_output_stream(
+    seed: int, placement: Placement, iteration: int, microbatch: int
+) -> StochasticStream:
+    """Return the stream of a linear's grad_output [M, N] in one microbatch.
+
+    Args:
+        seed: the run's seed.
+        placement: which linear and shard; `column` shards the columns of grad_output.
+        iteration: Megatron's, 1-based.
+        microbatch: global index of the microbatch (over data ranks) within the iteration.
+    """
+    layout, axis = StreamLayout(), placement.tensor
+    if placement.kind == "column":
+        cols = placement.out_features // axis.size
+        layout = StreamLayout.shard(cols, axis.shard, axis.size, placement.num_chunks)
+    return StochasticStream(StreamKey(seed, placement.instance, iteration, microbatch), layout)
+
+
+def random_bits16(counters: Tensor, key: int) -> Tensor:
+    """Return 8 signed 16-bit random integers for each counter.
+
+    Args:
+        counters: [...], int64, non-negative.
+        key: 64-bit unsigned, see `StreamKey.word`.
+
+    Returns:
+        [..., 8], int16, uniform over all 65536 values.
+    """
+    # The first round is written out: with c2 = c3 = 0 half of its products vanish.
+    key0, key1 = key & _WORD, (key >> 32) & _WORD
+    c3 = (counters & _WORD).mul_(_MULTIPLIER_A)
+    c2 = (c3 >> 32).bitwise_xor_(key1).bitwise_and_(_WORD)
+    c0 = (counters >> 32).bitwise_xor_(key0)
+    c1 = torch.zeros_like(c0)
+    product_a, product_b = torch.empty_like(c0), torch.empty_like(c0)
+    for _ in range(NUM_ROUNDS - 1):
+        key0, key1 = (key0 + _WEYL_0) & _WORD, (key1 + _WEYL_1) & _WORD
+        # The int64 products wrap, which leaves their 64 bits right. c1 and c3 hold the full
+        # product; the mask after the xor removes what is above 32 bits.
+        torch.mul(c0, _MULTIPLIER_A, out=product_a)
+        torch.mul(c2, _MULTIPLIER_B, out=product_b)
+        _mix(c0, product_b, c1, key0)
+        _mix(c2, product_a, c3, key1)
+        c1, c3, product_b, product_a = product_b, product_a, c1, c3
+    packed = torch.empty((*counters.shape, 2), dtype=torch.int64, device=counters.device)
+    for i, (low, high) in enumerate(((c0, c1), (c2, c3))):
+        torch.bitwise_or(low, high.bitwise_left_shift_(32), out=packed[..., i])
+    return packed.view(torch.int16)
+
+
+def _mix(word: Tensor, product: Tensor, other: Tensor, key: int) -> None:
+    """Set word to (hi(product) ^ other ^ key), cut to 32 bits."""
+    torch.bitwise_right_shift(product, 32, out=word)
+    word.bitwise_xor_(other).bitwise_xor_(key).bitwise_and_(_WORD)

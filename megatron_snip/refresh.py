@@ -1,0 +1,205 @@
+"""A refresh: observes training iterations, and makes a planning problem from what they show.
+
+an observed iteration    a part of the linears is measured while it runs (statistics/observer)
+its end                  one all-reduce; the statistics join their running mean
+after the last part      statistics -> divergences -> planning problem
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megatron_snip.collectives import RemoteFailure, any_rank
+from megatron_snip.config import SnipConfig
+from megatron_snip.divergence.quality_loss import (
+    QualitySettings,
+    divergence_table,
+    planning_problem,
+)
+from megatron_snip.formats import Format
+from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.moe_dispatch import ExpertDispatch
+from megatron_snip.linears.step_loss import StepLoss
+from megatron_snip.linears.training_step import TrainingStep
+from megatron_snip.options import Option
+from megatron_snip.planning.policies import get_policy
+from megatron_snip.reporting.events import Measurement
+from megatron_snip.statistics.observer import MeasureSettings, StepObserver
+from megatron_snip.statistics.optimizer_state import steps_of_moments
+from megatron_snip.statistics.records import StatisticsTable, running_mean
+from megatron_snip.statistics.sensitivity import gather_sensitivities
+from megatron_snip.topology import Topology
+
+Results = list[dict[str, Any]]
+"""What Megatron's forward-backward function returns."""
+
+MIN_OPTIMIZER_STEPS = 10
+"""Statistics use AdamW's second moment, which means little after fewer steps."""
+
+
+def moments_are_young(optimizer: Any, topology: Topology) -> bool:
+    """All ranks: whether AdamW's moments have seen too few steps on any rank."""
+    steps = steps_of_moments(optimizer)
+    return any_rank(steps is not None and steps < MIN_OPTIMIZER_STEPS, topology.control)
+
+
+class Schedule:
+    """Which iterations measure what; the same on all ranks.
+
+    A refresh that begins at iteration i observes iterations i, i + 1, ..., each of which measures
+    one of `num_parts` parts of the linears.
+
+    Attributes:
+        static: the policy needs no statistics, so its plan holds from the first iteration on.
+        replans: refreshes lead to plans.
+        num_parts: iterations that one refresh observes.
+        refreshed: the first iteration of the last refresh that began, or None.
+        waiting: a refresh is due and waits until `may_measure` allows it.
+    """
+
+    def __init__(
+        self,
+        config: SnipConfig,
+        may_measure: Callable[[int], bool],
+        refreshed: int | None = None,
+    ) -> None:
+        """Start, or continue after the refresh that began at iteration `refreshed`.
+
+        Args:
+            config: the settings.
+            may_measure: asked, with the iteration, before a refresh that is due begins.
+            refreshed: see above.
+        """
+        self._may_measure = may_measure
+        self.waiting = False
+        self.static = not get_policy(config.policy).needs_statistics
+        self.replans = not (self.static or config.collect_only)
+        self.num_parts = math.ceil(1 / config.measure_fraction - 1e-9)
+        self.refreshed = refreshed
+        self._config = config
+        self._measured: int | None = None
+
+    def part(self, iteration: int, wanted_at: int | None, may_begin: bool) -> int | None:
+        """Return which part of the linears an iteration measures; None for none.
+
+        Args:
+            iteration: the iteration that is about to run.
+            wanted_at: an iteration at which a refresh is wanted out of turn, or None.
+            may_begin: whether a refresh may begin.
+        """
+        if iteration == self._measured:  # Megatron repeats an iteration whose result it doubts
+            return None
+        if may_begin and self._is_due(iteration, wanted_at):
+            self.waiting = not self._may_measure(iteration)
+            if not self.waiting:
+                self.refreshed = iteration
+        if self.refreshed is None or not 0 <= iteration - self.refreshed < self.num_parts:
+            return None
+        self._measured = iteration
+        return iteration - self.refreshed
+
+    def _is_due(self, iteration: int, wanted_at: int | None) -> bool:
+        c = self._config
+        if self.static and not c.collect_only:
+            return False
+        if iteration < c.start_step:
+            return False
+        if self.refreshed is not None and 0 <= iteration - self.refreshed < self.num_parts:
+            return False
+        on_time = (iteration - c.start_step) % c.interval == 0
+        return self.waiting or iteration == wanted_at or on_time
+
+
+class Refresher:
+    """Measures a model in training; all ranks call every method together.
+
+    Attributes:
+        mean: running mean of the statistics, or None before the first measurement.
+    """
+
+    def __init__(
+        self,
+        config: SnipConfig,
+        model: PlannedModel,
+        optimizer: Any,
+        topology: Topology,
+        num_parts: int,
+        seed: int,
+        mean: StatisticsTable | None,
+    ) -> None:
+        """Measure `model` in `num_parts` parts; continue the running mean `mean`."""
+        self.mean = mean
+        self._config = config
+        self._model = model
+        self._optimizer = optimizer
+        self._topology = topology
+        self._num_parts = num_parts
+        self._seed = seed
+        self._dispatch = ExpertDispatch(model.chunks, topology)
+        self._seconds = 0.0
+        self._failure: str | None = None
+
+    @property
+    def failure(self) -> str | None:
+        """Why a part of the current refresh was not measured; the same on all ranks."""
+        return self._failure
+
+    def measure(
+        self,
+        iteration: int,
+        part: int,
+        formats: Mapping[str, Format],
+        training: TrainingStep,
+        run: Callable[[], tuple[Results, bool]],
+    ) -> Results:
+        """Run a training iteration and measure a part of the linears.
+
+        Args:
+            iteration: the iteration.
+            part: which part of the linears to measure.
+            formats: how operands are quantized under each name.
+            training: the iteration's forward-backward call.
+            run: runs it; returns its results, and False if it had to run twice.
+        """
+        if part == 0:
+            self._seconds, self._failure = 0.0, None
+        linears = self._model.all_linears
+        names = frozenset(linear.name for linear in linears[part :: self._num_parts])
+        try:
+            weights = self._model.weights(names)
+            sensitivities = gather_sensitivities(weights, self._optimizer, self._topology)
+        except RemoteFailure as failure:
+            self._failure = self._failure or str(failure)
+            return run()[0]
+        settings = MeasureSettings(formats, iteration, self._seed, names)
+        observer = StepObserver(settings, self._topology, sensitivities, self._dispatch.parts)
+        with self._dispatch.counting(), self._model.runtime.observed_by(observer):
+            results, ran_once = run()
+        loss = StepLoss(results, self._topology).value()
+        try:
+            table = observer.table(linears, training.grad_scale(self._topology), loss)
+        except RemoteFailure as failure:
+            self._failure = self._failure or str(failure)
+            return results
+        if ran_once:
+            self._seconds += observer.seconds
+            self.mean = running_mean(self.mean, table, self._config.stat_decay)
+        else:
+            self._failure = self._failure or "the guard ran this iteration twice"
+        return results
+
+    def measurement(self, options: Sequence[Option], lowest_format: str) -> Measurement:
+        """Return divergences and planning problem of the measurements so far.
+
+        Args:
+            options: that a plan may use.
+            lowest_format: what quality losses are relative to and the target counts.
+        """
+        assert self.mean is not None, "something was measured"
+        c = self._config
+        quality = QualitySettings(tuple(options), lowest_format, c.loss_divergence, c.weight_lambda)
+        divergences = divergence_table(self.mean, quality, warn=self._topology.rank == 0)
+        problem = planning_problem(divergences, lowest_format, c.efficiency_target)
+        return Measurement(self.mean, divergences, problem, self._seconds)

@@ -1,0 +1,138 @@
+"""Events that the controller reports, and the writers that record them.
+
+Within an iteration the order is: `PlanApplied`, `Measurement`, `Notice` where something unusual
+happened, and `Metrics` at the end. Iterations are Megatron's (1-based).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Protocol
+
+from megatron_snip.divergence.quality_loss import DivergenceTable
+from megatron_snip.log import warn_once
+from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.planning.problem import PlanningProblem
+from megatron_snip.statistics.records import StatisticsTable
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A refresh has measured every linear.
+
+    Attributes:
+        statistics: reduced over all ranks.
+        divergences: computed from the statistics.
+        problem: the planning problem.
+        seconds: wall time that measuring added.
+    """
+
+    statistics: StatisticsTable
+    divergences: DivergenceTable
+    problem: PlanningProblem
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PlanApplied:
+    """Every rank runs this plan from the event's iteration on.
+
+    Attributes:
+        plan: the plan.
+        format_shares: share of the linears' FLOPs in each format, lowest precision first.
+        num_changed: linears whose option changed.
+        waited_s: seconds that training waited for the solver.
+        resumed: whether a resumed run continues with its plan.
+        resolved: what every linear runs ({linear: ...}, see `linears/precision_log.py`).
+    """
+
+    plan: PrecisionPlan
+    format_shares: dict[str, float]
+    num_changed: int
+    waited_s: float = 0.0
+    resumed: bool = False
+    resolved: dict[str, Any] | None = None
+
+
+NoticeKind = Literal["kept", "guard", "reverted"]
+"""kept: a refresh failed and the plan stays. guard: the guard saw a loss that is NaN or jumps.
+reverted: the guard took a plan back."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something unusual.
+
+    Attributes:
+        kind: see `NoticeKind`.
+        message: one line.
+    """
+
+    kind: NoticeKind
+    message: str
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """An iteration has ended.
+
+    Attributes:
+        values: loss, grad_norm, lr and others, as the training loop measured them.
+    """
+
+    values: dict[str, Any]
+
+
+Payload = PlanApplied | Measurement | Notice | Metrics
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event.
+
+    Attributes:
+        iteration: Megatron's (1-based).
+        payload: what happened.
+    """
+
+    iteration: int
+    payload: Payload
+
+
+class Writer(Protocol):
+    """Records events somewhere. May raise; training continues without the writer."""
+
+    def write(self, event: Event) -> None:
+        """Record one event; iterations never decrease."""
+
+    def close(self) -> None:
+        """Flush; the run has ended."""
+
+
+class Reporter:
+    """Passes events to writers. A writer that raises loses that record, nothing else."""
+
+    def __init__(self, writers: Sequence[Writer] = ()) -> None:
+        self._writers = tuple(writers)
+
+    def write(self, event: Event) -> None:
+        """Pass an event to every writer."""
+        for writer in self._writers:
+            self._guarded(writer, partial(writer.write, event))
+
+    def close(self) -> None:
+        """Close every writer."""
+        for writer in self._writers:
+            self._guarded(writer, writer.close)
+
+    def _guarded(self, writer: Writer, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # a full disk, for example; it may have room again later
+            name = type(writer).__name__
+            warn_once(logger, f"snip: {name} failed: {type(error).__name__}: {error}")

@@ -1,0 +1,408 @@
+"""Figures of runs, drawn with matplotlib in one style and one width.
+
+Each function draws one figure; call it through `svg` (the report) or `png` (W&B, TensorBoard,
+docs), which set the style: `png(lambda: plan_map(linears))`. Text is drawn as shapes, so a figure
+looks the same with any fonts. `$` in a name starts no formula.
+
+In maps, rows are layers and columns are kinds of linears: `decoder.layers.17.mlp.linear_fc1` is in
+row 17, column fc1. Names of another form get a row of their own.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.colors import ListedColormap, LogNorm
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+from numpy.typing import NDArray
+
+from megatron_snip.formats import FORMATS
+from megatron_snip.options import Option
+from megatron_snip.reporting.run_record import (
+    DivergenceKind,
+    Divergences,
+    MetricRows,
+    PlanSpan,
+    RunRecord,
+)
+from megatron_snip.reporting.text import label
+from megatron_snip.types import Gemm, split_linear_name
+
+WIDTH_IN = 10.0
+DPI = 144
+
+SURFACE, MUTED, FAINT, WARNING = "#ffffff", "#6b7685", "#e3e7ec", "#c2251c"
+LINES = ("#1f6fd1", "#d9730d", "#0f8a6b", "#b3307f", "#6d4bd1", "#4b5563")
+"""Colors of runs, in order; also distinct for red-green color blindness."""
+
+FORMAT_COLORS = {
+    "bf16": "#b9c0ca",
+    "fp8": "#3f83d1",
+    "mxfp8": "#83b3e6",
+    "fp4": "#f0912f",
+    "mxfp4": "#f7bd75",
+    "nvfp4": "#d66a12",
+    "fp3": "#b3261e",
+}
+"""16 bits gray, 8 bits blue, 4 bits orange, 3 bits red."""
+
+DIVERGENCE_TITLES: dict[DivergenceKind, str] = {
+    "loss_divergence": "loss divergence",
+    "weight_divergence": "weight divergence",
+}
+
+Floats = NDArray[np.float64]
+Draw = Callable[[], Figure]
+Points = Sequence[tuple[float, float]]
+
+_STYLE: dict[str, Any] = {
+    "font.size": 9.0,
+    "axes.titlesize": 9.0,
+    "axes.titlelocation": "left",
+    "axes.axisbelow": True,
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": FAINT,
+    "legend.frameon": False,
+    "text.parse_math": False,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "megatron-snip",  # the same figure is the same file
+}
+_MAX_SHAPES = 600  # cells of a map drawn as shapes; more are stored as pixels
+
+
+def svg(draw: Draw) -> bytes:
+    """Return a figure as SVG."""
+    return _save(draw, format="svg", metadata={"Date": None})
+
+
+def png(draw: Draw) -> bytes:
+    """Return a figure as PNG."""
+    return _save(draw, format="png", dpi=DPI)
+
+
+def _save(draw: Draw, **options: Any) -> bytes:
+    stream = io.BytesIO()
+    with style():
+        draw().savefig(stream, **options)
+    return stream.getvalue()
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Set the figures' style in matplotlib; restore the former one at the end."""
+    with matplotlib.rc_context(_STYLE):
+        yield
+
+
+def new_figure(height_in: float) -> Figure:
+    """Return an empty figure of the common width."""
+    return Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+
+
+# Maps: a cell per linear.
+
+
+@dataclass(frozen=True)
+class LinearGrid:
+    """Where each linear is in a map.
+
+    Attributes:
+        rows: labels of the layers.
+        columns: labels of the kinds of linears, in the model's order.
+        cells: (row, column) of each linear.
+    """
+
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    cells: dict[str, tuple[int, int]]
+
+    def table(self, values: Mapping[str, float | None]) -> Floats:
+        """Return [rows, columns]; NaN where there is no linear or no value."""
+        table = np.full((len(self.rows), len(self.columns)), np.nan)
+        for name, value in values.items():
+            if value is not None and name in self.cells:
+                table[self.cells[name]] = value
+        return table
+
+
+def linear_grid(names: Iterable[str]) -> LinearGrid:
+    """Return the grid of these linears."""
+    split = {name: _split(name) for name in names}
+    blocks = list(dict.fromkeys(block for block, _, _ in split.values()))
+    modules = list(dict.fromkeys(module for _, _, module in split.values()))
+    layers = sorted({(blocks.index(block), layer) for block, layer, _ in split.values()})
+    cells = {
+        name: (layers.index((blocks.index(block), layer)), modules.index(module))
+        for name, (block, layer, module) in split.items()
+    }
+    rows = [
+        label(blocks[b]) if n < 0 else f"{label(blocks[b])} {n}" if len(blocks) > 1 else str(n)
+        for b, n in layers
+    ]
+    columns = [module.rpartition(".")[2].removeprefix("linear_") for module in modules]
+    if len(set(columns)) < len(columns):
+        columns = modules
+    return LinearGrid(tuple(rows), tuple(map(label, columns)), cells)
+
+
+def _split(name: str) -> tuple[str, int, str]:
+    try:
+        return split_linear_name(name)
+    except ValueError:
+        return name, -1, ""
+
+
+def draw_cells(axes: Any, edges: Floats, cells: Floats, **colors: Any) -> Any:
+    """Draw a map; return matplotlib's mesh.
+
+    Args:
+        axes: where.
+        edges: [columns + 1], x of the cells' edges.
+        cells: [rows, columns]; NaN has no color. The first row is at the top.
+        colors: how `pcolormesh` colors the values.
+    """
+    style: dict[str, Any] = {"edgecolors": SURFACE, "linewidth": 1.0}
+    if cells.size > _MAX_SHAPES:
+        style = {"rasterized": True}
+    axes.set_facecolor(FAINT)
+    heights = np.arange(cells.shape[0] + 1)
+    mesh = axes.pcolormesh(edges, heights, np.ma.masked_invalid(cells), **style, **colors)
+    axes.set_ylim(cells.shape[0], 0)
+    axes.set_xlim(edges[0], edges[-1])
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    return mesh
+
+
+def _name_rows(axes: Any, grid: LinearGrid) -> None:
+    shown = range(0, len(grid.rows), max(1, -(-len(grid.rows) // 20)))
+    axes.set_yticks([k + 0.5 for k in shown], [grid.rows[k] for k in shown])
+
+
+def _map_height(grid: LinearGrid) -> float:
+    return float(np.clip(len(grid.rows) * (0.3 if len(grid.rows) <= 8 else 0.2), 0.9, 4.5))
+
+
+def plan_map(linears: Mapping[str, Option]) -> Figure:
+    """Draw a plan: a cell per linear, or three (fprop, dgrad, wgrad) where options are mixed."""
+    grid, gemms = linear_grid(linears), _gemms(linears.values())
+    cells = np.full((len(grid.rows), len(grid.columns) * len(gemms)), np.nan)
+    for k, gemm in enumerate(gemms):
+        cells[:, k :: len(gemms)] = _format_table(grid, linears, gemm)
+    figure = new_figure(_map_height(grid) + 0.8)
+    axes = figure.subplots()
+    draw_cells(axes, np.arange(cells.shape[1] + 1) / len(gemms), cells, **_format_scale())
+    _name_rows(axes, grid)
+    axes.set_ylabel("layer")
+    axes.set_xticks(np.arange(len(grid.columns)) + 0.5, grid.columns)
+    for column in range(1, len(grid.columns) if len(gemms) > 1 else 0):
+        axes.axvline(column, color=SURFACE, linewidth=5)
+    note = "each linear: fprop, dgrad, wgrad" if len(gemms) > 1 else None
+    _format_legend(figure, linears.values(), note)
+    return figure
+
+
+def plan_history(spans: Sequence[PlanSpan]) -> Figure:
+    """Draw the plans over the iterations: a panel per kind of linear and GEMM."""
+    grid = linear_grid(dict.fromkeys(name for span in spans for name in span.linears))
+    options = {option for span in spans for option in span.linears.values()}
+    gemms = _gemms(options)
+    panels = [(column, gemm) for gemm in gemms for column in range(len(grid.columns))]
+    across = min(len(grid.columns), 4)
+    down = -(-len(panels) // across)
+    figure = new_figure(down * (_map_height(grid) + 0.45) + 0.5)
+    axes_of = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flat
+    edges = np.array([span.start for span in spans] + [spans[-1].end], np.float64)
+    for axes, (column, gemm) in zip(axes_of, panels, strict=False):
+        tables = [_format_table(grid, span.linears, gemm) for span in spans]
+        cells = np.stack([table[:, column] for table in tables], axis=1)
+        draw_cells(axes, edges, cells, **_format_scale())
+        name = grid.columns[column]
+        axes.set_title(name if len(gemms) == 1 else f"{name}, {gemm}")
+        _name_rows(axes, grid)
+        axes.xaxis.set_major_locator(_iteration_ticks(5))
+        axes.label_outer()
+    for axes in list(axes_of)[len(panels) :]:
+        axes.set_axis_off()
+    figure.supxlabel("iteration", fontsize="medium")
+    figure.supylabel("layer", fontsize="medium")
+    _format_legend(figure, options)
+    return figure
+
+
+def divergence_maps(record: Divergences) -> Figure:
+    """Draw both divergences of the quantized uniform options, each on one logarithmic scale.
+
+    Args:
+        record: with at least one quantized uniform option.
+    """
+    options = quantized_options(record)
+    grid = linear_grid(record.linears)
+    figure = new_figure(2 * (_map_height(grid) + 0.6))
+    panels = figure.subplots(2, len(options), sharex=True, sharey=True, squeeze=False)
+    for line, (kind, title) in zip(panels, DIVERGENCE_TITLES.items(), strict=True):
+        tables = [grid.table(record.values(option, kind)) for option in options]
+        scale = _log_scale(tables)
+        for axes, option, table in zip(line, options, tables, strict=True):
+            edges = np.arange(len(grid.columns) + 1.0)
+            positive = np.where(table > 0, table, np.nan)
+            mesh = draw_cells(axes, edges, positive, cmap="viridis", norm=scale)
+            axes.set_title(f"{title}, {option}")
+            _name_rows(axes, grid)
+            axes.set_xticks(edges[:-1] + 0.5, grid.columns)
+        figure.colorbar(mesh, ax=list(line), pad=0.02, aspect=14).outline.set_visible(False)
+        line[0].set_ylabel("layer")
+    return figure
+
+
+def quantized_options(record: Divergences) -> tuple[str, ...]:
+    """Return the uniform options other than bf16, which diverges by 0."""
+    return tuple(option for option in record.uniform_options if option != "bf16")
+
+
+def _log_scale(tables: Sequence[Floats]) -> LogNorm:
+    values = np.concatenate([table[table > 0] for table in tables])
+    if values.size == 0:
+        return LogNorm(0.1, 1.0)
+    low, high = float(values.min()), float(values.max())
+    return LogNorm(low, high if high > low else low * 10)
+
+
+def _gemms(options: Iterable[Option]) -> tuple[Gemm, ...]:
+    mixed = any(len(set(option.formats)) > 1 for option in options)
+    return tuple(Gemm) if mixed else (Gemm.FPROP,)
+
+
+def _format_table(grid: LinearGrid, linears: Mapping[str, Option], gemm: Gemm) -> Floats:
+    index = {name: float(k) for k, name in enumerate(FORMATS)}
+    return grid.table({name: index[option[gemm]] for name, option in linears.items()})
+
+
+def _format_scale() -> dict[str, Any]:
+    colors = [FORMAT_COLORS.get(name, FAINT) for name in FORMATS]
+    return {"cmap": ListedColormap(colors), "vmin": -0.5, "vmax": len(colors) - 0.5}
+
+
+def _format_legend(figure: Figure, options: Iterable[Option], title: str | None = None) -> None:
+    names = {name for option in options for name in option.formats}
+    ordered = sorted(names, key=lambda name: -FORMATS[name].bits)
+    entries = [Patch(color=FORMAT_COLORS.get(name, FAINT), label=name) for name in ordered]
+    figure.legend(handles=entries, loc="outside upper right", ncols=len(entries), title=title)
+
+
+# Curves over iterations.
+
+
+def _iteration_ticks(most: int) -> MaxNLocator:
+    return MaxNLocator(most, integer=True, steps=[1, 2, 5, 10])
+
+
+def run_line(index: int) -> dict[str, Any]:
+    """Return color and line style of the run given `index`-th."""
+    turn = index // len(LINES) % 3
+    return {"color": LINES[index % len(LINES)], "linestyle": ("-", "-.", ":")[turn]}
+
+
+def loss_curves(
+    runs: Sequence[RunRecord], reference: tuple[str, MetricRows] | None = None
+) -> Figure:
+    """Draw training and validation losses, and the gaps to a reference below.
+
+    Args:
+        runs: at least one.
+        reference: name and metrics of the run that gaps are taken to.
+    """
+    panels = 1 if reference is None else 2
+    figure = new_figure(2.3 + 1.5 * panels)
+    ratios = (3.2, 1.5)[:panels]
+    all_axes = figure.subplots(panels, 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+    axes, lower = all_axes[0], all_axes[-1]
+    if reference is not None:
+        name, metrics = reference
+        axes.plot(*metrics.column("loss"), color=MUTED, linewidth=1.2, label=label(name))
+        lower.axhline(0.0, color=MUTED, linewidth=1.2)
+        lower.set_ylabel("gap")
+        lower.grid(axis="y")
+        for k, run in enumerate(runs):
+            lower.plot(*loss_gap(run.metrics, metrics), **run_line(k), linewidth=1.4)
+    for k, run in enumerate(runs):
+        _draw_losses(axes, run, k, len(runs) == 1)
+    _finish(figure, axes, "loss")
+    lower.set_xlabel("iteration")
+    lower.xaxis.set_major_locator(_iteration_ticks(8))
+    return figure
+
+
+def loss_gap(metrics: MetricRows, reference: MetricRows) -> tuple[NDArray[np.int64], Floats]:
+    """Return (iterations, loss minus the reference's) of common iterations with finite losses."""
+    (at, losses), (base_at, base) = metrics.column("loss"), reference.column("loss")
+    common, first, second = np.intersect1d(at, base_at, return_indices=True)
+    gap = losses[first] - base[second]
+    return common[np.isfinite(gap)], gap[np.isfinite(gap)]
+
+
+def _draw_losses(axes: Any, run: RunRecord, index: int, alone: bool) -> None:
+    line = run_line(index)
+    changes = [span.start for span in run.plans if span.num_changed]
+    for k, at in enumerate(changes):
+        text = "plan changed" if alone and k == 0 else None
+        color, height = (MUTED, 1.0) if alone else (line["color"], 0.04)
+        axes.axvline(at, 0, height, color=color, linewidth=1.0, linestyle=":", label=text)
+    for k, at in enumerate(sorted({notice.iteration for notice in run.metrics.notices})):
+        text = "failure" if index == 0 and k == 0 else None
+        axes.axvline(at, color=WARNING, linewidth=1.2, label=text)
+    text = "training" if alone else label(run.name)
+    axes.plot(*run.metrics.column("loss"), **line, linewidth=1.4, label=text, zorder=3)
+    iterations, losses = run.metrics.column("validation_loss")
+    seen = np.isfinite(losses)
+    if seen.any():
+        dots = {"linestyle": "none", "marker": "o", "markersize": 5, "color": line["color"]}
+        dots |= {"label": "validation" if index == 0 else None, "markeredgecolor": SURFACE}
+        axes.plot(iterations[seen], losses[seen], **dots, zorder=4)
+
+
+def _finish(figure: Figure, axes: Any, ylabel: str) -> None:
+    axes.set_ylabel(ylabel)
+    axes.grid(axis="y")
+    count = len(axes.get_legend_handles_labels()[0])
+    figure.legend(loc="outside upper right", ncols=min(count, 5))
+
+
+# A plan among others.
+
+
+def frontier_curves(
+    frontiers: Mapping[str, Points], plans: Mapping[str, tuple[float, float]]
+) -> Figure:
+    """Draw the least quality loss at each efficiency; a star marks a run's current plan.
+
+    Args:
+        frontiers: (efficiency, quality loss) by run, in ascending order; quality losses are
+            shares of the uniform lowest precision's.
+        plans: (efficiency, quality loss) of the current plan by run; runs may be missing.
+    """
+    figure = new_figure(3.0)
+    axes = figure.subplots()
+    for k, (name, points) in enumerate(frontiers.items()):
+        text = "best plan" if len(frontiers) == 1 else label(name)
+        axes.plot(*zip(*points, strict=True), **run_line(k), marker="o", markersize=3, label=text)
+        if name in plans:
+            star: dict[str, Any] = {"marker": "*", "markersize": 14, "linestyle": "none"}
+            star["label"] = "current plan" if name == next(iter(plans)) else None
+            axes.plot(*plans[name], **star, color=WARNING, markeredgecolor=SURFACE)
+    axes.set_ylim(bottom=0.0)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_xlabel("efficiency")
+    _finish(figure, axes, "quality loss")
+    return figure

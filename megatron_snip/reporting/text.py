@@ -1,0 +1,69 @@
+"""Numbers and lists as text, for tables, captions and terminals."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from megatron_snip.options import Option
+
+SOLVER_NOISE = 1e-9
+"""Quality losses and gaps below this are shown as 0: the solver's arithmetic is no more exact."""
+
+_LISTED = 6
+_LABEL = 24
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Return a number with `digits` significant digits, or a dash for None, NaN and infinity."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    return f"{value:.{digits}g}"
+
+
+def quality(value: float | None, digits: int = 4) -> str:
+    """Return a quality loss or a gap; solver noise is shown as 0."""
+    return number(0.0 if value is not None and abs(value) < SOLVER_NOISE else value, digits)
+
+
+def percent(value: float | None) -> str:
+    """Return a share as percent, or a dash."""
+    return "-" if value is None or not math.isfinite(value) else f"{quality(100 * value, 3)}%"
+
+
+def seconds(value: float | None) -> str:
+    """Return a duration: 40 ms, 12.3 s, 4 min 10 s, 3 h 20 min; or a dash."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    if value < 1:
+        return f"{1000 * value:.2g} ms" if value < 0.1 else f"{1000 * value:.0f} ms"
+    if value < 100:
+        return f"{value:.3g} s"
+    minutes, rest = divmod(round(value), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def listing(names: Iterable[str]) -> str:
+    """Return `a, b, c and 12 more`."""
+    found = list(names)
+    shown = ", ".join(found[:_LISTED])
+    return shown if len(found) <= _LISTED else f"{shown} and {len(found) - _LISTED} more"
+
+
+def option_counts(linears: Mapping[str, Option]) -> str:
+    """Return how many linears have each option: `12 fp4, 4 fp8`."""
+    counts = Counter(str(option) for option in linears.values())
+    return listing(f"{count} {option}" for option, count in counts.most_common())
+
+
+def printable(text: str) -> str:
+    """Return text with control characters escaped, so that a terminal does not obey them."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def label(name: str) -> str:
+    """Return a name of at most 24 characters; a longer one loses its middle."""
+    return name if len(name) <= _LABEL else f"{name[:11]}..{name[-11:]}"

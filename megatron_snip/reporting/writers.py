@@ -1,0 +1,219 @@
+"""Writers for TensorBoard and Weights & Biases.
+
+    metrics          scalars, every `interval` iterations
+    a measurement    scalars, histograms and heat maps of the divergences
+    a plan           scalars; a table and a picture where it changed; in W&B the file as an artifact
+    a notice         text in TensorBoard, an alert in W&B
+
+Under Megatron the writers of the last rank are used, and metrics that Megatron logs itself are
+left out. Pictures need matplotlib (`pip install 'megatron-snip[report]'`); without it they are
+left out with one warning.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from collections.abc import Collection, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_snip.divergence.quality_loss import divergences_dict
+from megatron_snip.errors import UsageError
+from megatron_snip.log import warn_once
+from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, Payload, PlanApplied
+from megatron_snip.reporting.run_record import parse_divergences
+from megatron_snip.reporting.scalars import ScalarSeries, divergence_values
+
+logger = logging.getLogger(__name__)
+
+MEGATRON_LOGS = frozenset({"loss", "grad_norm", "lr", "validation_loss"})
+"""Metrics that Megatron logs itself."""
+
+PLAN_COLUMNS = ("linear", "fprop", "dgrad", "wgrad")
+
+
+class TensorBoardWriter:
+    """Writes through a `torch.utils.tensorboard.SummaryWriter`, which its maker closes."""
+
+    def __init__(
+        self,
+        writer: Any,
+        config: Mapping[str, Any],
+        interval: int = 1,
+        left_out: Collection[str] = (),
+    ) -> None:
+        """Show `config` (plain values) as text; write metrics every `interval` iterations."""
+        self._writer = writer
+        self._interval = max(1, interval)
+        self._scalars = ScalarSeries(config, left_out)
+        self._add_text("snip/config", yaml.safe_dump(dict(config), sort_keys=False), 0)
+
+    def write(self, event: Event) -> None:
+        """Write an event."""
+        import numpy as np
+
+        iteration, payload, board = event.iteration, event.payload, self._writer
+        values = self._scalars.values(event)
+        if isinstance(payload, Metrics) and iteration % self._interval:
+            return
+        for name, value in values.items():
+            board.add_scalar(name, value, iteration)
+        for name, logarithms in histograms(payload).items():
+            board.add_histogram(name, np.array(logarithms), iteration)
+        for name, picture in pictures(payload).items():
+            pixels = np.asarray(_opened(picture).convert("RGB"))
+            board.add_image(name, pixels, iteration, dataformats="HWC")
+        plan = new_plan(payload)
+        if plan is not None:
+            rows = [PLAN_COLUMNS, ("---",) * len(PLAN_COLUMNS), *plan_rows(plan)]
+            table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+            board.add_text("snip/plan/table", table, iteration)
+        if isinstance(payload, Notice):
+            self._add_text("snip/notices", f"{payload.kind}: {payload.message}", iteration)
+        if not isinstance(payload, Metrics):
+            board.flush()
+
+    def close(self) -> None:
+        """Put on disk what was written."""
+        self._writer.flush()
+
+    def _add_text(self, name: str, text: str, iteration: int) -> None:
+        indented = "\n".join(f"    {line}" for line in text.splitlines())  # shown unchanged
+        self._writer.add_text(name, indented, iteration)
+
+
+class WandbWriter:
+    """Logs to the W&B run that is active.
+
+    W&B refuses rows of earlier steps. A W&B run that continues after training went back to a
+    checkpoint has those rows already; they are left out, with one warning.
+    """
+
+    def __init__(
+        self,
+        wandb: Any,
+        config: Mapping[str, Any],
+        interval: int = 1,
+        left_out: Collection[str] = (),
+    ) -> None:
+        """Use the module `wandb`; show `config` (plain values) in the run's config as `snip`."""
+        self._wandb = wandb
+        self._interval = max(1, interval)
+        self._scalars = ScalarSeries(config, left_out)
+        wandb.config.update({"snip": dict(config)}, allow_val_change=True)
+
+    def write(self, event: Event) -> None:
+        """Log an event, in the row of its iteration."""
+        run, iteration, payload = self._wandb.run, event.iteration, event.payload
+        row: dict[str, Any] = dict(self._scalars.values(event))
+        if run is None or (isinstance(payload, Metrics) and iteration % self._interval):
+            return
+        if iteration < run.step:
+            warn_once(
+                logger,
+                f"the W&B run is at step {run.step} and training at iteration {iteration}: "
+                "iterations that the W&B run has already are left out",
+            )
+            return
+        for name, logarithms in histograms(payload).items():
+            row[name] = self._wandb.Histogram(logarithms)
+        for name, picture in pictures(payload).items():
+            row[name] = self._wandb.Image(_opened(picture))
+        plan = new_plan(payload)
+        if plan is not None:
+            rows = [list(row) for row in plan_rows(plan)]
+            row["snip/plan/table"] = self._wandb.Table(columns=list(PLAN_COLUMNS), data=rows)
+        run.log(row, step=iteration)
+        if isinstance(payload, PlanApplied):
+            self._log_artifact(run, payload.plan)
+        elif isinstance(payload, Notice):
+            title = f"SNIP: {payload.kind} at iteration {iteration}"
+            run.alert(title=title, text=payload.message, level=self._wandb.AlertLevel.WARN)
+
+    def close(self) -> None:
+        """Leave the run to its maker."""
+
+    def _log_artifact(self, run: Any, plan: PrecisionPlan) -> None:
+        metadata = {"iteration": plan.iteration, "digest": plan.digest}
+        artifact = self._wandb.Artifact(f"plan-{run.id}", "snip-plan", metadata=metadata)
+        with artifact.new_file(f"{plan.iteration}.json") as stream:
+            stream.write(plan.to_json())
+        run.log_artifact(artifact)
+
+
+def start_wandb(project: str, directory: Path, config: Mapping[str, Any]) -> Any:
+    """Start a W&B run, offline unless WANDB_MODE says otherwise; return the module `wandb`.
+
+    Raises:
+        UsageError: if wandb is not installed or cannot start.
+    """
+    try:
+        import wandb
+    except ImportError:
+        raise UsageError(
+            "wandb was requested and is not installed; pip install 'megatron-snip[wandb]'"
+        ) from None
+    # W&B writes its file every 15 s; a killed run would lose that much.
+    flush = "x_transaction_log_flush_interval"
+    known = getattr(wandb.Settings, "model_fields", {})
+    settings = wandb.Settings(silent=True, **({flush: 0.5} if flush in known else {}))
+    mode: Any = os.environ.get("WANDB_MODE", "offline")
+    try:
+        wandb.init(
+            project=project, dir=directory, config=dict(config), mode=mode, settings=settings
+        )
+    except (wandb.errors.Error, ValueError) as error:
+        raise UsageError(f"wandb cannot start (WANDB_MODE is '{mode}'): {error}") from None
+    return wandb
+
+
+def new_plan(payload: Payload) -> PrecisionPlan | None:
+    """Return the plan to show: one that changes a linear, or that a resumed run continues with."""
+    if isinstance(payload, PlanApplied) and (payload.num_changed or payload.resumed):
+        return payload.plan
+    return None
+
+
+def plan_rows(plan: PrecisionPlan) -> list[tuple[str, str, str, str]]:
+    """Return one row per linear, as `PLAN_COLUMNS` names them."""
+    return [(name, *option.formats) for name, option in plan.linears.items()]
+
+
+def histograms(payload: Payload) -> dict[str, list[float]]:
+    """Return {name: log10 over linears} of a measurement's divergences, where there are any."""
+    if not isinstance(payload, Measurement):
+        return {}
+    found = divergence_values(payload.divergences)
+    return {name: values for name, values in found.items() if values}
+
+
+def pictures(payload: Payload) -> dict[str, bytes]:
+    """Return {name: PNG} of a new plan or a measurement; empty without matplotlib."""
+    plan = new_plan(payload)
+    if plan is None and not isinstance(payload, Measurement):
+        return {}
+    if find_spec("matplotlib") is None:
+        extra = "pip install 'megatron-snip[report]' for matplotlib"
+        warn_once(logger, f"no pictures are logged: {extra}")
+        return {}
+    from megatron_snip.reporting import figures
+
+    if isinstance(payload, Measurement):
+        record = parse_divergences(divergences_dict(payload.divergences, payload.statistics))
+        if not figures.quantized_options(record):
+            return {}
+        return {"snip/divergence/maps": figures.png(lambda: figures.divergence_maps(record))}
+    assert plan is not None
+    return {"snip/plan/map": figures.png(lambda: figures.plan_map(plan.linears))}
+
+
+def _opened(picture: bytes) -> Any:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(picture))

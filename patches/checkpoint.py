@@ -1,0 +1,79 @@
+"""SNIP's state in Megatron's checkpoints.
+
+The formats torch_dist and torch carry it as the plain dict `snip`: in the common state that rank 0
+writes, or in each rank's file. It is the same on all ranks and holds built-in types only, so it is
+read back with `weights_only=True`. Megatron's other formats are for FSDP, which SNIP refuses
+(`incompatible.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from megatron_snip.patches.registry import Call, Session, patch
+
+logger = logging.getLogger(__name__)
+
+KEY = "snip"
+"""Of the checkpoint's state dict."""
+
+CARRYING_FORMATS = ("torch_dist", "torch")
+"""Checkpoint formats that carry a key of ours from save to load."""
+
+
+@patch(
+    "checkpoint-save",
+    "megatron.training.checkpointing",
+    "generate_state_dict",
+    needs=("args", "iteration"),
+    purpose="puts SNIP's state into checkpoints",
+)
+def save(call: Call, session: Session) -> Any:
+    """Add SNIP's state to the state dict."""
+    result = call.run()
+    iteration = call.arguments.get("iteration")
+    # Loading asks for a template without an iteration; that must not name what may be absent.
+    if iteration is not None and call.arguments["args"].ckpt_format in CARRYING_FORMATS:
+        state = _state_to_save(session, int(iteration))
+        if state is not None:
+            result[KEY] = state
+    return result
+
+
+@patch(
+    "checkpoint-load",
+    "megatron.training.checkpointing",
+    "_load_base_checkpoint",
+    needs=("args", "rank0"),
+    purpose="takes SNIP's state from checkpoints",
+)
+def load(call: Call, session: Session) -> Any:
+    """Take SNIP's state from the checkpoint that Megatron reads.
+
+    Megatron reads the common state up to three times (arguments, format, contents); only the last
+    reading has `rank0=False`. A release, or weights for fine-tuning, start a new training run:
+    their plan is ignored.
+    """
+    result = call.run()
+    if not call.arguments.get("rank0", False):
+        state_dict, _, release = result[:3]
+        session.loaded = None
+        if state_dict and not release and not getattr(call.arguments["args"], "finetune", False):
+            session.loaded = state_dict.get(KEY)
+    return result
+
+
+def _state_to_save(session: Session, iteration: int) -> dict[str, Any] | None:
+    """Return SNIP's state after `iteration`, or None. A failure does not cost the checkpoint.
+
+    Without a controller it is what was loaded, so that converting a checkpoint loses nothing.
+    """
+    if session.controller is None:
+        return session.loaded
+    try:
+        return session.controller.state(iteration).to_dict()
+    except Exception as error:
+        detail = f"{type(error).__name__}: {error}"
+        logger.warning("checkpoint of iteration %d has no SNIP state: %s", iteration, detail)
+        return None

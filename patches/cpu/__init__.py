@@ -1,0 +1,143 @@
+"""Run Megatron-Core on a machine without a GPU: CPU tensors, gloo collectives.
+
+Megatron-Core names the CUDA device everywhere. `install` answers these calls from the CPU:
+
+* tensors.py moves tensors for a CUDA device to the CPU and computes BF16 products in FP32;
+* device.py gives `torch.cuda`'s functions (streams, events, RNG, memory) CPU answers;
+* collectives.py adds to gloo what it lacks;
+* megatron.py and torch_adam.py replace what Megatron-Core takes from CUDA packages.
+
+Nothing is replaced where CUDA is available. `uninstall` puts back the very objects it found.
+Such a run shows Megatron's control flow, collectives and arithmetic. It shows nothing about CUDA
+kernels, streams or speed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_snip.patches.cpu import collectives
+from megatron_snip.patches.cpu.device import constant, cuda_answers, is_news, local_ranks
+from megatron_snip.patches.cpu.megatron import megatron_replacements
+from megatron_snip.patches.cpu.tensors import CudaOnCpu, active_modes, in_backward
+from megatron_snip.patches.registry import Replacement, replace_attribute
+
+_TRACKER_LOGGER = "megatron.core.tensor_parallel.random"
+
+
+class _Installation:
+    """The one installation of a process."""
+
+    def __init__(self) -> None:
+        self.replaced: list[Replacement] = []
+        self.mode = CudaOnCpu()
+        self.compile_was_off = False
+
+    def restore(self) -> None:
+        """Put all attributes back, last first; one that was replaced since stays."""
+        while self.replaced:
+            replacement = self.replaced.pop()
+            if replacement.in_place:
+                replacement.undo()
+
+
+_installed: _Installation | None = None
+
+
+def is_installed() -> bool:
+    """Return whether the CPU answers `torch.cuda` in this process."""
+    return _installed is not None
+
+
+def install(claim_cuda: bool = False, capability: tuple[int, int] = (8, 0)) -> bool:
+    """Redirect CUDA calls to the CPU in this process; a second call changes nothing.
+
+    Call it in the thread that trains. Megatron may have been imported before or not.
+
+    Args:
+        claim_cuda: also answer that CUDA is available, with one device for each local rank.
+            Scripts of Megatron-LM assert it; code that chooses kernels by it must not see it.
+        capability: the compute capability that is reported.
+
+    Returns:
+        Whether the CPU answers: False where CUDA is really available.
+    """
+    global _installed
+    if _installed is not None:
+        return True
+    if torch.cuda.is_available():
+        return False
+    # Megatron's fused helpers are torch.compile'd at import, and without a GPU that needs a C++
+    # compiler. The variable is read when they are decorated, the setting when they are called.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    state = _Installation()
+    try:
+        found = _torch_replacements(state.mode, claim_cuda, capability)
+        for owner, name, value in chain(found, megatron_replacements()):
+            state.replaced.append(replace_attribute(owner, name, value))
+        state.compile_was_off = _set_compile_off(True)
+    except BaseException:
+        state.restore()
+        raise
+    logging.getLogger(_TRACKER_LOGGER).addFilter(is_news)
+    state.mode.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    _installed = state
+    return True
+
+
+def uninstall() -> None:
+    """Put back all that `install` replaced; without an installation nothing happens.
+
+    Raises:
+        RuntimeError: if called inside a torch function mode that was entered after `install`.
+    """
+    global _installed
+    if _installed is None:
+        return
+    if active_modes()[-1:] != [_installed.mode]:
+        raise RuntimeError("leave the torch function modes entered after cpu.install() first")
+    _installed.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    logging.getLogger(_TRACKER_LOGGER).removeFilter(is_news)
+    _set_compile_off(_installed.compile_was_off)
+    _installed.restore()
+    _installed = None
+
+
+def _set_compile_off(off: bool) -> bool:
+    """Switch torch.compile off or on where it is loaded; return what it was."""
+    if "torch._dynamo" not in sys.modules:
+        return off
+    settings = torch._dynamo.config
+    before, settings.disable = settings.disable, off
+    return before
+
+
+def _torch_replacements(
+    mode: CudaOnCpu, claim_cuda: bool, capability: tuple[int, int]
+) -> Iterator[tuple[Any, str, Any]]:
+    engine, run = torch.autograd, "_engine_run_backward"
+    yield engine, run, in_backward(mode)(getattr(engine, run))
+    for name, answer in cuda_answers(capability).items():
+        yield torch.cuda, name, answer
+    yield torch.cuda.random, "get_rng_state", torch.cuda.get_rng_state
+    yield torch.cuda.random, "set_rng_state", torch.cuda.set_rng_state
+    for name in ("range_push", "range_pop"):
+        yield torch.cuda.nvtx, name, constant(None)
+    if claim_cuda:
+        yield torch.cuda, "is_available", constant(True)
+        yield torch.cuda, "is_initialized", constant(True)
+        yield torch.cuda, "device_count", local_ranks
+    # A CUDA build of torch would ask the driver at every optimizer step.
+    yield torch.accelerator, "is_available", constant(False)
+    yield torch.accelerator, "current_accelerator", constant(None)
+    yield dist, "all_to_all_single", collectives.plain_splits(dist.all_to_all_single)
+    yield dist, "all_gather", collectives.uneven_all_gather(dist.all_gather)
+    yield dist, "reduce_scatter", collectives.uneven_reduce_scatter(dist.reduce_scatter)

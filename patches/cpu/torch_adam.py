@@ -1,0 +1,102 @@
+"""Checkpoints of a distributed optimizer that runs torch's AdamW.
+
+Without Transformer Engine and Apex, Megatron falls back to torch's AdamW, which keeps its step
+count beside each parameter's moments and has no state before its first step. Megatron's distributed
+optimizer loses both when it loads, or fails. The CPU layer installs these wrappers; on GPUs the
+trainer does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_MARK = "__snip_torch_adam__"
+
+
+def wrappers() -> dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    """Return wrappers for methods of `DistributedOptimizer`, by name; none where TE or Apex is."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        return {}
+    known = {
+        "state_dict": _state_dict_before_first_step,
+        "load_state_dict": _load_with_own_steps,
+        "_set_main_param_and_optimizer_states": _set_but_keep_step,
+    }
+    owner = distrib_optimizer.DistributedOptimizer
+    return {name: wrapper for name, wrapper in known.items() if hasattr(owner, name)}
+
+
+def install() -> None:
+    """Install the wrappers for the rest of this process; a second call changes nothing."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    if hasattr(DistributedOptimizer, _MARK):
+        return
+    for name, wrapper in wrappers().items():
+        setattr(DistributedOptimizer, name, wrapper(getattr(DistributedOptimizer, name)))
+    setattr(DistributedOptimizer, _MARK, True)
+
+
+def _state_dict_before_first_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `DistributedOptimizer.state_dict` for an optimizer that has not stepped yet.
+
+    torch's AdamW makes its state at the first step, and Megatron asserts that there is one; a
+    state of step 0 and zero moments is what that first step would make.
+    """
+
+    @functools.wraps(original)
+    def state_dict(self: Any) -> Any:
+        inner = self.optimizer
+        if inner is not None and not inner.state:
+            for parameter in (p for group in inner.param_groups for p in group["params"]):
+                inner.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+        return original(self)
+
+    return state_dict
+
+
+def _load_with_own_steps(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `DistributedOptimizer.load_state_dict` so that it restores AdamW's step count.
+
+    Depending on its version Megatron leaves it at 0 (wrong bias correction) or gives one tensor
+    to all parameters, which torch's AdamW then increments once per parameter.
+    """
+
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any) -> Any:
+        steps = {float(g["step"]) for g in state_dict["optimizer"]["param_groups"] if "step" in g}
+        result = original(self, state_dict)
+        if len(steps) == 1:
+            (step,) = steps
+            for state in self.optimizer.state.values():
+                state["step"] = torch.tensor(step)
+        return result
+
+    return load_state_dict
+
+
+def _set_but_keep_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `DistributedOptimizer._set_main_param_and_optimizer_states` for tensors without `step`.
+
+    It copies every entry of an optimizer's state. torch's AdamW has one more, `step`, which the
+    fully reshardable format stores in another place.
+    """
+
+    @functools.wraps(original)
+    def set_states(self: Any, model_param: Any, tensors: Any) -> Any:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        own = {"step": state["step"]} if "step" in state else {}
+        return original(self, model_param, {**own, **tensors})
+
+    return set_states

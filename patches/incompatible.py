@@ -1,0 +1,191 @@
+"""Megatron's settings that SNIP cannot run with, each with the reason and what to change.
+
+With them a linear would multiply other tensors than SNIP sees, or an iteration could not be
+measured or repeated. The plan would then be logged and not run.
+
+Read in Megatron-LM 0.16 and 0.19 and allowed: `--overlap-moe-expert-parallel-comm` (the schedule
+calls the same linears, one forward and one backward at a time, and Megatron repeats iterations
+under it too), except in an FP8 or FP4 run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_snip.errors import UnsupportedError
+
+Namespace = argparse.Namespace
+
+
+@dataclass(frozen=True)
+class IncompatibleFlag:
+    """One setting.
+
+    Attributes:
+        flag: as users write it.
+        is_on: whether Megatron's namespace has it; a missing attribute is off.
+        reason: what would go wrong.
+        remedy: what to do, as an imperative.
+    """
+
+    flag: str
+    is_on: Callable[[Namespace], bool]
+    reason: str
+    remedy: str = "drop it"
+
+    @property
+    def message(self) -> str:
+        """One line."""
+        return f"--snip cannot run with {self.flag}: {self.reason}; {self.remedy}"
+
+
+def _on(*names: str) -> Callable[[Namespace], bool]:
+    return lambda args: any(bool(getattr(args, name, None)) for name in names)
+
+
+def _given(*names: str) -> Callable[[Namespace], bool]:
+    return lambda args: any(getattr(args, name, None) is not None for name in names)
+
+
+def _cuda_graphs(args: Namespace) -> bool:
+    has_impl = getattr(args, "cuda_graph_impl", None) not in (None, "none")
+    return has_impl or _on("enable_cuda_graph", "external_cuda_graph")(args)
+
+
+def _scaled_moments(args: Namespace) -> bool:
+    scaled = ("fp16", "fp8", torch.float16, torch.uint8)
+    return any(getattr(args, f"{name}_dtype", None) in scaled for name in ("exp_avg", "exp_avg_sq"))
+
+
+def _overlaps_in_low_precision(args: Namespace) -> bool:
+    return _on("overlap_moe_expert_parallel_comm")(args) and _on("fp8", "fp4")(args)
+
+
+_FSDP = {
+    "reason": "it moves parameters and gradients out of the modules between layers",
+    "remedy": "use --use-distributed-optimizer instead",
+}
+_DELAYED_WGRAD = "weight gradients move out of the backward pass, where simulated linears make them"
+
+INCOMPATIBLE_FLAGS: tuple[IncompatibleFlag, ...] = (
+    IncompatibleFlag(
+        "--fp8-param-gather",
+        _on("fp8_param_gather", "fp8_param"),
+        "weights are stored in FP8, so a plan cannot raise their precision",
+    ),
+    IncompatibleFlag(
+        "--fp4-param-gather",
+        _on("fp4_param_gather", "fp4_param"),
+        "weights are stored in FP4, so a plan cannot raise their precision",
+    ),
+    IncompatibleFlag(
+        "--fp16", _on("fp16"), "SNIP measures and quantizes BF16 and FP32 tensors", "use --bf16"
+    ),
+    IncompatibleFlag(
+        "--use-transformer-engine-op-fuser",
+        _on("use_transformer_engine_op_fuser"),
+        "fused operations do not call the linears",
+    ),
+    IncompatibleFlag(
+        "--tp-comm-overlap",
+        _on("tp_comm_overlap"),
+        "its communication buffers have one precision for the complete run",
+    ),
+    IncompatibleFlag(
+        "CUDA graphs (--cuda-graph-impl)",
+        _cuda_graphs,
+        "a captured graph repeats the plan under which it was captured",
+        "use --cuda-graph-impl none",
+    ),
+    IncompatibleFlag("--use-megatron-fsdp", _on("use_megatron_fsdp", "use_custom_fsdp"), **_FSDP),
+    IncompatibleFlag("--use-torch-fsdp2", _on("use_torch_fsdp2"), **_FSDP),
+    IncompatibleFlag("--delay-wgrad-compute", _on("delay_wgrad_compute"), _DELAYED_WGRAD),
+    IncompatibleFlag(
+        "--overlap-dispatch-backward-with-experts-wgrad",
+        _on("overlap_dispatch_backward_with_experts_wgrad"),
+        _DELAYED_WGRAD,
+    ),
+    IncompatibleFlag(
+        "--overlap-moe-expert-parallel-comm in an FP8 or FP4 run",
+        _overlaps_in_low_precision,
+        "Megatron frees the experts' BF16 inputs after the forward pass, and a plan may keep an "
+        "expert in BF16",
+        "drop it, or drop --fp8-format and --fp4-format",
+    ),
+    IncompatibleFlag(
+        "--gtp-weight-remat-size above 1",
+        lambda args: int(getattr(args, "gtp_weight_remat_size", None) or 1) > 1,
+        "weights are gathered inside the GEMM, and SNIP sees only a shard",
+        "set it to 1",
+    ),
+    IncompatibleFlag(
+        "--moe-expert-rank-capacity-factor",
+        _given("moe_expert_rank_capacity_factor"),
+        "when experts overflow, Megatron runs forward and backward again, and a measurement would "
+        "count both",
+    ),
+    IncompatibleFlag(
+        "--hybrid-context-parallel",
+        _on("hybrid_context_parallel"),
+        "microbatches differ in length and number, so SNIP cannot scale their gradients to the "
+        "gradient of the batch",
+    ),
+    IncompatibleFlag(
+        "kitchen (--kitchen-config-file, --kitchen-recipe-number)",
+        _given("kitchen_config_file", "kitchen_recipe_number"),
+        "its layers choose their own precision",
+    ),
+    IncompatibleFlag(
+        "ModelOpt (--modelopt-enabled)", _on("modelopt_enabled"), "it quantizes the same linears"
+    ),
+    IncompatibleFlag(
+        "--perform-rl-step",
+        _on("perform_rl_step"),
+        "rollouts and training would run the same model under different plans",
+        "train without RL",
+    ),
+    IncompatibleFlag(
+        "--exp-avg-dtype or --exp-avg-sq-dtype fp16 or fp8",
+        _scaled_moments,
+        "SNIP reads the optimizer's moments, and these are stored scaled",
+        "use fp32 or bf16",
+    ),
+)
+"""In the order in which they are checked."""
+
+UNPLANNED_MODULES = {
+    "GroupedMLP": "drop --moe-grouped-gemm",
+    "TEFusedMLP": "drop --use-transformer-engine-op-fuser",
+}
+"""Classes of modules that multiply without linears -> what to do."""
+
+
+def check_flags(args: Namespace) -> None:
+    """Check Megatron's settings.
+
+    Raises:
+        UnsupportedError: one line with the flag, the reason and the remedy.
+    """
+    for incompatible in INCOMPATIBLE_FLAGS:
+        if incompatible.is_on(args):
+            raise UnsupportedError(incompatible.message)
+
+
+def check_modules(model: Sequence[torch.nn.Module]) -> None:
+    """Check what only the built model shows.
+
+    Raises:
+        UnsupportedError: one line with the module, its class and the remedy.
+    """
+    for chunk in model:
+        for path, module in chunk.named_modules():
+            kind = type(module).__name__
+            if kind in UNPLANNED_MODULES:
+                raise UnsupportedError(
+                    f"--snip cannot plan {path}: {kind} multiplies without linears; "
+                    f"{UNPLANNED_MODULES[kind]}"
+                )

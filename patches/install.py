@@ -1,0 +1,78 @@
+"""All patches, and the function that installs those that a command line asks for.
+
+`python -m megatron_snip SCRIPT` and `import megatron_snip.auto` call `install_for`. Without
+`--snip` only the argument parser is patched, and training stays Megatron's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Sequence
+
+from megatron_snip.log import warn_once_per_job
+from megatron_snip.patches import arguments, checkpoint, cpu, setup, train_step
+from megatron_snip.patches.cpu.megatron import fused_kernels
+from megatron_snip.patches.registry import Patch, Registry, When
+
+logger = logging.getLogger(__name__)
+
+PATCHES = (
+    arguments.arguments,
+    setup.validation,
+    setup.validation_before_0_18,
+    setup.model_setup,
+    train_step.train_step,
+    train_step.step_end,
+    train_step.evaluation,
+    checkpoint.save,
+    checkpoint.load,
+    fused_kernels,
+    *(
+        Patch(
+            name,
+            "megatron.core.tensor_parallel.layers",
+            f"{kind}._forward_impl",
+            ("input", "weight"),
+            "quantizes, on each planned instance",
+        )
+        for name, kind in (
+            ("column-linear", "ColumnParallelLinear"),
+            ("row-linear", "RowParallelLinear"),
+        )
+    ),
+)
+"""In the order of installation; the controller overrides the last two on instances."""
+
+REGISTRY = Registry(PATCHES)
+"""Of this process."""
+
+
+def install_for(words: Sequence[str]) -> None:
+    """Install the patches for a script's command line; a second call changes nothing.
+
+    Args:
+        words: the command line without the script's name.
+
+    Raises:
+        SystemExit: with status 2, after one line, on a bad `--snip-*` flag, or if Megatron lacks
+            a function that SNIP needs.
+    """
+
+    def install() -> None:
+        args = arguments.read_cli_args(words)
+        if args.without_effect:
+            flags = ", ".join(args.without_effect)
+            warn_once_per_job(logger, f"without --snip these flags have no effect: {flags}")
+        REGISTRY.session.given = args.given
+        asked: set[When] = {"always"}
+        if args.enabled:
+            asked.add("--snip")
+        if cpu.is_installed():
+            asked.add("--cpu")
+        REGISTRY.install(asked)
+
+    arguments.exit_on_error(install)
+
+
+atexit.register(REGISTRY.session.end)  # Megatron may leave by sys.exit from deep inside training

@@ -1,0 +1,216 @@
+"""From Megatron's settings and model to a controller.
+
+Settings are checked right after Megatron's own, on every rank, before any process group exists. A
+controller is attached when Megatron has built the model and loaded a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_snip.config import SnipConfig
+from megatron_snip.patches.arguments import exit_on_error, snip_config
+from megatron_snip.patches.incompatible import check_flags, check_modules
+from megatron_snip.patches.registry import Call, Session, patch
+
+if TYPE_CHECKING:  # without --snip a run imports neither planning nor reporting
+    from megatron_snip.reporting.events import Writer
+    from megatron_snip.reporting.run_directory import RunDirectory
+    from megatron_snip.state import ControllerState
+    from megatron_snip.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+_YAML_TYPES = (bool, int, float, str, type(None))
+"""Exact types of Megatron's arguments that YAML can hold; enums are left out."""
+
+
+def _validate(call: Call, session: Session) -> Any:
+    """Check SNIP's settings after Megatron has validated its own."""
+    result = call.run()
+    checked_config(call.arguments["args"], session)
+    return result
+
+
+validation = patch(
+    "validation",
+    "megatron.training.arguments",
+    "validate_args",
+    needs=("args",),
+    purpose="checks the settings",
+)(_validate)
+
+validation_before_0_18 = patch(
+    "validation-initialize",
+    "megatron.training.initialize",
+    "validate_args",
+    needs=("args",),
+    purpose="checks the settings where a release before 0.18 imports the function by value",
+    optional=True,
+)(_validate)
+
+
+@patch(
+    "setup",
+    "megatron.training.training",
+    "setup_model_and_optimizer",
+    needs=("model_type",),
+    purpose="attaches to model and optimizer",
+)
+def model_setup(call: Call, session: Session) -> Any:
+    """Attach a controller to what Megatron has built and loaded."""
+    from megatron.training.global_vars import get_args
+
+    session.end()  # the training run before this one in the process (in-process restart)
+    args = get_args()
+    config = checked_config(args, session)  # a --yaml-cfg namespace is not validated before
+    result = call.run()
+    if config.enabled:
+        model, optimizer = result[0], result[1]
+        exit_on_error(lambda: attach(session, config, args, model, optimizer))
+    return result
+
+
+def checked_config(args: argparse.Namespace, session: Session) -> SnipConfig:
+    """Return the settings, or end the process with status 2 if they cannot be used.
+
+    Args:
+        args: Megatron's namespace, validated.
+        session: it holds the flags, for namespaces that lack them.
+    """
+
+    def check() -> SnipConfig:
+        config = snip_config(args, session.given)
+        if config.enabled:
+            check_flags(args)
+        return config
+
+    return exit_on_error(check)
+
+
+def attach(
+    session: Session, config: SnipConfig, args: argparse.Namespace, model: Any, optimizer: Any
+) -> None:
+    """All ranks: attach a controller to the model that Megatron has built (and loaded).
+
+    Raises:
+        SnipError: on every rank, if the settings or the checkpoint's state do not fit the model.
+    """
+    from megatron_snip.controller import SnipController
+    from megatron_snip.linears.availability import resolve_formats
+    from megatron_snip.linears.discovery import current_topology
+    from megatron_snip.patches.train_step import StepMetrics
+
+    check_modules(model)
+    topology = current_topology()
+    config = resolve_formats(config, model, topology.control)
+    state = resumed_state(session.loaded, int(getattr(args, "iteration", 0) or 0), topology)
+    writers = make_writers(config, args, topology)
+    session.controller = SnipController(
+        config,
+        model,
+        optimizer,
+        seed=int(args.seed),
+        writers=writers,
+        state=state,
+        topology=topology,
+    )
+    session.metrics = StepMetrics(topology)
+    if topology.rank == 0:
+        linears, plan = session.controller.model.all_linears, session.controller.plan
+        verb = "starts with" if state is None else f"resumes after iteration {state.iteration} with"
+        logger.info("snip: plans %d linears; training %s %s", len(linears), verb, plan.label)
+
+
+def resumed_state(
+    loaded: dict[str, Any] | None, iteration: int, topology: Topology
+) -> ControllerState | None:
+    """Return the state to resume from, or None to start anew; rank 0 logs what is missing.
+
+    Args:
+        loaded: SNIP's state in the checkpoint, or None.
+        iteration: the last iteration that Megatron's checkpoint has done; 0 without one.
+        topology: this rank's place in the job.
+
+    Raises:
+        UsageError: if the state is damaged or of a version that cannot be read.
+    """
+    from megatron_snip.state import ControllerState
+
+    state = warning = None
+    if loaded is not None:
+        state = ControllerState.from_dict(loaded, "SNIP state of the checkpoint")
+        if state.iteration != iteration:
+            warning = (
+                f"the checkpoint's SNIP state is of iteration {state.iteration} and training "
+                f"resumes after {iteration}; its plan is used, a refresh in flight is dropped"
+            )
+            state = state.restarted_at(iteration)
+    elif iteration > 0:
+        warning = (
+            f"the checkpoint of iteration {iteration} has no SNIP state; "
+            "starting from the initial plan"
+        )
+    if warning is not None and topology.rank == 0:
+        logger.warning(warning)
+    return state
+
+
+def output_directory(config: SnipConfig, save: str | None) -> Path:
+    """Return the directory of SNIP's own files; `save` is Megatron's `--save`, or None."""
+    if config.output_dir is not None:
+        return config.output_dir
+    return (Path() if save is None else Path(save)) / "snip"
+
+
+def make_writers(config: SnipConfig, args: argparse.Namespace, topology: Topology) -> list[Writer]:
+    """All ranks: return this rank's writers: files on rank 0, Megatron's own on the last rank.
+
+    Raises:
+        RemoteFailure: on every rank, if the directory cannot be written.
+    """
+    from megatron_snip.collectives import attempt
+
+    def files() -> list[Writer]:
+        return [_run_directory(config, args)] if topology.rank == 0 else []
+
+    writers = attempt("opening --snip-output-dir", files, topology.control)
+    if topology.rank == topology.world_size - 1:
+        writers += _megatron_writers(config, args)
+    return writers
+
+
+def _run_directory(config: SnipConfig, args: argparse.Namespace) -> RunDirectory:
+    from megatron_snip.directory import archive_run, check_new_run, lock_directory, mark
+    from megatron_snip.reporting.run_directory import RunDirectory
+
+    path = output_directory(config, getattr(args, "save", None))
+    directory = RunDirectory(path, lock_directory(path))
+    check_new_run(path, overwrite=True)  # files without our marker are not touched
+    mark(path)
+    if not getattr(args, "iteration", 0):
+        archive = archive_run(path)
+        if archive is not None:
+            logger.info("snip: moved files of the run before to '%s'", archive)
+    megatron = {k: v for k, v in sorted(vars(args).items()) if type(v) in _YAML_TYPES}
+    directory.start({"snip": config.model_dump(mode="json"), "megatron": megatron})
+    logger.info("snip: plans, problems and metrics go to %s", directory.path)
+    return directory
+
+
+def _megatron_writers(config: SnipConfig, args: argparse.Namespace) -> list[Writer]:
+    """Return writers that log through Megatron's, at Megatron's interval."""
+    from megatron.training import global_vars
+
+    from megatron_snip.reporting.writers import MEGATRON_LOGS, TensorBoardWriter, WandbWriter
+
+    settings = config.model_dump(mode="json")
+    interval = int(getattr(args, "tensorboard_log_interval", 1) or 1)
+    pairs: tuple[tuple[Any, Any], ...] = (
+        (TensorBoardWriter, global_vars.get_tensorboard_writer()),
+        (WandbWriter, global_vars.get_wandb_writer()),
+    )
+    return [w(log, settings, interval, MEGATRON_LOGS) for w, log in pairs if log is not None]

@@ -1,0 +1,78 @@
+"""Quantizers by GEMM: which operand is in which format along which direction."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from typing import Any
+
+import pytest
+from megatron.core.fp8_utils import _get_custom_recipe
+from transformer_engine.pytorch.quantization import QuantizerRole
+from transformer_engine.pytorch.quantizers import HybridQuantizer, IdentityQuantizer
+
+from megatron_snip.linears.te import quantizers
+from megatron_snip.linears.te.recipe import FORMAT_OF_RECIPE, TERecipe
+
+EVERY = [TERecipe(*names) for names in itertools.product(FORMAT_OF_RECIPE, repeat=3)]
+
+
+def factory(recipe: TERecipe) -> Any:
+    return getattr(quantizers, "_".join(recipe))
+
+
+def directions(recipe: TERecipe, tensor: str, module: str = "linear") -> tuple[str, str]:
+    quantizer = factory(recipe)(QuantizerRole(module, tensor, "fc1"))
+    assert isinstance(quantizer, HybridQuantizer) == (
+        quantizer.row_recipe != quantizer.column_recipe
+    )
+    return quantizer.row_recipe, quantizer.column_recipe
+
+
+@pytest.mark.parametrize("recipe", EVERY, ids=str)
+def test_every_gemm_has_both_operands_in_its_format(recipe: TERecipe) -> None:
+    """Rows of X and W make Y, rows of G and columns of W dX, columns of G and X dW."""
+    x_row, x_column = directions(recipe, "input")
+    w_row, w_column = directions(recipe, "weight")
+    g_row, g_column = directions(recipe, "grad_output")
+    assert (x_row, w_row) == (recipe.fprop, recipe.fprop)
+    assert (g_row, w_column) == (recipe.dgrad, recipe.dgrad)
+    assert (g_column, x_column) == (recipe.wgrad, recipe.wgrad)
+
+
+@pytest.mark.parametrize("tensor", ["output", "grad_input", "", "qkv"])
+def test_what_no_gemm_takes_stays_in_high_precision(tensor: str) -> None:
+    make = quantizers.nvfp4_mxfp8_blockwise
+    assert isinstance(make(QuantizerRole("linear", tensor, "")), IdentityQuantizer)
+    assert isinstance(make(None), IdentityQuantizer)
+
+
+def test_directions_have_quantizers_of_their_own() -> None:
+    made = quantizers.nvfp4_mxfp8_bf16(QuantizerRole("linear", "weight", ""))
+    again = quantizers.nvfp4_mxfp8_bf16(QuantizerRole("linear", "weight", ""))
+    each = [q for one in (made, again) for q in (one.rowwise_quantizer, one.columnwise_quantizer)]
+    assert len(set(map(id, each))) == 4
+
+
+def test_a_name_gives_one_function_for_ever() -> None:
+    for recipe in EVERY:
+        make = factory(recipe)
+        assert make is factory(recipe)
+        assert pickle.loads(pickle.dumps(make)) is make
+        assert make.__doc__ and recipe.fprop in make.__doc__
+
+
+def test_megatron_finds_them_and_knows_them_again() -> None:
+    for recipe in EVERY:
+        if recipe.is_uniform:
+            continue
+        found = _get_custom_recipe(recipe.factory)
+        assert found.qfactory is factory(recipe)
+        assert found == _get_custom_recipe(recipe.factory)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8_mxfp8", "mxfp8_mxfp8_fp4", "__path__", "a_b_c"])
+def test_other_names_are_not_there(name: str) -> None:
+    assert not hasattr(quantizers, name)
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
+        getattr(quantizers, name)

@@ -1,0 +1,136 @@
+"""What can run: the table by backend and machine, options of a model, plans that must change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_snip.config import SnipConfig
+from megatron_snip.errors import UnsupportedError, UsageError
+from megatron_snip.formats import FORMATS
+from megatron_snip.linears.availability import (
+    AvailableOptions,
+    Backend,
+    ExecutionMode,
+    Machine,
+    available_options,
+    support,
+    te_recipe,
+    te_refusal,
+)
+from megatron_snip.options import BF16, Option, enumerate_options
+from megatron_snip.topology import Topology
+
+AMPERE, ADA, HOPPER, BLACKWELL, CONSUMER = (8, 0), (8, 9), (9, 0), (10, 3), (12, 0)
+FP8, FP4, NVFP4, MXFP8 = map(Option.uniform, ("fp8", "fp4", "nvfp4", "mxfp8"))
+A, B, C = (f"decoder.layers.{i}.mlp.linear_fc1" for i in range(3))
+
+
+def te(capability: tuple[int, int] | None, **changes: Any) -> Machine:
+    return Machine(capability, **{"te_version": "2.20.2", "te_per_gemm": True, **changes})
+
+
+@pytest.mark.parametrize(
+    ("fmt", "recipes"),
+    [
+        ("bf16", ["bf16"] * 5),
+        ("fp8", [None, None, "blockwise", "mxfp8", None]),
+        ("mxfp8", [None, None, None, "mxfp8", None]),
+        ("fp4", [None, None, None, "nvfp4", "nvfp4"]),
+        ("nvfp4", [None, None, None, "nvfp4", "nvfp4"]),
+        ("mxfp4", [None] * 5),
+        ("fp3", [None] * 5),
+    ],
+)
+def test_recipes_of_transformer_engine_by_gpu(fmt: str, recipes: list[str | None]) -> None:
+    option = Option.uniform(fmt)
+    for capability, recipe in zip((AMPERE, ADA, HOPPER, BLACKWELL, CONSUMER), recipes, strict=True):
+        machine = te(capability)
+        assert (te_refusal(option, machine) is None) == (recipe is not None)
+        if recipe is not None:
+            assert te_recipe(option, machine) == (recipe, recipe, recipe)
+        assert support(Backend.SIMULATE, fmt, machine).mode in (
+            ExecutionMode.SIMULATED if fmt != "bf16" else ExecutionMode.NATIVE,
+        )
+
+
+@pytest.mark.parametrize("capability", [None, (7, 5), AMPERE, HOPPER, BLACKWELL, CONSUMER])
+def test_an_option_is_refused_if_and_only_if_one_of_its_formats_is(
+    capability: tuple[int, int] | None,
+) -> None:
+    machine = te(capability)
+    runs = {name for name in FORMATS if te_refusal(Option.uniform(name), machine) is None}
+    assert "bf16" in runs and (capability is not None or runs == {"bf16"})
+    for option in enumerate_options(tuple(FORMATS), "gemm"):
+        assert (te_refusal(option, machine) is None) == (set(option.formats) <= runs)
+
+
+def test_options_per_gemm_need_a_transformer_engine_that_has_them() -> None:
+    mixed, same = Option.parse("nvfp4-mxfp8-bf16"), Option.parse("fp4-nvfp4-nvfp4")
+    older = te(BLACKWELL, te_per_gemm=False)
+    assert te_refusal(mixed, te(BLACKWELL)) is None
+    assert "2.20.2 has no quantizers per GEMM" in str(te_refusal(mixed, older))
+    assert te_refusal(same, older) is None  # two formats that run as one recipe
+
+
+def test_transformer_engine_s_own_refusal_counts() -> None:
+    machine = te(HOPPER, te_unavailable={"blockwise": "CUDA 12.9 is needed"})
+    assert te_refusal(FP8, machine) == "fp8 on compute capability 9.0: CUDA 12.9 is needed"
+    assert "cannot be imported" in str(te_refusal(FP8, te(BLACKWELL, te_version=None)))
+    assert te_refusal(BF16, te(BLACKWELL, te_version=None)) is None
+
+
+def test_an_unknown_format_is_refused() -> None:
+    with pytest.raises(UsageError, match="unknown format 'fp5'"):
+        support(Backend.TE, "fp5", te(HOPPER))
+
+
+class Linear:
+    """A linear that refuses some options."""
+
+    backend = Backend.SIMULATE
+
+    def __init__(self, name: str, **refused: str) -> None:
+        self.name = name
+        self._refused = refused
+
+    def refusal(self, option: Option) -> str | None:
+        return self._refused.get(str(option).replace("-", "_"))
+
+
+def available(linears: Sequence[Linear], **settings: Any) -> AvailableOptions:
+    model: Any = SimpleNamespace(
+        linears=linears, all_linears=linears, runtime=SimpleNamespace(topology=Topology())
+    )
+    return available_options(model, SnipConfig(**settings))
+
+
+def test_options_that_every_linear_runs_come_without_warning() -> None:
+    assert available([Linear(A), Linear(B)]) == AvailableOptions((FP8, FP4), {FP8: {}, FP4: {}})
+
+
+def test_an_option_that_no_linear_runs_is_left_out() -> None:
+    found = available([Linear(name, fp8="needs 9.0") for name in (A, B)])
+    assert found.options == (FP4,)
+    assert found.warnings == ("fp8 is not available to any linear: needs 9.0",)
+
+
+def test_an_option_that_some_linears_run_stays_with_few_of_the_reasons() -> None:
+    found = available([*(Linear(f"{A}{i}", fp8=f"reason {i // 2}") for i in range(10)), Linear(B)])
+    assert found.options == (FP8, FP4)
+    (warning,) = found.warnings
+    assert warning == (
+        "fp8 is not available to 10 linears: reason 0; reason 1; reason 2 and 2 other reasons"
+    )
+
+
+def test_a_lowest_precision_that_no_linear_runs_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"no linear .* fp4.*--snip-formats: needs 10\.0"):
+        available([Linear(A, fp4="needs 10.0")])
+
+
+def test_runs_that_only_measure_have_all_options() -> None:
+    assert available([Linear(A, fp4="no", fp8="no")], collect_only=True).options == (FP8, FP4)

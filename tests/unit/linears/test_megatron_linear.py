@@ -1,0 +1,198 @@
+"""The override on the instance: installed, removed, bypassed; streams, cache and observers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_snip.linears import simulated_gemm
+from megatron_snip.linears.megatron_linear import PlannedLinear
+from megatron_snip.linears.runtime import Mode, Runtime
+from megatron_snip.log import forget_warnings
+from megatron_snip.options import Option
+from megatron_snip.topology import Placement, Topology
+
+PLACEMENT = Placement("decoder.layers.0.mlp.linear_fc2", 0, "row", 64, 48)
+FP4 = Option.uniform("fp4")
+
+
+class Linear(torch.nn.Module):
+    """What the override sees of Megatron's linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(48, 64))
+        self.calls: list[dict[str, Any]] = []
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **kwargs: Any) -> Any:
+        self.calls.append(kwargs)
+        return input @ weight.t()
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
+        return self._forward_impl(input=x, weight=self.weight, bias=None, **kwargs)
+
+
+def planned(option: Option = FP4) -> tuple[Linear, PlannedLinear, Runtime]:
+    torch.manual_seed(0)
+    module, runtime = Linear(), Runtime(Topology(), seed=0)
+    linear = PlannedLinear(module, PLACEMENT, runtime)
+    linear.option = option
+    linear.install()
+    return module, linear, runtime
+
+
+def simulated(module: Linear, x: torch.Tensor, option: Option = FP4) -> torch.Tensor:
+    return simulated_gemm.fprop(x, module.weight.detach(), option)
+
+
+def test_installing_and_removing_twice_changes_nothing() -> None:
+    module, linear, _ = planned()
+    installed = module.__dict__["_forward_impl"]
+    linear.install()
+    assert module.__dict__["_forward_impl"] is installed
+    linear.uninstall()
+    linear.uninstall()
+    assert "_forward_impl" not in module.__dict__
+
+
+def test_another_override_is_neither_replaced_nor_removed() -> None:
+    module, linear, _ = planned()
+    linear.uninstall()
+    module._forward_impl = lambda **_: torch.zeros(1)  # type: ignore[method-assign]
+    theirs = module._forward_impl
+    with pytest.raises(RuntimeError, match="is already overridden"):
+        linear.install()
+    linear.uninstall()
+    assert module.__dict__["_forward_impl"] is theirs
+
+
+def test_bf16_calls_megatron_with_all_arguments() -> None:
+    module, _, _ = planned(Option.uniform("bf16"))
+    x = torch.randn(5, 64)
+    kwargs = {"sequence_parallel": False, "tp_group": None, "something_new": 7}
+    assert torch.equal(module(x, **kwargs), x @ module.weight.t())
+    assert module.calls == [{"bias": None, **kwargs}]
+
+
+def test_an_option_replaces_the_gemms_except_in_bf16_mode() -> None:
+    module, _, runtime = planned()
+    x = torch.randn(5, 64)
+    assert torch.equal(module(x), simulated(module, x))
+    assert module.calls == []
+    with runtime.running(Mode.BF16):
+        assert torch.equal(module(x), x @ module.weight.t())
+
+
+def test_printing_shows_the_option() -> None:
+    module, linear, _ = planned(Option.parse("fp4-bf16-fp8"))
+    PlannedLinear(
+        Linear(), PLACEMENT, Runtime(Topology(), 0)
+    ).install()  # the class is wrapped once
+    assert repr(module).endswith("[snip fp4-bf16-fp8, simulated-megatron-simulated]")
+    linear.uninstall()
+    assert "snip" not in repr(module) and "snip" not in repr(Linear())
+
+
+def test_an_observer_sees_what_the_plan_runs() -> None:
+    module, _, runtime = planned()
+    x = torch.randn(5, 64)
+    seen: list[Any] = []
+
+    class Observer:
+        def observe(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            seen.append((args, kwargs))
+            output: torch.Tensor = args[3]
+            return output + 1
+
+    with runtime.observed_by(Observer()):
+        output = module(x)
+    assert torch.equal(output, simulated(module, x) + 1)
+    ((args, kwargs),) = seen
+    assert args[0] is PLACEMENT and args[1] is x and args[2] is module.weight
+    assert kwargs == {"input_is_split": False}
+    assert torch.equal(module(x), simulated(module, x))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "reason"),
+    [
+        ({"grad_output_buffer": []}, "its weight gradient is deferred"),
+        ({"gtp_remat_size": 2}, "its weight is gathered inside the GEMM"),
+    ],
+)
+def test_an_unsupported_call_runs_in_bf16_with_one_warning(
+    kwargs: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    forget_warnings()
+    module, _, _ = planned()
+    x = torch.randn(5, 64)
+    for _ in range(2):
+        assert torch.equal(module(x, **kwargs), x @ module.weight.t())
+    (record,) = caplog.records
+    assert reason in record.getMessage() and PLACEMENT.name in record.getMessage()
+    assert torch.equal(module(x, gtp_remat_size=1), simulated(module, x))
+
+
+def backward(module: Linear, microbatches: int) -> list[torch.Tensor]:
+    grads = []
+    for _ in range(microbatches):
+        x = torch.ones(5, 64, requires_grad=True)
+        module(x).backward(torch.linspace(-1, 1, 5 * 48).view(5, 48))
+        assert x.grad is not None
+        grads.append(x.grad)
+    return grads
+
+
+def test_microbatches_draw_different_numbers_and_a_repeated_step_the_same() -> None:
+    module, _, runtime = planned()
+    runtime.begin_pass(3)
+    first = backward(module, 2)
+    assert not torch.equal(first[0], first[1])
+    runtime.begin_pass(3)
+    again = backward(module, 1)
+    with torch.no_grad():  # an evaluation between two microbatches draws nothing
+        module(torch.ones(5, 64))
+    again += backward(module, 1)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    runtime.begin_pass(4)
+    assert not torch.equal(first[0], backward(module, 1)[0])
+
+
+def test_a_step_quantizes_each_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over microbatches, and over fprop and dgrad; an evaluation caches nothing."""
+    made: list[Any] = []
+    original = simulated_gemm.quantize_dequantize_operand
+
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.shape == (48, 64):
+            made.append(args)
+        return original(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(simulated_gemm, "quantize_dequantize_operand", counted)
+    module, _, runtime = planned()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    for step in range(2):
+        runtime.begin_pass(step)
+        made.clear()
+        backward(module, 3)
+        assert len(made) == 1 and runtime.weight_cache.nbytes == 48 * 64 * 4
+        optimizer.step()
+        assert runtime.weight_cache.nbytes == 0
+    module.eval()
+    runtime.begin_pass(2)
+    made.clear()
+    with torch.no_grad():
+        module(torch.ones(5, 64))
+    assert len(made) == 1 and runtime.weight_cache.nbytes == 0
+
+
+def test_a_new_option_applies_to_the_next_forward() -> None:
+    """The cached weight of the old option is not used for the new one."""
+    module, linear, runtime = planned()
+    x = torch.randn(5, 64)
+    runtime.begin_pass(0)
+    for option in (FP4, Option.uniform("fp8"), Option("fp8", "fp4", "fp4"), FP4):
+        linear.option = option
+        assert torch.equal(module(x), simulated(module, x, option))

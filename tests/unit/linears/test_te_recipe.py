@@ -1,0 +1,106 @@
+"""Recipes as fields of Megatron's TEQuantizationRecipe, as Megatron itself reads them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from megatron_snip.errors import UsageError
+from megatron_snip.linears.te.recipe import FORMAT_OF_RECIPE, TERecipe, applies, recipe_from_fields
+from megatron_snip.options import Option
+
+EVERY = [TERecipe(*names) for names in itertools.product(FORMAT_OF_RECIPE, repeat=3)]
+
+
+def parsed(fields: dict[str, Any]) -> Any:
+    extension = pytest.importorskip("megatron.core.extensions.transformer_engine")
+    return extension.TEQuantizationRecipe.parse_from_config(fields)
+
+
+def test_megatron_reads_every_recipe() -> None:
+    pytest.importorskip("megatron.core")
+    from megatron.core.enums import Fp4Recipe, Fp8Recipe
+
+    for recipe in EVERY:
+        read = parsed(recipe.fields())
+        fp8, fp4 = read.fp8_quantization_recipe, read.fp4_quantization_recipe
+        assert read.override_quantized_autocast
+        if recipe == TERecipe():
+            assert fp8 is None and fp4 is None
+        elif not recipe.is_uniform:
+            assert fp8 == Fp8Recipe.custom and fp4 is None
+            assert read.custom_recipe_factory.endswith("_".join(recipe))
+        elif recipe.fprop == "nvfp4":
+            assert fp8 is None and fp4 == Fp4Recipe.nvfp4
+        else:
+            assert fp8 == Fp8Recipe(recipe.fprop) and fp4 is None
+            assert read.fp8_format == "e4m3"
+        # Without it a recipe in a BF16 run is silently without effect.
+        assert read.override_nonquantized_autocast == (recipe != TERecipe())
+
+
+def test_fields_are_read_back() -> None:
+    for recipe in EVERY:
+        assert recipe_from_fields(recipe.fields(), "x") == recipe
+
+
+def test_options_name_what_runs() -> None:
+    assert TERecipe("nvfp4", "mxfp8", "bf16").option == Option("nvfp4", "mxfp8", "bf16")
+    assert TERecipe("blockwise", "blockwise", "blockwise").option == Option.uniform("fp8")
+    assert str(TERecipe("mxfp8", "mxfp8", "mxfp8")) == "mxfp8"
+    assert str(TERecipe("nvfp4", "mxfp8", "bf16")) == "custom(nvfp4, mxfp8, bf16)"
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"fp8_recipe": "mxfp8"}, "unknown field 'fp8_recipe'"),
+        ({"fp8_param": True}, "stores weights in FP8"),
+        ({"fp4_param": True}, "stores weights in FP4"),
+        (
+            {"fp8_quantization_recipe": "mxfp8", "fp4_quantization_recipe": "nvfp4"},
+            "an FP8 and an FP4 recipe at once",
+        ),
+        ({"fp8_quantization_recipe": "tensorwise"}, "'tensorwise' is no format of a plan"),
+        ({"fp8_quantization_recipe": "delayed"}, "'delayed' is no format of a plan"),
+        (
+            {"fp8_quantization_recipe": "blockwise", "fp8_format": "hybrid"},
+            "'hybrid' has E5M2 gradients",
+        ),
+        (
+            {"fp8_quantization_recipe": "custom", "custom_recipe_factory": "mine.factory"},
+            "unknown custom_recipe_factory 'mine.factory'",
+        ),
+        ({"fp4_quantization_recipe": "custom"}, "unknown custom_recipe_factory 'None'"),
+    ],
+)
+def test_what_is_no_format_of_a_plan_is_refused(fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError, match=r"^here: ") as caught:
+        recipe_from_fields(fields, "here")
+    assert why in str(caught.value)
+
+
+def test_false_and_absent_storage_fields_are_fine() -> None:
+    fields = {"fp8_quantization_recipe": "mxfp8", "fp8_param": False, "tp_only_amax_red": True}
+    assert recipe_from_fields(fields, "x") == ("mxfp8",) * 3
+    assert recipe_from_fields({}, "x") == TERecipe()
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("overrides", itertools.product([None, False, True], repeat=2))
+def test_a_recipe_applies_as_megatron_decides(
+    quantized: bool, overrides: tuple[bool | None, bool | None]
+) -> None:
+    extension = pytest.importorskip("megatron.core.extensions.transformer_engine")
+    names = ("override_quantized_autocast", "override_nonquantized_autocast")
+    fields: dict[str, Any] = {
+        name: value for name, value in zip(names, overrides, strict=True) if value is not None
+    }
+    for recipe in ({}, {"fp8_quantization_recipe": "mxfp8"}):
+        truth = extension._get_should_context_be_quantized_recipe(
+            parsed(fields | recipe), quantized
+        )
+        asked = bool(recipe) if applies(fields | recipe, quantized) else quantized
+        assert asked == truth

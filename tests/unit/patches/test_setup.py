@@ -1,0 +1,205 @@
+"""From Megatron's settings and model to a controller; bad input is one line and status 2."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_snip.collectives import RemoteFailure
+from megatron_snip.config import SnipConfig
+from megatron_snip.errors import UsageError
+from megatron_snip.patches import setup
+from megatron_snip.patches.registry import Registry
+from megatron_snip.patches.setup import make_writers, output_directory, resumed_state
+from megatron_snip.reporting.events import Event, Metrics
+from megatron_snip.topology import Topology
+from tests.unit.patches.fake_megatron import FakeController, FakeMegatron
+
+
+@pytest.fixture(autouse=True)
+def registry(fake: FakeMegatron) -> Registry:
+    registry = Registry([setup.validation, setup.model_setup])
+    registry.install({"--snip"})
+    return registry
+
+
+@pytest.fixture
+def attached(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    calls: list[Any] = []
+    monkeypatch.setattr(setup, "attach", lambda *args: calls.append(args))
+    return calls
+
+
+def test_a_controller_is_attached_to_what_megatron_built(
+    fake: FakeMegatron, attached: list[Any]
+) -> None:
+    assert fake.arguments.validate_args(fake.args, {}) is fake.args
+    fake.training.setup_model_and_optimizer("gpt")
+    assert attached == []  # without --snip
+    fake.calls.clear()
+    fake.args.snip_enabled = True
+    result = fake.training.setup_model_and_optimizer("gpt", cfg_container="container")
+    assert result == (["model"], "optimizer", "scheduler")
+    assert fake.calls == [("setup", ("gpt",), {"cfg_container": "container"})]
+    ((_, config, _, model, optimizer),) = attached
+    assert config.enabled and model == ["model"] and optimizer == "optimizer"
+
+
+def test_the_controller_of_a_former_training_is_closed(
+    fake: FakeMegatron, registry: Registry, attached: list[Any]
+) -> None:
+    controller: Any = FakeController()
+    registry.session.controller, registry.session.loaded = controller, {"version": 1}
+    fake.training.setup_model_and_optimizer("gpt")
+    assert controller.calls == ["closed"]
+    assert registry.session.controller is None and registry.session.loaded is None
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ({"snip_interval": "often"}, "--snip-interval: "),
+        ({"use_torch_fsdp2": True}, "--snip cannot run with --use-torch-fsdp2: "),
+    ],
+)
+def test_bad_input_ends_once_per_host_before_the_model_is_built(
+    fake: FakeMegatron,
+    attached: list[Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    setting: dict[str, Any],
+    named: str,
+    rank: str,
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    vars(fake.args).update(snip_enabled=True, **setting)
+    for call in (
+        lambda: fake.arguments.validate_args(args=fake.args),
+        lambda: fake.training.setup_model_and_optimizer("gpt"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            call()
+        assert end.value.code == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == (rank == "0")
+        assert all(line.startswith(f"megatron-snip: error: {named}") for line in lines)
+    assert [name for name, *_ in fake.calls] == ["validate"]  # Megatron validates first
+    assert attached == []
+
+
+def test_flags_count_where_megatrons_namespace_lost_them(
+    fake: FakeMegatron, registry: Registry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    registry.session.given = {"snip_enabled": True, "snip_policy": "best"}
+    with pytest.raises(SystemExit):
+        fake.arguments.validate_args(fake.args)
+    assert "--snip-policy: unknown policy 'best'" in capsys.readouterr().err
+
+
+PLAN = {
+    "version": 1,
+    "step": 2,
+    "policy": "snip",
+    "status": "optimal",
+    "objective": 0.5,
+    "bound": 0.5,
+    "seconds": 0.1,
+    "target": 0.5,
+    "efficiency": 1.0,
+    "stages": [1.0],
+    "linears": {},
+    "digest": "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a",
+}
+STATE = {
+    "version": 2,
+    "iteration": 7,
+    "plan": PLAN,
+    "history": [],
+    "refreshed": 6,
+    "pending": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("loaded", "iteration", "refreshed", "warning"),
+    [
+        (STATE, 7, 6, ""),
+        (None, 0, None, ""),
+        (None, 7, None, "iteration 7 has no SNIP state"),
+        # Megatron can rewind its data loader (--override-ckpt-iteration).
+        (STATE, 3, None, "a refresh in flight is dropped"),
+    ],
+)
+def test_a_checkpoints_state_is_resumed(
+    loaded: Any, iteration: int, refreshed: int | None, warning: str, caplog: Any
+) -> None:
+    state = resumed_state(loaded, iteration, Topology())
+    assert (state is None) == (loaded is None)
+    if state is not None:
+        assert (state.iteration, state.refreshed) == (iteration, refreshed)
+        assert state.plan.objective == 0.5
+    assert warning in caplog.text and bool(warning) == bool(caplog.text)
+
+
+def test_a_damaged_state_names_the_checkpoint() -> None:
+    with pytest.raises(UsageError, match="SNIP state of the checkpoint"):
+        resumed_state({"version": 2}, 7, Topology())
+
+
+def arguments(save: Path) -> argparse.Namespace:
+    return argparse.Namespace(
+        save=str(save), lr=0.1, exit_signal=signal.SIGTERM, functions=[print], num_layers=None
+    )
+
+
+def test_files_go_to_the_output_directory(tmp_path: Path) -> None:
+    assert output_directory(SnipConfig(), None) == Path("snip")
+    assert output_directory(SnipConfig(), "/checkpoints") == Path("/checkpoints/snip")
+    assert output_directory(SnipConfig(output_dir=tmp_path), "/checkpoints") == tmp_path
+
+
+def test_rank_0_writes_files(fake: FakeMegatron, tmp_path: Path) -> None:
+    (writer,) = make_writers(SnipConfig(interval=50), arguments(tmp_path), Topology())
+    writer.write(Event(3, Metrics({"loss": 1.0})))
+    writer.close()
+    config = yaml.safe_load((tmp_path / "snip" / "config.yaml").read_text())
+    assert config["snip"]["interval"] == 50
+    assert config["megatron"] == {"lr": 0.1, "num_layers": None, "save": str(tmp_path)}
+    assert '"iteration": 3' in (tmp_path / "snip" / "metrics.jsonl").read_text()
+
+
+def test_the_last_rank_writes_to_megatrons_tensorboard(
+    fake: FakeMegatron, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[Any] = []
+
+    class TensorBoard:
+        def add_scalar(self, name: str, value: float, iteration: int) -> None:
+            rows.append((name, value, iteration))
+
+        def add_text(self, *args: Any) -> None:
+            pass
+
+    last = Topology(rank=1, world_size=2)  # without a group: only its own part runs
+    assert make_writers(SnipConfig(), arguments(tmp_path), last) == []
+    monkeypatch.setattr(fake.global_vars, "get_tensorboard_writer", TensorBoard)
+    (writer,) = make_writers(SnipConfig(), arguments(tmp_path), last)
+    writer.write(Event(3, Metrics({"lowest_precision_fraction": 0.5, "loss": 1.0})))
+    assert [row[1:] for row in rows if "lowest_precision" in row[0]] == [(0.5, 3)]
+    assert not any("loss" in name.split("/")[-1] for name, *_ in rows)  # Megatron logs it
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_made_fails_on_all_ranks(
+    fake: FakeMegatron, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    config = SnipConfig(output_dir=tmp_path / "file" / "below")
+    with pytest.raises(RemoteFailure, match="opening --snip-output-dir"):
+        make_writers(config, arguments(tmp_path), Topology())

@@ -1,0 +1,117 @@
+"""The checker finds everything that can be wrong with a plan."""
+
+import pytest
+
+from megatron_snip.planning.checker import find_violations
+from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.planning.planner import make_plan
+from megatron_snip.planning.problem import PlanningProblem
+from megatron_snip.planning.settings import PlanSettings
+from tests.unit.planning.build import name_of, plan_of, problem_of
+
+OPTIONS = ("fp8", "fp4")
+
+
+def problem(target: float = 0.5) -> PlanningProblem:
+    return problem_of(
+        [[0.0, 1.0], [0.0, 2.0], [0.0, 3.0], [0.0, None]], target, stages=[0, 0, 1, 1]
+    )
+
+
+def plan(options: list[str], **changes: object) -> PrecisionPlan:
+    """A plan for `problem` whose numbers are right unless changed."""
+    known = {"fp4": (1.0, 2.0, 3.0, None)}
+    losses = [known.get(option, (0.0,) * 4)[i] for i, option in enumerate(options)]
+    saved = [float(o == "fp4") for o in options]
+    values: dict[str, object] = {
+        "objective": None if None in losses else sum(losses),
+        "target": 0.5,
+        "efficiency": sum(saved) / 4,
+        "stages": (sum(saved[:2]) / 2, sum(saved[2:]) / 2),
+    }
+    return plan_of(options, **(values | changes))
+
+
+GOOD = ["fp4", "fp8", "fp4", "fp8"]
+
+
+def test_a_correct_plan_has_no_violations() -> None:
+    assert find_violations(plan(GOOD), problem(), PlanSettings()) == []
+    stage = PlanSettings(pipeline_balance="stage")
+    assert find_violations(plan(GOOD), problem(), stage) == []
+    assert find_violations(make_plan(problem(), stage), problem(), stage) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"objective": 5.0}, "objective 5.0, recomputed 4.0"),
+        ({"objective": None}, "objective None"),
+        ({"bound": 4.1}, "bound 4.1 is above"),
+        ({"efficiency": 0.6}, "efficiency 0.6"),
+        ({"stages": (0.5, 0.6)}, "stage 1"),
+        ({"stages": (0.5,)}, "1 stages, the problem has 2"),
+        ({"target": 0.4}, "target 0.4, asked for 0.5"),
+        ({"digest": "0" * 64}, "digest"),
+    ],
+)
+def test_wrong_numbers_are_found(changes: dict[str, object], word: str) -> None:
+    faults = find_violations(plan(GOOD, **changes), problem(), PlanSettings())
+    assert len(faults) == 1
+    assert word in faults[0]
+
+
+def test_wrong_linears_are_found() -> None:
+    assert find_violations(plan_of(["fp8"]), problem(), PlanSettings())
+    faults = find_violations(plan_of(["fp3", "fp8", "fp8", "fp8"]), problem(), PlanSettings())
+    assert "no option 'fp3'" in faults[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "word"),
+    [
+        (["fp4", "fp8", "fp8", "fp8"], {}, "below the target"),
+        (["fp4", "fp4", "fp8", "fp8"], {"pipeline_balance": "stage"}, "stage 1 is below"),
+        (["fp8", "fp8", "fp4", "fp4"], {}, "which is forbidden"),
+        (["fp4", "fp4", "bf16", "fp8"], {}, "not available"),
+        (GOOD, {"pins": (("*.layers.1.*", "fp4"),)}, "demands fp4"),
+        (GOOD, {"first_layers": (1, "fp8")}, "demands fp8"),
+        (GOOD, {"last_layers": (2, "fp8")}, "demands fp8"),
+        (["fp4", "fp4", "fp8", "fp8"], {"pipeline_balance": "bottleneck"}, "slowest stage takes 2"),
+    ],
+)
+def test_broken_constraints_are_found(
+    options: list[str], settings: dict[str, object], word: str
+) -> None:
+    faults = find_violations(plan(options), problem(), PlanSettings(**settings))
+    assert any(word in fault for fault in faults), faults
+
+
+def test_bf16_may_be_pinned() -> None:
+    settings = PlanSettings(pins=((name_of(1), "bf16"),))
+    assert find_violations(plan(["fp4", "bf16", "fp4", "fp8"]), problem(), settings) == []
+
+
+def test_policies_without_a_target_may_miss_it() -> None:
+    high = plan(["fp8"] * 4, target=0.0)
+    assert find_violations(high, problem(), PlanSettings(policy="uniform-fp8")) == []
+    assert find_violations(high, problem(), PlanSettings()) != []
+
+
+def test_policies_without_a_target_meet_the_other_constraints() -> None:
+    uniform = PlanSettings(policy="uniform-fp4")
+    faults = find_violations(plan(["fp4"] * 4, target=0.0), problem(), uniform)
+    assert faults == [f"'{name_of(3)}' has 'fp4', which is forbidden"]
+    asked = plan(["fp8"] * 4, target=0.5)
+    assert find_violations(asked, problem(), PlanSettings(policy="uniform-fp8")) != []
+    unlisted = plan(["bf16"] * 4, target=0.0)
+    assert find_violations(unlisted, problem(), PlanSettings(policy="uniform-bf16")) == []
+
+
+def test_time_is_checked_in_seconds() -> None:
+    timed = problem_of([[0.0, 1.0]] * 2, target=0.5, seconds=[[4.0, 1.0], [2.0, 1.0]])
+    settings = PlanSettings(cost="time")
+    good = plan_of(["fp4", "fp8"], objective=1.0, target=0.5, efficiency=0.75, stages=(0.75,))
+    bad = plan_of(["fp8", "fp4"], objective=1.0, target=0.5, efficiency=0.25, stages=(0.25,))
+    assert find_violations(good, timed, settings) == []
+    assert find_violations(bad, timed, settings) == ["efficiency 0.25 is below the target 0.5"]

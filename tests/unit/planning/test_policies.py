@@ -1,0 +1,217 @@
+"""All policies meet the same constraints; none has a lower quality loss than snip."""
+
+import contextlib
+import itertools
+
+import numpy as np
+import pytest
+
+from megatron_snip.errors import InfeasiblePlanError, UsageError
+from megatron_snip.planning.checker import find_violations
+from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.planning.planner import make_plan
+from megatron_snip.planning.policies import POLICIES, get_policy, policy_names
+from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
+from megatron_snip.planning.settings import PlanSettings
+from tests.unit.planning.build import constraints_of, name_of, options_of, plan_of, problem_of
+from tests.unit.planning.instances import random_instance
+
+WITH_TARGET = ("snip", "greedy", "random", "min-abs-err", "min-rel-err", "layer-type", "layer-id")
+BASELINES = WITH_TARGET[2:]
+"""They lower one linear after the other."""
+
+NUM = 24
+FLOPS = [3.0, 1.0, 8.0, 4.0] * 6
+KINDS = (
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+
+
+def with_scores(problem: PlanningProblem) -> PlanningProblem:
+    random = np.random.default_rng(9)
+    linears = []
+    for linear in problem.linears:
+        options = {
+            name: cost.model_copy(
+                update={"scores": {"abs_error": random.random(), "rel_error": random.random()}}
+            )
+            for name, cost in linear.options.items()
+        }
+        linears.append(linear.model_copy(update={"options": options}))
+    return problem.model_copy(update={"linears": tuple(linears)})
+
+
+def model(target: float = 0.6, seed: int = 0) -> PlanningProblem:
+    random = np.random.default_rng(seed)
+    losses = [[0.0, float(x)] for x in random.lognormal(0, 1, NUM)]
+    stages = [i // 8 for i in range(NUM)]
+    return with_scores(problem_of(losses, target, flops=FLOPS, stages=stages))
+
+
+def named(layers: int) -> PlanningProblem:
+    options = {
+        "fp8": OptionCost(quality_loss=0.0, saving=0.0),
+        "fp4": OptionCost(quality_loss=1.0, saving=1.0),
+    }
+    linears = tuple(
+        LinearChoices(name=name_of(layer, kind), stage=0, flops=1.0, options=options)
+        for layer in range(layers)
+        for kind in KINDS
+    )
+    return PlanningProblem(linears=linears, target=0.5)
+
+
+def plan(policy: str, problem: PlanningProblem, **settings: object) -> PrecisionPlan:
+    return make_plan(problem, PlanSettings(policy=policy, **settings))
+
+
+def lowered(policy: str, problem: PlanningProblem, target: float) -> list[str]:
+    made = plan(policy, problem, target=target)
+    return [name for name, option in made.linears.items() if str(option) == "fp4"]
+
+
+def test_policies_are_found_by_name_and_state_what_they_are() -> None:
+    assert set(policy_names()) == {*WITH_TARGET, "none", "uniform-OPTION"}
+    static = {"random", "layer-type", "layer-id", "none"}
+    assert {name for name, p in POLICIES.items() if not p.needs_statistics} == static
+    assert {name for name, p in POLICIES.items() if p.granularity == "gemm"} == {"snip", "greedy"}
+    uniform = get_policy("uniform-fp8")
+    assert (uniform.needs_statistics, uniform.heeds_target) == (False, False)
+    for name in ("", "snap", "uniform-", "uniform"):
+        with pytest.raises(UsageError, match="known: snip"):
+            get_policy(name)
+
+
+@pytest.mark.parametrize("policy", WITH_TARGET)
+@pytest.mark.parametrize("target", [0.0, 0.3, 0.75, 1.0])
+def test_the_target_is_exceeded_by_at_most_one_linear(policy: str, target: float) -> None:
+    made = plan(policy, model(target))
+    assert target <= made.efficiency < target + max(FLOPS) / sum(FLOPS) or target == 0.0
+    assert made.bound <= made.objective
+    for efficiency in plan(policy, model(target), pipeline_balance="stage").stages:
+        assert target <= efficiency < target + max(FLOPS) / sum(FLOPS[:8]) or target == 0.0
+
+
+@pytest.mark.parametrize("policy", BASELINES)
+def test_no_linear_is_lowered_without_need(policy: str) -> None:
+    plans = 0
+    for seed in range(100):
+        instance = random_instance(seed, num_linears=None if seed % 3 else 5 + seed % 30)
+        problem = with_scores(instance.problem)
+        chosen = instance.settings.model_copy(
+            update={"policy": policy, "target": problem.target, "change_penalty": 0.0}
+        )
+        with contextlib.suppress(InfeasiblePlanError):
+            made = make_plan(problem, chosen)
+            task = constraints_of(problem, **chosen.to_dict()).checked_task()
+            table, gains = task.table, task.table.overall_row.coefficients
+            columns = table.columns_of(options_of(made))
+            needed: dict[int, list[bool]] = {}
+            for row, column in enumerate(columns):
+                allowed = np.flatnonzero(task.allowed[row])
+                least = allowed[gains[row, allowed].argmin()]
+                if gains[row, column] > gains[row, least]:
+                    other = np.where(table.rows == row, least, columns)
+                    group = int(table.stage[row]) if chosen.pipeline_balance == "stage" else 0
+                    needed.setdefault(group, []).append(not task.holds(other))
+            assert all(any(group) for group in needed.values()), seed
+            plans += 1
+    assert plans > 40
+
+
+@pytest.mark.parametrize("policy", WITH_TARGET)
+@pytest.mark.parametrize("balance", ["none", "stage", "bottleneck"])
+def test_every_constraint_holds(policy: str, balance: str) -> None:
+    pins = (("*.layers.3.*", "bf16"), ("*.layers.20.*", "fp4"))
+    settings = PlanSettings(policy=policy, pipeline_balance=balance, pins=pins)
+    assert find_violations(make_plan(model(), settings), model(), settings) == []
+    with pytest.raises(InfeasiblePlanError) as caught:
+        plan(policy, model(0.9), pins=(("*.layers.2?.*", "fp8"),))
+    assert caught.value.best_target == pytest.approx(sum(FLOPS[:20]) / sum(FLOPS))
+
+
+def test_no_policy_beats_snip() -> None:
+    for seed, balance in itertools.product(range(3), ("none", "stage")):
+        problem = model(0.6, seed)
+        losses = {p: plan(p, problem, pipeline_balance=balance).objective for p in WITH_TARGET}
+        assert losses["snip"] == min(losses.values()) < losses["random"]
+
+
+def test_greedy_follows_lower_hulls_and_rounds_up_little() -> None:
+    losses = [[0.0, 1.0, 9.0], [0.0, 5.0, 6.0]]  # the second middle lies above its hull
+    problem = problem_of(losses, options=("fp8", "fp4-fp8-fp8", "fp4"))
+    made = [options_of(plan("greedy", problem, target=t)) for t in (0.1, 0.5, 0.9)]
+    assert made == [["fp4-fp8-fp8", "fp8"], ["fp4-fp8-fp8", "fp4"], ["fp4", "fp4"]]
+    free = plan("greedy", problem_of([[1.0, 0.5], [0.0, 0.0]], target=0.0))
+    assert (options_of(free), free.objective) == (["fp4", "fp4"], 0.5)
+    random = np.random.default_rng(0)
+    many = problem_of([[0.0, float(x)] for x in random.random(4000)], 0.5)
+    assert 0.0 <= plan("greedy", many).gap < 1e-3
+
+
+def test_layer_policies_protect_fc2_and_the_outer_layers() -> None:
+    problem = named(3)
+    assert lowered("layer-type", problem, 3 / 12) == [name_of(i, KINDS[2]) for i in range(3)]
+    protected = set(problem.names) - set(lowered("layer-type", problem, 9 / 12))
+    assert protected == {name_of(i, KINDS[3]) for i in range(3)}
+    names = lowered("layer-id", named(12), 0.5)
+    assert {int(name.split(".")[2]) for name in names} == {3, 4, 5, 6, 7, 8}
+    rows = [row.model_copy(update={"name": f"n{i}"}) for i, row in enumerate(named(1).linears)]
+    without = problem.model_copy(update={"linears": tuple(rows)})
+    assert lowered("layer-id", without, 0.5) == ["n1", "n2"]  # position instead of layer
+
+
+def test_random_depends_on_seed_and_iteration_alone() -> None:
+    problem, settings = named(8), PlanSettings(policy="random")
+    first = make_plan(problem, settings, iteration=1).digest
+    assert make_plan(problem, settings, iteration=1).digest == first
+    assert make_plan(problem, settings, iteration=2).digest != first
+    other = settings.model_copy(update={"seed": 1})
+    assert make_plan(problem, other, iteration=1).digest != first
+
+
+@pytest.mark.parametrize(
+    ("policy", "score"), [("min-abs-err", "abs_error"), ("min-rel-err", "rel_error")]
+)
+def test_local_errors_are_lowered_smallest_first_and_unknown_ones_last(
+    policy: str, score: str
+) -> None:
+    scores = [{score: error} for error in (0.3, None, 0.1, None)]
+    problem = problem_of([[0.0, 1.0]] * 4, scores=scores)
+    assert lowered(policy, problem, 0.25) == [name_of(2)]
+    assert lowered(policy, problem, 0.5) == [name_of(0), name_of(2)]
+    assert lowered(policy, problem, 0.75) == [name_of(0), name_of(1), name_of(2)]
+    with pytest.raises(UsageError, match=f"needs the score '{score}'"):
+        plan(policy, problem_of([[0.0, 1.0]] * 2))
+
+
+PROBLEM = problem_of([[0.5, 1.0], [0.25, None]], target=0.75)
+
+
+def test_uniform_policies_ignore_the_target_and_respect_pins() -> None:
+    made = plan("uniform-fp4", problem_of([[0.5, 1.0], [0.25, 2.0]], 0.75))
+    assert options_of(made) == ["fp4", "fp4"]
+    assert (made.status, made.target, made.objective, made.bound) == ("fixed", 0.0, 3.0, 3.0)
+    assert options_of(plan("uniform-bf16", PROBLEM)) == ["bf16", "bf16"]
+    pinned = plan("uniform-fp4", PROBLEM, pins=((name_of(1), "fp8"),))
+    assert options_of(pinned) == ["fp4", "fp8"]
+    with pytest.raises(InfeasiblePlanError) as caught:
+        plan("uniform-fp4", PROBLEM)
+    assert caught.value.conflicts == ("policy uniform-fp4", "forbidden options")
+    assert f"no option is left for {name_of(1)}" in str(caught.value)
+    with pytest.raises(UsageError, match="fp3"):
+        plan("uniform-fp3", PROBLEM)
+
+
+def test_none_changes_nothing() -> None:
+    settings, before = PlanSettings(policy="none"), plan_of(["fp4", "bf16"])
+    assert make_plan(PROBLEM, settings, before).digest == before.digest
+    assert options_of(make_plan(PROBLEM, settings)) == ["bf16", "bf16"]
+    with pytest.raises(InfeasiblePlanError) as caught:
+        make_plan(PROBLEM, settings, plan_of(["fp4", "fp4"]))
+    assert caught.value.conflicts == ("policy none", "forbidden options")
+    with pytest.raises(UsageError, match="previous plan's option"):
+        make_plan(PROBLEM, settings, plan_of(["fp3", "fp8"]))

@@ -1,0 +1,241 @@
+"""Quantized matrices and operands: against a NumPy loop over formats, tiles, shapes and NaN."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_snip.formats import FORMATS
+from megatron_snip.quantizers import (
+    StochasticStream,
+    StreamKey,
+    StreamLayout,
+    is_stochastic,
+    needs_tensor_amax,
+    operand_block,
+    quantize_dequantize,
+    quantize_dequantize_operand,
+    quantize_dequantize_pair,
+    rotated,
+)
+from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand
+from tests.unit.quantizers import oracle
+from tests.unit.quantizers.oracle import SCALED
+
+STREAM = StochasticStream(StreamKey(3, "decoder.layers.0.mlp.linear_fc2", 11, 0))
+ENTRIES = [(gemm, operand) for gemm, pair in GEMM_OPERANDS.items() for operand in pair]
+ROW_GEMM = {Operand.INPUT: Gemm.FPROP, Operand.GRAD_OUTPUT: Gemm.DGRAD}
+FP4, FP8, NVFP4 = (FORMATS[name] for name in ("fp4", "fp8", "nvfp4"))
+
+each_format = pytest.mark.parametrize("fmt", SCALED, ids=lambda f: f.name)
+
+
+def sample(rows: int, cols: int) -> torch.Tensor:
+    """Rows of very different magnitude, a zero tile, zeros of both signs."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((rows, cols)) * np.exp2(rng.integers(-30, 30, (rows, 1)))
+    x[: rows // 3, : cols // 2] = 0
+    x.flat[:: max(1, x.size // 7)] = -0.0
+    return torch.from_numpy(x.astype(np.float32))
+
+
+def agrees(x: torch.Tensor, fmt, block) -> bool:
+    wanted = oracle.quantize_dequantize(x.float().numpy(), fmt, block)
+    return oracle.same(quantize_dequantize(x, fmt, block), wanted)
+
+
+@each_format
+@pytest.mark.parametrize("shape", [(1, 1), (64, 128), (37, 200), (130, 129)])
+def test_results_match_the_loop(fmt, shape):
+    for block in ((1, fmt.tile), (fmt.tile, 1), fmt.weight_block):
+        assert agrees(sample(*shape), fmt, block)
+        assert agrees(sample(*shape).bfloat16(), fmt, block)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_tile_with_nan_or_inf_becomes_nan_and_no_other(bad):
+    x = torch.randn(6, 300)
+    x[2, 130], x[4, 299] = bad, bad
+    wanted = torch.zeros(6, 300, dtype=torch.bool)
+    wanted[2, 128:256] = wanted[4, 256:] = True
+    for name in ("fp8", "fp4", "mxfp4"):
+        assert agrees(x, FORMATS[name], (1, 128))
+        out = quantize_dequantize(x, FORMATS[name], (1, 128), stream=STREAM)
+        assert torch.equal(out.isnan(), wanted)
+    # under a tensor scale it is the entire tensor, unless the amax of finite shards is given
+    assert quantize_dequantize(x, NVFP4, (1, 16)).isnan().all()
+    given = quantize_dequantize(x, NVFP4, (1, 16), tensor_amax=torch.tensor(5.0))
+    assert given.isnan().sum() == 16 + 12
+
+
+@each_format
+def test_small_tiles_become_zero_and_huge_numbers_stay_finite(fmt):
+    x = torch.tensor([[0.0, -0.0, 1e-45, -1e-40] * 64])
+    for stream in (None, STREAM):
+        out = quantize_dequantize(x, fmt, (1, fmt.tile), stream=stream)
+        assert (out == 0).all() and not out.signbit().any()
+    top = torch.finfo(torch.float32).max
+    out = quantize_dequantize(torch.tensor([[top, -top, 1.0, 0.0] * 40]), fmt, (1, fmt.tile))
+    assert not out.isnan().any() and (out[0, :2].abs() >= top * 0.6).all()
+
+
+@pytest.mark.parametrize("block", [(1, 128), (128, 1), (128, 128)])
+def test_strides_and_the_shape_of_pieces_do_not_matter(block, monkeypatch):
+    base = sample(300, 260)
+    for view in (base.T, base[::2, 1:], base[:, ::3], base[:1].expand(50, -1)):
+        for stream in (None, STREAM):
+            got = quantize_dequantize(view, FP4, block, stream=stream)
+            with monkeypatch.context() as patch:
+                patch.setattr("megatron_snip.quantizers.reference.PIECE_ELEMENTS", 1000)
+                again = quantize_dequantize(view.contiguous(), FP4, block, stream=stream)
+            assert torch.equal(got, again)
+
+
+def test_empty_matrices():
+    for shape, fmt, stream in itertools.product([(0, 128), (5, 0)], SCALED, (None, STREAM)):
+        x = torch.empty(shape)
+        assert quantize_dequantize(x, fmt, (1, fmt.tile), stream=stream).shape == shape
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp4", "fp3"])
+def test_square_blocks_commute_with_the_transpose(name):
+    weight = sample(130, 200)
+    a, b = (quantize_dequantize(w, FORMATS[name], (128, 128)) for w in (weight, weight.T))
+    assert torch.equal(a.T, b)
+
+
+def test_bfloat16_output_is_rounded_once_more():
+    x = sample(33, 257)
+    narrow = quantize_dequantize(x, FP8, (1, 128), dtype=torch.bfloat16)
+    assert torch.equal(narrow, quantize_dequantize(x, FP8, (1, 128)).bfloat16())
+
+
+def test_shards_share_a_tensor_scale():
+    x = sample(8, 64)
+    half = quantize_dequantize(x[:, :32], NVFP4, (1, 16), tensor_amax=x.abs().max())
+    assert torch.equal(half, quantize_dequantize(x, NVFP4, (1, 16))[:, :32])
+
+
+@pytest.mark.parametrize("block", [(1, 128), (128, 1)])
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_stochastic_shards_make_the_gathered_tensor(block, num_chunks):
+    x = torch.randn(130, 512)
+    full = quantize_dequantize(x, FP4, block, stream=STREAM)
+    for rank in range(2):
+        local, wanted = (
+            torch.cat([chunk.chunk(2, 1)[rank] for chunk in t.chunk(num_chunks, 1)], 1)
+            for t in (x, full)
+        )
+        stream = replace(STREAM, layout=StreamLayout.shard(256, rank, 2, num_chunks))
+        assert torch.equal(quantize_dequantize(local, FP4, block, stream=stream), wanted)
+
+
+@pytest.mark.parametrize("name", ["fp4", "fp8", "mxfp4", "fp3"])
+def test_stochastic_rounding_is_unbiased_over_the_full_range(name):
+    """Over 1.3e6 draws of the real stream, each of 64 values averages to itself within 4.5 sigma.
+
+    The value at column 0 fixes the scale; the others cover (-max, max) with |y| < 1 included.
+    """
+    fmt, rows = FORMATS[name], 20_000
+    top = fmt.element.max_value
+    y = torch.linspace(-1, 1, 64).sign() * torch.linspace(-1, 1, 64).abs() ** 2 * top
+    y[0] = top
+    scale = 0.37 if fmt.scale.value == "fp32" else 0.5
+    x = (y * scale).expand(rows, 64)
+    out = quantize_dequantize(x, fmt, (1, 64), stream=STREAM).double() / scale
+    bias = out.mean(0) - y.double()
+    sigma = out.std(0) / rows**0.5
+    assert (bias.abs() <= 4.5 * sigma + 2e-6 * top).all()
+    assert (out.std(0)[1:-1] > 0).float().mean() > 0.8  # it did round
+
+
+@pytest.mark.parametrize(
+    ("operand", "gemm", "fp4", "mxfp4"),
+    [
+        (Operand.INPUT, Gemm.FPROP, (1, 128), (1, 32)),
+        (Operand.WEIGHT, Gemm.FPROP, (128, 128), (1, 32)),
+        (Operand.GRAD_OUTPUT, Gemm.DGRAD, (1, 128), (1, 32)),
+        (Operand.WEIGHT, Gemm.DGRAD, (128, 128), (32, 1)),
+        (Operand.GRAD_OUTPUT, Gemm.WGRAD, (128, 1), (32, 1)),
+        (Operand.INPUT, Gemm.WGRAD, (128, 1), (32, 1)),
+    ],
+)
+def test_tiles_run_along_the_contraction(operand, gemm, fp4, mxfp4):
+    assert operand_block(FP4, operand, gemm) == fp4
+    assert operand_block(FORMATS["mxfp4"], operand, gemm) == mxfp4
+
+
+@each_format
+@pytest.mark.parametrize(("gemm", "operand"), ENTRIES)
+def test_operands_are_quantized_in_their_tiles(fmt, gemm, operand):
+    x = torch.randn(3, 50, 96, requires_grad=True)
+    stream = STREAM.for_role(operand, gemm) if is_stochastic(fmt, operand) else None
+    source = rotated(x.detach().view(150, 96), fmt, gemm)
+    wanted = quantize_dequantize(source, fmt, operand_block(fmt, operand, gemm), stream=stream)
+    got = quantize_dequantize_operand(x, fmt, operand, gemm, stream=STREAM)
+    assert torch.equal(got, wanted.view(3, 50, 96)) and not got.requires_grad
+
+
+def test_properties_of_formats():
+    stochastic = {(n, o) for n, f in FORMATS.items() for o in Operand if is_stochastic(f, o)}
+    assert stochastic == {(n, Operand.GRAD_OUTPUT) for n, f in FORMATS.items() if f.bits <= 4}
+    assert [n for n, f in FORMATS.items() if needs_tensor_amax(f)] == ["nvfp4"]
+
+
+@pytest.mark.parametrize("operand", list(ROW_GEMM))
+@pytest.mark.parametrize("formats", itertools.product([FORMATS["bf16"], *SCALED], repeat=2))
+def test_a_pair_is_two_single_operands(operand, formats):
+    x = torch.randn(3, 50, 96).bfloat16()
+    pair = quantize_dequantize_pair(x, formats, operand, stream=STREAM, dtype=torch.float32)
+    for got, fmt, gemm in zip(pair, formats, (ROW_GEMM[operand], Gemm.WGRAD), strict=True):
+        wanted = quantize_dequantize_operand(
+            x, fmt, operand, gemm, stream=STREAM, dtype=torch.float32
+        )
+        assert got.shape == x.shape and torch.equal(got, wanted)
+
+
+def test_the_copies_of_grad_output_round_independently():
+    x = torch.randn(128, 128)
+    nearest = [quantize_dequantize(x, FP4, block) for block in ((1, 128), (128, 1))]
+    copies = quantize_dequantize_pair(x, ("fp4", "fp4"), Operand.GRAD_OUTPUT, stream=STREAM)
+    up = [(a != b).double().flatten() for a, b in zip(copies, nearest, strict=True)]
+    # both depend on x, hence some correlation; one stream for both gives over 0.9
+    assert torch.corrcoef(torch.stack(up))[0, 1] < 0.6
+
+
+def test_bf16_changes_nothing_and_the_dtype_is_the_input_s():
+    x = torch.randn(4, 6, requires_grad=True)
+    out = quantize_dequantize_operand(x, "bf16", Operand.INPUT, Gemm.WGRAD)
+    assert out.data_ptr() == x.data_ptr() and not out.requires_grad
+    narrow = quantize_dequantize_operand(x.bfloat16(), "fp8", Operand.INPUT, Gemm.FPROP)
+    assert narrow.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: quantize_dequantize(x.half(), FP8, (1, 128)), "float32 or bfloat16"),
+        (lambda x: quantize_dequantize(x[0], FP8, (1, 128)), "a matrix"),
+        (lambda x: quantize_dequantize(x, FORMATS["bf16"], (1, 128)), "not quantized"),
+        (lambda x: quantize_dequantize(x, FP8, (0, 128)), "tile"),
+        (
+            lambda x: quantize_dequantize(
+                x, FP8, (1, 128), stream=replace(STREAM, layout=StreamLayout(4))
+            ),
+            "column",
+        ),
+        (
+            lambda x: quantize_dequantize_operand(x, "fp4", Operand.GRAD_OUTPUT, Gemm.DGRAD),
+            "needs a stream",
+        ),
+        (
+            lambda x: quantize_dequantize_operand(x, "fp4", Operand.INPUT, Gemm.DGRAD),
+            "does not enter",
+        ),
+    ],
+)
+def test_bad_input_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(torch.ones(8, 8))

@@ -1,0 +1,124 @@
+"""Philox against published vectors; streams depend on key and global index alone."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_snip.quantizers import grad_output_stream
+from megatron_snip.quantizers.stochastic import (
+    StochasticStream,
+    StreamKey,
+    StreamLayout,
+    random_bits16,
+)
+from megatron_snip.topology import LinearKind, Placement, TensorAxis
+from megatron_snip.types import Gemm, Operand
+
+KEY = StreamKey(seed=1, linear="decoder.layers.3.mlp.linear_fc1", iteration=7, microbatch=2)
+PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+PI_KEY = 0xA4093822 | 0x299F31D0 << 32
+ONES = (0xFFFFFFFF,) * 4
+
+# The answers that Random123 publishes for philox4x32.
+KNOWN_ANSWERS = [
+    (7, (0, 0, 0, 0), 0, "5f6fb709 0d893f64 4f121f81 4f730a48"),
+    (7, ONES, 2**64 - 1, "5207ddc2 45165e59 4d8ee751 8c52f662"),
+    (7, PI, PI_KEY, "4dfccaba 190a87f0 c47362ba b6b5242a"),
+    (10, (0, 0, 0, 0), 0, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    (10, ONES, 2**64 - 1, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    (10, PI, PI_KEY, "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+def numpy_philox(counter: np.ndarray, key: int, num_rounds: int) -> np.ndarray:
+    """[n, 4] uint32 -> [n, 4] uint32, written from the definition."""
+    c = counter.astype(np.uint64).T.copy()
+    k = [np.uint64(key & 0xFFFFFFFF), np.uint64(key >> 32)]
+    word = np.uint64(0xFFFFFFFF)
+    for _ in range(num_rounds):
+        a, b = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
+        half = np.uint64(32)
+        c = np.stack([(b >> half) ^ c[1] ^ k[0], b & word, (a >> half) ^ c[3] ^ k[1], a & word])
+        k = [(k[0] + np.uint64(0x9E3779B9)) & word, (k[1] + np.uint64(0xBB67AE85)) & word]
+    return c.T.astype(np.uint32)
+
+
+@pytest.mark.parametrize(("rounds", "counter", "key", "answer"), KNOWN_ANSWERS)
+def test_the_numpy_version_gives_the_published_answers(rounds, counter, key, answer):
+    words = numpy_philox(np.array([counter], np.uint64), key, rounds)[0]
+    assert " ".join(f"{word:08x}" for word in words) == answer
+
+
+@pytest.mark.parametrize("key", [0, 0xDEADBEEF12345678, 2**64 - 1])
+def test_lanes_are_the_words_in_order(key):
+    rng = np.random.default_rng(0)
+    counters = np.concatenate([[0, 1, 7, 2**32 - 1, 2**32], rng.integers(0, 2**62, 500)])
+    wide = np.stack([counters & 0xFFFFFFFF, counters >> 32], 1)
+    words = numpy_philox(np.concatenate([wide, np.zeros_like(wide)], 1), key, 7)
+    halves = np.stack([words & 0xFFFF, words >> 16], 2).reshape(len(counters), 8)
+    given = torch.from_numpy(counters)
+    assert np.array_equal(random_bits16(given, key).numpy().view(np.uint16), halves)
+    assert np.array_equal(given.numpy(), counters)
+
+
+def test_keys():
+    # a change of the hash would silently change every run that is replayed
+    assert KEY.word == 0xF795718780D8F1A6
+    dgrad = StochasticStream(KEY).for_role(Operand.GRAD_OUTPUT, Gemm.DGRAD)
+    assert dgrad.key == replace(KEY, role="grad_output.dgrad")
+    assert dgrad.key.word == 0xA2A0165830FA138F
+    changes = ({"seed": 2}, {"linear": "x"}, {"iteration": 8}, {"microbatch": 3}, {"role": "r"})
+    plain = draw(StreamLayout(), 8, 64)
+    for change in changes:
+        other = StochasticStream(replace(KEY, **change)).bits16(range(8), range(64), 64)
+        assert (plain == other).float().mean() < 0.02
+
+
+def draw(layout: StreamLayout, rows: int, cols: int) -> torch.Tensor:
+    return StochasticStream(KEY, layout).bits16(range(rows), range(cols), cols)
+
+
+@pytest.mark.parametrize("cols", [64, 20, 7])
+def test_any_part_of_the_tensor_draws_the_same(cols):
+    full = draw(StreamLayout(), 9, cols)
+    for rows, span in ((range(2, 5), range(cols)), (range(9), range(3, cols - 1))):
+        part = StochasticStream(KEY).bits16(rows, span, cols)
+        assert torch.equal(part, full[rows.start : rows.stop, span.start : span.stop])
+
+
+@pytest.mark.parametrize(
+    ("layout", "cols"),
+    [
+        (StreamLayout(64, 32), 64),
+        (StreamLayout(64, num_chunks=2), 7),
+        (StreamLayout(63, num_chunks=2), 8),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused(layout, cols):
+    with pytest.raises(ValueError, match="column"):
+        draw(layout, 1, cols)
+    with pytest.raises(ValueError, match="divide"):
+        StreamLayout.shard(7, 0, 2, num_chunks=2)
+
+
+def grad_bits(kind: LinearKind, axis: TensorAxis, num_chunks: int, features: int) -> torch.Tensor:
+    name = "decoder.layers.1.mlp.linear_fc1"
+    place = Placement(name, 0, kind, 64, features, axis, num_chunks)
+    cols = features // axis.size if kind == "column" else features
+    stream = grad_output_stream(3, place, 5, 2).for_role(Operand.GRAD_OUTPUT, Gemm.DGRAD)
+    return stream.bits16(range(5), range(cols), cols)
+
+
+@pytest.mark.parametrize("features", [96, 48])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_tensor_parallel_shards_draw_their_part_of_the_tensor(features, size, num_chunks):
+    full = grad_bits("column", TensorAxis(), num_chunks, features)
+    for rank in range(size):
+        wanted = torch.cat([c.chunk(size, 1)[rank] for c in full.chunk(num_chunks, 1)], 1)
+        axis = TensorAxis(rank, size)
+        assert torch.equal(grad_bits("column", axis, num_chunks, features), wanted)
+        assert torch.equal(grad_bits("row", axis, num_chunks, features), full)
+    assert torch.equal(grad_bits("column", TensorAxis(rank=1), num_chunks, features), full)

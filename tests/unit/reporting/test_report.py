@@ -1,0 +1,188 @@
+"""The report as a file: complete, self-contained, and safe whatever the runs' files hold."""
+
+from __future__ import annotations
+
+import base64
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megatron_snip.__main__ import main
+from megatron_snip.errors import UsageError
+from megatron_snip.reporting.events import Notice
+from megatron_snip.reporting.report import (
+    frontier_of,
+    last_gap,
+    make_report,
+    read_reference,
+    read_runs,
+)
+from megatron_snip.reporting.run_record import read_run
+from tests.unit.reporting.runs import KINDS, Shape, config, write_run
+
+pytestmark = pytest.mark.filterwarnings("error:constrained_layout")  # labels left no room
+
+HOSTILE = "<img src=x onerror=alert(1)>\"'&{{ 7*7 }}</script>"
+VOID = {"meta", "link", "img", "br"}
+
+
+class Elements(HTMLParser):
+    """Every element with its attributes, and the text between tags; refuses unbalanced tags."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.open: list[str] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.found if name == tag]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs: one with hostile names, one on two stages, one without SNIP."""
+    folder = tmp_path_factory.mktemp("runs")
+    hostile = Shape(
+        config(),
+        kinds=(*KINDS[:3], f"mlp.{HOSTILE}"),
+        notices=((9, Notice("reverted", HOSTILE)), (13, Notice("kept", "out of memory"))),
+        backend="simulate",
+        note=HOSTILE,
+    )
+    write_run(folder / "a<b>&\"'run", hostile)
+    two = Shape(config(efficiency_target=0.9), iterations=16, layers=2, stages=2, backend="te")
+    write_run(folder / "two", two)
+    write_run(folder / "off", Shape(config(enabled=False), iterations=12))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> str:
+    """The report of the hostile run."""
+    (run,) = read_runs([folder / "a<b>&\"'run"])
+    return make_report([run], read_reference(folder / "off"))
+
+
+def test_every_figure_has_a_title_a_caption_and_an_alternative_text(one: str) -> None:
+    page = Elements(one)
+    slugs = {figure["id"] for figure in page.all("figure")}
+    assert slugs == {"loss", "frontier", "plan", "plan-history", "divergences"}
+    assert all(len(image["alt"] or "") > 30 for image in page.all("img"))
+    assert len(page.all("figcaption")) == len(page.all("img")) == 5
+    for image in page.all("img"):
+        kind, data = (image["src"] or "").split(",", 1)
+        assert kind == "data:image/svg+xml;base64"
+        ElementTree.fromstring(base64.b64decode(data))
+    for title in ("All plans", "All linears", "All settings", "Failures"):
+        assert title in page.text
+
+
+def test_text_from_files_stays_text_and_the_page_needs_no_network(one: str) -> None:
+    page = Elements(one)
+    assert page.text.count(HOSTILE) >= 3  # a notice, a setting, the linears
+    assert "a<b>&\"'run" in page.text and "{{ 7*7 }}" in page.text
+    assert page.all("script") == [] and page.all("iframe") == []
+    for _, attributes in page.found:
+        assert not any(name.startswith("on") for name in attributes)
+        for name in ("src", "srcset", "href"):
+            assert (attributes.get(name) or "data:").startswith("data:")
+    policy = next(m["content"] for m in page.all("meta") if m.get("http-equiv"))
+    assert policy is not None and "default-src 'none'" in policy
+    assert "@import" not in one and "url(" not in one
+
+
+def test_numbers_have_a_scale_and_failures_are_called_failures(one: str) -> None:
+    text = Elements(one).text
+    assert "refresh failed, plan kept" in text and "plan reverted" in text
+    assert "Current plan (simulated)" in text and "Simulated: losses are those" in text
+    assert "loss gap to BF16" in text and "+0.0000" in text
+    assert "of uniform fp4's" in text
+    assert "1 failed" in text
+
+
+def test_several_runs_are_compared(folder: Path) -> None:
+    runs = read_runs([folder / "two", folder / "off"])
+    page = Elements(make_report(runs))
+    assert "2 runs compared" in page.text and "Settings that differ" in page.text
+    assert "snip.efficiency_target" in page.text and "SNIP was off in this run." in page.text
+    assert "simulated" not in page.text  # two ran on Transformer Engine
+
+
+def test_the_same_run_gives_the_same_page_and_a_young_one_names_what_is_missing(
+    tmp_path: Path,
+) -> None:
+    path = write_run(tmp_path / "run", Shape(config(), iterations=1))
+    page = make_report(read_runs([path]))
+    assert page == make_report(read_runs([path]))
+    text = Elements(page).text
+    assert "No plan was applied yet." in text and "The run has made no refresh." in text
+
+
+def test_the_gap_is_the_mean_over_the_last_tenth(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "bf16.jsonl"
+    rows = [f'{{"iteration": {k}, "loss": {1.0 if k > 10 else 9.0}}}\n' for k in range(1, 13)]
+    path.write_text("".join(rows))
+    (run,) = read_runs([folder / "off"])
+    gap, count = last_gap(run.metrics, read_reference(path))
+    losses = run.metrics.column("loss")[1]
+    assert count == 2 and gap == pytest.approx(losses[-2:].mean() - 1.0)
+
+
+def test_the_frontier_keeps_the_runs_pins(tmp_path: Path) -> None:
+    pinned = config(pins=("decoder.layers.0.*=fp8",), pipeline_balance="stage")
+    found = frontier_of(read_run(write_run(tmp_path / "run", Shape(pinned))))
+    assert not isinstance(found, str)
+    assert max(efficiency for efficiency, _ in found) == pytest.approx(2 / 3)
+
+
+def test_runs_are_called_by_as_much_of_their_paths_as_it_takes(tmp_path: Path) -> None:
+    shape = Shape(config(enabled=False), iterations=1)
+    paths = [write_run(tmp_path / name / "snip", shape) for name in "ab"]
+    assert [run.name for run in read_runs(paths)] == ["a/snip", "b/snip"]
+    with pytest.raises(UsageError, match="given twice"):
+        read_runs([paths[0], tmp_path / "a" / "." / "snip"])
+
+
+def test_the_command_writes_one_file_and_prints_its_path(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["report", str(folder / "off"), "--reference", str(folder / "two")]
+    assert main([*words, "--output", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'out' / 'report.html'}\n"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.html"]
+    assert main(words) == 0
+    assert (folder / "off" / "report" / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["none"], "cannot find the run directory 'none'"),
+        (["RUN", "RUN"], "given twice"),
+        (["RUN", "--reference", "none"], "has no metrics yet"),
+        (["RUN", "--output", "RUN/config.yaml"], "cannot write"),
+        ([], "the following arguments are required: RUN"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    folder: Path, words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", *(word.replace("RUN", str(folder / "off")) for word in words)]) == 2
+    error = capsys.readouterr().err
+    assert complaint in error and error.count("\n") == 1

@@ -1,0 +1,28 @@
+"""Numbers and lists as people read them."""
+
+import math
+
+from megatron_snip.reporting.text import (
+    label,
+    listing,
+    number,
+    percent,
+    printable,
+    quality,
+    seconds,
+)
+
+
+def test_numbers() -> None:
+    assert number(1.23456) == "1.235" and number(math.inf) == "-" and percent(0.6111) == "61.1%"
+    assert quality(-3.79e-14) == "0" and quality(0.5) == "0.5"
+    durations = (None, 0.004, 0.5, 12.34, 250.0, 12000.0)
+    assert [*map(seconds, durations)] == [
+        *("-", "4 ms", "500 ms", "12.3 s", "4 min 10 s", "3 h 20 min"),
+    ]
+
+
+def test_names() -> None:
+    assert listing("abcdefgh") == "a, b, c, d, e, f and 2 more" and listing("ab") == "a, b"
+    assert label("short") == "short" and label("a" * 20 + "b" * 20) == f"{'a' * 11}..{'b' * 11}"
+    assert printable("a\x1b[2J\u202e [text]\n") == "a\\x1b[2J\\u202e [text]\\n"
