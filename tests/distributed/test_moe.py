@@ -64,6 +64,7 @@ def check(result: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert result["warnings"] == []
 
 
+@pytest.mark.slow
 def test_a_row_holds_all_experts_of_a_layer(one_rank: dict[str, Any]) -> None:
     rows = one_rank["plain"]["statistics"]["linears"]
     assert list(rows)[2:4] == [f"decoder.layers.0.mlp.experts.linear_fc{i}" for i in (1, 2)]
