@@ -9,10 +9,12 @@ than the change of the loss (docs/measuring.md). `first_plus_fisher` is the pape
 
 The weight divergence scores the change of the next optimizer updates. The change of the linear's
 own update through wgrad is loc^2 = |D * eW|^2 / |update|^2. The change of all updates through fprop
-grows with `aligned_fisher`; kappa makes its sum over linears four times that of loc^2, both in the
-lowest precision. The change of the updates below through dgrad is small and about equal at all
-linears; an eighth of loc^2 stands for it. Both factors come from brute force on one model (5 layers
-of width 192), and docs/measuring.md judges them on others.
+grows with `aligned_fisher`; kappa makes its sum over linears 4 sqrt(n) times that of loc^2, both in
+the lowest precision, with n microbatches in the iteration. wgrad's errors are nearly independent
+from microbatch to microbatch; fprop's partly repeat, since the weight's rounding does. The change
+of the updates below through dgrad is small and about equal at all linears; an eighth of loc^2
+stands for it. The factors come from brute force on one model (5 layers of width 192), and
+docs/measuring.md judges them on others.
 
 The errors of the baselines min-abs-err and min-rel-err are sums over the GEMMs and their operands:
 
@@ -24,6 +26,7 @@ Every function raises KeyError if one of the option's formats was not measured.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 
 from megatron_snip.config import LossDivergence
@@ -32,7 +35,7 @@ from megatron_snip.statistics.records import LinearStatistics
 from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand
 
 FPROP_RATIO = 4.0
-"""Sum of the fprop terms over linears, in units of the sum of loc^2."""
+"""Sum of the fprop terms over linears, in units of the sum of loc^2, for one microbatch."""
 DGRAD_SHARE = 0.125
 """Of loc^2, for dgrad."""
 
@@ -57,7 +60,9 @@ def fprop_scale(linears: Sequence[LinearStatistics], lowest_format: str) -> floa
     rows = [linear.formats[lowest_format] for linear in linears if lowest_format in linear.formats]
     aligned = math.fsum(row.aligned_fisher for row in rows if math.isfinite(row.aligned_fisher))
     local = math.fsum(row.local_square for row in rows if math.isfinite(row.local_square))
-    return FPROP_RATIO * local / aligned if aligned > 0 else 0.0
+    counts = [linear.microbatches for linear in linears if linear.microbatches]
+    count = statistics.median(counts) if counts else 0.0
+    return FPROP_RATIO * math.sqrt(count) * local / aligned if aligned > 0 else 0.0
 
 
 def weight_divergence(linear: LinearStatistics, option: Option, kappa: float) -> float:

@@ -7,14 +7,16 @@ from typing import Any
 from megatron_snip.statistics.records import FormatStatistics, LinearStatistics, StatisticsTable
 
 
-def linear(index: int = 0, stage: int = 0, **formats: FormatStatistics) -> LinearStatistics:
+def linear(
+    index: int = 0, stage: int = 0, microbatches: float = 2.0, **formats: FormatStatistics
+) -> LinearStatistics:
     return LinearStatistics(
         f"decoder.layers.{index}.mlp.linear_fc2",
         stage,
         in_features=512,
         out_features=256,
         flops_per_token=6.0 * 512 * 256,
-        microbatches=2.0,
+        microbatches=microbatches,
         tokens=128.0,
         input_square=100.0,
         weight_square=400.0,

@@ -45,7 +45,7 @@ def two() -> list[LinearStatistics]:
 def test_q_is_each_part_over_its_sum_under_the_lowest_precision() -> None:
     found = divergence_table(table(*two()), settings())
     first, second = found.linears
-    each = math.sqrt(4 * 64 + 64 / 8 + 64)
+    each = math.sqrt(4 * math.sqrt(2) * 64 + 64 / 8 + 64)
     loss_sum, weight_sum = 7.0 * (16 + 48), each * (16 + 48)
     assert first.options[FP8].quality_loss == pytest.approx(7 / loss_sum + 0.1 * each / weight_sum)
     assert first.options[FP4].quality_loss == pytest.approx(1.1 * 16 / 64)
@@ -189,7 +189,7 @@ def test_the_record_holds_divergences_and_statistics_without_nan() -> None:
     assert (again["version"], again["iteration"], again["loss"]) == (2, 30, 2.5)
     (row,) = again["linears"]
     assert row["options"]["fp8"]["loss_divergence"] is None
-    assert row["options"]["fp8"]["weight_divergence"] == pytest.approx(math.sqrt(328))
+    assert row["options"]["fp8"]["weight_divergence"] == pytest.approx(math.sqrt(256 * math.sqrt(2) + 72))
     assert row["options"]["fp8"]["quality_loss"] is None
     assert row["statistics"]["formats"]["fp8"]["fisher"] is None
     assert row["statistics"]["formats"]["fp4"]["fisher"] == 7 * 16

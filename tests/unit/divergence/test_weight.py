@@ -25,12 +25,17 @@ def test_parts_add_in_squares(option: str, square: float) -> None:
     assert found == pytest.approx(math.sqrt(square))
 
 
-def test_fprop_s_sum_is_four_times_that_of_wgrad_in_the_lowest_precision() -> None:
-    linears = [linear(i, fp4=errors(1.0 + i), fp8=errors(9.0)) for i in range(3)]
+@pytest.mark.parametrize(("microbatches", "ratio"), [(1.0, 4.0), (4.0, 8.0), (64.0, 32.0)])
+def test_fprop_s_share_grows_with_the_root_of_the_microbatches(
+    microbatches: float, ratio: float
+) -> None:
+    linears = [
+        linear(i, microbatches=microbatches, fp4=errors(1.0 + i), fp8=errors(9.0)) for i in range(3)
+    ]
     kappa = fprop_scale(linears, "fp4")
     forward = sum(weight_divergence(s, Option("fp4", "bf16", "bf16"), kappa) ** 2 for s in linears)
     wgrad = sum(weight_divergence(s, Option("bf16", "bf16", "fp4"), kappa) ** 2 for s in linears)
-    assert forward == pytest.approx(4 * wgrad)
+    assert forward == pytest.approx(ratio * wgrad)
 
 
 def test_without_a_gradient_nothing_is_scaled() -> None:

@@ -153,6 +153,13 @@ class Toy:
         found["update_square"] = self.update_square
         return found
 
+    def wgrad_error(self, fmt: str, microbatch: int) -> Any:
+        """eW of one microbatch, FP64."""
+        x, g = self.inputs[microbatch], self.grads[microbatch]
+        x_q = self._quantized(x, fmt, Operand.INPUT, Gemm.WGRAD, microbatch)
+        g_q = self._quantized(g, fmt, Operand.GRAD_OUTPUT, Gemm.WGRAD, microbatch)
+        return g_q.T @ x_q - g.double().numpy().T @ x.double().numpy()
+
     def _quantized(
         self, t: torch.Tensor, fmt: str, operand: Operand, gemm: Gemm, microbatch: int
     ) -> Any:

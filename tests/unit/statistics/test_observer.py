@@ -52,6 +52,15 @@ def test_a_sample_of_tokens_is_without_bias() -> None:
     assert all(draw["tokens"] == 2048 for draw in draws)
 
 
+@pytest.mark.parametrize("count", [1, 4, 8])
+def test_errors_of_wgrad_add_as_squares_over_microbatches(count: int) -> None:
+    """Against the error of the summed gradient by brute force; 2,048 errors scatter by 5 %."""
+    toy = Toy.make("column", microbatches=count, tokens=256)
+    total = sum(toy.wgrad_error("fp4", m) for m in range(count))
+    found = row_of(toy.observed(Topology()))["fp4.wgrad_error_square"]
+    assert found == pytest.approx(float((total**2).sum()), rel=0.05 if count > 1 else 1e-4)
+
+
 def test_linears_that_are_not_asked_for_are_not_touched() -> None:
     observer = StepObserver(MeasureSettings(FORMATS, 0, 0, frozenset()), Topology(), {})
     x = torch.randn(4, 8, requires_grad=True)
