@@ -1,6 +1,6 @@
 """How much a linear's options hurt, as scores from its statistics; all are 0 for bf16.
 
-    loss_l(q)      = fisher of fprop's format                     sensitivity of the loss
+    loss_l(q)      = fisher of fprop's format
     weight_l(q)^2  = kappa aligned_fisher(fprop) + 1/8 loc^2(dgrad) + loc^2(wgrad)
 
 Only fprop changes the loss of the iteration. `fisher` orders linears; it is 15 to 700 times smaller
@@ -12,7 +12,7 @@ own update through wgrad is loc^2 = |D * eW|^2 / |update|^2. The change of all u
 grows with `aligned_fisher`; kappa makes its sum over linears four times that of loc^2, both in the
 lowest precision. The change of the updates below through dgrad is small and about equal at all
 linears; an eighth of loc^2 stands for it. Both factors come from brute force on one model (5 layers
-of width 192), and docs/measuring.md judges them on others.
+of width 192), and docs/measuring.md tests them on others.
 
 The errors of the baselines min-abs-err and min-rel-err are sums over the GEMMs and their operands:
 
