@@ -11,7 +11,6 @@ would make next from its present moments,
 from __future__ import annotations
 
 import contextlib
-import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -98,19 +97,18 @@ class Lab:
             losses.append(metrics["loss"])
         return losses
 
-    def microbatches(self, count: int, held_out: bool = False, first: int = 0) -> list[Batch]:
+    def microbatches(self, count: int, held_out: bool = False) -> list[Batch]:
         """Return `count` microbatches that training has not seen yet.
 
         Args:
             count: how many.
             held_out: from the held-out text instead of the steps to come.
-            first: how many of them to skip.
         """
         size = self.config.micro_batch_size
         rank = DataRank(0, 1, size, self.config.global_batch_size // size)
         samples = self.datasets.valid if held_out else self.datasets.train
         assert samples is not None
-        iteration = (0 if held_out else self.step) + first
+        iteration = 0 if held_out else self.step
         found: list[Batch] = []
         while len(found) < count:
             iteration += 1
@@ -125,21 +123,6 @@ class Lab:
         with torch.no_grad(), fp32_logits(self.state.model[-1]):
             reports = self._run(batches, forward_only=True)
         return np.array([_mean(report) for report in reports])
-
-    def loss_rounded_again(self, batches: Sequence[Batch], name: str, seed: int) -> float:
-        """Return the mean loss with one linear's output, and all after, rounded once more."""
-        (planned,) = (p for p in self.model.linears if p.name == name)
-        generator = torch.Generator().manual_seed(seed)
-
-        def again(_: torch.nn.Module, __: Any, result: Any) -> Any:
-            output, bias = result
-            return rounded_again(output, generator), bias
-
-        handle = planned.module.register_forward_hook(again)
-        try:
-            return float(self.losses(batches).mean())
-        finally:
-            handle.remove()
 
     def gradients(
         self, batches: Sequence[Batch], options: Mapping[str, Option] | None = None
@@ -239,19 +222,6 @@ class Lab:
     def _run(self, batches: Sequence[Batch], forward_only: bool) -> list[dict[str, Any]]:
         function = self.state.function
         return function(**self._arguments(batches, forward_only))
-
-
-def rounded_again(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return a tensor as if what it was rounded from had been a little different.
-
-    Two roundings of values that differ by more than a step err independently, by up to half a step
-    each, so results differ by a variance of 1/6 step^2: an element moves to its neighbour above
-    with probability 1/12, and below with 1/12.
-    """
-    draw = torch.rand(tensor.shape, generator=generator).to(tensor.device)
-    toward = torch.where(draw < 0.5, -math.inf, math.inf).to(tensor.dtype)
-    moves = (draw < 1 / 12) | (draw >= 11 / 12)
-    return torch.where(moves, torch.nextafter(tensor, toward), tensor)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
     python -m benchmarks.refresh [--rounds 7] [--shape small] [--fraction 1.0] [--microbatches 1]
 
 A BF16 Llama trains in this process. Ordinary iterations (forward, backward, optimizer) and measured
-ones (all linears, or a part of them, with fp8 and fp4 on offer; reduction, divergences, problem)
+ones (all linears, or a part of them, with formats fp8 and fp4; reduction, divergences, problem)
 alternate; the ratio is of the medians (of CPU seconds on a CPU, one thread). Memory is counted by
 torch's profiler on the CPU and by the allocator on a GPU; peaks are above what is held when the
 iteration begins.

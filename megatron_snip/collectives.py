@@ -86,7 +86,7 @@ def attempt(what: str, action: Callable[[], T], group: ProcessGroup | None) -> T
     message: str | None = None
     try:
         result = action()
-    except Exception as error:  # the point: whatever it was, all ranks hear of it
+    except Exception as error:  # any error must reach all ranks
         message = f"{type(error).__name__}: {one_line(error)}"
     confirm(what, message, group)
     return result  # type: ignore[return-value]  # confirm raised if action did

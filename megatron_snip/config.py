@@ -134,7 +134,7 @@ class GuardFields(_Section):
 
     guard_sigmas: Annotated[float, Field(ge=0.0)] = 6.0
     """Smallest rise of the loss that counts as a jump, in standard deviations of its noise from
-    iteration to iteration."""
+    iteration to iteration. A rise below 20 % of the loss is never a jump."""
 
 
 class OutputFields(_Section):

@@ -105,7 +105,7 @@ class SnipController:
             optimizer: Megatron's optimizer.
             seed: of stochastic rounding, sampled tokens and the solver; the same on all ranks.
             writers: record events; on the ranks that report.
-            state: continue from here (`state()` of the run that was stopped).
+            state: continue from here (`state()` of the stopped run); None starts a new run.
             topology: this rank's place in the parallel layout; by default Megatron's.
             solver: solves on rank 0; by default a process of its own.
 

@@ -1,4 +1,4 @@
-"""The guard: takes back a plan that breaks the loss.
+"""The guard: reverts a plan that makes the loss jump or NaN.
 
 The guard judges the first 50 iterations after a plan change. From the last calm losses l_i before
 the change (at most 16) it computes
@@ -19,7 +19,8 @@ stays; a loss that is NaN under both plans is left to Megatron's own check.
 The fallback is the last good plan; if that is the current one, BF16 except for pinned linears; if
 that is the current one too, the guard stops watching.
 
-Outside those iterations nothing waits: the loss reaches all ranks one iteration later.
+Outside those iterations the sum of the loss starts after the backward, and all ranks read it at the
+end of the iteration.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from megatron_snip.topology import Topology
 WATCHED_ITERATIONS = 50
 PATIENCE = 10
 """Iterations above the limit, with no return to half of the rise, after which the plan is reverted
-whatever a second run shows: the plan may have spoilt the weights."""
+whatever a second run shows: the plan may have damaged the weights."""
 
 MIN_RISE = 0.2
 """Smallest rise that counts, as a share of the level."""

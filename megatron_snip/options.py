@@ -88,7 +88,7 @@ def enumerate_options(formats: tuple[str, ...], granularity: Granularity) -> tup
     """Return the options a linear can choose from, the highest precision first.
 
     Args:
-        formats: names of the formats on offer.
+        formats: names of the formats that a plan may use.
         granularity: `linear` gives one option per format, `gemm` every combination.
 
     Raises:

@@ -1,7 +1,7 @@
-"""A refresh: observes training iterations, and makes a planning problem from what they show.
+"""A refresh: observes training iterations, and makes a planning problem from the statistics.
 
 an observed iteration    a part of the linears is measured while it runs (statistics/observer)
-its end                  one all-reduce; the statistics join their running mean
+its end                  one all-reduce; the running mean of the statistics is updated
 after the last part      statistics -> divergences -> planning problem
 """
 
@@ -194,7 +194,7 @@ class Refresher:
         """Return divergences and planning problem of the measurements so far.
 
         Args:
-            options: that a plan may use.
+            options: those that a plan may use.
             lowest_format: what quality losses are relative to and the target counts.
         """
         assert self.mean is not None, "something was measured"

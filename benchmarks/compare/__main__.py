@@ -3,7 +3,7 @@
     python -m benchmarks.compare policies [--formats fp3,fp4] [--seeds 6] [--variants A,B,...]
     python -m benchmarks.compare forks [--formats fp3,fp4] [--pairs 48] [--data-seeds 2]
     python -m benchmarks.compare table
-    (each with --setup quick for ten minutes, --scenario outliers, --results FILE)
+    (each with --setup quick, which takes ten minutes, --scenario outliers, --results FILE)
 
 `policies`: from a BF16 warm-up of each seed, one branch a variant; all plans have equal shares of
 FLOPs in the low format. `forks`: from one warm-up, branches with a random half of all GEMMs in the
@@ -66,7 +66,7 @@ class ResultStore:
         self._about = {"commit": _commit(), **_machine()}
 
     def has(self, key: Mapping[str, Any]) -> bool:
-        """Say whether there is a row with this key."""
+        """Return whether there is a row with this key."""
         return any(all(row[k] == key[k] for k in KEY) for row in self.rows)
 
     def add(self, row: dict[str, Any]) -> None:
@@ -153,7 +153,7 @@ def _halves(items: list[Item], pair: int) -> tuple[set[Item], set[Item]]:
 
 
 def _write_scores(options: argparse.Namespace, low: str, table: StatisticsTable) -> None:
-    """Write what every score says of the items, before any branch is made."""
+    """Write every score of the items, before any branch is made."""
     linears = {s.name: s for s in table.linears}
     items = items_of(table.linears)
     snip = snip_costs(table, Formats(low, HIGH, TARGET))
@@ -221,7 +221,7 @@ def policy_table(rows: list[dict[str, Any]], name: tuple[str, ...]) -> str:
 
 
 def fork_table(rows: list[dict[str, Any]], name: tuple[str, ...]) -> str:
-    """Return the costs of GEMMs by kind, how scores predict them, and what plans lose by them."""
+    """Return the costs of GEMMs by kind, the rank correlation of scores, and plan regrets."""
     _, setup, scenario, low = name
     path = _scores_path(RESULTS / "compare.jsonl", setup, scenario, low)
     known = json.loads(path.read_text())
@@ -237,7 +237,7 @@ def fork_table(rows: list[dict[str, Any]], name: tuple[str, ...]) -> str:
         low_half = _halves(split, k)[half]
         design[row] = [item in low_half for item in split]
     gap = np.array([found[variant][pair] for variant, pair in pairs])
-    costs = analysis.regress(items, design, gap, np.array([pair[1] for _, pair in pairs]))
+    costs = analysis.regress(design, gap, np.array([pair[1] for _, pair in pairs]))
     by_gemm = {
         gemm.name.lower(): [c for c, (_, g) in zip(costs.cost, split, strict=True) if g == gemm]
         for gemm in Gemm

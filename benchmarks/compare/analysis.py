@@ -1,7 +1,7 @@
-"""What the rows of a comparison say: paired gaps with intervals, and the cost of each GEMM.
+"""Paired gaps with intervals, and the cost of each GEMM, from the rows of a comparison.
 
 A gap is a branch's held-out loss minus that of the BF16 branch of the same checkpoint and data, in
-thousandths of a nat. Intervals are Student's t over pairs, 95 %.
+1e-3 nat. Intervals are Student's t over pairs, 95 %.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ def gaps(rows: Iterable[Row], key: str = "loss") -> dict[str, dict[tuple[int, in
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean, half of its 95 % interval, and the number of values."""
+    """A mean, and half of its 95 % interval."""
 
     mean: float
     half: float
-    count: int
 
     def __str__(self) -> str:
         return f"{self.mean:+.1f} ± {self.half:.1f}"
@@ -51,9 +50,9 @@ def mean_of(values: Sequence[float]) -> Mean:
     """Return the mean with its interval; the interval of a single value is NaN."""
     count = len(values)
     if count < 2:
-        return Mean(float(np.mean(values)), float("nan"), count)
+        return Mean(float(np.mean(values)), float("nan"))
     half = stats.t.ppf(0.975, count - 1) * np.std(values, ddof=1) / count**0.5
-    return Mean(float(np.mean(values)), float(half), count)
+    return Mean(float(np.mean(values)), float(half))
 
 
 def paired(a: Mapping[tuple[int, int], float], b: Mapping[tuple[int, int], float]) -> list[float]:
@@ -71,25 +70,22 @@ class Costs:
     """What each item costs in the low format, from a regression of gaps on items.
 
     Attributes:
-        items: names, in order.
-        cost: [items], thousandths of a nat.
+        cost: [items], 1e-3 nat.
         error: [items], standard errors.
         residual: standard deviation of what the items do not explain, on its degrees of freedom.
         additivity: share of the variance of held-out pairs that the sum of costs explains.
     """
 
-    items: tuple[str, ...]
     cost: np.ndarray
     error: np.ndarray
     residual: float
     additivity: float
 
 
-def regress(items: Sequence[str], low: np.ndarray, gap: np.ndarray, data: np.ndarray) -> Costs:
+def regress(low: np.ndarray, gap: np.ndarray, data: np.ndarray) -> Costs:
     """Return the items' costs by least squares.
 
     Args:
-        items: names.
         low: [runs, items], 1 where an item is in the low format.
         gap: [runs].
         data: [runs], data seed of each run; each has an intercept of its own.
@@ -101,9 +97,8 @@ def regress(items: Sequence[str], low: np.ndarray, gap: np.ndarray, data: np.nda
     freedom = max(1, len(gap) - np.linalg.matrix_rank(design))
     sigma = float(np.sqrt(residuals @ residuals / freedom))
     errors = sigma * np.sqrt(np.diag(np.linalg.pinv(design.T @ design)))
-    return Costs(
-        tuple(items), found[: len(items)], errors[: len(items)], sigma, _explained(design, gap)
-    )
+    num = low.shape[1]
+    return Costs(found[:num], errors[:num], sigma, _explained(design, gap))
 
 
 def _explained(design: np.ndarray, gap: np.ndarray, folds: int = 8) -> float:

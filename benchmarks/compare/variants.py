@@ -31,7 +31,7 @@ Rule = Callable[[Sequence[LinearStatistics], str, random.Random], list[Item]]
 
 @dataclass(frozen=True)
 class Formats:
-    """The two formats that a plan chooses from, and the least share of FLOPs in `low`."""
+    """The two formats of a plan, and the smallest allowed share of FLOPs in `low`."""
 
     low: str
     high: str

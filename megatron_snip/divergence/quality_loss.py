@@ -31,12 +31,10 @@ from megatron_snip.topology import LinearInfo
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 1
-
 
 @dataclass(frozen=True)
 class QualitySettings:
-    """How divergences join.
+    """How the two divergences are combined.
 
     Attributes:
         options: what every linear may choose.
@@ -56,8 +54,8 @@ class OptionDivergence:
     """Divergences of one option at one linear; NaN where a value could not be measured.
 
     Attributes:
-        loss_divergence: sensitivity of the loss, in units of the loss (divergence.py).
-        weight_divergence: change of the next updates, relative to them (divergence.py).
+        loss_divergence: score of the change of the loss, in units of the loss (divergence.py).
+        weight_divergence: score of the change of the next updates, no unit (divergence.py).
         quality_loss: Q, or None if the option is forbidden.
         abs_error: the min-abs-err baseline's measure.
         rel_error: the min-rel-err baseline's measure.
@@ -115,7 +113,7 @@ def divergence_table(
 
     Args:
         table: the statistics.
-        settings: how divergences join.
+        settings: how the two divergences are combined.
         warn: whether to log what is forbidden; one rank of many is enough.
     """
     lowest = Option.uniform(settings.lowest_format)
@@ -147,7 +145,7 @@ def planning_problem(table: DivergenceTable, lowest_format: str, target: float) 
     Args:
         table: the divergences; the local errors become the options' scores.
         lowest_format: the format whose share of FLOPs is an option's saving.
-        target: least efficiency.
+        target: smallest allowed efficiency.
     """
     linears = []
     for row in table.linears:

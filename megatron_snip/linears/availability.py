@@ -53,7 +53,6 @@ _PER_GEMM = (
 )
 """What our quantizer factories need of Transformer Engine."""
 
-
 _TE_RECIPES: dict[tuple[str, int | None], str] = {
     ("fp8", 9): "blockwise",
     ("fp8", 10): "mxfp8",
@@ -68,6 +67,8 @@ _TE_NEEDS = {
     "fp4": "NVFP4 GEMMs need a GPU of compute capability 10.0 or later",
     "nvfp4": "NVFP4 GEMMs need a GPU of compute capability 10.0 or later",
 }
+"""Format -> why a GPU without a row in `_TE_RECIPES` cannot run it."""
+
 RECIPE_FORMATS: dict[str, Format] = {
     "bf16": FORMATS["bf16"],
     "blockwise": replace(FORMATS["fp8"], scale=ScaleType.E8M0),
@@ -87,7 +88,7 @@ _FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 
 
 class Backend(StrEnum):
-    """Who runs a linear's GEMMs."""
+    """What runs a linear's GEMMs."""
 
     SIMULATE = "simulate"
     TE = "te"
@@ -108,8 +109,8 @@ class SupportEntry:
     """How GEMMs of a format run on a machine.
 
     Attributes:
-        mode: how.
-        reason: what that means here, in a few words.
+        mode: natively, simulated or not at all.
+        reason: what the mode means on this machine, one phrase.
         recipe: the Transformer Engine recipe that runs it; empty for others.
     """
 

@@ -36,9 +36,9 @@ class PlannedLinear:
 
     Attributes:
         module: Megatron's linear.
-        name: of the linear.
-        placements: of its weights: one.
-        weights: one, [N, K] of this shard.
+        name: the linear's layout-independent name.
+        placements: one entry, as the linear has one weight.
+        weights: one entry, [N, K] of this shard.
         option: formats of its GEMMs; assign between iterations only, on all ranks alike.
     """
 
@@ -119,7 +119,7 @@ class PlannedLinear:
         return lambda key, make: cache.get((instance, key), weight, make)
 
     def _quantizable(self, kwargs: dict[str, Any]) -> bool:
-        """Return whether `QuantizedLinear` supports a call; if not, warn once."""
+        """Return whether `QuantizedLinear` supports a call; warn once if it does not."""
         reason = None
         if kwargs.get("grad_output_buffer") is not None:
             reason = "its weight gradient is deferred"

@@ -1,4 +1,4 @@
-"""The errors of one linear in every format on offer, on a sample of one microbatch's tokens.
+"""The errors of one linear in each measured format, on a sample of one microbatch's tokens.
 
 For X [S, K], W [N, K], G = dL/dY [S, N], and Q the quantizer of a format:
 
@@ -7,7 +7,7 @@ For X [S, K], W [N, K], G = dL/dY [S, N], and Q the quantizer of a format:
     eW = Q(G)^T Q(X) - G^T X        wgrad    [N, K]
 
 Tiles run along the contraction dimension of each GEMM, so fprop and dgrad are measured on single
-tokens drawn at random, and wgrad on runs of tokens that are whole tiles. Products are FP32. On a
+tokens drawn at random, and wgrad on complete tiles of consecutive tokens. Products are FP32. On a
 tensor-parallel rank the tensors are shards: `partial_sums` returns what must be added over the
 shards, and `totals` turns the sums into statistics.
 """
@@ -43,7 +43,7 @@ class Operands:
         input: X [S, K], single tokens.
         weight: W [N, K].
         grad_output: G [S, N], the same tokens.
-        input_runs: X [R, K], runs of tokens.
+        input_runs: X [R, K], the tokens of complete tiles.
         grad_output_runs: G [R, N], the same tokens.
         amax: FP32 [3], the largest magnitudes of all of X, W and G over all tokens and shards; None
             where no format has a scale per tensor.
@@ -97,7 +97,7 @@ class PartialSums:
     def zeros(
         cls, kind: LinearKind, num_tokens: int, weight: Tensor, formats: Mapping[str, Format]
     ) -> PartialSums:
-        """Return what a shard contributes that could not measure; `weight` is [N, K]."""
+        """Return the zeros that a shard adds if it could not measure; `weight` is [N, K]."""
         rows, cols = weight.shape
         num = len(formats)
         new = weight.new_zeros
@@ -185,7 +185,7 @@ def partial_sums(
 def totals(
     sums: PartialSums, kind: LinearKind, grad_output: Tensor, formats: Mapping[str, Format]
 ) -> dict[str, Tensor]:
-    """Return the statistics of the whole linear, FP64 scalars over the sampled tokens.
+    """Return the statistics of the unsharded linear, FP64 scalars over the sampled tokens.
 
     Args:
         sums: added over all shards.

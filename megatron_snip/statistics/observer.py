@@ -35,7 +35,7 @@ from megatron_snip.topology import LinearInfo, Placement, TensorAxis, Topology
 T = TypeVar("T")
 
 SAMPLED_SHARE, LEAST_TOKENS, MOST_TOKENS = 16, 64, 512
-"""One in so many tokens of a microbatch is measured, but at least and at most so many."""
+"""1/16 of a microbatch's tokens is measured, at least 64 and at most 512."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,12 @@ class _Call:
 
 @dataclass
 class _Sample:
-    """Sampled tokens of one microbatch, kept from the forward for the backward.
+    """Sampled tokens of one microbatch, stored in the forward for the backward.
 
     Attributes:
         microbatch: global index of the microbatch within the iteration.
-        num_tokens: tokens of the microbatch, over the whole tensor axis.
-        rows: [S + R] int64: S single tokens, then R that are whole token tiles.
+        num_tokens: tokens of the microbatch, over all ranks of the tensor axis.
+        rows: [S + R] int64: S single tokens, then the R tokens of complete tiles.
         num_single: S.
         expansions: factors from sums over the S and over the R tokens to those over all.
         input: X of the sample; zeros for tokens of other ranks, where tokens are split.
@@ -99,7 +99,7 @@ class _Sample:
 
 
 def all_together(placement: Placement, num_tokens: int) -> None:
-    """Return None: no linear's tokens are told apart by sender."""
+    """Return None: all tokens of a linear are one microbatch of this rank's."""
 
 
 class StepObserver:
@@ -320,7 +320,7 @@ _IN_FULL = frozenset(
 """Columns that do not depend on the sample of tokens."""
 
 _OF_RUNS = frozenset({"wgrad_square", "wgrad_error_square", "grad_error_square", "local_square"})
-"""Columns measured on whole token tiles."""
+"""Columns measured on complete token tiles."""
 
 
 def _expansion(column: str, sample: _Sample) -> float:

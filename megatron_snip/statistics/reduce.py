@@ -49,7 +49,7 @@ def reduce_sums(
     loss: float | None,
     control: ProcessGroup | None,
 ) -> StatisticsTable:
-    """All ranks: return the table of the whole model, the same on every rank.
+    """All ranks: return the table of the model, the same on every rank.
 
     Args:
         sums: this rank's rows, by linear name; FP64 [columns] in the order of `table_columns`.

@@ -7,8 +7,8 @@ row sums and column sums over their total,
     D[n, k] = row[n] col[k],    row = r^-1/2,   col = (c / sum c)^-1/2
 
 so that a linear [N, K] needs N + K numbers, and a distributed optimizer, whose ranks own ranges of
-the moments, adds vectors over the data axis instead of gathering matrices. docs/measuring.md says
-how close that is.
+the moments, adds vectors over the data axis instead of gathering matrices. docs/measuring.md
+compares it with the exact D.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Sensitivity:
     Attributes:
         row: FP32 [N].
         col: FP32 [K].
-        update_square: |update|^2 over the whole linear, > 0.
+        update_square: |update|^2 over all shards of the linear, > 0.
     """
 
     row: Tensor

@@ -73,7 +73,7 @@ from megatron_snip.trainer.model import (
 logger = logging.getLogger(__name__)
 
 PROGRESS_LINES = 20
-"""Progress lines per run, about."""
+"""Approximate number of progress lines per run."""
 
 _CHECKED_DOCUMENTS = 1000
 """Documents of data_path whose token ids are compared with vocab_size."""
@@ -220,7 +220,7 @@ def make_writers(
     Args:
         config: the run's settings.
         directory: the run's files; None on the other ranks.
-        summary: prints tables at the end.
+        summary: collects the tables that are printed at the end.
         done: iterations done before this process.
     """
     if directory is None:
