@@ -276,6 +276,10 @@ class Guard:
         second = math.nan if measured is None else measured
         text += f", {second:.4g} under {fallback.label}"
         if not self.state.loss.blames_plan(loss, second):
+            if math.isfinite(loss) and not math.isfinite(second):
+                snapshot.restore()
+                clear()
+                results = run(plan)
             self._add(loss)
             return Judgement(results, None, f"{text}; keeping the plan")
         return Judgement(results, fallback, text)

@@ -89,7 +89,7 @@ def main() -> None:
                 run_policies(store, options, low, seed)
     elif options.command == "forks":
         run_forks(store, options)
-    print(tables(store.rows))
+    print(tables(store.rows, options.results))
 
 
 def run_policies(store: ResultStore, options: argparse.Namespace, low: str, seed: int) -> None:
@@ -183,13 +183,13 @@ def _scores_path(results: Path, setup: str, scenario: str, low: str) -> Path:
     return results.with_name(f"{results.stem}-scores-{setup}-{scenario}-{low}.json")
 
 
-def tables(rows: list[dict[str, Any]]) -> str:
-    """Return all tables of the rows as Markdown."""
+def tables(rows: list[dict[str, Any]], results: Path) -> str:
+    """Return all tables of the rows as Markdown; the scores of forks lie beside `results`."""
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault(tuple(row[k] for k in KEY[:4]), []).append(row)
     return "\n\n".join(
-        policy_table(group, name) if name[0] == "policies" else fork_table(group, name)
+        policy_table(group, name) if name[0] == "policies" else fork_table(group, name, results)
         for name, group in sorted(groups.items())
     )
 
@@ -220,14 +220,15 @@ def policy_table(rows: list[dict[str, Any]], name: tuple[str, ...]) -> str:
     return f"### {' '.join(name)}, {pairs} seeds\n\n" + analysis.markdown(head, lines)
 
 
-def fork_table(rows: list[dict[str, Any]], name: tuple[str, ...]) -> str:
+def fork_table(rows: list[dict[str, Any]], name: tuple[str, ...], results: Path) -> str:
     """Return the costs of GEMMs by kind, the rank correlation of scores, and plan regrets."""
     _, setup, scenario, low = name
-    path = _scores_path(RESULTS / "compare.jsonl", setup, scenario, low)
+    path = _scores_path(results, setup, scenario, low)
     known = json.loads(path.read_text())
     items, flops = known["items"], np.array(known["flops"])
     found = analysis.gaps(rows)
     pairs = [(variant, pair) for variant, values in found.items() for pair in values]
+    pairs.sort(key=lambda run: (run[1][1], *map(int, run[0].split("-"))))  # complements adjoin
     if len(pairs) < len(items) + 4:
         return f"### {' '.join(name)}: {len(pairs)} runs, too few for {len(items)} GEMMs"
     split: list[Item] = [(i.rsplit(":", 1)[0], Gemm[i.rsplit(":", 1)[1].upper()]) for i in items]

@@ -7,6 +7,7 @@ lower the three GEMMs of a linear one after the other.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ def make_plans(
     """
     plans: dict[str, Plan] = {}
     for name in names:
-        if name.startswith("snip-"):
+        if name in ("snip-linear", "snip-gemm"):
             plans[name] = _snip(table, formats, name.removeprefix("snip-"))
         elif name.startswith("uniform-"):
             option = Option.parse(name.removeprefix("uniform-"))
@@ -106,7 +107,11 @@ def snip_costs(table: StatisticsTable, formats: Formats) -> dict[Item, float]:
     single = {g: Option(*(formats.low if g == k else "bf16" for k in Gemm)) for g in Gemm}
     settings = _quality((*single.values(), Option.uniform(formats.low)), formats)
     rows = divergence_table(table, settings).linears
-    return {(row.name, g): row.options[single[g]].quality_loss or 0.0 for row in rows for g in Gemm}
+    return {
+        (row.name, g): math.inf if (loss := row.options[single[g]].quality_loss) is None else loss
+        for row in rows
+        for g in Gemm
+    }
 
 
 def _quality(options: tuple[Option, ...], formats: Formats) -> QualitySettings:

@@ -28,7 +28,7 @@ class FormatStatistics:
         input_grad_error_square: sum |eX|^2.
         wgrad_error_square: sum over microbatches of |eW|^2.
         input_error_square: sum |Q(X) - X|^2, in the tiles of fprop.
-        weight_error_square: |Q(W) - W|^2, in the tiles of fprop.
+        weight_error_square: |Q(W) - W|^2, in the tiles of fprop; the mean over experts.
         grad_error_square: sum |Q(G) - G|^2, in the tiles of wgrad.
     """
 
@@ -57,7 +57,7 @@ class LinearStatistics:
         microbatches: microbatches observed, over all data ranks; 0 if none was.
         tokens: tokens in them.
         input_square: sum |X|^2.
-        weight_square: |W|^2.
+        weight_square: |W|^2; the mean over experts that had tokens.
         output_square: sum |Y|^2, without bias.
         grad_square: sum |G|^2.
         input_grad_square: sum |dX|^2.

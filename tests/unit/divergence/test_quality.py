@@ -189,7 +189,9 @@ def test_the_record_holds_divergences_and_statistics_without_nan() -> None:
     assert (again["version"], again["iteration"], again["loss"]) == (2, 30, 2.5)
     (row,) = again["linears"]
     assert row["options"]["fp8"]["loss_divergence"] is None
-    assert row["options"]["fp8"]["weight_divergence"] == pytest.approx(math.sqrt(256 * math.sqrt(2) + 72))
+    assert row["options"]["fp8"]["weight_divergence"] == pytest.approx(
+        math.sqrt(256 * math.sqrt(2) + 72)
+    )
     assert row["options"]["fp8"]["quality_loss"] is None
     assert row["statistics"]["formats"]["fp8"]["fisher"] is None
     assert row["statistics"]["formats"]["fp4"]["fisher"] == 7 * 16
