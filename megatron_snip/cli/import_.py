@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     add_examples(
         parser,
-        "megatron-snip import OUT.yaml --problem runs/demo/problems/1.json --output plan.json",
+        "megatron-snip import OUT.yaml --problem runs/demo/problems/21.json --output plan.json",
         "megatron-snip import A.stage0.yaml A.stage1.yaml --problem P.json --output plan.json",
     )
     parser.add_argument(

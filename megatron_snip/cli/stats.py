@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_examples(
         parser,
         "megatron-snip stats runs/demo",
-        "megatron-snip stats runs/demo --iteration 41 --sort weight",
+        "megatron-snip stats runs/demo --iteration 56 --sort weight",
         "megatron-snip stats runs/demo --json | jq '.linears[0].statistics'",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's directory")
