@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     add_examples(
         parser,
-        "megatron-snip export runs/demo/plans/21.json --capability 10.0 --te-precision-config OUT.yaml",
+        "megatron-snip export runs/demo/plans/21.json --capability 10.0 "
+        "--te-precision-config OUT.yaml",
     )
     parser.add_argument("plan", metavar="PLAN.json", type=Path, help="the plan")
     parser.add_argument(
