@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
@@ -38,6 +39,8 @@ OWN_FILES = re.compile(
 )
 """Paths below a marked directory that SNIP writes."""
 
+_ATTEMPTS = 20
+_STALE_CLAIM_S = 60.0
 _MAX_LOCK_BYTES = 4096
 _SQUEUE_TIMEOUT_S = 10
 
@@ -141,7 +144,7 @@ def lock_directory(directory: Path) -> DirectoryLock:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / LOCK
     own = _this_process()
-    for _ in range(3):
+    for _ in range(_ATTEMPTS):
         if _create(path, own):
             return DirectoryLock(path, own["token"])
         holder = _read(path)
@@ -223,16 +226,25 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _remove_stale(path: Path, holder: dict[str, Any]) -> None:
-    """Remove a lock whose holder is gone, unless another job has taken it meanwhile."""
-    aside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    """Remove a lock whose holder is gone, unless another job has taken it meanwhile.
+
+    One process at a time may remove this holder's lock: the one that made the claim file.
+    """
+    name = hashlib.sha256(json.dumps(holder, sort_keys=True).encode()).hexdigest()[:16]
+    claim = path.with_name(f"{path.name}.{name}.claim")
     try:
-        os.rename(path, aside)
-    except FileNotFoundError:
+        claim.touch(exist_ok=False)
+    except FileExistsError:
+        with contextlib.suppress(FileNotFoundError):  # its process may have ended
+            if time.time() - claim.stat().st_mtime > _STALE_CLAIM_S:
+                claim.unlink(missing_ok=True)
+        time.sleep(0.05)
         return
-    if _read(aside) != holder:  # another job's new lock: put it back
-        with contextlib.suppress(OSError):
-            os.link(aside, path)
-    aside.unlink(missing_ok=True)
+    try:
+        if _read(path) == holder:
+            path.unlink(missing_ok=True)
+    finally:
+        claim.unlink(missing_ok=True)
 
 
 def _is_gone(holder: dict[str, Any]) -> bool:
