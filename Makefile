@@ -152,6 +152,7 @@ nightly: $(STAMP)  ## random planning problems, 40 killed runs, faults on 4 rank
 	$(BIN)/python -m tests.nightly.kills --output benchmarks/results/kills.json
 	$(BIN)/python -m tests.nightly.faults --output benchmarks/results/faults.json
 	$(BIN)/python -m tests.nightly.alarms --output benchmarks/results/alarms.json
+	$(BIN)/python -m tests.nightly.reliability --write
 
 .PHONY: soak
 soak: $(STAMP)  ## 2,000 steps on two ranks, a refresh every 10, faults at random

@@ -279,8 +279,8 @@ def main() -> int:
     for case in cases():
         if args.only in f"{case.kind} {case.name}":
             rows.setdefault(case.kind, []).append(run(case))
-    if args.write:
-        PAGE.write_text(page(rows))
+            if args.write:  # a page that is cut short still holds what was tried
+                PAGE.write_text(page(rows))
     return int(any(row[2] == "did not end" or row[4] != "0" for r in rows.values() for row in r))
 
 
