@@ -204,17 +204,25 @@ def _nothing(job: Job) -> None:
 
 
 def cases() -> Iterator[Case]:
-    """Return all cases."""
-    for kind in ("train", "pretrain"):
-        yield Case("`kill -9` of a rank", kind, _kill_rank)
-        yield Case("`kill -STOP` of a rank, then Ctrl-C", kind, _stop_rank_and_interrupt)
-        yield Case("`kill -9` of the solver", kind, _kill_solver, goes_on=True)
-        yield Case("SIGTERM", kind, _terminate)
-        yield Case("Ctrl-C", kind, _interrupt)
-        yield Case("SNIP's directory cannot be written", kind, _read_only, goes_on=True)
-        yield Case("`ulimit -n 64`", kind, _nothing, prefix="ulimit -n 64;", goes_on=True)
-        missing = "export TMPDIR=/nonexistent;"
-        yield Case("TMPDIR does not exist", kind, _nothing, prefix=missing, goes_on=True)
+    """Return all cases, each under both kinds of job."""
+    missing = "export TMPDIR=/nonexistent;"
+    for kind_cases in zip(
+        *(_cases_of(kind, missing) for kind in ("train", "pretrain")), strict=True
+    ):
+        yield from kind_cases
+
+
+def _cases_of(kind: str, missing: str) -> list[Case]:
+    return [
+        Case("`kill -9` of a rank", kind, _kill_rank),
+        Case("`kill -STOP` of a rank, then Ctrl-C", kind, _stop_rank_and_interrupt),
+        Case("SIGTERM", kind, _terminate),
+        Case("`kill -9` of the solver", kind, _kill_solver, goes_on=True),
+        Case("SNIP's directory cannot be written", kind, _read_only, goes_on=True),
+        Case("Ctrl-C", kind, _interrupt),
+        Case("`ulimit -n 64`", kind, _nothing, prefix="ulimit -n 64;", goes_on=True),
+        Case("TMPDIR does not exist", kind, _nothing, prefix=missing, goes_on=True),
+    ]
 
 
 def run(case: Case) -> tuple[str, ...]:
