@@ -28,7 +28,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
-PATIENCE_S = 240.0
+PATIENCE_S = 90.0
 SNIP = "--snip-interval 4 --snip-start-step 11 --snip-lag 2 --snip-efficiency-target 0.5"
 TRAIN = f"""train --config configs/demo.yaml --train-iters 400 --lr-warmup-iters 2 --eval-iters 0
     --num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --seq-length 64 --global-batch-size 4
@@ -111,9 +111,9 @@ class Job:
         return found
 
     def ranks(self) -> list[psutil.Process]:
-        """Return the ranks' processes, rank 0 first."""
+        """Return the ranks' processes, rank 0 first; their children started later."""
         ranks: dict[int, psutil.Process] = {}
-        for process in self.processes():
+        for process in sorted(self.processes(), key=lambda p: p.create_time()):
             try:
                 rank = process.environ().get("RANK")
                 if rank is not None and "solver_worker" not in " ".join(process.cmdline()):
