@@ -137,8 +137,9 @@ class Job:
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = self._process.wait(PATIENCE_S)
         seconds = time.monotonic() - begin
-        time.sleep(2)
-        left = self.processes()
+        until = time.monotonic() + 15
+        while (left := self.processes()) and time.monotonic() < until:
+            time.sleep(0.5)
         for process in left:
             process.kill()
         return status, seconds, len(left)
