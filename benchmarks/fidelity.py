@@ -8,6 +8,7 @@ linears, and of the loss on held-out text, are compared with what one observed i
 
     score        rank correlation (Spearman) over linears, and median of predicted over measured
     sample       the same from the sample of tokens that a job measures, mean over draws
+    factored D   |D * eW| with D in factors against each element's own D
     under plan   statistics observed while 75 % of the linears run in the format, against those
                  observed in BF16: Spearman and median ratio of each term
 """
@@ -27,6 +28,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
 from scipy.stats import spearmanr
@@ -41,7 +43,9 @@ from megatron_snip.divergence.divergence import (
     weight_divergence,
 )
 from megatron_snip.options import Option
+from megatron_snip.statistics.optimizer_state import adam_shards
 from megatron_snip.statistics.records import FormatStatistics, LinearStatistics, StatisticsTable
+from megatron_snip.statistics.sensitivity import gather_sensitivities
 
 Score = Callable[[LinearStatistics, FormatStatistics], float]
 
@@ -58,6 +62,8 @@ GEMMS = {
 }
 DRAWS = 5
 """Samples of tokens that the agreement of a sample is averaged over."""
+TERMS = ("loss", "under plan", "factored D")
+"""What else is compared, term by term."""
 HELD_OUT = 8
 """Microbatches of held-out text."""
 
@@ -112,10 +118,9 @@ def judge(lab: Lab, name: str, num_microbatches: int) -> dict[str, Any]:
     batches = lab.microbatches(num_microbatches)
     snip = SnipConfig(formats=("fp8", name) if name != "fp8" else ("fp8",))
     exact = lab.statistics(batches, snip, all_tokens=True)
-    draws = [
-        lab.statistics(batches, snip.model_copy(update={"seed": seed})) for seed in range(DRAWS)
-    ]
-    base = lab.updates(lab.gradients(batches)[1])
+    draws = [lab.statistics(batches, snip, seed=seed) for seed in range(DRAWS)]
+    gradients = lab.gradients(batches)[1]
+    base = lab.updates(gradients)
 
     def change(linear: str, gemm: str) -> float:
         """Root of sum_k |update_k(q) - update_k|^2 / |update_k|^2."""
@@ -140,6 +145,7 @@ def judge(lab: Lab, name: str, num_microbatches: int) -> dict[str, Any]:
         }
     found["loss"] = _held_out(lab, exact, name)
     found["under plan"] = _under_plan(lab, batches, snip, exact, name)
+    found["factored D"] = {"|D * eW|": _factored(lab, batches, gradients, name)}
     return found
 
 
@@ -154,6 +160,24 @@ def _held_out(lab: Lab, table: StatisticsTable, name: str) -> dict[str, Agreemen
         values = np.array([getattr(s.formats[name], key) for s in table.linears])
         found[key] = Agreement.of(values, truth)
     return found
+
+
+def _factored(
+    lab: Lab, batches: Sequence[Any], base: Mapping[str, torch.Tensor], name: str
+) -> Agreement:
+    """Compare |D * eW| with D in factors against |D * eW| with each element's own D."""
+    shards = adam_shards(lab.state.optimizer)
+    weights = lab.model.weights()
+    factors = gather_sensitivities(weights, lab.state.optimizer, lab.model.runtime.topology)
+    factored, exact = [], []
+    for linear in lab.names:
+        error = lab.gradients(batches, {linear: option(name, "wgrad")})[1][linear] - base[linear]
+        d = shards[weights[linear].weight].sensitivity()
+        assert d is not None
+        exact.append(float((d.view_as(error) * error).norm()))
+        row, col = factors[linear].row, factors[linear].col
+        factored.append(float((row[:, None] * error * col).norm()))
+    return Agreement.of(np.array(factored), np.array(exact))
 
 
 def _under_plan(
@@ -194,7 +218,7 @@ def summarize(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "sample": median(lambda r, g=gemm: r[g]["sample"]),
             "scores": of_gemm,
         }
-    for kind in ("loss", "under plan"):
+    for kind in TERMS:
         summary[kind] = {
             key: {
                 "spearman": median(lambda r, k=key, kind=kind: r[kind][k].spearman),
@@ -244,7 +268,7 @@ def _show(summary: Mapping[str, Any]) -> None:
     table.add_row("weight divergence, sample", *(f"{summary[g]['sample']:.2f}" for g in GEMMS))
     table.add_row("size of the change, all linears", *(f"{summary[g]['size']:.3f}" for g in GEMMS))
     console.print(table)
-    for kind in ("loss", "under plan"):
+    for kind in TERMS:
         table = Table("term", "Spearman", "ratio", title=kind)
         for key, s in summary[kind].items():
             table.add_row(key, f"{s['spearman']:.2f}", f"{s['ratio']:.3g}")

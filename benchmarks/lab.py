@@ -167,19 +167,21 @@ class Lab:
         snip: SnipConfig,
         options: Mapping[str, Option] | None = None,
         all_tokens: bool = False,
+        seed: int = SEED,
     ) -> StatisticsTable:
         """Observe a forward-backward over these microbatches as a training iteration is observed.
 
         Args:
             batches: the microbatches.
-            snip: gives formats and seed.
+            snip: gives the formats.
             options: what the linears run meanwhile (bf16 by default).
             all_tokens: measure all tokens and not a sample.
+            seed: of the sample and of stochastic rounding.
         """
         self.model.apply(self._assignment(options))
         self.state.zero_gradients()
         arguments = self._arguments(batches, forward_only=False)
-        found = self.observed(arguments, snip, all_tokens=all_tokens)
+        found = self.observed(arguments, snip, all_tokens=all_tokens, seed=seed)
         self.state.zero_gradients()
         return found
 
@@ -189,19 +191,21 @@ class Lab:
         snip: SnipConfig,
         names: frozenset[str] | None = None,
         all_tokens: bool = False,
+        seed: int = SEED,
     ) -> StatisticsTable:
         """Run a forward-backward observed; gradients stay.
 
         Args:
             arguments: of Megatron's schedule.
-            snip: gives formats and seed.
+            snip: gives the formats.
             names: linears to measure; None measures all.
             all_tokens: measure all tokens and not a sample.
+            seed: of the sample and of stochastic rounding.
         """
         topology, runtime = self.model.runtime.topology, self.model.runtime
         runtime.begin_pass(self.step + 1)
         formats = self.model.measured_formats(snip.named_formats)
-        settings = MeasureSettings(formats, self.step + 1, SEED, names, all_tokens)
+        settings = MeasureSettings(formats, self.step + 1, seed, names, all_tokens)
         sensitivities = gather_sensitivities(
             self.model.weights(names), self.state.optimizer, topology
         )
