@@ -13,8 +13,6 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import StrEnum
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -37,58 +35,42 @@ Block = tuple[int, int]
 """(rows, cols) of a tile."""
 
 
-class Path(StrEnum):
-    """Who quantizes a tensor; both give the same bits."""
-
-    TRITON = "triton"
-    REFERENCE = "reference"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The path taken, and the reason for logs."""
-
-    path: Path
-    reason: str
-
-
-_forced: list[Path] = []
+_forced: list[bool] = []
 
 
 @contextmanager
-def forced(path: Path) -> Iterator[None]:
-    """Take one path inside the `with`, for tests and benchmarks.
-
-    If Triton is forced where it cannot run, its first use raises `UnsupportedError`.
-    """
-    _forced.append(path)
+def forced(kernels: bool) -> Iterator[None]:
+    """Run the kernels, or the reference, inside the `with`; for tests and benchmarks."""
+    _forced.append(kernels)
     try:
         yield
     finally:
         _forced.pop()
 
 
-def choose(device: torch.device, *blocks: Block) -> Choice:
-    """Return the path for a tensor on `device` that is quantized in tiles of `blocks`.
+def use_kernels(device: torch.device, *blocks: Block) -> bool:
+    """Return whether kernels quantize a tensor on `device` in tiles of `blocks`.
 
-    A CUDA tensor that takes the reference path is warned about once.
+    A CUDA tensor that takes the reference, which gives the same bits, is warned about once.
 
     Raises:
-        UnsupportedError: if Triton is forced and cannot run.
+        UnsupportedError: if the kernels are forced and cannot run.
     """
-    obstacle = _device_obstacle(device) or next(filter(None, map(_tile_obstacle, blocks)), "")
-    if _forced and _forced[-1] is Path.REFERENCE:
-        return Choice(Path.REFERENCE, "forced")
     if _forced:
-        if obstacle:
-            raise UnsupportedError(f"Triton kernels are forced but cannot run: {obstacle}")
-        return Choice(Path.TRITON, "forced")
+        if _forced[-1] and (reason := obstacle(device, *blocks)):
+            raise UnsupportedError(f"Triton kernels are forced but cannot run: {reason}")
+        return _forced[-1]
     if device.type != "cuda":
-        return Choice(Path.REFERENCE, f"the tensor is on {device.type}, not cuda")
-    if obstacle:
-        warn_once(_LOGGER, f"quantizing on {device.type} without Triton, slowly: {obstacle}")
-        return Choice(Path.REFERENCE, obstacle)
-    return Choice(Path.TRITON, "the tensor is on cuda")
+        return False
+    reason = obstacle(device, *blocks)
+    if reason:
+        warn_once(_LOGGER, f"quantizing on {device.type} without Triton, slowly: {reason}")
+    return not reason
+
+
+def obstacle(device: torch.device, *blocks: Block) -> str:
+    """Return why the kernels cannot run for a tensor, or an empty text if they can."""
+    return _device_obstacle(device) or next(filter(None, map(_tile_obstacle, blocks)), "")
 
 
 def interpreting() -> bool:
@@ -130,7 +112,7 @@ def _tile_obstacle(block: Block) -> str:
 
 
 class TileSpec(NamedTuple):
-    """A format and its tiles as compile-time numbers; `quantizers.rounding` explains them.
+    """A format and its tiles as compile-time numbers; `quantizers.reference` explains them.
 
     Attributes:
         largest: the element type's largest value.
@@ -170,23 +152,17 @@ class PhiloxArguments(NamedTuple):
 
     Attributes:
         key: Philox key, as a signed 64-bit number.
-        global_cols: columns of the global tensor.
-        local_chunk: columns of a chunk of the local tensor.
-        global_chunk: columns of a chunk of the global tensor.
-        col_start: the shard's first column within a global chunk.
+        columns: the four integers of a `ColumnMap`.
         mode: 0 round to nearest even; 1 eight neighbors share a counter and no column is sharded;
             2 they share one and columns are sharded; 3 any layout.
     """
 
     key: int
-    global_cols: int
-    local_chunk: int
-    global_chunk: int
-    col_start: int
+    columns: tuple[int, int, int, int]
     mode: int
 
 
-NO_RANDOM = PhiloxArguments(0, 1, 1, 1, 0, 0)
+NO_RANDOM = PhiloxArguments(0, (1, 1, 1, 0), 0)
 """Round to nearest even."""
 
 
@@ -239,7 +215,8 @@ def quantize_dequantize(
             quantize_kernel[(_programs(x, config),)](
                 *_source(x, tensor_amax),
                 out,
-                *random[:-1],
+                random.key,
+                *random.columns,
                 R=config.rows,
                 C=config.cols,
                 SPEC=spec,
@@ -266,7 +243,7 @@ def quantize_dequantize_both(
     out = [torch.empty(x.shape, dtype=dtype, device=x.device) for _ in range(2)]
     row, col = (tile_spec(fmt, block) for fmt, block in zip(formats, blocks, strict=True))
     config = config or _config(ROW_CONFIG, COL_CONFIG, SQUARE_CONFIG, row, col)
-    layout = (random[0] if random[0].mode else random[1])[1:-1]
+    columns = (random[0] if random[0].mode else random[1]).columns
     if x.numel():
         with _on(x):
             quantize_both_kernel[(_programs(x, config),)](
@@ -274,7 +251,7 @@ def quantize_dequantize_both(
                 *out,
                 random[0].key,
                 random[1].key,
-                *layout,
+                *columns,
                 R=config.rows,
                 C=config.cols,
                 ROW_SPEC=row,

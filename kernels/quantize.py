@@ -1,6 +1,6 @@
 """Kernels that quantize and dequantize a matrix; the reference is `quantizers.reference`.
 
-    amax' = max(amax, 2^-100); encode and decode as in `quantizers.scaling`
+    amax' = max(amax, 2^-100); encode and decode as in the reference
     p = max(2^exponent(y), smallest normal power of two);  c = anchor * p
     nearest     q = (y + c) - c
     stochastic  q = (y + noise * (b + 1/2) * p + c) - c
@@ -16,7 +16,7 @@ integer bits, because `tl.max` drops it.
 
 Names: R, C rows and columns of a block; x, y, q [R, C] FP32; encode, decode [R / tile rows,
 C / tile cols] FP32; `at` = (first row, first col, rows, cols); `layout` = the fields of
-`launch.PhiloxArguments` after the key; SPEC a `launch.TileSpec`.
+`quantizers.stochastic.ColumnMap`; SPEC a `launch.TileSpec`.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"

@@ -34,7 +34,6 @@ from megatron_snip.linears.availability import (
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.precision_log import precision_table
-from megatron_snip.linears.runtime import Mode
 from megatron_snip.linears.training_step import ForwardBackward, TrainingStep
 from megatron_snip.options import BF16, Option
 from megatron_snip.pending_solve import PendingSolve, from_rank_0
@@ -194,7 +193,7 @@ class SnipController:
     def evaluation(self) -> AbstractContextManager[None]:
         """Return the context in which an evaluation runs: the plan's precision, or BF16."""
         if self.config.eval_precision == "bf16":
-            return self.model.runtime.running(Mode.BF16)
+            return self.model.runtime.running_in_bf16()
         return nullcontext()
 
     def state(self, iteration: int) -> ControllerState:
@@ -439,7 +438,7 @@ class SnipController:
             "granularity": c.granularity,
             "efficiency_target": str(c.efficiency_target),
             "policy": c.policy,
-            "backend": str(self.model.backend),
+            "backend": self.model.backend,
         }
         packages = ("megatron-snip", "megatron-core", "torch", "transformer-engine")
         return found | {name: str(installed_version(name)) for name in packages}

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import torch
 
+LARGE_GEMM = 1 << 24
+"""Multiply-adds from which a GPU's tensor cores pay, and FP32 operands are rounded to BF16."""
+
 
 def matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return a @ b in FP32.
@@ -23,10 +26,7 @@ def matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """
     if a.device.type != "cuda":
         return a.float() @ b.float()
-    if a.dtype == torch.float32 and b.dtype == torch.float32 and not _tensor_cores_pay(a, b):
+    small = a.shape[0] * a.shape[1] * b.shape[1] <= LARGE_GEMM
+    if a.dtype == torch.float32 and b.dtype == torch.float32 and small:
         return a @ b
     return torch.mm(a.to(torch.bfloat16), b.to(torch.bfloat16), out_dtype=torch.float32)
-
-
-def _tensor_cores_pay(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape[0] * a.shape[1] * b.shape[1] > 1 << 24

@@ -80,18 +80,20 @@ def _print_formats(out: Console, machine: Machine) -> None:
     import torch
 
     from megatron_snip.kernels import launch
-    from megatron_snip.linears.availability import Backend, support
+    from megatron_snip.linears.availability import te_support
 
     out.print(f"How GEMMs run here ({machine}), by --snip-backend; see docs/backends.md")
     table = new_table(("format", "bits", "simulate", "te", "under te"))
     for fmt in FORMATS.values():
-        entries = [support(backend, fmt.name, machine) for backend in Backend]
-        modes = (entry.mode for entry in entries)
-        table.add_row(fmt.name, str(fmt.bits), *modes, entries[-1].reason)
+        simulate = "simulated" if fmt.quantized else "native"
+        recipe, text = te_support(fmt.name, machine)
+        te = "native" if recipe else "refused"
+        table.add_row(fmt.name, str(fmt.bits), simulate, te, text)
     out.print(table)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    choice = launch.choose(device, (1, 128))
-    out.print(f"simulate quantizes by {choice.path} ({choice.reason})")
+    why = launch.obstacle(device, (1, 128))
+    by = f"its PyTorch reference ({why})" if why else "Triton kernels"
+    out.print(f"simulate quantizes with {by}")
 
 
 def _print_patches(out: Console) -> int:

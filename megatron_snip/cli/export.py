@@ -177,7 +177,7 @@ def _recipes(
     plan: PrecisionPlan, capability: tuple[int, int], nearest: bool
 ) -> tuple[dict[Option, TERecipe], list[str]]:
     """Return the recipe of every option of the plan, and what had to be exchanged."""
-    machine = Machine(capability, te_version="any", te_per_gemm=True)
+    machine = Machine(capability, te_version="any")
     uniform = [Option.uniform(name) for name in FORMATS]
     runnable = [option for option in uniform if te_refusal(option, machine) is None]
     recipes, changes, refused = {}, [], {}

@@ -16,15 +16,13 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import ProcessGroup
 
 from megatron_snip.collectives import any_rank, gather_json
-from megatron_snip.config import AUTO, SIMULATED_FORMATS, SnipConfig
+from megatron_snip.config import AUTO, SIMULATED_FORMATS, Backend, SnipConfig
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import FORMATS, Format, ScaleType, get_format
 from megatron_snip.linears.te.modules import te_kind
@@ -53,24 +51,22 @@ _PER_GEMM = (
 )
 """What our quantizer factories need of Transformer Engine."""
 
-_TE_RECIPES: dict[tuple[str, int | None], str] = {
-    ("fp8", 9): "blockwise",
-    ("fp8", 10): "mxfp8",
-    ("mxfp8", 10): "mxfp8",
-    **{(name, major): "nvfp4" for name in ("fp4", "nvfp4") for major in (10, 12)},
+_NVFP4_GPUS = (
+    {10: "nvfp4", 12: "nvfp4"},
+    "NVFP4 GEMMs need a GPU of compute capability 10.0 or later",
+)
+_TE_RECIPES = {
+    "fp8": (
+        {9: "blockwise", 10: "mxfp8"},
+        "FP8 GEMMs in blocks need a GPU of compute capability 9.0 or 10.x",
+    ),
+    "mxfp8": ({10: "mxfp8"}, "MXFP8 GEMMs need a GPU of compute capability 10.x"),
+    "fp4": _NVFP4_GPUS,
+    "nvfp4": _NVFP4_GPUS,
 }
-"""(format, major compute capability) -> the Transformer Engine recipe that runs it."""
-
-_TE_NEEDS = {
-    "fp8": "FP8 GEMMs in blocks need a GPU of compute capability 9.0 or 10.x",
-    "mxfp8": "MXFP8 GEMMs need a GPU of compute capability 10.x",
-    "fp4": "NVFP4 GEMMs need a GPU of compute capability 10.0 or later",
-    "nvfp4": "NVFP4 GEMMs need a GPU of compute capability 10.0 or later",
-}
-"""Format -> why a GPU without a row in `_TE_RECIPES` cannot run it."""
+"""Format -> (major compute capability -> Transformer Engine's recipe, why no other GPU runs it)."""
 
 RECIPE_FORMATS: dict[str, Format] = {
-    "bf16": FORMATS["bf16"],
     "blockwise": replace(FORMATS["fp8"], scale=ScaleType.E8M0),
     "mxfp8": FORMATS["mxfp8"],
     "nvfp4": replace(FORMATS["nvfp4"], weight_block=(16, 16), wgrad_hadamard=16),
@@ -87,38 +83,6 @@ _FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 """Transformer Engine's variable that gives the blockwise recipe FP32 scales."""
 
 
-class Backend(StrEnum):
-    """What runs a linear's GEMMs."""
-
-    SIMULATE = "simulate"
-    TE = "te"
-
-
-class ExecutionMode(StrEnum):
-    """How a GEMM runs."""
-
-    NATIVE = "native"
-    """On tensor cores."""
-    SIMULATED = "simulated"
-    """Operands are quantized exactly and multiplied in FP32, without speed-up."""
-    REFUSED = "refused"
-
-
-@dataclass(frozen=True)
-class SupportEntry:
-    """How GEMMs of a format run on a machine.
-
-    Attributes:
-        mode: natively, simulated or not at all.
-        reason: what the mode means on this machine, one phrase.
-        recipe: the Transformer Engine recipe that runs it; empty for others.
-    """
-
-    mode: ExecutionMode
-    reason: str
-    recipe: str = ""
-
-
 @dataclass(frozen=True)
 class Machine:
     """What decides how Transformer Engine's linears run.
@@ -126,13 +90,12 @@ class Machine:
     Attributes:
         capability: (major, minor) of the GPU, or None without one.
         te_version: of Transformer Engine, or None where it cannot be imported.
-        te_per_gemm: whether its CustomRecipe lets every GEMM have its own recipe.
-        te_unavailable: recipes that Transformer Engine itself refuses here -> its reason.
+        te_unavailable: recipes that Transformer Engine cannot run here -> its reason; `custom` is
+            the one that gives every GEMM its own quantizers.
     """
 
     capability: tuple[int, int] | None = None
     te_version: str | None = None
-    te_per_gemm: bool = False
     te_unavailable: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -157,8 +120,22 @@ def this_machine(with_te: bool) -> Machine:
         manager = importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager
     except Exception:  # not installed, or a library of its own is missing
         return Machine(capability)
-    unavailable = {} if capability is None else _te_unavailable(manager)
-    return Machine(capability, str(te.__version__), has_per_gemm(), unavailable)
+    return Machine(capability, str(te.__version__), {} if capability is None else _refused(manager))
+
+
+def _refused(manager: Any) -> dict[str, str]:
+    """Return the recipes that the installed Transformer Engine cannot run here, and why."""
+    found = {}
+    for recipe, method in _TE_CHECKS.items():
+        if not hasattr(manager, method):
+            found[recipe] = "this Transformer Engine does not have the recipe"
+            continue
+        available, reason = getattr(manager, method)()
+        if not available:
+            found[recipe] = str(reason)
+    if not has_per_gemm():
+        found["custom"] = "has no quantizers per GEMM (CustomRecipe with HybridQuantizer)"
+    return found
 
 
 def has_per_gemm() -> bool:
@@ -171,41 +148,26 @@ def has_per_gemm() -> bool:
     return True
 
 
-def _te_unavailable(manager: Any) -> dict[str, str]:
-    found = {}
-    for recipe, method in _TE_CHECKS.items():
-        if not hasattr(manager, method):
-            found[recipe] = "this Transformer Engine does not have the recipe"
-            continue
-        available, reason = getattr(manager, method)()
-        if not available:
-            found[recipe] = str(reason)
-    return found
+def te_support(name: str, machine: Machine) -> tuple[str, str]:
+    """Return how Transformer Engine runs a format on a machine.
 
-
-def support(backend: Backend, fmt: str, machine: Machine) -> SupportEntry:
-    """Return how GEMMs of a format run on a machine.
+    Returns:
+        (recipe, text): the recipe's name and what it does, or an empty name and why there is none.
 
     Raises:
         UsageError: if the format is unknown.
     """
-    if not get_format(fmt).quantized:
-        return SupportEntry(ExecutionMode.NATIVE, "as Megatron runs it", "bf16")
-    if backend is Backend.SIMULATE:
-        reason = "operands exactly as measured, multiplied in FP32"
-        return SupportEntry(ExecutionMode.SIMULATED, reason)
-    refused = partial(SupportEntry, ExecutionMode.REFUSED)
-    major = None if machine.capability is None else machine.capability[0]
-    if fmt not in _TE_NEEDS:
-        return refused(f"Transformer Engine has no recipe for {fmt}")
-    if (fmt, major) not in _TE_RECIPES:
-        return refused(_TE_NEEDS[fmt])
-    recipe = _TE_RECIPES[fmt, major]
+    if not get_format(name).quantized:
+        return "bf16", "as Megatron runs it"
+    recipes, needs = _TE_RECIPES.get(name, ({}, f"Transformer Engine has no recipe for {name}"))
+    recipe = "" if machine.capability is None else recipes.get(machine.capability[0], "")
+    if not recipe:
+        return "", needs
     if machine.te_version is None:
-        return refused("Transformer Engine cannot be imported")
+        return "", "Transformer Engine cannot be imported"
     if recipe in machine.te_unavailable:
-        return refused(machine.te_unavailable[recipe])
-    return SupportEntry(ExecutionMode.NATIVE, f"{recipe} recipe: {_RECIPE_TEXTS[recipe]}", recipe)
+        return "", machine.te_unavailable[recipe]
+    return recipe, f"{recipe} recipe: {_RECIPE_TEXTS[recipe]}"
 
 
 def measured_format(name: str, backend: Backend, machine: Machine) -> Format:
@@ -213,7 +175,7 @@ def measured_format(name: str, backend: Backend, machine: Machine) -> Format:
 
     A format that Transformer Engine cannot run on this machine is measured as simulated.
     """
-    recipe = support(backend, name, machine).recipe
+    recipe = te_support(name, machine)[0] if backend == "te" else ""
     if recipe == "blockwise" and os.environ.get(_FP32_SCALES) == "1":
         return FORMATS["fp8"]
     return RECIPE_FORMATS.get(recipe, get_format(name))
@@ -225,11 +187,11 @@ def auto_formats(backend: Backend, machine: Machine) -> tuple[str, ...]:
     Raises:
         UnsupportedError: if Transformer Engine can run BF16 only on this machine.
     """
-    if backend is Backend.SIMULATE:
+    if backend == "simulate":
         return SIMULATED_FORMATS
     formats = [n for n in SIMULATED_FORMATS if te_refusal(Option.uniform(n), machine) is None]
     if not formats:
-        reasons = "; ".join(support(backend, name, machine).reason for name in SIMULATED_FORMATS)
+        reasons = "; ".join(te_support(name, machine)[1] for name in SIMULATED_FORMATS)
         raise UnsupportedError(
             f"--snip-formats auto: Transformer Engine runs only bf16 on {machine} ({reasons}); "
             "use --transformer-impl local to simulate fp8,fp4"
@@ -249,7 +211,7 @@ def resolve_formats(
         return config
     with_te = any(te_kind(module) is not None for chunk in model for module in chunk.modules())
     with_te = any_rank(with_te, control)
-    backend = Backend.TE if with_te else Backend.SIMULATE
+    backend = "te" if with_te else "simulate"
     formats = auto_formats(backend, this_machine(with_te))
     if control is None or torch.distributed.get_rank() == 0:
         logger.info("snip: formats auto: %s (backend %s)", ",".join(formats), backend)
@@ -259,20 +221,18 @@ def resolve_formats(
 def te_refusal(option: Option, machine: Machine) -> str | None:
     """Return why Transformer Engine cannot run an option on a machine, or None if it can."""
     for name in option.formats:
-        entry = support(Backend.TE, name, machine)
-        if entry.mode is ExecutionMode.REFUSED:
-            return f"{name} on {machine}: {entry.reason}"
-    if not (machine.te_per_gemm or te_recipe(option, machine).is_uniform):
-        return (
-            f"{option}: Transformer Engine {machine.te_version} has no quantizers per GEMM "
-            "(CustomRecipe with HybridQuantizer)"
-        )
+        recipe, text = te_support(name, machine)
+        if not recipe:
+            return f"{name} on {machine}: {text}"
+    if "custom" in machine.te_unavailable and not te_recipe(option, machine).is_uniform:
+        reason = machine.te_unavailable["custom"]
+        return f"{option}: Transformer Engine {machine.te_version} {reason}"
     return None
 
 
 def te_recipe(option: Option, machine: Machine) -> TERecipe:
     """Return the recipe that runs an option under Transformer Engine; `te_refusal` must be None."""
-    recipe = TERecipe(*(support(Backend.TE, name, machine).recipe for name in option.formats))
+    recipe = TERecipe(*(te_support(name, machine)[0] for name in option.formats))
     assert all(recipe), f"{option} on {machine}"
     return recipe
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_snip.linears.autograd import LinearCall, QuantizedLinear
-from megatron_snip.linears.availability import Backend
-from megatron_snip.linears.runtime import Mode, Runtime
+from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.simulated_gemm import Cached, uncached
 from megatron_snip.log import warn_once
 from megatron_snip.options import BF16, Option
@@ -28,7 +27,6 @@ from megatron_snip.topology import Placement
 logger = logging.getLogger(__name__)
 
 _METHOD = "_forward_impl"
-_LINEAR = "_snip_linear"
 
 
 class PlannedLinear:
@@ -42,7 +40,7 @@ class PlannedLinear:
         option: formats of its GEMMs; assign between iterations only, on all ranks alike.
     """
 
-    backend = Backend.SIMULATE
+    backend = "simulate"
 
     def __init__(self, module: torch.nn.Module, placement: Placement, runtime: Runtime) -> None:
         """Prepare; nothing is overridden yet."""
@@ -75,17 +73,14 @@ class PlannedLinear:
             raise RuntimeError(
                 f"{self.name}: {_METHOD} is already overridden by {current!r}; undo that first"
             )
-        self.module.__dict__[_LINEAR] = self
-        _show_option(type(self.module))
 
     def uninstall(self) -> None:
         """Restore the class's method, unless another override has replaced ours."""
-        self.module.__dict__.pop(_LINEAR, None)
         if self.module.__dict__.get(_METHOD) == self._forward:
             delattr(self.module, _METHOD)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        bf16 = self.option == BF16 or self._runtime.mode is Mode.BF16
+        bf16 = self.option == BF16 or self._runtime.in_bf16
         plain = bf16 or not self._quantizable(kwargs)
         output = self._original(*args, **kwargs) if plain else self._quantized(args, kwargs)
         observer = self._runtime.observer
@@ -142,22 +137,3 @@ def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Te
     """Return (input, weight), which Megatron passes by keyword."""
     given = dict(zip(("input", "weight"), args, strict=False)) | kwargs
     return given["input"], given["weight"]
-
-
-def _show_option(cls: Any) -> None:
-    """Make `print(model)` show the options of planned instances of a class.
-
-    Megatron-Core 0.16 defines `__repr__` on its linears, later versions `extra_repr`. So the
-    class's `__repr__` is wrapped, once; other instances print as before.
-    """
-    original = cls.__repr__
-    if hasattr(original, _LINEAR):
-        return
-
-    def with_option(self: Any) -> str:
-        linear = self.__dict__.get(_LINEAR)
-        text = str(original(self))
-        return text if linear is None else f"{text} [snip {linear.option}, {linear.recipe}]"
-
-    setattr(with_option, _LINEAR, True)
-    cls.__repr__ = with_option

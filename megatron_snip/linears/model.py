@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from megatron_snip.config import Backend as BackendSetting
+from megatron_snip.config import Backend
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import Format
-from megatron_snip.linears.availability import Backend, Machine, measured_format, this_machine
+from megatron_snip.linears.availability import Machine, measured_format, this_machine
 from megatron_snip.linears.discovery import find_linears, global_linears
 from megatron_snip.linears.megatron_linear import PlannedLinear
 from megatron_snip.linears.runtime import Runtime
@@ -39,7 +39,7 @@ class PlannedModel:
         model: Sequence[torch.nn.Module],
         topology: Topology,
         seed: int,
-        backend: BackendSetting = "auto",
+        backend: Backend = "auto",
     ) -> None:
         """All ranks: find the linears and agree on their global order.
 
@@ -50,10 +50,9 @@ class PlannedModel:
         self.chunks = list(model)
         self.runtime = Runtime(topology, seed)
         found = find_linears(model, topology)
-        self.backend = Backend.SIMULATE
-        if any(te_kind(module) for module, _ in found):
-            self.backend = Backend.TE
-        self.machine = this_machine(with_te=self.backend is Backend.TE)
+        with_te = any(te_kind(module) for module, _ in found)
+        self.backend: Backend = "te" if with_te else "simulate"
+        self.machine = this_machine(with_te)
         self.linears = [
             _planned(module, placements, self.runtime, backend, self.machine)
             for module, placements in found
@@ -115,7 +114,7 @@ def _planned(
     module: torch.nn.Module,
     placements: Sequence[Placement],
     runtime: Runtime,
-    backend: BackendSetting,
+    backend: Backend,
     machine: Machine,
 ) -> AnyLinear:
     """Return a linear under its backend.

@@ -1,25 +1,15 @@
-"""What all linears of a process share: the iteration, the mode, the observer, the weight cache."""
+"""What all linears of a process share: iteration, precision, observer, weight cache."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from megatron_snip.linears.weight_cache import QuantizedWeightCache
 from megatron_snip.quantizers import StochasticStream, grad_output_stream
 from megatron_snip.statistics.tap import Observer
 from megatron_snip.topology import Placement, Topology
-
-
-class Mode(StrEnum):
-    """How linears run."""
-
-    PLAN = "plan"
-    """By their option."""
-    BF16 = "bf16"
-    """As Megatron runs them, whatever their option."""
 
 
 @dataclass(eq=False)
@@ -31,7 +21,7 @@ class Runtime:
         seed: the run's seed.
         iteration: Megatron's, 1-based.
         pass_number: number of training passes begun, repeats of a step included.
-        mode: how linears run.
+        in_bf16: whether linears run as Megatron runs them, whatever their option.
         observer: watches every linear's forward and backward, or None.
         weight_cache: quantized weights of the current training pass.
     """
@@ -40,7 +30,7 @@ class Runtime:
     seed: int
     iteration: int = 0
     pass_number: int = 0
-    mode: Mode = Mode.PLAN
+    in_bf16: bool = False
     observer: Observer | None = None
     weight_cache: QuantizedWeightCache = field(default_factory=QuantizedWeightCache)
 
@@ -60,13 +50,13 @@ class Runtime:
             self.observer = None
 
     @contextmanager
-    def running(self, mode: Mode) -> Iterator[None]:
-        """Run linears in `mode` inside the block."""
-        before, self.mode = self.mode, mode
+    def running_in_bf16(self) -> Iterator[None]:
+        """Run linears as Megatron runs them inside the block."""
+        self.in_bf16 = True
         try:
             yield
         finally:
-            self.mode = before
+            self.in_bf16 = False
 
     def stream(self, placement: Placement, local_microbatch: int) -> StochasticStream:
         """Return the random numbers of a linear's grad_output in the current iteration."""

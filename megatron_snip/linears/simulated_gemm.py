@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_snip.formats import get_format
-from megatron_snip.matmul import matmul_fp32
+from megatron_snip.matmul import LARGE_GEMM, matmul_fp32
 from megatron_snip.options import Option
 from megatron_snip.quantizers import (
     StochasticStream,
@@ -31,9 +31,6 @@ from megatron_snip.types import Gemm, Operand
 
 Cached = Callable[[Hashable, Callable[[], Tensor]], Tensor]
 """(key, function that quantizes a weight) -> the quantized weight, new or from a cache."""
-
-LARGE_GEMM = 1 << 24
-"""Multiply-adds from which `matmul_fp32` uses tensor cores on a GPU."""
 
 
 def uncached(_: Hashable, make: Callable[[], Tensor]) -> Tensor:
@@ -77,11 +74,8 @@ def quantize_grad_output(
         dgrad: whether the first is needed; else None is returned for it.
         wgrad: likewise the second.
     """
-    names, role, dtype = (
-        (option.dgrad, option.wgrad),
-        Operand.GRAD_OUTPUT,
-        _operand_dtype(g, in_features),
-    )
+    names, dtype = (option.dgrad, option.wgrad), _operand_dtype(g, in_features)
+    role = Operand.GRAD_OUTPUT
     if dgrad and wgrad and "bf16" not in names:
         return quantize_dequantize_pair(g, names, role, stream=stream, dtype=dtype)
 

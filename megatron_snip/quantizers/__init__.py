@@ -15,9 +15,9 @@ from megatron_snip.quantizers.quantize import (
     rotated,
 )
 from megatron_snip.quantizers.stochastic import (
+    ColumnMap,
     StochasticStream,
     StreamKey,
-    StreamLayout,
     grad_output_stream,
 )
 
@@ -33,5 +33,5 @@ __all__ = [
     "grad_output_stream",
     "StochasticStream",
     "StreamKey",
-    "StreamLayout",
+    "ColumnMap",
 ]

@@ -17,7 +17,6 @@ from megatron_snip.formats import Format
 from megatron_snip.kernels import launch
 from megatron_snip.quantizers import reference
 from megatron_snip.quantizers.reference import Block
-from megatron_snip.quantizers.scaling import tensor_amax_of
 
 _RUN = 512
 """Squares summed in FP32 (pairwise, to 1e-7) before their sum is added in FP64."""
@@ -44,8 +43,8 @@ def error_norms(
     blocks = [block for _, block in specs]
     for fmt, block in specs:
         reference.check(x, fmt, block)
-    amax = next((a for f, _ in specs if (a := tensor_amax_of(x, f, tensor_amax)) is not None), None)
-    if launch.choose(x.device, *blocks).path is launch.Path.TRITON:
+    amax = reference.tensor_amax_of(x, tensor_amax, *(fmt for fmt, _ in specs))
+    if launch.use_kernels(x.device, *blocks):
         return launch.error_norms(x, specs, tensor_amax=amax)
     table = torch.empty((1 + len(specs), x.shape[0]), dtype=torch.float64, device=x.device)
     tall = math.lcm(*(rows for rows, _ in blocks))

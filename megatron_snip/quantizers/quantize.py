@@ -11,10 +11,20 @@ With a square weight block one quantized weight serves both fprop and dgrad. gra
 stochastically in formats that ask for it, everything else to nearest even. In formats with a
 Hadamard transform, wgrad's operands are both rotated first, which leaves their product unchanged.
 
-Triton kernels quantize CUDA tensors, the reference all others (`kernels.launch.choose`).
+Triton kernels quantize CUDA tensors, the reference all others (`kernels.launch.use_kernels`).
+
+The transform: with H the Sylvester-Hadamard matrix of size n over sqrt(n), and D a diagonal of
+random signs, each run of n tokens t is replaced by R t with R = H D. R is orthonormal, so
+
+    (R G)^T (R X) = G^T X
+
+holds up to rounding, while an outlier token spreads over its n neighbors before quantization.
+Source: NVIDIA, arXiv:2509.25149 (n = 16 on wgrad's operands only, one sign vector for all linears).
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,11 +33,12 @@ from megatron_snip.formats import Format, ScaleType, get_format
 from megatron_snip.kernels import launch
 from megatron_snip.kernels.launch import NO_RANDOM, PhiloxArguments
 from megatron_snip.quantizers import reference
-from megatron_snip.quantizers.hadamard import rotate_tokens
 from megatron_snip.quantizers.reference import Block
-from megatron_snip.quantizers.scaling import tensor_amax_of
-from megatron_snip.quantizers.stochastic import StochasticStream
+from megatron_snip.quantizers.stochastic import StochasticStream, random_bits16
 from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand
+
+_SIGN_SEED = 0
+"""Philox key of the signs in D."""
 
 
 def operand_block(fmt: Format, operand: Operand, gemm: Gemm) -> Block:
@@ -55,10 +66,30 @@ def needs_tensor_amax(fmt: Format) -> bool:
 
 
 def rotated(x: Tensor, fmt: Format, gemm: Gemm) -> Tensor:
-    """Return the [tokens, cols] that `gemm` quantizes: x, or its Hadamard transform (FP32)."""
-    if gemm is not Gemm.WGRAD or not fmt.wgrad_hadamard:
+    """Return the [tokens, cols] that `gemm` quantizes: x, or its Hadamard transform (FP32).
+
+    Tokens after the last complete run are not transformed.
+    """
+    size = fmt.wgrad_hadamard
+    if gemm is not Gemm.WGRAD or not size:
         return x
-    return rotate_tokens(x, fmt.wgrad_hadamard)
+    complete = x.shape[0] - x.shape[0] % size
+    out = x.to(torch.float32, copy=True)
+    if complete:
+        runs = out[:complete].view(-1, size, x.shape[1])
+        out[:complete] = (hadamard_matrix(size, x.device) @ runs).view(complete, x.shape[1])
+    return out
+
+
+@lru_cache(maxsize=8)
+def hadamard_matrix(size: int, device: torch.device) -> Tensor:
+    """Return R = H D: [size, size], FP32; the same on every device; size is a power of two."""
+    rows = torch.ones(1, 1, device=device)
+    while rows.shape[0] < size:
+        rows = torch.cat([torch.cat([rows, rows], 1), torch.cat([rows, -rows], 1)], 0)
+    counters = torch.arange(-(-size // 8), device=device)
+    bits = random_bits16(counters, _SIGN_SEED).flatten()[:size]
+    return rows.mul(torch.where(bits < 0, -1.0, 1.0)).mul(size**-0.5)
 
 
 @torch.no_grad()
@@ -76,8 +107,8 @@ def quantize_dequantize(
     Here `tensor_amax` None takes x's own, and the device decides who computes.
     """
     reference.check(x, fmt, block)
-    amax = tensor_amax_of(x, fmt, tensor_amax)
-    if launch.choose(x.device, block).path is launch.Path.REFERENCE:
+    amax = reference.tensor_amax_of(x, tensor_amax, fmt)
+    if not launch.use_kernels(x.device, block):
         return reference.quantize_dequantize(
             x, fmt, block, stream=stream, tensor_amax=amax, dtype=dtype
         )
@@ -154,7 +185,7 @@ def quantize_dequantize_pair(
     each = ((row, row_gemm), (col, Gemm.WGRAD))
     blocks = operand_block(row, operand, row_gemm), operand_block(col, operand, Gemm.WGRAD)
     together = row.quantized and col.quantized and not col.wgrad_hadamard
-    if not together or launch.choose(x.device, *blocks).path is launch.Path.REFERENCE:
+    if not (together and launch.use_kernels(x.device, *blocks)):
         first, second = (
             quantize_dequantize_operand(
                 x, fmt, operand, gemm, stream=stream, tensor_amax=tensor_amax, dtype=dtype
@@ -166,7 +197,7 @@ def quantize_dequantize_pair(
     for fmt, block in zip((row, col), blocks, strict=True):
         reference.check(source, fmt, block)
     random = [_philox_arguments(_stream_of(f, operand, g, stream), x.shape[-1]) for f, g in each]
-    amax = next((a for f, _ in each if (a := tensor_amax_of(x, f, tensor_amax)) is not None), None)
+    amax = reference.tensor_amax_of(x, tensor_amax, row, col)
     a, b = launch.quantize_dequantize_both(
         source,
         (row, col),
@@ -192,7 +223,7 @@ def _stream_of(
 def _philox_arguments(stream: StochasticStream | None, cols: int) -> PhiloxArguments:
     if stream is None:
         return NO_RANDOM
-    places, word = stream.layout.column_map(cols), stream.key.word
-    sharded = places.local_chunk != places.global_cols
-    mode = (2 if sharded else 1) if places.aligned else 3
-    return PhiloxArguments(word - 2**64 if word >= 2**63 else word, *places, mode)
+    columns, word = stream.column_map(cols), stream.key.word
+    sharded = columns.local_chunk != columns.global_cols
+    mode = (2 if sharded else 1) if columns.aligned else 3
+    return PhiloxArguments(word - 2**64 if word >= 2**63 else word, columns, mode)

@@ -4,24 +4,69 @@
 
 A tile is a (rows, cols) block of the matrix, so one function serves 1 x 128 tiles along a row,
 128 x 1 tiles along tokens and 128 x 128 blocks of weights, without transposes; the last tile of a
-dimension may be short. Scales: `scaling`. Rounding: `rounding`.
+dimension may be short.
 
 The matrix is processed in pieces of complete tiles that fit into a cache. Quantizing a piece takes
 about ten passes over it, and drawing its random numbers about eighty passes over an eighth of it.
 The order of work and the shape of pieces change no bit.
+
+SCALES. With `amax` the largest |x| of a tile and `max` the element type's largest value, all in
+FP32, each `/` one correctly rounded division:
+
+    amax'  = max(amax, 2^-100), NaN where the tile holds NaN or Inf
+    FP32   encode = max / amax'                      decode = amax' / max
+    E8M0   decode = 2^ceil(log2(amax' / max))        encode = 1 / decode
+    E4M3   tensor = max(tensor_amax, 2^-100) / (448 * max)
+           stored = e4m3(clamp((amax / max) / tensor, 2^-6, 448))
+           encode = (1 / tensor) / stored            decode = tensor * stored
+    y      = clamp(x * encode, -max, max), rounded to the grid; x is about y * decode
+
+- The floor makes every scale, its inverse and every product a normal number, so a backend that
+  flushes subnormals agrees with one that does not. Smaller tiles fade to zero; a tile of zeros
+  comes out as zeros.
+- NaN and Inf: encode and decode become NaN, and so does every element of the tile. Under E4M3
+  scales the tensor's own scale becomes NaN, and so does the entire tensor.
+- E8M0 rounds the scale UP, so nothing overflows (the convention of cuBLAS, Transformer Engine and
+  torchao's RCEIL). OCP MX v1.0's floor of the exponent can saturate the largest magnitudes of a
+  tile. A format with FP32 scales takes power-of-two scales when its scale type is replaced by E8M0.
+- E4M3 rounds to nearest, so an element can exceed `max` by 1/16 and saturates. Its stored scales
+  are at least E4M3's smallest normal 2^-6, as in torchao's NVFP4. Source for the two levels:
+  NVIDIA, arXiv:2509.25149.
+
+ROUNDING uses FP32 arithmetic alone. For an element type with `m` mantissa bits and smallest normal
+exponent `e_min`, the grid has the step 2^(e - m) in [2^e, 2^(e+1)), and the step 2^(e_min - m)
+below 2^e_min. With
+
+    e = max(exponent of |y|, e_min),   p = 2^e,   c = 1.5 * 2^23 * 2^(e - m)
+
+numbers near c are spaced by exactly one step, so FP32's own rounding does the work:
+
+    nearest, ties to even   q = (y + c) - c
+    stochastic              q = (y + n + c) - c,  n = (b + 1/2) * 2^-16 * 2^(e - m)
+
+where b is a signed 16-bit random integer. n is uniform over (-1/2, 1/2) steps, so q is the upper
+neighbor with probability (y - lo) / (hi - lo) to within 2^-17, over the full range. (Noise in the
+low mantissa bits is biased below 2^e_min, where the step no longer shrinks.) A number on the grid
+does not change, because |n| < 1/2 step.
+
+There is no cast to a narrow type: Triton's interpreter casts wrongly, and hardware casts differ in
+the sign of zero and in NaN. Every product here is with a power of two and so exact; a fused
+multiply-add changes nothing.
+
+Zeros come out as +0. The one-digit E2M0 sends ties to the larger magnitude (1.5 -> 2, 3 -> 4) but
+0.5 -> 0, as IEEE 754-2019 section 4.3.1 specifies.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_snip.formats import Format
-from megatron_snip.quantizers.rounding import round_in_place
-from megatron_snip.quantizers.scaling import tile_scales
+from megatron_snip.formats import E4M3, ElementType, Format, ScaleType
 from megatron_snip.quantizers.stochastic import StochasticStream
 
 Block = tuple[int, int]
@@ -32,6 +77,15 @@ PIECE_ELEMENTS = 1 << 17
 smaller ones pay for starting some hundred operations per piece."""
 
 _SHORT_TILE = 32
+
+_EXPONENT_MASK = 0x7F800000
+"""The exponent field of an FP32 number."""
+
+AMAX_FLOOR = 2.0**-100
+"""Smallest magnitude that a scale is made for."""
+
+_MIN_STORED_E4M3 = 2.0**-6
+"""Smallest block scale under a per-tensor scale: E4M3's smallest normal number."""
 
 
 class Piece(NamedTuple):
@@ -136,8 +190,6 @@ def _run(
 ) -> None:
     element, num_cols = fmt.element, x.shape[1]
     assert element is not None
-    if stream is not None:
-        stream.layout.column_map(num_cols)  # refuses a layout that does not fit, even if x is empty
     size = min(x.numel(), max(PIECE_ELEMENTS, block[0] * block[1]))
     floats = torch.empty(size, dtype=torch.float32, device=x.device)
     ints = torch.empty(size, dtype=torch.int32, device=x.device)
@@ -171,3 +223,94 @@ def tile_amax(magnitude: Tensor) -> Tensor:
     if width > 1:
         magnitude = magnitude.amax(3, keepdim=True)
     return magnitude.amax(1, keepdim=True) if magnitude.shape[1] > 1 else magnitude
+
+
+def tile_scales(
+    amax: Tensor, fmt: Format, tensor_amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (encode, decode): multiply by the first to quantize, by the second to dequantize.
+
+    Args:
+        amax: contiguous, FP32, non-negative or NaN; the largest magnitude of each tile.
+        fmt: a quantized format.
+        tensor_amax: FP32 scalar, the largest magnitude of the entire tensor (over all its shards);
+            used, and needed, by E4M3 scales alone.
+
+    Returns:
+        FP32 of amax's shape, both.
+    """
+    assert fmt.element is not None
+    largest = fmt.element.max_value
+    if fmt.scale is ScaleType.E4M3:
+        assert tensor_amax is not None
+        tensor = _divide(_floor(tensor_amax), E4M3.max_value * largest)
+        ratio = _divide(_poison(amax), largest) / tensor
+        stored = ratio.clamp_(_MIN_STORED_E4M3, E4M3.max_value)
+        round_in_place(stored, E4M3, torch.empty_like(stored, dtype=torch.int32))
+        return _divide_into(1.0, tensor) / stored, stored * tensor
+    floored = _floor(amax)
+    decode = _divide(floored, largest)
+    if fmt.scale is ScaleType.E8M0:
+        decode = _power_of_two_above(decode)
+        return decode.reciprocal(), decode
+    return _divide_into(largest, floored), decode
+
+
+def tensor_amax_of(x: Tensor, given: Tensor | None, *formats: Format) -> Tensor | None:
+    """Return the FP32 scalar that E4M3 scales need: `given`, or x's own; None for other scales."""
+    if not any(fmt.scale is ScaleType.E4M3 for fmt in formats):
+        return None
+    if given is not None:
+        return given.to(device=x.device, dtype=torch.float32)
+    if x.numel() == 0:
+        return torch.zeros((), device=x.device)
+    amax: Tensor = torch.linalg.vector_norm(x, ord=math.inf, dtype=torch.float32)
+    return amax
+
+
+def _floor(amax: Tensor) -> Tensor:
+    return _poison(amax).clamp_min_(AMAX_FLOOR)
+
+
+def _poison(amax: Tensor) -> Tensor:
+    """Return amax with Inf turned into NaN."""
+    return amax + (amax - amax)
+
+
+def _power_of_two_above(scale: Tensor) -> Tensor:
+    """Return the smallest power of two >= scale, for normal scales; NaN for NaN."""
+    bits = scale.view(torch.int32)
+    carried = (bits + 0x007FFFFF).bitwise_and_(_EXPONENT_MASK).view(torch.float32)
+    return torch.where(scale.isnan(), scale, carried)
+
+
+# Divisions take no Python scalars: PyTorch computes scalar / t as t.reciprocal() * scalar and, on
+# CUDA, t / scalar as t * (1 / scalar), each with two roundings.
+def _divide(numerator: Tensor, scalar: float) -> Tensor:
+    return numerator / torch.full_like(numerator, scalar)
+
+
+def _divide_into(scalar: float, denominator: Tensor) -> Tensor:
+    return torch.full_like(denominator, scalar) / denominator
+
+
+def round_in_place(
+    y: Tensor, element: ElementType, scratch: Tensor, bits16: Tensor | None = None
+) -> None:
+    """Round `y` to the element type's grid, in place; NaN stays NaN, zeros come out as +0.
+
+    Args:
+        y: FP32 within [-max_value, max_value] or NaN; overwritten.
+        element: the grid.
+        scratch: y's shape, int32; overwritten.
+        bits16: y's shape, int16, uniform over all 65536 values, for stochastic rounding (unbiased
+            to within 2^-17 of a step); None rounds to nearest, ties to even.
+    """
+    power = scratch.view(torch.float32)  # p, once only the exponent field is left
+    torch.bitwise_and(y.view(torch.int32), _EXPONENT_MASK, out=scratch)
+    scratch.clamp_min_((element.min_exponent + 127) << 23)  # FP32 bits of 2^e_min
+    if bits16 is not None:
+        noise = bits16.to(torch.float32).add_(0.5)
+        y.addcmul_(noise, power, value=2.0 ** (-16 - element.mantissa_bits))
+    anchor = 1.5 * 2.0 ** (23 - element.mantissa_bits)  # c / p
+    y.add_(power, alpha=anchor).sub_(power, alpha=anchor)

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -88,15 +88,33 @@ def _hash_word(text: str) -> int:
 
 
 class ColumnMap(NamedTuple):
-    """The integers that map a local column to its global column; kernels take them as they are.
+    """Which columns of the global tensor a local one holds; kernels take the integers as they are.
 
     global column = (col // local_chunk) * global_chunk + col_start + col % local_chunk
+
+    Attributes:
+        global_cols: columns of the global tensor.
+        local_chunk: columns of a chunk of the local tensor; a gated fc1 has two equal chunks.
+        global_chunk: columns of a chunk of the global tensor.
+        col_start: the shard's first column within a global chunk.
     """
 
     global_cols: int
     local_chunk: int
     global_chunk: int
     col_start: int
+
+    @classmethod
+    def shard(cls, local_cols: int, rank: int, world_size: int, num_chunks: int = 1) -> ColumnMap:
+        """Return rank `rank`'s part of columns sharded evenly over `world_size`.
+
+        Raises:
+            ValueError: if `local_cols` is no multiple of `num_chunks`.
+        """
+        if local_cols % num_chunks:
+            raise ValueError(f"{local_cols} columns do not divide into {num_chunks} chunks")
+        chunk = local_cols // num_chunks
+        return cls(local_cols * world_size, chunk, chunk * world_size, rank * chunk)
 
     @property
     def aligned(self) -> bool:
@@ -112,62 +130,26 @@ class ColumnMap(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StreamLayout:
-    """Which columns of the global tensor a local tensor holds.
+class StochasticStream:
+    """The random numbers of one tensor: a key, and which columns of the global tensor it holds.
 
     Attributes:
-        global_cols: columns of the global tensor; None means that no column is sharded.
-        col_start: this shard's first column within each chunk of the global tensor.
-        num_chunks: equal chunks of local and global columns; 2 for a gated fc1.
+        key: names the tensor and the time.
+        columns: of the global tensor; None means all of them.
     """
 
-    global_cols: int | None = None
-    col_start: int = 0
-    num_chunks: int = 1
-
-    @classmethod
-    def shard(
-        cls, local_cols: int, rank: int, world_size: int, num_chunks: int = 1
-    ) -> StreamLayout:
-        """Return the layout of rank `rank`'s part of columns sharded evenly over `world_size`.
-
-        Raises:
-            ValueError: if `local_cols` is no multiple of `num_chunks`.
-        """
-        if local_cols % num_chunks:
-            raise ValueError(f"{local_cols} columns do not divide into {num_chunks} chunks")
-        return cls(local_cols * world_size, rank * (local_cols // num_chunks), num_chunks)
-
-    def column_map(self, cols: int) -> ColumnMap:
-        """Return the map for a local tensor of `cols` columns.
-
-        Raises:
-            ValueError: if the columns do not fit into the global tensor.
-        """
-        total = cols if self.global_cols is None else self.global_cols
-        if cols % self.num_chunks or total % self.num_chunks:
-            raise ValueError(
-                f"{cols} local and {total} global columns must divide into {self.num_chunks} chunks"
-            )
-        local_chunk, global_chunk = cols // self.num_chunks, total // self.num_chunks
-        if self.col_start + local_chunk > global_chunk:
-            raise ValueError(
-                f"columns [{self.col_start}, {self.col_start + local_chunk}) lie outside the "
-                f"{global_chunk} global columns of a chunk"
-            )
-        return ColumnMap(total, local_chunk, global_chunk, self.col_start)
-
-
-@dataclass(frozen=True)
-class StochasticStream:
-    """The random numbers of one tensor: a key, and which columns of the global tensor it holds."""
-
     key: StreamKey
-    layout: StreamLayout = field(default_factory=StreamLayout)
+    columns: ColumnMap | None = None
 
     def for_role(self, operand: Operand, gemm: Gemm) -> StochasticStream:
         """Return the stream of `operand`'s copy that enters `gemm`."""
         return replace(self, key=replace(self.key, role=f"{operand}.{gemm}"))
+
+    def column_map(self, cols: int) -> ColumnMap:
+        """Return the columns of a local tensor that has `cols` of them."""
+        columns = self.columns or ColumnMap(cols, cols, cols, 0)
+        assert cols * columns.global_chunk == columns.local_chunk * columns.global_cols
+        return columns
 
     def bits16(
         self, rows: range, cols: range, num_cols: int, device: torch.device | None = None
@@ -182,18 +164,15 @@ class StochasticStream:
 
         Returns:
             [len(rows), len(cols)], int16.
-
-        Raises:
-            ValueError: if `num_cols` does not fit the layout.
         """
-        places = self.layout.column_map(num_cols)
+        columns = self.column_map(num_cols)
         first = torch.arange(rows.start, rows.stop, device=device)
-        base = first.mul_(places.global_cols).unsqueeze(1)  # [rows, 1]
-        if places.aligned and cols.start % LANES == 0 and len(cols) % LANES == 0:
+        base = first.mul_(columns.global_cols).unsqueeze(1)  # [rows, 1]
+        if columns.aligned and cols.start % LANES == 0 and len(cols) % LANES == 0:
             local = torch.arange(cols.start, cols.stop, LANES, device=device)
-            counters = (base + places.columns(local)) >> 3
+            counters = (base + columns.columns(local)) >> 3
             return random_bits16(counters, self.key.word).view(len(rows), len(cols))
-        index = base + places.columns(torch.arange(cols.start, cols.stop, device=device))
+        index = base + columns.columns(torch.arange(cols.start, cols.stop, device=device))
         lanes = random_bits16(index >> 3, self.key.word)
         return lanes.gather(-1, (index & 7).unsqueeze(-1)).squeeze(-1)
 
@@ -209,11 +188,11 @@ def grad_output_stream(
         iteration: Megatron's, 1-based.
         microbatch: global index of the microbatch (over data ranks) within the iteration.
     """
-    layout, axis = StreamLayout(), placement.tensor
+    columns, axis = None, placement.tensor
     if placement.kind == "column":
         cols = placement.out_features // axis.size
-        layout = StreamLayout.shard(cols, axis.shard, axis.size, placement.num_chunks)
-    return StochasticStream(StreamKey(seed, placement.instance, iteration, microbatch), layout)
+        columns = ColumnMap.shard(cols, axis.shard, axis.size, placement.num_chunks)
+    return StochasticStream(StreamKey(seed, placement.instance, iteration, microbatch), columns)
 
 
 def random_bits16(counters: Tensor, key: int) -> Tensor:

@@ -26,8 +26,8 @@ from torch import Tensor
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import get_format
 from megatron_snip.linears import availability
-from megatron_snip.linears.availability import Backend, Machine
-from megatron_snip.linears.runtime import Mode, Runtime
+from megatron_snip.linears.availability import Machine
+from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.te.modules import (
     EXTENSION,
     gathers_input,
@@ -60,7 +60,7 @@ class PlannedTELinear:
         weights: [N, K] of this shard, in the same order.
     """
 
-    backend = Backend.TE
+    backend = "te"
 
     def __init__(
         self,
@@ -147,8 +147,7 @@ class PlannedTELinear:
         reset_quantizers(self.module)
 
     def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        bf16 = self._runtime.mode is Mode.BF16
-        setattr(module, _PARAMS, self._bf16 if bf16 else self._planned)
+        setattr(module, _PARAMS, self._bf16 if self._runtime.in_bf16 else self._planned)
 
     def _after_forward(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any

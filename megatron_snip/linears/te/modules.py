@@ -27,6 +27,7 @@ import sys
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.te.recipe import TERecipe
@@ -177,14 +178,11 @@ def multiplied_input(module: Any, input: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         x = input.float()
         gain = weight.float() + (1.0 if module.zero_centered_gamma else 0.0)
+        shape, eps = x.shape[-1:], float(module.eps)
         if module.normalization == "RMSNorm":
-            scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + float(module.eps))
-            normal = x * scale * gain
+            normal = functional.rms_norm(x, shape, gain, eps)
         else:
-            bias: torch.Tensor = module.layer_norm_bias
-            normal = torch.nn.functional.layer_norm(
-                x, x.shape[-1:], gain, bias.float(), float(module.eps)
-            )
+            normal = functional.layer_norm(x, shape, gain, module.layer_norm_bias.float(), eps)
         return normal.to(input.dtype)
 
 

@@ -65,19 +65,18 @@ class Stages:
             )
 
     @classmethod
-    def even(cls, num_layers: int, num_stages: int, chunks_per_stage: int = 1) -> Stages:
-        """Return chunks of equal size.
+    def even(cls, num_layers: int, num_stages: int) -> Stages:
+        """Return stages of equal size, one chunk each.
 
         Raises:
             UsageError: if layers do not divide evenly.
         """
-        count = num_stages * chunks_per_stage
-        if count < 1 or num_layers % count:
+        if num_stages < 1 or num_layers % num_stages:
             raise UsageError(
-                f"{num_layers} layers do not divide evenly into {count} model chunks; give the "
-                "layers of each chunk"
+                f"{num_layers} layers do not divide evenly into {num_stages} pipeline stages; give "
+                "the layers of each chunk"
             )
-        return cls(num_stages, (num_layers // count,) * count)
+        return cls(num_stages, (num_layers // num_stages,) * num_stages)
 
     def local(self, name: str) -> tuple[int, str]:
         """Return (stage, the name that Megatron matches there) of a global name.
