@@ -288,7 +288,7 @@ def _error_norms(
     tensor_amax: Tensor | None,
     config: LaunchConfig | None,
 ) -> Tensor:
-    from megatron_snip.kernels.error_norms import error_norms_kernel
+    from megatron_snip.kernels.quantize import error_norms_kernel
 
     first, *others = (tile_spec(fmt, block) for fmt, block in specs)
     second = others[0] if others else first

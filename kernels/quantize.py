@@ -1,4 +1,6 @@
-"""Kernels that quantize and dequantize a matrix; the reference is `quantizers.reference`.
+"""Kernels that quantize and dequantize a matrix, and one that sums the squares of its errors.
+
+The references are `quantizers.reference` and `quantizers.error_norms`.
 
     amax' = max(amax, 2^-100); encode and decode as in the reference
     p = max(2^exponent(y), smallest normal power of two);  c = anchor * p
@@ -291,3 +293,42 @@ def quantize_both_kernel(
         _quantize_block(
             x, amax_ptr, col_key, layout, col_out_ptr, at, COL_SPEC, COL_MODE, NATIVE_CASTS
         )
+
+
+@triton.jit
+def error_norms_kernel(
+    x_ptr,  # [rows, cols] BF16 or FP32
+    x_row,
+    x_col,
+    amax_ptr,  # FP32 scalar, read by E4M3 scales
+    rows,
+    cols,
+    sums_ptr,  # [3, programs] FP32: squares, errors of FIRST, errors of SECOND
+    R: tl.constexpr,
+    C: tl.constexpr,
+    STEPS: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+):
+    """Sum x^2 and (x - Q(x))^2 for two formats over STEPS blocks side by side.
+
+    Sums stay per element until the end: threads exchange numbers once per program, which
+    would cost more than the rounding if they did it after every block. Each program writes one
+    number per sum, and the caller adds them up in FP64. There are no atomics, so results are
+    reproducible; they differ from the reference in the last bits (order, fused multiply-adds).
+    """
+    row0, col0, _, _ = block_at(rows, cols, R, C * STEPS)
+    square = tl.zeros((R, C), tl.float32)
+    first = tl.zeros((R, C), tl.float32)
+    second = tl.zeros((R, C), tl.float32)
+    for step in range(STEPS):
+        x = load_block(x_ptr, x_row, x_col, (row0, col0 + step * C, rows, cols), R, C)
+        square += x * x
+        error = x - quantize_dequantize_tiles(x, 0, amax_ptr, FIRST, False)
+        first += error * error
+        error = x - quantize_dequantize_tiles(x, 0, amax_ptr, SECOND, False)
+        second += error * error
+    programs = tl.num_programs(0)
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(square))
+    tl.store(sums_ptr + programs + tl.program_id(0), tl.sum(first))
+    tl.store(sums_ptr + 2 * programs + tl.program_id(0), tl.sum(second))

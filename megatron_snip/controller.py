@@ -466,9 +466,7 @@ class SnipController:
     ) -> None:
         """All ranks: report the current plan and what every linear runs under it."""
         table = precision_table(self.model.linears, self.plan, iteration, self._control)
-        event = PlanApplied(
-            self.plan, self.format_shares(), num_changed, waited_s, resumed, table.to_dict()
-        )
+        event = PlanApplied(self.plan, self.format_shares(), num_changed, waited_s, resumed, table)
         self._report(iteration, event)
 
     def _notify(self, iteration: int, kind: NoticeKind, text: str) -> None:

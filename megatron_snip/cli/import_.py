@@ -17,7 +17,7 @@ from megatron_snip.errors import UsageError
 from megatron_snip.formats import lowest_precision
 from megatron_snip.linears.te.precision_config import (
     evaluates_otherwise,
-    import_options,
+    import_option,
     num_layers,
 )
 from megatron_snip.options import Option
@@ -83,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
     for name in problem.names:
         which = 0 if len(configs) == 1 else stages.local(name)[0]
         source = f"'{args.files[which]}'"
-        linears |= import_options(
-            configs[which], [name], stages, base, source, args.sequential_experts
+        linears[name] = import_option(
+            configs[which], name, stages, base, source, args.sequential_experts
         )
     plan = _plan(linears, problem)
     write_output(args.output, plan.to_json())

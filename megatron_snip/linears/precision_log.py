@@ -1,4 +1,4 @@
-"""What every linear resolved to after a plan change: `--snip-precision-log`.
+"""What every linear resolved to after a plan change: `precision/<iteration>.json` of a run.
 
 A plan names options; the backend, the machine and Transformer Engine decide what runs. The table
 has both, for the entire model, as the ranks that hold the linears report them:
@@ -16,7 +16,6 @@ If the ranks or experts that hold a linear report different values, they are joi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,43 +29,12 @@ from megatron_snip.types import natural_key
 VERSION = 2
 
 
-@dataclass(frozen=True)
-class PrecisionTable:
-    """What every linear resolved to under a plan.
-
-    Attributes:
-        iteration: the first that runs so.
-        plan_iteration: iteration of the statistics behind the plan.
-        plan_digest: of the plan.
-        linears: a row each, in the model's order: name, option, recipe, backend, weight_storage.
-    """
-
-    iteration: int
-    plan_iteration: int
-    plan_digest: str
-    linears: tuple[dict[str, str], ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain types, as precision/<iteration>.json holds them."""
-        return {"version": VERSION, **vars(self), "linears": list(self.linears)}
-
-    def text(self) -> str:
-        """Return a table for logs, one line per linear."""
-        head = ("linear", "option", "recipe", "backend", "weight storage")
-        rows = [head, *(row.values() for row in self.linears)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-        title = (
-            f"precision from iteration {self.iteration} on (plan of iteration "
-            f"{self.plan_iteration}, digest {self.plan_digest[:12]})"
-        )
-        return "\n".join((title, *lines))
-
-
 def precision_table(
     linears: Sequence[AnyLinear], plan: PrecisionPlan, iteration: int, control: ProcessGroup | None
-) -> PrecisionTable:
+) -> dict[str, Any]:
     """All ranks, after a plan was applied: return what all linears of the model resolved to.
+
+    It is the content of precision/<iteration>.json, with the linears in the plan's order.
 
     Args:
         linears: this rank's.
@@ -90,7 +58,13 @@ def precision_table(
     for name in names:
         values = (" / ".join(dict.fromkeys(each)) for each in zip(*by_name[name], strict=True))
         rows.append({"name": name, **dict(zip(columns, values, strict=True))})
-    return PrecisionTable(iteration, plan.iteration, plan.digest, tuple(rows))
+    return {
+        "version": VERSION,
+        "iteration": iteration,
+        "plan_iteration": plan.iteration,
+        "plan_digest": plan.digest,
+        "linears": rows,
+    }
 
 
 def _storage(weight: torch.nn.Parameter) -> str:

@@ -89,9 +89,5 @@ def _finite_here(chunks: Sequence[torch.nn.Module]) -> bool:
 
 def _loss_and_tokens(reported: Any) -> torch.Tensor:
     """Return one microbatch's [2] FP64 on the device: sum of losses, number of tokens."""
-    if isinstance(reported, tuple | list):
-        device = next((v.device for v in reported if torch.is_tensor(v)), None)
-        parts = [torch.as_tensor(v, dtype=torch.float64, device=device) for v in reported]
-        return torch.stack([part.detach().reshape(()) for part in parts])
     flat = torch.as_tensor(reported).detach().double().reshape(-1)
     return flat if flat.numel() == 2 else torch.stack([flat[0], torch.ones_like(flat[0])])

@@ -177,19 +177,19 @@ def config_text(config: Mapping[str, Any], comment: str) -> str:
     return head + body
 
 
-def import_options(
+def import_option(
     config: Mapping[str, Any],
-    names: Iterable[str],
+    name: str,
     stages: Stages,
     base: Option,
     source: str,
     sequential_experts: bool = False,
-) -> dict[str, Option]:
-    """Return the option that Megatron would give every linear under a precision file.
+) -> Option:
+    """Return the option that Megatron would give a linear under a precision file.
 
     Args:
         config: the file's content.
-        names: global names of the linears.
+        name: global name of the linear.
         stages: where the layers are.
         base: what the run does by default: BF16 unless it has `--fp8-format` or `--fp4-format`.
             It applies where no matcher matches and where a recipe does not override it.
@@ -201,18 +201,15 @@ def import_options(
         UsageError: if the file is malformed or holds a recipe that is no format of a plan.
     """
     configs, matchers = _parts(config, source)
-    result = {}
-    for name in names:
-        local = _patterns(stages.local(name)[1])[-1 if sequential_experts else 0].replace("*", "0")
-        result[name] = base
-        key = next((key for pattern, key in matchers if glob_matches(local, pattern)), None)
-        if key is not None:
-            where = f"{source}: config '{key}'"
-            fields = _training_fields(configs[key], where)
-            recipe = recipe_from_fields(fields, where)
-            if applies(fields, run_is_quantized=base != TERecipe().option):
-                result[name] = recipe.option
-    return result
+    local = _patterns(stages.local(name)[1])[-1 if sequential_experts else 0].replace("*", "0")
+    key = next((key for pattern, key in matchers if glob_matches(local, pattern)), None)
+    if key is None:
+        return base
+    where = f"{source}: config '{key}'"
+    fields = _training_fields(configs[key], where)
+    recipe = recipe_from_fields(fields, where)
+    quantized_run = base != TERecipe().option
+    return recipe.option if applies(fields, quantized_run) else base
 
 
 def evaluates_otherwise(config: Mapping[str, Any]) -> bool:

@@ -23,7 +23,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_snip.linears.te.recipe import FORMAT_OF_RECIPE
+from megatron_snip.linears.te.recipe import TERecipe, factory_recipe
 
 Quantizer = Any
 """A Transformer Engine quantizer."""
@@ -41,14 +41,14 @@ def __getattr__(name: str) -> Callable[[Role], Quantizer]:
     Raises:
         AttributeError: if the name is not made of three recipes.
     """
-    recipes = tuple(name.split("_"))
-    if len(recipes) != 3 or not set(recipes) <= set(FORMAT_OF_RECIPE):
+    recipe = factory_recipe(name)
+    if recipe is None:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    return _factory(recipes)
+    return _factory(recipe)
 
 
 @functools.cache
-def _factory(recipes: tuple[str, ...]) -> Callable[[Role], Quantizer]:
+def _factory(recipes: TERecipe) -> Callable[[Role], Quantizer]:
     def make(role: Role) -> Quantizer:
         return _quantizer(role, recipes)
 
@@ -58,7 +58,7 @@ def _factory(recipes: tuple[str, ...]) -> Callable[[Role], Quantizer]:
     return make
 
 
-def _quantizer(role: Role, recipes: tuple[str, ...]) -> Quantizer:
+def _quantizer(role: Role, recipes: TERecipe) -> Quantizer:
     directions = _DIRECTIONS.get(getattr(role, "tensor_type", ""))
     if directions is None:  # outputs and input gradients stay in high precision
         return _built_in("bf16", role)

@@ -123,15 +123,22 @@ def recipe_from_fields(fields: Mapping[str, Any], where: str) -> TERecipe:
     return TERecipe(name, name, name)
 
 
+def factory_recipe(name: str) -> TERecipe | None:
+    """Return the recipe of the quantizer factory called `name`; None if there is no such one."""
+    recipes = name.split("_")
+    return (
+        TERecipe(*recipes) if len(recipes) == 3 and set(recipes) <= set(FORMAT_OF_RECIPE) else None
+    )
+
+
 def _from_factory(factory: Any, where: str) -> TERecipe:
     module, _, name = str(factory).rpartition(".")
-    recipes = name.split("_")
-    ours = module in (FACTORIES, _EARLIER_FACTORIES)
-    if not ours or len(recipes) != 3 or not set(recipes) <= set(FORMAT_OF_RECIPE):
+    recipe = factory_recipe(name)
+    if recipe is None or module not in (FACTORIES, _EARLIER_FACTORIES):
         raise UsageError(
             f"{where}: unknown custom_recipe_factory '{factory}'; known are those of {FACTORIES}"
         )
-    return TERecipe(*recipes)
+    return recipe
 
 
 def run_flags(recipes: Iterable[TERecipe]) -> str:
