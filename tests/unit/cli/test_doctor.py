@@ -15,7 +15,7 @@ from megatron_snip.linears.availability import Machine
 from megatron_snip.patches.install import PATCHES
 from tests.unit.patches.fake_megatron import FakeMegatron
 
-TE = {"te_version": "2.20.2", "te_per_gemm": True}
+TE = {"te_version": "2.20.2"}
 
 
 def test_versions_devices_formats_and_the_command_are_printed(

@@ -10,9 +10,9 @@ import torch
 from megatron_snip.formats import FORMATS
 from megatron_snip.kernels import launch
 from megatron_snip.quantizers import (
+    ColumnMap,
     StochasticStream,
     StreamKey,
-    StreamLayout,
     error_norms,
     quantize_dequantize,
     quantize_dequantize_pair,
@@ -54,8 +54,8 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 def both_paths(function, *args, **options):
     """(reference result, kernel result)."""
     results = []
-    for path in (launch.Path.REFERENCE, launch.Path.TRITON):
-        with launch.forced(path):
+    for kernels in (False, True):
+        with launch.forced(kernels):
             results.append(function(*args, **options))
     return results
 
@@ -97,20 +97,20 @@ def test_strided_input(block):
 
 
 @pytest.mark.parametrize(
-    ("layout", "cols"),
+    ("columns", "cols"),
     [
-        (StreamLayout(512, 128), 128),
-        (StreamLayout.shard(256, 1, 2, num_chunks=2), 256),
-        (StreamLayout(70, 3), 64),
-        (StreamLayout.shard(20, 1, 2, num_chunks=2), 20),
-        (StreamLayout(2**33, 2**32), 64),
+        (ColumnMap(512, 128, 512, 128), 128),
+        (ColumnMap.shard(256, 1, 2, num_chunks=2), 256),
+        (ColumnMap(70, 64, 70, 3), 64),
+        (ColumnMap.shard(20, 1, 2, num_chunks=2), 20),
+        (ColumnMap(2**33, 64, 2**33, 2**32), 64),
     ],
     ids=["shard", "gated", "unaligned", "unaligned-gated", "beyond-32-bits"],
 )
-def test_streams_of_sharded_tensors(layout, cols):
+def test_streams_of_sharded_tensors(columns, cols):
     x = torch.randn(33, cols, device=DEVICE)
     for block in ((1, 64), (64, 1)):
-        agree(quantize_dequantize, x, FORMATS["fp4"], block, stream=StochasticStream(KEY, layout))
+        agree(quantize_dequantize, x, FORMATS["fp4"], block, stream=StochasticStream(KEY, columns))
 
 
 def test_results_do_not_depend_on_the_launch():

@@ -10,7 +10,7 @@ import torch
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import FORMATS
 from megatron_snip.kernels import launch
-from megatron_snip.kernels.launch import Path, choose, forced
+from megatron_snip.kernels.launch import forced, obstacle, use_kernels
 from megatron_snip.log import forget_warnings
 from megatron_snip.quantizers import quantize_dequantize
 
@@ -31,9 +31,8 @@ def gpu(monkeypatch):
 
 def test_a_gpu_takes_the_kernels_and_the_cpu_the_reference(gpu):
     gpu()
-    assert choose(CUDA, (1, 128), (128, 1)).path is Path.TRITON
-    choice = choose(CPU, (1, 128))
-    assert choice.path is Path.REFERENCE and "cpu" in choice.reason
+    assert use_kernels(CUDA, (1, 128), (128, 1))
+    assert not use_kernels(CPU, (1, 128)) and "cpu" in obstacle(CPU, (1, 128))
 
 
 @pytest.mark.parametrize(
@@ -48,20 +47,17 @@ def test_a_gpu_takes_the_kernels_and_the_cpu_the_reference(gpu):
 def test_obstacles_are_warned_about_once(gpu, caplog, capability, triton, block, reason):
     gpu(capability, triton)
     with caplog.at_level(logging.WARNING):
-        choices = [choose(CUDA, (1, 128), block) for _ in range(3)]
-    assert all(choice.path is Path.REFERENCE and reason in choice.reason for choice in choices)
+        assert not any(use_kernels(CUDA, (1, 128), block) for _ in range(3))
     assert len(caplog.records) == 1 and reason in caplog.text
 
 
 def test_a_path_can_be_forced(gpu):
     gpu()
-    with forced(Path.REFERENCE):
-        assert choose(CUDA, (1, 128)).path is Path.REFERENCE
-        with forced(Path.TRITON):
-            assert choose(CUDA, (1, 128)).path is Path.TRITON
-        assert choose(CUDA, (1, 128)).path is Path.REFERENCE
+    with forced(kernels=False):
+        assert not use_kernels(CUDA, (1, 128))
+    assert use_kernels(CUDA, (1, 128))
     gpu(triton=False)
-    with forced(Path.TRITON), pytest.raises(UnsupportedError, match="not installed"):
+    with forced(kernels=True), pytest.raises(UnsupportedError, match="not installed"):
         quantize_dequantize(torch.ones(2, 2), FORMATS["fp4"], (1, 2))
 
 

@@ -7,42 +7,37 @@ import torch
 from scipy.linalg import hadamard
 
 from megatron_snip.formats import FORMATS
-from megatron_snip.quantizers import StochasticStream, StreamKey, quantize_dequantize_operand
-from megatron_snip.quantizers.hadamard import hadamard_matrix, rotate_tokens
+from megatron_snip.quantizers import (
+    StochasticStream,
+    StreamKey,
+    quantize_dequantize_operand,
+    rotated,
+)
 from megatron_snip.types import Gemm, Operand
 
-CPU = torch.device("cpu")
 STREAM = StochasticStream(StreamKey(0, "decoder.layers.0.self_attention.linear_qkv", 1, 0))
 
 
-@pytest.mark.parametrize("size", [1, 2, 16, 128])
+def turned(x: torch.Tensor, size: int = 16) -> torch.Tensor:
+    return rotated(x, replace(FORMATS["fp4"], wgrad_hadamard=size), Gemm.WGRAD)
+
+
+@pytest.mark.parametrize("size", [2, 16, 128])
 def test_the_matrix_is_hadamard_s_with_signed_columns(size):
-    matrix = hadamard_matrix(size, CPU)
+    matrix = turned(torch.eye(size), size)
     signs = matrix[0].sign()
     wanted = torch.from_numpy(hadamard(size)).float() * signs * size**-0.5
     torch.testing.assert_close(matrix, wanted)
-    torch.testing.assert_close(matrix @ matrix.T, torch.eye(size), atol=1e-6, rtol=0)
-    if size >= 16:
-        assert set(signs.tolist()) == {-1.0, 1.0}
+    assert size < 16 or set(signs.tolist()) == {-1.0, 1.0}
 
 
-@pytest.mark.parametrize("rows", [0, 5, 16, 64, 100])
+@pytest.mark.parametrize("rows", [0, 5, 16, 100])
 def test_the_product_is_unchanged(rows):
     torch.manual_seed(0)
     grad, x = torch.randn(rows, 24), torch.randn(rows, 40)
-    product = rotate_tokens(grad, 16).T @ rotate_tokens(x, 16)
-    torch.testing.assert_close(product, grad.T @ x, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(turned(grad).T @ turned(x), grad.T @ x, atol=1e-4, rtol=1e-4)
     rest = rows - rows % 16
-    assert torch.equal(rotate_tokens(x, 16)[rest:], x[rest:])
-
-
-def test_an_outlier_spreads_over_its_run():
-    """The largest magnitude of a run, over its root mean square, falls from 4 towards 1."""
-    x = torch.full((16, 1), 0.01)
-    x[5] = 100.0
-    spread = rotate_tokens(x, 16)
-    torch.testing.assert_close(spread.norm(), x.norm())
-    assert spread.abs().max() / (spread.norm() / 4) < 1.01
+    assert torch.equal(turned(x)[rest:], x[rest:])
 
 
 @pytest.mark.parametrize("name", ["fp4", "nvfp4"])
@@ -63,14 +58,8 @@ def test_a_rotated_wgrad_is_more_exact_with_outliers(name):
         return ((g_q.t() @ x_q - exact).norm() / exact.norm()).item()
 
     plain = FORMATS[name]
-    turned = replace(plain, wgrad_hadamard=16)
-    assert error(turned) < min(0.25, (0.9 if plain.tile == 128 else 1.2) * error(plain))
+    mixed = replace(plain, wgrad_hadamard=16)
+    assert error(mixed) < min(0.25, (0.9 if plain.tile == 128 else 1.2) * error(plain))
     for operand in (Operand.INPUT, Operand.WEIGHT):  # other GEMMs do not contract tokens
-        a, b = (quantize_dequantize_operand(x, f, operand, Gemm.FPROP) for f in (plain, turned))
+        a, b = (quantize_dequantize_operand(x, f, operand, Gemm.FPROP) for f in (plain, mixed))
         assert torch.equal(a, b)
-
-
-def test_sizes_that_are_no_power_of_two_are_refused():
-    for size in (0, 12):
-        with pytest.raises(ValueError, match="power of two"):
-            hadamard_matrix(size, CPU)

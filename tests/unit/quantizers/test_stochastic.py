@@ -8,9 +8,9 @@ import torch
 
 from megatron_snip.quantizers import grad_output_stream
 from megatron_snip.quantizers.stochastic import (
+    ColumnMap,
     StochasticStream,
     StreamKey,
-    StreamLayout,
     random_bits16,
 )
 from megatron_snip.topology import LinearKind, Placement, TensorAxis
@@ -70,37 +70,27 @@ def test_keys():
     assert dgrad.key == replace(KEY, role="grad_output.dgrad")
     assert dgrad.key.word == 0xA2A0165830FA138F
     changes = ({"seed": 2}, {"linear": "x"}, {"iteration": 8}, {"microbatch": 3}, {"role": "r"})
-    plain = draw(StreamLayout(), 8, 64)
+    plain = draw(KEY, 8, 64)
     for change in changes:
-        other = StochasticStream(replace(KEY, **change)).bits16(range(8), range(64), 64)
+        other = draw(replace(KEY, **change), 8, 64)
         assert (plain == other).float().mean() < 0.02
 
 
-def draw(layout: StreamLayout, rows: int, cols: int) -> torch.Tensor:
-    return StochasticStream(KEY, layout).bits16(range(rows), range(cols), cols)
+def draw(key: StreamKey, rows: int, cols: int) -> torch.Tensor:
+    return StochasticStream(key).bits16(range(rows), range(cols), cols)
 
 
 @pytest.mark.parametrize("cols", [64, 20, 7])
 def test_any_part_of_the_tensor_draws_the_same(cols):
-    full = draw(StreamLayout(), 9, cols)
+    full = draw(KEY, 9, cols)
     for rows, span in ((range(2, 5), range(cols)), (range(9), range(3, cols - 1))):
         part = StochasticStream(KEY).bits16(rows, span, cols)
         assert torch.equal(part, full[rows.start : rows.stop, span.start : span.stop])
 
 
-@pytest.mark.parametrize(
-    ("layout", "cols"),
-    [
-        (StreamLayout(64, 32), 64),
-        (StreamLayout(64, num_chunks=2), 7),
-        (StreamLayout(63, num_chunks=2), 8),
-    ],
-)
-def test_layouts_that_do_not_fit_are_refused(layout, cols):
-    with pytest.raises(ValueError, match="column"):
-        draw(layout, 1, cols)
+def test_columns_divide_into_chunks():
     with pytest.raises(ValueError, match="divide"):
-        StreamLayout.shard(7, 0, 2, num_chunks=2)
+        ColumnMap.shard(7, 0, 2, num_chunks=2)
 
 
 def grad_bits(kind: LinearKind, axis: TensorAxis, num_chunks: int, features: int) -> torch.Tensor:
