@@ -19,7 +19,7 @@ from megatron_snip.config import SnipConfig, make_config, read_yaml
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, UsageError
 from megatron_snip.files import MAX_BYTES, read_json
 from megatron_snip.guard import GuardState, LossMonitor
-from megatron_snip.linears.te.precision_config import Stages, import_options
+from megatron_snip.linears.te.precision_config import Stages, import_option
 from megatron_snip.options import Option
 from megatron_snip.planning import solver_worker
 from megatron_snip.planning.calibration import (
@@ -174,8 +174,8 @@ def test_precision_files_of_megatron(content: bytes, file: Path) -> None:
     values = survives(lambda: read_yaml(file))
     name, stages, base = "decoder.layers.0.mlp.linear_fc1", Stages.even(1, 1), Option.parse("bf16")
     if values is not None:
-        found = survives(lambda: import_options(values, [name], stages, base, "'file'"))
-        assert found is None or list(found) == [name]
+        found = survives(lambda: import_option(values, name, stages, base, "'file'"))
+        assert found is None or isinstance(found, Option)
 
 
 @fuzzed
@@ -293,8 +293,8 @@ def test_good_files_are_read(file: Path) -> None:
     assert seconds is not None and seconds > 0
     file.write_text(json.dumps(TE_CONFIG))
     name, base = "decoder.layers.0.mlp.linear_fc1", Option.parse("bf16")
-    found = import_options(read_yaml(file), [name], Stages.even(1, 1), base, "'file'")
-    assert str(found[name]) == "nvfp4"
+    found = import_option(read_yaml(file), name, Stages.even(1, 1), base, "'file'")
+    assert str(found) == "nvfp4"
     file.write_text(json.dumps(DIVERGENCES))
     assert read_divergences(file).iteration == 5
     file.write_text(yaml.safe_dump(SNIP))

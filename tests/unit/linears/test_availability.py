@@ -13,11 +13,8 @@ from megatron_snip.errors import UnsupportedError, UsageError
 from megatron_snip.formats import FORMATS
 from megatron_snip.linears.availability import (
     AvailableOptions,
-    Backend,
-    ExecutionMode,
     Machine,
     available_options,
-    support,
     te_recipe,
     te_refusal,
 )
@@ -30,7 +27,7 @@ A, B, C = (f"decoder.layers.{i}.mlp.linear_fc1" for i in range(3))
 
 
 def te(capability: tuple[int, int] | None, **changes: Any) -> Machine:
-    return Machine(capability, **{"te_version": "2.20.2", "te_per_gemm": True, **changes})
+    return Machine(capability, **{"te_version": "2.20.2", **changes})
 
 
 @pytest.mark.parametrize(
@@ -52,9 +49,6 @@ def test_recipes_of_transformer_engine_by_gpu(fmt: str, recipes: list[str | None
         assert (te_refusal(option, machine) is None) == (recipe is not None)
         if recipe is not None:
             assert te_recipe(option, machine) == (recipe, recipe, recipe)
-        assert support(Backend.SIMULATE, fmt, machine).mode in (
-            ExecutionMode.SIMULATED if fmt != "bf16" else ExecutionMode.NATIVE,
-        )
 
 
 @pytest.mark.parametrize("capability", [None, (7, 5), AMPERE, HOPPER, BLACKWELL, CONSUMER])
@@ -70,7 +64,7 @@ def test_an_option_is_refused_if_and_only_if_one_of_its_formats_is(
 
 def test_options_per_gemm_need_a_transformer_engine_that_has_them() -> None:
     mixed, same = Option.parse("nvfp4-mxfp8-bf16"), Option.parse("fp4-nvfp4-nvfp4")
-    older = te(BLACKWELL, te_per_gemm=False)
+    older = te(BLACKWELL, te_unavailable={"custom": "has no quantizers per GEMM"})
     assert te_refusal(mixed, te(BLACKWELL)) is None
     assert "2.20.2 has no quantizers per GEMM" in str(te_refusal(mixed, older))
     assert te_refusal(same, older) is None  # two formats that run as one recipe
@@ -85,13 +79,11 @@ def test_transformer_engine_s_own_refusal_counts() -> None:
 
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(UsageError, match="unknown format 'fp5'"):
-        support(Backend.TE, "fp5", te(HOPPER))
+        te_refusal(Option.uniform("fp5"), te(HOPPER))
 
 
 class Linear:
     """A linear that refuses some options."""
-
-    backend = Backend.SIMULATE
 
     def __init__(self, name: str, **refused: str) -> None:
         self.name = name

@@ -9,7 +9,7 @@ import torch
 
 from megatron_snip.linears import simulated_gemm
 from megatron_snip.linears.megatron_linear import PlannedLinear
-from megatron_snip.linears.runtime import Mode, Runtime
+from megatron_snip.linears.runtime import Runtime
 from megatron_snip.log import forget_warnings
 from megatron_snip.options import Option
 from megatron_snip.topology import Placement, Topology
@@ -76,23 +76,13 @@ def test_bf16_calls_megatron_with_all_arguments() -> None:
     assert module.calls == [{"bias": None, **kwargs}]
 
 
-def test_an_option_replaces_the_gemms_except_in_bf16_mode() -> None:
+def test_an_option_replaces_the_gemms_except_in_bf16() -> None:
     module, _, runtime = planned()
     x = torch.randn(5, 64)
     assert torch.equal(module(x), simulated(module, x))
     assert module.calls == []
-    with runtime.running(Mode.BF16):
+    with runtime.running_in_bf16():
         assert torch.equal(module(x), x @ module.weight.t())
-
-
-def test_printing_shows_the_option() -> None:
-    module, linear, _ = planned(Option.parse("fp4-bf16-fp8"))
-    PlannedLinear(
-        Linear(), PLACEMENT, Runtime(Topology(), 0)
-    ).install()  # the class is wrapped once
-    assert repr(module).endswith("[snip fp4-bf16-fp8, simulated-megatron-simulated]")
-    linear.uninstall()
-    assert "snip" not in repr(module) and "snip" not in repr(Linear())
 
 
 def test_an_observer_sees_what_the_plan_runs() -> None:

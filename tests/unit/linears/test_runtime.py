@@ -1,4 +1,4 @@
-"""Modes, observers and streams shared by all linears."""
+"""Observers and streams shared by all linears."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_snip.linears.runtime import Mode, Runtime
+from megatron_snip.linears.runtime import Runtime
 from megatron_snip.topology import DataAxis, Placement, Topology
 
 PLACEMENT = Placement("decoder.layers.0.mlp.linear_fc2", 0, "row", 64, 48)
@@ -18,7 +18,7 @@ def test_an_observer_watches_within_its_block_whatever_happens() -> None:
 
     def fail() -> None:
         with runtime.observed_by(OBSERVER):
-            assert (runtime.mode, runtime.observer) == (Mode.PLAN, OBSERVER)
+            assert runtime.observer is OBSERVER
             raise KeyError
 
     with pytest.raises(KeyError):
@@ -40,12 +40,3 @@ def test_experts_count_over_their_own_data_ranks() -> None:
     topology = Topology(data=DataAxis(2, 4), expert_data=DataAxis(1, 2))
     expert = Placement("decoder.layers.0.mlp.experts.linear_fc2", 0, "row", 64, 48, expert=5)
     assert Runtime(topology, seed=0).stream(expert, 3).key.microbatch == 7
-
-
-def test_every_pass_has_its_number() -> None:
-    runtime = Runtime(Topology(), seed=0)
-    numbers = []
-    for step in (0, 0, 1):
-        runtime.begin_pass(step)
-        numbers.append((runtime.iteration, runtime.pass_number))
-    assert numbers == [(0, 1), (0, 2), (1, 3)]

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 
 from megatron_snip.errors import UsageError
 from megatron_snip.linears.te.precision_config import (
@@ -18,7 +17,7 @@ from megatron_snip.linears.te.precision_config import (
     config_text,
     evaluates_otherwise,
     export_configs,
-    import_options,
+    import_option,
     num_layers,
     stage_paths,
 )
@@ -38,6 +37,10 @@ RECIPE_OF_FORMAT = {fmt: name for name, fmt in FORMAT_OF_RECIPE.items()}
 RECIPES = {option: TERecipe(*(RECIPE_OF_FORMAT[f] for f in option.formats)) for option in OPTIONS}
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4), (2, 4)]
 """Pipeline stages and chunks a stage; eight layers."""
+
+
+def chunked(stages: int, chunks: int, layers: int = 8) -> Stages:
+    return Stages(stages, (layers // (stages * chunks),) * (stages * chunks))
 
 
 def mixed_plan(layers: int = 8, modules: tuple[str, ...] = MODULES) -> dict[str, Option]:
@@ -109,73 +112,52 @@ def written(
 
 
 @pytest.mark.parametrize(("stages", "chunks"), LAYOUTS)
-def test_local_names_are_megatrons(stages: int, chunks: int) -> None:
-    layout = Stages.even(8, stages, chunks)
+def test_megatron_gives_every_module_its_recipe(stages: int, chunks: int, tmp_path: Path) -> None:
+    """And import reads it back. Chunks of a stage must agree: then the plan is by module alone."""
+    plan, layout = mixed_plan(), chunked(stages, chunks)
+    if chunks > 1:
+        plan = {name: OPTIONS[MODULES.index(name.split(".", 3)[3])] for name in plan}
+    configs, paths = written(plan, layout, tmp_path)
+    assert len(paths) == (stages if chunks == 1 else 1)
     for name, (stage, local) in megatron_names(stages, chunks).items():
         assert layout.local(name) == (stage, local)
-
-
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_megatron_gives_every_module_its_recipe(stages: int, tmp_path: Path) -> None:
-    plan = mixed_plan()
-    _, paths = written(plan, Stages.even(8, stages), tmp_path)
-    assert len(paths) == stages
-    for name, (stage, local) in megatron_names(stages, 1).items():
-        assert as_megatron_reads(paths[stage], local) == RECIPES[plan[name]], name
-
-
-@pytest.mark.parametrize("chunks", [2, 4])
-def test_stages_that_agree_share_a_file(chunks: int, tmp_path: Path) -> None:
-    """A plan by module alone is the same in every chunk."""
-    plan = {name: OPTIONS[MODULES.index(name.split(".", 3)[3])] for name in mixed_plan()}
-    _, (path,) = written(plan, Stages.even(8, 2, chunks // 2), tmp_path)
-    for name, (_, local) in megatron_names(2, chunks // 2).items():
-        assert as_megatron_reads(path, local) == RECIPES[plan[name]]
+        which = stage if len(paths) > 1 else 0
+        assert as_megatron_reads(paths[which], local) == RECIPES[plan[name]], name
+        assert import_option(configs[which], name, layout, OPTIONS[0], "x") == plan[name]
 
 
 def test_two_chunks_of_a_stage_cannot_differ() -> None:
     plan = {f"decoder.layers.{i}.mlp.linear_fc1": OPTIONS[0] for i in range(4)}
     plan["decoder.layers.2.mlp.linear_fc1"] = OPTIONS[1]
     with pytest.raises(UsageError, match=r"layers\.2.*layers\.0.*both.*stage 0") as caught:
-        export_configs(plan, RECIPES, Stages.even(4, 2, 2))
+        export_configs(plan, RECIPES, chunked(2, 2, layers=4))
     assert "--snip-collect-only" in str(caught.value)
     # Options that differ in name alone do not differ.
     recipes = {OPTIONS[0]: RECIPES[OPTIONS[1]], OPTIONS[1]: RECIPES[OPTIONS[1]]}
-    assert len(export_configs(plan, recipes, Stages.even(4, 2, 2))) == 1
+    assert len(export_configs(plan, recipes, chunked(2, 2, layers=4))) == 1
 
 
-def test_uneven_stages(tmp_path: Path) -> None:
-    plan = mixed_plan(layers=5)
-    _, paths = written(plan, Stages(2, (2, 3)), tmp_path)
+def test_names_match_themselves_alone_and_experts_also_one_by_one(tmp_path: Path) -> None:
+    """Of stages with two and eleven layers; layer 1 is not layer 10."""
+    plan, stages = mixed_plan(13, ("mlp.linear_fc1", *EXPERTS)), Stages(2, (2, 11))
+    configs, paths = written(plan, stages, tmp_path)
     for name, option in plan.items():
-        layer, module = int(name.split(".")[2]), name.split(".", 3)[3]
-        stage, local = (0, layer) if layer < 2 else (1, layer - 2)
-        read = as_megatron_reads(paths[stage], f"decoder.layers.{local}.{module}")
-        assert read == RECIPES[option]
-
-
-def test_the_first_layer_is_not_the_tenth(tmp_path: Path) -> None:
-    plan = {f"decoder.layers.{i}.mlp.linear_fc1": OPTIONS[i == 1] for i in range(12)}
-    _, (path,) = written(plan, Stages.even(12, 1), tmp_path)
-    for name, option in plan.items():
-        assert as_megatron_reads(path, name) == RECIPES[option]
-    assert as_megatron_reads(path, "decoder.layers.1.mlp.linear_fc2") is None
-    assert as_megatron_reads(path, "output_layer") is None
-
-
-def test_experts_match_grouped_and_one_by_one(tmp_path: Path) -> None:
-    plan = mixed_plan(2, EXPERTS)
-    config, (path,) = written(plan, Stages.even(2, 1), tmp_path)
-    for name, option in plan.items():
-        head, tail = name.rsplit(".linear_", 1)
-        for local in (name, f"{head}.local_experts.0.linear_{tail}"):
-            assert as_megatron_reads(path, local) == RECIPES[option]
-        last = f"{head}.local_experts.63.linear_{tail}"
-        assert as_megatron_reads(path, last) == RECIPES[option]
-    stages = Stages.even(2, 1)
-    for sequential in (False, True):
-        read = import_options(config[0], plan, stages, OPTIONS[0], "x", sequential)
-        assert read == plan
+        stage, local = stages.local(name)
+        assert as_megatron_reads(paths[stage], local) == RECIPES[option]
+        head, _, tail = local.rpartition(".linear_")
+        for expert in (0, 63) if "experts" in name else ():
+            alone = f"{head}.local_experts.{expert}.linear_{tail}"
+            assert as_megatron_reads(paths[stage], alone) == RECIPES[option]
+            assert import_option(configs[stage], name, stages, OPTIONS[0], "x", True) == option
+    assert as_megatron_reads(paths[0], "decoder.layers.1.mlp.linear_fc2") is None
+    lines = paths[0].read_text().splitlines()
+    assert lines[:2] == ["# a plan", "# of two lines"]
+    assert lines[2].startswith("# Give the run a default low precision as well")
+    bf16 = {name: Option.uniform("bf16") for name in plan}
+    assert (
+        "configs:"
+        in config_text(*export_configs(bf16, RECIPES, stages), "one line").splitlines()[1]
+    )
 
 
 def test_layers_of_another_block_are_on_the_last_stage(tmp_path: Path) -> None:
@@ -187,33 +169,6 @@ def test_layers_of_another_block_are_on_the_last_stage(tmp_path: Path) -> None:
     _, paths = written(plan, stages, tmp_path)
     assert as_megatron_reads(paths[0], mtp) is None
     assert as_megatron_reads(paths[1], mtp) == RECIPES[MIXED]
-
-
-@pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (2, 1), (4, 1)])
-def test_what_is_exported_is_imported(stages: int, chunks: int, tmp_path: Path) -> None:
-    plan, layout = mixed_plan(), Stages.even(8, stages, chunks)
-    _, paths = written(plan, layout, tmp_path)
-    read: dict[str, Option] = {}
-    for stage, path in enumerate(paths):
-        own = [name for name in plan if layout.local(name)[0] == stage]
-        config = yaml.safe_load(path.read_text())
-        read |= import_options(config, own, layout, Option.uniform("bf16"), str(path))
-    assert read == plan
-
-
-def test_the_file_is_readable(tmp_path: Path) -> None:
-    _, (path,) = written(mixed_plan(2), Stages.even(2, 1), tmp_path)
-    lines = path.read_text().splitlines()
-    assert lines[:2] == ["# a plan", "# of two lines"]
-    assert lines[2].startswith("# Give the run a default low precision as well")
-    matcher = next(line for line in lines if "layers.0.mlp.linear_fc1:" in line)
-    assert "pattern: decoder.layers.0.mlp.linear_fc1" in matcher and "enabled: true" in matcher
-
-
-def test_a_file_of_bf16_needs_no_advice(tmp_path: Path) -> None:
-    plan = {"decoder.layers.0.mlp.linear_fc1": Option.uniform("bf16")}
-    _, (path,) = written(plan, Stages.even(1, 1), tmp_path)
-    assert "configs:" in path.read_text().splitlines()[2]
 
 
 def a_file(*matchers: dict[str, Any], **configs: dict[str, Any]) -> dict[str, Any]:
@@ -235,8 +190,8 @@ ONE = Stages.even(1, 1)
 
 
 def read(config: dict[str, Any], base: str = "bf16") -> list[str]:
-    found = import_options(config, NAMES, ONE, Option.uniform(base), "FILE")
-    return [str(found[name]) for name in NAMES]
+    found = (import_option(config, name, ONE, Option.uniform(base), "FILE") for name in NAMES)
+    return [str(option) for option in found]
 
 
 def test_the_first_enabled_match_decides() -> None:
@@ -258,6 +213,14 @@ def test_what_does_not_match_or_does_not_apply_stays_at_the_base() -> None:
     assert read(high, "mxfp8") == ["bf16", "mxfp8"]
 
 
+def one(**fields: Any) -> dict[str, Any]:
+    """A file with one config of these fields."""
+    return {"configs": {"mx": fields}, "matchers": {"a": glob("*", "mx")}}
+
+
+PARAMS = {"transformer_engine_config_type": "TEQuantizationParams"}
+
+
 @pytest.mark.parametrize(
     ("config", "why"),
     [
@@ -266,10 +229,12 @@ def test_what_does_not_match_or_does_not_apply_stays_at_the_base() -> None:
         (a_file(glob("*", "mx", type="regex"), mx=MX), "has type 'regex'"),
         (a_file(glob("*", "nv"), mx=MX), r"one of the configs \(mx\), got 'nv'"),
         (a_file({"type": "glob", "config": "mx", "enabled": True}, mx=MX), "needs a pattern"),
-        (
-            {"configs": {"mx": {"training_recipe": MX}}, "matchers": {"a": glob("*", "mx")}},
-            "must have transformer_engine_config_type",
-        ),
+        (one(training_recipe=MX), "must have transformer_engine_config_type"),
+        (one(**PARAMS), "must have a training_recipe"),
+        (one(**PARAMS, training_recipe=MX, more=1), "unknown key 'more'"),
+        # YAML has keys of any type
+        ({"configs": {"mx": {**PARAMS, 5: 1}}, "matchers": {"a": glob("*", "mx")}}, "key '5'"),
+        (a_file(glob("*", "mx"), mx={5: 1, "more": 2}), "unknown field '5'"),
         (a_file(glob("*", "mx"), mx={"fp8_quantization_recipe": "tensorwise"}), "no format"),
     ],
 )
@@ -279,47 +244,19 @@ def test_malformed_files_are_refused(config: dict[str, Any], why: str) -> None:
     assert str(caught.value).startswith("FILE")
 
 
-def test_a_recipe_is_a_mapping_and_stands_alone() -> None:
-    file = a_file(glob("*", "mx"), mx=MX)
-    file["configs"]["mx"]["training_recipe"] = None
-    with pytest.raises(UsageError, match="must have a training_recipe"):
-        read(file)
-    file["configs"]["mx"] |= {"training_recipe": MX, "more": 1}
-    with pytest.raises(UsageError, match="unknown key 'more'"):
-        read(file)
-    file["configs"]["mx"] |= {5: 1}  # YAML has keys of any type
-    with pytest.raises(UsageError, match="unknown key '5'"):
-        read(file)
-    with pytest.raises(UsageError, match="unknown field '5'"):
-        read(a_file(glob("*", "mx"), mx={5: 1, "more": 2}))
-
-
 def test_evaluation_recipes_that_differ_are_noticed() -> None:
-    file = a_file(glob("*", "mx"), mx=MX)
-    assert not evaluates_otherwise(file)
-    file["configs"]["mx"]["evaluation_recipe"] = dict(MX)
-    assert not evaluates_otherwise(file)
-    file["configs"]["mx"]["evaluation_recipe"] = {}
-    assert evaluates_otherwise(file)
-    assert read(file) == ["mxfp8", "mxfp8"]
+    for evaluation, differs in ((None, False), (MX, False), ({}, True)):
+        more = {} if evaluation is None else {"evaluation_recipe": evaluation}
+        file = one(**PARAMS, training_recipe=MX, **more)
+        assert evaluates_otherwise(file) == differs
+        assert read(file) == ["mxfp8", "mxfp8"]
 
 
-@pytest.mark.parametrize(
-    ("layers", "stages", "chunks"), [(7, 2, 1), (8, 3, 1), (8, 2, 3), (8, 0, 1)]
-)
-def test_layers_that_do_not_divide_are_refused(layers: int, stages: int, chunks: int) -> None:
-    with pytest.raises(UsageError, match="do not divide evenly"):
-        Stages.even(layers, stages, chunks)
-
-
-def test_chunks_and_layers_are_checked() -> None:
+def test_layers_must_fit_the_stages() -> None:
+    for layers, stages in ((7, 2), (8, 3), (8, 0)):
+        with pytest.raises(UsageError, match="do not divide evenly"):
+            Stages.even(layers, stages)
     with pytest.raises(UsageError, match="3 model chunks for 2 pipeline stages"):
         Stages(2, (1, 2, 3))
     with pytest.raises(UsageError, match="the pipeline holds 2 layers"):
         Stages(1, (2,)).local("decoder.layers.2.mlp.linear_fc1")
-
-
-def test_several_files_are_named_by_stage() -> None:
-    assert stage_paths(Path("a/b.yaml"), 1) == [Path("a/b.yaml")]
-    names = [Path("a/b.stage0.yaml"), Path("a/b.stage1.yaml")]
-    assert stage_paths(Path("a/b.yaml"), 2) == names

@@ -10,46 +10,37 @@ import torch
 from megatron_snip.linears.weight_cache import QuantizedWeightCache
 
 
-class Counter:
-    """Makes a copy of a weight and counts how often."""
+class Used:
+    """A cache of one weight's quantized form; counts how often it is made."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.weight = weight
-        self.made = 0
+    def __init__(self, opened: bool = True) -> None:
+        self.weight = torch.nn.Parameter(torch.ones(4, 4))
+        self.cache, self.made = QuantizedWeightCache(), 0
+        if opened:
+            self.cache.open()
 
-    def __call__(self) -> torch.Tensor:
+    def get(self, form: str = "fp8") -> torch.Tensor:
+        return self.cache.get(("linear", form), self.weight, self._make)
+
+    def _make(self) -> torch.Tensor:
         self.made += 1
         return self.weight.detach().clone()
 
 
-def cache() -> tuple[QuantizedWeightCache, torch.nn.Parameter, Counter]:
-    weight = torch.nn.Parameter(torch.ones(4, 4))
-    return QuantizedWeightCache(), weight, Counter(weight)
-
-
-def use(
-    found: QuantizedWeightCache, weight: torch.Tensor, make: Counter, form: str = "fp8"
-) -> torch.Tensor:
-    return found.get(("linear", form), weight, make)
-
-
-def test_nothing_is_cached_before_a_pass() -> None:
-    found, weight, make = cache()
-    use(found, weight, make)
-    use(found, weight, make)
-    assert make.made == 2 and found.nbytes == 0
-
-
 def test_microbatches_share_an_entry_and_passes_do_not() -> None:
-    found, weight, make = cache()
+    used = Used(opened=False)
+    for _ in range(2):
+        used.get()  # nothing is cached before a pass
+    assert used.made == 2 and used.cache.nbytes == 0
     for step in range(2):
-        found.open()
+        used.cache.open()
         for _ in range(3):
-            use(found, weight, make)
-        assert make.made == step + 1
-    use(found, weight, make, form="fp4")
-    assert make.made == 3
-    assert found.nbytes == 2 * 64
+            used.get()
+        assert used.made == 3 + step
+    used.get("fp4")
+    assert used.made == 5 and used.cache.nbytes == 2 * 64
+    used.cache.close()
+    assert used.cache.nbytes == 0
 
 
 def sgd(weight: torch.nn.Parameter) -> None:
@@ -85,34 +76,22 @@ def other_memory(weight: torch.nn.Parameter) -> None:
 def test_a_changed_weight_is_quantized_again(
     change: Callable[[torch.nn.Parameter], None],
 ) -> None:
-    found, weight, make = cache()
-    found.open()
-    use(found, weight, make)
-    change(weight)
-    assert torch.equal(use(found, weight, make), weight)
-    assert make.made == 2
+    used = Used()
+    used.get()
+    change(used.weight)
+    assert torch.equal(used.get(), used.weight)
+    assert used.made == 2
 
 
 def test_an_optimizer_step_frees_the_memory_before_it_works() -> None:
-    found, weight, make = cache()
-    found.open()
-    use(found, weight, make)
-    seen = []
+    used, seen = Used(), []
+    used.get()
 
     class Watching(torch.optim.SGD):
         def step(self, closure: None = None) -> None:  # type: ignore[override]
-            seen.append(found.nbytes)
+            seen.append(used.cache.nbytes)
 
-    Watching([weight], lr=1.0).step()
-    assert seen == [0]
-    use(found, weight, make)
-    use(found, weight, make)
-    assert make.made == 3 and found.nbytes == 0
-
-
-def test_closing_empties_the_cache() -> None:
-    found, weight, make = cache()
-    found.open()
-    use(found, weight, make)
-    found.close()
-    assert found.nbytes == 0
+    Watching([used.weight], lr=1.0).step()
+    used.get()
+    used.get()
+    assert seen == [0] and used.made == 3 and used.cache.nbytes == 0
