@@ -16,7 +16,6 @@ from transformer_engine.pytorch.quantizers import Quantized
 
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.linears.runtime import Mode
 from megatron_snip.linears.te.linear import FreshWeights, PlannedTELinear
 from megatron_snip.options import BF16, Option
 from megatron_snip.topology import Topology
@@ -95,6 +94,10 @@ def test_every_linear_runs_its_option_from_the_next_step_on() -> None:
         for choices in (CHOICES, OTHERS, CHOICES, dict.fromkeys(CHOICES, "bf16"), OTHERS):
             apply(under, choices)
             assert step(model, under) == expected(under, choices)
+        builds = [module.num_builds for module in by_name(under).values()]
+        apply(under, OTHERS)
+        losses(model)  # quantizers are reused while an option stays
+        assert [module.num_builds for module in by_name(under).values()] == builds
         under.apply(plan(under, lambda name: "nvfp4" if ".layers.1." in name else "bf16"))
         for name, seen in step(model, under).items():
             assert seen == {("nvfp4" if ".layers.1." in name else "bf16",) * 3}, name
@@ -131,14 +134,6 @@ def test_a_new_option_needs_no_first_microbatch() -> None:
     assert before[0] == before[1] != changed
 
 
-def test_quantizers_are_reused_while_an_option_stays() -> None:
-    with planned() as (model, under):
-        for _ in range(3):
-            under.apply(everything(under, MXFP8))
-            losses(model)
-        assert {module.num_builds for module in by_name(under).values()} == {1}
-
-
 def test_a_recipe_of_the_same_class_is_replaced() -> None:
     """Transformer Engine reuses quantizers by the recipe's class, whatever else differs."""
     with planned() as (model, under):
@@ -160,22 +155,16 @@ def test_a_recipe_of_the_same_class_is_replaced() -> None:
         assert all(m.fp8_meta["state"].fp8_format is Format.E4M3 for m in modules)
 
 
-def test_bf16_mode_runs_bf16_and_ends() -> None:
+def test_the_plan_overrides_a_quantized_run_and_bf16_both() -> None:
     with planned() as (model, under):
         apply(under, CHOICES)
         before = losses(model)
-        with under.runtime.running(Mode.BF16):
+        with under.runtime.running_in_bf16():
             assert set().union(*step(model, under).values()) == {BF16_GEMMS}
         assert losses(model) == before
-        assert step(model, under) == expected(under, CHOICES)
-
-
-def test_the_plan_overrides_a_quantized_run() -> None:
-    with planned() as (model, under):
-        apply(under, CHOICES)
         with fp8_autocast(enabled=True, fp8_recipe=MXFP8BlockScaling()):
             assert step(model, under) == expected(under, CHOICES)
-            with under.runtime.running(Mode.BF16):
+            with under.runtime.running_in_bf16():
                 assert set().union(*step(model, under).values()) == {BF16_GEMMS}
         under.uninstall()
         with fp8_autocast(enabled=True, fp8_recipe=MXFP8BlockScaling()):
@@ -197,7 +186,7 @@ def test_recomputed_forwards_run_the_plan() -> None:
     assert equal(*found)
 
 
-def test_uninstalling_restores_every_module() -> None:
+def test_uninstalling_restores_every_module(caplog: pytest.LogCaptureFixture) -> None:
     model = build()
     under = PlannedModel([model], Topology(), seed=0)
     under.apply(everything(under, MXFP8))
@@ -207,8 +196,11 @@ def test_uninstalling_restores_every_module() -> None:
     for module, params in zip(modules, theirs, strict=True):
         module.te_quant_params = params
         module._fp8_workspaces["weight"] = object()  # as a checkpoint may bring it
-    under.install()
-    under.install()
+    with caplog.at_level(logging.WARNING):
+        under.install()
+        under.install()
+    warnings = [r.getMessage() for r in caplog.records if "megatron_snip" in r.name]
+    assert warnings == ["--te-precision-config-file is ignored: SNIP's plan sets recipes"]
     assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules] == [2] * 8
     assert not any(module._fp8_workspaces for module in modules)
     assert set().union(*step(model, under).values()) == {("mxfp8",) * 3}
@@ -218,19 +210,6 @@ def test_uninstalling_restores_every_module() -> None:
         assert module.te_quant_params is params
         assert not module._forward_hooks and not module._forward_pre_hooks
     assert "set_is_first_microbatch" not in model.__dict__
-
-
-def test_a_precision_file_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    model = build()
-    under = PlannedModel([model], Topology(), seed=0)
-    for module in by_name(under).values():
-        recipe = extension.TEQuantizationRecipe()
-        module.te_quant_params = extension.TEQuantizationParams(recipe, None)
-    with caplog.at_level(logging.WARNING):
-        under.install()
-    warnings = [r.getMessage() for r in caplog.records if "megatron_snip" in r.name]
-    assert warnings == ["--te-precision-config-file is ignored: SNIP's plan sets recipes"]
-    under.uninstall()
 
 
 def test_a_linear_refuses_what_it_cannot_run() -> None:
@@ -269,18 +248,6 @@ def test_overlapped_communication_is_refused(flag: str) -> None:
         UnsupportedError, match=r"layers\.1\.mlp\.linear_fc1.*drop --tp-comm-overlap"
     ):
         PlannedModel([model], Topology(), seed=0)
-
-
-def test_recipes_are_labeled() -> None:
-    with planned() as (_, under):
-        apply(under, CHOICES)
-        labels = {linear.name.rsplit(".", 1)[1]: linear.recipe for linear in under.linears}
-        assert labels == {
-            "linear_qkv": "mxfp8",
-            "linear_proj": "nvfp4",
-            "linear_fc1": "custom(nvfp4, mxfp8, bf16)",
-            "linear_fc2": "bf16",
-        }
 
 
 # Quantized weights: new in every step, once per step.
@@ -349,8 +316,5 @@ def test_the_chunk_s_own_method_is_called_and_restored() -> None:
     theirs = chunk.__dict__["set_is_first_microbatch"] = lambda: None
     fresh.uninstall()
     assert chunk.__dict__["set_is_first_microbatch"] is theirs  # another's override stays
-
-
-def test_a_chunk_without_that_method_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="Linear has no set_is_first_microbatch"):
         FreshWeights(torch.nn.Linear(2, 2), [])

@@ -17,7 +17,6 @@ from megatron_snip.config import SnipConfig
 from megatron_snip.controller import SnipController
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import ScaleType
-from megatron_snip.linears import availability
 from megatron_snip.linears.availability import (
     AvailableOptions,
     Machine,
@@ -55,7 +54,7 @@ def test_transformer_engine_is_queried(
     on(monkeypatch, capability)
     machine = this_machine(with_te=True)
     assert (machine.capability, machine.te_version) == (capability, "2.20.2")
-    assert machine.te_per_gemm and set(machine.te_unavailable) == unavailable
+    assert set(machine.te_unavailable) == unavailable
     table = Machine(capability, "2.20.2")  # our table never has what Transformer Engine refuses
     for option in map(Option.uniform, ("fp8", "mxfp8", "fp4", "nvfp4")):
         assert (te_refusal(option, table) is None) == (te_refusal(option, machine) is None)
@@ -65,10 +64,13 @@ def test_an_older_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(quantization.FP8GlobalStateManager, "is_nvfp4_available")
     monkeypatch.delattr(hybrid_tensor, "HybridQuantizer")
     machine = this_machine(with_te=True)
-    assert not machine.te_per_gemm
     reason = "this Transformer Engine does not have the recipe"
-    assert machine.te_unavailable == {"nvfp4": reason}
+    assert set(machine.te_unavailable) == {"nvfp4", "custom"}
     assert str(te_refusal(Option.uniform("fp4"), machine)).endswith(reason)
+    found = available(build(), formats=("bf16", "mxfp8"), granularity="gemm")
+    assert found.options == (Option.uniform("bf16"), Option.uniform("mxfp8"))
+    assert len(found.warnings) == 6
+    assert all("2.20.2 has no quantizers per GEMM" in text for text in found.warnings)
 
 
 def test_a_missing_gpu_or_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,19 +137,6 @@ def test_a_lowest_precision_that_the_machine_lacks_is_refused(
     assert available(build(), formats=("bf16", "fp8")).options == (bf16, fp8)
 
 
-def test_options_per_gemm_need_transformer_engine_s_quantizers_per_gemm(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    settings: dict[str, Any] = {"formats": ("mxfp8", "nvfp4"), "granularity": "gemm"}
-    found = available(build(), **settings)
-    assert len(found.options) == 8 and not found.warnings
-    monkeypatch.setattr(availability, "has_per_gemm", lambda: False)
-    found = available(build(), **settings)
-    assert found.options == (Option.uniform("mxfp8"), Option.uniform("nvfp4"))
-    assert len(found.warnings) == 6
-    assert all("2.20.2 has no quantizers per GEMM" in text for text in found.warnings)
-
-
 @pytest.mark.parametrize("grouped", [False, True])
 def test_experts_need_a_run_that_pads_their_tokens(grouped: bool) -> None:
     """Megatron pads an expert's tokens only where the run quantizes by default."""
@@ -180,18 +169,10 @@ def frozen(model: Any, folder: Path, option: str, **settings: Any) -> SnipContro
 
 
 @pytest.mark.parametrize(
-    ("capability", "formats", "option", "changed", "recipe", "text"),
+    ("capability", "formats", "option", "changed", "recipe", "warning"),
     [
-        (BLACKWELL, ("fp8", "fp4"), "fp4", "fp4", "nvfp4", None),
-        (
-            HOPPER,
-            ("bf16", "fp8"),
-            "fp4",
-            "fp8",
-            "blockwise",
-            "linears run fp8 instead of fp4",
-        ),
-        (BLACKWELL, ("mxfp8", "nvfp4"), "fp8", "fp8", "mxfp8", None),
+        (BLACKWELL, ("fp8", "fp4"), "fp4", "fp4", "nvfp4", ""),
+        (HOPPER, ("bf16", "fp8"), "fp4", "fp8", "blockwise", "linears run fp8 instead of fp4"),
     ],
 )
 def test_a_plan_file_runs_as_the_machine_can(
@@ -203,16 +184,14 @@ def test_a_plan_file_runs_as_the_machine_can(
     option: str,
     changed: str,
     recipe: str,
-    text: str | None,
+    warning: str,
 ) -> None:
     on(monkeypatch, capability)
     model = build()
     with caplog.at_level(logging.WARNING, "megatron_snip"):
         run = frozen(model, tmp_path, option, formats=formats)
     assert set(map(str, run.plan.linears.values())) == {changed}
-    warnings = [record.getMessage() for record in caplog.records]
-    assert len(warnings) == (0 if text is None else 1)
-    assert text is None or text in warnings[0]
+    assert len(caplog.records) == bool(warning) and warning in caplog.text
     losses(model)
     modules = by_name(run.model).values()
     assert {seen for module in modules for seen in module.seen} == {(recipe,) * 3}

@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from megatron_snip.formats import Format
-from megatron_snip.linears.availability import Backend, measured_format, this_machine
+from megatron_snip.linears.availability import measured_format, this_machine
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.precision_log import precision_table
@@ -116,7 +116,7 @@ def _linears(te: bool, **spec_settings: Any) -> Any:
 def _measured_as_te() -> Any:
     def formats(model: PlannedModel, names: Iterable[str]) -> dict[str, Format]:
         machine = this_machine(with_te=True)
-        return {n: measured_format(n, Backend.TE, machine) for n in names if n != "bf16"}
+        return {n: measured_format(n, "te", machine) for n in names if n != "bf16"}
 
     return mock.patch.object(PlannedModel, "measured_formats", formats)
 
@@ -149,7 +149,7 @@ def _refresh(values: dict[str, Any], te: bool, **spec_settings: Any) -> dict[str
             "ran": {n: sorted(set(m.seen)) for n, m in zip(names, modules, strict=True)}
             if te
             else {},
-            "precision": table.to_dict(),
+            "precision": table,
         }
 
 
