@@ -18,9 +18,11 @@ from megatron.core.parallel_state import get_global_memory_buffer
 from torch import Tensor
 
 from megatron_snip.linears import simulated_gemm
+from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.simulated_gemm import Cached, uncached
 from megatron_snip.options import Option
 from megatron_snip.quantizers import StochasticStream
+from megatron_snip.topology import Placement
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,54 @@ class LinearCall:
     fuse_wgrad: bool
     tp_group: dist.ProcessGroup | None
     cached: Cached = uncached
+
+
+class QuantizedGemms:
+    """The quantized GEMMs of one weight: its random numbers and its cached quantized forms."""
+
+    def __init__(self, placement: Placement, runtime: Runtime) -> None:
+        """Prepare; nothing is drawn or cached yet."""
+        self._placement = placement
+        self._runtime = runtime
+        self._pass_number = -1
+        self._num_backwards = 0
+
+    def __call__(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        option: Option,
+        *,
+        training: bool,
+        sequence_parallel: bool = False,
+        allreduce_dgrad: bool = False,
+        fuse_wgrad: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+    ) -> Tensor:
+        """Return Y; see `QuantizedLinear` and `LinearCall`. An evaluation caches nothing."""
+        cache, instance = self._runtime.weight_cache, self._placement.instance
+        call = LinearCall(
+            option=option,
+            stream=self._next_stream,
+            sequence_parallel=sequence_parallel,
+            allreduce_dgrad=allreduce_dgrad,
+            fuse_wgrad=fuse_wgrad,
+            tp_group=tp_group or self._placement.tensor.group,
+            cached=(lambda key, make: cache.get((instance, key), weight, make))
+            if training
+            else uncached,
+        )
+        output: Tensor = QuantizedLinear.apply(input, weight, bias, call)  # type: ignore[no-untyped-call]
+        return output
+
+    def _next_stream(self) -> StochasticStream:
+        """Return the stream of this backward; backwards of a pass come in microbatch order."""
+        if self._runtime.pass_number != self._pass_number:
+            self._pass_number, self._num_backwards = self._runtime.pass_number, 0
+        stream = self._runtime.stream(self._placement, self._num_backwards)
+        self._num_backwards += 1
+        return stream
 
 
 class QuantizedLinear(torch.autograd.Function):

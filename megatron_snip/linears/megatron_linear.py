@@ -16,12 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_snip.linears.autograd import LinearCall, QuantizedLinear
+from megatron_snip.linears.autograd import QuantizedGemms
 from megatron_snip.linears.runtime import Runtime
-from megatron_snip.linears.simulated_gemm import Cached, uncached
 from megatron_snip.log import warn_once
 from megatron_snip.options import BF16, Option
-from megatron_snip.quantizers import StochasticStream
 from megatron_snip.topology import Placement
 
 logger = logging.getLogger(__name__)
@@ -51,14 +49,12 @@ class PlannedLinear:
         self.option: Option = BF16
         self._runtime = runtime
         self._original: Callable[..., Tensor] = getattr(module, _METHOD)
-        self._pass_number = -1
-        self._num_backwards = 0
+        self._gemms = QuantizedGemms(placement, runtime)
 
     @property
     def recipe(self) -> str:
         """Label of what runs the GEMMs; per GEMM where they differ."""
-        labels = ["megatron" if name == "bf16" else "simulated" for name in self.option.formats]
-        return labels[0] if len(set(labels)) == 1 else "-".join(labels)
+        return simulated_recipe(self.option, "megatron")
 
     def refusal(self, option: Option) -> str | None:
         """Return None: every option can be simulated."""
@@ -91,27 +87,16 @@ class PlannedLinear:
         return observer.observe(self.placements[0], input, weight, output, input_is_split=split)
 
     def _quantized(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        input, weight = _operands(args, kwargs)
-        call = LinearCall(
-            option=self.option,
-            stream=self._next_stream,
+        return self._gemms(
+            *_operands(args, kwargs),
+            kwargs.get("bias"),
+            self.option,
+            training=self.module.training,
             sequence_parallel=bool(kwargs.get("sequence_parallel", False)),
             allreduce_dgrad=bool(kwargs.get("allreduce_dgrad", False)),
             fuse_wgrad=bool(kwargs.get("gradient_accumulation_fusion", False)),
-            tp_group=kwargs.get("tp_group") or self.placements[0].tensor.group,
-            cached=self._cached(weight),
+            tp_group=kwargs.get("tp_group"),
         )
-        output: Tensor = QuantizedLinear.apply(  # type: ignore[no-untyped-call]
-            input, weight, kwargs.get("bias"), call
-        )
-        return output
-
-    def _cached(self, weight: Tensor) -> Cached:
-        """Return the cache of the weight's quantized forms; an evaluation caches nothing."""
-        if not self.module.training:
-            return uncached
-        cache, instance = self._runtime.weight_cache, self.placements[0].instance
-        return lambda key, make: cache.get((instance, key), weight, make)
 
     def _quantizable(self, kwargs: dict[str, Any]) -> bool:
         """Return whether `QuantizedLinear` supports a call; warn once if it does not."""
@@ -124,16 +109,14 @@ class PlannedLinear:
             warn_once(logger, f"{self.name} runs in bf16, not as planned: {reason}")
         return reason is None
 
-    def _next_stream(self) -> StochasticStream:
-        """Return the stream of this backward; backwards of a pass come in microbatch order."""
-        if self._runtime.pass_number != self._pass_number:
-            self._pass_number, self._num_backwards = self._runtime.pass_number, 0
-        stream = self._runtime.stream(self.placements[0], self._num_backwards)
-        self._num_backwards += 1
-        return stream
-
 
 def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Return (input, weight), which Megatron passes by keyword."""
     given = dict(zip(("input", "weight"), args, strict=False)) | kwargs
     return given["input"], given["weight"]
+
+
+def simulated_recipe(option: Option, bf16: str) -> str:
+    """Return the label of simulated GEMMs; `bf16` names what runs the others."""
+    labels = [bf16 if name == "bf16" else "simulated" for name in option.formats]
+    return labels[0] if len(set(labels)) == 1 else "-".join(labels)

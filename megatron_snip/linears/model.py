@@ -15,11 +15,12 @@ from megatron_snip.linears.megatron_linear import PlannedLinear
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.te.linear import FreshWeights, PlannedTELinear
 from megatron_snip.linears.te.modules import te_kind
+from megatron_snip.linears.te.simulated import SimulatedTELinear
 from megatron_snip.options import Option
 from megatron_snip.statistics.sensitivity import PlannedWeight
 from megatron_snip.topology import LinearInfo, Placement, Topology
 
-AnyLinear = PlannedLinear | PlannedTELinear
+AnyLinear = PlannedLinear | PlannedTELinear | SimulatedTELinear
 
 
 class PlannedModel:
@@ -50,7 +51,7 @@ class PlannedModel:
         self.chunks = list(model)
         self.runtime = Runtime(topology, seed)
         found = find_linears(model, topology)
-        with_te = any(te_kind(module) for module, _ in found)
+        with_te = backend != "simulate" and any(te_kind(module) for module, _ in found)
         self.backend: Backend = "te" if with_te else "simulate"
         self.machine = this_machine(with_te)
         self.linears = [
@@ -122,17 +123,14 @@ def _planned(
     Raises:
         UnsupportedError: if the chosen backend does not run it.
     """
-    name = placements[0].name
     if te_kind(module) is not None:
         if backend == "simulate":
-            raise UnsupportedError(
-                f"--snip-backend simulate runs Megatron's own linears, and {name} is Transformer "
-                "Engine's; use --transformer-impl local, or --snip-backend te"
-            )
+            return SimulatedTELinear(module, placements, runtime)
         return PlannedTELinear(module, placements, runtime, machine)
     if backend == "te":
         raise UnsupportedError(
-            f"--snip-backend te runs Transformer Engine's linears, and {name} is Megatron's own; "
+            f"--snip-backend te runs Transformer Engine's linears, and {placements[0].name} is "
+            "Megatron's own; "
             "use --transformer-impl transformer_engine, or --snip-backend simulate"
         )
     return PlannedLinear(module, placements[0], runtime)

@@ -42,6 +42,17 @@ def test_the_plan_that_is_applied_runs(ranks: list[dict[str, Any]]) -> None:
             assert seen == [[WORDS[te["plan"][name]]] * 3], name
 
 
+def test_simulated_on_transformer_engines_linears_is_simulated_on_megatrons_own(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for result in ranks:
+        te, local = result["simulated"], result["local simulated"]
+        check(te, local)
+        assert te["losses"] == pytest.approx(local["losses"], rel=1e-5)
+        assert set(te["plan"].values()) == {"fp8", "fp4"}
+        assert {row["recipe"] for row in te["precision"]["linears"]} == {"simulated"}
+
+
 def test_every_rank_knows_what_runs(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["te"]["precision"] == ranks[1]["te"]["precision"]
     rows = ranks[0]["te"]["precision"]["linears"]

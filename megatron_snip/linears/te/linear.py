@@ -50,8 +50,8 @@ _PARAMS = "te_quant_params"
 _FIRST_MICROBATCH = "set_is_first_microbatch"
 
 
-class PlannedTELinear:
-    """One Transformer Engine linear; see `megatron_linear.PlannedLinear`.
+class ObservedTELinear:
+    """One Transformer Engine linear whose GEMMs an observer can watch.
 
     Attributes:
         module: Megatron's wrapper.
@@ -60,14 +60,8 @@ class PlannedTELinear:
         weights: [N, K] of this shard, in the same order.
     """
 
-    backend = "te"
-
     def __init__(
-        self,
-        module: torch.nn.Module,
-        placements: Sequence[Placement],
-        runtime: Runtime,
-        machine: Machine,
+        self, module: torch.nn.Module, placements: Sequence[Placement], runtime: Runtime
     ) -> None:
         """Prepare.
 
@@ -79,13 +73,59 @@ class PlannedTELinear:
         self.name = placements[0].name
         self.placements = tuple(placements)
         self.weights = weights_of(module)
-        self._machine = machine
         self._runtime = runtime
         self._grouped = is_grouped(module)
+        self._hooks: list[Any] = []
+
+    def _observe(self) -> Any:
+        """Register the hook that observes; return its handle."""
+        return self.module.register_forward_hook(self._after_forward, with_kwargs=True)
+
+    def _after_forward(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """Put a tap on the output of every weight's GEMM; an expert may have zero rows."""
+        observer = self._runtime.observer
+        if observer is None or not torch.is_grad_enabled():
+            return None  # a forward without gradients is recomputed later
+        out, bias = output
+        given = dict(zip(("x", "m_splits"), args, strict=False)) | kwargs
+        if not self._grouped:
+            tapped = observer.observe(
+                self.placements[0],
+                given["x"],
+                self.weights[0],
+                out,
+                input_is_split=input_is_split(module),
+                output_is_split=output_is_split(module),
+                prepare_input=lambda rows: multiplied_input(module, rows),
+            )
+            return tapped, bias
+        splits = given["m_splits"]
+        sizes = splits.tolist() if isinstance(splits, Tensor) else list(splits)
+        inputs, outputs = torch.split(given["x"], sizes), torch.split(out, sizes)
+        experts = zip(self.placements, inputs, self.weights, outputs, strict=True)
+        return torch.cat([observer.observe(p, x, w, y) for p, x, w, y in experts]), bias
+
+
+class PlannedTELinear(ObservedTELinear):
+    """One Transformer Engine linear under its own recipes; see `megatron_linear.PlannedLinear`."""
+
+    backend = "te"
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        placements: Sequence[Placement],
+        runtime: Runtime,
+        machine: Machine,
+    ) -> None:
+        """Prepare; raises as `ObservedTELinear` does."""
+        super().__init__(module, placements, runtime)
+        self._machine = machine
         self._option = BF16
         self._planned = self._bf16 = quant_params(TERecipe())
         self._original = getattr(module, _PARAMS)
-        self._hooks: list[Any] = []
 
     @property
     def option(self) -> Option:
@@ -133,7 +173,7 @@ class PlannedTELinear:
         setattr(self.module, _PARAMS, self._planned)
         self._hooks = [
             self.module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            self.module.register_forward_hook(self._after_forward, with_kwargs=True),
+            self._observe(),
         ]
 
     def uninstall(self) -> None:
@@ -148,32 +188,6 @@ class PlannedTELinear:
 
     def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         setattr(module, _PARAMS, self._bf16 if self._runtime.in_bf16 else self._planned)
-
-    def _after_forward(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Any:
-        """Put a tap on the output of every weight's GEMM; an expert may have zero rows."""
-        observer = self._runtime.observer
-        if observer is None or not torch.is_grad_enabled():
-            return None  # a forward without gradients is recomputed later
-        out, bias = output
-        given = dict(zip(("x", "m_splits"), args, strict=False)) | kwargs
-        if not self._grouped:
-            tapped = observer.observe(
-                self.placements[0],
-                given["x"],
-                self.weights[0],
-                out,
-                input_is_split=input_is_split(module),
-                output_is_split=output_is_split(module),
-                prepare_input=lambda rows: multiplied_input(module, rows),
-            )
-            return tapped, bias
-        splits = given["m_splits"]
-        sizes = splits.tolist() if isinstance(splits, Tensor) else list(splits)
-        inputs, outputs = torch.split(given["x"], sizes), torch.split(out, sizes)
-        experts = zip(self.placements, inputs, self.weights, outputs, strict=True)
-        return torch.cat([observer.observe(p, x, w, y) for p, x, w, y in experts]), bias
 
 
 class FreshWeights:

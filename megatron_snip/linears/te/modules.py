@@ -165,8 +165,8 @@ def _splits_tokens(module: Any) -> bool:
 def multiplied_input(module: Any, input: torch.Tensor) -> torch.Tensor:
     """Return what the GEMM multiplies: the input, normalized first where a norm is fused.
 
-    The norm is computed again in FP32 and rounded once to the input's dtype, as the fused kernel
-    does up to the order of its sums.
+    The norm is computed in FP32 and rounded once to the input's dtype, as the fused kernel does up
+    to the order of its sums.
 
     Args:
         module: a Transformer Engine linear.
@@ -175,15 +175,14 @@ def multiplied_input(module: Any, input: torch.Tensor) -> torch.Tensor:
     weight: torch.Tensor | None = getattr(module, "layer_norm_weight", None)
     if weight is None:
         return input
-    with torch.no_grad():
-        x = input.float()
-        gain = weight.float() + (1.0 if module.zero_centered_gamma else 0.0)
-        shape, eps = x.shape[-1:], float(module.eps)
-        if module.normalization == "RMSNorm":
-            normal = functional.rms_norm(x, shape, gain, eps)
-        else:
-            normal = functional.layer_norm(x, shape, gain, module.layer_norm_bias.float(), eps)
-        return normal.to(input.dtype)
+    x = input.float()
+    gain = weight.float() + (1.0 if module.zero_centered_gamma else 0.0)
+    shape, eps = x.shape[-1:], float(module.eps)
+    if module.normalization == "RMSNorm":
+        normal = functional.rms_norm(x, shape, gain, eps)
+    else:
+        normal = functional.layer_norm(x, shape, gain, module.layer_norm_bias.float(), eps)
+    return normal.to(input.dtype)
 
 
 def shape_refusal(module: Any, is_expert: bool, recipe: TERecipe) -> str | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import tests.stand_ins.on_path  # noqa: F401 - before anything that imports Megatron
 
 # isort: split
+import contextlib
 import functools
 import os
 import tempfile
@@ -66,6 +67,8 @@ def everything(values: dict[str, Any]) -> dict[str, Any]:
     return {
         "te": _refresh({**MODEL, **values}, te=True),
         "local": _refresh({**MODEL, **values}, te=False),
+        "simulated": _refresh({**MODEL, **values}, te=True, backend="simulate"),
+        "local simulated": _refresh({**MODEL, **values}, te=False, backend="simulate"),
         "with": _frozen({**MODEL, **values}, {"interval": 2, "start_step": 1}),
         "without": _frozen({**MODEL, **values}, {"start_step": 9}),
         "experts": _experts(),
@@ -121,10 +124,13 @@ def _measured_as_te() -> Any:
     return mock.patch.object(PlannedModel, "measured_formats", formats)
 
 
-def _refresh(values: dict[str, Any], te: bool, **spec_settings: Any) -> dict[str, Any]:
-    """One refresh; Megatron's own linears are measured in Transformer Engine's recipes, too."""
-    with _linears(te, **spec_settings), _measured_as_te(), layout(values) as trainer:
-        hook = trainer.controller(REFRESH)
+def _refresh(
+    values: dict[str, Any], te: bool, backend: str = "auto", **spec_settings: Any
+) -> dict[str, Any]:
+    """One refresh; for comparisons, Megatron's own linears are measured in the same recipes."""
+    measured = _measured_as_te() if backend == "auto" else contextlib.nullcontext()
+    with _linears(te, **spec_settings), measured, layout(values) as trainer:
+        hook = trainer.controller({**REFRESH, "backend": backend})
         trainer.advance(3, hook)
         modules = [linear.module for linear in hook.model.linears]
         for module in modules if te else []:
@@ -147,7 +153,7 @@ def _refresh(values: dict[str, Any], te: bool, **spec_settings: Any) -> dict[str
             },
             "warnings": trainer.warnings,
             "ran": {n: sorted(set(m.seen)) for n, m in zip(names, modules, strict=True)}
-            if te
+            if te and backend == "auto"
             else {},
             "precision": table,
         }

@@ -1,0 +1,136 @@
+"""Simulated GEMMs on Transformer Engine's linears compute what they do on Megatron's own.
+
+Same weights, same data: losses, gradients and what observers see differ by the order of the norm's
+sums alone. At bf16 everywhere Transformer Engine's forward runs, bit by bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_snip.linears.model import PlannedModel
+from megatron_snip.options import Option
+from megatron_snip.topology import Topology
+from tests.te.models import EXPERTS, build, copy_weights, everything, local_name, losses, plan
+from tests.te.test_te_statistics import Keeper, agree, observed
+
+RTOL = 1e-2
+"""Of a gradient's norm: a norm's last bit can move single elements to the next FP4 value."""
+
+
+def planned(model: Any, backend: str = "simulate", options: Any = None) -> PlannedModel:
+    under = PlannedModel([model], Topology(), seed=7, backend=backend)
+    under.install()
+    if options is not None:
+        under.apply(plan(under, options))
+    return under
+
+
+def mixed(name: str) -> str:
+    """An option of its own for each kind of linear; one has bf16 in one GEMM, one in all."""
+    kinds = {"qkv": "fp8", "proj": "fp8-fp4-fp4", "fc1": "fp4", "fc2": "bf16-fp8-fp8"}
+    return "bf16" if "layers.1" in name and "proj" in name else kinds[name.rsplit("_", 1)[1]]
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def run(model: Any, under: PlannedModel) -> tuple[list[float], dict[str, torch.Tensor]]:
+    under.runtime.begin_pass(1)
+    return losses(model), gradients(model)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"normalization": "LayerNorm", "add_bias_linear": True},
+        {**EXPERTS},
+        {**EXPERTS, "grouped": True},
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+    ],
+    ids=["RMSNorm", "LayerNorm and bias", "experts", "grouped", "recompute"],
+)
+def test_losses_and_gradients_are_those_of_megatrons_own_linears(changes: dict[str, Any]) -> None:
+    grouped = changes.pop("grouped", False)
+    te, local = build(grouped=grouped, **changes), build(te=False, **changes)
+    copy_weights(te, local)
+    found = [run(model, planned(model, "simulate", mixed)) for model in (te, local)]
+    plain = losses(build(grouped=grouped, **changes))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5) and found[0][0] != plain
+    there = found[1][1]
+    assert set(there) == {local_name(name) for name in found[0][1]}
+    for name, gradient in found[0][1].items():
+        truth = there[local_name(name)]
+        assert torch.norm(gradient - truth) <= RTOL * torch.norm(truth), name
+
+
+def test_observers_see_the_same() -> None:
+    te, local = build(), build(te=False)
+    copy_weights(te, local)
+    agree(*(observed(model, planned(model, "simulate", mixed)) for model in (te, local)))
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_bf16_is_transformer_engine_bit_by_bit(grouped: bool) -> None:
+    changes = {**EXPERTS, "grouped": grouped} if grouped else {}
+    truth = losses(model := build(**changes)), gradients(model)
+    model = build(**changes)
+    under = planned(model)
+    assert run(model, under)[0] == truth[0]
+    assert all(torch.equal(g, truth[1][n]) for n, g in gradients(model).items())
+    under.apply(everything(under, Option.parse("fp4")))
+    with under.runtime.running_in_bf16():
+        assert losses(model) == truth[0]
+    assert losses(model) != truth[0]
+    under.uninstall()
+    assert losses(model) == truth[0]
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_fused_weight_gradients_add_up_in_main_grad() -> None:
+    for changes in ({}, {**EXPERTS, "grouped": True}):
+        model = build(**changes)
+        separate = run(model, planned(model, "simulate", lambda _: "fp4"))[1]
+        model = build(**changes)
+        under = planned(model, "simulate", lambda _: "fp4")
+        for linear in under.linears:
+            linear.module.fuse_wgrad_accumulation = True
+            for weight in linear.weights:
+                weight.main_grad = torch.zeros_like(weight)
+        run(model, under)
+        for linear in under.linears:
+            assert linear.module.is_first_microbatch is False
+            for weight in linear.weights:
+                name = next(n for n, p in model.named_parameters() if p is weight)
+                torch.testing.assert_close(weight.main_grad, separate[name], rtol=1e-5, atol=1e-7)
+
+
+def test_installing_twice_and_a_foreign_override() -> None:
+    model = build()
+    under = planned(model)
+    under.install()
+    under.uninstall()
+    module = under.linears[0].module
+    module.forward = lambda *args: None
+    with pytest.raises(RuntimeError, match="already overridden"):
+        under.install()
+
+
+def test_a_measurement_under_the_plan_is_an_identity() -> None:
+    model = build()
+    under = planned(model, "simulate", mixed)
+    plain = run(model, under)
+    model.zero_grad()
+    with under.runtime.observed_by(Keeper()):
+        watched = run(model, under)
+    assert plain[0] == watched[0]
+    assert all(torch.equal(g, watched[1][n]) for n, g in plain[1].items())
