@@ -211,7 +211,7 @@ def resolve_formats(
         return config
     with_te = any(te_kind(module) is not None for chunk in model for module in chunk.modules())
     with_te = any_rank(with_te, control)
-    backend = "te" if with_te else "simulate"
+    backend: Backend = "te" if with_te else "simulate"
     formats = auto_formats(backend, this_machine(with_te))
     if control is None or torch.distributed.get_rank() == 0:
         logger.info("snip: formats auto: %s (backend %s)", ",".join(formats), backend)
