@@ -131,17 +131,20 @@ def _run_pairs(
 ) -> None:
     key = {"kind": "forks", "setup": options.setup, "scenario": options.scenario}
     key |= {"low": low, "seed": 0, "data_seed": data_seed}
-    for name, plan in _fork_plans(table, Formats(low, HIGH, FORK_TARGET), options.pairs):
+    first = 1000 * data_seed
+    pairs = range(first, first + options.pairs)
+    for name, plan in _fork_plans(table, Formats(low, HIGH, FORK_TARGET), pairs):
         if not store.has({**key, "variant": name}):
             store.add({**key, "variant": name, **_rounded(warm.branch(plan, data_seed))})
 
 
 def _fork_plans(
-    table: StatisticsTable, formats: Formats, pairs: int
+    table: StatisticsTable, formats: Formats, pairs: range
 ) -> Iterator[tuple[str, Plan | None]]:
+    """Return the BF16 branch and both halves of each pair; no two data seeds share a pair."""
     yield "bf16", None
     items = items_of(table.linears)
-    for k in range(pairs):
+    for k in pairs:
         for half, low in enumerate(_halves(items, k)):
             yield f"{k}-{half}", plan_of(low, table.linears, formats)
 
@@ -229,7 +232,7 @@ def fork_table(rows: list[dict[str, Any]], name: tuple[str, ...], results: Path)
     found = analysis.gaps(rows)
     pairs = [(variant, pair) for variant, values in found.items() for pair in values]
     pairs.sort(key=lambda run: (run[1][1], *map(int, run[0].split("-"))))  # complements adjoin
-    if len(pairs) < len(items) + 4:
+    if len(pairs) < 2 * len(items):  # a pair of complements gives one equation
         return f"### {' '.join(name)}: {len(pairs)} runs, too few for {len(items)} GEMMs"
     split: list[Item] = [(i.rsplit(":", 1)[0], Gemm[i.rsplit(":", 1)[1].upper()]) for i in items]
     design = np.zeros((len(pairs), len(items)))
@@ -287,7 +290,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--formats", type=_names, default=("fp3", "fp4"))
     parser.add_argument("--seeds", type=int, default=6, help="checkpoints of `policies`")
     parser.add_argument("--variants", type=_names, default=VARIANTS)
-    parser.add_argument("--pairs", type=int, default=48, help="complementary pairs of `forks`")
+    parser.add_argument(
+        "--pairs", type=int, default=48, help="complementary pairs of `forks` for each data seed"
+    )
     parser.add_argument("--data-seeds", type=int, default=2, help="continuations of `forks`")
     parser.add_argument("--results", type=Path, default=RESULTS / "compare.jsonl")
     return parser.parse_args()
