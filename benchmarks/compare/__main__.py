@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ from benchmarks.compare.variants import (
     share_of,
     snip_costs,
 )
-from benchmarks.machine import RESULTS, machine
+from benchmarks.machine import RESULTS, append_row
 from megatron_snip.divergence.divergence import absolute_error, relative_error
 from megatron_snip.options import Option
 from megatron_snip.statistics.records import StatisticsTable
@@ -63,7 +62,6 @@ class ResultStore:
         self._path = path
         text = path.read_text() if path.exists() else ""
         self.rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-        self._about = {"commit": _commit(), **_machine()}
 
     def has(self, key: Mapping[str, Any]) -> bool:
         """Return whether there is a row with this key."""
@@ -71,10 +69,7 @@ class ResultStore:
 
     def add(self, row: dict[str, Any]) -> None:
         """Append a row and print it."""
-        self.rows.append({**row, **self._about})
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a") as file:
-            file.write(json.dumps(self.rows[-1]) + "\n")
+        self.rows.append(append_row(self._path, row))
         shown = " ".join(str(row[k]) for k in KEY)
         print(f"{shown}: {row['loss']:.4f}", flush=True)
 
@@ -266,16 +261,6 @@ def fork_table(rows: list[dict[str, Any]], name: tuple[str, ...], results: Path)
 
 def _rounded(result: dict[str, Any]) -> dict[str, Any]:
     return {k: round(v, 6) if isinstance(v, float) else v for k, v in result.items()}
-
-
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short=10", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def _machine() -> dict[str, Any]:
-    found = machine()
-    return {"date": found["date"], "cpu": found["cpu"], "torch": found["versions"]["torch"]}
 
 
 def _arguments() -> argparse.Namespace:
