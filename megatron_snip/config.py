@@ -105,8 +105,8 @@ class PlanFields(_Section):
     separately."""
 
     backend: Backend = "auto"
-    """What runs the linears: `simulate` (Megatron's linears, any format on any machine), `te`
-    (Transformer Engine's recipes), or `auto` (the one that fits the model's linears)."""
+    """What runs the linears: `te` (Transformer Engine's recipes), `simulate` (any format on any
+    machine, exactly and slowly), or `auto` (`te` for Transformer Engine's linears)."""
 
     pipeline_balance: PipelineBalance = "none"
     """`stage`: every pipeline stage reaches the target. `bottleneck`: first make the slowest

@@ -194,7 +194,7 @@ def auto_formats(backend: Backend, machine: Machine) -> tuple[str, ...]:
         reasons = "; ".join(te_support(name, machine)[1] for name in SIMULATED_FORMATS)
         raise UnsupportedError(
             f"--snip-formats auto: Transformer Engine runs only bf16 on {machine} ({reasons}); "
-            "use --transformer-impl local to simulate fp8,fp4"
+            "use --snip-backend simulate for fp8,fp4 without speed-up"
         )
     return ("bf16", *formats)
 
@@ -211,7 +211,7 @@ def resolve_formats(
         return config
     with_te = any(te_kind(module) is not None for chunk in model for module in chunk.modules())
     with_te = config.backend != "simulate" and any_rank(with_te, control)
-    backend = "te" if with_te else "simulate"
+    backend: Backend = "te" if with_te else "simulate"
     formats = auto_formats(backend, this_machine(with_te))
     if control is None or torch.distributed.get_rank() == 0:
         logger.info("snip: formats auto: %s (backend %s)", ",".join(formats), backend)
@@ -278,7 +278,7 @@ def available_options(model: PlannedModel, config: SnipConfig) -> AvailableOptio
     if not any(option.share_in(config.lowest_format) for option in options):
         raise UnsupportedError(
             f"no linear of this model can run {lowest}, the lowest precision of --snip-formats: "
-            f"{reasons(refusals[lowest])}; choose other formats or use --transformer-impl local"
+            f"{reasons(refusals[lowest])}; choose other formats or use --snip-backend simulate"
         )
     return AvailableOptions(options, refusals, tuple(warnings))
 

@@ -122,7 +122,7 @@ def test_auto_takes_what_the_machine_runs_and_measures_it(
 
 def test_auto_without_low_precision_gemms_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, (8, 0))
-    with pytest.raises(UnsupportedError, match="--transformer-impl local to simulate fp8,fp4"):
+    with pytest.raises(UnsupportedError, match="--snip-backend simulate for fp8,fp4"):
         resolve_formats(SnipConfig(), [build()], None)
     assert resolve_formats(SnipConfig(), [build(te=False)], None).formats == ("fp8", "fp4")
 

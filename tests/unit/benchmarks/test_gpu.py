@@ -15,23 +15,16 @@ from benchmarks.gpu import PARTS, Part, command, file_name, run_part
 from megatron_snip.errors import UsageError
 
 
-def test_together_they_fit_into_ten_minutes() -> None:
-    assert sum(part.limit_s for part in PARTS) <= 600
-
-
 def test_every_part_is_a_module_with_that_flag() -> None:
+    assert sum(part.limit_s for part in PARTS) <= 600
     folder = Path(gpu.__file__).parent
     for part in PARTS:
         source = (folder / f"{part.name}.py").read_text()
         flags = [part.flag, *(a for a in (*part.arguments, *part.cpu_arguments) if a[0] == "-")]
         assert all(f'"{flag}"' in source for flag in flags)
     made = command(Part("step", "--json", 1.0, ("--a",), ("--b",)), Path("x.json"), gpu=True)
-    assert made[1:] == ["-m", "benchmarks.step", "--a", "--json", "x.json"]
-
-
-def test_files_are_called_after_the_machine() -> None:
-    assert file_name({"gpu": "NVIDIA H200", "cpu": "AMD"}) == "nvidia-h200.json"
     assert file_name({"gpu": None, "cpu": "AMD EPYC (9)"}) == "amd-epyc-9.json"
+    assert made[1:] == ["-m", "benchmarks.step", "--a", "--json", "x.json"]
 
 
 def stand_in(status: int, result: dict[str, Any] | None) -> Any:
@@ -58,33 +51,13 @@ def test_outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_part(part, tmp_path, 100.0, gpu=False)["failed"] == "it wrote nothing"
     assert run_part(part, tmp_path, 0.0, gpu=False) == {"failed": "no time was left"}
 
-
-def test_what_was_measured_before_the_time_ran_out_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def slow(arguments: list[str], timeout: float, **_: Any) -> None:
         Path(arguments[-1]).write_text(json.dumps({"results": [1, 2]}))
         raise subprocess.TimeoutExpired("step", timeout)
 
     monkeypatch.setattr(subprocess, "run", slow)
-    found = run_part(Part("step", "--json", 10.0), tmp_path, 7.0, gpu=False)
+    found = run_part(part, tmp_path, 7.0, gpu=False)
     assert found["failed"] == "not done after 7 s" and found["results"] == [1, 2]
-
-
-def test_one_file_of_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(arguments: list[str], **_: Any) -> SimpleNamespace:
-        broken = "benchmarks.switch" in arguments
-        if not broken:
-            Path(arguments[-1]).write_text("{}")
-        return SimpleNamespace(returncode=int(broken))
-
-    monkeypatch.setattr(subprocess, "run", run)
-    output = tmp_path / "new" / "out.json"
-    assert gpu.main(["--output", str(output)]) == 1
-    report = json.loads(output.read_text())
-    assert set(report) == {"machine", *(part.name for part in PARTS)}
-    assert report["switch"]["failed"] == "exit status 1"
-    assert "failed" not in report["linear"]
 
 
 def test_parts_run_by_name_leave_the_others_as_they_are(
@@ -100,5 +73,8 @@ def test_parts_run_by_name_leave_the_others_as_they_are(
     assert report["step"] == {"old": 1} and "old" not in report["linear"]
     assert report["machine"] != "old"
     assert "missed: fp8 over bf16 1.100 (>= 1.2)" in capsys.readouterr().out
+    monkeypatch.setattr(subprocess, "run", stand_in(1, {}))
+    assert gpu.main(["--output", str(output), "--only", "switch"]) == 1
+    assert json.loads(output.read_text())["switch"]["failed"] == "exit status 1"
     with pytest.raises(UsageError, match="no part is called 'speed'; known: device, linear, "):
         gpu.main(["--output", str(output), "--only", "linear,speed"])

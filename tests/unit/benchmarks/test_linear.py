@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from benchmarks import linear, step
-from benchmarks.timing import seconds_by_turns
 from megatron_snip.options import Option
 
 
@@ -22,23 +21,11 @@ def test_every_case_is_measured() -> None:
     assert result["speedup_over_bf16"]["bf16"] == 1.0 and result["failures"] == {}
     assert set(result["saved_bytes"].values()) == {2 * 256 * 128}
     assert json.loads(json.dumps(result)) == result
-
-
-def test_the_goal_is_that_of_the_shape() -> None:
     results = [
         {"shape": [size] * 3, "speedup_over_bf16": {"fp8 simulate": 0.8}} for size in (64, 8192)
     ]
     (goal,) = linear.goals(results)
     assert (goal["value"], goal["met"]) == (1.25, False)
-
-
-def test_cases_take_turns_after_one_untimed_run() -> None:
-    seen: list[str] = []
-    times = seconds_by_turns(
-        {"a": lambda: seen.append("a"), "b": lambda: seen.append("b")}, rounds=2, gpu=False
-    )
-    assert seen == ["a", "b"] * 3
-    assert set(times.seconds) == {"a", "b"} and times.failed == {}
 
 
 def test_results_are_written_after_every_shape_and_failures_are_named(

@@ -32,17 +32,3 @@ def test_a_failing_case_is_named_and_the_others_are_measured(monkeypatch, tmp_pa
     assert all(result["milliseconds"] > 0 for result in report["results"])
     assert len(report["ratios"]) == 1
     assert kernels.check_bits(torch.device("cpu")) == ["fp4 1x128"]
-
-
-def test_goals_are_bandwidths_and_ratios():
-    results = [
-        kernels.Result("fp8 1x128", 1.0, 9.0, 0.9, 0.85),
-        kernels.Result("fp8 128x1", 1.0, 9.0, 0.7, 0.8),
-        kernels.Result("fp8 both directions", 1.0, 9.0, 0.9, None),
-    ]
-    found = {goal["name"]: (goal["value"], goal["met"]) for goal in kernels.goals(results)}
-    assert found == {
-        "fp8 1x128, of the copy's bandwidth": (0.9, True),
-        "fp8 128x1, of the copy's bandwidth": (0.7, False),
-        "two kernels / both directions": (2.0, True),
-    }
