@@ -122,7 +122,7 @@ class PlanFields(_Section):
 
     plan_file: Path | None = None
     """Start with this plan (a plans/<iteration>.json of another run). With --snip-collect-only
-    the plan stays for the whole run."""
+    the plan stays until the run ends."""
 
 
 class GuardFields(_Section):

@@ -24,7 +24,7 @@ MAX_BYTES = 1 << 28
 
 
 def read_text(path: Path, source: str) -> str:
-    """Read a UTF-8 text file that may come from anybody.
+    """Read a UTF-8 text file that is not trusted.
 
     Args:
         path: the file.

@@ -182,7 +182,7 @@ class Replacement:
 
     @property
     def in_place(self) -> bool:
-        """Whether nobody has replaced it since."""
+        """Whether it was not replaced again since."""
         return vars(self.owner).get(self.name) is self.value
 
     def undo(self) -> None:
@@ -239,7 +239,7 @@ class Registry:
         """End the session and put back the very objects that `install` replaced.
 
         Raises:
-            UnsupportedError: if somebody has replaced a patch since; nothing is changed.
+            UnsupportedError: if a patch was itself replaced since; nothing is changed.
         """
         foreign = [name for name, found in self._installed.items() if not found.in_place]
         if foreign:

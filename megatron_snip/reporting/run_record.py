@@ -1,8 +1,8 @@
 """A run directory as records for reports; `run_directory.py` describes the files.
 
 A run in progress is read up to its last complete line. Where a resumed run went back, lines and
-files of iterations that were not repeated yet are left out. Files may come from anybody: each one
-is checked, and a bad one is refused in one line.
+files of iterations that were not repeated yet are left out. Files are not trusted: each one is
+checked, and a bad one is refused in one line.
 """
 
 from __future__ import annotations
@@ -129,7 +129,6 @@ class RunRecord:
 
     Attributes:
         path: its directory.
-        name: what reports call it.
         config: config.yaml as plain values.
         snip: SNIP's settings; None where this version cannot read them.
         versions: versions.json; empty if there is none.
@@ -141,7 +140,6 @@ class RunRecord:
     """
 
     path: Path
-    name: str
     config: dict[str, Any]
     snip: SnipConfig | None
     versions: dict[str, str | None]
@@ -150,6 +148,11 @@ class RunRecord:
     divergences: Divergences | None
     problem: PlanningProblem | None
     simulated: bool | None
+
+    @property
+    def name(self) -> str:
+        """The directory's name."""
+        return self.path.resolve().name
 
     @property
     def plan(self) -> PrecisionPlan | None:
@@ -207,12 +210,8 @@ def check_run_directory(path: Path) -> None:
         raise UsageError(f"'{path}' is not a run directory: it has no config.yaml{hint}")
 
 
-def read_run(path: Path, name: str | None = None) -> RunRecord:
+def read_run(path: Path) -> RunRecord:
     """Read a run's directory.
-
-    Args:
-        path: the directory.
-        name: what to call it; by default the directory's name.
 
     Raises:
         UsageError: if it is not a run directory, no iteration has ended, or a file is damaged.
@@ -225,7 +224,6 @@ def read_run(path: Path, name: str | None = None) -> RunRecord:
     measured, problem = _last(path / "divergences", last), _last(path / "problems", last)
     return RunRecord(
         path=path,
-        name=name or path.resolve().name,
         config=config,
         snip=snip,
         versions=_versions(path / "versions.json"),

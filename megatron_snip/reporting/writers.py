@@ -1,7 +1,7 @@
 """Writers for TensorBoard and Weights & Biases.
 
     metrics          scalars, every `interval` iterations
-    a measurement    scalars, histograms and heat maps of the divergences
+    a measurement    scalars and heat maps of the divergences
     a plan           scalars; a table and a picture where it changed; in W&B the file as an artifact
     a notice         text in TensorBoard, an alert in W&B
 
@@ -28,7 +28,7 @@ from megatron_snip.log import warn_once
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, Payload, PlanApplied
 from megatron_snip.reporting.run_record import parse_divergences
-from megatron_snip.reporting.scalars import ScalarSeries, divergence_values
+from megatron_snip.reporting.scalars import ScalarSeries
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +64,6 @@ class TensorBoardWriter:
             return
         for name, value in values.items():
             board.add_scalar(name, value, iteration)
-        for name, logarithms in histograms(payload).items():
-            board.add_histogram(name, np.array(logarithms), iteration)
         for name, picture in pictures(payload).items():
             pixels = np.asarray(_opened(picture).convert("RGB"))
             board.add_image(name, pixels, iteration, dataformats="HWC")
@@ -121,8 +119,6 @@ class WandbWriter:
                 "iterations that the W&B run has already are left out",
             )
             return
-        for name, logarithms in histograms(payload).items():
-            row[name] = self._wandb.Histogram(logarithms)
         for name, picture in pictures(payload).items():
             row[name] = self._wandb.Image(_opened(picture))
         plan = new_plan(payload)
@@ -183,14 +179,6 @@ def new_plan(payload: Payload) -> PrecisionPlan | None:
 def plan_rows(plan: PrecisionPlan) -> list[tuple[str, str, str, str]]:
     """Return one row per linear, as `PLAN_COLUMNS` names them."""
     return [(name, *option.formats) for name, option in plan.linears.items()]
-
-
-def histograms(payload: Payload) -> dict[str, list[float]]:
-    """Return {name: log10 over linears} of a measurement's divergences, where there are any."""
-    if not isinstance(payload, Measurement):
-        return {}
-    found = divergence_values(payload.divergences)
-    return {name: values for name, values in found.items() if values}
 
 
 def pictures(payload: Payload) -> dict[str, bytes]:
