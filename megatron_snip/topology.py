@@ -19,8 +19,8 @@ LinearKind = Literal["column", "row"]
 class TensorAxis:
     """One tensor-parallel dimension: of the dense linears, or of the experts (ETP).
 
-    A weight that is replicated on the tensor-parallel ranks has an axis of one shard. Its ranks still
-    differ: only rank 0 counts the weight.
+    A weight that is replicated on the tensor-parallel ranks has an axis of one shard. Its ranks
+    still differ: only rank 0 counts the weight.
 
     Attributes:
         rank: this rank's index among the tensor-parallel ranks.

@@ -155,7 +155,7 @@ def resumed_state(
             "starting from the initial plan"
         )
     if warning is not None and topology.rank == 0:
-        logger.warning(warning)
+        logger.warning("snip: %s", warning)
     return state
 
 

@@ -213,8 +213,8 @@ def plan_map(linears: Mapping[str, Option]) -> Figure:
 
 def plan_history(spans: Sequence[PlanSpan]) -> Figure:
     """Draw the plans over the iterations: a panel per kind of linear and GEMM."""
-    grid = linear_grid(dict.fromkeys(name for span in spans for name in span.linears))
-    options = {option for span in spans for option in span.linears.values()}
+    grid = linear_grid(dict.fromkeys(name for span in spans for name in span.plan.linears))
+    options = {option for span in spans for option in span.plan.linears.values()}
     gemms = _gemms(options)
     panels = [(column, gemm) for gemm in gemms for column in range(len(grid.columns))]
     across = min(len(grid.columns), 4)
@@ -223,7 +223,7 @@ def plan_history(spans: Sequence[PlanSpan]) -> Figure:
     axes_of = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flat
     edges = np.array([span.start for span in spans] + [spans[-1].end], np.float64)
     for axes, (column, gemm) in zip(axes_of, panels, strict=False):
-        tables = [_format_table(grid, span.linears, gemm) for span in spans]
+        tables = [_format_table(grid, span.plan.linears, gemm) for span in spans]
         cells = np.stack([table[:, column] for table in tables], axis=1)
         draw_cells(axes, edges, cells, **_format_scale())
         name = grid.columns[column]
@@ -334,11 +334,11 @@ def loss_curves(run: RunRecord, reference: tuple[str, MetricRows] | None = None)
         for k, at in enumerate(iterations):
             axes.axvline(at, **style, label=text if k == 0 else None)
     axes.plot(*run.metrics.column("loss"), color=LINE, linewidth=1.4, label="training", zorder=3)
-    at, losses = run.metrics.column("validation_loss")
+    measured, losses = run.metrics.column("validation_loss")
     if (seen := np.isfinite(losses)).any():
         dots: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 5, "color": LINE}
         dots |= {"label": "validation", "markeredgecolor": SURFACE}
-        axes.plot(at[seen], losses[seen], **dots, zorder=4)
+        axes.plot(measured[seen], losses[seen], **dots, zorder=4)
     _finish(figure, axes, "loss")
     lower.set_xlabel("iteration")
     lower.xaxis.set_major_locator(_iteration_ticks(8))

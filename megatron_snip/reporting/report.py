@@ -262,7 +262,7 @@ def _plan_pictures(run: RunRecord) -> list[Picture]:
         Picture(
             "plan",
             f"Current plan{_sim(run)}",
-            f"Measured at iteration {plan.iteration}, applied at iteration {run.spans[-1].start}: "
+            f"Measured at iteration {plan.iteration}, applied at iteration {run.plans[-1].start}: "
             f"{option_counts(plan.linears)}. Efficiency {percent(plan.efficiency)}, policy "
             f"{plan.policy}, {plan.status}. In higher precision: {listing(high) or 'none'}.",
             partial(figures.plan_map, plan.linears),
@@ -272,7 +272,7 @@ def _plan_pictures(run: RunRecord) -> list[Picture]:
             "Plans over the iterations",
             "The format of each layer, for every kind of linear. Where it stays the same, "
             "refreshes agree. Where it changes often, two options cost almost the same.",
-            partial(figures.plan_history, run.spans),
+            partial(figures.plan_history, run.plans),
         ),
         _divergences(run),
     ]
@@ -323,11 +323,11 @@ def _plans_table(run: RunRecord) -> Table:
             quality(plan.objective),
             percent(run.quality_share(plan.objective)),
             quality(plan.gap, 2),
-            f"{span.num_changed} of {len(span.linears)}",
+            f"{span.num_changed} of {len(plan.linears)}",
             seconds(plan.seconds),
             seconds(span.wait_s),
         )
         for span in run.plans
-        if (plan := span.plan) is not None
+        for plan in [span.plan]
     )
     return Table("All plans", columns, rows, text_columns=0)

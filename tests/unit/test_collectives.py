@@ -1,16 +1,13 @@
 """Without a process group everything is what one rank alone would do."""
 
 import pytest
-import torch
 
 from megatron_snip.collectives import (
     RemoteFailure,
-    any_rank,
     attempt,
     broadcast_json,
     confirm,
     gather_json,
-    sum_over,
 )
 
 
@@ -43,9 +40,3 @@ def test_an_interrupt_is_not_a_failure() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         attempt("trying", interrupt, None)
-
-
-def test_a_sum_over_nobody_is_the_tensor_itself() -> None:
-    x = torch.ones(3)
-    assert sum_over(x, None) is x
-    assert any_rank(True, None) and not any_rank(False, None)

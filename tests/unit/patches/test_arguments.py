@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
-from megatron_snip.flags import flag_name
 from megatron_snip.patches import arguments, cpu
 from megatron_snip.patches.arguments import (
     add_snip_arguments,
@@ -52,13 +50,6 @@ def error_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line.removeprefix("megatron-snip: error: ")
-
-
-def test_every_setting_is_a_flag(installed: FakeMegatron) -> None:
-    known = {s for action in megatron_parser(installed)._actions for s in action.option_strings}
-    fields = [f for f in SnipConfig.model_fields if f != "enabled"]
-    assert {flag_name("snip-", field) for field in fields} <= known
-    assert {"--snip", "--no-snip", "--snip-config", "--snip-plan-file", "--lr"} <= known
 
 
 def test_the_namespace_is_megatrons_unless_flags_are_given(installed: FakeMegatron) -> None:
@@ -124,16 +115,6 @@ def test_a_bad_value_ends_in_one_line_that_names_the_flag(
     words: list[str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert re.match(line, error_line(words, capsys))
-
-
-def test_an_unknown_key_in_the_file_names_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "snip.yaml"
-    file.write_text("intervals: 30\n")
-    line = error_line(["--snip-config", str(file)], capsys)
-    assert line.startswith("--snip-config: ") and str(file) in line
-    assert "unknown key 'intervals' (did you mean 'interval'?)" in line
 
 
 @pytest.mark.parametrize(

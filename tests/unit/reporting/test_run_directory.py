@@ -31,7 +31,12 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def test_every_event_is_in_its_file(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "runs" / "one")  # parents are made
     run.start({"num_layers": 4, "snip": {"formats": ["fp8", "fp4"]}})
-    for payload in (applied(SHAPE, PLAN), MEASURED, Notice("kept", "why"), Metrics({"loss": 2.0})):
+    for payload in (
+        applied(SHAPE, PLAN),
+        MEASURED,
+        Notice("refresh_failed", "why"),
+        Metrics({"loss": 2.0}),
+    ):
         run.write(Event(34, payload))
     run.write(Event(35, Metrics({"loss": math.nan, "grad_norm": math.inf})))
     run.close()
@@ -53,7 +58,7 @@ def test_every_event_is_in_its_file(tmp_path: Path) -> None:
         "changed_linears": 12,
         "wait_s": 0.002,
         "refresh_s": 0.25,
-        "notices": [{"kind": "kept", "message": "why"}],
+        "notices": [{"kind": "refresh_failed", "message": "why"}],
     }
     assert second == {"iteration": 35, "loss": None, "grad_norm": None}
 
