@@ -314,8 +314,11 @@ class SnipController:
         num_changed = len(changed_linears(self.plan, plan))
         before, self.plan = self.plan, plan
         self.history.append((iteration, plan.digest))
-        changed = f"{num_changed} of {len(plan.linears)} linears are as in {fallback.label}"
-        self._notify(iteration, "reverted", f"reverted {before.label}: {changed}")
+        text = (
+            f"reverted {before.label}: {num_changed} of {len(plan.linears)} linears are as in "
+            f"{fallback.label}"
+        )
+        self._notify(iteration, "reverted", text)
         self._report_plan(iteration, num_changed)
 
     # The beginning of a run.

@@ -73,13 +73,6 @@ def test_a_cpu_run_has_defaults_that_flags_override(
     assert parser.parse_args(["--distributed-backend", "nccl"]).distributed_backend == "nccl"
 
 
-def test_flags_become_settings() -> None:
-    words = ["--snip", "--snip-interval", "50", "--snip-formats", "fp8,nvfp4"]
-    config = snip_config(namespace(*words), {})
-    assert config.enabled and config.interval == 50 and config.formats == ("fp8", "nvfp4")
-    assert not snip_config(argparse.Namespace(), {}).enabled
-
-
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "snip.yaml"
     file.write_text("enabled: true\ninterval: 30\nefficiency_target: 0.25\n")

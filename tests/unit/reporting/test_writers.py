@@ -1,17 +1,15 @@
-"""TensorBoard's files and W&B's offline run, read back with their own readers."""
+"""TensorBoard's files, read back with its own reader; rows for W&B."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from megatron_snip.errors import UsageError
 from megatron_snip.log import forget_warnings
@@ -31,56 +29,12 @@ from tests.unit.reporting.runs import (
     plan_from,
     write_events,
 )
-from tests.unit.reporting.wandb_runs import Written, isolate, read_back
 
 wandb = pytest.importorskip("wandb")
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
 SHAPE = Shape(config(), iterations=16, notices=((7, Notice("reverted", "back to <fp8>")),))
 PLAN = plan_from(SHAPE, measurement_at(SHAPE, 11))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    patch = pytest.MonkeyPatch()
-    folder = tmp_path_factory.mktemp("wandb")
-    isolate(patch, folder)
-    yield folder
-    wandb.teardown()
-    patch.undo()
-
-
-@pytest.fixture(scope="module")
-def written(folder: Path) -> Written:
-    """Refreshes at 3 and 11, plans at 5 and 13, a reverted plan at 7."""
-    module = start_wandb("a-project", folder, {"lr": 0.5})
-    writer = WandbWriter(module, {"interval": 8, "weight_lambda": 0.1})
-    write_events(writer, SHAPE)
-    module.finish()
-    writer.write(Event(99, Metrics({"loss": 1.0})))  # after the end: must not appear
-    return read_back(folder)
-
-
-def test_wandb_has_a_row_per_iteration_and_nothing_after_the_end(written: Written) -> None:
-    assert sorted(written.rows) == list(range(1, 17))
-    for iteration, row in written.rows.items():
-        assert row["snip/1_loss"] > 0
-        share = 0.0 if iteration < 5 else pytest.approx(11 / 18)
-        assert row["snip/2_lowest_precision_share"] == share
-    loss = written.rows[13]["snip/3_quality_loss_share"]
-    assert loss == pytest.approx((PLAN.objective or 0) / 1.1)
-    assert written.config == {"lr": 0.5, "snip": {"interval": 8, "weight_lambda": 0.1}}
-    assert written.exit_code == 0
-
-
-def test_wandb_has_plans_divergences_and_alerts(written: Written) -> None:
-    assert written.steps_with("snip/plan/map") == [5, 13]
-    artifacts = [name for name, kind in written.artifacts if kind == "snip-plan"]
-    assert len(artifacts) == 2 and len(set(artifacts)) == 1  # versions of one artifact
-    assert written.steps_with("snip/divergence/maps") == [3, 11]
-    with Image.open(written.media("snip/divergence/maps", 11)) as image:
-        assert image.width >= 1000
-    assert written.alerts == [("SNIP: reverted at iteration 7", "back to <fp8>")]
 
 
 def test_wandb_that_cannot_start_is_one_line(
@@ -99,21 +53,48 @@ class Run:
 
     def __init__(self, step: int) -> None:
         self.step, self.id = step, "abc"
-        self.rows: list[tuple[int, dict[str, Any]]] = []
+        self.rows: dict[int, dict[str, Any]] = {}
         self.artifacts: list[Any] = []
+        self.alerts: list[tuple[str, str]] = []
 
     def log(self, row: dict[str, Any], step: int) -> None:
-        self.rows.append((step, row))
+        self.rows.setdefault(step, {}).update(row)
         self.step = step
 
     def log_artifact(self, artifact: Any) -> None:
         self.artifacts.append(artifact)
 
+    def alert(self, title: str, text: str, level: Any) -> None:
+        self.alerts.append((title, text))
+
 
 def fake_wandb(step: int = 0) -> Any:
-    update = SimpleNamespace(update=lambda *_, **__: None)
-    names = {name: getattr(wandb, name) for name in ("Artifact", "Image")}
-    return SimpleNamespace(run=Run(step), config=update, **names)
+    shown: dict[str, Any] = {}
+    config = SimpleNamespace(shown=shown, update=lambda values, **_: shown.update(values))
+    names = {name: getattr(wandb, name) for name in ("AlertLevel", "Artifact", "Image")}
+    return SimpleNamespace(run=Run(step), config=config, **names)
+
+
+def test_wandb_has_rows_plans_divergences_and_alerts() -> None:
+    """Refreshes at 3 and 11, plans at 5 and 13, a reverted plan at 7."""
+    module = fake_wandb()
+    write_events(WandbWriter(module, {"interval": 8, "weight_lambda": 0.1}), SHAPE)
+    run = module.run
+    assert sorted(run.rows) == list(range(1, 17))
+    for iteration, row in run.rows.items():
+        assert row["snip/1_loss"] > 0
+        share = 0.0 if iteration < 5 else pytest.approx(11 / 18)
+        assert row["snip/2_lowest_precision_share"] == share
+    loss = run.rows[13]["snip/3_quality_loss_share"]
+    assert loss == pytest.approx((PLAN.objective or 0) / 1.1)
+    assert module.config.shown == {"snip": {"interval": 8, "weight_lambda": 0.1}}
+    for name, steps in (("snip/plan/map", [5, 13]), ("snip/divergence/maps", [3, 11])):
+        assert [step for step, row in run.rows.items() if name in row] == steps
+    assert run.rows[11]["snip/divergence/maps"].image.width >= 1000
+    assert [(a.type, a.name) for a in run.artifacts] == [("snip-plan", "plan-abc")] * 2
+    assert run.alerts == [("SNIP: reverted at iteration 7", "back to <fp8>")]
+    module.run = None  # W&B has ended the run
+    WandbWriter(module, {}).write(Event(99, Metrics({"loss": 1.0})))
 
 
 def test_iterations_that_the_wandb_run_has_are_left_out_with_one_warning(
@@ -124,7 +105,7 @@ def test_iterations_that_the_wandb_run_has_are_left_out_with_one_warning(
     writer = WandbWriter(module, {})
     for iteration in (90, 90, 100, 101):
         writer.write(Event(iteration, Metrics({"loss": 1.0})))
-    assert [step for step, _ in module.run.rows] == [100, 101]
+    assert list(module.run.rows) == [100, 101]
     assert len([r for r in caplog.records if "are left out" in r.message]) == 1
 
 
@@ -133,7 +114,7 @@ def test_only_a_new_or_resumed_plan_is_drawn() -> None:
     writer = WandbWriter(module, {})
     writer.write(Event(4, applied(SHAPE, PLAN, num_changed=0)))
     writer.write(Event(6, applied(SHAPE, PLAN, num_changed=0, resumed=True)))
-    (_, same), (_, resumed) = module.run.rows
+    same, resumed = module.run.rows.values()
     assert "snip/plan/map" not in same and "snip/plan/map" in resumed
     assert [artifact.metadata["digest"] for artifact in module.run.artifacts] == [PLAN.digest] * 2
 
@@ -147,7 +128,7 @@ def test_without_matplotlib_there_are_no_pictures_and_one_warning(
     module = fake_wandb()
     with caplog.at_level(logging.WARNING):
         write_events(WandbWriter(module, {}), Shape(config(), iterations=16))
-    rows = dict(module.run.rows)
+    rows = module.run.rows
     assert not any("map" in name for row in rows.values() for name in row)
     assert "pip install 'megatron-snip[report]'" in "".join(r.message for r in caplog.records)
     assert len([r for r in caplog.records if "no pictures" in r.message]) == 1
