@@ -127,10 +127,8 @@ class SnipController:
         self._schedule = self._refresher.schedule
         self.plan = self._first_plan(None if state is None else state.plan, seed)
         settings = PlanSettings.from_config(config, seed)
-        if not (self._is_rank_0 and self._schedule.replans):
-            solver = None
-        elif solver is None:
-            solver = SolverProcess()
+        solves = self._is_rank_0 and self._schedule.replans
+        solver = (solver or SolverProcess()) if solves else None
         self._solve = PendingSolve(settings, self._control, solver)
         self._guard: Guard | None = None
         if config.guard and self._schedule.replans:
@@ -206,15 +204,11 @@ class SnipController:
         self._solve.close()
         self._reporter.close()
 
-    def format_shares(self) -> dict[str, float]:
-        """Return the share of the linears' FLOPs in each format, lowest precision first."""
-        return format_shares(self.plan.linears, self._work)
-
     @property
     def lowest_precision_fraction(self) -> float:
         """Share of the linears' FLOPs in the lowest precision under the current plan."""
         bits = get_format(self.config.lowest_format).bits
-        shares = self.format_shares()
+        shares = format_shares(self.plan.linears, self._work)
         return sum(share for name, share in shares.items() if get_format(name).bits == bits)
 
     # A refresh, from measuring to the plan.
@@ -234,10 +228,9 @@ class SnipController:
         if self._refresher.failure is not None:
             self._keep_plan(iteration, f"measuring failed: {self._refresher.failure}")
             return
+        make = self._refresher.measurement
         try:
-            measured = attempt(
-                "making a planning problem", self._refresher.measurement, self._control
-            )
+            measured = attempt("making a planning problem", make, self._control)
         except RemoteFailure as failure:
             self._keep_plan(iteration, str(failure))
             return
@@ -272,7 +265,8 @@ class SnipController:
             self._guard.plan_changed(self.plan)
         self.plan = plan
         self.history.append((iteration, plan.digest))
-        shares = ", ".join(f"{share:.1%} {name}" for name, share in self.format_shares().items())
+        found = format_shares(plan.linears, self._work)
+        shares = ", ".join(f"{share:.1%} {name}" for name, share in found.items())
         self._log(
             f"iteration {iteration}: plan applied: {shares}, {num_changed} of "
             f"{len(plan.linears)} linears changed, solver {plan.seconds:.2f} s ({plan.status})"
@@ -341,12 +335,10 @@ class SnipController:
         """All ranks: return the plan as it can run here; log what changed."""
         plan.check_against(self._work)
         available = self._available.options
-        refusals = option_refusals(
-            self.model.linears, (*plan.linears.values(), *available), self._control
-        )
-        adapted, changes = adapt_plan(
-            plan, available, refusals, self._work, self.config.lowest_format
-        )
+        options = (*plan.linears.values(), *available)
+        refusals = option_refusals(self.model.linears, options, self._control)
+        lowest = self.config.lowest_format
+        adapted, changes = adapt_plan(plan, available, refusals, self._work, lowest)
         for text in changes:
             self._log(f"{plan.label}: {text}", logging.WARNING)
         return adapted
@@ -355,13 +347,13 @@ class SnipController:
         """All ranks: apply the first plan; solve again what was being solved."""
         self.model.install()
         self.model.apply(self.plan.linears)
-        done = 0 if state is None else state.iteration
         before = {} if state is None else state.plan.linears
         num_changed = sum(o != before.get(name, BF16) for name, o in self.plan.linears.items())
         if num_changed or self.history or not self._schedule.replans:
             # A plan file may be another one than before the stop.
             is_other = self.config.plan_file is not None and num_changed > 0
-            self._report_plan(done + 1, num_changed, resumed=state is not None and not is_other)
+            first = 1 if state is None else state.iteration + 1
+            self._report_plan(first, num_changed, resumed=state is not None and not is_other)
         if state is None:
             return
         changes = state.changes(reported_settings(self.config, str(self.model.backend)))
@@ -390,10 +382,9 @@ class SnipController:
     ) -> None:
         """All ranks: report the current plan and what every linear runs under it."""
         table = precision_table(self.model.linears, self.plan, iteration, self._control)
-        event = PlanApplied(
-            self.plan, self.format_shares(), num_changed, waited_s, resumed, table.to_dict()
-        )
-        self._report(iteration, event)
+        shares, resolved = format_shares(self.plan.linears, self._work), table.to_dict()
+        plan = PlanApplied(self.plan, shares, num_changed, waited_s, resumed, resolved)
+        self._report(iteration, plan)
 
     def _notify(self, iteration: int, kind: NoticeKind, text: str) -> None:
         text = f"iteration {iteration}: {text}"

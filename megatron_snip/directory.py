@@ -55,13 +55,12 @@ def own_files(directory: Path) -> Iterator[Path]:
                 yield path
 
 
-def check_new_run(directory: Path, overwrite: bool, flag: str = "--overwrite") -> None:
+def check_new_run(directory: Path, overwrite: bool) -> None:
     """Refuse to start a new run where its files would replace others.
 
     Args:
         directory: need not exist.
         overwrite: whether files of a former run may be replaced.
-        flag: the flag that sets `overwrite`, for the message.
 
     Raises:
         UsageError: if the directory holds another run and `overwrite` is not set, or holds files
@@ -79,7 +78,7 @@ def check_new_run(directory: Path, overwrite: bool, flag: str = "--overwrite") -
     if not overwrite:
         raise UsageError(
             f"'{directory}' holds another run; continue it with --load, name another directory, "
-            f"or replace its files with {flag}"
+            "or replace its files with --overwrite"
         )
 
 

@@ -91,18 +91,20 @@ class Schedule:
             self.waiting = not self._may_measure(iteration)
             if not self.waiting:
                 self.refreshed = iteration
-        if self.refreshed is None or not 0 <= iteration - self.refreshed < self.num_parts:
-            return None
-        self._measured = iteration
-        return iteration - self.refreshed
+        part = self._part(iteration)
+        self._measured = iteration if part is not None else self._measured
+        return part
+
+    def _part(self, iteration: int) -> int | None:
+        """Return the part of the refresh that began last; None after its end."""
+        part = -1 if self.refreshed is None else iteration - self.refreshed
+        return part if 0 <= part < self.num_parts else None
 
     def _is_due(self, iteration: int, wanted_at: int | None) -> bool:
         c = self._config
         if self.static and not c.collect_only:
             return False
-        if iteration < c.start_step:
-            return False
-        if self.refreshed is not None and 0 <= iteration - self.refreshed < self.num_parts:
+        if iteration < c.start_step or self._part(iteration) is not None:
             return False
         on_time = (iteration - c.start_step) % c.interval == 0
         return self.waiting or iteration == wanted_at or on_time

@@ -50,11 +50,6 @@ class Pending:
     apply_at: int
     problem: PlanningProblem
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain types."""
-        problem = self.problem.to_dict()
-        return {"iteration": self.iteration, "apply_at": self.apply_at, "problem": problem}
-
 
 @dataclass(frozen=True)
 class ControllerState:
@@ -82,13 +77,16 @@ class ControllerState:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the dict described above."""
+        pending = None
+        if self.pending is not None:
+            pending = {**vars(self.pending), "problem": self.pending.problem.to_dict()}
         return {
             "version": SCHEMA_VERSION,
             "iteration": self.iteration,
             "plan": self.plan.to_dict(),
             "history": [[iteration, digest] for iteration, digest in self.history],
             "refreshed": self.refreshed,
-            "pending": None if self.pending is None else self.pending.to_dict(),
+            "pending": pending,
             "guard": None if self.guard is None else self.guard.model_dump(mode="json"),
             "statistics": None if self.statistics is None else self.statistics.to_dict(),
             "settings": dict(self.settings),

@@ -159,13 +159,6 @@ def resumed_state(
     return state
 
 
-def output_directory(config: SnipConfig, save: str | None) -> Path:
-    """Return the directory of SNIP's own files; `save` is Megatron's `--save`, or None."""
-    if config.output_dir is not None:
-        return config.output_dir
-    return (Path() if save is None else Path(save)) / "snip"
-
-
 def make_writers(config: SnipConfig, args: argparse.Namespace, topology: Topology) -> list[Writer]:
     """All ranks: return this rank's writers: files on rank 0, Megatron's own on the last rank.
 
@@ -187,7 +180,7 @@ def _run_directory(config: SnipConfig, args: argparse.Namespace) -> RunDirectory
     from megatron_snip.directory import archive_run, check_new_run, lock_directory, mark
     from megatron_snip.reporting.run_directory import RunDirectory
 
-    path = output_directory(config, getattr(args, "save", None))
+    path = config.output_dir or Path(getattr(args, "save", None) or "") / "snip"
     directory = RunDirectory(path, lock_directory(path))
     check_new_run(path, overwrite=True)  # files without our marker are not touched
     mark(path)

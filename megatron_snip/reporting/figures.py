@@ -11,8 +11,7 @@ row 17, column fc1. Names of another form get a row of their own.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +61,7 @@ Floats = NDArray[np.float64]
 Draw = Callable[[], Figure]
 Points = Sequence[tuple[float, float]]
 
-_STYLE: dict[str, Any] = {
+STYLE: dict[str, Any] = {
     "font.size": 9.0,
     "axes.titlesize": 9.0,
     "axes.titlelocation": "left",
@@ -91,16 +90,9 @@ def png(draw: Draw) -> bytes:
 
 def _save(draw: Draw, **options: Any) -> bytes:
     stream = io.BytesIO()
-    with style():
+    with matplotlib.rc_context(STYLE):
         draw().savefig(stream, **options)
     return stream.getvalue()
-
-
-@contextmanager
-def style() -> Iterator[None]:
-    """Set the figures' style in matplotlib; restore the former one at the end."""
-    with matplotlib.rc_context(_STYLE):
-        yield
 
 
 def new_figure(height_in: float) -> Figure:

@@ -85,17 +85,8 @@ class Picture:
         return f"data:image/svg+xml;base64,{data}"
 
 
-@dataclass(frozen=True)
-class Reference:
-    """A run that the run is compared with, usually BF16.
-
-    Attributes:
-        name: what the report calls it.
-        metrics: its iterations.
-    """
-
-    name: str
-    metrics: MetricRows
+Reference = tuple[str, MetricRows]
+"""Name and metrics of the run that a run is compared with, usually BF16."""
 
 
 def read_reference(path: Path) -> Reference:
@@ -108,7 +99,7 @@ def read_reference(path: Path) -> Reference:
     """
     metrics = read_metrics(path / "metrics.jsonl" if path.is_dir() else path)
     name = (path if path.is_dir() else path.parent).resolve().name
-    return Reference(name if metrics.total("lowest_precision_fraction") > 0 else "BF16", metrics)
+    return name if metrics.total("lowest_precision_fraction") > 0 else "BF16", metrics
 
 
 def make_report(run: RunRecord, reference: Reference | None = None) -> str:
@@ -140,7 +131,7 @@ def make_report(run: RunRecord, reference: Reference | None = None) -> str:
 
 def last_gap(metrics: MetricRows, reference: Reference) -> tuple[float | None, int]:
     """Return the mean loss gap over the last tenth of the common iterations, and their number."""
-    _, gap = loss_gap(metrics, reference.metrics)
+    _, gap = loss_gap(metrics, reference[1])
     count = -(-len(gap) // 10)
     return (float(np.mean(gap[-count:])) if count else None), count
 
@@ -153,7 +144,7 @@ def frontier_of(run: RunRecord) -> figures.Points | str:
     """
     if run.problem is None:
         return "The run has made no refresh."
-    if run.snip is None or run.uniform_loss is None:
+    if run.snip is None:
         return "This version of megatron-snip cannot read the run's settings."
     update = {"policy": "snip", "time_limit_s": TIME_LIMIT_S}
     try:
@@ -206,7 +197,7 @@ def _tiles(run: RunRecord, reference: Reference | None) -> list[Tile]:
         gap, count = last_gap(metrics, reference)
         shown = "-" if gap is None else f"{gap:+.4f}"
         note = f"mean of the last {count} common iterations"
-        tiles.append((f"loss gap to {reference.name}", shown, note))
+        tiles.append((f"loss gap to {reference[0]}", shown, note))
     note = f"at iteration {at[-1]}" if at.size else "not measured"
     tiles.append(("validation loss", number(metrics.last("validation_loss")), note))
     share = percent(metrics.last("lowest_precision_fraction"))
@@ -230,9 +221,8 @@ def _loss(run: RunRecord, reference: Reference | None) -> Picture:
     end = number(run.metrics.last("loss"))
     caption = f"Training loss, {end} at the end. Dotted lines: plan changes. Red lines: failures."
     if reference is not None:
-        caption += f" Below: loss minus that of {reference.name}; above zero is worse."
-    pair = None if reference is None else (reference.name, reference.metrics)
-    return Picture("loss", "Loss", caption, partial(figures.loss_curves, run, pair))
+        caption += f" Below: loss minus that of {reference[0]}; above zero is worse."
+    return Picture("loss", "Loss", caption, partial(figures.loss_curves, run, reference))
 
 
 def _frontier(run: RunRecord) -> Picture:

@@ -177,14 +177,9 @@ class RunRecord:
             return None
         return self.snip.efficiency_target
 
-    @property
-    def uniform_loss(self) -> float | None:
-        """Quality loss of the uniform lowest precision, 1 + lambda: the scale of quality losses."""
-        return None if self.snip is None else 1.0 + self.snip.weight_lambda
-
     def quality_share(self, loss: float | None) -> float | None:
-        """Return a quality loss as share of `uniform_loss`, or None."""
-        return None if loss is None or self.uniform_loss is None else loss / self.uniform_loss
+        """Return a quality loss as share of the uniform lowest precision's, which is 1 + lambda."""
+        return None if loss is None or self.snip is None else loss / (1 + self.snip.weight_lambda)
 
 
 def check_run_directory(path: Path) -> None:

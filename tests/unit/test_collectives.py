@@ -6,7 +6,6 @@ from megatron_snip.collectives import (
     RemoteFailure,
     attempt,
     broadcast_json,
-    confirm,
     gather_json,
 )
 
@@ -29,9 +28,6 @@ def test_one_rank_fails_as_many_do() -> None:
         attempt("trying", fail, None)
     assert error.value.failures == {0: "KeyError: 'reason'"}
     assert attempt("trying", lambda: 5, None) == 5
-    confirm("trying", None, None)
-    with pytest.raises(RemoteFailure, match="trying failed on rank 0: why"):
-        confirm("trying", "why", None)
 
 
 def test_an_interrupt_is_not_a_failure() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
 from matplotlib.collections import QuadMesh
@@ -38,7 +39,7 @@ def by_gemm(tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
 
 
 def draw(function: Callable[..., Any], *arguments: Any) -> Any:
-    with figures.style():
+    with matplotlib.rc_context(figures.STYLE):
         return function(*arguments)
 
 

@@ -46,7 +46,7 @@ def test_the_record_has_what_the_run_wrote(complete: Path) -> None:
     assert record.divergences is not None and record.divergences.iteration == 19
     assert record.problem is not None and record.simulated is True
     assert record.metrics.notices == [RecordedNotice(13, "refresh_failed", NOTICE.message)]
-    assert (record.target, record.lowest_formats, record.uniform_loss) == (0.6, "fp4", 1.1)
+    assert (record.target, record.lowest_formats) == (0.6, "fp4")
     assert record.quality_share(0.55) == pytest.approx(0.5)
 
 
@@ -91,7 +91,7 @@ def test_runs_without_plans(tmp_path: Path) -> None:
 def test_settings_that_cannot_be_read_are_no_error(run: Path, snip: Any) -> None:
     (run / "config.yaml").write_text(yaml.safe_dump({"megatron": {"train_iters": 9}, "snip": snip}))
     record = read_run(run)
-    assert record.snip is None and record.uniform_loss is None and record.train_iters == 9
+    assert record.snip is None and record.quality_share(1.0) is None and record.train_iters == 9
 
 
 @pytest.mark.parametrize(
