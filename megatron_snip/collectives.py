@@ -83,29 +83,15 @@ def attempt(what: str, action: Callable[[], T], group: ProcessGroup | None) -> T
         RemoteFailure: on every rank, if `action` raised an Exception on any.
     """
     result: T | None = None
-    message: str | None = None
+    failure: str | None = None
     try:
         result = action()
     except Exception as error:  # any error must reach all ranks
-        message = f"{type(error).__name__}: {one_line(error)}"
-    confirm(what, message, group)
-    return result  # type: ignore[return-value]  # confirm raised if action did
-
-
-def confirm(what: str, failure: str | None, group: ProcessGroup | None) -> None:
-    """All ranks: raise on every rank if any rank passes a `failure` message.
-
-    Raises:
-        RemoteFailure: naming the ranks that failed.
-    """
-    if group is None:
-        if failure is not None:
-            raise RemoteFailure(what, {0: failure})
-        return
-    if not any_rank(failure is not None, group):
-        return
-    texts = gather_json(failure, group)
-    raise RemoteFailure(what, {rank: t for rank, t in enumerate(texts) if t is not None})
+        failure = f"{type(error).__name__}: {one_line(error)}"
+    if any_rank(failure is not None, group):
+        texts = gather_json(failure, group)
+        raise RemoteFailure(what, {rank: t for rank, t in enumerate(texts) if t is not None})
+    return result  # type: ignore[return-value]  # no rank failed
 
 
 def one_line(error: BaseException) -> str:

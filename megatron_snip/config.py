@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from megatron_snip.errors import UsageError, did_you_mean, naming_field
+from megatron_snip.files import read_text
 from megatron_snip.formats import get_format, lowest_precision
 from megatron_snip.options import Granularity, Option, enumerate_options
 
@@ -122,7 +123,7 @@ class PlanFields(_Section):
 
     plan_file: Path | None = None
     """Start with this plan (a plans/<iteration>.json of another run). With --snip-collect-only
-    the plan stays for the whole run."""
+    the plan stays until the run ends."""
 
 
 class GuardFields(_Section):
@@ -259,7 +260,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         UsageError: if the file is missing, is not YAML, holds a key twice, is nested or aliased
             beyond what settings need, or does not hold a mapping.
     """
-    loaded = parse_yaml(_settings_text(path), f"'{path}'")
+    loaded = parse_yaml(read_text(path, f"'{path}'", _MAX_YAML_BYTES), f"'{path}'")
     if loaded is None:
         return {}
     if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
@@ -285,17 +286,6 @@ def parse_yaml(text: str, source: str) -> Any:
         raise UsageError(f"{source} is not valid YAML: {_short(detail, 500)}") from None
     except (ValueError, RecursionError) as error:  # a 13th month, a number of 5000 digits
         raise UsageError(f"{source} is not valid YAML: {_short(str(error), 200)}") from None
-
-
-def _settings_text(path: Path) -> str:
-    try:
-        if path.exists() and not path.is_file():
-            raise UsageError(f"cannot read '{path}': not a regular file")
-        if path.stat().st_size > _MAX_YAML_BYTES:
-            raise UsageError(f"cannot read '{path}': larger than {_MAX_YAML_BYTES >> 20} MiB")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise UsageError(f"cannot read '{path}': {error}") from None
 
 
 def _check_shape(text: str, source: str) -> None:

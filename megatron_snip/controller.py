@@ -24,8 +24,8 @@ from megatron_snip.collectives import RemoteFailure, attempt
 from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.quality_loss import unmeasured_problem
 from megatron_snip.errors import PlanningError, UsageError
-from megatron_snip.formats import get_format, lowest_precision
-from megatron_snip.guard import Guard, GuardState
+from megatron_snip.formats import get_format
+from megatron_snip.guard import Guard
 from megatron_snip.linears.availability import (
     available_options,
     option_refusals,
@@ -34,10 +34,10 @@ from megatron_snip.linears.availability import (
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.precision_log import precision_table
-from megatron_snip.linears.training_step import ForwardBackward, TrainingStep
+from megatron_snip.linears.training_step import ForwardBackward, Results, TrainingStep
 from megatron_snip.options import BF16, Option
 from megatron_snip.pending_solve import PendingSolve, from_rank_0
-from megatron_snip.planning.plan import PrecisionPlan, changed_linears
+from megatron_snip.planning.plan import PrecisionPlan, changed_linears, format_shares
 from megatron_snip.planning.planner import (
     adapt_plan,
     bf16_plan,
@@ -46,26 +46,19 @@ from megatron_snip.planning.planner import (
 )
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
-from megatron_snip.refresh import (
-    MIN_OPTIMIZER_STEPS,
-    Refresher,
-    Results,
-    Schedule,
-    moments_are_young,
-)
+from megatron_snip.refresh import Refresher
 from megatron_snip.reporting.events import (
     Event,
-    Measurement,
     Metrics,
     Notice,
     NoticeKind,
+    Payload,
     PlanApplied,
     Reporter,
     Writer,
 )
-from megatron_snip.state import ControllerState, Pending
+from megatron_snip.state import ControllerState, Pending, reported_settings
 from megatron_snip.topology import Topology
-from megatron_snip.version import installed_version
 
 logger = logging.getLogger(__name__)
 
@@ -123,30 +116,26 @@ class SnipController:
         self._control = topology.control
         self._is_rank_0 = topology.rank == 0
         self._reporter = Reporter(writers)
-        refreshed = None if state is None else state.refreshed
-        self._schedule = Schedule(config, self._may_measure, refreshed)
-        self._topology = topology
         self._work = {i.name: (i.stage, i.flops_per_token) for i in self.model.all_linears}
         self._available = available_options(self.model, config)
         for text in self._available.warnings:
-            self._warn(text)
+            self._log(text, logging.WARNING)
+        self._refresher = Refresher(
+            config, self.model, self._available, optimizer, topology, seed, state
+        )
+        self._schedule = self._refresher.schedule
         self.plan = self._first_plan(None if state is None else state.plan, seed)
         settings = PlanSettings.from_config(config, seed)
-        if not (self._is_rank_0 and self._schedule.replans):
-            solver = None
-        elif solver is None:
-            solver = SolverProcess()
+        solves = self._is_rank_0 and self._schedule.replans
+        solver = (solver or SolverProcess()) if solves else None
         self._solve = PendingSolve(settings, self._control, solver)
-        self._guard = self._make_guard(topology, None if state is None else state.guard)
-        self._refresher = Refresher(
-            config,
-            self.model,
-            optimizer,
-            topology,
-            self._schedule.num_parts,
-            seed,
-            None if state is None else state.statistics,
-        )
+        self._guard: Guard | None = None
+        if config.guard and self._schedule.replans:
+            guard_state = None if state is None else state.guard
+            if guard_state is not None and guard_state.good is not None:
+                good = self._adapted(guard_state.good)
+                guard_state = guard_state.model_copy(update={"good": good})
+            self._guard = Guard(config.guard_sigmas, topology, guard_state)
         self._start(state)
 
     # What a training loop calls.
@@ -175,9 +164,8 @@ class SnipController:
         part = self._schedule.part(iteration, wanted_at, may_begin=self._solve.pending is None)
         if part is None:
             return self._train(iteration, training)[0]
-        formats = self.model.measured_formats(self._available_formats())
         results = self._refresher.measure(
-            iteration, part, formats, training, lambda: self._train(iteration, training)
+            iteration, part, training, lambda: self._train(iteration, training)
         )
         if part == self._schedule.num_parts - 1:
             self._finish_refresh(iteration)
@@ -206,7 +194,7 @@ class SnipController:
             pending=self._solve.pending,
             guard=None if self._guard is None else self._guard.state,
             statistics=self._refresher.mean,
-            settings=self._settings(),
+            settings=reported_settings(self.config, str(self.model.backend)),
         )
 
     def close(self) -> None:
@@ -215,21 +203,11 @@ class SnipController:
         self._solve.close()
         self._reporter.close()
 
-    def format_shares(self) -> dict[str, float]:
-        """Return the share of the linears' FLOPs in each format, lowest precision first."""
-        flops: dict[str, float] = {}
-        for linear in self.model.all_linears:
-            for name in self.plan.linears[linear.name].formats:
-                flops[name] = flops.get(name, 0.0) + linear.flops_per_token / 3
-        total = sum(flops.values())
-        names = sorted(flops, key=lambda name: get_format(name).bits)
-        return {name: flops[name] / total for name in names}
-
     @property
     def lowest_precision_fraction(self) -> float:
         """Share of the linears' FLOPs in the lowest precision under the current plan."""
         bits = get_format(self.config.lowest_format).bits
-        shares = self.format_shares()
+        shares = format_shares(self.plan.linears, self._work)
         return sum(share for name, share in shares.items() if get_format(name).bits == bits)
 
     # A refresh, from measuring to the plan.
@@ -244,23 +222,14 @@ class SnipController:
             self._guard.start_loss(results)
         return results, True
 
-    def _may_measure(self, iteration: int) -> bool:
-        """All ranks: whether the optimizer's moments have seen enough steps."""
-        young = moments_are_young(self._optimizer, self._topology)
-        if young and not self._schedule.waiting:
-            self._log(
-                f"iteration {iteration}: measuring waits until the optimizer has made "
-                f"{MIN_OPTIMIZER_STEPS} steps"
-            )
-        return not young
-
     def _finish_refresh(self, iteration: int) -> None:
         """All ranks: every linear was measured; give the problem to the solver."""
         if self._refresher.failure is not None:
             self._keep_plan(iteration, f"measuring failed: {self._refresher.failure}")
             return
+        make = self._refresher.measurement
         try:
-            measured = attempt("making a planning problem", self._measurement, self._control)
+            measured = attempt("making a planning problem", make, self._control)
         except RemoteFailure as failure:
             self._keep_plan(iteration, str(failure))
             return
@@ -272,17 +241,6 @@ class SnipController:
         if self._schedule.replans:
             pending = Pending(iteration, iteration + self.config.lag, measured.problem)
             self._solve.submit(pending, self.plan)
-
-    def _measurement(self) -> Measurement:
-        # Another format of as few bits stands in for a lowest precision that no linear can run.
-        lowest_format = lowest_precision(self._available_formats()).name
-        measured = self._refresher.measurement(self._available.options, lowest_format)
-        problem = restrict_problem(measured.problem, self._available.refusals)
-        return replace(measured, problem=problem)
-
-    def _available_formats(self) -> tuple[str, ...]:
-        names = {name for option in self._available.options for name in option.formats}
-        return tuple(name for name in self.config.formats if name in names)
 
     def _apply_solved(self, iteration: int) -> None:
         """All ranks: get the outcome from rank 0; apply the plan, or keep the current one."""
@@ -306,7 +264,8 @@ class SnipController:
             self._guard.plan_changed(self.plan)
         self.plan = plan
         self.history.append((iteration, plan.digest))
-        shares = ", ".join(f"{share:.1%} {name}" for name, share in self.format_shares().items())
+        found = format_shares(plan.linears, self._work)
+        shares = ", ".join(f"{share:.1%} {name}" for name, share in found.items())
         self._log(
             f"iteration {iteration}: plan applied: {shares}, {num_changed} of "
             f"{len(plan.linears)} linears changed, solver {plan.seconds:.2f} s ({plan.status})"
@@ -314,8 +273,7 @@ class SnipController:
         self._report_plan(iteration, num_changed, waited_s)
 
     def _keep_plan(self, iteration: int, reason: str) -> None:
-        text = f"iteration {iteration}: keeping {self.plan.label}: {reason}"
-        self._notify(iteration, "kept", text)
+        self._notify(iteration, "refresh_failed", f"keeping {self.plan.label}: {reason}")
 
     # A plan that the guard judges.
 
@@ -329,18 +287,11 @@ class SnipController:
             self.model.runtime.begin_pass(iteration)
             return training.run()
 
-        def clear() -> None:
-            for chunk in training.chunks:
-                clear_buffers: Any = getattr(chunk, "zero_grad_buffer", None)
-                if clear_buffers is not None:
-                    clear_buffers()
-            self._optimizer.zero_grad()
-
         pins = [glob for glob, _ in self.config.pin_pairs]
         safe = bf16_plan(self.plan, pins, self._work, self.config.lowest_format, iteration)
-        judged = guard.run_watched(training, self.plan, safe, run, clear)
+        judged = guard.run_watched(training, self.plan, safe, run, self._optimizer)
         if judged.message is not None:
-            self._notify(iteration, "guard", f"iteration {iteration}: {judged.message}")
+            self._notify(iteration, "guard", judged.message)
         if judged.fallback is None:
             self.model.apply(self.plan.linears)
         else:
@@ -357,8 +308,8 @@ class SnipController:
         before, self.plan = self.plan, plan
         self.history.append((iteration, plan.digest))
         text = (
-            f"iteration {iteration}: reverted {before.label}: {num_changed} of "
-            f"{len(plan.linears)} linears are as in {fallback.label}"
+            f"reverted {before.label}: {num_changed} of {len(plan.linears)} linears are as in "
+            f"{fallback.label}"
         )
         self._notify(iteration, "reverted", text)
         self._report_plan(iteration, num_changed)
@@ -370,15 +321,11 @@ class SnipController:
         c = self.config
 
         def make() -> PrecisionPlan:
+            available, linears = self._available, self.model.all_linears
             problem = unmeasured_problem(
-                self.model.all_linears,
-                self._available.options,
-                c.lowest_format,
-                c.efficiency_target,
+                linears, available.options, c.lowest_format, c.efficiency_target
             )
-            return initial_plan(
-                restrict_problem(problem, self._available.refusals), c, seed, resumed
-            )
+            return initial_plan(restrict_problem(problem, available.refusals), c, seed, resumed)
 
         plan = from_rank_0(make if self._is_rank_0 else None, self._control)
         return self._adapted(PrecisionPlan.from_dict(plan))
@@ -387,76 +334,44 @@ class SnipController:
         """All ranks: return the plan as it can run here; log what changed."""
         plan.check_against(self._work)
         available = self._available.options
-        refusals = option_refusals(
-            self.model.linears, (*plan.linears.values(), *available), self._control
-        )
-        adapted, changes = adapt_plan(
-            plan, available, refusals, self._work, self.config.lowest_format
-        )
+        options = (*plan.linears.values(), *available)
+        refusals = option_refusals(self.model.linears, options, self._control)
+        lowest = self.config.lowest_format
+        adapted, changes = adapt_plan(plan, available, refusals, self._work, lowest)
         for text in changes:
-            self._warn(f"{plan.label}: {text}")
+            self._log(f"{plan.label}: {text}", logging.WARNING)
         return adapted
-
-    def _make_guard(self, topology: Topology, state: GuardState | None) -> Guard | None:
-        """All ranks: return the guard, if plans change in this run."""
-        if not (self.config.guard and self._schedule.replans):
-            return None
-        if state is not None and state.good is not None:
-            state = replace(state, good=self._adapted(state.good))
-        return Guard(self.config.guard_sigmas, topology, state)
 
     def _start(self, state: ControllerState | None) -> None:
         """All ranks: apply the first plan; solve again what was being solved."""
         self.model.install()
         self.model.apply(self.plan.linears)
-        done = 0 if state is None else state.iteration
-        if state is None:
-            num_changed = sum(option != BF16 for option in self.plan.linears.values())
-        else:
-            num_changed = len(changed_linears(state.plan, self.plan))
+        before = {} if state is None else state.plan.linears
+        num_changed = sum(o != before.get(name, BF16) for name, o in self.plan.linears.items())
         if num_changed or self.history or not self._schedule.replans:
             # A plan file may be another one than before the stop.
             is_other = self.config.plan_file is not None and num_changed > 0
-            self._report_plan(done + 1, num_changed, resumed=state is not None and not is_other)
+            first = 1 if state is None else state.iteration + 1
+            self._report_plan(first, num_changed, resumed=state is not None and not is_other)
         if state is None:
             return
-        changes = [
-            f"{name} {state.settings[name]} -> {text}"
-            for name, text in self._settings().items()
-            if state.settings.get(name, text) != text
-        ]
+        changes = state.changes(reported_settings(self.config, str(self.model.backend)))
         if changes:
-            self._warn(f"this run resumes with other settings: {', '.join(changes)}")
+            self._log(
+                f"this run resumes with other settings: {', '.join(changes)}", logging.WARNING
+            )
         if state.pending is not None and self._schedule.replans:
             self._submit_again(state.pending)
-
-    def _settings(self) -> dict[str, str]:
-        """Return settings and versions whose change a resumed run reports."""
-        c = self.config
-        found = {
-            "formats": ",".join(c.formats),
-            "granularity": c.granularity,
-            "efficiency_target": str(c.efficiency_target),
-            "policy": c.policy,
-            "backend": self.model.backend,
-        }
-        packages = ("megatron-snip", "megatron-core", "torch", "transformer-engine")
-        return found | {name: str(installed_version(name)) for name in packages}
 
     def _submit_again(self, pending: Pending) -> None:
         """All ranks: solve a former run's problem, with the stages and options of this run."""
         problem = pending.problem
-        if set(problem.names) != set(self._work):
-            why = f"the problem of iteration {pending.iteration} is of another model"
-            self._keep_plan(pending.apply_at, why)
-            return
-        rows = [
+        rows = tuple(
             row.model_copy(update={"stage": self._work[row.name][0]}) for row in problem.linears
-        ]
+        )
         options = dict.fromkeys(Option.parse(name) for row in rows for name in row.options)
         refusals = option_refusals(self.model.linears, options, self._control)
-        problem = problem.model_copy(update={"linears": tuple(rows)})
-        problem = restrict_problem(problem, refusals)
+        problem = restrict_problem(problem.model_copy(update={"linears": rows}), refusals)
         self._solve.submit(replace(pending, problem=problem), self.plan)
 
     # Logs and reports.
@@ -466,22 +381,18 @@ class SnipController:
     ) -> None:
         """All ranks: report the current plan and what every linear runs under it."""
         table = precision_table(self.model.linears, self.plan, iteration, self._control)
-        event = PlanApplied(self.plan, self.format_shares(), num_changed, waited_s, resumed, table)
+        shares = format_shares(self.plan.linears, self._work)
+        event = PlanApplied(self.plan, shares, num_changed, waited_s, resumed, table)
         self._report(iteration, event)
 
     def _notify(self, iteration: int, kind: NoticeKind, text: str) -> None:
-        self._warn(text)
+        text = f"iteration {iteration}: {text}"
+        self._log(text, logging.WARNING)
         self._report(iteration, Notice(kind, text))
 
-    def _warn(self, text: str) -> None:
+    def _log(self, text: str, level: int = logging.INFO) -> None:
         if self._is_rank_0:
-            logger.warning("snip: %s", text)
+            logger.log(level, "snip: %s", text)
 
-    def _log(self, text: str) -> None:
-        if self._is_rank_0:
-            logger.info("snip: %s", text)
-
-    def _report(
-        self, iteration: int, payload: PlanApplied | Measurement | Notice | Metrics
-    ) -> None:
+    def _report(self, iteration: int, payload: Payload) -> None:
         self._reporter.write(Event(iteration, payload))

@@ -4,15 +4,14 @@
     DIR/.megatron-snip.lock     held by the job that writes now (JSON: host, pid, Slurm job)
 
 A file counts as written by SNIP if its directory has the marker and its path matches `OWN_FILES`.
-The lock is a hard link, which is atomic on local file systems and on NFS. It is taken over only if
-its holder is provably gone: the process has ended on this host, this host has booted since, or
-Slurm says that the job has ended.
+The lock is made with O_EXCL, which is atomic on local file systems and on NFS from version 3 on. It
+is taken over only if its holder is provably gone: the process has ended on this host, this host has
+booted since, or Slurm says that the job has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -56,13 +55,12 @@ def own_files(directory: Path) -> Iterator[Path]:
                 yield path
 
 
-def check_new_run(directory: Path, overwrite: bool, flag: str = "--overwrite") -> None:
+def check_new_run(directory: Path, overwrite: bool) -> None:
     """Refuse to start a new run where its files would replace others.
 
     Args:
         directory: need not exist.
         overwrite: whether files of a former run may be replaced.
-        flag: the flag that sets `overwrite`, for the message.
 
     Raises:
         UsageError: if the directory holds another run and `overwrite` is not set, or holds files
@@ -80,7 +78,7 @@ def check_new_run(directory: Path, overwrite: bool, flag: str = "--overwrite") -
     if not overwrite:
         raise UsageError(
             f"'{directory}' holds another run; continue it with --load, name another directory, "
-            f"or replace its files with {flag}"
+            "or replace its files with --overwrite"
         )
 
 
@@ -187,29 +185,17 @@ def _this_process() -> dict[str, Any]:
 
 
 def _create(path: Path, content: dict[str, Any]) -> bool:
-    """Make the lock with its content in one step; return False if there is one."""
-    temporary = path.with_name(f"{path.name}.{content['token']}")
-    temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    """Make the lock; return False if there is one. One without content is held, too."""
     try:
-        os.link(temporary, path)
-    except FileExistsError:
-        # NFS may report this for a link that it has made, when an answer was lost.
-        return temporary.stat().st_nlink == 2
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
-            raise
-        return _create_exclusively(path, temporary)  # a file system without hard links
-    finally:
-        temporary.unlink(missing_ok=True)
-    return True
-
-
-def _create_exclusively(path: Path, source: Path) -> bool:
-    try:
-        with path.open("x", encoding="utf-8") as stream:
-            stream.write(source.read_text(encoding="utf-8"))
+        stream = path.open("x", encoding="utf-8")
     except FileExistsError:
         return False
+    try:
+        with stream:
+            stream.write(json.dumps(content) + "\n")
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
     return True
 
 
@@ -289,9 +275,7 @@ def _start_time(pid: int) -> str | None:
     try:
         status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
-        if Path("/proc/self/stat").exists():
-            return None
-        return _alive_without_proc(pid)
+        return None if Path("/proc/self/stat").exists() else _alive_without_proc(pid)
     fields = status.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else fields[19]
 

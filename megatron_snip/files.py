@@ -23,23 +23,24 @@ MAX_BYTES = 1 << 28
 """256 MiB; a problem with a million options is smaller."""
 
 
-def read_text(path: Path, source: str) -> str:
-    """Read a UTF-8 text file that may come from anybody.
+def read_text(path: Path, source: str, max_bytes: int = MAX_BYTES) -> str:
+    """Read a UTF-8 text file that is not trusted.
 
     Args:
         path: the file.
         source: how error messages call it.
+        max_bytes: the largest size that is read.
 
     Raises:
         UsageError: if it cannot be read, is not a regular file (a device or a pipe may never
-            end), is larger than `MAX_BYTES`, or is not UTF-8.
+            end), is larger than `max_bytes`, or is not UTF-8.
     """
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise UsageError(f"{source} is not a regular file")
-        if status.st_size > MAX_BYTES:
-            raise UsageError(f"{source} is larger than {MAX_BYTES >> 20} MiB")
+        if status.st_size > max_bytes:
+            raise UsageError(f"{source} is larger than {max_bytes >> 20} MiB")
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise UsageError(f"{source} is not UTF-8 text") from None

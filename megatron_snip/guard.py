@@ -1,16 +1,16 @@
 """The guard: reverts a plan that makes the loss jump or NaN.
 
-The guard judges the first 50 iterations after a plan change. From the last calm losses l_i before
-the change (at most 16) it computes
+The guard judges the first 50 iterations after a plan change. From the last losses l_i before the
+change that were no spikes (at most 16) it computes
 
     level    the median of the last 8 (the largest, while there are fewer than 8)
     noise    1.4826 / sqrt(2) * median |d_i - median d|,  d_i = l_i - l_(i-1)
              (robust; a slope does not enter)
     limit    level + max(sigmas * noise, 0.2 * |level|)
 
-An iteration whose loss is finite and at most the limit is calm. Otherwise everything that the
-attempt changed is restored, and the iteration runs again under the fallback plan, so a NaN that a
-plan causes never reaches the weights. The plan is reverted if its loss was not finite and the
+A loss above the limit, or one that is not finite, is a spike. Then everything that the attempt
+changed is restored, and the iteration runs again under the fallback plan, so a NaN that a plan
+causes never reaches the weights. The plan is reverted if its loss was not finite and the
 second one is, if the second run undoes more than half of the rise, or if losses stayed above the
 limit for 10 iterations. Then the fallback stays, the plan is refused from now on, and the next
 iteration measures again. Otherwise the data or the learning rate caused the loss, and the plan
@@ -29,12 +29,14 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from megatron_snip.linears.step_loss import StepLoss, finite_gradients
 from megatron_snip.linears.training_state import TrainingStateSnapshot
-from megatron_snip.linears.training_step import TrainingStep, tolerating_non_finite
+from megatron_snip.linears.training_step import Results, TrainingStep, tolerating_non_finite
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.topology import Topology
 
@@ -57,33 +59,32 @@ that falls fast."""
 _NORMAL = 1.4826 / math.sqrt(2.0)
 """Median |difference of two draws| to standard deviation, for a normal distribution."""
 
-Results = list[dict[str, Any]]
-"""What Megatron's forward-backward function returns."""
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-@dataclass(frozen=True)
-class Watch:
+class Watch(_Record):
     """A plan that is being judged.
 
     Attributes:
         left: iterations still to be judged.
         level: the loss at the plan change.
-        limit: losses above it are suspect.
-        strikes: suspect iterations since the loss was last below half of the rise.
+        limit: losses above it are spikes.
+        num_spikes: spikes since the loss was last below half of the rise.
     """
 
     left: int
     level: float
     limit: float
-    strikes: int = 0
+    num_spikes: int = 0
 
 
-@dataclass(frozen=True)
-class LossMonitor:
+class LossMonitor(_Record):
     """The losses so far, and the watch on the current plan; ranks that add equal losses agree.
 
     Attributes:
-        recent: the last calm losses, oldest first.
+        recent: the last losses that were no spikes, oldest first.
         watch: None if the current plan is not being judged.
     """
 
@@ -93,18 +94,19 @@ class LossMonitor:
     def after_plan_change(self, sigmas: float) -> LossMonitor:
         """Return the monitor that judges a new plan; without losses before, nothing is judged."""
         if not self.recent:
-            return replace(self, watch=None)
+            return self.model_copy(update={"watch": None})
         many = len(self.recent) >= _MEDIAN_LOSSES
         level = statistics.median(self.recent[-_MEDIAN_LOSSES:]) if many else max(self.recent)
         limit = level + max(sigmas * _noise(self.recent), MIN_RISE * abs(level))
-        return replace(self, watch=Watch(WATCHED_ITERATIONS, level, limit))
+        watch = Watch(left=WATCHED_ITERATIONS, level=level, limit=limit)
+        return self.model_copy(update={"watch": watch})
 
-    def is_calm(self, loss: float) -> bool:
-        """Whether a loss raises no suspicion."""
-        return self.watch is None or (math.isfinite(loss) and loss <= self.watch.limit)
+    def is_spike(self, loss: float) -> bool:
+        """Whether a loss is not finite or above the limit; never outside of a watch."""
+        return self.watch is not None and not (math.isfinite(loss) and loss <= self.watch.limit)
 
     def blames_plan(self, loss: float, second: float) -> bool:
-        """Return whether the plan is the reason for a suspect loss.
+        """Return whether the plan is the reason for a spike.
 
         Args:
             loss: under the plan.
@@ -113,51 +115,30 @@ class LossMonitor:
         assert self.watch is not None, "only a watched iteration runs twice"
         if not math.isfinite(loss):
             return math.isfinite(second)  # NaN under both is not the plan's doing
-        if self.watch.strikes + 1 >= PATIENCE:
+        if self.watch.num_spikes + 1 >= PATIENCE:
             return True
         return loss - second > 0.5 * (loss - self.watch.level)
 
     def add(self, loss: float) -> LossMonitor:
         """Return the monitor after an iteration with this loss."""
-        finite, watch = math.isfinite(loss), self.watch
-        if watch is None:
-            # After a NaN there is no level to compare with; no plan change caused it.
-            return LossMonitor((*self.recent, loss)[-_MAX_LOSSES:] if finite else ())
-        strikes = watch.strikes
-        if not finite or loss > watch.limit:
-            strikes += 1
+        watch = self.watch
+        recent = (*self.recent, loss)[-_MAX_LOSSES:] if math.isfinite(loss) else ()
+        if watch is None:  # after a NaN that no plan change caused there is no level
+            return LossMonitor(recent=recent)
+        num_spikes = watch.num_spikes
+        if self.is_spike(loss):
+            num_spikes += 1
         elif loss <= (watch.level + watch.limit) / 2:
-            strikes = 0
-        recent = (*self.recent, loss)[-_MAX_LOSSES:] if strikes == 0 else self.recent
+            num_spikes = 0
+        recent = recent if num_spikes == 0 else self.recent
         left = watch.left - 1
-        if left <= 0 and strikes == 0:  # a series of high losses is watched to its end
-            return LossMonitor(recent)
-        return LossMonitor(recent, replace(watch, left=left, strikes=strikes))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain types."""
-        watch = None
-        if self.watch is not None:
-            w = self.watch
-            watch = {"left": w.left, "level": w.level, "bar": w.limit, "strikes": w.strikes}
-        return {"recent": list(self.recent), "watch": watch}
-
-    @classmethod
-    def from_dict(cls, value: dict[str, Any]) -> LossMonitor:
-        """Build from what `to_dict` returned.
-
-        Raises:
-            KeyError, TypeError, ValueError: if an entry is missing, or is not a finite number.
-        """
-        w = value["watch"]
-        watch = None
-        if w is not None:
-            watch = Watch(int(w["left"]), _finite(w["level"]), _finite(w["bar"]), int(w["strikes"]))
-        return cls(tuple(_finite(loss) for loss in value["recent"])[-_MAX_LOSSES:], watch)
+        if left <= 0 and num_spikes == 0:  # a series of spikes is watched to its end
+            return LossMonitor(recent=recent)
+        update = {"left": left, "num_spikes": num_spikes}
+        return LossMonitor(recent=recent, watch=watch.model_copy(update=update))
 
 
-@dataclass(frozen=True)
-class GuardState:
+class GuardState(_Record):
     """What a checkpoint keeps of the guard.
 
     Attributes:
@@ -174,15 +155,10 @@ class GuardState:
     num_reverted: int = 0
     refresh_at: int | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain types."""
-        return {
-            "loss": self.loss.to_dict(),
-            "good": None if self.good is None else self.good.to_dict(),
-            "refused": list(self.refused),
-            "falls": self.num_reverted,
-            "refresh_at": self.refresh_at,
-        }
+    @field_validator("good", mode="before")
+    @classmethod
+    def _read_plan(cls, value: Any) -> Any:
+        return PrecisionPlan.from_dict(value, "good plan") if isinstance(value, dict) else value
 
 
 @dataclass(frozen=True)
@@ -192,7 +168,7 @@ class Judgement:
     Attributes:
         results: of the run that counts.
         fallback: the plan to continue with, or None to keep the current one.
-        message: what happened, one line; None if the iteration was calm.
+        message: what happened, one line; None without a spike.
     """
 
     results: Results
@@ -226,9 +202,9 @@ class Guard:
     def plan_changed(self, old: PrecisionPlan) -> None:
         """Judge a plan that replaces `old` from the next iteration on."""
         watch = self.state.loss.watch
-        good = old if watch is None or watch.strikes == 0 else self.state.good
+        good = old if watch is None or watch.num_spikes == 0 else self.state.good
         loss = self.state.loss.after_plan_change(self._sigmas)
-        self.state = replace(self.state, good=good, loss=loss)
+        self.state = self.state.model_copy(update={"good": good, "loss": loss})
 
     def start_loss(self, results: Results) -> None:
         """Begin to collect the loss of an unwatched iteration; `finish_loss` reads it."""
@@ -246,7 +222,7 @@ class Guard:
         plan: PrecisionPlan,
         safe: PrecisionPlan,
         run: Callable[[PrecisionPlan], Results],
-        clear: Callable[[], None],
+        optimizer: Any,
     ) -> Judgement:
         """Run a watched iteration, twice if need be.
 
@@ -255,22 +231,23 @@ class Guard:
             plan: the current plan.
             safe: BF16 except for pinned linears.
             run: runs the iteration's forward-backward under a plan.
-            clear: zeroes the gradients.
+            optimizer: Megatron's, whose gradients are zeroed before a second run.
         """
         snapshot = TrainingStateSnapshot(training.chunks)
         with tolerating_non_finite():
             results = run(plan)
         loss = self._measure_loss(results, training)
-        if loss is None or self.state.loss.is_calm(loss):
+        if loss is None or not self.state.loss.is_spike(loss):
             self._add(loss)
             return Judgement(results)
         fallback = self._fallback(plan, safe)
         snapshot.restore()
-        clear()
+        training.clear_gradients(optimizer)
         results = run(plan if fallback is None else fallback)
         text = f"loss {loss:.4g} under {plan.label}"
         if fallback is None:  # it ran again so that Megatron's own checks see the loss
-            self.state = replace(self.state, loss=replace(self.state.loss, watch=None))
+            unwatched = LossMonitor(recent=self.state.loss.recent)
+            self.state = self.state.model_copy(update={"loss": unwatched})
             return Judgement(results, None, f"{text}; no other plan to fall back to")
         measured = self._measure_loss(results, training)
         second = math.nan if measured is None else measured
@@ -278,7 +255,7 @@ class Guard:
         if not self.state.loss.blames_plan(loss, second):
             if math.isfinite(loss) and not math.isfinite(second):
                 snapshot.restore()
-                clear()
+                training.clear_gradients(optimizer)
                 results = run(plan)
             self._add(loss)
             return Judgement(results, None, f"{text}; keeping the plan")
@@ -311,9 +288,9 @@ class Guard:
         if loss is None:
             return
         was_watching = self.is_watching
-        self.state = replace(self.state, loss=self.state.loss.add(loss))
-        if was_watching and not self.is_watching:
-            self.state = replace(self.state, num_reverted=0)  # the plan was judged good
+        self.state = self.state.model_copy(update={"loss": self.state.loss.add(loss)})
+        if was_watching and not self.is_watching:  # the plan was judged good
+            self.state = self.state.model_copy(update={"num_reverted": 0})
 
 
 def _noise(losses: Sequence[float]) -> float:
@@ -322,10 +299,3 @@ def _noise(losses: Sequence[float]) -> float:
         return 0.0
     slope = statistics.median(changes)
     return _NORMAL * statistics.median(abs(change - slope) for change in changes)
-
-
-def _finite(value: Any) -> float:
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{number} is not finite")
-    return number

@@ -20,23 +20,19 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 LARGEST_BYTES = 1 << 20
-"""Above this size the ring, which moves fewer bytes, is as fast for few ranks."""
+"""Above this size the ring, which moves fewer bytes, is as fast for few ranks. For many ranks the
+limit is `BYTES_A_RANK` for each rank: a ring's messages grow with the ranks."""
 
 BYTES_A_RANK = 1 << 16
-"""The same limit for many ranks, for each rank: a ring's messages grow with the ranks."""
 
 _made: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 """All-reduces that this rank began in each group."""
 
 
-def largest_bytes(size: int) -> int:
-    """Return the largest tensor, in bytes, that is reduced by doubling between `size` ranks."""
-    return max(LARGEST_BYTES, size * BYTES_A_RANK)
-
-
 def suits(tensor: torch.Tensor, group: ProcessGroup) -> bool:
     """Whether `tensor` is small and on the CPU, and `group` is of the gloo backend."""
-    small = tensor.numel() * tensor.element_size() <= largest_bytes(dist.get_world_size(group))
+    largest = max(LARGEST_BYTES, dist.get_world_size(group) * BYTES_A_RANK)
+    small = tensor.numel() * tensor.element_size() <= largest
     here = tensor.device.type == "cpu" and tensor.is_contiguous()
     return here and small and dist.get_backend(group) == "gloo"
 

@@ -7,8 +7,9 @@ after the last part      statistics -> divergences -> planning problem
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from megatron_snip.collectives import RemoteFailure, any_rank
@@ -18,31 +19,26 @@ from megatron_snip.divergence.quality_loss import (
     divergence_table,
     planning_problem,
 )
-from megatron_snip.formats import Format
+from megatron_snip.formats import lowest_precision
+from megatron_snip.linears.availability import AvailableOptions
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.moe_dispatch import ExpertDispatch
 from megatron_snip.linears.step_loss import StepLoss
-from megatron_snip.linears.training_step import TrainingStep
-from megatron_snip.options import Option
+from megatron_snip.linears.training_step import Results, TrainingStep
+from megatron_snip.planning.planner import restrict_problem
 from megatron_snip.planning.policies import get_policy
 from megatron_snip.reporting.events import Measurement
+from megatron_snip.state import ControllerState
 from megatron_snip.statistics.observer import MeasureSettings, StepObserver
 from megatron_snip.statistics.optimizer_state import steps_of_moments
-from megatron_snip.statistics.records import StatisticsTable, running_mean
+from megatron_snip.statistics.records import running_mean
 from megatron_snip.statistics.sensitivity import gather_sensitivities
 from megatron_snip.topology import Topology
 
-Results = list[dict[str, Any]]
-"""What Megatron's forward-backward function returns."""
+logger = logging.getLogger(__name__)
 
 MIN_OPTIMIZER_STEPS = 10
 """Statistics use AdamW's second moment, which means little after fewer steps."""
-
-
-def moments_are_young(optimizer: Any, topology: Topology) -> bool:
-    """All ranks: whether AdamW's moments have seen too few steps on any rank."""
-    steps = steps_of_moments(optimizer)
-    return any_rank(steps is not None and steps < MIN_OPTIMIZER_STEPS, topology.control)
 
 
 class Schedule:
@@ -95,18 +91,20 @@ class Schedule:
             self.waiting = not self._may_measure(iteration)
             if not self.waiting:
                 self.refreshed = iteration
-        if self.refreshed is None or not 0 <= iteration - self.refreshed < self.num_parts:
-            return None
-        self._measured = iteration
-        return iteration - self.refreshed
+        part = self._part(iteration)
+        self._measured = iteration if part is not None else self._measured
+        return part
+
+    def _part(self, iteration: int) -> int | None:
+        """Return the part of the refresh that began last; None after its end."""
+        part = -1 if self.refreshed is None else iteration - self.refreshed
+        return part if 0 <= part < self.num_parts else None
 
     def _is_due(self, iteration: int, wanted_at: int | None) -> bool:
         c = self._config
         if self.static and not c.collect_only:
             return False
-        if iteration < c.start_step:
-            return False
-        if self.refreshed is not None and 0 <= iteration - self.refreshed < self.num_parts:
+        if iteration < c.start_step or self._part(iteration) is not None:
             return False
         on_time = (iteration - c.start_step) % c.interval == 0
         return self.waiting or iteration == wanted_at or on_time
@@ -117,25 +115,30 @@ class Refresher:
 
     Attributes:
         mean: running mean of the statistics, or None before the first measurement.
+        schedule: which iterations measure what.
     """
 
     def __init__(
         self,
         config: SnipConfig,
         model: PlannedModel,
+        available: AvailableOptions,
         optimizer: Any,
         topology: Topology,
-        num_parts: int,
         seed: int,
-        mean: StatisticsTable | None,
+        state: ControllerState | None,
     ) -> None:
-        """Measure `model` in `num_parts` parts; continue the running mean `mean`."""
-        self.mean = mean
+        """Measure `model` with the available options; continue from `state`."""
+        self.mean = None if state is None else state.statistics
+        refreshed = None if state is None else state.refreshed
+        self.schedule = Schedule(config, self._may_measure, refreshed)
         self._config = config
         self._model = model
+        self._available = available
+        names = {name for option in available.options for name in option.formats}
+        self._formats = tuple(name for name in config.formats if name in names)
         self._optimizer = optimizer
         self._topology = topology
-        self._num_parts = num_parts
         self._seed = seed
         self._dispatch = ExpertDispatch(model.chunks, topology)
         self._seconds = 0.0
@@ -150,7 +153,6 @@ class Refresher:
         self,
         iteration: int,
         part: int,
-        formats: Mapping[str, Format],
         training: TrainingStep,
         run: Callable[[], tuple[Results, bool]],
     ) -> Results:
@@ -159,20 +161,20 @@ class Refresher:
         Args:
             iteration: the iteration.
             part: which part of the linears to measure.
-            formats: how operands are quantized under each name.
             training: the iteration's forward-backward call.
             run: runs it; returns its results, and False if it had to run twice.
         """
         if part == 0:
             self._seconds, self._failure = 0.0, None
         linears = self._model.all_linears
-        names = frozenset(linear.name for linear in linears[part :: self._num_parts])
+        names = frozenset(linear.name for linear in linears[part :: self.schedule.num_parts])
         try:
             weights = self._model.weights(names)
             sensitivities = gather_sensitivities(weights, self._optimizer, self._topology)
         except RemoteFailure as failure:
             self._failure = self._failure or str(failure)
             return run()[0]
+        formats = self._model.measured_formats(self._formats)
         settings = MeasureSettings(formats, iteration, self._seed, names)
         observer = StepObserver(settings, self._topology, sensitivities, self._dispatch.parts)
         with self._dispatch.counting(), self._model.runtime.observed_by(observer):
@@ -190,16 +192,27 @@ class Refresher:
             self._failure = self._failure or "the guard ran this iteration twice"
         return results
 
-    def measurement(self, options: Sequence[Option], lowest_format: str) -> Measurement:
-        """Return divergences and planning problem of the measurements so far.
-
-        Args:
-            options: those that a plan may use.
-            lowest_format: what quality losses are relative to and the target counts.
-        """
+    def measurement(self) -> Measurement:
+        """Return divergences and planning problem of the measurements so far."""
         assert self.mean is not None, "something was measured"
-        c = self._config
-        quality = QualitySettings(tuple(options), lowest_format, c.loss_divergence, c.weight_lambda)
+        c, options = self._config, self._available.options
+        # Another format of as few bits stands in for a lowest precision that no linear can run.
+        lowest = lowest_precision(self._formats).name
+        quality = QualitySettings(options, lowest, c.loss_divergence, c.weight_lambda)
         divergences = divergence_table(self.mean, quality, warn=self._topology.rank == 0)
-        problem = planning_problem(divergences, lowest_format, c.efficiency_target)
+        problem = planning_problem(divergences, lowest, c.efficiency_target)
+        problem = restrict_problem(problem, self._available.refusals)
         return Measurement(self.mean, divergences, problem, self._seconds)
+
+    def _may_measure(self, iteration: int) -> bool:
+        """All ranks: whether AdamW's moments have seen enough steps on every rank."""
+        steps = steps_of_moments(self._optimizer)
+        is_young = steps is not None and steps < MIN_OPTIMIZER_STEPS
+        young = any_rank(is_young, self._topology.control)
+        if young and not self.schedule.waiting and self._topology.rank == 0:
+            logger.info(
+                "snip: iteration %d: measuring waits until the optimizer has made %d steps",
+                iteration,
+                MIN_OPTIMIZER_STEPS,
+            )
+        return not young

@@ -7,25 +7,31 @@ checkpoints, which are read with `weights_only=True`. Schema version 2:
      "history": [[iteration, digest], ...], "refreshed": int | null,
      "statistics": null | {a StatisticsTable's}, "settings": {name: text},
      "pending": null | {"iteration": int, "apply_at": int, "problem": {a problem file's object}},
-     "guard": null | {"loss": {a LossMonitor's}, "good": null | {a plan file's object},
-                      "refused": [digest, ...], "falls": int, "refresh_at": int | null}}
+     "guard": null | {a GuardState's}}
 
-Version 1 counted iterations from 0 (`step`) and is still read. A plan that was being solved is kept
-as its problem: the resumed run solves it again and applies the plan at the same iteration.
+A plan that was being solved is kept as its problem: the resumed run solves it again and applies the
+plan at the same iteration.
 """
 
 from __future__ import annotations
 
-import math
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pydantic import ValidationError
+
+from megatron_snip.config import SnipConfig, explain
 from megatron_snip.errors import UsageError
-from megatron_snip.guard import GuardState, LossMonitor
+from megatron_snip.guard import GuardState
+from megatron_snip.log import warn_once_per_job
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.statistics.records import StatisticsTable
+from megatron_snip.version import installed_version
+
+logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 2
 
@@ -43,11 +49,6 @@ class Pending:
     iteration: int
     apply_at: int
     problem: PlanningProblem
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain types."""
-        problem = self.problem.to_dict()
-        return {"iteration": self.iteration, "apply_at": self.apply_at, "problem": problem}
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,17 @@ class ControllerState:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the dict described above."""
+        pending = None
+        if self.pending is not None:
+            pending = {**vars(self.pending), "problem": self.pending.problem.to_dict()}
         return {
             "version": SCHEMA_VERSION,
             "iteration": self.iteration,
             "plan": self.plan.to_dict(),
             "history": [[iteration, digest] for iteration, digest in self.history],
             "refreshed": self.refreshed,
-            "pending": None if self.pending is None else self.pending.to_dict(),
-            "guard": None if self.guard is None else self.guard.to_dict(),
+            "pending": pending,
+            "guard": None if self.guard is None else self.guard.model_dump(mode="json"),
             "statistics": None if self.statistics is None else self.statistics.to_dict(),
             "settings": dict(self.settings),
         }
@@ -92,9 +96,17 @@ class ControllerState:
         """Return the state for a run that resumes at another iteration: only the plan stays."""
         return replace(self, iteration=iteration, refreshed=None, pending=None, guard=None)
 
+    def changes(self, settings: Mapping[str, str]) -> list[str]:
+        """Return one text for each of the new `settings` that differs from the former one."""
+        return [
+            f"{name} {self.settings[name]} -> {text}"
+            for name, text in settings.items()
+            if self.settings.get(name, text) != text
+        ]
+
     @classmethod
     def from_dict(cls, value: Any, source: str = "SNIP state") -> ControllerState:
-        """Build from what `to_dict` returned.
+        """Build from what `to_dict` returned; a guard of another version starts anew.
 
         Args:
             value: the dict.
@@ -104,29 +116,21 @@ class ControllerState:
             UsageError: one line that names `source` and what is wrong.
         """
         version = value.get("version") if isinstance(value, dict) else None
-        if version not in (1, SCHEMA_VERSION):
+        if version != SCHEMA_VERSION:
             raise UsageError(
-                f"{source}: version {version!r}; this megatron-snip reads versions 1 and "
-                f"{SCHEMA_VERSION}"
+                f"{source}: version {version!r}; this megatron-snip reads version "
+                f"{SCHEMA_VERSION}; resume with the megatron-snip that wrote it, or start from "
+                "the weights (--finetune) with its last plan (--snip-plan-file)"
             )
-        done, number = ("step", "step") if version == 1 else ("iteration", "iteration")
-        shift = 1 if version == 1 else 0  # version 1 numbered iterations from 0
         try:
-            refreshed, pending = value["refreshed"], value["pending"]
-            guard, statistics = value.get("guard"), value.get("statistics")
+            refreshed, pending, statistics = map(value.get, ("refreshed", "pending", "statistics"))
             return cls(
-                iteration=int(value[done]),  # a count of iterations in both versions
+                iteration=int(value["iteration"]),
                 plan=PrecisionPlan.from_dict(value["plan"], f"{source}, plan"),
-                history=tuple((int(i) + shift, str(digest)) for i, digest in value["history"]),
-                refreshed=None if refreshed is None else int(refreshed) + shift,
-                pending=None
-                if pending is None
-                else Pending(
-                    int(pending[number]) + shift,
-                    int(pending["apply_at"]) + shift,
-                    _problem(pending, f"{source}, pending problem"),
-                ),
-                guard=None if guard is None else _guard(guard, source, shift),
+                history=tuple((int(i), str(digest)) for i, digest in value["history"]),
+                refreshed=None if refreshed is None else int(refreshed),
+                pending=None if pending is None else _pending(pending, source),
+                guard=_guard(value.get("guard"), source),
                 statistics=None if statistics is None else StatisticsTable.from_dict(statistics),
                 settings={str(k): str(v) for k, v in value.get("settings", {}).items()},
             )
@@ -135,37 +139,28 @@ class ControllerState:
             raise UsageError(f"{source} is damaged ({detail})") from None
 
 
-def _problem(pending: dict[str, Any], source: str) -> PlanningProblem:
-    """Read the problem; version 1 has the scores of the options beside it, as `metrics`."""
-    problem, metrics = dict(pending["problem"]), pending.get("metrics", {})
-    if metrics:
-        problem["linears"] = [
-            {**row, "options": _with_scores(row["options"], metrics.get(row["name"], {}))}
-            for row in problem["linears"]
-        ]
-    return PlanningProblem.from_dict(problem, source)
-
-
-def _with_scores(options: dict[str, Any], metrics: dict[str, Any]) -> dict[str, Any]:
-    """Add scores to the options' costs; values that are not finite become None."""
-    return {
-        option: {
-            **cost,
-            "scores": {
-                name: score if math.isfinite(score) else None
-                for name, score in metrics.get(option, {}).items()
-            },
-        }
-        for option, cost in options.items()
+def reported_settings(config: SnipConfig, backend: str) -> dict[str, str]:
+    """Return settings and versions whose change a resumed run reports."""
+    found = {
+        "formats": ",".join(config.formats),
+        "granularity": config.granularity,
+        "efficiency_target": str(config.efficiency_target),
+        "policy": config.policy,
+        "backend": backend,
     }
+    packages = ("megatron-snip", "megatron-core", "torch", "transformer-engine")
+    return found | {name: str(installed_version(name)) for name in packages}
 
 
-def _guard(value: dict[str, Any], source: str, shift: int) -> GuardState:
-    good, refresh_at = value["good"], value["refresh_at"]
-    return GuardState(
-        loss=LossMonitor.from_dict(value["loss"]),
-        good=None if good is None else PrecisionPlan.from_dict(good, f"{source}, good plan"),
-        refused=tuple(str(digest) for digest in value["refused"]),
-        num_reverted=int(value["falls"]),
-        refresh_at=None if refresh_at is None else int(refresh_at) + shift,
-    )
+def _pending(value: dict[str, Any], source: str) -> Pending:
+    problem = PlanningProblem.from_dict(value["problem"], f"{source}, pending problem")
+    return Pending(int(value["iteration"]), int(value["apply_at"]), problem)
+
+
+def _guard(value: dict[str, Any] | None, source: str) -> GuardState | None:
+    try:
+        return None if value is None else GuardState.model_validate(value)
+    except (ValidationError, UsageError) as error:
+        detail = explain(error) if isinstance(error, ValidationError) else str(error)
+        warn_once_per_job(logger, f"snip: {source}: the guard starts anew ({detail})")
+        return None

@@ -19,8 +19,8 @@ LinearKind = Literal["column", "row"]
 class TensorAxis:
     """One tensor-parallel dimension: of the dense linears, or of the experts (ETP).
 
-    A weight that every tensor-parallel rank holds whole has an axis of one shard; the ranks are
-    told apart still, for only rank 0 speaks for a weight.
+    A weight that is replicated on the tensor-parallel ranks has an axis of one shard. Its ranks
+    still differ: only rank 0 counts the weight.
 
     Attributes:
         rank: this rank's index among the tensor-parallel ranks.
@@ -125,7 +125,7 @@ class Placement:
         kind: `column` shards out_features, `row` shards in_features.
         in_features: K, global.
         out_features: N, global.
-        tensor: the axis over which it is sharded; of one shard where ranks hold it whole.
+        tensor: the axis over which it is sharded; of one shard where it is replicated.
         num_chunks: 2 for a gated fc1, whose shard is [gate_r; up_r] of [gate; up]; else 1.
         expert: global index of the expert, or None for a dense linear.
         num_active: experts that see each token (1 for a dense linear); scales the FLOPs.

@@ -180,13 +180,10 @@ class Replacement:
     before: Any
     value: Any
 
-    @property
-    def in_place(self) -> bool:
-        """Whether nobody has replaced it since."""
-        return vars(self.owner).get(self.name) is self.value
-
     def undo(self) -> None:
-        """Put the former object back."""
+        """Put the former object back, unless the attribute was replaced again since."""
+        if vars(self.owner).get(self.name) is not self.value:
+            return
         if self.before is _ABSENT:
             delattr(self.owner, self.name)
         else:
@@ -236,17 +233,7 @@ class Registry:
                 self._installed[p.name] = replace_attribute(owner, name, wrapper)
 
     def uninstall(self) -> None:
-        """End the session and put back the very objects that `install` replaced.
-
-        Raises:
-            UnsupportedError: if somebody has replaced a patch since; nothing is changed.
-        """
-        foreign = [name for name, found in self._installed.items() if not found.in_place]
-        if foreign:
-            targets = ", ".join(p.target for p in self.patches if p.name in foreign)
-            raise UnsupportedError(
-                f"cannot undo SNIP's patches: {targets} was patched again since; undo that first"
-            )
+        """End the session and put back the very objects that `install` replaced."""
         self.session.end()
         for replacement in reversed(self._installed.values()):
             replacement.undo()

@@ -155,15 +155,8 @@ def resumed_state(
             "starting from the initial plan"
         )
     if warning is not None and topology.rank == 0:
-        logger.warning(warning)
+        logger.warning("snip: %s", warning)
     return state
-
-
-def output_directory(config: SnipConfig, save: str | None) -> Path:
-    """Return the directory of SNIP's own files; `save` is Megatron's `--save`, or None."""
-    if config.output_dir is not None:
-        return config.output_dir
-    return (Path() if save is None else Path(save)) / "snip"
 
 
 def make_writers(config: SnipConfig, args: argparse.Namespace, topology: Topology) -> list[Writer]:
@@ -187,7 +180,7 @@ def _run_directory(config: SnipConfig, args: argparse.Namespace) -> RunDirectory
     from megatron_snip.directory import archive_run, check_new_run, lock_directory, mark
     from megatron_snip.reporting.run_directory import RunDirectory
 
-    path = output_directory(config, getattr(args, "save", None))
+    path = config.output_dir or Path(getattr(args, "save", None) or "") / "snip"
     directory = RunDirectory(path, lock_directory(path))
     check_new_run(path, overwrite=True)  # files without our marker are not touched
     mark(path)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -98,10 +98,8 @@ class StepMetrics:
         self._topology = topology
         self._begin = time.perf_counter()
         self._seconds = 0.0
-        self._loss: Any = None
+        self._losses: dict[str, Any] = {}
         self._grad_norm: Any = None
-        self._validation_loss: Any = None
-        self._evaluated = False
 
     def begin(self) -> None:
         """Start the clock of a training step."""
@@ -115,13 +113,12 @@ class StepMetrics:
             grad_norm: global, before clipping, or None.
         """
         self._seconds = time.perf_counter() - self._begin
-        self._loss = _first(losses)
+        self._losses["loss"] = _first(losses)
         self._grad_norm = grad_norm
 
     def evaluated(self, losses: Any) -> None:
         """Record an evaluation; `losses` as in `trained`."""
-        self._evaluated = True
-        self._validation_loss = _first(losses)
+        self._losses["validation_loss"] = _first(losses)
 
     def finish(self, lr: float | None, tokens: int, log_losses: bool) -> dict[str, Any]:
         """All ranks: return the iteration's metrics and clear them.
@@ -135,23 +132,21 @@ class StepMetrics:
             grad_norm, lr, tokens_per_s; loss with `log_losses`; validation_loss after an
             evaluation. A loss that no rank knows is NaN.
         """
+        names = (["loss"] if log_losses else []) + [n for n in self._losses if n != "loss"]
         values: dict[str, Any] = {}
-        if log_losses or self._evaluated:
-            loss, validation = self._broadcast(self._loss, self._validation_loss)
-            values |= {"loss": loss} if log_losses else {}
-            values |= {"validation_loss": validation} if self._evaluated else {}
+        if names:
+            losses = self._broadcast([self._losses.get(name) for name in names])
+            values = dict(zip(names, losses, strict=True))
         if self._grad_norm is not None:
             values["grad_norm"] = float(self._grad_norm)
         if lr is not None:
             values["lr"] = lr
         if self._seconds > 0.0:
             values["tokens_per_s"] = tokens / self._seconds
-        self._seconds = 0.0
-        self._loss = self._grad_norm = self._validation_loss = None
-        self._evaluated = False
+        self._seconds, self._losses, self._grad_norm = 0.0, {}, None
         return values
 
-    def _broadcast(self, *values: Any) -> tuple[float, ...]:
+    def _broadcast(self, values: Sequence[Any]) -> list[float]:
         """All ranks: return the last rank's values; NaN for None."""
         numbers = torch.tensor(
             [math.nan if value is None else float(value) for value in values], dtype=torch.float64
@@ -159,7 +154,8 @@ class StepMetrics:
         group = self._topology.control
         if group is not None:
             dist.broadcast(numbers, src=self._topology.world_size - 1, group=group)
-        return tuple(numbers.tolist())
+        found: list[float] = numbers.tolist()
+        return found
 
 
 def _iterations_done(passed: Any) -> int:

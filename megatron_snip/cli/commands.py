@@ -24,7 +24,7 @@ COMMANDS: dict[str, str] = {
     "train": "train a Llama-style GPT with SNIP",
     "plan": "make a plan from a problem file",
     "pareto": "quality loss against efficiency",
-    "report": "a run, or several compared, as an HTML page",
+    "report": "a run as an HTML page",
     "stats": "what a refresh measured, as a table",
     "calibrate": "measure seconds per GEMM and format",
     "export": "a plan as Megatron's precision file",

@@ -1,4 +1,4 @@
-"""`megatron-snip report`: a run, or several compared, as one HTML file.
+"""`megatron-snip report`: a run as one HTML file.
 
 A run in progress is reported up to its last iteration.
 """
@@ -20,12 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_examples(
         parser,
         "megatron-snip report runs/demo --reference runs/bf16",
-        "megatron-snip report runs/demo runs/other --output compared",
+        "megatron-snip report runs/demo --output demo-report",
     )
     parser.add_argument(
-        "runs",
+        "run",
         metavar="RUN",
-        nargs="+",
         type=Path,
         help="a run's directory: --run-dir of 'megatron-snip train', --snip-output-dir of a "
         "Megatron job (snip/ below --save)",
@@ -34,14 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reference",
         metavar="RUN",
         type=Path,
-        help="a run, usually BF16, or its metrics.jsonl: loss gaps are taken to it [the first of "
-        "several runs]",
+        help="a run, usually BF16, or its metrics.jsonl: the loss gap is taken to it",
     )
     parser.add_argument(
         "--output",
         metavar="DIR",
         type=Path,
-        help=f"where report.html goes [{DIRECTORY}/ in the first RUN]",
+        help=f"where report.html goes [{DIRECTORY}/ in RUN]",
     )
 
 
@@ -56,15 +54,16 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"a report needs {' and '.join(missing)}; pip install 'megatron-snip[report]'"
         )
-    from megatron_snip.reporting.report import make_report, read_reference, read_runs
+    from megatron_snip.reporting.report import make_report, read_reference
+    from megatron_snip.reporting.run_record import read_run
 
-    runs = read_runs(args.runs)
+    run = read_run(args.run)
     reference = None if args.reference is None else read_reference(args.reference)
-    output = args.runs[0] / DIRECTORY if args.output is None else args.output
+    output = args.run / DIRECTORY if args.output is None else args.output
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"cannot write '{output}': {error.strerror or error}") from None
-    write_output(output / FILE, make_report(runs, reference))
+    write_output(output / FILE, make_report(run, reference))
     print(output / FILE)
     return 0

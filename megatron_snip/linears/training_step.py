@@ -14,7 +14,10 @@ from megatron.core.utils import get_model_config
 
 from megatron_snip.topology import Topology
 
-ForwardBackward = Callable[..., list[dict[str, Any]]]
+Results = list[dict[str, Any]]
+"""What Megatron's forward-backward function returns."""
+
+ForwardBackward = Callable[..., Results]
 """Megatron's forward-backward function (`get_forward_backward_func()`); keyword arguments only."""
 
 
@@ -69,7 +72,7 @@ class TrainingStep:
         model = self.kwargs["model"]
         return list(model) if isinstance(model, list) else [model]
 
-    def run(self) -> list[dict[str, Any]]:
+    def run(self) -> Results:
         """Run the forward-backward on the step's data from its start."""
         for iterator in self._data:
             if iterator is not None:
@@ -77,6 +80,14 @@ class TrainingStep:
         several = isinstance(self.kwargs["data_iterator"], list)
         data = list(self._data) if several else self._data[0]
         return self.function(**{**self.kwargs, "data_iterator": data})
+
+    def clear_gradients(self, optimizer: Any) -> None:
+        """Zero the gradients of a run that does not count."""
+        for chunk in self.chunks:
+            zero: Any = getattr(chunk, "zero_grad_buffer", None)
+            if zero is not None:
+                zero()
+        optimizer.zero_grad()
 
     def grad_scale(self, topology: Topology) -> float:
         """Return the factor from a gradient in the backward to that of the batch-mean loss.

@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from megatron_snip.errors import UsageError
 from megatron_snip.files import read_json, write_atomic
+from megatron_snip.formats import get_format
 from megatron_snip.options import Option
 from megatron_snip.planning.cost import as_fraction, ratio
 from megatron_snip.planning.problem import STRICT, read_record
@@ -181,6 +182,17 @@ def assigned_plan(
         linears=dict(linears),
         digest=assignment_digest(linears),
     )
+
+
+def format_shares(linears: Mapping[str, Option], work: Work) -> dict[str, float]:
+    """Return the share of the linears' FLOPs in each format, lowest precision first."""
+    flops: dict[str, float] = {}
+    for name, (_, each) in work.items():
+        for fmt in linears[name].formats:
+            flops[fmt] = flops.get(fmt, 0.0) + each / 3
+    total = sum(flops.values())
+    names = sorted(flops, key=lambda fmt: get_format(fmt).bits)
+    return {fmt: flops[fmt] / total for fmt in names}
 
 
 def assignment_digest(linears: Mapping[str, Option]) -> str:

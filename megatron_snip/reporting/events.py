@@ -59,19 +59,14 @@ class PlanApplied:
     resolved: dict[str, Any] | None = None
 
 
-NoticeKind = Literal["kept", "guard", "reverted"]
-"""kept: a refresh failed and the plan stays. guard: the guard saw a loss that is NaN or jumps.
-reverted: the guard took a plan back."""
+NoticeKind = Literal["refresh_failed", "guard", "reverted"]
+"""refresh_failed: the plan stays. guard: the guard saw a spike of the loss, or NaN. reverted: the
+guard reverted a plan."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Something unusual.
-
-    Attributes:
-        kind: see `NoticeKind`.
-        message: one line.
-    """
+    """Something unusual; `message` is one line."""
 
     kind: NoticeKind
     message: str

@@ -11,8 +11,7 @@ row 17, column fc1. Names of another form get a row of their own.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +39,7 @@ WIDTH_IN = 10.0
 DPI = 144
 
 SURFACE, MUTED, FAINT, WARNING = "#ffffff", "#6b7685", "#e3e7ec", "#c2251c"
-LINES = ("#1f6fd1", "#d9730d", "#0f8a6b", "#b3307f", "#6d4bd1", "#4b5563")
-"""Colors of runs, in order; also distinct for red-green color blindness."""
+LINE = "#1f6fd1"
 
 FORMAT_COLORS = {
     "bf16": "#b9c0ca",
@@ -63,7 +61,7 @@ Floats = NDArray[np.float64]
 Draw = Callable[[], Figure]
 Points = Sequence[tuple[float, float]]
 
-_STYLE: dict[str, Any] = {
+STYLE: dict[str, Any] = {
     "font.size": 9.0,
     "axes.titlesize": 9.0,
     "axes.titlelocation": "left",
@@ -92,16 +90,9 @@ def png(draw: Draw) -> bytes:
 
 def _save(draw: Draw, **options: Any) -> bytes:
     stream = io.BytesIO()
-    with style():
+    with matplotlib.rc_context(STYLE):
         draw().savefig(stream, **options)
     return stream.getvalue()
-
-
-@contextmanager
-def style() -> Iterator[None]:
-    """Set the figures' style in matplotlib; restore the former one at the end."""
-    with matplotlib.rc_context(_STYLE):
-        yield
 
 
 def new_figure(height_in: float) -> Figure:
@@ -214,8 +205,8 @@ def plan_map(linears: Mapping[str, Option]) -> Figure:
 
 def plan_history(spans: Sequence[PlanSpan]) -> Figure:
     """Draw the plans over the iterations: a panel per kind of linear and GEMM."""
-    grid = linear_grid(dict.fromkeys(name for span in spans for name in span.linears))
-    options = {option for span in spans for option in span.linears.values()}
+    grid = linear_grid(dict.fromkeys(name for span in spans for name in span.plan.linears))
+    options = {option for span in spans for option in span.plan.linears.values()}
     gemms = _gemms(options)
     panels = [(column, gemm) for gemm in gemms for column in range(len(grid.columns))]
     across = min(len(grid.columns), 4)
@@ -224,7 +215,7 @@ def plan_history(spans: Sequence[PlanSpan]) -> Figure:
     axes_of = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flat
     edges = np.array([span.start for span in spans] + [spans[-1].end], np.float64)
     for axes, (column, gemm) in zip(axes_of, panels, strict=False):
-        tables = [_format_table(grid, span.linears, gemm) for span in spans]
+        tables = [_format_table(grid, span.plan.linears, gemm) for span in spans]
         cells = np.stack([table[:, column] for table in tables], axis=1)
         draw_cells(axes, edges, cells, **_format_scale())
         name = grid.columns[column]
@@ -307,20 +298,12 @@ def _iteration_ticks(most: int) -> MaxNLocator:
     return MaxNLocator(most, integer=True, steps=[1, 2, 5, 10])
 
 
-def run_line(index: int) -> dict[str, Any]:
-    """Return color and line style of the run given `index`-th."""
-    turn = index // len(LINES) % 3
-    return {"color": LINES[index % len(LINES)], "linestyle": ("-", "-.", ":")[turn]}
-
-
-def loss_curves(
-    runs: Sequence[RunRecord], reference: tuple[str, MetricRows] | None = None
-) -> Figure:
-    """Draw training and validation losses, and the gaps to a reference below.
+def loss_curves(run: RunRecord, reference: tuple[str, MetricRows] | None = None) -> Figure:
+    """Draw training and validation losses, and the gap to a reference below.
 
     Args:
-        runs: at least one.
-        reference: name and metrics of the run that gaps are taken to.
+        run: the run.
+        reference: name and metrics of the run that the gap is taken to.
     """
     panels = 1 if reference is None else 2
     figure = new_figure(2.3 + 1.5 * panels)
@@ -333,10 +316,21 @@ def loss_curves(
         lower.axhline(0.0, color=MUTED, linewidth=1.2)
         lower.set_ylabel("gap")
         lower.grid(axis="y")
-        for k, run in enumerate(runs):
-            lower.plot(*loss_gap(run.metrics, metrics), **run_line(k), linewidth=1.4)
-    for k, run in enumerate(runs):
-        _draw_losses(axes, run, k, len(runs) == 1)
+        lower.plot(*loss_gap(run.metrics, metrics), color=LINE, linewidth=1.4)
+    changes = [span.start for span in run.plans if span.num_changed]
+    failures = sorted({notice.iteration for notice in run.metrics.notices})
+    for text, iterations, style in (
+        ("plan changed", changes, {"color": MUTED, "linewidth": 1.0, "linestyle": ":"}),
+        ("failure", failures, {"color": WARNING, "linewidth": 1.2}),
+    ):
+        for k, at in enumerate(iterations):
+            axes.axvline(at, **style, label=text if k == 0 else None)
+    axes.plot(*run.metrics.column("loss"), color=LINE, linewidth=1.4, label="training", zorder=3)
+    measured, losses = run.metrics.column("validation_loss")
+    if (seen := np.isfinite(losses)).any():
+        dots: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 5, "color": LINE}
+        dots |= {"label": "validation", "markeredgecolor": SURFACE}
+        axes.plot(measured[seen], losses[seen], **dots, zorder=4)
     _finish(figure, axes, "loss")
     lower.set_xlabel("iteration")
     lower.xaxis.set_major_locator(_iteration_ticks(8))
@@ -351,26 +345,6 @@ def loss_gap(metrics: MetricRows, reference: MetricRows) -> tuple[NDArray[np.int
     return common[np.isfinite(gap)], gap[np.isfinite(gap)]
 
 
-def _draw_losses(axes: Any, run: RunRecord, index: int, alone: bool) -> None:
-    line = run_line(index)
-    changes = [span.start for span in run.plans if span.num_changed]
-    for k, at in enumerate(changes):
-        text = "plan changed" if alone and k == 0 else None
-        color, height = (MUTED, 1.0) if alone else (line["color"], 0.04)
-        axes.axvline(at, 0, height, color=color, linewidth=1.0, linestyle=":", label=text)
-    for k, at in enumerate(sorted({notice.iteration for notice in run.metrics.notices})):
-        text = "failure" if index == 0 and k == 0 else None
-        axes.axvline(at, color=WARNING, linewidth=1.2, label=text)
-    text = "training" if alone else label(run.name)
-    axes.plot(*run.metrics.column("loss"), **line, linewidth=1.4, label=text, zorder=3)
-    iterations, losses = run.metrics.column("validation_loss")
-    seen = np.isfinite(losses)
-    if seen.any():
-        dots = {"linestyle": "none", "marker": "o", "markersize": 5, "color": line["color"]}
-        dots |= {"label": "validation" if index == 0 else None, "markeredgecolor": SURFACE}
-        axes.plot(iterations[seen], losses[seen], **dots, zorder=4)
-
-
 def _finish(figure: Figure, axes: Any, ylabel: str) -> None:
     axes.set_ylabel(ylabel)
     axes.grid(axis="y")
@@ -381,25 +355,21 @@ def _finish(figure: Figure, axes: Any, ylabel: str) -> None:
 # A plan among others.
 
 
-def frontier_curves(
-    frontiers: Mapping[str, Points], plans: Mapping[str, tuple[float, float]]
-) -> Figure:
-    """Draw the least quality loss at each efficiency; a star marks a run's current plan.
+def frontier_curve(points: Points, plan: tuple[float, float] | None) -> Figure:
+    """Draw the least quality loss at each efficiency; a star marks the current plan.
 
     Args:
-        frontiers: (efficiency, quality loss) by run, in ascending order; quality losses are
-            shares of the uniform lowest precision's.
-        plans: (efficiency, quality loss) of the current plan by run; runs may be missing.
+        points: (efficiency, quality loss) in ascending order; quality losses are shares of the
+            uniform lowest precision's.
+        plan: the same of the current plan, or None.
     """
     figure = new_figure(3.0)
     axes = figure.subplots()
-    for k, (name, points) in enumerate(frontiers.items()):
-        text = "best plan" if len(frontiers) == 1 else label(name)
-        axes.plot(*zip(*points, strict=True), **run_line(k), marker="o", markersize=3, label=text)
-        if name in plans:
-            star: dict[str, Any] = {"marker": "*", "markersize": 14, "linestyle": "none"}
-            star["label"] = "current plan" if name == next(iter(plans)) else None
-            axes.plot(*plans[name], **star, color=WARNING, markeredgecolor=SURFACE)
+    dots: dict[str, Any] = {"marker": "o", "markersize": 3, "color": LINE}
+    axes.plot(*zip(*points, strict=True), **dots, label="best plan")
+    if plan is not None:
+        star: dict[str, Any] = {"marker": "*", "markersize": 14, "linestyle": "none"}
+        axes.plot(*plan, **star, color=WARNING, markeredgecolor=SURFACE, label="current plan")
     axes.set_ylim(bottom=0.0)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(PercentFormatter(1.0))

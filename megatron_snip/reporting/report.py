@@ -1,4 +1,4 @@
-"""The report of one run, or of several compared, as one HTML file.
+"""The report of one run as one HTML file.
 
 The file needs no network and runs no script; its Content-Security-Policy forbids both. The template
 escapes all text, since names and settings come from files.
@@ -17,29 +17,23 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, StrictUndefined
 
-from megatron_snip.errors import SnipError, UsageError
+from megatron_snip.errors import SnipError
 from megatron_snip.planning.pareto import frontier
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.reporting import figures
 from megatron_snip.reporting.figures import DIVERGENCE_TITLES, loss_gap, quantized_options
-from megatron_snip.reporting.run_record import (
-    MetricRows,
-    RunRecord,
-    read_metrics,
-    read_run,
-)
+from megatron_snip.reporting.run_record import MetricRows, RunRecord, read_metrics
 from megatron_snip.reporting.text import listing, number, option_counts, percent, quality, seconds
 from megatron_snip.version import __version__
 
 TEMPLATE = "report.html.j2"
 FAILURES = {
-    "kept": "refresh failed, plan kept",
+    "refresh_failed": "refresh failed, plan unchanged",
     "guard": "guard: bad loss",
     "reverted": "plan reverted",
 }
 """Kinds of notices, as the table of failures names them."""
 
-MAX_LINEARS = 1000  # rows of the table of linears; the file has all
 TARGETS = tuple(k / 20 for k in range(21))
 TIME_LIMIT_S = 2.0  # per target of the frontier
 
@@ -56,7 +50,6 @@ class Table:
         columns: headings.
         rows: one cell per column.
         text_columns: how many columns, from the left, are left-aligned; numbers follow.
-        note: a sentence below the table.
         folded: whether the table is shown only on demand.
     """
 
@@ -64,7 +57,6 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     text_columns: int = 1
-    note: str = ""
     folded: bool = True
 
 
@@ -93,33 +85,8 @@ class Picture:
         return f"data:image/svg+xml;base64,{data}"
 
 
-@dataclass(frozen=True)
-class Reference:
-    """A run that others are compared with, usually BF16.
-
-    Attributes:
-        name: what the report calls it.
-        metrics: its iterations.
-    """
-
-    name: str
-    metrics: MetricRows
-
-
-def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """Read runs; those whose directories have the same name are called by more of their paths.
-
-    Raises:
-        UsageError: one line, if a directory is bad or given twice.
-    """
-    resolved = [path.resolve() for path in paths]
-    if len(set(resolved)) < len(resolved):
-        raise UsageError("a run is given twice; give each run once")
-    names = [path.name for path in resolved]
-    for depth in range(2, max(len(path.parts) for path in resolved) + 1):
-        if len(set(names)) < len(names):
-            names = ["/".join(path.parts[-depth:]) for path in resolved]
-    return [read_run(path, name) for path, name in zip(paths, names, strict=True)]
+Reference = tuple[str, MetricRows]
+"""Name and metrics of the run that a run is compared with, usually BF16."""
 
 
 def read_reference(path: Path) -> Reference:
@@ -132,40 +99,31 @@ def read_reference(path: Path) -> Reference:
     """
     metrics = read_metrics(path / "metrics.jsonl" if path.is_dir() else path)
     name = (path if path.is_dir() else path.parent).resolve().name
-    return Reference(name if metrics.total("lowest_precision_fraction") > 0 else "BF16", metrics)
+    return name if metrics.total("lowest_precision_fraction") > 0 else "BF16", metrics
 
 
-def make_report(runs: Sequence[RunRecord], reference: Reference | None = None) -> str:
+def make_report(run: RunRecord, reference: Reference | None = None) -> str:
     """Return the page as HTML; the figures are drawn here.
 
     Args:
-        runs: at least one; several are compared.
-        reference: the run that gaps are taken to; by default the first of several runs.
+        run: the run.
+        reference: the run that gaps are taken to, or None.
     """
-    alone = len(runs) == 1
-    if reference is None and not alone:
-        reference = Reference(runs[0].name, runs[0].metrics)
-    tiles = [_tiles(run, reference) for run in runs]
-    top = [_failures(run, alone) for run in runs]
-    if not alone:
-        top = [_comparison(runs, tiles), _settings(runs, True), *top]
+    settings = tuple(flatten(run.config | {"versions": run.versions}).items())
     sections: list[tuple[str, Sequence[Picture], Sequence[Table]]] = [
-        ("", (), top),
-        ("Training", (_loss(runs, reference), _frontiers(runs)), ()),
+        ("", (), [_failures(run)]),
+        ("Training", (_loss(run, reference), _frontier(run)), ()),
+        ("Plans", _plan_pictures(run), [_plans_table(run)]),
+        ("Settings and versions", (), [Table("All settings", ("setting", "value"), settings, 2)]),
     ]
-    for k, run in enumerate(runs):
-        title, prefix = ("Plans", "") if alone else (f"Plans of {run.name}", f"{k + 1}-")
-        tables = (_plans_table(run), *_linears_tables(run))
-        sections.append((title, _plan_pictures(run, prefix), tables))
-    sections.append(("Settings and versions", (), [_settings(runs, False)]))
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     source = files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
     return environment.from_string(source).render(
-        title=", ".join(run.name for run in runs),
-        subtitle=_subtitle(runs[0]) if alone else f"{len(runs)} runs compared.",
-        tiles=tiles[0] if alone else (),
+        title=run.name,
+        subtitle=_subtitle(run),
+        tiles=_tiles(run, reference),
         sections=sections,
         version=__version__,
     )
@@ -173,7 +131,7 @@ def make_report(runs: Sequence[RunRecord], reference: Reference | None = None) -
 
 def last_gap(metrics: MetricRows, reference: Reference) -> tuple[float | None, int]:
     """Return the mean loss gap over the last tenth of the common iterations, and their number."""
-    _, gap = loss_gap(metrics, reference.metrics)
+    _, gap = loss_gap(metrics, reference[1])
     count = -(-len(gap) // 10)
     return (float(np.mean(gap[-count:])) if count else None), count
 
@@ -186,7 +144,7 @@ def frontier_of(run: RunRecord) -> figures.Points | str:
     """
     if run.problem is None:
         return "The run has made no refresh."
-    if run.snip is None or run.uniform_loss is None:
+    if run.snip is None:
         return "This version of megatron-snip cannot read the run's settings."
     update = {"policy": "snip", "time_limit_s": TIME_LIMIT_S}
     try:
@@ -218,13 +176,9 @@ def _sim(run: RunRecord) -> str:
     return " (simulated)" if run.simulated else ""
 
 
-def _progress(run: RunRecord) -> str:
-    total = run.train_iters
-    return str(run.metrics.last_iteration) + ("" if total is None else f" of {total}")
-
-
 def _subtitle(run: RunRecord) -> str:
-    parts = [f"{_progress(run)} iterations"]
+    of = "" if run.train_iters is None else f" of {run.train_iters}"
+    parts = [f"{run.metrics.last_iteration}{of} iterations"]
     if run.snip is not None and run.snip.enabled:
         parts.append(f"policy {run.snip.policy}")
         parts.append(f"formats {', '.join(run.snip.formats)} per {run.snip.granularity}{_sim(run)}")
@@ -243,7 +197,7 @@ def _tiles(run: RunRecord, reference: Reference | None) -> list[Tile]:
         gap, count = last_gap(metrics, reference)
         shown = "-" if gap is None else f"{gap:+.4f}"
         note = f"mean of the last {count} common iterations"
-        tiles.append((f"loss gap to {reference.name}", shown, note))
+        tiles.append((f"loss gap to {reference[0]}", shown, note))
     note = f"at iteration {at[-1]}" if at.size else "not measured"
     tiles.append(("validation loss", number(metrics.last("validation_loss")), note))
     share = percent(metrics.last("lowest_precision_fraction"))
@@ -251,7 +205,7 @@ def _tiles(run: RunRecord, reference: Reference | None) -> list[Tile]:
     tiles.append(("FLOPs in lowest precision", share, note))
     loss = None if plan is None else run.quality_share(plan.objective)
     tiles.append(("quality loss of the plan", percent(loss), f"of uniform {run.lowest_formats}'s"))
-    failed = sum(notice.kind == "kept" for notice in metrics.notices)
+    failed = sum(notice.kind == "refresh_failed" for notice in metrics.notices)
     tiles.append(("refreshes", str(len(metrics.column("refresh_s")[0])), f"{failed} failed"))
     wall = metrics.column("wall_s")[1]
     if np.nansum(wall) > 0:
@@ -260,78 +214,61 @@ def _tiles(run: RunRecord, reference: Reference | None) -> list[Tile]:
     return tiles
 
 
-def _comparison(runs: Sequence[RunRecord], tiles: Sequence[list[Tile]]) -> Table:
-    """Return the numbers of the tiles, one row per run."""
-    names = dict.fromkeys(name for each in tiles for name, _, _ in each)
-    rows = []
-    for run, each in zip(runs, tiles, strict=True):
-        values = {name: value for name, value, _ in each}
-        cells = (values.get(name, "-") for name in names)
-        rows.append((f"{run.name}{_sim(run)}", _progress(run), *cells))
-    columns = ("run", "iterations", *names)
-    return Table("The runs compared", columns, tuple(rows), folded=False)
-
-
 # Pictures.
 
 
-def _loss(runs: Sequence[RunRecord], reference: Reference | None) -> Picture:
-    ends = listing(f"{run.name} {number(run.metrics.last('loss'))}" for run in runs)
-    marks = "Dotted lines" if len(runs) == 1 else "Ticks at the bottom"
-    caption = f"Training loss, at the end: {ends}. {marks} mark plan changes, red lines failures."
+def _loss(run: RunRecord, reference: Reference | None) -> Picture:
+    end = number(run.metrics.last("loss"))
+    caption = f"Training loss, {end} at the end. Dotted lines: plan changes. Red lines: failures."
     if reference is not None:
-        caption += f" Below: loss minus that of {reference.name}: above zero is worse."
-    pair = None if reference is None else (reference.name, reference.metrics)
-    return Picture("loss", "Loss", caption, partial(figures.loss_curves, tuple(runs), pair))
+        caption += f" Below: loss minus that of {reference[0]}; above zero is worse."
+    return Picture("loss", "Loss", caption, partial(figures.loss_curves, run, reference))
 
 
-def _frontiers(runs: Sequence[RunRecord]) -> Picture:
-    title = "Quality loss against efficiency"
-    solved = {run.name: frontier_of(run) for run in runs}
-    found = {name: points for name, points in solved.items() if not isinstance(points, str)}
-    if not found:
-        return Picture("frontier", title, str(solved[runs[0].name]))
-    losses = {run.name: run.quality_share(run.plan.objective) for run in runs if run.plan}
-    plans = {run.name: (run.plan.efficiency, losses[run.name]) for run in runs if run.plan}
-    stars = {name: (e, loss) for name, (e, loss) in plans.items() if loss is not None}
+def _frontier(run: RunRecord) -> Picture:
+    title, points = "Quality loss against efficiency", frontier_of(run)
+    if isinstance(points, str):
+        return Picture("frontier", title, points)
+    loss = None if run.plan is None else run.quality_share(run.plan.objective)
+    current = None if run.plan is None or loss is None else (run.plan.efficiency, loss)
     caption = (
         "The least predicted quality loss of any plan at each efficiency, from the last refresh, "
         "as share of the quality loss of the uniform lowest precision. Where the curve becomes "
         "steep, more low precision is expensive. The star is the current plan."
     )
-    return Picture("frontier", title, caption, partial(figures.frontier_curves, found, stars))
+    return Picture("frontier", title, caption, partial(figures.frontier_curve, points, current))
 
 
-def _plan_pictures(run: RunRecord, prefix: str) -> list[Picture]:
+def _plan_pictures(run: RunRecord) -> list[Picture]:
     if run.plan is None:
         if run.snip is not None and not run.snip.enabled:
             return [Picture("", "No plans", "SNIP was off in this run.")]
         collects = run.snip is not None and run.snip.collect_only
         reason = "The run only measures (collect_only)." if collects else "No plan was applied yet."
-        return [Picture("", "No plans", reason), _divergences(run, prefix)]
+        return [Picture("", "No plans", reason), _divergences(run)]
     plan, lowest = run.plan, "fp4" if run.snip is None else run.snip.lowest_format
     high = [name for name, option in plan.linears.items() if option.share_in(lowest) < 1.0]
     return [
         Picture(
-            f"{prefix}plan",
+            "plan",
             f"Current plan{_sim(run)}",
-            f"Measured at iteration {plan.iteration}, applied at iteration {run.spans[-1].start}: "
+            f"Measured at iteration {plan.iteration}, applied at iteration {run.plans[-1].start}: "
             f"{option_counts(plan.linears)}. Efficiency {percent(plan.efficiency)}, policy "
             f"{plan.policy}, {plan.status}. In higher precision: {listing(high) or 'none'}.",
             partial(figures.plan_map, plan.linears),
         ),
         Picture(
-            f"{prefix}plan-history",
+            "plan-history",
             "Plans over the iterations",
             "The format of each layer, for every kind of linear. Where it stays the same, "
             "refreshes agree. Where it changes often, two options cost almost the same.",
-            partial(figures.plan_history, run.spans),
+            partial(figures.plan_history, run.plans),
         ),
-        _divergences(run, prefix),
+        _divergences(run),
     ]
 
 
-def _divergences(run: RunRecord, prefix: str) -> Picture:
+def _divergences(run: RunRecord) -> Picture:
     title, record = "Divergences", run.divergences
     options = () if record is None else quantized_options(record)
     if record is None or not options:
@@ -347,19 +284,18 @@ def _divergences(run: RunRecord, prefix: str) -> Picture:
         f"most fragile linears. Largest under {options[-1]}: {'; '.join(worst)}."
     )
     draw = partial(figures.divergence_maps, record)
-    return Picture(f"{prefix}divergences", title, caption, draw)
+    return Picture("divergences", title, caption, draw)
 
 
 # Tables.
 
 
-def _failures(run: RunRecord, alone: bool) -> Table:
+def _failures(run: RunRecord) -> Table:
     rows = tuple(
         (str(n.iteration), FAILURES.get(n.kind, n.kind), n.message) for n in run.metrics.notices
     )
-    title = "Failures" if alone else f"Failures of {run.name}"
     columns = ("iteration", "what failed", "message")
-    return Table(title, columns, rows, text_columns=3, folded=False)
+    return Table("Failures", columns, rows, text_columns=3, folded=False)
 
 
 def _plans_table(run: RunRecord) -> Table:
@@ -377,46 +313,11 @@ def _plans_table(run: RunRecord) -> Table:
             quality(plan.objective),
             percent(run.quality_share(plan.objective)),
             quality(plan.gap, 2),
-            f"{span.num_changed} of {len(span.linears)}",
+            f"{span.num_changed} of {len(plan.linears)}",
             seconds(plan.seconds),
             seconds(span.wait_s),
         )
         for span in run.plans
-        if (plan := span.plan) is not None
+        for plan in [span.plan]
     )
     return Table("All plans", columns, rows, text_columns=0)
-
-
-def _linears_tables(run: RunRecord) -> list[Table]:
-    record, problem = run.divergences, run.problem
-    if record is None or problem is None:
-        return []
-    measures = [(kind, option) for kind in DIVERGENCE_TITLES for option in record.uniform_options]
-    total = sum(linear.flops for linear in problem.linears) or 1.0
-    chosen = {} if run.plan is None else run.plan.linears
-    rows = tuple(
-        (
-            linear.name,
-            str(chosen.get(linear.name, "-")),
-            percent(linear.flops / total),
-            *(number(record.values(o, kind).get(linear.name), 3) for kind, o in measures),
-        )
-        for linear in problem.linears[:MAX_LINEARS]
-    )
-    columns = ("linear", "option", "FLOPs", *(f"{k.partition('_')[0]} {o}" for k, o in measures))
-    more = len(problem.linears) - len(rows)
-    note = f"{more} more are in divergences/{record.iteration}.json." if more else ""
-    title = f"All linears, measured at iteration {record.iteration}"
-    return [Table(title, columns, rows, text_columns=2, note=note)]
-
-
-def _settings(runs: Sequence[RunRecord], only_differences: bool) -> Table:
-    flat = [flatten(run.config | {"versions": run.versions}) for run in runs]
-    rows = []
-    for key in dict.fromkeys(key for values in flat for key in values):
-        cells = tuple(values.get(key, "-") for values in flat)
-        if not only_differences or (len(set(cells)) > 1 and key != "run_dir"):
-            rows.append((key, *cells))
-    columns = ("setting", *(run.name for run in runs))
-    title = "Settings that differ" if only_differences else "All settings"
-    return Table(title, columns, tuple(rows), len(columns), folded=not only_differences)

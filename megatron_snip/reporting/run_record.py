@@ -1,8 +1,8 @@
 """A run directory as records for reports; `run_directory.py` describes the files.
 
 A run in progress is read up to its last complete line. Where a resumed run went back, lines and
-files of iterations that were not repeated yet are left out. Files may come from anybody: each one
-is checked, and a bad one is refused in one line.
+files of iterations that were not repeated yet are left out. Files are not trusted: each one is
+checked, and a bad one is refused in one line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from megatron_snip.config import SnipConfig, make_config, read_yaml
 from megatron_snip.errors import UsageError
 from megatron_snip.files import parse_json, read_json, read_text
-from megatron_snip.options import BF16, Option
+from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.problem import PlanningProblem, read_problem
 
@@ -109,16 +109,14 @@ class PlanSpan:
     Attributes:
         start: first iteration.
         end: one past the last iteration.
-        linears: option of each linear.
-        plan: the plan; None for BF16 before the first plan.
+        plan: the plan.
         num_changed: linears whose option it changed.
         wait_s: seconds that training waited for it.
     """
 
     start: int
     end: int
-    linears: dict[str, Option]
-    plan: PrecisionPlan | None = None
+    plan: PrecisionPlan
     num_changed: int = 0
     wait_s: float = 0.0
 
@@ -129,37 +127,35 @@ class RunRecord:
 
     Attributes:
         path: its directory.
-        name: what reports call it.
         config: config.yaml as plain values.
         snip: SNIP's settings; None where this version cannot read them.
         versions: versions.json; empty if there is none.
         metrics: every iteration.
-        spans: plans, in order; empty for a run without plans.
+        plans: in order; empty for a run without plans.
         divergences: of the last refresh, or None.
         problem: of the last refresh, or None.
         simulated: whether quantized linears were simulated; None if that is not known.
     """
 
     path: Path
-    name: str
     config: dict[str, Any]
     snip: SnipConfig | None
     versions: dict[str, str | None]
     metrics: MetricRows
-    spans: tuple[PlanSpan, ...]
+    plans: tuple[PlanSpan, ...]
     divergences: Divergences | None
     problem: PlanningProblem | None
     simulated: bool | None
 
     @property
-    def plan(self) -> PrecisionPlan | None:
-        """The current plan, or None."""
-        return self.spans[-1].plan if self.spans else None
+    def name(self) -> str:
+        """The directory's name."""
+        return self.path.resolve().name
 
     @property
-    def plans(self) -> tuple[PlanSpan, ...]:
-        """The spans of plans, without BF16 before the first one."""
-        return tuple(span for span in self.spans if span.plan is not None)
+    def plan(self) -> PrecisionPlan | None:
+        """The current plan, or None."""
+        return self.plans[-1].plan if self.plans else None
 
     @property
     def train_iters(self) -> int | None:
@@ -181,14 +177,9 @@ class RunRecord:
             return None
         return self.snip.efficiency_target
 
-    @property
-    def uniform_loss(self) -> float | None:
-        """Quality loss of the uniform lowest precision, 1 + lambda: the scale of quality losses."""
-        return None if self.snip is None else 1.0 + self.snip.weight_lambda
-
     def quality_share(self, loss: float | None) -> float | None:
-        """Return a quality loss as share of `uniform_loss`, or None."""
-        return None if loss is None or self.uniform_loss is None else loss / self.uniform_loss
+        """Return a quality loss as share of the uniform lowest precision's, which is 1 + lambda."""
+        return None if loss is None or self.snip is None else loss / (1 + self.snip.weight_lambda)
 
 
 def check_run_directory(path: Path) -> None:
@@ -207,12 +198,8 @@ def check_run_directory(path: Path) -> None:
         raise UsageError(f"'{path}' is not a run directory: it has no config.yaml{hint}")
 
 
-def read_run(path: Path, name: str | None = None) -> RunRecord:
+def read_run(path: Path) -> RunRecord:
     """Read a run's directory.
-
-    Args:
-        path: the directory.
-        name: what to call it; by default the directory's name.
 
     Raises:
         UsageError: if it is not a run directory, no iteration has ended, or a file is damaged.
@@ -225,12 +212,11 @@ def read_run(path: Path, name: str | None = None) -> RunRecord:
     measured, problem = _last(path / "divergences", last), _last(path / "problems", last)
     return RunRecord(
         path=path,
-        name=name or path.resolve().name,
         config=config,
         snip=snip,
         versions=_versions(path / "versions.json"),
         metrics=metrics,
-        spans=_spans(path, metrics, snip),
+        plans=_spans(path, metrics),
         divergences=None if measured is None else read_divergences(measured),
         problem=None if problem is None else read_problem(problem),
         simulated=_simulated(path / "precision", last, snip),
@@ -275,7 +261,8 @@ def parse_divergences(value: Any, source: str = "divergences") -> Divergences:
     if not isinstance(value, dict) or value.get("version") not in (1, 2):
         raise UsageError(f"{source} is not a divergences file of version 1 or 2")
     try:
-        iteration = int(_with_iterations(value)["iteration"])
+        # Version 1 counted steps from 0.
+        iteration = int(value["step"]) + 1 if value["version"] == 1 else int(value["iteration"])
         linears = {
             str(linear["name"]): {
                 str(Option.parse(option)): {
@@ -294,7 +281,7 @@ def parse_divergences(value: Any, source: str = "divergences") -> Divergences:
 
 def _row(line: str, source: str) -> dict[str, Any]:
     row = parse_json(line, source)
-    row = _with_iterations(row) if isinstance(row, dict) else {}
+    row = row if isinstance(row, dict) else {}
     if not _is_count(row.get("iteration")) or not row["iteration"]:
         raise UsageError(f"{source} is not an object with an 'iteration' from 1")
     for name in row.keys() & set(_COUNTS):
@@ -307,18 +294,6 @@ def _row(line: str, source: str) -> dict[str, Any]:
     if not isinstance(notices, list) or not all(map(_is_notice, notices)):
         raise UsageError(f"{source}: 'notices' is not a list of objects with kind and message")
     return row
-
-
-def _with_iterations(value: dict[str, Any]) -> dict[str, Any]:
-    """Convert an object of version 0.1, which counted steps from 0.
-
-    `plan_iteration` then names the plan's file as before; the file knows its iteration.
-    """
-    if "iteration" in value or not _is_count(value.get("step")):
-        return value
-    names = {"step": "iteration", "plan_step": "plan_iteration", "events": "notices"}
-    renamed = {names.get(key, key): each for key, each in value.items()}
-    return renamed | {"iteration": value["step"] + 1}
 
 
 def _is_count(value: Any) -> bool:
@@ -341,28 +316,21 @@ def _snip_config(config: dict[str, Any]) -> SnipConfig | None:
     return None
 
 
-def _spans(path: Path, metrics: MetricRows, snip: SnipConfig | None) -> tuple[PlanSpan, ...]:
+def _spans(path: Path, metrics: MetricRows) -> tuple[PlanSpan, ...]:
     rows = [row for row in metrics.rows if row.get("plan_iteration") is not None]
-    if not rows:
-        return ()
     ends = [row["iteration"] for row in rows[1:]] + [metrics.last_iteration + 1]
     names = {row["plan_iteration"] for row in rows}
     plans = {name: read_plan(path / "plans" / f"{name}.json") for name in names}
-    spans = [
+    return tuple(
         PlanSpan(
             start=row["iteration"],
             end=end,
-            linears=plans[row["plan_iteration"]].linears,
             plan=plans[row["plan_iteration"]],
             num_changed=int(row.get("changed_linears") or 0),
             wait_s=float(row.get("wait_s") or 0.0),
         )
-        for row, end in zip(rows, ends, strict=True)
-    ]
-    is_fresh = metrics.rows[0]["iteration"] == 1 and snip is not None and snip.plan_file is None
-    if is_fresh and spans[0].start > 1:
-        spans.insert(0, PlanSpan(1, spans[0].start, dict.fromkeys(spans[0].linears, BF16)))
-    return tuple(spans)
+        for row, end in zip(rows, ends, strict=False)
+    )
 
 
 def _simulated(folder: Path, last_iteration: int, snip: SnipConfig | None) -> bool | None:

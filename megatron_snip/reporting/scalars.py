@@ -69,8 +69,8 @@ class ScalarSeries:
                     "snip/refresh/wait_s": applied.waited_s,
                 }
             case Notice(kind, _):
-                self._failed += kind == "kept"
-                self._guarded += kind != "kept"
+                self._failed += kind == "refresh_failed"
+                self._guarded += kind != "refresh_failed"
                 found = self._counters()
             case Metrics(metrics):
                 wanted = {k: v for k, v in metrics.items() if k not in self._left_out}
@@ -93,22 +93,6 @@ class ScalarSeries:
 
     def _counters(self) -> dict[str, Any]:
         return {"snip/5_failed_refreshes": self._failed, "snip/5_guard_events": self._guarded}
-
-
-def divergence_values(table: DivergenceTable) -> dict[str, list[float]]:
-    """Return {name: log10 over linears} of both divergences at the uniform lowest precision.
-
-    Values that are zero or were not measured have no logarithm and are left out.
-    """
-    lowest = table.of_lowest()
-    measures = {
-        "snip/divergence/loss_log10": [d.loss_divergence for d in lowest],
-        "snip/divergence/weight_log10": [d.weight_divergence for d in lowest],
-    }
-    return {
-        name: [math.log10(v) for v in values if math.isfinite(v) and v > 0]
-        for name, values in measures.items()
-    }
 
 
 def _divergence_totals(table: DivergenceTable) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Writers for TensorBoard and Weights & Biases.
 
     metrics          scalars, every `interval` iterations
-    a measurement    scalars, histograms and heat maps of the divergences
-    a plan           scalars; a table and a picture where it changed; in W&B the file as an artifact
+    a measurement    scalars and heat maps of the divergences
+    a plan           scalars; a picture where it changed; in W&B the file as an artifact
     a notice         text in TensorBoard, an alert in W&B
 
 Under Megatron the writers of the last rank are used, and metrics that Megatron logs itself are
@@ -28,14 +28,12 @@ from megatron_snip.log import warn_once
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, Payload, PlanApplied
 from megatron_snip.reporting.run_record import parse_divergences
-from megatron_snip.reporting.scalars import ScalarSeries, divergence_values
+from megatron_snip.reporting.scalars import ScalarSeries
 
 logger = logging.getLogger(__name__)
 
 MEGATRON_LOGS = frozenset({"loss", "grad_norm", "lr", "validation_loss"})
 """Metrics that Megatron logs itself."""
-
-PLAN_COLUMNS = ("linear", "fprop", "dgrad", "wgrad")
 
 
 class TensorBoardWriter:
@@ -64,16 +62,9 @@ class TensorBoardWriter:
             return
         for name, value in values.items():
             board.add_scalar(name, value, iteration)
-        for name, logarithms in histograms(payload).items():
-            board.add_histogram(name, np.array(logarithms), iteration)
         for name, picture in pictures(payload).items():
             pixels = np.asarray(_opened(picture).convert("RGB"))
             board.add_image(name, pixels, iteration, dataformats="HWC")
-        plan = new_plan(payload)
-        if plan is not None:
-            rows = [PLAN_COLUMNS, ("---",) * len(PLAN_COLUMNS), *plan_rows(plan)]
-            table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-            board.add_text("snip/plan/table", table, iteration)
         if isinstance(payload, Notice):
             self._add_text("snip/notices", f"{payload.kind}: {payload.message}", iteration)
         if not isinstance(payload, Metrics):
@@ -121,14 +112,8 @@ class WandbWriter:
                 "iterations that the W&B run has already are left out",
             )
             return
-        for name, logarithms in histograms(payload).items():
-            row[name] = self._wandb.Histogram(logarithms)
         for name, picture in pictures(payload).items():
             row[name] = self._wandb.Image(_opened(picture))
-        plan = new_plan(payload)
-        if plan is not None:
-            rows = [list(row) for row in plan_rows(plan)]
-            row["snip/plan/table"] = self._wandb.Table(columns=list(PLAN_COLUMNS), data=rows)
         run.log(row, step=iteration)
         if isinstance(payload, PlanApplied):
             self._log_artifact(run, payload.plan)
@@ -159,44 +144,28 @@ def start_wandb(project: str, directory: Path, config: Mapping[str, Any]) -> Any
         raise UsageError(
             "wandb was requested and is not installed; pip install 'megatron-snip[wandb]'"
         ) from None
-    # W&B writes its file every 15 s; a killed run would lose that much.
-    flush = "x_transaction_log_flush_interval"
-    known = getattr(wandb.Settings, "model_fields", {})
-    settings = wandb.Settings(silent=True, **({flush: 0.5} if flush in known else {}))
     mode: Any = os.environ.get("WANDB_MODE", "offline")
     try:
         wandb.init(
-            project=project, dir=directory, config=dict(config), mode=mode, settings=settings
+            project=project,
+            dir=directory,
+            config=dict(config),
+            mode=mode,
+            settings=wandb.Settings(silent=True),
         )
     except (wandb.errors.Error, ValueError) as error:
         raise UsageError(f"wandb cannot start (WANDB_MODE is '{mode}'): {error}") from None
     return wandb
 
 
-def new_plan(payload: Payload) -> PrecisionPlan | None:
-    """Return the plan to show: one that changes a linear, or that a resumed run continues with."""
-    if isinstance(payload, PlanApplied) and (payload.num_changed or payload.resumed):
-        return payload.plan
-    return None
-
-
-def plan_rows(plan: PrecisionPlan) -> list[tuple[str, str, str, str]]:
-    """Return one row per linear, as `PLAN_COLUMNS` names them."""
-    return [(name, *option.formats) for name, option in plan.linears.items()]
-
-
-def histograms(payload: Payload) -> dict[str, list[float]]:
-    """Return {name: log10 over linears} of a measurement's divergences, where there are any."""
-    if not isinstance(payload, Measurement):
-        return {}
-    found = divergence_values(payload.divergences)
-    return {name: values for name, values in found.items() if values}
-
-
 def pictures(payload: Payload) -> dict[str, bytes]:
-    """Return {name: PNG} of a new plan or a measurement; empty without matplotlib."""
-    plan = new_plan(payload)
-    if plan is None and not isinstance(payload, Measurement):
+    """Return {name: PNG} of a measurement, or of a plan that is new here; empty without matplotlib.
+
+    A plan is new if it changes a linear, or if a resumed run continues with it.
+    """
+    if not isinstance(payload, PlanApplied | Measurement):
+        return {}
+    if isinstance(payload, PlanApplied) and not (payload.num_changed or payload.resumed):
         return {}
     if find_spec("matplotlib") is None:
         extra = "pip install 'megatron-snip[report]' for matplotlib"
@@ -209,8 +178,7 @@ def pictures(payload: Payload) -> dict[str, bytes]:
         if not figures.quantized_options(record):
             return {}
         return {"snip/divergence/maps": figures.png(lambda: figures.divergence_maps(record))}
-    assert plan is not None
-    return {"snip/plan/map": figures.png(lambda: figures.plan_map(plan.linears))}
+    return {"snip/plan/map": figures.png(lambda: figures.plan_map(payload.plan.linears))}
 
 
 def _opened(picture: bytes) -> Any:

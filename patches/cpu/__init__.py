@@ -7,7 +7,8 @@ Megatron-Core names the CUDA device everywhere. `install` answers these calls fr
 * collectives.py adds to gloo what it lacks;
 * megatron.py and torch_adam.py replace what Megatron-Core takes from CUDA packages.
 
-Nothing is replaced where CUDA is available. `uninstall` puts back the very objects it found.
+Nothing is replaced where CUDA is available. `uninstall` puts back the very objects it found,
+except where another replacement was made since.
 Such a run shows Megatron's control flow, collectives and arithmetic. It shows nothing about CUDA
 kernels, streams or speed.
 """
@@ -18,6 +19,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import chain
 from typing import Any
 
@@ -28,28 +30,14 @@ from megatron_snip.patches.cpu import collectives
 from megatron_snip.patches.cpu.device import constant, cuda_answers, is_news, local_ranks
 from megatron_snip.patches.cpu.megatron import megatron_replacements
 from megatron_snip.patches.cpu.tensors import CudaOnCpu, active_modes, in_backward
-from megatron_snip.patches.registry import Replacement, replace_attribute
+from megatron_snip.patches.registry import replace_attribute
 
 _TRACKER_LOGGER = "megatron.core.tensor_parallel.random"
 
 
-class _Installation:
-    """The one installation of a process."""
-
-    def __init__(self) -> None:
-        self.replaced: list[Replacement] = []
-        self.mode = CudaOnCpu()
-        self.compile_was_off = False
-
-    def restore(self) -> None:
-        """Put all attributes back, last first; one that was replaced since stays."""
-        while self.replaced:
-            replacement = self.replaced.pop()
-            if replacement.in_place:
-                replacement.undo()
-
-
-_installed: _Installation | None = None
+_MODE = CudaOnCpu()
+_installed: ExitStack | None = None
+"""Undoes the installation of this process."""
 
 
 def is_installed() -> bool:
@@ -78,18 +66,16 @@ def install(claim_cuda: bool = False, capability: tuple[int, int] = (8, 0)) -> b
     # Megatron's fused helpers are torch.compile'd at import, and without a GPU that needs a C++
     # compiler. The variable is read when they are decorated, the setting when they are called.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    state = _Installation()
-    try:
-        found = _torch_replacements(state.mode, claim_cuda, capability)
+    with ExitStack() as undo:  # an error undoes what was replaced before it
+        found = _torch_replacements(claim_cuda, capability)
         for owner, name, value in chain(found, megatron_replacements()):
-            state.replaced.append(replace_attribute(owner, name, value))
-        state.compile_was_off = _set_compile_off(True)
-    except BaseException:
-        state.restore()
-        raise
-    logging.getLogger(_TRACKER_LOGGER).addFilter(is_news)
-    state.mode.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-    _installed = state
+            undo.callback(replace_attribute(owner, name, value).undo)
+        undo.callback(_set_compile_off, _set_compile_off(True))
+        tracker = logging.getLogger(_TRACKER_LOGGER)
+        tracker.addFilter(is_news)
+        undo.callback(tracker.removeFilter, is_news)
+        undo.enter_context(_MODE)
+        _installed = undo.pop_all()
     return True
 
 
@@ -102,12 +88,9 @@ def uninstall() -> None:
     global _installed
     if _installed is None:
         return
-    if active_modes()[-1:] != [_installed.mode]:
+    if active_modes()[-1:] != [_MODE]:
         raise RuntimeError("leave the torch function modes entered after cpu.install() first")
-    _installed.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-    logging.getLogger(_TRACKER_LOGGER).removeFilter(is_news)
-    _set_compile_off(_installed.compile_was_off)
-    _installed.restore()
+    _installed.close()
     _installed = None
 
 
@@ -121,10 +104,10 @@ def _set_compile_off(off: bool) -> bool:
 
 
 def _torch_replacements(
-    mode: CudaOnCpu, claim_cuda: bool, capability: tuple[int, int]
+    claim_cuda: bool, capability: tuple[int, int]
 ) -> Iterator[tuple[Any, str, Any]]:
     engine, run = torch.autograd, "_engine_run_backward"
-    yield engine, run, in_backward(mode)(getattr(engine, run))
+    yield engine, run, in_backward(_MODE)(getattr(engine, run))
     for name, answer in cuda_answers(capability).items():
         yield torch.cuda, name, answer
     yield torch.cuda.random, "get_rng_state", torch.cuda.get_rng_state

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron_snip.reporting.events import Notice
-from megatron_snip.reporting.report import make_report, read_runs
+from megatron_snip.reporting.report import make_report
+from megatron_snip.reporting.run_record import read_run
 from tests.browser.chromium import Chromium, colors, find_chromium
 from tests.unit.reporting.runs import Shape, config, write_run
 
@@ -43,21 +44,13 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs compared, one of them with long and hostile words in its files."""
+    """A run with long and hostile words in its files."""
     folder = tmp_path_factory.mktemp("runs")
-    runs = [
-        write_run(folder / "by-linear", Shape(config(), stages=2)),
-        write_run(
-            folder / ("a-name-as-long-as-users-make-them-" * 4),
-            Shape(
-                config(granularity="gemm"),
-                note=HOSTILE,
-                notices=((9, Notice("reverted", HOSTILE + "x" * 300)),),
-            ),
-        ),
-    ]
+    notice = Notice("reverted", HOSTILE + "x" * 300)
+    shape = Shape(config(granularity="gemm"), note=HOSTILE, notices=((9, notice),))
+    run = write_run(folder / ("a-name-as-long-as-users-make-them-" * 4), shape)
     path = folder / "report.html"
-    path.write_text(make_report(read_runs(runs)))
+    path.write_text(make_report(read_run(run)))
     return path
 
 
@@ -70,7 +63,7 @@ def test_every_figure_is_drawn_within_the_screen(
     shot = browser.screenshot()
     assert browser.evaluate("document.documentElement.scrollWidth") == width == shot.width
     boxes = browser.evaluate(BOXES)
-    assert len(boxes) == 8
+    assert len(boxes) == 5
     for x, y, box_width, box_height in boxes:
         assert x >= 0 and x + box_width <= width
         assert box_width > 0.75 * min(width, 460) and box_height > 50
@@ -86,14 +79,14 @@ def test_the_page_loads_nothing_from_the_network_and_runs_no_script(
     asked = [url for url in browser.requests() if not url.startswith("data:")]
     assert asked == [page.as_uri()]
     assert HOSTILE in browser.evaluate("document.body.textContent")
-    assert "by-linear" in browser.evaluate("document.title")
+    assert "a-name-as-long" in browser.evaluate("document.title")
 
 
 def test_every_picture_has_an_alternative_text(browser: Chromium, page: Path) -> None:
     browser.open(page, *SCREENS["phone"], dark=False)
     tree = browser.call("Accessibility.getFullAXTree")["nodes"]
     images = [node for node in tree if node.get("role", {}).get("value") == "image"]
-    assert len(images) == 8
+    assert len(images) == 5
     assert all(len(node["name"]["value"]) > 30 for node in images)
 
 

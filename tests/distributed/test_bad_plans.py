@@ -48,11 +48,11 @@ def test_the_step_after_measures_anew_and_a_refused_plan_is_not_taken_twice(
 ) -> None:
     for result in again:
         assert result["refreshes"] == [START + 1, START + 3]
-        kinds = ("guard", "reverted", "kept")
+        kinds = ("guard", "reverted", "refresh_failed")
         steps = (START + 2, START + 2, START + 4)
         assert result["events"] == [[s, k] for s, k in zip(steps, kinds, strict=True)]
         assert "the guard reverted the " in result["messages"][2]
-        assert result["state"]["falls"] == 1
+        assert result["state"]["num_reverted"] == 1
         assert len(result["state"]["refused"]) == 1
     assert again[0]["history"] == again[1]["history"]
 

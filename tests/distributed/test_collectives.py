@@ -23,10 +23,8 @@ def test_values_and_failures_reach_every_rank() -> None:
             "message": "trying failed on rank 2: ValueError: only here",
             "ranks": [2],
         }
-        assert result["all failed"] == {
-            "message": "asking failed on rank 0: no 0; rank 1: no 1; rank 2: no 2",
-            "ranks": [0, 1, 2],
-        }
+        assert result["all failed"]["ranks"] == [0, 1, 2]
+        assert all(f"rank {r}: ValueError: " in result["all failed"]["message"] for r in range(3))
         assert result["still in step"] == [0, 1, 2]
     assert [result.get("subgroup") for result in results] == [None, 1, 1]
 

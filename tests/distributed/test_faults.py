@@ -81,7 +81,7 @@ def test_every_fault_is_logged_once_by_one_rank(phases: list[dict[str, Any]], na
         assert bool(others) == (fault == "NaN")
         assert ": keeping the uniform-bf16 plan of iteration 0: " in last, fault
         assert REASONS[fault] in last, (fault, last)
-        assert outcome["events"] == other[fault]["events"] == ["kept"], fault
+        assert outcome["events"] == other[fault]["events"] == ["refresh_failed"], fault
         assert other[fault]["warnings"] == [], fault
         assert outcome["history"] == other[fault]["history"] == [], fault
         # A refresh that failed leaves nothing for its successor.
@@ -139,7 +139,7 @@ def test_four_ranks_come_to_one_decision_as_well(
         assert result["run"] == result["plain"]
         assert set(result["outcomes"]) == set(PHASES)
         for label, outcome in result["outcomes"].items():
-            assert outcome["events"] == ["kept"], label
+            assert outcome["events"] == ["refresh_failed"], label
             assert outcome["history"] == [], label
         assert [step for step, _ in result["healed"]["history"]] == [result["steps"] + 2]
         assert result["healed"] == first["healed"]

@@ -47,7 +47,13 @@ STATE = ControllerState(
     ((4, PLAN.digest),),
     6,
     Pending(6, 8, PROBLEM),
-    GuardState(LossMonitor((2.0, 1.9)).after_plan_change(6.0), PLAN, (PLAN.digest,), 1, 9),
+    GuardState(
+        loss=LossMonitor(recent=(2.0, 1.9)).after_plan_change(6.0),
+        good=PLAN,
+        refused=(PLAN.digest,),
+        num_reverted=1,
+        refresh_at=9,
+    ),
 ).to_dict()
 DIVERGENCES = {
     "version": 1,
@@ -62,7 +68,7 @@ METRICS = {
     "plan_iteration": 0,
     "changed_linears": 2,
     "wait_s": 0.1,
-    "notices": [{"kind": "kept", "message": "why"}],
+    "notices": [{"kind": "refresh_failed", "message": "why"}],
 }
 SECONDS = {"fprop": 1e-3, "dgrad": 2e-3, "wgrad": 3e-3}
 CALIBRATION = CalibrationTable(

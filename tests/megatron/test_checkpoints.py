@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from megatron_snip.state import ControllerState
 from tests.megatron.fleet import Run
 from tests.megatron.lab import (
     SNIP,
@@ -102,16 +100,3 @@ def test_a_frozen_plan_file_wins_over_the_checkpoints(lab: Lab) -> None:
         "after iteration 7 with the snip plan of iteration 7" in x for x in snip_lines(again)
     )
     assert applied_plans(again) == []
-
-
-def test_the_state_is_plain_and_the_same_on_all_ranks(lab: Lab) -> None:
-    """Legacy files hold it once a rank; they are read as `weights_only` reads them."""
-    load = killed(lab, "tp2", "--ckpt-format", "torch")
-    files = sorted((load / "iter_0000007").glob("mp_rank_*/model_optim_rng.pt"))
-    states = [torch.load(f, map_location="cpu", weights_only=False)["snip"] for f in files]
-    assert len(states) == 2 and states[0] == states[1]
-    assert json.loads(json.dumps(states[0])) == states[0]
-    state = ControllerState.from_dict(states[0])
-    assert state.iteration == 7 and state.refreshed == 7
-    assert state.pending is not None and state.pending.apply_at == 9
-    assert [iteration for iteration, _ in state.history] == [5]

@@ -69,17 +69,6 @@ def test_a_plan_that_breaks_an_iteration_is_reverted_without_a_trace(lab: Lab) -
     assert applied[0] == 5 and [int(iteration) for iteration in reverted] == applied, run.report
 
 
-def test_layouts_make_the_same_kind_of_plan(lab: Lab) -> None:
-    """Every layout names the same linears, and counts each once."""
-    names = set()
-    for layout in LAYOUTS:
-        _, save = lab.planned(layout)
-        plan = json.loads((save / "snip" / "plans" / "3.json").read_text())
-        names.add(tuple(sorted(plan["linears"])))
-    assert len(names) == 1
-    assert "decoder.layers.3.self_attention.linear_qkv" in names.pop()
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rank_0_writes_the_run_directory(lab: Lab, layout: str) -> None:
     """By default `snip/` below --save; losses come from the last rank."""
@@ -149,16 +138,3 @@ def test_a_second_training_in_the_process_is_the_first_again(lab: Lab) -> None:
     planned, _ = lab.planned("tp2")
     assert weights(run) == weights(planned)
     assert applied_plans(run) == [5, 9] * 2
-
-
-def test_pins_keep_megatrons_bf16_layers(lab: Lab) -> None:
-    """--first-last-layers-bf16 wants FP8 in Megatron itself; here its layers become pins."""
-    output = lab.output("pins")
-    pins = "decoder.layers.0.*=bf16,decoder.layers.1.mlp.linear_fc2=fp8"
-    flags = [*SNIP, "--snip-pins", pins, "--snip-output-dir", str(output)]
-    lab.run("one", flags).finished()
-    chosen = json.loads((output / "plans" / "7.json").read_text())["linears"]
-    for name, option in chosen.items():
-        if name.startswith("decoder.layers.0."):
-            assert set(option.values()) == {"bf16"}
-    assert set(chosen["decoder.layers.1.mlp.linear_fc2"].values()) == {"fp8"}

@@ -55,7 +55,7 @@ def check_phases(name: str, values: dict[str, Any]) -> list[str]:
         if set(result["outcomes"]) < set(PLACES):
             wrong.append(f"{name}, rank {rank}: not every fault was tried")
         for label, outcome in result["outcomes"].items():
-            if outcome["events"] != ["kept"] or outcome["history"]:
+            if outcome["events"] != ["refresh_failed"] or outcome["history"]:
                 wrong.append(f"{name}, rank {rank}, {label}: {outcome}")
     return wrong
 

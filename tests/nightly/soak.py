@@ -114,7 +114,7 @@ def rank(steps: int, seed: int) -> dict[str, Any]:
             kinds = sorted({notice.kind for _, notice in trainer.events.notices[noticed:]})
             became = "+".join(kinds) or "plan"
             outcomes[f"{fault or 'no fault'}: {became}"] += 1
-            assert fault or len(controller.history) > applied or "kept" in kinds
+            assert fault or len(controller.history) > applied or "refresh_failed" in kinds
             mine = _running(trainer, controller)
             if len({json.dumps(each) for each in gather_json(mine, group)}) != 1:
                 differences.append(trainer.step)

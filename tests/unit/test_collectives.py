@@ -1,16 +1,12 @@
 """Without a process group everything is what one rank alone would do."""
 
 import pytest
-import torch
 
 from megatron_snip.collectives import (
     RemoteFailure,
-    any_rank,
     attempt,
     broadcast_json,
-    confirm,
     gather_json,
-    sum_over,
 )
 
 
@@ -32,9 +28,6 @@ def test_one_rank_fails_as_many_do() -> None:
         attempt("trying", fail, None)
     assert error.value.failures == {0: "KeyError: 'reason'"}
     assert attempt("trying", lambda: 5, None) == 5
-    confirm("trying", None, None)
-    with pytest.raises(RemoteFailure, match="trying failed on rank 0: why"):
-        confirm("trying", "why", None)
 
 
 def test_an_interrupt_is_not_a_failure() -> None:
@@ -43,9 +36,3 @@ def test_an_interrupt_is_not_a_failure() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         attempt("trying", interrupt, None)
-
-
-def test_a_sum_over_nobody_is_the_tensor_itself() -> None:
-    x = torch.ones(3)
-    assert sum_over(x, None) is x
-    assert any_rank(True, None) and not any_rank(False, None)

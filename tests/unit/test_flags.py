@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-import pytest
-
 from megatron_snip.config import SnipConfig
-from megatron_snip.flags import add_flags, flag_name, given_values
+from megatron_snip.flags import add_flags, given_values
 
 
 def parser(prefix: str = "snip-", dest: str = "snip_") -> argparse.ArgumentParser:
@@ -28,25 +26,8 @@ def test_every_field_is_a_flag_with_help() -> None:
         assert "[default: " in str(action.help)
 
 
-def test_the_help_can_be_printed_and_is_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "1000")
-    text = parser().format_help()
-    for title in ("When SNIP measures and plans", "What a refresh measures"):
-        assert title in text
-    for name in SnipConfig.model_fields:
-        if name != "enabled":
-            assert flag_name("snip-", name) in text
-    assert "{linear,gemm}" in text
-    assert "[default: auto]" in text
-
-
 def test_only_what_was_given_is_there() -> None:
     namespace = parser().parse_args(["--snip-interval", "5", "--no-snip-collect-only"])
     assert vars(namespace) == {"snip_interval": "5", "snip_collect_only": False}
     assert given_values(namespace, SnipConfig, "snip_") == {"interval": "5", "collect_only": False}
     assert given_values(argparse.Namespace(interval=3), SnipConfig, "snip_") == {}
-
-
-def test_prefixes_keep_flags_apart() -> None:
-    namespace = parser("", "").parse_args(["--interval", "5"])
-    assert given_values(namespace, SnipConfig) == {"interval": "5"}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_snip.errors import UsageError
-from megatron_snip.formats import E2M0, E2M1, E4M3, FORMATS, ElementType, get_format
+from megatron_snip.formats import E2M1, E4M3, FORMATS, ElementType, get_format
 from megatron_snip.formats import lowest_precision as lowest
 from megatron_snip.options import Option
 
@@ -30,10 +30,6 @@ def values(element: ElementType) -> list[float]:
 def test_element_types_are_the_published_ones(element: ElementType, dtype: type, bits: int) -> None:
     codes = np.arange(2 ** (bits - 1), dtype=np.uint8).view(dtype).astype(np.float64)
     assert values(element) == sorted(set(codes[np.isfinite(codes)].tolist()))
-
-
-def test_fp3_is_e2m0() -> None:
-    assert values(E2M0) == [0.0, 1.0, 2.0, 4.0]
 
 
 def test_tiles_and_scales_are_those_of_the_sources() -> None:

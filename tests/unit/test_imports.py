@@ -27,9 +27,9 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("divergence",),  # it writes planning's record of a problem
     ("reporting",),  # reads the records of what is left of it
     ("linears",),
-    ("guard", "refresh"),
+    ("guard",),
     ("state",),
-    ("pending_solve",),
+    ("pending_solve", "refresh"),
     ("controller",),
     ("patches",),
     ("trainer",),

@@ -14,11 +14,6 @@ def test_text_comes_back(text: str) -> None:
     assert str(Option.parse(text)) == text
 
 
-def test_equal_formats_are_written_once() -> None:
-    assert str(Option.parse("fp4-fp4-fp4")) == "fp4"
-    assert Option.parse("fp4-fp4-fp4") == Option.parse("fp4") == Option.uniform("fp4")
-
-
 @pytest.mark.parametrize("text", ["", "fp4-fp8", "fp4-fp8-bf16-fp8", "int8", "fp4-fp8-int8"])
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(UsageError):

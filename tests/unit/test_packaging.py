@@ -145,16 +145,6 @@ def test_the_version_is_stated_once(wheel: Path) -> None:
     assert [f.name for f in files if stated in f.read_text()] == ["version.py"]
 
 
-def test_extras_are_offered(wheel: Path) -> None:
-    found = metadata(wheel)
-    assert {"megatron", "wandb", "tensorboard", "te", "dev"} <= set(
-        found.get_all("Provides-Extra", [])
-    )
-    needed = found.get_all("Requires-Dist", [])
-    assert any(line.startswith("megatron-core") and "extra" not in line for line in needed)
-    assert any(line.startswith("wandb") and "extra" in line for line in needed)
-
-
 def test_it_runs_from_outside_the_repository(site: Path, tmp_path: Path) -> None:
     command = str(site / "bin" / "megatron-snip")
     assert run(site, tmp_path, command, "--version").stdout.split()[-1] == __version__

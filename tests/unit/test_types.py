@@ -4,9 +4,6 @@ import pytest
 
 from megatron_snip.errors import UsageError
 from megatron_snip.types import (
-    GEMM_OPERANDS,
-    Gemm,
-    Operand,
     glob_matches,
     linear_name,
     natural_key,
@@ -31,20 +28,6 @@ def test_names_come_apart_again(block: str) -> None:
 def test_what_is_no_name_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="is not a linear's name"):
         split_linear_name(name)
-
-
-def test_numbers_in_names_sort_as_numbers() -> None:
-    names = [f"decoder.layers.{i}.mlp.linear_fc1" for i in (10, 2, 0, 33)]
-    assert sorted(names, key=natural_key) == [names[2], names[1], names[0], names[3]]
-
-
-def test_each_gemm_contracts_two_of_three_tensors() -> None:
-    pairs = {gemm: set(operands) for gemm, operands in GEMM_OPERANDS.items()}
-    assert pairs == {
-        Gemm.FPROP: {Operand.INPUT, Operand.WEIGHT},
-        Gemm.DGRAD: {Operand.GRAD_OUTPUT, Operand.WEIGHT},
-        Gemm.WGRAD: {Operand.GRAD_OUTPUT, Operand.INPUT},
-    }
 
 
 def test_any_text_has_a_natural_key() -> None:

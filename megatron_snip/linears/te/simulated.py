@@ -107,7 +107,7 @@ class SimulatedTELinear(ObservedTELinear):
             return y, bias
         return y + bias, None
 
-    def _run_experts(self, x: Tensor, m_splits: Any) -> tuple[Tensor, list[Tensor] | None]:
+    def _run_experts(self, x: Tensor, m_splits: Any) -> tuple[Tensor, list[Any] | None]:
         module: Any = self.module
         sizes = m_splits.tolist() if isinstance(m_splits, Tensor) else list(m_splits)
         biases = [

@@ -13,7 +13,6 @@ from megatron_snip.collectives import (
     RemoteFailure,
     attempt,
     broadcast_json,
-    confirm,
     gather_json,
     sum_over,
 )
@@ -29,14 +28,13 @@ def all_checks() -> dict[str, Any]:
         "sum": sum_over(torch.tensor([1.0, rank]), group).tolist(),
         "attempt": attempt("all well", lambda: rank * 10, group),
     }
-    confirm("all well", None, group)
 
     def fail() -> None:
         if rank == last:
             raise ValueError("only here")
 
     results["one failed"] = _failure(lambda: attempt("trying", fail, group))
-    results["all failed"] = _failure(lambda: confirm("asking", f"no {rank}", group))
+    results["all failed"] = _failure(lambda: attempt("asking", lambda: int(f"x{rank}"), group))
     results["still in step"] = gather_json(rank, group)
     # A group that does not begin with global rank 0 broadcasts from its own first rank.
     others = dist.new_group(list(range(1, dist.get_world_size())), backend="gloo")

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_snip import pending_solve
 from megatron_snip.controller import SnipController
 from megatron_snip.errors import SnipError
 from megatron_snip.options import Option
@@ -38,17 +37,12 @@ SNIP: dict[str, Any] = {
 }
 """Refreshes at iterations 2 and 6; their plans are due before iterations 3 and 7."""
 
-FAULTY_CHILD = """
-import os, sys, time
-mode, healed, *worker = sys.argv[1:]
-if os.path.exists(healed):
-    os.execv(worker[0], worker)
-if mode == "crash":
+CRASHING_CHILD = """
+import os, sys
+healed, *worker = sys.argv[1:]
+if not os.path.exists(healed):
     sys.exit(3)
-sys.stdin.readline()
-if mode == "hang":
-    time.sleep(600)
-print("this is no plan", flush=True)
+os.execv(worker[0], worker)
 """
 
 
@@ -87,15 +81,10 @@ def damaged(*arguments: Any) -> PrecisionPlan:
     return make_plan(*arguments).model_copy(update={"digest": "0" * 64})
 
 
-def raising(*arguments: Any) -> PrecisionPlan:
-    raise ZeroDivisionError("a bug")
-
-
 FAKES = {
     "infeasible": infeasible,
     "another model": of_another_model,
     "damaged": damaged,
-    "bug": raising,
 }
 
 
@@ -114,16 +103,10 @@ def _with_fault(trainer: Trainer, fault: str, folder: Path) -> dict[str, Any]:
     if dist.get_rank() == 0:
         if fault in FAKES:
             solver = FakeSolver(FAKES[fault])
-        elif fault == "submit":
-            solver = FakeSolver(make_plan)
-            solver.submit = lambda *_: raising()
         else:
-            child = [sys.executable, "-c", FAULTY_CHILD, fault, str(healed), *worker_command()]
+            child = [sys.executable, "-c", CRASHING_CHILD, str(healed), *worker_command()]
             solver = SolverProcess(child)
-    grace = pending_solve.SOLVER_GRACE_S
     controller = trainer.controller(SNIP, solver)
-    if fault == "hang":
-        pending_solve.SOLVER_GRACE_S = -29.5  # of the solver's own 30 s
     try:
         before = controller.plan.digest
         trainer.advance(4, controller)
@@ -133,14 +116,11 @@ def _with_fault(trainer: Trainer, fault: str, folder: Path) -> dict[str, Any]:
             "warnings": list(trainer.warnings),
             "history": list(controller.history),
         }
-        pending_solve.SOLVER_GRACE_S = grace
         healed.touch()
         if isinstance(solver, FakeSolver):
             solver.healed = True
-            solver.__dict__.pop("submit", None)
         trainer.advance(4, controller)
     finally:
-        pending_solve.SOLVER_GRACE_S = grace
         controller.close()
     return {
         **after,
@@ -167,7 +147,6 @@ def cycles(layout_values: dict[str, Any], folder: str) -> dict[str, Any]:
         "resumed": _resumed(layout_values),
         "collect only": _run(layout_values, {**SNIP, "collect_only": True}, None),
         "plain": _plain(layout_values),
-        "static": _run(layout_values, {**SNIP, "policy": "uniform-fp8"}, None),
     }
 
 

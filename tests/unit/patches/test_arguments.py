@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
-from megatron_snip.flags import flag_name
 from megatron_snip.patches import arguments, cpu
 from megatron_snip.patches.arguments import (
     add_snip_arguments,
@@ -54,13 +52,6 @@ def error_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return line.removeprefix("megatron-snip: error: ")
 
 
-def test_every_setting_is_a_flag(installed: FakeMegatron) -> None:
-    known = {s for action in megatron_parser(installed)._actions for s in action.option_strings}
-    fields = [f for f in SnipConfig.model_fields if f != "enabled"]
-    assert {flag_name("snip-", field) for field in fields} <= known
-    assert {"--snip", "--no-snip", "--snip-config", "--snip-plan-file", "--lr"} <= known
-
-
 def test_the_namespace_is_megatrons_unless_flags_are_given(installed: FakeMegatron) -> None:
     plain = {"lr": 0.1, "distributed_backend": "nccl"}
     assert vars(megatron_parser(installed).parse_args([])) == plain
@@ -80,13 +71,6 @@ def test_a_cpu_run_has_defaults_that_flags_override(
     parser = megatron_parser(installed)
     assert vars(parser.parse_args([])) == {"lr": 0.1, "distributed_backend": "gloo"}
     assert parser.parse_args(["--distributed-backend", "nccl"]).distributed_backend == "nccl"
-
-
-def test_flags_become_settings() -> None:
-    words = ["--snip", "--snip-interval", "50", "--snip-formats", "fp8,nvfp4"]
-    config = snip_config(namespace(*words), {})
-    assert config.enabled and config.interval == 50 and config.formats == ("fp8", "nvfp4")
-    assert not snip_config(argparse.Namespace(), {}).enabled
 
 
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
@@ -124,16 +108,6 @@ def test_a_bad_value_ends_in_one_line_that_names_the_flag(
     words: list[str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert re.match(line, error_line(words, capsys))
-
-
-def test_an_unknown_key_in_the_file_names_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "snip.yaml"
-    file.write_text("intervals: 30\n")
-    line = error_line(["--snip-config", str(file)], capsys)
-    assert line.startswith("--snip-config: ") and str(file) in line
-    assert "unknown key 'intervals' (did you mean 'interval'?)" in line
 
 
 @pytest.mark.parametrize(

@@ -75,25 +75,6 @@ def test_nothing_is_patched_where_cuda_is_available(monkeypatch: pytest.MonkeyPa
     assert changed(before) == set()
 
 
-def test_uninstall_leaves_a_foreign_replacement() -> None:
-    original = torch.cuda.empty_cache
-    try:
-        cpu.install()
-        torch.cuda.empty_cache = theirs = lambda: None
-        cpu.uninstall()
-        assert torch.cuda.empty_cache is theirs
-    finally:
-        torch.cuda.empty_cache = original
-
-
-def test_uninstall_fails_inside_a_later_function_mode() -> None:
-    cpu.install()
-    with cpu.CudaOnCpu(), pytest.raises(RuntimeError, match="function modes"):
-        cpu.uninstall()
-    cpu.uninstall()
-    assert not cpu.is_installed()
-
-
 @pytest.mark.usefixtures("patched")
 def test_cuda_devices_mean_the_cpu() -> None:
     device = torch.cuda.current_device()

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from megatron.core import package_info
-from megatron.core.tensor_parallel import layers
 
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.log import forget_warnings
 from megatron_snip.patches import cpu
 from megatron_snip.patches.install import PATCHES, REGISTRY, install_for
-from megatron_snip.patches.registry import Patch, Registry, core_version, is_tested
+from megatron_snip.patches.registry import Registry, core_version, is_tested
 from tests.unit.patches.fake_megatron import FakeController, FakeMegatron
 
 ALL = ("always", "--snip", "--cpu")
@@ -52,23 +49,6 @@ def with_state(registry: Registry, state: str) -> set[str]:
     return {p.name for p in registry.patches if registry.status(p).state == state}
 
 
-def test_without_snip_only_the_parser_is_patched(fake: FakeMegatron, registry: Registry) -> None:
-    before = functions(fake)
-    registry.install({"always"})
-    assert changed(before, functions(fake)) == {"add_megatron_arguments"}
-    assert with_state(registry, "installed") == {"arguments"}
-    assert with_state(registry, "not needed") == OLD
-    assert with_state(registry, "ready") == (NEEDED | LINEARS) - {"arguments"}
-
-
-def test_installing_twice_wraps_once(fake: FakeMegatron, registry: Registry) -> None:
-    registry.install(ALL)
-    once = functions(fake)
-    registry.install(ALL)
-    registry.install({"always"})
-    assert functions(fake) == once
-
-
 def test_uninstall_puts_back_the_very_objects(fake: FakeMegatron, registry: Registry) -> None:
     before = functions(fake)
     registry.install(ALL)
@@ -83,15 +63,13 @@ def test_uninstall_puts_back_the_very_objects(fake: FakeMegatron, registry: Regi
     registry.uninstall()  # nothing is left to undo
 
 
-def test_uninstall_changes_nothing_after_a_foreign_patch(
-    fake: FakeMegatron, registry: Registry
-) -> None:
+def test_uninstall_leaves_a_foreign_patch(fake: FakeMegatron, registry: Registry) -> None:
+    before = functions(fake)
     registry.install(ALL)
-    ours = functions(fake)
-    fake.training.evaluate = lambda *args: None
-    with pytest.raises(UnsupportedError, match=r"megatron\.training\.training\.evaluate was patch"):
-        registry.uninstall()
-    assert changed(ours, functions(fake)) == {"evaluate"}
+    fake.training.evaluate = theirs = lambda *args: None
+    registry.uninstall()
+    assert fake.training.evaluate is theirs
+    assert changed(before, functions(fake)) == {"evaluate"}
 
 
 def test_a_missing_function_is_one_error_and_changes_nothing(
@@ -115,18 +93,6 @@ def test_a_changed_signature_names_the_parameters(fake: FakeMegatron, registry: 
     fake.training.train_step = lambda **kwargs: None  # takes everything
     registry.install(ALL)
     registry.uninstall()
-
-
-def test_the_installed_linears_are_found() -> None:
-    column, row = (p for p in PATCHES if p.name in LINEARS)
-    assert column.find() == (layers.ColumnParallelLinear, layers.ColumnParallelLinear._forward_impl)
-    assert row.find()[0] is layers.RowParallelLinear
-
-
-def test_a_missing_module_names_a_way_out() -> None:
-    problem = Patch("x", "megatron.core.no_such_module", "function", (), "nothing").problem()
-    assert problem is not None and "no megatron.core.no_such_module.function" in problem
-    assert "Megatron-LM checkout" in problem
 
 
 @pytest.mark.parametrize(
@@ -156,19 +122,12 @@ def test_an_untested_release_warns_once_and_runs(
 def test_the_command_line_decides_what_is_installed(of_process: Registry) -> None:
     install_for(["--lr", "0.1"])
     assert with_state(of_process, "installed") == {"arguments"}
-    for _ in range(2):
+    assert with_state(of_process, "not needed") == OLD
+    assert with_state(of_process, "ready") == (NEEDED | LINEARS) - {"arguments"}
+    for _ in range(2):  # a second call changes nothing
         install_for(["--lr", "0.1", "--snip", "--snip-interval", "9"])
         assert with_state(of_process, "installed") == NEEDED
         assert of_process.session.given["snip_interval"] == "9"
-
-
-def test_the_import_reads_the_command_line(
-    of_process: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["pretrain.py", "--snip"])
-    monkeypatch.delitem(sys.modules, "megatron_snip.auto", raising=False)
-    importlib.import_module("megatron_snip.auto")
-    assert "train-step" in with_state(of_process, "installed")
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -15,7 +15,7 @@ from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
 from megatron_snip.patches import setup
 from megatron_snip.patches.registry import Registry
-from megatron_snip.patches.setup import make_writers, output_directory, resumed_state
+from megatron_snip.patches.setup import make_writers, resumed_state
 from megatron_snip.reporting.events import Event, Metrics
 from megatron_snip.topology import Topology
 from tests.unit.patches.fake_megatron import FakeController, FakeMegatron
@@ -93,15 +93,6 @@ def test_bad_input_ends_once_per_host_before_the_model_is_built(
     assert attached == []
 
 
-def test_flags_count_where_megatrons_namespace_lost_them(
-    fake: FakeMegatron, registry: Registry, capsys: pytest.CaptureFixture[str]
-) -> None:
-    registry.session.given = {"snip_enabled": True, "snip_policy": "best"}
-    with pytest.raises(SystemExit):
-        fake.arguments.validate_args(fake.args)
-    assert "--snip-policy: unknown policy 'best'" in capsys.readouterr().err
-
-
 PLAN = {
     "version": 1,
     "step": 2,
@@ -156,12 +147,6 @@ def arguments(save: Path) -> argparse.Namespace:
     return argparse.Namespace(
         save=str(save), lr=0.1, exit_signal=signal.SIGTERM, functions=[print], num_layers=None
     )
-
-
-def test_files_go_to_the_output_directory(tmp_path: Path) -> None:
-    assert output_directory(SnipConfig(), None) == Path("snip")
-    assert output_directory(SnipConfig(), "/checkpoints") == Path("/checkpoints/snip")
-    assert output_directory(SnipConfig(output_dir=tmp_path), "/checkpoints") == tmp_path
 
 
 def test_rank_0_writes_files(fake: FakeMegatron, tmp_path: Path) -> None:

@@ -65,24 +65,6 @@ def test_an_iteration_runs_through_the_controller(
     assert values == {"loss": 2.0, "grad_norm": 2.5, "lr": 0.3}
 
 
-def test_a_repeated_schedule_runs_through_the_controller_each_time(
-    fake: FakeMegatron, controller: FakeController
-) -> None:
-    fake.repeats = 3
-    fake.training.train_step(*ARGUMENTS, schedule, iteration=7)
-    assert controller.calls == [("forward-backward", 8)] * 3
-
-
-def test_keyword_arguments_and_new_ones_pass_through(
-    fake: FakeMegatron, controller: FakeController
-) -> None:
-    names = ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler")
-    keywords = dict(zip((*names, "config"), ARGUMENTS, strict=True))
-    rest = {"forward_backward_func": schedule, "iteration": 2, "pg_collection": "groups"}
-    fake.training.train_step(**keywords, **rest)
-    assert controller.calls == [("forward-backward", 3)]
-
-
 def test_without_an_iteration_megatrons_counter_is_read(
     fake: FakeMegatron, controller: FakeController
 ) -> None:

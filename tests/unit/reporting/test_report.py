@@ -10,15 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_snip.__main__ import main
-from megatron_snip.errors import UsageError
 from megatron_snip.reporting.events import Notice
-from megatron_snip.reporting.report import (
-    frontier_of,
-    last_gap,
-    make_report,
-    read_reference,
-    read_runs,
-)
+from megatron_snip.reporting.report import frontier_of, last_gap, make_report, read_reference
 from megatron_snip.reporting.run_record import read_run
 from tests.unit.reporting.runs import KINDS, Shape, config, write_run
 
@@ -56,18 +49,16 @@ class Elements(HTMLParser):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs: one with hostile names, one on two stages, one without SNIP."""
+    """Runs: one with hostile names, one without SNIP."""
     folder = tmp_path_factory.mktemp("runs")
     hostile = Shape(
         config(),
         kinds=(*KINDS[:3], f"mlp.{HOSTILE}"),
-        notices=((9, Notice("reverted", HOSTILE)), (13, Notice("kept", "out of memory"))),
+        notices=((9, Notice("reverted", HOSTILE)), (13, Notice("refresh_failed", "out of memory"))),
         backend="simulate",
         note=HOSTILE,
     )
     write_run(folder / "a<b>&\"'run", hostile)
-    two = Shape(config(efficiency_target=0.9), iterations=16, layers=2, stages=2, backend="te")
-    write_run(folder / "two", two)
     write_run(folder / "off", Shape(config(enabled=False), iterations=12))
     return folder
 
@@ -75,8 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def one(folder: Path) -> str:
     """The report of the hostile run."""
-    (run,) = read_runs([folder / "a<b>&\"'run"])
-    return make_report([run], read_reference(folder / "off"))
+    return make_report(read_run(folder / "a<b>&\"'run"), read_reference(folder / "off"))
 
 
 def test_every_figure_has_a_title_a_caption_and_an_alternative_text(one: str) -> None:
@@ -89,13 +79,13 @@ def test_every_figure_has_a_title_a_caption_and_an_alternative_text(one: str) ->
         kind, data = (image["src"] or "").split(",", 1)
         assert kind == "data:image/svg+xml;base64"
         ElementTree.fromstring(base64.b64decode(data))
-    for title in ("All plans", "All linears", "All settings", "Failures"):
+    for title in ("All plans", "All settings", "Failures"):
         assert title in page.text
 
 
 def test_text_from_files_stays_text_and_the_page_needs_no_network(one: str) -> None:
     page = Elements(one)
-    assert page.text.count(HOSTILE) >= 3  # a notice, a setting, the linears
+    assert page.text.count(HOSTILE) >= 2  # a notice, a setting
     assert "a<b>&\"'run" in page.text and "{{ 7*7 }}" in page.text
     assert page.all("script") == [] and page.all("iframe") == []
     for _, attributes in page.found:
@@ -109,36 +99,29 @@ def test_text_from_files_stays_text_and_the_page_needs_no_network(one: str) -> N
 
 def test_numbers_have_a_scale_and_failures_are_called_failures(one: str) -> None:
     text = Elements(one).text
-    assert "refresh failed, plan kept" in text and "plan reverted" in text
+    assert "refresh failed, plan unchanged" in text and "plan reverted" in text
     assert "Current plan (simulated)" in text and "Simulated: losses are those" in text
     assert "loss gap to BF16" in text and "+0.0000" in text
     assert "of uniform fp4's" in text
     assert "1 failed" in text
 
 
-def test_several_runs_are_compared(folder: Path) -> None:
-    runs = read_runs([folder / "two", folder / "off"])
-    page = Elements(make_report(runs))
-    assert "2 runs compared" in page.text and "Settings that differ" in page.text
-    assert "snip.efficiency_target" in page.text and "SNIP was off in this run." in page.text
-    assert "simulated" not in page.text  # two ran on Transformer Engine
-
-
 def test_the_same_run_gives_the_same_page_and_a_young_one_names_what_is_missing(
     tmp_path: Path,
 ) -> None:
     path = write_run(tmp_path / "run", Shape(config(), iterations=1))
-    page = make_report(read_runs([path]))
-    assert page == make_report(read_runs([path]))
+    page = make_report(read_run(path))
+    assert page == make_report(read_run(path))
     text = Elements(page).text
     assert "No plan was applied yet." in text and "The run has made no refresh." in text
+    assert "simulated" not in text
 
 
 def test_the_gap_is_the_mean_over_the_last_tenth(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "bf16.jsonl"
     rows = [f'{{"iteration": {k}, "loss": {1.0 if k > 10 else 9.0}}}\n' for k in range(1, 13)]
     path.write_text("".join(rows))
-    (run,) = read_runs([folder / "off"])
+    run = read_run(folder / "off")
     gap, count = last_gap(run.metrics, read_reference(path))
     losses = run.metrics.column("loss")[1]
     assert count == 2 and gap == pytest.approx(losses[-2:].mean() - 1.0)
@@ -151,18 +134,10 @@ def test_the_frontier_keeps_the_runs_pins(tmp_path: Path) -> None:
     assert max(efficiency for efficiency, _ in found) == pytest.approx(2 / 3)
 
 
-def test_runs_are_called_by_as_much_of_their_paths_as_it_takes(tmp_path: Path) -> None:
-    shape = Shape(config(enabled=False), iterations=1)
-    paths = [write_run(tmp_path / name / "snip", shape) for name in "ab"]
-    assert [run.name for run in read_runs(paths)] == ["a/snip", "b/snip"]
-    with pytest.raises(UsageError, match="given twice"):
-        read_runs([paths[0], tmp_path / "a" / "." / "snip"])
-
-
 def test_the_command_writes_one_file_and_prints_its_path(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["report", str(folder / "off"), "--reference", str(folder / "two")]
+    words = ["report", str(folder / "off"), "--reference", str(folder / "a<b>&\"'run")]
     assert main([*words, "--output", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'out' / 'report.html'}\n"
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.html"]
@@ -174,7 +149,6 @@ def test_the_command_writes_one_file_and_prints_its_path(
     ("words", "complaint"),
     [
         (["none"], "cannot find the run directory 'none'"),
-        (["RUN", "RUN"], "given twice"),
         (["RUN", "--reference", "none"], "has no metrics yet"),
         (["RUN", "--output", "RUN/config.yaml"], "cannot write"),
         ([], "the following arguments are required: RUN"),

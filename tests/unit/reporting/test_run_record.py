@@ -1,15 +1,12 @@
-"""A run directory as a record: complete, in progress, resumed, damaged, of the former version."""
+"""A run directory as a record: complete, in progress, resumed, damaged."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
@@ -19,7 +16,7 @@ from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.reporting.run_record import RecordedNotice, read_metrics, read_run
 from tests.unit.reporting.runs import Shape, config, write_events, write_run
 
-NOTICE = Notice("kept", "measurement failed on rank 0")
+NOTICE = Notice("refresh_failed", "measurement failed on rank 0")
 SHAPE = Shape(config(), notices=((13, NOTICE),), backend="simulate")
 
 
@@ -43,15 +40,13 @@ def test_the_record_has_what_the_run_wrote(complete: Path) -> None:
     record = read_run(complete)
     assert record.name == "complete" and record.snip == SHAPE.config
     assert record.metrics.last_iteration == record.train_iters == 24
-    assert [(s.start, s.end) for s in record.spans] == [(1, 5), (5, 13), (13, 21), (21, 25)]
-    assert record.spans[0].plan is None
-    assert {str(o) for o in record.spans[0].linears.values()} == {"bf16"}
-    assert [span.plan.iteration for span in record.plans if span.plan is not None] == [3, 11, 19]
+    assert [(s.start, s.end) for s in record.plans] == [(5, 13), (13, 21), (21, 25)]
+    assert [span.plan.iteration for span in record.plans] == [3, 11, 19]
     assert record.plan is not None and record.plan.iteration == 19
     assert record.divergences is not None and record.divergences.iteration == 19
     assert record.problem is not None and record.simulated is True
-    assert record.metrics.notices == [RecordedNotice(13, "kept", NOTICE.message)]
-    assert (record.target, record.lowest_formats, record.uniform_loss) == (0.6, "fp4", 1.1)
+    assert record.metrics.notices == [RecordedNotice(13, "refresh_failed", NOTICE.message)]
+    assert (record.target, record.lowest_formats) == (0.6, "fp4")
     assert record.quality_share(0.55) == pytest.approx(0.5)
 
 
@@ -70,7 +65,7 @@ def test_a_resumed_run_shows_only_what_it_repeated(tmp_path: Path) -> None:
     directory.close()
     record = read_run(path)
     assert record.metrics.last_iteration == 10
-    assert [(s.start, s.end) for s in record.spans] == [(1, 5), (5, 11)]
+    assert [(s.start, s.end) for s in record.plans] == [(5, 11)]
     assert record.divergences is not None and record.divergences.iteration == 3
 
 
@@ -87,41 +82,16 @@ def test_a_run_in_progress_is_read_up_to_its_last_complete_line(tmp_path: Path) 
 
 def test_runs_without_plans(tmp_path: Path) -> None:
     off = read_run(write_run(tmp_path / "off", Shape(config(enabled=False), iterations=3)))
-    assert off.spans == () and off.plan is None and off.target is None
+    assert off.plans == () and off.plan is None and off.target is None
     measured = read_run(write_run(tmp_path / "m", Shape(config(collect_only=True), iterations=5)))
     assert measured.plans == () and measured.divergences is not None and measured.target is None
-    given = Shape(config(plan_file=tmp_path / "some.json"))
-    assert read_run(write_run(tmp_path / "given", given)).spans[0].start == 5  # not BF16 before
-
-
-def test_columns_keep_nan_apart_from_missing_values(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    write_rows(path, {"iteration": 1, "loss": None}, {"iteration": 2}, {"iteration": 3, "loss": 2})
-    metrics = read_metrics(path)
-    at, losses = metrics.column("loss")
-    assert at.tolist() == [1, 3] and np.isnan(losses[0]) and losses[1] == 2.0
-    assert metrics.last("loss") == 2.0 and metrics.last("validation_loss") is None
-
-
-def test_rows_of_the_former_version_are_read_as_iterations(run: Path) -> None:
-    path = run / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    names = {"iteration": "step", "plan_iteration": "plan_step", "notices": "events"}
-    path.unlink()
-    for row in rows:
-        row["iteration"] -= 1
-        write_rows(path, {names.get(key, key): value for key, value in row.items()})
-    record = read_run(run)
-    assert record.metrics.last_iteration == 24
-    assert [(s.start, s.end) for s in record.spans] == [(1, 5), (5, 13), (13, 21), (21, 25)]
-    assert [notice.iteration for notice in record.metrics.notices] == [13]
 
 
 @pytest.mark.parametrize("snip", [{"interval": -8}, "yes", None])
 def test_settings_that_cannot_be_read_are_no_error(run: Path, snip: Any) -> None:
     (run / "config.yaml").write_text(yaml.safe_dump({"megatron": {"train_iters": 9}, "snip": snip}))
     record = read_run(run)
-    assert record.snip is None and record.uniform_loss is None and record.train_iters == 9
+    assert record.snip is None and record.quality_share(1.0) is None and record.train_iters == 9
 
 
 @pytest.mark.parametrize(
@@ -135,7 +105,7 @@ def test_settings_that_cannot_be_read_are_no_error(run: Path, snip: Any) -> None
         ("[1]", "is not an object with an 'iteration'"),
         ('{"iteration": 1, "loss": "x"}', "'loss' is not a number"),
         ('{"iteration": 1, "wall_s": true}', "'wall_s' is not a number"),
-        ('{"iteration": 1, "notices": [{"kind": "kept"}]}', "'notices' is not a list"),
+        ('{"iteration": 1, "notices": [{"kind": "refresh_failed"}]}', "'notices' is not a list"),
         ('{"iteration": 1, "notices": 5}', "'notices' is not a list"),
         ('{"iteration": 1', "is not valid JSON"),
         ('{"iteration": 1, "loss": NaN}', "NaN"),
@@ -192,13 +162,3 @@ def test_a_damaged_file_is_one_line_and_runs_no_code(
         read_run(run)
     assert "\n" not in str(caught.value) and Path(name).name in str(caught.value)
     assert not bait.exists()
-
-
-def test_reading_needs_no_torch(complete: Path) -> None:
-    script = (
-        "import sys; from pathlib import Path\n"
-        "from megatron_snip.reporting.run_record import read_run\n"
-        f"read_run(Path({str(complete)!r}))\n"
-        "assert 'torch' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[3])

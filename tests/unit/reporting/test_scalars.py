@@ -5,8 +5,8 @@ from itertools import count
 
 import pytest
 
-from megatron_snip.reporting.events import Event, Metrics, Notice, Reporter
-from megatron_snip.reporting.scalars import ScalarSeries, divergence_values
+from megatron_snip.reporting.events import Event, Metrics, Notice
+from megatron_snip.reporting.scalars import ScalarSeries
 from tests.unit.reporting.runs import Shape, applied, config, measurement_at, plan_from
 
 SHAPE = Shape(config())
@@ -22,7 +22,7 @@ def test_the_first_names_answer_whether_training_is_safe_and_faster() -> None:
         Metrics({"loss": 4.0}),
         MEASURED,
         applied(SHAPE, PLAN, waited_s=0.25),
-        Notice("kept", "why"),
+        Notice("refresh_failed", "why"),
         Notice("reverted", "why"),
         Metrics({"loss": 3.0, "lr": 0.5, "lowest_precision_fraction": 0.75}),
     ):
@@ -58,16 +58,3 @@ def test_unknown_values_are_left_out(value: object) -> None:
     blind = PLAN.model_copy(update={"objective": None, "bound": None})
     values = ScalarSeries({}).values(Event(4, applied(SHAPE, blind)))
     assert "snip/3_quality_loss_share" not in values
-
-
-def test_histograms_are_of_the_logarithms_of_positive_values() -> None:
-    values = divergence_values(MEASURED.divergences)
-    lowest = MEASURED.divergences.of_lowest()
-    assert values["snip/divergence/loss_log10"] == [math.log10(d.loss_divergence) for d in lowest]
-    bf16 = measurement_at(Shape(config(formats="bf16")), 3)
-    assert all(found == [] for found in divergence_values(bf16.divergences).values())
-
-
-def test_a_job_without_writers_reports_to_nobody() -> None:
-    Reporter().write(Event(1, Metrics({})))
-    Reporter().close()

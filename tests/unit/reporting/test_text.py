@@ -3,11 +3,8 @@
 import math
 
 from megatron_snip.reporting.text import (
-    label,
-    listing,
     number,
     percent,
-    printable,
     quality,
     seconds,
 )
@@ -20,9 +17,3 @@ def test_numbers() -> None:
     assert [*map(seconds, durations)] == [
         *("-", "4 ms", "500 ms", "12.3 s", "4 min 10 s", "3 h 20 min"),
     ]
-
-
-def test_names() -> None:
-    assert listing("abcdefgh") == "a, b, c, d, e, f and 2 more" and listing("ab") == "a, b"
-    assert label("short") == "short" and label("a" * 20 + "b" * 20) == f"{'a' * 11}..{'b' * 11}"
-    assert printable("a\x1b[2J\u202e [text]\n") == "a\\x1b[2J\\u202e [text]\\n"

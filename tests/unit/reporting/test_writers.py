@@ -1,21 +1,15 @@
-"""TensorBoard's files and W&B's offline run, read back with their own readers."""
+"""TensorBoard's files, read back with its own reader; rows for W&B."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
-import os
-import signal
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from megatron_snip.errors import UsageError
 from megatron_snip.log import forget_warnings
@@ -35,84 +29,12 @@ from tests.unit.reporting.runs import (
     plan_from,
     write_events,
 )
-from tests.unit.reporting.wandb_runs import Written, inspect, isolate, read_back
 
 wandb = pytest.importorskip("wandb")
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
 SHAPE = Shape(config(), iterations=16, notices=((7, Notice("reverted", "back to <fp8>")),))
 PLAN = plan_from(SHAPE, measurement_at(SHAPE, 11))
-TABLE = [[name, *option.formats] for name, option in PLAN.linears.items()]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    patch = pytest.MonkeyPatch()
-    folder = tmp_path_factory.mktemp("wandb")
-    isolate(patch, folder)
-    yield folder
-    wandb.teardown()
-    patch.undo()
-
-
-@pytest.fixture(scope="module")
-def written(folder: Path) -> Written:
-    """Refreshes at 3 and 11, plans at 5 and 13, a reverted plan at 7."""
-    module = start_wandb("a-project", folder, {"lr": 0.5})
-    writer = WandbWriter(module, {"interval": 8, "weight_lambda": 0.1})
-    write_events(writer, SHAPE)
-    module.finish()
-    writer.write(Event(99, Metrics({"loss": 1.0})))  # after the end: must not appear
-    return read_back(folder)
-
-
-def test_wandb_has_a_row_per_iteration_and_nothing_after_the_end(written: Written) -> None:
-    assert sorted(written.rows) == list(range(1, 17))
-    for iteration, row in written.rows.items():
-        assert row["snip/1_loss"] > 0
-        share = 0.0 if iteration < 5 else pytest.approx(11 / 18)
-        assert row["snip/2_lowest_precision_share"] == share
-    loss = written.rows[13]["snip/3_quality_loss_share"]
-    assert loss == pytest.approx((PLAN.objective or 0) / 1.1)
-    assert written.config == {"lr": 0.5, "snip": {"interval": 8, "weight_lambda": 0.1}}
-    assert written.exit_code == 0
-
-
-def test_wandb_has_plans_divergences_and_alerts(written: Written) -> None:
-    assert written.steps_with("snip/plan/table") == written.steps_with("snip/plan/map") == [5, 13]
-    table = json.loads(written.media("snip/plan/table", 13).read_text())
-    assert table["columns"] == ["linear", "fprop", "dgrad", "wgrad"] and table["data"] == TABLE
-    artifacts = [name for name, kind in written.artifacts if kind == "snip-plan"]
-    assert len(artifacts) == 2 and len(set(artifacts)) == 1  # versions of one artifact
-    for name in ("maps", "loss_log10", "weight_log10"):
-        assert written.steps_with(f"snip/divergence/{name}") == [3, 11]
-    with Image.open(written.media("snip/divergence/maps", 11)) as image:
-        assert image.width >= 1000
-    assert written.alerts == [("SNIP: reverted at iteration 7", "back to <fp8>")]
-
-
-def test_a_killed_run_keeps_rows_of_half_a_second_before(tmp_path: Path) -> None:
-    script = (
-        "import os, signal, time; from pathlib import Path\n"
-        "from megatron_snip.reporting.events import Event, Metrics\n"
-        "from megatron_snip.reporting.writers import WandbWriter, start_wandb\n"
-        f"folder = Path({str(tmp_path)!r})\n"
-        "writer = WandbWriter(start_wandb('p', folder, {}), {})\n"
-        "for k in range(1, 6): writer.write(Event(k, Metrics({'loss': 2.0})))\n"
-        "log = next(folder.glob('wandb/offline-run-*/run-*.wandb'))\n"
-        "deadline = time.monotonic() + 60\n"
-        "while b'snip/1_loss' not in log.read_bytes() and time.monotonic() < deadline:\n"
-        "    time.sleep(0.05)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        isolate(patch, tmp_path)
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, check=False, timeout=120)
-    assert done.returncode == -signal.SIGKILL
-    (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    records = [json.loads(line) for line in inspect(log, "--json").splitlines()]
-    assert any(record["type"] == "history" for record in records)
 
 
 def test_wandb_that_cannot_start_is_one_line(
@@ -131,21 +53,48 @@ class Run:
 
     def __init__(self, step: int) -> None:
         self.step, self.id = step, "abc"
-        self.rows: list[tuple[int, dict[str, Any]]] = []
+        self.rows: dict[int, dict[str, Any]] = {}
         self.artifacts: list[Any] = []
+        self.alerts: list[tuple[str, str]] = []
 
     def log(self, row: dict[str, Any], step: int) -> None:
-        self.rows.append((step, row))
+        self.rows.setdefault(step, {}).update(row)
         self.step = step
 
     def log_artifact(self, artifact: Any) -> None:
         self.artifacts.append(artifact)
 
+    def alert(self, title: str, text: str, level: Any) -> None:
+        self.alerts.append((title, text))
+
 
 def fake_wandb(step: int = 0) -> Any:
-    update = SimpleNamespace(update=lambda *_, **__: None)
-    names = {name: getattr(wandb, name) for name in ("Artifact", "Table", "Image", "Histogram")}
-    return SimpleNamespace(run=Run(step), config=update, **names)
+    shown: dict[str, Any] = {}
+    config = SimpleNamespace(shown=shown, update=lambda values, **_: shown.update(values))
+    names = {name: getattr(wandb, name) for name in ("AlertLevel", "Artifact", "Image")}
+    return SimpleNamespace(run=Run(step), config=config, **names)
+
+
+def test_wandb_has_rows_plans_divergences_and_alerts() -> None:
+    """Refreshes at 3 and 11, plans at 5 and 13, a reverted plan at 7."""
+    module = fake_wandb()
+    write_events(WandbWriter(module, {"interval": 8, "weight_lambda": 0.1}), SHAPE)
+    run = module.run
+    assert sorted(run.rows) == list(range(1, 17))
+    for iteration, row in run.rows.items():
+        assert row["snip/1_loss"] > 0
+        share = 0.0 if iteration < 5 else pytest.approx(11 / 18)
+        assert row["snip/2_lowest_precision_share"] == share
+    loss = run.rows[13]["snip/3_quality_loss_share"]
+    assert loss == pytest.approx((PLAN.objective or 0) / 1.1)
+    assert module.config.shown == {"snip": {"interval": 8, "weight_lambda": 0.1}}
+    for name, steps in (("snip/plan/map", [5, 13]), ("snip/divergence/maps", [3, 11])):
+        assert [step for step, row in run.rows.items() if name in row] == steps
+    assert run.rows[11]["snip/divergence/maps"].image.width >= 1000
+    assert [(a.type, a.name) for a in run.artifacts] == [("snip-plan", "plan-abc")] * 2
+    assert run.alerts == [("SNIP: reverted at iteration 7", "back to <fp8>")]
+    module.run = None  # W&B has ended the run
+    WandbWriter(module, {}).write(Event(99, Metrics({"loss": 1.0})))
 
 
 def test_iterations_that_the_wandb_run_has_are_left_out_with_one_warning(
@@ -156,7 +105,7 @@ def test_iterations_that_the_wandb_run_has_are_left_out_with_one_warning(
     writer = WandbWriter(module, {})
     for iteration in (90, 90, 100, 101):
         writer.write(Event(iteration, Metrics({"loss": 1.0})))
-    assert [step for step, _ in module.run.rows] == [100, 101]
+    assert list(module.run.rows) == [100, 101]
     assert len([r for r in caplog.records if "are left out" in r.message]) == 1
 
 
@@ -165,8 +114,8 @@ def test_only_a_new_or_resumed_plan_is_drawn() -> None:
     writer = WandbWriter(module, {})
     writer.write(Event(4, applied(SHAPE, PLAN, num_changed=0)))
     writer.write(Event(6, applied(SHAPE, PLAN, num_changed=0, resumed=True)))
-    (_, same), (_, resumed) = module.run.rows
-    assert "snip/plan/table" not in same and len(resumed["snip/plan/table"].data) == 12
+    same, resumed = module.run.rows.values()
+    assert "snip/plan/map" not in same and "snip/plan/map" in resumed
     assert [artifact.metadata["digest"] for artifact in module.run.artifacts] == [PLAN.digest] * 2
 
 
@@ -179,7 +128,7 @@ def test_without_matplotlib_there_are_no_pictures_and_one_warning(
     module = fake_wandb()
     with caplog.at_level(logging.WARNING):
         write_events(WandbWriter(module, {}), Shape(config(), iterations=16))
-    rows = dict(module.run.rows)
+    rows = module.run.rows
     assert not any("map" in name for row in rows.values() for name in row)
     assert "pip install 'megatron-snip[report]'" in "".join(r.message for r in caplog.records)
     assert len([r for r in caplog.records if "no pictures" in r.message]) == 1
@@ -191,13 +140,13 @@ def read_tensorboard(folder: Path, **options: Any) -> Any:
     board = SummaryWriter(str(folder))
     write_events(TensorBoardWriter(board, {"pins": ["a*=fp8"]}, **options), SHAPE)
     board.close()
-    kinds = dict.fromkeys(("scalars", "images", "histograms", "tensors"), 0)
+    kinds = dict.fromkeys(("scalars", "images", "tensors"), 0)
     events = accumulators.EventAccumulator(str(folder), size_guidance=kinds)
     events.Reload()
     return events
 
 
-def test_tensorboard_has_scalars_pictures_histograms_and_text(tmp_path: Path) -> None:
+def test_tensorboard_has_scalars_pictures_and_text(tmp_path: Path) -> None:
     events = read_tensorboard(tmp_path)
 
     def steps(found: Any) -> list[int]:
@@ -211,12 +160,8 @@ def test_tensorboard_has_scalars_pictures_histograms_and_text(tmp_path: Path) ->
     assert steps(events.Scalars("snip/6_changed_linears")) == [5, 13]
     assert steps(events.Images("snip/plan/map")) == [5, 13]
     assert steps(events.Images("snip/divergence/maps")) == [3, 11]
-    assert steps(events.Histograms("snip/divergence/loss_log10")) == [3, 11]
     assert texts("snip/notices") == {7: "    reverted: back to <fp8>"}
     assert "    pins:\n" in texts("snip/config")[0]
-    head, line, *rows = texts("snip/plan/table")[13].splitlines()
-    assert head == "| linear | fprop | dgrad | wgrad |" and set(line) <= set("|- ")
-    assert rows == [f"| {' | '.join(row)} |" for row in TABLE]
 
 
 def test_under_megatron_its_interval_holds_and_its_own_metrics_are_left_out(
