@@ -231,7 +231,7 @@ def first_problem(error: ValidationError, known: Iterable[str] = ()) -> UsageErr
     kind, value = first["type"], first["input"]
     if kind == "extra_forbidden":
         return UsageError(f"unknown key {_short(repr(place), 120)}{did_you_mean(place, known)}")
-    text = str(first["msg"])
+    text = str(first["msg"]).replace("Input should be", "must be").partition(", unable to ")[0]
     if kind not in ("missing", "value_error"):
         text += f", got {_short(repr(value), 120)}"
     if kind == "literal_error":
@@ -295,7 +295,8 @@ def _settings_text(path: Path) -> str:
             raise UsageError(f"cannot read '{path}': larger than {_MAX_YAML_BYTES >> 20} MiB")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise UsageError(f"cannot read '{path}': {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot read '{path}': {reason}; give a YAML file") from None
 
 
 def _check_shape(text: str, source: str) -> None:

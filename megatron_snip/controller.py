@@ -308,9 +308,12 @@ class SnipController:
         self.plan = plan
         self.history.append((iteration, plan.digest))
         shares = ", ".join(f"{share:.1%} {name}" for name, share in self.format_shares().items())
+        result = "plan unchanged"
+        if num_changed:
+            result = f"plan applied, {num_changed} of {len(plan.linears)} linears changed"
         self._log(
-            f"iteration {iteration}: plan applied: {shares}, {num_changed} of "
-            f"{len(plan.linears)} linears changed, solver {plan.seconds:.2f} s ({plan.status})"
+            f"iteration {iteration}: {result}: {shares}, solver {plan.seconds:.2f} s "
+            f"({plan.status})"
         )
         self._report_plan(iteration, num_changed, waited_s)
 

@@ -91,7 +91,8 @@ def _print_formats(out: Console, machine: Machine) -> None:
     out.print(table)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     choice = launch.choose(device, (1, 128))
-    out.print(f"simulate quantizes by {choice.path} ({choice.reason})")
+    what = "Triton kernels" if choice.path is launch.Path.TRITON else "PyTorch operations"
+    out.print(f"With --snip-backend simulate, {what} quantize the tensors here ({choice.reason})")
 
 
 def _print_patches(out: Console) -> int:

@@ -6,6 +6,11 @@ from rich.table import Table
 
 from megatron_snip.reporting.events import Event, Measurement, PlanApplied
 
+LEGEND = (
+    "loss: predicted change of the loss. weight: relative change of the next update. "
+    "plan: the option chosen."
+)
+
 
 class SummaryWriter:
     """Keeps the last measurement and the plans' numbers, for tables at the end of a run."""
@@ -24,12 +29,12 @@ class SummaryWriter:
     def close(self) -> None:
         """Keep all."""
 
-    def tables(self) -> list[Table]:
-        """Return the tables to print: the plans, and the last divergences."""
-        found = [plans_table(self._applied)] if self._applied else []
+    def tables(self) -> list[Table | str]:
+        """Return what to print: the plans, the last divergences and their legend."""
+        found: list[Table | str] = [plans_table(self._applied)] if self._applied else []
         if self._measured is not None:
             last = self._applied[-1][1] if self._applied else None
-            found.append(linears_table(*self._measured, last))
+            found += [linears_table(*self._measured, last), LEGEND]
         return found
 
 
@@ -40,13 +45,14 @@ def plans_table(applied: list[tuple[int, PlanApplied]]) -> Table:
         table.add_column(column, justify="left" if column in ("policy", "status") else "right")
     for iteration, entry in applied:
         plan = entry.plan
+        changed = f"{entry.num_changed} of {len(plan.linears)}"
         table.add_row(
             str(iteration),
             plan.policy,
             plan.status,
             f"{plan.efficiency:.3f}",
             f"{plan.target:.3f}",
-            f"{entry.num_changed} of {len(plan.linears)}",
+            changed if entry.num_changed else "plan unchanged",
         )
     return table
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_snip.options import Option
 
@@ -25,6 +25,25 @@ def number(value: float | None, digits: int = 4) -> str:
 def quality(value: float | None, digits: int = 4) -> str:
     """Return a quality loss or a gap; solver noise is shown as 0."""
     return number(0.0 if value is not None and abs(value) < SOLVER_NOISE else value, digits)
+
+
+def column(values: Sequence[float | None]) -> list[str]:
+    """Return the numbers of a table's column with the same number of decimals.
+
+    The largest has three significant digits. Where that would leave the smallest without any, all
+    have an exponent. Solver noise is 0; None, NaN and infinity are a dash.
+    """
+    known = [0.0 if v is None or not math.isfinite(v) else abs(v) for v in values]
+    sizes = [v for v in known if v >= SOLVER_NOISE] or [1.0]
+    decimals = max(0, 2 - math.floor(math.log10(max(sizes))))
+    spec = f".{decimals}f"
+    if decimals > 6 or round(min(sizes), decimals) == 0.0:
+        spec = ".2e"
+    shown = []
+    for value, size in zip(values, known, strict=True):
+        rounded = 0.0 if size < SOLVER_NOISE else value
+        shown.append("-" if value is None or not math.isfinite(value) else f"{rounded:{spec}}")
+    return shown
 
 
 def percent(value: float | None) -> str:

@@ -55,9 +55,6 @@ class ModelFields(_Section):
     seq_length: Count = 256
     """Tokens in a sample."""
 
-    max_position_embeddings: Count | None = None
-    """Maximum sequence length of the model; by default seq_length."""
-
     vocab_size: Count | None = None
     """Token ids in the data; 257 (bytes and end of document) for the built-in text."""
 
@@ -168,10 +165,7 @@ class TrainingFields(_Section):
     """Learning rate after the decay."""
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "cosine"
-    """Shape of the decay."""
-
-    lr_decay_iters: Count | None = None
-    """Iterations of the decay; by default train_iters."""
+    """Shape of the decay, from warm-up to train_iters."""
 
     lr_warmup_iters: Annotated[int, Field(ge=0)] = 10
     """Iterations of linear warm-up."""
@@ -225,10 +219,6 @@ class OutputFields(_Section):
 
     ckpt_step: Count | None = None
     """Load the checkpoint of this iteration instead of the latest."""
-
-    dist_ckpt_optim_fully_reshardable: bool = False
-    """Save the distributed optimizer so that any layout can load it (gathers it on every rank).
-    Without it only the number of data-parallel ranks may change."""
 
     exit_interval: Count | None = None
     """Stop after an iteration that is a multiple of this, with a checkpoint if save is set."""
@@ -287,11 +277,6 @@ class TrainConfig(TrainFields):
     def head_width(self) -> int:
         """Channels of an attention head."""
         return self.hidden_size // self.num_attention_heads
-
-    @property
-    def longest_sequence(self) -> int:
-        """`max_position_embeddings`, or its default."""
-        return self.max_position_embeddings or self.seq_length
 
     @property
     def token_ids(self) -> int:
@@ -354,7 +339,6 @@ def load_train_config(
     file: Path | None,
     flags: dict[str, Any],
     snip_flags: dict[str, Any],
-    defaults: dict[str, Any] | None = None,
     snip_file: Path | None = None,
 ) -> TrainConfig:
     """Merge YAML files and flags; flags override files.
@@ -363,7 +347,6 @@ def load_train_config(
         file: the YAML file, or None.
         flags: values of TrainFields.
         snip_flags: values of SnipConfig.
-        defaults: values of TrainFields that neither the file nor the flags set.
         snip_file: a YAML file of SnipConfig; it overrides `file`.
 
     Raises:
@@ -375,7 +358,7 @@ def load_train_config(
         raise UsageError(f"'snip' must hold a mapping of settings, got {type(section).__name__}")
     snip = {} if snip_file is None else read_yaml(snip_file)
     section = {**section, **snip, **snip_flags}
-    return make_train_config({**(defaults or {}), **values, **flags, "snip": section})
+    return make_train_config({**values, **flags, "snip": section})
 
 
 def check_ranks(config: TrainConfig, world_size: int) -> None:
@@ -408,7 +391,6 @@ def check_ranks(config: TrainConfig, world_size: int) -> None:
 def _conflicts(c: TrainConfig) -> Iterator[str]:
     """Yield one line for each pair of settings that do not fit; Megatron checks others."""
     heads = (c.num_attention_heads, "num_attention_heads")
-    groups = (c.query_groups, "num_query_groups")
     tp = (c.tensor_model_parallel_size, "tensor_model_parallel_size")
     stages = (c.pipeline_model_parallel_size, "pipeline_model_parallel_size")
     chunk = c.num_layers_per_virtual_pipeline_stage
@@ -419,9 +401,7 @@ def _conflicts(c: TrainConfig) -> Iterator[str]:
         )
     divisible = [
         (c.hidden_size, "hidden_size", *heads),
-        (*heads, *groups),
-        (*heads, *tp),
-        (*groups, *tp),
+        (*heads, c.query_groups, "num_query_groups"),
         (c.ffn_width, "ffn_hidden_size", *tp),
         (c.padded_vocab_size, "the padded vocabulary", *tp),
         (c.num_layers, "num_layers", *stages),
@@ -446,17 +426,12 @@ def _conflicts(c: TrainConfig) -> Iterator[str]:
             f"hidden_size {c.hidden_size} / num_attention_heads {heads[0]} = {c.head_width} must "
             "be even for rotary position embeddings"
         )
-    if c.seq_length > c.longest_sequence:
-        yield (
-            f"seq_length {c.seq_length} is longer than max_position_embeddings {c.longest_sequence}"
-        )
     if c.overlap_param_gather and not (c.use_distributed_optimizer and c.overlap_grad_reduce):
         yield "overlap_param_gather needs use_distributed_optimizer and overlap_grad_reduce"
     if c.min_lr > c.lr:
         yield f"min_lr {c.min_lr:g} must not be larger than lr {c.lr:g}"
-    decay = c.lr_decay_iters or c.train_iters
-    if c.lr_warmup_iters >= decay:
-        yield f"lr_warmup_iters {c.lr_warmup_iters} must be smaller than the decay, {decay}"
+    if c.lr_warmup_iters >= c.train_iters:
+        yield f"lr_warmup_iters {c.lr_warmup_iters} must be less than train_iters {c.train_iters}"
 
 
 def _indivisible(pairs: list[tuple[int, str, int, str]]) -> Iterator[str]:

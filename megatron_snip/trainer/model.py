@@ -93,17 +93,13 @@ class TrainingState:
         model: wrapped chunks; more than one in an interleaved pipeline.
         optimizer: Megatron's AdamW, with FP32 master weights under BF16.
         scheduler: of learning rate and weight decay.
-        num_microbatches: per iteration and rank.
-        seq_length: tokens per sample.
-        micro_batch_size: samples per microbatch.
+        config: the run's settings.
     """
 
     model: tuple[DistributedDataParallel, ...]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
-    num_microbatches: int
-    seq_length: int
-    micro_batch_size: int
+    config: TrainConfig
 
     @property
     def function(self) -> ForwardBackward:
@@ -113,14 +109,15 @@ class TrainingState:
 
     def arguments(self, data_iterator: DataIterator, forward_only: bool = False) -> dict[str, Any]:
         """Return the schedule's keyword arguments for one iteration."""
+        config = self.config
         return {
             "forward_step_func": forward_step,
             "data_iterator": data_iterator,
             "model": list(self.model),
-            "num_microbatches": self.num_microbatches,
-            "seq_length": self.seq_length,
-            "micro_batch_size": self.micro_batch_size,
-            "decoder_seq_length": self.seq_length,
+            "num_microbatches": config.num_microbatches(dist.get_world_size()),
+            "seq_length": config.seq_length,
+            "micro_batch_size": config.micro_batch_size,
+            "decoder_seq_length": config.seq_length,
             "forward_only": forward_only,
         }
 
@@ -184,7 +181,7 @@ def destroy_parallel_state() -> None:
             dist.destroy_process_group(group)
 
 
-def build_training_state(config: TrainConfig, world_size: int) -> TrainingState:
+def build_training_state(config: TrainConfig) -> TrainingState:
     """All ranks: build, initialize and wrap the model; create its optimizer and scheduler.
 
     Megatron's process groups exist already (`initialize_parallel_state`).
@@ -197,14 +194,8 @@ def build_training_state(config: TrainConfig, world_size: int) -> TrainingState:
     if config.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in chunks]
         transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-    return TrainingState(
-        model=tuple(chunks),
-        optimizer=optimizer,
-        scheduler=_build_scheduler(config, optimizer),
-        num_microbatches=config.num_microbatches(world_size),
-        seq_length=config.seq_length,
-        micro_batch_size=config.micro_batch_size,
-    )
+    scheduler = _build_scheduler(config, optimizer)
+    return TrainingState(tuple(chunks), optimizer, scheduler, config)
 
 
 def forward_step(
@@ -311,7 +302,7 @@ def _build_chunk(
             num_experts=config.num_experts, moe_grouped_gemm=False, normalization="RMSNorm"
         ),
         vocab_size=config.padded_vocab_size,
-        max_sequence_length=config.longest_sequence,
+        max_sequence_length=config.seq_length,
         pre_process=first,
         post_process=last,
         share_embeddings_and_output_weights=not config.untie_embeddings_and_output_weights,
@@ -354,7 +345,7 @@ def _build_scheduler(config: TrainConfig, optimizer: MegatronOptimizer) -> Optim
         max_lr=config.lr,
         min_lr=config.min_lr,
         lr_warmup_steps=config.lr_warmup_iters * batch,
-        lr_decay_steps=(config.lr_decay_iters or config.train_iters) * batch,
+        lr_decay_steps=config.train_iters * batch,
         lr_decay_style=config.lr_decay_style,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,

@@ -1,8 +1,7 @@
 """What Megatron's own parser makes of command lines, and the model that it would build.
 
-Standard input: {name: {"words": [...], "world_size": N}}. Standard output: {name: {"settings":
-namespace, "parameters": of the whole model, or null where it is not asked for}}. A line that
-Megatron refuses ends the process.
+Standard input: {name: {"words": [...], "world_size": N}}. Standard output: {name: parameters of the
+whole model}. A line that Megatron refuses ends the process.
 """
 
 from __future__ import annotations
@@ -72,11 +71,6 @@ def count_parameters(args: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def plain(value: Any) -> Any:
-    """Return what JSON can say of a value."""
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
-
-
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Megatron prints is no reply
@@ -84,10 +78,7 @@ def main() -> None:
     parallel_state.initialize_model_parallel()
     results = {}
     for name, case in json.load(sys.stdin).items():
-        args = read(case["words"], case["world_size"])
-        settings = {key: plain(value) for key, value in vars(args).items()}
-        parameters = count_parameters(args) if case["build"] else None
-        results[name] = {"settings": settings, "parameters": parameters}
+        results[name] = count_parameters(read(case["words"], case["world_size"]))
     print(json.dumps(results), file=replies, flush=True)
 
 

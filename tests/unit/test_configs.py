@@ -16,6 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from megatron_snip.cli.commands import build_parser
+from megatron_snip.cli.script import expand
 from megatron_snip.cli.train import read_settings
 from megatron_snip.config import SnipConfig, make_config, read_yaml
 from megatron_snip.linears.discovery import current_topology, find_linears
@@ -105,12 +106,25 @@ def argument_file(folder: str, name: str) -> str:
     return f"@{FOLDER / folder / name}.args"
 
 
+FIXED = ("--swiglu", "--disable-bias-linear", "--group-query-attention")
+FIXED_VALUES = ("--normalization", "--position-embedding-type", "--max-position-embeddings")
+
+
 def settings(name: str, layout: str | None = None, *words: str) -> TrainConfig:
-    """Read files as `megatron-snip train` does."""
+    """Read Megatron's flags as settings of the trainer, which fixes some of them."""
     files = [argument_file("models", name)]
     if layout is not None:
         files.append(argument_file("parallel", layout))
-    return read_settings(build_parser("train").parse_args(["train", *files, *words]))
+    flags = [word for word in expand(files) if word not in FIXED]
+    for fixed in FIXED_VALUES:
+        at = flags.index(fixed)
+        del flags[at : at + 2]
+    at = flags.index("--tokenizer-type")
+    assert flags[at + 1] == "NullTokenizer"  # it adds the end of document to the vocabulary
+    del flags[at : at + 2]
+    at = flags.index("--vocab-size") + 1
+    flags[at] = str(int(flags[at]) + 1)
+    return read_settings(build_parser("train").parse_args(["train", *flags, *words]))
 
 
 # ---- files ------------------------------------------------------------------------------------
@@ -182,7 +196,7 @@ def linears_of(name: str) -> list[tuple[str, float, int]]:
             transformer,
             spec,
             vocab_size=config.padded_vocab_size,
-            max_sequence_length=config.longest_sequence,
+            max_sequence_length=config.seq_length,
             position_embedding_type="rope",
             share_embeddings_and_output_weights=not config.untie_embeddings_and_output_weights,
         )
