@@ -286,8 +286,6 @@ class Checkpoints:
             loaded = dist_checkpointing.load(content, str(path))
         except (Exception, CheckpointException) as error:
             raise SnipError(f"cannot load '{path}': {_reason(error)}") from error
-        if loaded.get("iteration") != iteration:
-            raise UsageError(f"load: '{path}' holds iteration {loaded.get('iteration')}")
         for name, chunk in self._chunks().items():
             chunk.load_state_dict(loaded[name])
         self._state.optimizer.load_state_dict(loaded["optimizer"])

@@ -6,11 +6,8 @@ All jobs run the shipped script as it is, with its own lines for GPUs, signal an
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ from megatron_snip.trainer.checkpoint import (
     read_saved_run,
 )
 from tests.distributed.launch import ROOT, TIMEOUT_S
-from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import Cluster, until
 
 SCRIPT = str(ROOT / "launch" / "slurm.sbatch")
 ITERATIONS = 20
@@ -142,9 +139,13 @@ class Jobs:
         state = self.cluster.wait(number, TIMEOUT_S)
         return Job(state, folder, self.log(number, folder))
 
+    def output(self, number: int, folder: Path) -> Path:
+        """The file of what a job prints."""
+        return folder / f"{folder.name}-{number}.out"
+
     def log(self, number: int, folder: Path) -> str:
         """What a job has printed so far."""
-        file = folder / f"{folder.name}-{number}.out"
+        file = self.output(number, folder)
         return file.read_text(errors="replace") if file.exists() else ""
 
 
@@ -201,25 +202,12 @@ def test_a_failed_rank_fails_the_job_at_once(jobs: Jobs) -> None:
     assert "ArithmeticError: the reason why" in job.log
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited for {what} in vain"
-        time.sleep(0.2)
-
-
 def test_at_its_time_limit_a_job_saves_queues_again_and_ends_alike(
     jobs: Jobs, two_nodes: Job
 ) -> None:
     number, folder = jobs.submit("limited", TENSOR, STOP_AT)
     until(lambda: "iteration     7/" in jobs.log(number, folder), "iteration 7")
-    # Now bring the limit near, whatever time the start has taken: within the script's five minutes.
-    begun = time.mktime(time.strptime(jobs.cluster.job(number)["StartTime"], "%Y-%m-%dT%H:%M:%S"))
-    minutes = math.ceil((time.time() - begun) / 60) + 4
-    jobs.cluster.scontrol("update", f"JobId={number}", f"TimeLimit={minutes}")
-    until(lambda: "the time limit is near" in jobs.log(number, folder), "Slurm's warning")
-    # What is queued again keeps the job's limit, and would be warned as soon as it starts.
-    jobs.cluster.scontrol("update", f"JobId={number}", "TimeLimit=60")
+    jobs.cluster.warn_of_time_limit(number, jobs.output(number, folder))
     job = jobs.ended(number, folder)
     assert job.state["JobState"] == "COMPLETED", job.log
     assert job.state["Restarts"] == "1"
