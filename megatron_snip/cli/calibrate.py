@@ -159,10 +159,7 @@ def _shapes(args: argparse.Namespace) -> tuple[dict[str, tuple[int, int]], int]:
         config = load_train_config(args.config, {}, {})
         tokens = config.micro_batch_size * config.seq_length
         shapes = _model_shapes(config)
-    for name, size in args.linear:
-        if name in shapes:
-            raise UsageError(f"'{name}' has two shapes, of which planning would take the first")
-        shapes[name] = size
+    shapes |= dict(args.linear)
     if not shapes:
         raise UsageError("nothing to measure: give --config FILE or --linear GLOB=OUTxIN")
     return shapes, args.tokens or tokens

@@ -1,8 +1,7 @@
-"""Every file in configs/ loads, is the model that was published, and can be planned for."""
+"""Every file in configs/ loads and is the model that was published."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -20,17 +19,8 @@ from megatron_snip.cli.script import expand
 from megatron_snip.cli.train import read_settings
 from megatron_snip.config import SnipConfig, make_config, read_yaml
 from megatron_snip.linears.discovery import current_topology, find_linears
-from megatron_snip.options import Option
 from megatron_snip.patches import cpu
-from megatron_snip.planning.planner import make_plan
-from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
-from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.topology import Placement
-from megatron_snip.trainer.config import (
-    TrainConfig,
-    load_train_config,
-    make_train_config,
-)
+from megatron_snip.trainer.config import TrainConfig, make_train_config
 from megatron_snip.trainer.model import transformer_config
 from megatron_snip.trainer.session import check_run
 
@@ -147,10 +137,6 @@ def test_a_run_loads(path: Path) -> None:
     check_run(config, config.model_parallel_size)
 
 
-def test_the_demo_plans() -> None:
-    assert load_train_config(FOLDER / "demo.yaml", {}, {}).snip.enabled
-
-
 @cache
 def intent(name: str) -> SnipConfig:
     return make_config(read_yaml(FOLDER / "snip" / f"{name}.yaml"))
@@ -185,8 +171,8 @@ def megatron() -> Iterator[None]:
 
 
 @cache
-def linears_of(name: str) -> list[tuple[str, float, int]]:
-    """Build Megatron's model without memory for it; return its linears as (name, FLOPs, stage)."""
+def linear_flops(name: str) -> float:
+    """Build Megatron's model without memory for it; return the FLOPs of its linears per token."""
     config = settings(name)
     transformer = transformer_config(config)
     transformer.use_cpu_initialization, transformer.perform_initialization = True, False
@@ -202,47 +188,9 @@ def linears_of(name: str) -> list[tuple[str, float, int]]:
         )
     assert all(parameter.is_meta for parameter in model.parameters())
     assert sum(parameter.numel() for parameter in model.parameters()) == MODELS[name].parameters
-    found = placements(model)
-    return [(n, place.info.flops_per_token, 0) for n, place in found.items()]
-
-
-def placements(model: GPTModel) -> dict[str, Placement]:
-    """Linears by name; the experts of a layer share one."""
     found = find_linears([model], current_topology())
-    return {place.name: place for _, places in found for place in places}
-
-
-def assert_planned(linears: list[tuple[str, float, int]], snip: SnipConfig) -> None:
-    """Plan for (name, FLOPs, stage) with made-up quality losses, and count the plan's FLOPs."""
-
-    def loss(name: str, option: Option) -> float:
-        bold = option.share_in(snip.lowest_format)
-        return bold * (1.0 + zlib.crc32(name.encode()) % 97)
-
-    choices = tuple(
-        LinearChoices(
-            name=name,
-            stage=stage,
-            flops=flops,
-            options={
-                str(option): OptionCost(
-                    quality_loss=loss(name, option), saving=option.share_in(snip.lowest_format)
-                )
-                for option in snip.options
-            },
-        )
-        for name, flops, stage in linears
-    )
-    problem = PlanningProblem(linears=choices, target=snip.efficiency_target)
-    balanced = PlanSettings.from_config(snip).model_copy(update={"pipeline_balance": "stage"})
-    plan = make_plan(problem, balanced)
-    for stage in {stage for _, _, stage in linears}:
-        own = [(name, flops) for name, flops, at in linears if at == stage]
-        share = sum(flops * plan.linears[name].share_in("fp4") for name, flops in own) / sum(
-            flops for _, flops in own
-        )
-        # Of stages of equal layers none needs much more than the target.
-        assert snip.efficiency_target - 1e-9 <= share < snip.efficiency_target + 0.1
+    linears = {place.name: place for _, places in found for place in places}  # experts share one
+    return sum(place.info.flops_per_token for place in linears.values())
 
 
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS)
@@ -258,17 +206,7 @@ def test_a_model_is_the_published_one(name: str, layout: str, megatron: None) ->
         model.experts,
         model.active,
     )
-    linears = linears_of(name)
-    assert sum(flops for _, flops, _ in linears) == model.linear_flops_per_token
-    layers = config.num_layers // config.pipeline_model_parallel_size
-    linears = [(n, flops, int(n.split(".")[2]) // layers) for n, flops, _ in linears]
-    assert_planned(linears, intent("balanced"))
-
-
-def test_settings_of_every_intent_reach_a_plan(megatron: None) -> None:
-    linears = linears_of("tinyllama-1.1b")
-    for name in INTENTS:
-        assert_planned(linears, intent(name))
+    assert linear_flops(name) == model.linear_flops_per_token
 
 
 def test_both_programs_read_the_same_settings() -> None:

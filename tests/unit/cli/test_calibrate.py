@@ -82,7 +82,6 @@ def test_shapes_come_from_a_training_config_as_a_rank_holds_them(tmp_path: Path)
         (["--linear", "x=0x5"], "GLOB=OUTxIN"),
         (["--linear", "x=8x8", "--tokens", "0"], "--tokens: must be an integer from 1"),
         (["--linear", "x=8x8", "--tokens", "many"], "--tokens"),
-        (["--linear", "x=8x8", "--linear", "x=9x9"], "'x' has two shapes"),
         (["--linear", "x=99999999x99999999", "--formats", "bf16"], "does not fit into the memory"),
         (["--linear", "x=8x8", "--seconds", "nan"], "--seconds"),
         (["--linear", "x=8x8", "--formats", "fp5"], "unknown format 'fp5'"),
