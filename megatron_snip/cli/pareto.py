@@ -17,7 +17,7 @@ from megatron_snip.cli.plan import INFEASIBLE, add_planning_flags, problem_from,
 from megatron_snip.errors import UsageError
 from megatron_snip.planning.pareto import ParetoPoint, frontier
 from megatron_snip.planning.policies import get_policy
-from megatron_snip.reporting.text import column
+from megatron_snip.reporting.text import SOLVER_NOISE, column
 
 MAX_TARGETS = 10_001
 
@@ -92,8 +92,8 @@ def _table(points: list[ParetoPoint]) -> Table:
     table = new_table((), ("target", "efficiency", "quality loss", "gap", *options, "solver"))
     targets = [f"{point.target:g}" for point in points]
     decimals = max(len(text.partition(".")[2]) for text in targets)
-    losses = column([point.objective for point in points])
-    gaps = column([point.gap for point in points])
+    losses = column([point.objective for point in points], SOLVER_NOISE)
+    gaps = column([point.gap for point in points], SOLVER_NOISE)
     for point, loss, gap in zip(points, losses, gaps, strict=True):
         if point.status is None:
             cells = ["infeasible", "", "", *("" for _ in options)]

@@ -29,7 +29,7 @@ from megatron_snip.planning.problem import (
     read_problem,
 )
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.reporting.text import column, quality, seconds
+from megatron_snip.reporting.text import SOLVER_NOISE, column, quality, seconds
 
 INFEASIBLE = 3
 """Exit status where no plan satisfies the constraints."""
@@ -232,7 +232,7 @@ def _table(plan: PrecisionPlan, problem: PlanningProblem, previous: PrecisionPla
     for linear in problem.linears:
         costs = {Option.parse(name): cost for name, cost in linear.options.items()}
         chosen.append(costs.get(plan.linears[linear.name], bf16))
-    losses = column([cost.quality_loss for cost in chosen])
+    losses = column([cost.quality_loss for cost in chosen], SOLVER_NOISE)
     savings = column([cost.saving for cost in chosen])
     for linear, loss, saving in zip(problem.linears, losses, savings, strict=True):
         option = plan.linears[linear.name]

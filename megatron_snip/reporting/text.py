@@ -27,23 +27,19 @@ def quality(value: float | None, digits: int = 4) -> str:
     return number(0.0 if value is not None and abs(value) < SOLVER_NOISE else value, digits)
 
 
-def column(values: Sequence[float | None]) -> list[str]:
+def column(values: Sequence[float | None], noise: float = 0.0) -> list[str]:
     """Return the numbers of a table's column with the same number of decimals.
 
-    The largest has three significant digits. Where that would leave the smallest without any, all
-    have an exponent. Solver noise is 0; None, NaN and infinity are a dash.
+    The largest has four significant digits. Where that would leave the smallest without any, all
+    have an exponent. Values below `noise` are 0; None, NaN and infinity are a dash.
     """
-    known = [0.0 if v is None or not math.isfinite(v) else abs(v) for v in values]
-    sizes = [v for v in known if v >= SOLVER_NOISE] or [1.0]
-    decimals = max(0, 2 - math.floor(math.log10(max(sizes))))
-    spec = f".{decimals}f"
-    if decimals > 6 or round(min(sizes), decimals) == 0.0:
-        spec = ".2e"
-    shown = []
-    for value, size in zip(values, known, strict=True):
-        rounded = 0.0 if size < SOLVER_NOISE else value
-        shown.append("-" if value is None or not math.isfinite(value) else f"{rounded:{spec}}")
-    return shown
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    sizes = [abs(value) for value in known if abs(value) > noise] or [1.0]
+    decimals = max(0, 3 - math.floor(math.log10(max(sizes))))
+    exact = decimals <= 6 and round(min(sizes), decimals) > 0.0
+    spec = f".{decimals}f" if exact else ".2e"
+    shown = [0.0 if v is not None and abs(v) <= noise else v for v in values]
+    return ["-" if v is None or not math.isfinite(v) else f"{v:{spec}}" for v in shown]
 
 
 def percent(value: float | None) -> str:

@@ -41,8 +41,8 @@ def test_the_frontier_as_table_and_json(problem: str, capsys: pytest.CaptureFixt
     assert main(words) == 0
     text = capsys.readouterr().out
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
-    assert rows["0.00"][:5] == ["0.0000", "0.00", "0.00", "0", "4"]  # not 3.79e-14
-    assert rows["0.75"][:5] == ["0.7500", "6.00", "0.00", "3", "1"]
+    assert rows["0.00"][:5] == ["0.0000", "0.000", "0.000", "0", "4"]  # not 3.79e-14
+    assert rows["0.75"][:5] == ["0.7500", "6.000", "0.000", "3", "1"]
     assert "quality loss: the plan's predicted harm" in text
     assert rows["1.00"][0] == "infeasible" and max(map(len, text.splitlines())) <= 100
     assert main([*words, "--json"]) == 0
