@@ -47,14 +47,11 @@ def run(args: argparse.Namespace) -> int:
 def recommended_command(machine: Machine) -> str:
     """Return the command line that trains with SNIP on a machine."""
     with_te = machine.te_version is not None and "blockwise" not in machine.te_unavailable
-    major = None if machine.capability is None else machine.capability[0]
-    if with_te and major in (9, 10):
-        formats = "bf16,fp8" if major == 9 else "bf16,fp8,nvfp4"
-        flags = f"--transformer-impl transformer_engine --snip --snip-formats {formats}"
-    else:
-        flags = "--transformer-impl local --snip --snip-formats fp8,fp4"
+    on_tensor_cores = machine.capability is not None and machine.capability[0] in (9, 10)
+    layers = "transformer_engine" if with_te and on_tensor_cores else "local"
     cpu = "--cpu " if machine.capability is None else ""
-    return f"torchrun --nproc-per-node N -m megatron_snip {cpu}{SCRIPT} {flags}"
+    words = f"torchrun --nproc-per-node N -m megatron_snip {cpu}{SCRIPT}"
+    return f"{words} --transformer-impl {layers} --snip"
 
 
 def _print_machine(out: Console) -> None:
