@@ -49,14 +49,8 @@ def test_the_table_has_the_choices_the_quality_and_no_solver_noise(
     problem: str, previous: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = table(capsys, problem, "--previous", previous)
-    assert lines[name_of(0)][1:] == [
-        "fp4",
-        "fp8",
-        "0",
-        "1.00",
-        "1.00",
-        "25.0%",
-    ]  # fp8 before, stage 0
+    changed = ["fp4", "fp8", "0", "1.000", "1.000", "25.0%"]  # fp8 before, stage 0
+    assert lines[name_of(0)][1:] == changed
     assert lines[name_of(2)][1:] == ["fp8", "fp4", "1", "0.000", "0.000", "25.0%"]  # not 3.79e-14
     assert lines["policy"][1:3] == ["snip,", "optimal,"]
     assert lines["efficiency"][1] == "0.500000"
