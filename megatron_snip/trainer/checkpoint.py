@@ -237,8 +237,13 @@ class Checkpoints:
         run = SavedRun(self._config.model_dump(mode="json"), dist.get_world_size())
         self._on_rank_0("creating the checkpoint's folder", lambda: _make_partial(partial))
         with self._state.gathered():
-            content = self._template(loading=False) | _plain(progress, self._state)
-            content |= _random_streams()
+            content = self._template(loading=False) | _random_streams()
+            content |= {
+                "iteration": progress.iteration,
+                "validation": [progress.first_validation_loss, progress.validation_loss],
+                "opt_param_scheduler": self._state.scheduler.state_dict(),
+                "snip": None if progress.snip is None else progress.snip.to_dict(),
+            }
             # A signal to the process group ends Megatron's queue process; a save starts a new one.
             setattr(filesystem_async, "_results_queue", None)  # noqa: B010
             try:
@@ -371,16 +376,6 @@ def _reason(error: BaseException) -> str:
         with contextlib.suppress(TypeError, IndexError):
             error = next(iter(failures.values()))[0]
     return f"{type(error).__name__}: {one_line(error)}"
-
-
-def _plain(progress: Progress, state: TrainingState) -> dict[str, Any]:
-    """Return what is the same on all ranks, as built-in types."""
-    return {
-        "iteration": progress.iteration,
-        "validation": [progress.first_validation_loss, progress.validation_loss],
-        "opt_param_scheduler": state.scheduler.state_dict(),
-        "snip": None if progress.snip is None else progress.snip.to_dict(),
-    }
 
 
 def _random_streams() -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 from megatron_snip.cli.commands import COMMANDS
 from megatron_snip.config import SnipConfig
 from megatron_snip.flags import flag_name
-from megatron_snip.trainer.config import TrainFields
+from megatron_snip.trainer.fields import TrainFields
 from tests.unit.docs.commands import ROOT
 
 
