@@ -33,7 +33,7 @@ from megatron_snip.statistics.optimizer_state import adam_shards
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.sensitivity import gather_sensitivities
 from megatron_snip.trainer.config import TrainConfig, make_train_config
-from megatron_snip.trainer.data import Batch, DataRank, Datasets, build_datasets, iteration_batches
+from megatron_snip.trainer.data import Batch, Datasets, build_datasets, iteration_batches
 from megatron_snip.trainer.loop import PlainTraining, train_step
 from megatron_snip.trainer.model import (
     TrainingState,
@@ -104,15 +104,13 @@ class Lab:
             count: how many.
             held_out: from the held-out text instead of the steps to come.
         """
-        size = self.config.micro_batch_size
-        rank = DataRank(0, 1, size, self.config.global_batch_size // size)
         samples = self.datasets.valid if held_out else self.datasets.train
         assert samples is not None
         iteration = 0 if held_out else self.step
         found: list[Batch] = []
         while len(found) < count:
             iteration += 1
-            found += iteration_batches(samples, rank, iteration)
+            found += iteration_batches(samples, self.config, iteration, 0, 1)
         return found[:count]
 
     def losses(
@@ -274,7 +272,7 @@ def open_lab(values: Mapping[str, Any]) -> Iterator[Lab]:
         stack.callback(dist.destroy_process_group)
         initialize_parallel_state(config)
         stack.callback(destroy_parallel_state)
-        state = build_training_state(config, 1)
+        state = build_training_state(config)
         datasets = build_datasets(config, None)
         model = PlannedModel(list(state.model), current_topology(), SEED)
         model.install()

@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -69,8 +70,9 @@ def _module() -> str:
 
 
 def _commit() -> str:
-    with os.popen("git rev-parse --short=10 HEAD 2>/dev/null") as answer:
-        return answer.read().strip()
+    command = ["git", "rev-parse", "--short=10", "HEAD"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    return process.communicate()[0].decode().strip()
 
 
 def _version(package: str) -> str | None:

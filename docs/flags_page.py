@@ -41,7 +41,6 @@ TRAIN = """\
 ## megatron-snip train
 
 The keys of `--config FILE` are the flags with underscores; SNIP's settings are below `snip:`.
-`@FILE` inserts the flags in a file, for example the arguments of a Megatron-LM script.
 """
 
 

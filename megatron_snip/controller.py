@@ -266,9 +266,12 @@ class SnipController:
         self.history.append((iteration, plan.digest))
         found = format_shares(plan.linears, self._work)
         shares = ", ".join(f"{share:.1%} {name}" for name, share in found.items())
+        result = "plan unchanged"
+        if num_changed:
+            result = f"plan applied, {num_changed} of {len(plan.linears)} linears changed"
         self._log(
-            f"iteration {iteration}: plan applied: {shares}, {num_changed} of "
-            f"{len(plan.linears)} linears changed, solver {plan.seconds:.2f} s ({plan.status})"
+            f"iteration {iteration}: {result}: {shares}, solver {plan.seconds:.2f} s "
+            f"({plan.status})"
         )
         self._report_plan(iteration, num_changed, waited_s)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -58,18 +59,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--linear",
         metavar="GLOB=OUTxIN",
+        type=_shape,
         action="append",
         default=[],
         help="a shape to measure and the linears it stands for; may be repeated",
     )
     parser.add_argument(
-        "--tokens", metavar="M", help="tokens in a GEMM [a microbatch of --config, else 1024]"
+        "--tokens",
+        metavar="M",
+        type=integer,
+        help="tokens in a GEMM [a microbatch of --config, else 1024]",
     )
     parser.add_argument(
         "--formats", metavar="A,B,...", default=",".join(FORMATS), help="formats to measure [all]"
     )
     parser.add_argument(
-        "--seconds", metavar="S", default="0.5", help="time to spend on each GEMM and format [0.5]"
+        "--seconds",
+        metavar="S",
+        type=positive,
+        default=0.5,
+        help="time to spend on each GEMM and format [0.5]",
     )
     parser.add_argument(
         "--output", metavar="TABLE.json", type=Path, required=True, help="where the table goes"
@@ -86,13 +95,12 @@ def run(args: argparse.Namespace) -> int:
     formats = [get_format(name.strip()).name for name in args.formats.split(",")]
     if not args.output.parent.is_dir() or args.output.is_dir():
         raise UsageError(f"--output: '{args.output}' is no file in a folder that exists")
-    budget_s = positive("--seconds", args.seconds)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     linears = []
     for names, (rows, columns) in shapes.items():
         try:
-            seconds = measure((tokens, rows, columns), device, budget_s, formats)
+            seconds = measure((tokens, rows, columns), device, args.seconds, formats)
         except (MemoryError, RuntimeError) as error:
             # How torch says, on any device, that memory is short, or that no memory is so large.
             if "allocate" not in str(error) and "overflow" not in str(error):
@@ -133,6 +141,15 @@ def _model_shapes(config: TrainConfig) -> dict[str, tuple[int, int]]:
     }
 
 
+def _shape(text: str) -> tuple[str, tuple[int, int]]:
+    found = re.fullmatch(r"(.+)=([1-9]\d{0,8})x([1-9]\d{0,8})", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is not GLOB=OUTxIN, e.g. '*.linear_fc1=512x128'"
+        )
+    return found[1], (int(found[2]), int(found[3]))
+
+
 def _shapes(args: argparse.Namespace) -> tuple[dict[str, tuple[int, int]], int]:
     """Return {glob: (out_features, in_features)} and the number of tokens."""
     shapes: dict[str, tuple[int, int]] = {}
@@ -141,18 +158,10 @@ def _shapes(args: argparse.Namespace) -> tuple[dict[str, tuple[int, int]], int]:
         config = load_train_config(args.config, {}, {})
         tokens = config.micro_batch_size * config.seq_length
         shapes = _model_shapes(config)
-    for text in args.linear:
-        name, _, size = text.rpartition("=")
-        rows, _, columns = size.partition("x")
-        if not (name and rows and columns):
-            raise UsageError(f"--linear: '{text}' is not GLOB=OUTxIN, e.g. '*.linear_fc1=512x128'")
-        if name in shapes:
-            raise UsageError(f"'{name}' has two shapes, of which planning would take the first")
-        flag = f"--linear: each size of '{text}' (GLOB=OUTxIN)"
-        shapes[name] = (integer(flag, rows), integer(flag, columns))
+    shapes |= dict(args.linear)
     if not shapes:
         raise UsageError("nothing to measure: give --config FILE or --linear GLOB=OUTxIN")
-    return shapes, tokens if args.tokens is None else integer("--tokens", args.tokens)
+    return shapes, args.tokens or tokens
 
 
 def measure(

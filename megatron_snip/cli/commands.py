@@ -12,11 +12,9 @@ import importlib
 import logging
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_snip.argument_file import read_lines
 from megatron_snip.errors import UsageError, did_you_mean
 from megatron_snip.version import __version__
 
@@ -51,31 +49,16 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see '{self.prog} --help'")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Expand `@FILE` where the command takes it, and refuse unknown flags first."""
-        words = self._expanded(sys.argv[1:] if args is None else args)
-        self._check_flags(words)
-        self.fromfile_prefix_chars = None  # files are not expanded again
-        return super().parse_known_args(words, namespace)
-
-    def _expanded(self, args: Sequence[str]) -> list[str]:
-        words: list[str] = []
-        for word in args:
-            if word and word[0] in (self.fromfile_prefix_chars or ""):
-                for line in read_lines(Path(word[1:])):
-                    words += self.convert_arg_line_to_args(line)
-            else:
-                words.append(word)
-        return words
-
-    def _check_flags(self, words: Sequence[str]) -> None:
+        """Refuse unknown flags before argparse asks for those that are missing."""
         known = self._option_string_actions
-        for word in words:
+        for word in args or ():
             if word == "--" or (self._subparsers is not None and not word.startswith("-")):
-                return
+                break
             flag = word.partition("=")[0]
             if flag.startswith("--") and " " not in flag and flag not in known:
                 hint = did_you_mean(flag, known)
                 raise UsageError(f"unknown flag '{flag}'{hint}; see '{self.prog} --help'")
+        return super().parse_known_args(args, namespace)
 
     def _print_message(self, message: str, file: Any = None) -> None:
         (file or sys.stderr).write(message)  # argparse's own hides that it could not

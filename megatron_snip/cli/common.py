@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import math
+import contextlib
 import shutil
 import sys
 from pathlib import Path
@@ -43,37 +43,28 @@ def new_table(text_columns: tuple[str, ...], number_columns: tuple[str, ...] = (
     return table
 
 
-def integer(flag: str, text: str, least: int = 1) -> int:
-    """Return the integer that a flag was given.
-
-    Args:
-        flag: its name in error messages.
-        text: decimal digits.
-        least: the smallest that is accepted.
+def integer(text: str, least: int = 1) -> int:
+    """Return the integer of a flag, for argparse.
 
     Raises:
-        UsageError: if it is something else, or beyond `LARGEST`.
+        argparse.ArgumentTypeError: if it is something else, below `least` or beyond `LARGEST`.
     """
-    digits = text.strip()
-    is_number = digits.isascii() and digits.isdecimal() and len(digits) <= len(str(LARGEST))
-    if not is_number or not least <= int(digits) <= LARGEST:
-        raise UsageError(f"{flag} must be an integer from {least} to {LARGEST}, got '{text}'")
-    return int(digits)
+    with contextlib.suppress(ValueError):
+        if least <= int(text) <= LARGEST:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"must be an integer from {least} to {LARGEST}, got '{text}'")
 
 
-def positive(flag: str, text: str) -> float:
-    """Return the number above 0 that a flag was given.
+def positive(text: str) -> float:
+    """Return the number above 0 of a flag, for argparse.
 
     Raises:
-        UsageError: if it is something else.
+        argparse.ArgumentTypeError: if it is something else.
     """
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0.0 < value < LARGEST:
-        raise UsageError(f"{flag} must be a number above 0, got '{text}'")
-    return value
+    with contextlib.suppress(ValueError):
+        if 0.0 < float(text) < LARGEST:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number above 0, got '{text}'")
 
 
 def write_output(path: Path, text: str) -> None:

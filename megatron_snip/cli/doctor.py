@@ -47,14 +47,11 @@ def run(args: argparse.Namespace) -> int:
 def recommended_command(machine: Machine) -> str:
     """Return the command line that trains with SNIP on a machine."""
     with_te = machine.te_version is not None and "blockwise" not in machine.te_unavailable
-    major = None if machine.capability is None else machine.capability[0]
-    if with_te and major in (9, 10):
-        formats = "bf16,fp8" if major == 9 else "bf16,fp8,nvfp4"
-        flags = f"--transformer-impl transformer_engine --snip --snip-formats {formats}"
-    else:
-        flags = "--transformer-impl local --snip --snip-formats fp8,fp4"
+    on_tensor_cores = machine.capability is not None and machine.capability[0] in (9, 10)
+    layers = "transformer_engine" if with_te and on_tensor_cores else "local"
     cpu = "--cpu " if machine.capability is None else ""
-    return f"torchrun --nproc-per-node N -m megatron_snip {cpu}{SCRIPT} {flags}"
+    words = f"torchrun --nproc-per-node N -m megatron_snip {cpu}{SCRIPT}"
+    return f"{words} --transformer-impl {layers} --snip"
 
 
 def _print_machine(out: Console) -> None:
@@ -92,8 +89,8 @@ def _print_formats(out: Console, machine: Machine) -> None:
     out.print(table)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     why = launch.obstacle(device, (1, 128))
-    by = f"its PyTorch reference ({why})" if why else "Triton kernels"
-    out.print(f"simulate quantizes with {by}")
+    what = f"PyTorch operations quantize ({why})" if why else "Triton kernels quantize"
+    out.print(f"With --snip-backend simulate, {what}")
 
 
 def _print_patches(out: Console) -> int:

@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--capability",
         metavar="X.Y",
+        type=_capability,
         help="compute capability of the GPUs that will train: 9.0 Hopper, 10.0 Blackwell "
         "[this machine's]",
     )
@@ -62,10 +63,11 @@ def add_stage_flags(parser: argparse.ArgumentParser) -> None:
     """Add the layers of each pipeline stage."""
     group = parser.add_argument_group("pipeline")
     text = "pipeline-parallel size [that of the plan or problem]"
-    group.add_argument("--pipeline-stages", metavar="P", help=text)
+    group.add_argument("--pipeline-stages", metavar="P", type=integer, help=text)
     group.add_argument(
         "--chunk-layers",
         metavar="N,N,...",
+        type=lambda text: tuple(integer(part, least=0) for part in text.split(",")),
         help="layers of each model chunk in the order of the data, if a stage holds several or "
         "they are uneven",
     )
@@ -80,15 +82,11 @@ def stages_from(args: argparse.Namespace, num_layers: int, known: int) -> Stages
         known: stages that the plan or the problem has, which may be of another job.
 
     Raises:
-        UsageError: if a flag is no number, or the layers do not add up.
+        UsageError: if the layers do not add up.
     """
-    num_stages = known
-    if args.pipeline_stages is not None:
-        num_stages = integer("--pipeline-stages", args.pipeline_stages)
-    if args.chunk_layers is None:
+    num_stages, chunks = args.pipeline_stages or known, args.chunk_layers
+    if chunks is None:
         return Stages.even(num_layers, num_stages)
-    texts = args.chunk_layers.split(",")
-    chunks = tuple(integer("--chunk-layers", text, least=0) for text in texts)
     if sum(chunks) != num_layers:
         raise UsageError(
             f"--chunk-layers gives {sum(chunks)} layers in {len(chunks)} chunks; the model has "
@@ -104,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         UsageError: for bad input, or options that cannot run on these GPUs.
     """
     plan = read_plan(args.plan)
-    capability = _capability(args.capability)
+    capability = args.capability or _this_capability()
     recipes, changes = _recipes(plan, capability, args.nearest)
     stages = stages_from(args, num_layers(plan.linears), known=len(plan.stages))
     configs = export_configs(plan.linears, recipes, stages)
@@ -157,19 +155,21 @@ def _required_flags(
     return "\n".join(lines)
 
 
-def _capability(text: str | None) -> tuple[int, int]:
-    if text is None:
-        import torch
+def _this_capability() -> tuple[int, int]:
+    import torch
 
-        if not torch.cuda.is_available():
-            raise UsageError(
-                "this machine has no GPU; give the GPUs' capability: --capability 9.0 "
-                "(Hopper) or 10.0 (Blackwell)"
-            )
-        return torch.cuda.get_device_capability()
-    match = re.fullmatch(r"(\d+)\.(\d+)", text)
+    if not torch.cuda.is_available():
+        raise UsageError(
+            "this machine has no GPU; give the GPUs' capability: --capability 9.0 (Hopper) or 10.0 "
+            "(Blackwell)"
+        )
+    return torch.cuda.get_device_capability()
+
+
+def _capability(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,3})\.(\d{1,3})", text)
     if match is None:
-        raise UsageError(f"--capability must be like 9.0 or 10.0, got '{text}'")
+        raise argparse.ArgumentTypeError(f"must be like 9.0 or 10.0, got '{text}'")
     return int(match[1]), int(match[2])
 
 

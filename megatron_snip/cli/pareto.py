@@ -17,7 +17,7 @@ from megatron_snip.cli.plan import INFEASIBLE, add_planning_flags, problem_from,
 from megatron_snip.errors import UsageError
 from megatron_snip.planning.pareto import ParetoPoint, frontier
 from megatron_snip.planning.policies import get_policy
-from megatron_snip.reporting.text import quality, seconds
+from megatron_snip.reporting.text import SOLVER_NOISE, column
 
 MAX_TARGETS = 10_001
 
@@ -55,8 +55,9 @@ def run(args: argparse.Namespace) -> int:
         out = console()
         out.print(_table(points))
         out.print(
-            "quality loss: least predicted harm at the target. gap: proven distance from the "
-            "optimum. Columns of options count the linears that have the option."
+            "quality loss: the plan's predicted harm to training: 0 is no harm, about 1 that of "
+            "the lowest precision in every linear. gap: proven distance from the optimum. "
+            "Columns of options count the linears that have the option. solver: in seconds."
         )
     return 0 if any(point.status is not None for point in points) else INFEASIBLE
 
@@ -89,11 +90,15 @@ def parse_targets(text: str) -> list[float]:
 def _table(points: list[ParetoPoint]) -> Table:
     options = sorted({name for point in points for name in point.options})
     table = new_table((), ("target", "efficiency", "quality loss", "gap", *options, "solver"))
-    for point in points:
+    targets = [f"{point.target:g}" for point in points]
+    decimals = max(len(text.partition(".")[2]) for text in targets)
+    losses = column([point.objective for point in points], SOLVER_NOISE)
+    gaps = column([point.gap for point in points], SOLVER_NOISE)
+    for point, loss, gap in zip(points, losses, gaps, strict=True):
         if point.status is None:
             cells = ["infeasible", "", "", *("" for _ in options)]
         else:
-            cells = [f"{point.efficiency:.4f}", quality(point.objective), quality(point.gap, 2)]
+            cells = [f"{point.efficiency:.4f}", loss, gap]
             cells += [str(point.options.get(name, 0)) for name in options]
-        table.add_row(f"{point.target:g}", *cells, seconds(point.seconds))
+        table.add_row(f"{point.target:.{decimals}f}", *cells, f"{point.seconds:.3f}")
     return table

@@ -29,7 +29,7 @@ from megatron_snip.planning.problem import (
     read_problem,
 )
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.reporting.text import percent, quality, seconds
+from megatron_snip.reporting.text import SOLVER_NOISE, column, quality, seconds
 
 INFEASIBLE = 3
 """Exit status where no plan satisfies the constraints."""
@@ -153,7 +153,8 @@ def settings_from(args: argparse.Namespace) -> PlanSettings:
     except ValidationError as error:
         field = str(error.errors()[0]["loc"][0])
         flag = "--" + field.removesuffix("_s").replace("_", "-")
-        raise UsageError(f"{flag}: {explain(error).partition(': ')[2]}") from None
+        reason = explain(error).partition(": ")[2]
+        raise UsageError(f"{flag}: {reason}; see 'megatron-snip {args.command} --help'") from None
     get_policy(settings.policy)  # an unknown name is an error before any file is read
     return settings
 
@@ -226,16 +227,19 @@ def _table(plan: PrecisionPlan, problem: PlanningProblem, previous: PrecisionPla
     numbers = ("stage",) if problem.num_stages > 1 else ()
     table = new_table(text, (*numbers, "quality loss", "saving", "FLOPs"))
     total = sum(linear.flops for linear in problem.linears) or 1.0
+    bf16 = OptionCost(quality_loss=0.0, saving=0.0)  # need not be listed
+    chosen = []
     for linear in problem.linears:
-        option = plan.linears[linear.name]
         costs = {Option.parse(name): cost for name, cost in linear.options.items()}
-        bf16 = OptionCost(quality_loss=0.0, saving=0.0)  # need not be listed
-        cost = costs.get(option, bf16)
+        chosen.append(costs.get(plan.linears[linear.name], bf16))
+    losses = column([cost.quality_loss for cost in chosen], SOLVER_NOISE)
+    savings = column([cost.saving for cost in chosen])
+    for linear, loss, saving in zip(problem.linears, losses, savings, strict=True):
+        option = plan.linears[linear.name]
         row = [linear.name, str(option)]
         if previous is not None:
             before = previous.linears[linear.name]
             row.append("" if before == option else str(before))
         row += [str(linear.stage)] * len(numbers)
-        row += [quality(cost.quality_loss), f"{cost.saving:.3g}", percent(linear.flops / total)]
-        table.add_row(*row)
+        table.add_row(*row, loss, saving, f"{100 * linear.flops / total:.1f}%")
     return table

@@ -4,8 +4,13 @@
 
 The script runs as `__main__` with its own `sys.argv` and its own directory first on `sys.path`, as
 Python would run it; Megatron is therefore the one that the script would import. Everything that
-Megatron's parser knows, `--snip-*` included, comes after the script's name; `@FILE` there stands
-for the words in a file.
+Megatron's parser knows, `--snip-*` included, comes after the script's name. `@FILE` there stands
+for the words in a file:
+
+    python -m megatron_snip pretrain_gpt.py @model.args @layout.args --lr 1e-4
+
+A line of the file holds any number of words, quoted as in a shell; `#` begins a comment. Within a
+file `@` has no meaning. Later words win, as they do on the command line.
 """
 
 from __future__ import annotations
@@ -13,14 +18,17 @@ from __future__ import annotations
 import logging
 import os
 import runpy
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_snip.argument_file import expand
 from megatron_snip.errors import UsageError
 
 CPU_FLAG = "--cpu"
+
+MAX_BYTES = 1 << 20
+"""Largest argument file: hundreds of times the longest launch script."""
 
 
 def is_script(words: Sequence[str]) -> bool:
@@ -74,6 +82,41 @@ def run_script(script: Path) -> int:
     """Run a prepared script as `__main__`; what it raises, `SystemExit` included, is its own."""
     runpy.run_path(str(script), run_name="__main__")
     return 0
+
+
+def expand(words: Sequence[str]) -> list[str]:
+    """Return `words` with every `@FILE` replaced by the words in FILE.
+
+    Raises:
+        UsageError: if a file cannot be read, is longer than `MAX_BYTES`, is not UTF-8, or has an
+            open quote.
+    """
+    expanded = []
+    for word in words:
+        named = word.startswith("@") and len(word) > 1
+        expanded += read_argument_file(Path(word[1:])) if named else [word]
+    return expanded
+
+
+def read_argument_file(path: Path) -> list[str]:
+    """Return the words of a file or pipe; see `expand`."""
+    try:
+        with path.open("rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise UsageError(f"the argument file '{path}' is larger than {MAX_BYTES >> 20} MiB")
+        lines = data.decode("utf-8").splitlines()
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a NUL in the name
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot read the argument file '{path}': {reason}") from None
+    words = []
+    for line in lines:
+        try:
+            words += shlex.split(line, comments=True)
+        except ValueError:
+            text = f"the argument file '{path}' has an open quote in '{line.strip()}'"
+            raise UsageError(text) from None
+    return words
 
 
 def _stand_in_for_python(script: Path, argv: list[str]) -> None:

@@ -17,7 +17,7 @@ from megatron_snip.cli.common import add_examples, console, integer, new_table
 from megatron_snip.errors import UsageError
 from megatron_snip.files import read_json
 from megatron_snip.reporting.run_record import numbered_files, parse_divergences
-from megatron_snip.reporting.text import number, printable
+from megatron_snip.reporting.text import column, number, printable
 
 COLUMNS = {
     "loss": "loss_divergence",
@@ -42,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "megatron-snip stats runs/demo --json | jq '.linears[0].statistics'",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's directory")
-    parser.add_argument("--iteration", metavar="N", help="iteration of the refresh [the last]")
+    parser.add_argument(
+        "--iteration", metavar="N", type=integer, help="iteration of the refresh [the last]"
+    )
     parser.add_argument(
         "--sort", choices=("model", *COLUMNS), default="model", help="order of the rows [model]"
     )
@@ -75,18 +77,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _find(run: Path, iteration: str | None) -> Path:
+def _find(run: Path, iteration: int | None) -> Path:
     folder = run / "divergences"
     files = numbered_files(folder)
     if not files:
         raise UsageError(f"no statistics in '{run}': a refresh writes {folder}/<iteration>.json")
     if iteration is None:
         return files[max(files)]
-    wanted = integer("--iteration", iteration, least=0)
-    if wanted not in files:
+    if iteration not in files:
         known = ", ".join(map(str, list(files)[:20])) + (", ..." if len(files) > 20 else "")
-        raise UsageError(f"--iteration: no refresh at {wanted} in '{run}'; there are {known}")
-    return files[wanted]
+        raise UsageError(f"--iteration: no refresh at {iteration} in '{run}'; there are {known}")
+    return files[iteration]
 
 
 def _rows(value: dict[str, Any]) -> list[dict[str, Any]]:
@@ -107,7 +108,7 @@ def _rows(value: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _table(rows: list[dict[str, Any]]) -> Table:
     table = new_table(("linear", "option"), tuple(COLUMNS))
-    for row in rows:
-        names = printable(row["linear"]), printable(row["option"])
-        table.add_row(*names, *(number(row[name], 3) for name in COLUMNS))
+    columns = [column([row[name] for row in rows]) for name in COLUMNS]
+    for row, *numbers in zip(rows, *columns, strict=True):
+        table.add_row(printable(row["linear"]), printable(row["option"]), *numbers)
     return table

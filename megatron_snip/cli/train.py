@@ -10,24 +10,19 @@ from megatron_snip.cli.common import integer
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
 from megatron_snip.flags import add_flags, given_values
-from megatron_snip.trainer.config import TrainConfig, TrainFields, check_ranks, load_train_config
+from megatron_snip.trainer.config import TrainConfig, check_ranks, load_train_config
+from megatron_snip.trainer.fields import TrainFields
 from megatron_snip.trainer.launch import default_num_ranks, launch, train_as_rank, under_torchrun
-from megatron_snip.trainer.megatron_arguments import (
-    add_megatron_arguments,
-    as_megatron_means,
-    megatron_defaults,
-)
 
 EPILOG = """\
 Settings come from a YAML file (--config), from flags, or both; flags override the file. The names
 are Megatron's; SNIP's flags begin with --snip-. In YAML SNIP's settings are below `snip:`.
-@FILE stands for the flags in a file, for example the arguments of a Megatron-LM script.
 Under torchrun or srun the process is one of the ranks; else the command starts them.
 
 examples:
   megatron-snip train --config configs/demo.yaml --snip-efficiency-target 0.9
   megatron-snip train --config configs/demo.yaml --no-snip --run-dir runs/bf16
-  megatron-snip train @configs/models/tinyllama-1.1b.args --snip-config configs/snip/balanced.yaml
+  megatron-snip train --num-layers 8 --snip --snip-config configs/snip/balanced.yaml
 """
 
 
@@ -41,9 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "YAML file with SNIP's settings only (efficiency_target: 0.75)"
     group.add_argument("--snip-config", metavar="FILE", type=Path, help=text)
     text = "ranks to start on this machine [default: one model replica on CPU, all GPUs else]"
-    group.add_argument("--nproc-per-node", metavar="N", help=text)
+    group.add_argument("--nproc-per-node", metavar="N", type=integer, help=text)
     add_flags(parser, TrainFields)
-    add_megatron_arguments(parser)
     add_flags(parser, SnipConfig, prefix="snip-", dest="snip_")
 
 
@@ -56,10 +50,7 @@ def run(args: argparse.Namespace) -> int:
     config = read_settings(args)
     if under_torchrun():
         return _run_as_rank(config)
-    if args.nproc_per_node is None:
-        ranks = default_num_ranks(config)
-    else:
-        ranks = integer("--nproc-per-node", args.nproc_per_node)
+    ranks = args.nproc_per_node or default_num_ranks(config)
     check_ranks(config, ranks)
     return launch(config, ranks)
 
@@ -72,9 +63,8 @@ def read_settings(args: argparse.Namespace) -> TrainConfig:
     """
     return load_train_config(
         args.config,
-        as_megatron_means(args, given_values(args, TrainFields)),
+        given_values(args, TrainFields),
         given_values(args, SnipConfig, "snip_"),
-        defaults=megatron_defaults(args),
         snip_file=args.snip_config,
     )
 

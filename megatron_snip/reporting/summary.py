@@ -19,14 +19,14 @@ class SummaryWriter:
     def write(self, event: Event) -> None:
         """Add a row for a plan: when, how good, how much changed."""
         if isinstance(event.payload, PlanApplied):
-            plan = event.payload.plan
+            plan, num_changed = event.payload.plan, event.payload.num_changed
             self._table.add_row(
                 str(event.iteration),
                 plan.policy,
                 plan.status,
                 f"{plan.efficiency:.3f}",
                 f"{plan.target:.3f}",
-                f"{event.payload.num_changed} of {len(plan.linears)}",
+                f"{num_changed} of {len(plan.linears)}" if num_changed else "plan unchanged",
             )
 
     def close(self) -> None:

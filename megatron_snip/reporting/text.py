@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_snip.options import Option
 
@@ -25,6 +25,21 @@ def number(value: float | None, digits: int = 4) -> str:
 def quality(value: float | None, digits: int = 4) -> str:
     """Return a quality loss or a gap; solver noise is shown as 0."""
     return number(0.0 if value is not None and abs(value) < SOLVER_NOISE else value, digits)
+
+
+def column(values: Sequence[float | None], noise: float = 0.0) -> list[str]:
+    """Return the numbers of a table's column with the same number of decimals.
+
+    The largest has four significant digits. Where that would leave the smallest without any, all
+    have an exponent. Values below `noise` are 0; None, NaN and infinity are a dash.
+    """
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    sizes = [abs(value) for value in known if abs(value) > noise] or [1.0]
+    decimals = max(0, 3 - math.floor(math.log10(max(sizes))))
+    exact = decimals <= 6 and round(min(sizes), decimals) > 0.0
+    spec = f".{decimals}f" if exact else ".2e"
+    shown = [0.0 if v is not None and abs(v) <= noise else v for v in values]
+    return ["-" if v is None or not math.isfinite(v) else f"{v:{spec}}" for v in shown]
 
 
 def percent(value: float | None) -> str:

@@ -115,12 +115,6 @@ class SavedRun:
     world_size: int
     files: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def fully_reshardable(self) -> bool:
-        """Whether every layout can load its optimizer."""
-        sharded = self.config.get("use_distributed_optimizer", False)
-        return not sharded or bool(self.config.get("dist_ckpt_optim_fully_reshardable", False))
-
 
 def checkpoint_path(folder: Path, iteration: int) -> Path:
     """Return the path of the checkpoint after `iteration` iterations."""
@@ -188,7 +182,7 @@ def resume_iteration(config: TrainConfig) -> int:
 
 
 def check_resume(config: TrainConfig, saved: SavedRun, source: Path) -> None:
-    """Refuse a checkpoint of another model, or an optimizer of another layout.
+    """Refuse a checkpoint of another model, or one that Megatron cannot convert to the layout.
 
     Args:
         config: this run's settings.
@@ -207,12 +201,6 @@ def check_resume(config: TrainConfig, saved: SavedRun, source: Path) -> None:
             f"load: '{source}' has {name} {old[name]}, not {new[name]}: Megatron cannot convert "
             "the optimizer between experts on every rank and distributed experts"
         )
-    for change in _changes(LAYOUT_FIELDS, old, new):
-        if not saved.fully_reshardable:
-            raise UsageError(
-                f"load: '{source}' holds a distributed optimizer of another layout ({change}); use "
-                "that layout, or save with dist_ckpt_optim_fully_reshardable"
-            )
 
 
 def _changes(fields: tuple[str, ...], old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
@@ -249,8 +237,13 @@ class Checkpoints:
         run = SavedRun(self._config.model_dump(mode="json"), dist.get_world_size())
         self._on_rank_0("creating the checkpoint's folder", lambda: _make_partial(partial))
         with self._state.gathered():
-            content = self._template(run, loading=False) | _plain(progress, self._state)
-            content |= _random_streams()
+            content = self._template(loading=False) | _random_streams()
+            content |= {
+                "iteration": progress.iteration,
+                "validation": [progress.first_validation_loss, progress.validation_loss],
+                "opt_param_scheduler": self._state.scheduler.state_dict(),
+                "snip": None if progress.snip is None else progress.snip.to_dict(),
+            }
             # A signal to the process group ends Megatron's queue process; a save starts a new one.
             setattr(filesystem_async, "_results_queue", None)  # noqa: B010
             try:
@@ -293,13 +286,11 @@ class Checkpoints:
         same_layout = run.world_size == dist.get_world_size() and not any(
             _changes(LAYOUT_FIELDS, run.config, config)
         )
-        content = self._template(run, loading=True) | (_random_streams() if same_layout else {})
+        content = self._template(loading=True) | (_random_streams() if same_layout else {})
         try:
             loaded = dist_checkpointing.load(content, str(path))
         except (Exception, CheckpointException) as error:
             raise SnipError(f"cannot load '{path}': {_reason(error)}") from error
-        if loaded.get("iteration") != iteration:
-            raise UsageError(f"load: '{path}' holds iteration {loaded.get('iteration')}")
         for name, chunk in self._chunks().items():
             chunk.load_state_dict(loaded[name])
         self._state.optimizer.load_state_dict(loaded["optimizer"])
@@ -314,12 +305,10 @@ class Checkpoints:
         first, last = loaded["validation"]
         return Progress(iteration, first, last, snip)
 
-    def _template(self, run: SavedRun, loading: bool) -> dict[str, Any]:
-        """Return the sharded state of model and optimizer, in the form that `run` wrote it."""
+    def _template(self, loading: bool) -> dict[str, Any]:
+        """Return the sharded state of model and optimizer; any layout can load it."""
         metadata = {  # of Megatron's own checkpoints
-            "distrib_optim_sharding_type": (
-                "fully_reshardable" if run.fully_reshardable else "dp_reshardable"
-            ),
+            "distrib_optim_sharding_type": "fully_reshardable",
             "chained_optim_avoid_prefix": True,
             "singleton_local_shards": False,
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -387,16 +376,6 @@ def _reason(error: BaseException) -> str:
         with contextlib.suppress(TypeError, IndexError):
             error = next(iter(failures.values()))[0]
     return f"{type(error).__name__}: {one_line(error)}"
-
-
-def _plain(progress: Progress, state: TrainingState) -> dict[str, Any]:
-    """Return what is the same on all ranks, as built-in types."""
-    return {
-        "iteration": progress.iteration,
-        "validation": [progress.first_validation_loss, progress.validation_loss],
-        "opt_param_scheduler": state.scheduler.state_dict(),
-        "snip": None if progress.snip is None else progress.snip.to_dict(),
-    }
 
 
 def _random_streams() -> dict[str, Any]:

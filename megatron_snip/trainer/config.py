@@ -2,7 +2,7 @@
 
 A YAML file holds the fields as keys and SNIP's settings below `snip:`. Each field is also a flag:
 `hidden_size` is `--hidden-size`, `snip: {interval: 40}` is `--snip-interval 40`. Flags override the
-file. Unknown keys are errors. The text below a field is its help. This module imports no torch.
+file. Unknown keys are errors. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -10,245 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
 from megatron_snip.config import SnipConfig, explain, read_yaml
 from megatron_snip.errors import UsageError
+from megatron_snip.trainer.fields import TrainFields
 
 BYTE_VOCABULARY = 257
 """Token ids of the built-in text: 256 bytes and the end of document."""
-
-Count = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(ge=0.0, lt=1.0)]
-Positive = Annotated[float, Field(gt=0.0)]
-NotNegative = Annotated[float, Field(ge=0.0)]
-
-
-class _Section(BaseModel):
-    """Base of a group of fields: frozen, no unknown keys, field docstrings are the help."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
-    )
-
-
-class ModelFields(_Section):
-    """The model: a Llama-style GPT (RMSNorm, SwiGLU, RoPE, no biases), dense or with experts."""
-
-    num_layers: Annotated[int, Field(ge=1, le=10_000)] = 4
-    """Transformer layers."""
-
-    hidden_size: Count = 256
-    """Width of the residual stream. Quantization tiles are 128 wide: use a multiple of 128."""
-
-    ffn_hidden_size: Count | None = None
-    """Width of the SwiGLU MLP; by default 8/3 of hidden_size rounded down to a multiple of 64."""
-
-    num_attention_heads: Count = 4
-    """Attention heads; hidden_size / num_attention_heads is the width of each."""
-
-    num_query_groups: Count | None = None
-    """Key and value heads (grouped-query attention); by default one for each attention head."""
-
-    seq_length: Count = 256
-    """Tokens in a sample."""
-
-    max_position_embeddings: Count | None = None
-    """Maximum sequence length of the model; by default seq_length."""
-
-    vocab_size: Count | None = None
-    """Token ids in the data; 257 (bytes and end of document) for the built-in text."""
-
-    make_vocab_size_divisible_by: Count = 128
-    """Pad the vocabulary to a multiple of this, independent of the layout."""
-
-    untie_embeddings_and_output_weights: bool = True
-    """Use separate weights for embedding and output layer."""
-
-    rotary_base: Count = 10000
-    """Base of the rotary position embedding."""
-
-    norm_epsilon: Positive = 1e-5
-    """Epsilon of RMSNorm."""
-
-    attention_dropout: Share = 0.0
-    """Dropout probability of attention weights."""
-
-    hidden_dropout: Share = 0.0
-    """Dropout probability of the outputs of attention and MLP."""
-
-    num_experts: Count | None = None
-    """Experts per layer; by default the layers have dense MLPs."""
-
-    moe_router_topk: Count = 2
-    """Experts per token."""
-
-    moe_ffn_hidden_size: Count | None = None
-    """Width of an expert's SwiGLU MLP; by default ffn_hidden_size."""
-
-    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = "aux_loss"
-    """Load-balancing loss: per microbatch, per sample, or none."""
-
-    moe_aux_loss_coeff: NotNegative = 1e-2
-    """Weight of the load-balancing loss."""
-
-    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "alltoall"
-    """Collective that sends tokens to experts on other ranks."""
-
-
-class ParallelFields(_Section):
-    """Parallel layout."""
-
-    tensor_model_parallel_size: Count = 1
-    """Tensor-parallel ranks: each linear is split over them."""
-
-    pipeline_model_parallel_size: Count = 1
-    """Pipeline stages."""
-
-    num_layers_per_virtual_pipeline_stage: Count | None = None
-    """Layers per model chunk. Fewer than the layers of a stage interleaves the pipeline."""
-
-    expert_model_parallel_size: Count = 1
-    """Ranks over which the experts of a layer are distributed."""
-
-    expert_tensor_parallel_size: Count | None = None
-    """Tensor-parallel ranks of an expert; by default tensor_model_parallel_size."""
-
-    sequence_parallel: bool = False
-    """Split activations between the linears over the tensor-parallel ranks, by tokens."""
-
-    use_distributed_optimizer: bool = False
-    """Shard optimizer state and master weights over the data-parallel ranks."""
-
-    overlap_grad_reduce: bool = False
-    """Overlap gradient reduction with the backward pass."""
-
-    overlap_param_gather: bool = False
-    """Overlap the all-gather of updated weights with the next forward pass. Needs
-    use_distributed_optimizer and overlap_grad_reduce."""
-
-    distributed_timeout_minutes: Count = 10
-    """Timeout of collectives in minutes."""
-
-
-class TrainingFields(_Section):
-    """Training: AdamW, its schedule, data and evaluation."""
-
-    train_iters: Count = 150
-    """Training iterations."""
-
-    micro_batch_size: Count = 1
-    """Samples per microbatch and rank."""
-
-    global_batch_size: Count = 8
-    """Samples per iteration, over all ranks and microbatches."""
-
-    bf16: bool = True
-    """Compute in BF16 with FP32 master weights; --no-bf16 computes in FP32."""
-
-    recompute_granularity: Literal["full", "selective"] | None = None
-    """Recompute activations in the backward pass: `full` layers or `selective` (attention)."""
-
-    recompute_method: Literal["uniform", "block"] | None = None
-    """Which layers `full` recomputes: groups of recompute_num_layers (`uniform`) or the first
-    recompute_num_layers of a stage (`block`)."""
-
-    recompute_num_layers: Count | None = None
-    """Number of layers for recompute_method."""
-
-    seed: Annotated[int, Field(ge=1, lt=2**31)] = 1234
-    """Seed of initial weights, data order and dropout."""
-
-    lr: Positive = 3e-3
-    """Peak learning rate."""
-
-    min_lr: NotNegative = 3e-4
-    """Learning rate after the decay."""
-
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "cosine"
-    """Shape of the decay."""
-
-    lr_decay_iters: Count | None = None
-    """Iterations of the decay; by default train_iters."""
-
-    lr_warmup_iters: Annotated[int, Field(ge=0)] = 10
-    """Iterations of linear warm-up."""
-
-    weight_decay: NotNegative = 0.1
-    """Decoupled weight decay of matrices."""
-
-    adam_beta1: Share = 0.9
-    """Decay of the first moment."""
-
-    adam_beta2: Share = 0.95
-    """Decay of the second moment."""
-
-    adam_eps: Positive = 1e-8
-    """Added to the root of the second moment."""
-
-    clip_grad: NotNegative = 1.0
-    """Maximum global gradient norm; 0 turns clipping off."""
-
-    data_path: Path | None = None
-    """Prefix of a PREFIX.bin and PREFIX.idx in Megatron's indexed format, with vocab_size. By
-    default the source code of Python's standard library, as bytes."""
-
-    split: str = "95,5,0"
-    """Weights of training, validation and test in data_path."""
-
-    max_corpus_bytes: Annotated[int, Field(ge=100_000)] = 10_000_000
-    """Size limit of the built-in text in bytes."""
-
-    eval_interval: Count = 50
-    """Iterations between evaluations. The run also evaluates before the first iteration and at the
-    end."""
-
-    eval_iters: Annotated[int, Field(ge=0)] = 4
-    """Global batches per evaluation, the same ones each time; 0 turns evaluation off."""
-
-
-class OutputFields(_Section):
-    """Output files and checkpoints."""
-
-    save: Path | None = None
-    """Folder for checkpoints: every save_interval iterations, at the end, and on SIGTERM, SIGINT or
-    SIGUSR1, which then end the run after the iteration in progress (a second SIGINT at once)."""
-
-    save_interval: Count | None = None
-    """Iterations between checkpoints; by default only at the end and on a signal."""
-
-    load: Path | None = None
-    """Folder of checkpoints to resume from. If it is also the save folder it may be empty: then one
-    command starts and resumes a run. Load only checkpoints that you trust: loading can run code."""
-
-    ckpt_step: Count | None = None
-    """Load the checkpoint of this iteration instead of the latest."""
-
-    dist_ckpt_optim_fully_reshardable: bool = False
-    """Save the distributed optimizer so that any layout can load it (gathers it on every rank).
-    Without it only the number of data-parallel ranks may change."""
-
-    exit_interval: Count | None = None
-    """Stop after an iteration that is a multiple of this, with a checkpoint if save is set."""
-
-    run_dir: Path = Path("runs/train")
-    """Directory of the run: config.yaml, versions.json, metrics.jsonl and SNIP's files. A resumed
-    run continues these files."""
-
-    tensorboard_dir: Path | None = None
-    """Write TensorBoard files to this directory."""
-
-    wandb_project: str | None = None
-    """Log to this Weights & Biases project (offline unless WANDB_MODE is set)."""
-
-    overwrite: bool = False
-    """Replace the files of a previous run in run_dir. Files that SNIP did not write stay."""
-
-
-class TrainFields(ModelFields, ParallelFields, TrainingFields, OutputFields):
-    """Every field that is a flag without prefix."""
 
 
 class TrainConfig(TrainFields):
@@ -287,11 +58,6 @@ class TrainConfig(TrainFields):
     def head_width(self) -> int:
         """Channels of an attention head."""
         return self.hidden_size // self.num_attention_heads
-
-    @property
-    def longest_sequence(self) -> int:
-        """`max_position_embeddings`, or its default."""
-        return self.max_position_embeddings or self.seq_length
 
     @property
     def token_ids(self) -> int:
@@ -354,7 +120,6 @@ def load_train_config(
     file: Path | None,
     flags: dict[str, Any],
     snip_flags: dict[str, Any],
-    defaults: dict[str, Any] | None = None,
     snip_file: Path | None = None,
 ) -> TrainConfig:
     """Merge YAML files and flags; flags override files.
@@ -363,7 +128,6 @@ def load_train_config(
         file: the YAML file, or None.
         flags: values of TrainFields.
         snip_flags: values of SnipConfig.
-        defaults: values of TrainFields that neither the file nor the flags set.
         snip_file: a YAML file of SnipConfig; it overrides `file`.
 
     Raises:
@@ -375,7 +139,7 @@ def load_train_config(
         raise UsageError(f"'snip' must hold a mapping of settings, got {type(section).__name__}")
     snip = {} if snip_file is None else read_yaml(snip_file)
     section = {**section, **snip, **snip_flags}
-    return make_train_config({**(defaults or {}), **values, **flags, "snip": section})
+    return make_train_config({**values, **flags, "snip": section})
 
 
 def check_ranks(config: TrainConfig, world_size: int) -> None:
@@ -408,7 +172,6 @@ def check_ranks(config: TrainConfig, world_size: int) -> None:
 def _conflicts(c: TrainConfig) -> Iterator[str]:
     """Yield one line for each pair of settings that do not fit; Megatron checks others."""
     heads = (c.num_attention_heads, "num_attention_heads")
-    groups = (c.query_groups, "num_query_groups")
     tp = (c.tensor_model_parallel_size, "tensor_model_parallel_size")
     stages = (c.pipeline_model_parallel_size, "pipeline_model_parallel_size")
     chunk = c.num_layers_per_virtual_pipeline_stage
@@ -419,9 +182,7 @@ def _conflicts(c: TrainConfig) -> Iterator[str]:
         )
     divisible = [
         (c.hidden_size, "hidden_size", *heads),
-        (*heads, *groups),
-        (*heads, *tp),
-        (*groups, *tp),
+        (*heads, c.query_groups, "num_query_groups"),
         (c.ffn_width, "ffn_hidden_size", *tp),
         (c.padded_vocab_size, "the padded vocabulary", *tp),
         (c.num_layers, "num_layers", *stages),
@@ -446,17 +207,12 @@ def _conflicts(c: TrainConfig) -> Iterator[str]:
             f"hidden_size {c.hidden_size} / num_attention_heads {heads[0]} = {c.head_width} must "
             "be even for rotary position embeddings"
         )
-    if c.seq_length > c.longest_sequence:
-        yield (
-            f"seq_length {c.seq_length} is longer than max_position_embeddings {c.longest_sequence}"
-        )
     if c.overlap_param_gather and not (c.use_distributed_optimizer and c.overlap_grad_reduce):
         yield "overlap_param_gather needs use_distributed_optimizer and overlap_grad_reduce"
     if c.min_lr > c.lr:
         yield f"min_lr {c.min_lr:g} must not be larger than lr {c.lr:g}"
-    decay = c.lr_decay_iters or c.train_iters
-    if c.lr_warmup_iters >= decay:
-        yield f"lr_warmup_iters {c.lr_warmup_iters} must be smaller than the decay, {decay}"
+    if c.lr_warmup_iters >= c.train_iters:
+        yield f"lr_warmup_iters {c.lr_warmup_iters} must be less than train_iters {c.train_iters}"
 
 
 def _indivisible(pairs: list[tuple[int, str, int, str]]) -> Iterator[str]:

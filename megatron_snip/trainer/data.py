@@ -48,37 +48,7 @@ _EXCLUDED = {
 class Samples(Protocol):
     """A dataset of samples, each a mapping of [s] tensors."""
 
-    def __len__(self) -> int: ...
-
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]: ...
-
-
-@dataclass(frozen=True)
-class DataRank:
-    """Selects the samples of a data-parallel rank.
-
-    Attributes:
-        rank: data-parallel rank, 0-based.
-        size: data-parallel ranks.
-        micro_batch_size: samples per microbatch.
-        num_microbatches: microbatches per iteration and rank.
-    """
-
-    rank: int
-    size: int
-    micro_batch_size: int
-    num_microbatches: int
-
-    @property
-    def global_batch_size(self) -> int:
-        """Samples per iteration over all ranks."""
-        return self.micro_batch_size * self.num_microbatches * self.size
-
-    def indices(self, iteration: int, microbatch: int) -> range:
-        """Return the samples of one microbatch (0-based) of an iteration (1-based)."""
-        first = (iteration - 1) * self.global_batch_size
-        first += (microbatch * self.size + self.rank) * self.micro_batch_size
-        return range(first, first + self.micro_batch_size)
 
 
 class _TokenIds:
@@ -148,10 +118,14 @@ def build_datasets(config: TrainConfig, group: ProcessGroup | None) -> Datasets:
     return Datasets(train, valid if num_valid else None, source)
 
 
-def iteration_batches(samples: Samples, rank: DataRank, iteration: int) -> Iterator[Batch]:
-    """Yield the microbatches of an iteration (1-based) on one rank, on the CPU."""
-    for microbatch in range(rank.num_microbatches):
-        rows = [samples[index] for index in rank.indices(iteration, microbatch)]
+def iteration_batches(
+    samples: Samples, config: TrainConfig, iteration: int, rank: int, num_ranks: int
+) -> Iterator[Batch]:
+    """Yield the microbatches of an iteration (1-based) on one data-parallel rank, on the CPU."""
+    size = config.micro_batch_size
+    end = iteration * config.global_batch_size
+    for first in range(end - config.global_batch_size + rank * size, end, num_ranks * size):
+        rows = [samples[index] for index in range(first, first + size)]
         yield {key: torch.stack([row[key] for row in rows]) for key in _KEYS}
 
 

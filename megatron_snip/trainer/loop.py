@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
@@ -31,20 +31,15 @@ from megatron_snip.errors import SnipError
 from megatron_snip.reporting.events import Event, Metrics, Reporter, Writer
 from megatron_snip.trainer.checkpoint import Checkpoints, Progress
 from megatron_snip.trainer.config import TrainConfig
-from megatron_snip.trainer.data import Batch, DataRank, Datasets, Samples, iteration_batches
-from megatron_snip.trainer.model import LOSS, DataIterator, ForwardBackward, TrainingState
+from megatron_snip.trainer.data import Datasets, Samples, iteration_batches
+from megatron_snip.trainer.model import LOSS, ForwardBackward, TrainingState
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 EXIT_INTERVAL = "exit_interval"
 
-Listener = Callable[[int, dict[str, Any]], None]
-"""Called after each iteration with its number and metrics (see `train`)."""
-
 
 class PlainTraining:
     """The controller's interface for training without SNIP; metrics go to the writers."""
-
-    lowest_precision_fraction = 0.0
 
     def __init__(self, writers: Sequence[Writer] = ()) -> None:
         self._reporter = Reporter(writers)
@@ -137,7 +132,6 @@ def train(
     state: TrainingState,
     datasets: Datasets,
     hook: TrainingHook,
-    listener: Listener,
     start: Progress | None = None,
     checkpoints: Checkpoints | None = None,
     requests: StopRequests | None = None,
@@ -153,7 +147,6 @@ def train(
         state: model, optimizer and scheduler.
         datasets: training and validation samples.
         hook: SNIP's controller or `PlainTraining`.
-        listener: called on every rank.
         start: resume from here; model, optimizer and scheduler are loaded already.
         checkpoints: saves if it is due; None never saves.
         requests: signals that end the run.
@@ -185,8 +178,6 @@ def train(
             if iteration > 1 and validation is not None:
                 metrics["validation_loss"] = validation
         hook.end_iteration(iteration, metrics)
-        fraction = hook.lowest_precision_fraction
-        listener(iteration, {**metrics, "lowest_precision_fraction": fraction})
         is_last = iteration == config.train_iters
         stopped = requests.agreed() if requests is not None else None
         if stopped is None and config.exit_interval and iteration % config.exit_interval == 0:
@@ -244,19 +235,11 @@ def evaluate(state: TrainingState, samples: Samples | None, eval_iters: int) -> 
     return sum(losses) / len(losses)
 
 
-def _iterators(state: TrainingState, samples: Samples, iteration: int) -> DataIterator:
-    rank = DataRank(
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
-        state.micro_batch_size,
-        state.num_microbatches,
-    )
-
-    def microbatches() -> Iterator[Batch]:
-        return iteration_batches(samples, rank, iteration)
-
-    chunks = len(state.model)
-    return microbatches() if chunks == 1 else [microbatches() for _ in range(chunks)]
+def _iterators(state: TrainingState, samples: Samples, iteration: int) -> list[Iterator[Any]]:
+    """Return one iterator of the microbatches per model chunk, as Megatron's schedules take."""
+    rank = parallel_state.get_data_parallel_rank()
+    size = parallel_state.get_data_parallel_world_size()
+    return [iteration_batches(samples, state.config, iteration, rank, size) for _ in state.model]
 
 
 def _mean_loss(reports: list[dict[str, Any]]) -> float:

@@ -3,25 +3,10 @@
 The model is a Llama: RMSNorm, SwiGLU, RoPE, no biases. It uses Megatron's local layer spec (no
 Transformer Engine, no fused kernels), so that CPU and GPU run the same modules. Experts are
 Megatron's `SequentialMLP`.
-
-Initial weights are a function of (seed, global name), so every layout starts from the same weights.
-A rank builds the complete FP32 tensor and takes its shard. Global names count layers, and the
-experts of a layer, from 0 over the complete model. Shards, with T tensor-parallel ranks:
-
-    embedding, output_layer, linear_qkv     n / T rows
-    linear_fc1                              n / 2T rows of gate and n / 2T rows of up
-    linear_proj, linear_fc2                 n / T columns
-    norms, routers                          not split
-
-Standard deviations are Megatron's: std, and std / sqrt(2 num_layers) for linear_proj and
-linear_fc2.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,6 +36,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_snip.trainer.config import TrainConfig
+from megatron_snip.trainer.initial_weights import initialize_weights
 
 ForwardBackward = Callable[..., list[dict[str, Any]]]
 """Megatron's forward-backward function (`get_forward_backward_func()`); keyword arguments only."""
@@ -62,9 +48,6 @@ LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[s
 
 LOSS = "lm loss"
 """Megatron's name of the language-model loss."""
-
-INIT_STD = 0.02
-"""Standard deviation of initial weights."""
 
 _TRANSFORMER_FIELDS = (
     *("num_layers", "hidden_size", "num_attention_heads", "attention_dropout", "hidden_dropout"),
@@ -80,9 +63,6 @@ _OPTIMIZER_FIELDS = (
     *("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "bf16"),
     *("use_distributed_optimizer", "overlap_param_gather"),
 )
-_RESIDUAL = ("linear_proj.weight", "linear_fc2.weight")
-_GATED = "linear_fc1.weight"
-_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -93,17 +73,13 @@ class TrainingState:
         model: wrapped chunks; more than one in an interleaved pipeline.
         optimizer: Megatron's AdamW, with FP32 master weights under BF16.
         scheduler: of learning rate and weight decay.
-        num_microbatches: per iteration and rank.
-        seq_length: tokens per sample.
-        micro_batch_size: samples per microbatch.
+        config: the run's settings.
     """
 
     model: tuple[DistributedDataParallel, ...]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
-    num_microbatches: int
-    seq_length: int
-    micro_batch_size: int
+    config: TrainConfig
 
     @property
     def function(self) -> ForwardBackward:
@@ -113,14 +89,15 @@ class TrainingState:
 
     def arguments(self, data_iterator: DataIterator, forward_only: bool = False) -> dict[str, Any]:
         """Return the schedule's keyword arguments for one iteration."""
+        config = self.config
         return {
             "forward_step_func": forward_step,
             "data_iterator": data_iterator,
             "model": list(self.model),
-            "num_microbatches": self.num_microbatches,
-            "seq_length": self.seq_length,
-            "micro_batch_size": self.micro_batch_size,
-            "decoder_seq_length": self.seq_length,
+            "num_microbatches": config.num_microbatches(dist.get_world_size()),
+            "seq_length": config.seq_length,
+            "micro_batch_size": config.micro_batch_size,
+            "decoder_seq_length": config.seq_length,
             "forward_only": forward_only,
         }
 
@@ -184,7 +161,7 @@ def destroy_parallel_state() -> None:
             dist.destroy_process_group(group)
 
 
-def build_training_state(config: TrainConfig, world_size: int) -> TrainingState:
+def build_training_state(config: TrainConfig) -> TrainingState:
     """All ranks: build, initialize and wrap the model; create its optimizer and scheduler.
 
     Megatron's process groups exist already (`initialize_parallel_state`).
@@ -197,14 +174,8 @@ def build_training_state(config: TrainConfig, world_size: int) -> TrainingState:
     if config.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in chunks]
         transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-    return TrainingState(
-        model=tuple(chunks),
-        optimizer=optimizer,
-        scheduler=_build_scheduler(config, optimizer),
-        num_microbatches=config.num_microbatches(world_size),
-        seq_length=config.seq_length,
-        micro_batch_size=config.micro_batch_size,
-    )
+    scheduler = _build_scheduler(config, optimizer)
+    return TrainingState(tuple(chunks), optimizer, scheduler, config)
 
 
 def forward_step(
@@ -311,7 +282,7 @@ def _build_chunk(
             num_experts=config.num_experts, moe_grouped_gemm=False, normalization="RMSNorm"
         ),
         vocab_size=config.padded_vocab_size,
-        max_sequence_length=config.longest_sequence,
+        max_sequence_length=config.seq_length,
         pre_process=first,
         post_process=last,
         share_embeddings_and_output_weights=not config.untie_embeddings_and_output_weights,
@@ -354,7 +325,7 @@ def _build_scheduler(config: TrainConfig, optimizer: MegatronOptimizer) -> Optim
         max_lr=config.lr,
         min_lr=config.min_lr,
         lr_warmup_steps=config.lr_warmup_iters * batch,
-        lr_decay_steps=(config.lr_decay_iters or config.train_iters) * batch,
+        lr_decay_steps=config.train_iters * batch,
         lr_decay_style=config.lr_decay_style,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,
@@ -367,73 +338,3 @@ def _build_scheduler(config: TrainConfig, optimizer: MegatronOptimizer) -> Optim
 
 def _keep(weight: torch.Tensor) -> torch.Tensor:
     return weight  # `initialize_weights` sets every weight
-
-
-@torch.no_grad()
-def initialize_weights(chunk: torch.nn.Module, config: TrainConfig) -> None:
-    """Set every parameter of an unwrapped GPTModel; BF16 parameters get the FP32 value rounded."""
-    for name, parameter in global_parameters(chunk):
-        rank, size = _tensor_parallel_place(name)
-        sharded = getattr(parameter, "tensor_model_parallel", False)
-        dim: int | None = getattr(parameter, "partition_dim", None) if sharded else None
-        shape = list(parameter.shape)
-        if dim is not None:
-            shape[dim] *= size
-        complete = complete_tensor(name, tuple(shape), config)
-        parameter.copy_(shard(name, complete, dim, rank, size))
-
-
-def global_parameters(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield (global name, parameter) of a GPTModel chunk.
-
-    In a pipeline stage `decoder.layers.N` is local; a layer's `layer_number` is global and 1-based.
-    The index of an expert is local to its rank. A tied output layer has the embedding's name.
-    """
-    for name, parameter in chunk.named_parameters():
-        if name.startswith("decoder.layers."):
-            local, rest = name.removeprefix("decoder.layers.").split(".", 1)
-            number: Any = chunk.get_submodule(f"decoder.layers.{local}").layer_number
-            yield f"decoder.layers.{number - 1}.{_global_expert(rest, chunk)}", parameter
-        elif name == "output_layer.weight" and getattr(parameter, "shared_embedding", False):
-            yield "embedding.word_embeddings.weight", parameter
-        else:
-            yield name, parameter
-
-
-def _global_expert(path: str, chunk: torch.nn.Module) -> str:
-    found = _EXPERT.search(path)
-    if found is None:
-        return path
-    config: Any = chunk.config
-    rank = parallel_state.get_expert_model_parallel_rank()
-    per_rank = config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
-    return f"{path[: found.start(1)]}{rank * per_rank + int(found[1])}{path[found.end(1) :]}"
-
-
-def _tensor_parallel_place(name: str) -> tuple[int, int]:
-    if _EXPERT.search(name):
-        rank = parallel_state.get_expert_tensor_parallel_rank()
-        return rank, parallel_state.get_expert_tensor_parallel_world_size()
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    return rank, parallel_state.get_tensor_model_parallel_world_size()
-
-
-def complete_tensor(name: str, shape: tuple[int, ...], config: TrainConfig) -> torch.Tensor:
-    """Return the initial value of a complete parameter, FP32 on the CPU."""
-    if len(shape) == 1:  # the weight of a norm
-        return torch.ones(shape)
-    digest = hashlib.sha256(f"{config.seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    std = INIT_STD
-    if name.endswith(_RESIDUAL):
-        std /= math.sqrt(2.0 * config.num_layers)
-    return torch.empty(shape).normal_(0.0, std, generator=generator)
-
-
-def shard(name: str, complete: torch.Tensor, dim: int | None, rank: int, size: int) -> torch.Tensor:
-    """Return the shard of one tensor-parallel rank; `dim` is split, or None."""
-    if dim is None or size == 1:
-        return complete
-    if name.endswith(_GATED):
-        return torch.cat([half.chunk(size, dim)[rank] for half in complete.chunk(2, dim)], dim)
-    return complete.chunk(size, dim)[rank]

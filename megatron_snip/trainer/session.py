@@ -10,13 +10,13 @@ import json
 import logging
 import math
 import os
+import shlex
 import struct
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from megatron_snip.patches import cpu
 from megatron_snip.patches.cpu import torch_adam
 from megatron_snip.planning.plan import read_plan
 from megatron_snip.planning.policies import get_policy
-from megatron_snip.reporting.events import Writer
+from megatron_snip.reporting.events import Event, Metrics, Writer
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.reporting.summary import SummaryWriter
 from megatron_snip.reporting.writers import TensorBoardWriter, WandbWriter, start_wandb
@@ -69,8 +69,6 @@ from megatron_snip.trainer.model import (
     initialize_parallel_state,
     transformer_config,
 )
-
-logger = logging.getLogger(__name__)
 
 PROGRESS_LINES = 20
 """Approximate number of progress lines per run."""
@@ -187,23 +185,20 @@ def run_session(config: TrainConfig, console: Console | None) -> TrainingResult:
     assert control is not None, "the process group is initialized"
     done = broadcast_json(resume_iteration(config), control)
     with _directories(config, done, control) as directory:
-        state = build_training_state(config, dist.get_world_size())
+        state = build_training_state(config)
         checkpoints = Checkpoints(config, state, control)
         start = checkpoints.load(done) if done else None
         datasets = build_datasets(config, control)
         if directory is not None:
             write_atomic(directory.path / "data.json", json.dumps(datasets.source) + "\n")
         summary = SummaryWriter()
-        writers = make_writers(config, directory, summary, done)
+        writers = make_writers(config, directory, done)
+        if console is not None:
+            writers += [summary, ProgressWriter(config, console)]
         requests = None if config.save is None else StopRequests(control)
         saving = None if config.save is None else checkpoints
-
-        def show(iteration: int, metrics: dict[str, Any]) -> None:
-            if console is not None:
-                _print_progress(config, console, iteration, metrics)
-
         with requests or nullcontext(), closing(make_hook(config, state, writers, start)) as hook:
-            result = train(config, state, datasets, hook, show, start, saving, requests)
+            result = train(config, state, datasets, hook, start, saving, requests)
     if console is not None:
         wide = console if console.is_terminal else Console(width=120, markup=False, emoji=False)
         for table in summary.tables():
@@ -213,19 +208,18 @@ def run_session(config: TrainConfig, console: Console | None) -> TrainingResult:
 
 
 def make_writers(
-    config: TrainConfig, directory: RunDirectory | None, summary: SummaryWriter, done: int = 0
+    config: TrainConfig, directory: RunDirectory | None, done: int = 0
 ) -> list[Writer]:
-    """Return the writers of this rank: files, summary and dashboards on rank 0.
+    """Return the writers of this rank: files and dashboards on rank 0.
 
     Args:
         config: the run's settings.
         directory: the run's files; None on the other ranks.
-        summary: collects the tables that are printed at the end.
         done: iterations done before this process.
     """
     if directory is None:
         return []
-    writers: list[Writer] = [directory, summary]
+    writers: list[Writer] = [directory]
     settings = config.model_dump(mode="json")
     if config.wandb_project is not None:
         wandb = start_wandb(config.wandb_project, directory.path, settings)
@@ -249,12 +243,7 @@ def make_hook(
         return PlainTraining(writers)
     snip = None if start is None else start.snip
     return SnipController(
-        config.snip,
-        state.model,
-        state.optimizer,
-        seed=config.seed,
-        writers=writers,
-        state=snip,
+        config.snip, state.model, state.optimizer, seed=config.seed, writers=writers, state=snip
     )
 
 
@@ -350,21 +339,33 @@ def _iteration_of(line: str) -> int | None:
 # What the user sees.
 
 
-def _print_progress(
-    config: TrainConfig, console: Console, iteration: int, metrics: dict[str, Any]
-) -> None:
-    every = max(1, config.train_iters // PROGRESS_LINES)
-    if iteration % every and iteration != 1 and "validation_loss" not in metrics:
-        return
-    parts = [f"iteration {iteration:>5}/{config.train_iters}", f"loss {metrics['loss']:.4f}"]
-    if "validation_loss" in metrics:
-        parts.append(f"validation {metrics['validation_loss']:.4f}")
-    parts.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
-    if config.snip.enabled:
-        share = metrics["lowest_precision_fraction"]
-        parts.append(f"{config.snip.lowest_formats} {100 * share:.0f}%")
-    console.print("  ".join(parts))
-    sys.stdout.flush()
+class ProgressWriter:
+    """Prints about `PROGRESS_LINES` lines per run, and those with a validation loss."""
+
+    def __init__(self, config: TrainConfig, console: Console) -> None:
+        self._config = config
+        self._console = console
+
+    def write(self, event: Event) -> None:
+        """Print a line if it is due."""
+        if not isinstance(event.payload, Metrics):
+            return
+        config, iteration, metrics = self._config, event.iteration, event.payload.values
+        every = max(1, config.train_iters // PROGRESS_LINES)
+        if iteration % every and iteration != 1 and "validation_loss" not in metrics:
+            return
+        parts = [f"iteration {iteration:>5}/{config.train_iters}", f"loss {metrics['loss']:.4f}"]
+        if "validation_loss" in metrics:
+            parts.append(f"validation {metrics['validation_loss']:.4f}")
+        parts.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
+        if config.snip.enabled:
+            share = metrics["lowest_precision_fraction"]
+            parts.append(f"{config.snip.lowest_formats} {100 * share:.0f}%")
+        self._console.print("  ".join(parts))
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 def _print_result(config: TrainConfig, result: TrainingResult, console: Console) -> None:
@@ -386,3 +387,7 @@ def _print_result(config: TrainConfig, result: TrainingResult, console: Console)
     console.print("written:")
     for name in sorted({p.relative_to(config.run_dir).parts[0] for p in own_files(config.run_dir)}):
         console.print(f"  {config.run_dir / name}", soft_wrap=True)
+    command = "stats" if (config.run_dir / "divergences").is_dir() else "report"
+    console.print(
+        f"next: megatron-snip {command} {shlex.quote(str(config.run_dir))}", soft_wrap=True
+    )

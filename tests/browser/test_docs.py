@@ -14,16 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser.chromium import Chromium, colors, find_chromium
+from tests.browser.chromium import Chromium, colors
 
-PROGRAM = find_chromium()
 ROOT = Path(__file__).parents[2]
-pytestmark = [
-    pytest.mark.skipif(
-        PROGRAM is None, reason="no Chromium on PATH; `make test-browser` installs it"
-    ),
-    pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed"),
-]
+pytestmark = pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed")
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -45,14 +39,6 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    assert PROGRAM is not None
-    browser = Chromium(PROGRAM, tmp_path_factory.mktemp("chromium"))
-    yield browser
-    browser.close()
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -1,11 +1,7 @@
-"""The report as people see it: in a browser, on a desk and on a phone.
-
-Skipped where there is no Chromium; `make test-browser` installs one.
-"""
+"""The report as people see it: in a browser, on a desk and on a phone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,16 +9,10 @@ import pytest
 from megatron_snip.reporting.events import Notice
 from megatron_snip.reporting.report import make_report
 from megatron_snip.reporting.run_record import read_run
-from tests.browser.chromium import Chromium, colors, find_chromium
+from tests.browser.chromium import Chromium, colors
 from tests.unit.reporting.runs import Shape, config, write_run
 
-PROGRAM = find_chromium()
-pytestmark = [
-    pytest.mark.skipif(
-        PROGRAM is None, reason="no Chromium on PATH; `make test-browser` installs it"
-    ),
-    pytest.mark.filterwarnings("error:constrained_layout"),  # labels left no room
-]
+pytestmark = pytest.mark.filterwarnings("error:constrained_layout")  # labels left no room
 
 SCREENS = {"desk": (1280, 900), "tablet": (800, 1100), "phone": (360, 740)}
 BOXES = """[...document.querySelectorAll('figure img')].map(image => {
@@ -32,14 +22,6 @@ BOXES = """[...document.querySelectorAll('figure img')].map(image => {
 HOSTILE = (
     "<img src='http://127.0.0.1:9/x' onerror=document.title=1><script>document.title=2</script>"
 )
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    assert PROGRAM is not None
-    browser = Chromium(PROGRAM, tmp_path_factory.mktemp("chromium"))
-    yield browser
-    browser.close()
 
 
 @pytest.fixture(scope="module")

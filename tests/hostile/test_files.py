@@ -14,7 +14,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_snip.argument_file import read_argument_file
+from megatron_snip.cli.script import read_argument_file
 from megatron_snip.config import make_config, read_yaml
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, UsageError
 from megatron_snip.files import MAX_BYTES, read_json

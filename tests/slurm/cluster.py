@@ -12,6 +12,7 @@ written outside of one folder but the namespaces and the bridge, and `stop` remo
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shutil
@@ -19,8 +20,10 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from tests.distributed.launch import TIMEOUT_S
 
 COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "ip", "nsenter", "unshare")
 NODES = ("n1", "n2")
@@ -138,6 +141,17 @@ class Cluster:
             self.scontrol("requeuehold", str(number))
         log = Path(found["StdOut"]).read_text(errors="replace")
         raise AssertionError(f"job {number} is still {found['JobState']}:\n{log[-6000:]}")
+
+    def warn_of_time_limit(self, number: int, output: Path) -> None:
+        """Bring a running job's time limit within the script's five minutes; wait for the warning.
+
+        What is queued again keeps the job's limit, so that is raised again afterwards.
+        """
+        begun = time.strptime(self.job(number)["StartTime"], "%Y-%m-%dT%H:%M:%S")
+        minutes = math.ceil((time.time() - time.mktime(begun)) / 60) + 4
+        self.scontrol("update", f"JobId={number}", f"TimeLimit={minutes}")
+        until(lambda: "the time limit is near" in output.read_text(), "Slurm's warning")
+        self.scontrol("update", f"JobId={number}", "TimeLimit=60")
 
     def scontrol(self, *words: str) -> str:
         """Run scontrol; return what it prints."""
@@ -285,6 +299,18 @@ class Cluster:
         )
         if check and done.returncode != 0:
             raise ClusterError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for a condition.
+
+    Raises:
+        AssertionError: if it does not come true in `TIMEOUT_S`.
+    """
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited for {what} in vain"
+        time.sleep(0.2)
 
 
 def _path() -> str:

@@ -6,11 +6,8 @@ All jobs run the shipped script as it is, with its own lines for GPUs, signal an
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ from megatron_snip.trainer.checkpoint import (
     read_saved_run,
 )
 from tests.distributed.launch import ROOT, TIMEOUT_S
-from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import Cluster, until
 
 SCRIPT = str(ROOT / "launch" / "slurm.sbatch")
 ITERATIONS = 20
@@ -32,10 +29,8 @@ DEMO = f"""
     --micro-batch-size 2 --global-batch-size 2 --max-corpus-bytes 300000
     --snip-start-step 11 --snip-interval 5 --no-bf16
 """
-"""The demo, shorter; iterations 11 and 16 measure. FP32, so that sums in another order (a
-pipeline's) leave the plan alone."""
+"""The demo, shorter; iterations 11 and 16 measure."""
 TENSOR = ["--tensor-model-parallel-size", "2"]
-PIPELINE = ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "2"]
 
 STOP_AT = """
 import os
@@ -142,9 +137,13 @@ class Jobs:
         state = self.cluster.wait(number, TIMEOUT_S)
         return Job(state, folder, self.log(number, folder))
 
+    def output(self, number: int, folder: Path) -> Path:
+        """The file of what a job prints."""
+        return folder / f"{folder.name}-{number}.out"
+
     def log(self, number: int, folder: Path) -> str:
         """What a job has printed so far."""
-        file = folder / f"{folder.name}-{number}.out"
+        file = self.output(number, folder)
         return file.read_text(errors="replace") if file.exists() else ""
 
 
@@ -182,16 +181,6 @@ def test_tensor_parallel_across_nodes_is_the_same_run(two_nodes: Job, one_node: 
     assert "\n0: iteration" in two_nodes.log and "\n1: iteration" not in two_nodes.log
 
 
-def test_a_pipeline_across_nodes_makes_the_same_plans(jobs: Jobs, one_node: Job) -> None:
-    job = jobs.run("pipeline", PIPELINE)
-    assert job.state["JobState"] == "COMPLETED", job.log
-    assert job.plans() == one_node.plans()
-    for mine, theirs in zip(job.metrics(), one_node.metrics(), strict=True):
-        # Rounding to FP4 makes much of a sum's last bit.
-        precise = mine["lowest_precision_fraction"] == 0.0
-        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5 if precise else 1e-2)
-
-
 def test_a_failed_rank_fails_the_job_at_once(jobs: Jobs) -> None:
     # The other rank would wait for an hour, and its collectives for ten minutes.
     job = jobs.run("failing", TENSOR, FAIL_AT)
@@ -201,25 +190,12 @@ def test_a_failed_rank_fails_the_job_at_once(jobs: Jobs) -> None:
     assert "ArithmeticError: the reason why" in job.log
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited for {what} in vain"
-        time.sleep(0.2)
-
-
 def test_at_its_time_limit_a_job_saves_queues_again_and_ends_alike(
     jobs: Jobs, two_nodes: Job
 ) -> None:
     number, folder = jobs.submit("limited", TENSOR, STOP_AT)
     until(lambda: "iteration     7/" in jobs.log(number, folder), "iteration 7")
-    # Now bring the limit near, whatever time the start has taken: within the script's five minutes.
-    begun = time.mktime(time.strptime(jobs.cluster.job(number)["StartTime"], "%Y-%m-%dT%H:%M:%S"))
-    minutes = math.ceil((time.time() - begun) / 60) + 4
-    jobs.cluster.scontrol("update", f"JobId={number}", f"TimeLimit={minutes}")
-    until(lambda: "the time limit is near" in jobs.log(number, folder), "Slurm's warning")
-    # What is queued again keeps the job's limit, and would be warned as soon as it starts.
-    jobs.cluster.scontrol("update", f"JobId={number}", "TimeLimit=60")
+    jobs.cluster.warn_of_time_limit(number, jobs.output(number, folder))
     job = jobs.ended(number, folder)
     assert job.state["JobState"] == "COMPLETED", job.log
     assert job.state["Restarts"] == "1"

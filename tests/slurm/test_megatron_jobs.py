@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.launch import ROOT, TIMEOUT_S
-from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import Cluster, until
 
 PYTHON = ROOT / ".venv-megatron" / "bin" / "python"
 pytestmark = pytest.mark.skipif(
@@ -57,13 +54,6 @@ def submit(cluster: Cluster, folder: Path, stop_at: int) -> int:
     return cluster.submit(words, environment, folder)
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited for {what} in vain"
-        time.sleep(0.2)
-
-
 def weights(folder: Path) -> list[str]:
     """Digest of each rank's weights at the end."""
     return [json.loads((folder / f"{rank}.json").read_text())["weights"] for rank in range(2)]
@@ -79,11 +69,7 @@ def test_a_megatron_script_comes_back_from_its_time_limit(cluster: Cluster, tmp_
     output = Path(cluster.job(number)["StdOut"])
     # Both ranks wait; signal.pause() would miss a signal that came before it.
     until(lambda: output.exists() and output.read_text().count("waiting for the signal") == 2, "it")
-    begun = time.mktime(time.strptime(cluster.job(number)["StartTime"], "%Y-%m-%dT%H:%M:%S"))
-    minutes = math.ceil((time.time() - begun) / 60) + 4
-    cluster.scontrol("update", f"JobId={number}", f"TimeLimit={minutes}")
-    until(lambda: "the time limit is near" in output.read_text(), "Slurm's warning")
-    cluster.scontrol("update", f"JobId={number}", "TimeLimit=60")  # it keeps it in the queue
+    cluster.warn_of_time_limit(number, output)
     job = cluster.wait(number, TIMEOUT_S)
     log = output.read_text(errors="replace")
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), log[-6000:]

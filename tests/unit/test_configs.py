@@ -15,14 +15,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from megatron_snip.cli.commands import build_parser
+from megatron_snip.cli.script import expand
 from megatron_snip.cli.train import read_settings
 from megatron_snip.config import SnipConfig, make_config, read_yaml
 from megatron_snip.linears.discovery import current_topology, find_linears
 from megatron_snip.patches import cpu
-from megatron_snip.trainer.config import (
-    TrainConfig,
-    make_train_config,
-)
+from megatron_snip.trainer.config import TrainConfig, make_train_config
 from megatron_snip.trainer.model import transformer_config
 from megatron_snip.trainer.session import check_run
 
@@ -98,12 +96,25 @@ def argument_file(folder: str, name: str) -> str:
     return f"@{FOLDER / folder / name}.args"
 
 
+FIXED = ("--swiglu", "--disable-bias-linear", "--group-query-attention")
+FIXED_VALUES = ("--normalization", "--position-embedding-type", "--max-position-embeddings")
+
+
 def settings(name: str, layout: str | None = None, *words: str) -> TrainConfig:
-    """Read files as `megatron-snip train` does."""
+    """Read Megatron's flags as settings of the trainer, which fixes some of them."""
     files = [argument_file("models", name)]
     if layout is not None:
         files.append(argument_file("parallel", layout))
-    return read_settings(build_parser("train").parse_args(["train", *files, *words]))
+    flags = [word for word in expand(files) if word not in FIXED]
+    for fixed in FIXED_VALUES:
+        at = flags.index(fixed)
+        del flags[at : at + 2]
+    at = flags.index("--tokenizer-type")
+    assert flags[at + 1] == "NullTokenizer"  # it adds the end of document to the vocabulary
+    del flags[at : at + 2]
+    at = flags.index("--vocab-size") + 1
+    flags[at] = str(int(flags[at]) + 1)
+    return read_settings(build_parser("train").parse_args(["train", *flags, *words]))
 
 
 # ---- files ------------------------------------------------------------------------------------
@@ -161,7 +172,7 @@ def megatron() -> Iterator[None]:
 
 @cache
 def linear_flops(name: str) -> float:
-    """Build Megatron's model without memory for it; return its linears' FLOPs for one token."""
+    """Build Megatron's model without memory for it; return the FLOPs of its linears per token."""
     config = settings(name)
     transformer = transformer_config(config)
     transformer.use_cpu_initialization, transformer.perform_initialization = True, False
@@ -171,15 +182,15 @@ def linear_flops(name: str) -> float:
             transformer,
             spec,
             vocab_size=config.padded_vocab_size,
-            max_sequence_length=config.longest_sequence,
+            max_sequence_length=config.seq_length,
             position_embedding_type="rope",
             share_embeddings_and_output_weights=not config.untie_embeddings_and_output_weights,
         )
     assert all(parameter.is_meta for parameter in model.parameters())
     assert sum(parameter.numel() for parameter in model.parameters()) == MODELS[name].parameters
     found = find_linears([model], current_topology())
-    places = {place.name: place for _, places in found for place in places}  # experts share one
-    return sum(place.info.flops_per_token for place in places.values())
+    linears = {place.name: place for _, places in found for place in places}  # experts share one
+    return sum(place.info.flops_per_token for place in linears.values())
 
 
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS)

@@ -8,9 +8,9 @@ from megatron_snip.config import SnipConfig
 from megatron_snip.flags import add_flags, given_values
 
 
-def parser(prefix: str = "snip-", dest: str = "snip_") -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="x")
-    add_flags(made, SnipConfig, prefix, dest)
+    add_flags(made, SnipConfig, "snip-", "snip_")
     return made
 
 

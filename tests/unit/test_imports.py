@@ -18,7 +18,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("files", "formats", "types"),
     ("options",),
     ("recursive_doubling",),
-    ("argument_file", "config", "directory", "flags", "matmul"),
+    ("config", "directory", "flags", "matmul"),
     ("collectives", "topology"),
     ("kernels",),
     ("quantizers",),
@@ -40,7 +40,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
 RANK = {package: rank for rank, packages in enumerate(ORDER) for package in packages}
 WITH_MEGATRON = {"linears", "patches", "trainer"}
 WITHOUT_TORCH = {"version", "errors", "log", "formats", "types", "options", "config", "flags"}
-WITHOUT_TORCH |= {"argument_file", "planning"}
+WITHOUT_TORCH |= {"planning"}
 WITH_ORTOOLS = {"planning"}
 
 

@@ -57,15 +57,3 @@ def test_what_an_error_quotes_cannot_reach_the_terminal(tmp_path: Path) -> None:
     assert len(shown("\U0010ffff" * LONGEST)) == LONGEST  # ten characters each, once escaped
     assert text.isprintable()
     assert shown("fine") == "fine"
-
-
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"'", b"@FILE", b"x" * (1 << 21), None])
-def test_argument_files_of_all_sorts_are_one_line(
-    content: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "a.args"
-    if content is not None:
-        file.write_bytes(content.replace(b"FILE", str(file).encode()))
-    assert main(["train", f"@{file}"]) == 2
-    text = capsys.readouterr().err
-    assert text.count("\n") == 1 and text.startswith("megatron-snip: error: ")

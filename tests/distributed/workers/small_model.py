@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_snip import pending_solve, refresh
 from megatron_snip.config import SnipConfig
@@ -226,7 +225,7 @@ def layout(values: dict[str, Any]) -> Iterator[Trainer]:
     logger.addHandler(listener)
     forget_warnings()
     try:
-        state = build_training_state(config, dist.get_world_size())
+        state = build_training_state(config)
         yield Trainer(config, state, warnings=listener.texts)
     finally:
         logger.removeHandler(listener)

@@ -35,25 +35,30 @@ def run_layout(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     config = make_train_config({**values, "run_dir": folder})
     initialize_parallel_state(config)
     try:
-        state = build_training_state(config, dist.get_world_size())
+        state = build_training_state(config)
         datasets = build_datasets(config, dist.group.WORLD)
-        losses: list[float] = []
-        norms: list[float] = []
-
-        def listen(step: int, metrics: dict[str, Any]) -> None:
-            losses.append(metrics["loss"])
-            norms.append(metrics["grad_norm"])
-
-        result = train(config, state, datasets, PlainTraining(), listen)
+        hook = Metrics()
+        result = train(config, state, datasets, hook)
         return {
-            "losses": losses,
-            "grad_norms": norms,
+            "losses": [row["loss"] for row in hook.rows],
+            "grad_norms": [row["grad_norm"] for row in hook.rows],
             "first_validation_loss": result.first_validation_loss,
             "validation_loss": result.validation_loss,
             "weights": weights_digest(state),
         }
     finally:
         destroy_parallel_state()
+
+
+class Metrics(PlainTraining):
+    """Keeps the metrics of every iteration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[dict[str, Any]] = []
+
+    def end_iteration(self, iteration: int, metrics: dict[str, Any]) -> None:
+        self.rows.append(metrics)
 
 
 def weights_digest(state: TrainingState) -> str:

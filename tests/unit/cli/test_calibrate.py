@@ -1,6 +1,5 @@
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from megatron_snip.cli.calibrate import linear_gemms
 from megatron_snip.formats import FORMATS
 from megatron_snip.linears.autograd import LinearCall, QuantizedLinear
 from megatron_snip.options import Option
-from megatron_snip.patches.cpu import tensors as cpu_tensors
 from megatron_snip.planning.calibration import read_calibration
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.problem import write_problem
@@ -40,22 +38,6 @@ def test_every_format_is_measured_at_every_shape(
     text = capsys.readouterr().out
     assert "nvfp4" in text
     assert "64 tokens" in text
-
-
-def test_gemms_run_as_training_on_the_cpu_runs_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    products = []
-
-    def product(func: Any, args: Any, kwargs: Any) -> Any:
-        products.append({a.dtype for a in args if isinstance(a, torch.Tensor)})
-        return cpu_product(func, args, kwargs)
-
-    cpu_product = cpu_tensors._product
-    monkeypatch.setattr(cpu_tensors, "_product", product)
-    words = ["--linear", "*=128x128", "--formats", "bf16", "--tokens", "32"]
-    assert main(["calibrate", *words, *QUICK, "--output", str(tmp_path / "t.json")]) == 0
-    assert len(products) >= 9 and {torch.bfloat16} in products
 
 
 def test_a_table_serves_planning_by_time(
@@ -96,18 +78,14 @@ def test_shapes_come_from_a_training_config_as_a_rank_holds_them(tmp_path: Path)
     ("words", "word"),
     [
         ([], "nothing to measure"),
-        (["--linear", "x"], "GLOB=OUTxIN"),
         (["--linear", "x=12"], "GLOB=OUTxIN"),
         (["--linear", "x=0x5"], "GLOB=OUTxIN"),
-        (["--linear", "x=8x8", "--tokens", "0"], "--tokens"),
+        (["--linear", "x=8x8", "--tokens", "0"], "--tokens: must be an integer from 1"),
         (["--linear", "x=8x8", "--tokens", "many"], "--tokens"),
-        (["--linear", "x=8x8", "--tokens", "1.5"], "--tokens"),
-        (["--linear", "x=8x8", "--linear", "x=9x9"], "'x' has two shapes"),
         (["--linear", "x=99999999x99999999", "--formats", "bf16"], "does not fit into the memory"),
         (["--linear", "x=8x8", "--seconds", "nan"], "--seconds"),
         (["--linear", "x=8x8", "--formats", "fp5"], "unknown format 'fp5'"),
-        (["--linear", "x=8x8", "--formats", ","], "unknown format"),
-        (["--config", "absent.yaml"], "absent.yaml"),
+        (["--config", "absent.yaml"], "'absent.yaml': No such file or directory; give a YAML file"),
     ],
 )
 def test_bad_input_exits_with_2_and_one_line(
@@ -128,7 +106,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_measuring(
         assert "is no file in a folder that exists" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp4", "mxfp8", "bf16"])
+@pytest.mark.parametrize("name", ["fp4", "bf16"])
 def test_gemms_are_those_of_a_linear(name: str) -> None:
     shapes = ((200, 272), (144, 272), (200, 144))
     x, w, g = (torch.randn(shape).to(torch.bfloat16) for shape in shapes)

@@ -96,12 +96,6 @@ def test_a_plan_of_bf16_needs_no_low_precision(
     assert "does not name stay in BF16" in text
 
 
-def test_each_stage_has_its_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert export("--capability", "10.0", "--pipeline-stages", "2") == 0
-    text = capsys.readouterr().out
-    assert "  --te-precision-config-file out.stage0.yaml  # of its stage" in text
-
-
 def test_fp4_does_not_run_on_hopper(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["export", "plan.json", "--te-precision-config", "out.yaml", "--capability", "9.0"]
     text = failure(words, capsys)
@@ -129,21 +123,13 @@ def test_options_by_gemm_need_this_package(
 
 def test_stages_have_files_of_their_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert export("--capability", "10.0", "--pipeline-stages", "2") == 0
-    assert "Give each rank the file of its stage" in capsys.readouterr().out
+    assert "  --te-precision-config-file out.stage0.yaml  # of its stage" in capsys.readouterr().out
     files = ["out.stage0.yaml", "out.stage1.yaml"]
     assert not Path("out.yaml").exists()
     back = imported(*files, "--pipeline-stages", "2")
     assert list(back.values()) == ["nvfp4", "mxfp8", "bf16", "nvfp4"]
     capsys.readouterr()
-    words = [
-        "import",
-        "out.stage0.yaml",
-        "x.yaml",
-        "--problem",
-        "problem.json",
-        "--output",
-        "p.json",
-    ]
+    words = ["import", "out.stage0.yaml", "x.yaml", *PROBLEM]
     assert "2 files for 1 pipeline stages" in failure(words, capsys)
 
 
@@ -161,12 +147,6 @@ def test_a_plan_of_several_stages_has_as_many_files(
     assert Path("out.yaml").exists()
 
 
-def test_a_stage_may_hold_no_layer(folder: Path) -> None:
-    layout = ["--pipeline-stages", "2", "--chunk-layers", "0,4"]
-    assert export("--capability", "10.0", *layout) == 0
-    assert list(imported("out.yaml", *layout).values()) == ["nvfp4", "mxfp8", "bf16", "nvfp4"]
-
-
 def test_uneven_chunks(folder: Path) -> None:
     layout = ["--pipeline-stages", "2", "--chunk-layers", "1,3"]
     assert export("--capability", "10.0", *layout) == 0
@@ -179,14 +159,11 @@ def test_uneven_chunks(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--capability", "ten"], "--capability must be like 9.0"),
+        (["--capability", "ten"], "--capability: must be like 9.0"),
         (["--capability", "10.0", "--pipeline-stages", "3"], "4 layers do not divide"),
-        (["--capability", "10.0", "--pipeline-stages", "two"], "--pipeline-stages must be"),
-        (
-            ["--capability", "10.0", "--chunk-layers", "1,2"],
-            "3 layers in 2 chunks",
-        ),
-        (["--capability", "8.0", "--nearest", "--chunk-layers", "x"], "--chunk-layers must be"),
+        (["--capability", "10.0", "--pipeline-stages", "two"], "--pipeline-stages: must be"),
+        (["--capability", "10.0", "--chunk-layers", "1,2"], "3 layers in 2 chunks"),
+        (["--capability", "8.0", "--nearest", "--chunk-layers", "x"], "--chunk-layers: must be"),
     ],
 )
 def test_bad_flags(
@@ -217,3 +194,34 @@ def test_files_that_cannot_be_written_or_read(
     assert "missing.yaml" in failure(words, capsys)
     Path("bad.yaml").write_text("configs: [1\n")
     assert "bad.yaml" in failure(["import", "bad.yaml", *PROBLEM], capsys)
+
+
+WRITTEN_BY_HAND = """
+configs:
+  high:
+    transformer_engine_config_type: TEQuantizationParams
+    training_recipe: {}
+  low:
+    transformer_engine_config_type: TEQuantizationParams
+    training_recipe: {fp4_quantization_recipe: nvfp4, override_nonquantized_autocast: true}
+    evaluation_recipe: {}
+matchers:
+  first: {type: glob, pattern: "*layers.0.*", config: high, enabled: true}
+  off: {type: glob, pattern: "*", config: high, enabled: false}
+  rest: {type: glob, pattern: "*.mlp.*", config: low, enabled: true}
+"""
+
+
+def test_a_file_written_by_hand(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("hand.yaml").write_text(WRITTEN_BY_HAND)
+    assert list(imported("hand.yaml").values()) == ["bf16", "nvfp4", "nvfp4", "nvfp4"]
+    text = capsys.readouterr().out
+    assert "nvfp4: 3 linears" in text and "precision: 0.9000" in text
+    assert "warning: evaluation recipes are left out" in text
+    assert read_plan(Path("back.json")).stages == (pytest.approx(0.9),)
+
+
+def test_the_base_is_what_the_run_does_by_default(folder: Path) -> None:
+    Path("none.yaml").write_text("configs: {}\nmatchers: {}\n")
+    assert set(imported("none.yaml").values()) == {"bf16"}
+    assert set(imported("none.yaml", "--base", "mxfp8").values()) == {"mxfp8"}

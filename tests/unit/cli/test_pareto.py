@@ -41,9 +41,10 @@ def test_the_frontier_as_table_and_json(problem: str, capsys: pytest.CaptureFixt
     assert main(words) == 0
     text = capsys.readouterr().out
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
-    assert rows["0"][:5] == ["0.0000", "0", "0", "0", "4"]  # not 3.79e-14
-    assert rows["0.75"][:5] == ["0.7500", "6", "0", "3", "1"]
-    assert rows["1"][0] == "infeasible" and max(map(len, text.splitlines())) <= 100
+    assert rows["0.00"][:5] == ["0.0000", "0.000", "0.000", "0", "4"]  # not 3.79e-14
+    assert rows["0.75"][:5] == ["0.7500", "6.000", "0.000", "3", "1"]
+    assert "quality loss: the plan's predicted harm" in text
+    assert rows["1.00"][0] == "infeasible" and max(map(len, text.splitlines())) <= 100
     assert main([*words, "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert [value["status"] for value in values] == ["optimal"] * 4 + ["infeasible"]
@@ -52,25 +53,13 @@ def test_the_frontier_as_table_and_json(problem: str, capsys: pytest.CaptureFixt
     assert values[1]["options"] == {"fp4": 1, "fp8": 3}
 
 
-def test_policies_that_score_by_local_errors_have_a_frontier(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    scores = [{"abs_error": 4.0 - i} for i in range(4)]
-    losses = [[0.0, float(1 + i)] for i in range(4)]
-    write_problem(problem_of(losses, 0.5, scores=scores), tmp_path / "scored.json")
-    words = ["--policy", "min-abs-err", "--targets", "0.25,0.5", "--json"]
-    assert main(["pareto", str(tmp_path / "scored.json"), *words]) == 0
-    points = json.loads(capsys.readouterr().out)
-    assert [point["objective"] for point in points] == [4.0, 7.0]
-
-
 def test_unreachable_targets_exit_with_3(problem: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pareto", problem, "--targets", "0.9,1"]) == 3
     assert capsys.readouterr().out.count("infeasible") == 2
 
 
-TARGETS = ["", "a", "0:1", "0:1:0", "0:1:-1", "1:0:0.1", "0:1:1e-9", "0:1:1e-999999999"]
-TARGETS += ["0:1e999999999:1", "0:1e999999999:1e999999999", "0:2:0.5", "nan", "inf", "0:1:0.1,0.2"]
+TARGETS = ["", "0:1", "0:1:0", "1:0:0.1", "0:1:1e-999999999", "0:1e999999999:1e999999999"]
+TARGETS += ["0:2:0.5", "nan", "inf", "0:1:0.1,0.2"]
 
 
 @pytest.mark.parametrize(
@@ -78,10 +67,7 @@ TARGETS += ["0:1e999999999:1", "0:1e999999999:1e999999999", "0:2:0.5", "nan", "i
     [
         *((["--targets", text], "--targets") for text in TARGETS),
         (["--policy", "uniform-fp8"], "no frontier"),
-        (["--policy", "none"], "no frontier"),
         (["--policy", "min-abs-err"], "needs the score 'abs_error'"),
-        (["--time-limit", "-1"], "--time-limit: "),
-        (["--pin", "x=fp8"], "no linear's name matches"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(

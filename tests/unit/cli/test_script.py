@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_snip.__main__ import main
-from megatron_snip.cli.script import is_script
+from megatron_snip.cli.script import expand, is_script
 from tests.distributed.launch import ROOT
 
 MEGATRON = """
@@ -106,6 +106,26 @@ def test_the_first_word_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert is_script(["script"])  # a file without a suffix
     assert is_script(["--cpu", "pretrain.py"]) and is_script(["--cpu"])
     assert not is_script(["nonsense"]) and not is_script(["--version"])
+
+
+def test_argument_files_are_read_as_a_shell_reads_them(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.args", tmp_path / "two.args"
+    one.write_text("# one\n--a 1\n\n--b 'two words'  # a comment\n")
+    two.write_text(f"--a 2 @{one}")
+    words = ["x", "--a", "1", "--b", "two words", "--c", "--a", "2", f"@{one}", "@"]
+    assert expand(["x", f"@{one}", "--c", f"@{two}", "@"]) == words
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"'", b"x" * (1 << 21), None])
+def test_bad_argument_files_are_one_line(
+    content: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.args"
+    if content is not None:
+        file.write_bytes(content)
+    assert main(["none.py", f"@{file}"]) == 2
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1 and f"argument file '{file}'" in text
 
 
 @pytest.mark.parametrize(

@@ -73,10 +73,9 @@ def test_names_are_printed_as_they_are(run: Path, capsys: pytest.CaptureFixture[
     ("words", "complaint"),
     [
         (["RUN", "--iteration", "20"], "no refresh at 20 in"),
-        (["RUN", "--iteration", "x"], "--iteration must be an integer"),
+        (["RUN", "--iteration", "x"], "--iteration: must be an integer from 1"),
         (["RUN/divergences"], "no statistics"),
         (["RUN", "--iteration", "7"], "damaged"),
-        (["RUN", "--step", "7"], "unknown flag '--step'"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(

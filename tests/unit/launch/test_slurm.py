@@ -49,9 +49,6 @@ def test_a_dry_run_needs_no_slurm(tmp_path: Path) -> None:
     _, node = commands(done)
     assert flag(node, "--master-addr") == "node0"
     assert "SIGUSR1" in node
-
-
-def test_an_address_from_outside_wins(tmp_path: Path) -> None:
     _, node = dry_run(tmp_path, "train", **JOB, MASTER_ADDR="a", MASTER_PORT="7")
     assert (flag(node, "--master-addr"), flag(node, "--master-port")) == ("a", "7")
 

@@ -15,12 +15,10 @@ from megatron_snip.errors import UsageError
 from megatron_snip.flags import given_values
 from megatron_snip.trainer.config import (
     TrainConfig,
-    TrainFields,
     check_ranks,
     load_train_config,
 )
-
-DEMO = Path(__file__).parents[3] / "configs" / "demo.yaml"
+from megatron_snip.trainer.fields import TrainFields
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -43,17 +41,10 @@ def test_flags_win_over_the_file_field_by_field(tmp_path: Path) -> None:
     assert config.snip.enabled
 
 
-def test_settings_reach_the_ranks_unchanged() -> None:
-    config = load(None, "--snip-formats", "fp8,fp4", "--snip-pins", "*.0.*=fp8", "--run-dir", "x")
-    again = TrainConfig(**config.model_dump(mode="json"))
-    assert again == config
-
-
 def test_defaults_that_follow_other_fields() -> None:
-    config = TrainConfig(hidden_size=384, num_attention_heads=6, seq_length=64)
+    config = TrainConfig(hidden_size=384, num_attention_heads=6)
     assert config.ffn_width == 1024
     assert config.query_groups == 6 and config.head_width == 64
-    assert config.longest_sequence == 64
     assert config.token_ids == 257 and config.padded_vocab_size == 384
     assert TrainConfig(make_vocab_size_divisible_by=1).padded_vocab_size == 257
 
@@ -86,14 +77,6 @@ def test_bad_settings_are_one_line(tmp_path: Path, text: str, message: str) -> N
     assert "\n" not in str(caught.value)
 
 
-def test_the_demo_is_what_it_says() -> None:
-    config = load(DEMO)
-    assert config.tensor_model_parallel_size == 2 and config.num_layers >= 4
-    last = config.train_iters - config.snip.lag
-    refreshes = range(config.snip.start_step, last, config.snip.interval)
-    assert config.snip.enabled and len(refreshes) >= 4
-
-
 def test_help_lists_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["train", "--help"])
@@ -111,11 +94,6 @@ def test_help_lists_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ({"hidden_size": 250}, r"hidden_size \(250\) .* num_attention_heads \(4\)"),
         ({"num_query_groups": 3}, r"num_attention_heads \(4\) .* num_query_groups \(3\)"),
-        ({"tensor_model_parallel_size": 3}, r"tensor_model_parallel_size \(3\)"),
-        (
-            {"num_query_groups": 2, "tensor_model_parallel_size": 4},
-            r"num_query_groups \(2\) .* tensor_model_parallel_size \(4\)",
-        ),
         (
             {"ffn_hidden_size": 129, "tensor_model_parallel_size": 2},
             r"ffn_hidden_size \(129\) .* tensor_model_parallel_size \(2\)",
@@ -132,9 +110,8 @@ def test_help_lists_every_field(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         ({"overlap_param_gather": True}, "needs use_distributed_optimizer"),
         ({"hidden_size": 12}, "must be even for rotary"),
-        ({"seq_length": 64, "max_position_embeddings": 32}, "longer than max_position"),
         ({"min_lr": 1.0}, "min_lr 1 must not be larger than lr 0.003"),
-        ({"lr_warmup_iters": 150}, "must be smaller than the decay, 150"),
+        ({"lr_warmup_iters": 150}, "must be less than train_iters 150"),
         ({"num_experts": 4, "moe_router_topk": 5}, "moe_router_topk 5 is more than num_experts 4"),
         (
             {"num_experts": 4, "tensor_model_parallel_size": 2},
@@ -158,7 +135,6 @@ def test_sizes_that_do_not_fit_are_refused(values: dict[str, Any], message: str)
 @pytest.mark.parametrize(
     ("values", "ranks", "message"),
     [
-        ({"tensor_model_parallel_size": 2}, 1, "a multiple of 2 ranks, got 1"),
         ({"tensor_model_parallel_size": 2}, 3, "a multiple of 2 ranks, got 3"),
         ({"num_experts": 4, "expert_model_parallel_size": 2}, 1, "size 2 need a multiple of 2"),
         ({"global_batch_size": 6}, 4, r"global_batch_size \(6\) .* data-parallel ranks \(4\)"),

@@ -10,10 +10,10 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megatron_snip.trainer.config import TrainConfig
 from megatron_snip.trainer.data import (
     END_OF_DOCUMENT,
     VALIDATION_EVERY,
-    DataRank,
     iteration_batches,
     prepare_corpus,
     read_documents,
@@ -67,9 +67,6 @@ def test_other_files_are_another_corpus(library: Path, tmp_path: Path) -> None:
 class Numbers:
     """Sample i holds i."""
 
-    def __len__(self) -> int:
-        return 1000
-
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         keys = ("tokens", "labels", "loss_mask", "position_ids")
         return {key: torch.full((4,), index) for key in keys}
@@ -78,10 +75,10 @@ class Numbers:
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("micro", [1, 2])
 def test_every_layout_sees_the_same_global_batch(size: int, micro: int) -> None:
-    count = 16 // (size * micro)
+    config = TrainConfig(global_batch_size=16, micro_batch_size=micro)
 
     def samples(rank: int, iteration: int) -> list[list[int]]:
-        batches = iteration_batches(Numbers(), DataRank(rank, size, micro, count), iteration)
+        batches = iteration_batches(Numbers(), config, iteration, rank, size)
         return [batch["tokens"][:, 0].tolist() for batch in batches]
 
     for iteration in (1, 4):
