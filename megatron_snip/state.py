@@ -113,7 +113,9 @@ class ControllerState:
         shift = 1 if version == 1 else 0  # version 1 numbered iterations from 0
         try:
             refreshed, pending = value["refreshed"], value["pending"]
-            guard, statistics = value.get("guard"), value.get("statistics")
+            guard = value.get("guard")
+            # Version 1 measured other columns: the running mean starts anew.
+            statistics = None if version == 1 else value.get("statistics")
             return cls(
                 iteration=int(value[done]),  # a count of iterations in both versions
                 plan=PrecisionPlan.from_dict(value["plan"], f"{source}, plan"),

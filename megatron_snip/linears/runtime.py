@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from megatron_snip.linears.weight_cache import QuantizedWeightCache
 from megatron_snip.quantizers import StochasticStream, grad_output_stream
-from megatron_snip.statistics.tap import Observer
+from megatron_snip.statistics.observer import Observer
 from megatron_snip.topology import Placement, Topology
 
 

@@ -10,8 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_snip.collectives import RemoteFailure
 from megatron_snip.statistics import observer as observer_module
-from megatron_snip.statistics.observer import MeasureSettings, StepObserver
-from megatron_snip.statistics.tap import TokenPart
+from megatron_snip.statistics.observer import MeasureSettings, StepObserver, TokenPart
 from megatron_snip.topology import Placement, Topology
 from tests.unit.statistics.equations import (
     FORMATS,
