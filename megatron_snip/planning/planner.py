@@ -28,7 +28,7 @@ from megatron_snip.planning.plan import (
     read_plan,
 )
 from megatron_snip.planning.policies import UNIFORM, Request, get_policy
-from megatron_snip.planning.problem import OptionCost, PlanningProblem, check_options
+from megatron_snip.planning.problem import OptionCost, PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.types import glob_matches
 
@@ -65,7 +65,6 @@ def make_plan(
     """
     start = time.monotonic()
     policy = get_policy(settings.policy)
-    check_options(problem)
     table = make_table(problem, settings.cost)
     hint = None
     if previous is not None:

@@ -135,7 +135,7 @@ class StatisticsTable:
         """Build from what `to_dict` returned.
 
         Raises:
-            UsageError: one line, for another version, or an entry that is missing or of another type.
+            UsageError: one line, for another version and for a missing or invalid entry.
         """
         if value.get("version") != SCHEMA_VERSION:
             raise UsageError(
