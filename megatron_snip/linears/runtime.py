@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from megatron_snip.linears.weight_cache import QuantizedWeightCache
 from megatron_snip.quantizers import StochasticStream, grad_output_stream
-from megatron_snip.statistics.observer import Observer
+from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.topology import Placement, Topology
 
 
@@ -41,7 +41,7 @@ class Runtime:
     iteration: int = 0
     pass_number: int = 0
     mode: Mode = Mode.PLAN
-    observer: Observer | None = None
+    observer: StepObserver | None = None
     weight_cache: QuantizedWeightCache = field(default_factory=QuantizedWeightCache)
 
     def begin_pass(self, iteration: int) -> None:
@@ -51,7 +51,7 @@ class Runtime:
         self.weight_cache.open()
 
     @contextmanager
-    def observed_by(self, observer: Observer) -> Iterator[None]:
+    def observed_by(self, observer: StepObserver) -> Iterator[None]:
         """Let `observer` watch every linear inside the block; how they run does not change."""
         self.observer = observer
         try:

@@ -92,19 +92,16 @@ def choose_unit(values: Iterable[Fraction], largest_sum: Fraction) -> tuple[Frac
     Returns:
         The unit, and whether every value is a multiple of it.
     """
-    nonzero = [value for value in values if value]
-    if not nonzero or not largest_sum:
-        return Fraction(1), True
-    denominator = 1
-    for value in nonzero:
-        denominator = math.lcm(denominator, value.denominator)
+    unit = Fraction(0)
+    for value in values:  # the greatest common divisor of fractions
+        denominator = math.lcm(unit.denominator, value.denominator)
         if denominator > _MAX_UNIT_DENOMINATOR:
             return largest_sum / MAX_SUM, False
-    numerators = [value.numerator * (denominator // value.denominator) for value in nonzero]
-    unit = Fraction(math.gcd(*numerators), denominator)
-    if largest_sum / unit <= MAX_SUM:
-        return unit, True
-    return largest_sum / MAX_SUM, False
+        unit = Fraction(math.gcd(*(int(v * denominator) for v in (unit, value))), denominator)
+    if not unit or not largest_sum:
+        return Fraction(1), True
+    exact = largest_sum / unit <= MAX_SUM
+    return (unit if exact else largest_sum / MAX_SUM), exact
 
 
 class Shape(NamedTuple):

@@ -311,7 +311,8 @@ def serve(parent: int) -> None:
 
 def answer(line: str) -> str:
     """Return the reply's line to a request's line."""
-    number, reply = -1, {}
+    number = -1
+    reply: dict[str, Any]
     try:
         request = PlanRequest.from_json(line)
         number = request.number

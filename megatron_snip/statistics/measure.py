@@ -116,7 +116,7 @@ def partial_sums(
     """
     if not operands.weight.is_cuda:
         # Once, and not for each product and norm.
-        operands = Operands(*(None if t is None else t.float() for t in operands))
+        operands = Operands._make(None if t is None else t.float() for t in operands)
     x, w, g = operands.input, operands.weight, operands.grad_output
     outputs, input_grads = [matmul_fp32(x, w.t())], [matmul_fp32(g, w)]
     x_runs, g_runs = operands.input_runs, operands.grad_output_runs

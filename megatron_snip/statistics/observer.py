@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -50,35 +50,6 @@ class TokenPart:
 
     data_rank: int
     rows: Tensor
-
-
-class Observer(Protocol):
-    """Watches linears during a training iteration; called by the linears on every rank."""
-
-    def observe(
-        self,
-        placement: Placement,
-        input: Tensor,
-        weight: Tensor,
-        output: Tensor,
-        *,
-        input_is_split: bool = False,
-        output_is_split: bool = False,
-        prepare_input: Callable[[Tensor], Tensor] | None = None,
-    ) -> Tensor:
-        """Return `output`, possibly with a tap on it.
-
-        Args:
-            placement: which linear this is.
-            input: [tokens or [s, b], K] as given to the linear.
-            weight: [N, K], this rank's shard.
-            output: what the linear's GEMM gave.
-            input_is_split: the rows are this rank's share of the tokens, which the linear gathers
-                over its tensor axis (sequence parallelism).
-            output_is_split: likewise of the output's rows.
-            prepare_input: gives what the GEMM multiplies from rows of `input` (a fused norm).
-        """
-        ...
 
 
 class _Tap(torch.autograd.Function):
@@ -126,7 +97,7 @@ class _Call:
         placement: the linear.
         weight: W [N, K] of this shard.
         axis: the ranks that share its tokens or shards.
-        input_is_split, output_is_split: see `Observer`.
+        input_is_split, output_is_split: see `StepObserver.observe`.
     """
 
     placement: Placement
@@ -160,7 +131,7 @@ class _Sample:
 
 
 class StepObserver:
-    """Observes one iteration; see `Observer`.
+    """Observes one iteration; the linears call `observe` on every rank.
 
     Attributes:
         failure: the first error met while measuring on this rank, or None.
@@ -205,7 +176,18 @@ class StepObserver:
         output_is_split: bool = False,
         prepare_input: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """See `Observer`."""
+        """Return `output`, possibly with a tap on it.
+
+        Args:
+            placement: which linear this is.
+            input: [tokens or [s, b], K] as given to the linear.
+            weight: [N, K], this rank's shard.
+            output: what the linear's GEMM gave.
+            input_is_split: the rows are this rank's share of the tokens, which the linear gathers
+                over its tensor axis (sequence parallelism).
+            output_is_split: likewise of the output's rows.
+            prepare_input: gives what the GEMM multiplies from rows of `input` (a fused norm).
+        """
         names = self._settings.names
         if names is not None and placement.name not in names:
             return output

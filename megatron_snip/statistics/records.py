@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -162,6 +162,8 @@ FORMAT_COLUMNS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Forma
 BASE_COLUMNS: tuple[str, ...] = tuple(name for name in COLUMNS if name not in FORMAT_COLUMNS)
 """The measured fields of `LinearStatistics`, in the order of the reduced table's columns."""
 
+Row = TypeVar("Row", FormatStatistics, LinearStatistics)
+
 _NOT_AVERAGED = frozenset({"microbatches", "tokens", "first"})
 
 
@@ -197,7 +199,7 @@ def _blend(old: LinearStatistics | None, new: LinearStatistics, decay: float) ->
     return replace(_mixed(old, new, BASE_COLUMNS, decay), formats=formats)
 
 
-def _mixed(old: Any, new: Any, columns: tuple[str, ...], decay: float) -> Any:
+def _mixed(old: Row, new: Row, columns: tuple[str, ...], decay: float) -> Row:
     """Average; a NaN counts in the measurement that had it, and is gone with the next."""
     values = {}
     for name in columns:

@@ -121,7 +121,7 @@ class _ShardSums:
             head = min(-shard.start % num_cols, inverse.numel())
             tail = (inverse.numel() - head) % num_cols
             at = shard.start
-            for part in inverse.split([head, inverse.numel() - head - tail, tail]):
+            for part in torch.split(inverse, [head, inverse.numel() - head - tail, tail]):
                 first, offset = divmod(at, num_cols)
                 part = part.view(-1, min(num_cols, max(part.numel(), 1)))
                 rows[first : first + part.shape[0]] += part.sum(1, dtype=torch.float64)
