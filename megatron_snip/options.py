@@ -10,6 +10,8 @@ import itertools
 from dataclasses import dataclass
 from typing import Literal
 
+from pydantic import ConfigDict
+
 from megatron_snip.errors import UsageError
 from megatron_snip.formats import get_format, lowest_precision
 from megatron_snip.types import Gemm
@@ -24,6 +26,8 @@ class Option:
     Raises:
         UsageError: if a format is unknown.
     """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     fprop: str
     dgrad: str

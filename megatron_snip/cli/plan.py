@@ -25,7 +25,6 @@ from megatron_snip.planning.policies import get_policy, policy_names
 from megatron_snip.planning.problem import (
     OptionCost,
     PlanningProblem,
-    check_options,
     read_problem,
 )
 from megatron_snip.planning.settings import PlanSettings
@@ -107,7 +106,6 @@ def run(args: argparse.Namespace) -> int:
     settings = settings_from(args)
     _check_used(args, settings)
     problem = problem_from(args)
-    check_options(problem, f"problem file '{args.problem}'")
     previous = None if args.previous is None else _previous(args.previous, problem)
     try:
         plan = make_plan(problem, settings, previous, 0)
@@ -137,7 +135,6 @@ def problem_from(args: argparse.Namespace) -> PlanningProblem:
     problem = read_problem(args.problem)
     if args.calibration is None:
         return problem
-    check_options(problem, f"problem file '{args.problem}'")
     return with_seconds(problem, read_calibration(args.calibration))
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from megatron_snip.config import LossDivergence
 from megatron_snip.options import Option
@@ -58,22 +58,26 @@ def loss_divergence(linear: LinearStatistics, option: Option, estimator: LossDiv
 def fprop_scale(linears: Sequence[LinearStatistics], lowest_format: str) -> float:
     """Return kappa; 0 where `aligned_fisher` is 0 everywhere."""
     rows = [linear.formats[lowest_format] for linear in linears if lowest_format in linear.formats]
-    aligned = math.fsum(row.aligned_fisher for row in rows if math.isfinite(row.aligned_fisher))
-    local = math.fsum(row.local_square for row in rows if math.isfinite(row.local_square))
-    counts = [linear.microbatches for linear in linears if linear.microbatches]
-    count = statistics.median(counts) if counts else 0.0
+    aligned = finite_sum(row.aligned_fisher for row in rows)
+    local = finite_sum(row.local_square for row in rows)
+    count = statistics.median([x.microbatches for x in linears if x.microbatches] or [0.0])
     return FPROP_RATIO * math.sqrt(count) * local / aligned if aligned > 0 else 0.0
+
+
+def finite_sum(values: Iterable[float]) -> float:
+    """Return the sum of the values that are finite."""
+    return math.fsum(filter(math.isfinite, values))
 
 
 def weight_divergence(linear: LinearStatistics, option: Option, kappa: float) -> float:
     """Return the weight divergence of an option at one linear, >= 0, without unit."""
     total = 0.0
-    if option[Gemm.FPROP] != "bf16":
-        total += kappa * linear.formats[option[Gemm.FPROP]].aligned_fisher
-    if option[Gemm.DGRAD] != "bf16":
-        total += DGRAD_SHARE * linear.formats[option[Gemm.DGRAD]].local_square
-    if option[Gemm.WGRAD] != "bf16":
-        total += linear.formats[option[Gemm.WGRAD]].local_square
+    if option.fprop != "bf16":
+        total += kappa * linear.formats[option.fprop].aligned_fisher
+    if option.dgrad != "bf16":
+        total += DGRAD_SHARE * linear.formats[option.dgrad].local_square
+    if option.wgrad != "bf16":
+        total += linear.formats[option.wgrad].local_square
     return math.sqrt(total)
 
 

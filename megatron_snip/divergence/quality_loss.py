@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_snip.config import LossDivergence
 from megatron_snip.divergence.divergence import (
     absolute_error,
+    finite_sum,
     fprop_scale,
     loss_divergence,
     relative_error,
@@ -117,9 +118,9 @@ def divergence_table(
         warn: whether to log what is forbidden; one rank of many is enough.
     """
     lowest = Option.uniform(settings.lowest_format)
-    loss_sum = _finite_sum(_loss(linear, lowest, settings) for linear in table.linears)
+    loss_sum = finite_sum(_loss(linear, lowest, settings) for linear in table.linears)
     kappa = fprop_scale(table.linears, settings.lowest_format)
-    weight_sum = _finite_sum(_weight(linear, lowest, kappa) for linear in table.linears)
+    weight_sum = finite_sum(_weight(linear, lowest, kappa) for linear in table.linears)
     rows = []
     for linear in table.linears:
         options = {}
@@ -147,23 +148,21 @@ def planning_problem(table: DivergenceTable, lowest_format: str, target: float) 
         lowest_format: the format whose share of FLOPs is an option's saving.
         target: smallest allowed efficiency.
     """
-    linears = []
-    for row in table.linears:
-        costs = {
-            str(option): OptionCost(
-                quality_loss=d.quality_loss,
-                saving=option.share_in(lowest_format),
-                scores=_without_nan({"abs_error": d.abs_error, "rel_error": d.rel_error}),
-            )
-            for option, d in row.options.items()
-        }
-        info = row.statistics
-        linears.append(
-            LinearChoices(
-                name=info.name, stage=info.stage, flops=info.flops_per_token, options=costs
-            )
+    rows = (
+        (
+            row.statistics,
+            {
+                str(option): OptionCost(
+                    quality_loss=d.quality_loss,
+                    saving=option.share_in(lowest_format),
+                    scores=_without_nan({"abs_error": d.abs_error, "rel_error": d.rel_error}),
+                )
+                for option, d in row.options.items()
+            },
         )
-    return PlanningProblem(linears=tuple(linears), target=target)
+        for row in table.linears
+    )
+    return _problem(rows, target)
 
 
 def unmeasured_problem(
@@ -174,34 +173,35 @@ def unmeasured_problem(
         str(option): OptionCost(quality_loss=0.0, saving=option.share_in(lowest_format))
         for option in options
     }
-    rows = (
+    return _problem(((linear, costs) for linear in linears), target)
+
+
+def _problem(
+    rows: Iterable[tuple[LinearInfo | LinearStatistics, dict[str, OptionCost]]], target: float
+) -> PlanningProblem:
+    linears = (
         LinearChoices(name=i.name, stage=i.stage, flops=i.flops_per_token, options=costs)
-        for i in linears
+        for i, costs in rows
     )
-    return PlanningProblem(linears=tuple(rows), target=target)
+    return PlanningProblem(linears=tuple(linears), target=target)
 
 
 def divergences_dict(table: DivergenceTable, statistics: StatisticsTable) -> dict[str, Any]:
     """Return divergences and the statistics behind them as plain types (NaN becomes null)."""
     raw = statistics.to_dict()
     by_name = {linear["name"]: linear for linear in raw["linears"]}
-    result: dict[str, Any] = {
-        "version": 2,
-        "iteration": table.iteration,
-        "loss": raw["loss"],
-        "linears": [
-            {
-                "name": linear.name,
-                "stage": linear.statistics.stage,
-                "flops": linear.statistics.flops_per_token,
-                "options": {str(o): vars(d) for o, d in linear.options.items()},
-                "statistics": by_name[linear.name],
-            }
-            for linear in table.linears
-        ],
-    }
-    cleaned: dict[str, Any] = _without_nan(result)
-    return cleaned
+    linears = [
+        {
+            "name": linear.name,
+            "stage": linear.statistics.stage,
+            "flops": linear.statistics.flops_per_token,
+            "options": {str(o): vars(d) for o, d in linear.options.items()},
+            "statistics": by_name[linear.name],
+        }
+        for linear in table.linears
+    ]
+    head = {"version": 2, "iteration": table.iteration, "loss": raw["loss"]}
+    return {**_without_nan(head), "linears": _without_nan(linears)}
 
 
 def _loss(linear: LinearStatistics, option: Option, settings: QualitySettings) -> float:
@@ -223,10 +223,6 @@ def _or_nan(
         return math.nan
 
 
-def _finite_sum(values: Any) -> float:
-    return math.fsum(v for v in values if math.isfinite(v))
-
-
 def _share(value: float, total: float) -> float:
     if value == 0.0:
         return 0.0
@@ -237,12 +233,8 @@ def _allowed(quality: float, name: str, option: Option, warn: bool) -> float | N
     if math.isfinite(quality):
         return quality
     if warn:
-        logger.warning(
-            "option %s is forbidden for %s at this refresh: its quality loss is %s",
-            option,
-            name,
-            quality,
-        )
+        text = "option %s is forbidden for %s at this refresh: its quality loss is %s"
+        logger.warning(text, option, name, quality)
     return None
 
 

@@ -25,7 +25,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 
 from megatron_snip.linears.discovery import expert_layers
-from megatron_snip.statistics.tap import TokenPart
+from megatron_snip.statistics.observer import TokenPart
 from megatron_snip.topology import Placement, Topology
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from megatron_snip.linears.weight_cache import QuantizedWeightCache
 from megatron_snip.quantizers import StochasticStream, grad_output_stream
-from megatron_snip.statistics.tap import Observer
+from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.topology import Placement, Topology
 
 
@@ -31,7 +31,7 @@ class Runtime:
     iteration: int = 0
     pass_number: int = 0
     in_bf16: bool = False
-    observer: Observer | None = None
+    observer: StepObserver | None = None
     weight_cache: QuantizedWeightCache = field(default_factory=QuantizedWeightCache)
 
     def begin_pass(self, iteration: int) -> None:
@@ -41,7 +41,7 @@ class Runtime:
         self.weight_cache.open()
 
     @contextmanager
-    def observed_by(self, observer: Observer) -> Iterator[None]:
+    def observed_by(self, observer: StepObserver) -> Iterator[None]:
         """Let `observer` watch every linear inside the block; how they run does not change."""
         self.observer = observer
         try:

@@ -9,21 +9,42 @@ gain.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_snip.errors import InfeasiblePlanError, UsageError
 from megatron_snip.planning.cost import NOISE, CostTable, Floats, Ints, Mask, as_fraction
-from megatron_snip.planning.problem import canonical
+from megatron_snip.planning.problem import parse_option
 from megatron_snip.planning.settings import Balance, PlanSettings
 from megatron_snip.types import glob_matches, split_linear_name
 
 FORBIDDEN = "forbidden options"
 """Label of the constraint that options with a null quality loss are not used."""
+
+
+class Floors(NamedTuple):
+    """Least sums of integer gains: of all linears, or of those of each stage.
+
+    Attributes:
+        gains: [n, k], int64.
+        group: [n], the sum that each linear belongs to.
+        least: least value of each sum; 0 where there is none, since gains are never negative.
+    """
+
+    gains: Ints
+    group: Ints
+    least: Ints
+
+    def missing(self, columns: Ints) -> Ints:
+        """Return what each sum lacks under an assignment ([n] columns)."""
+        own = self.gains[np.arange(len(columns)), columns]
+        sums = np.bincount(self.group, own, len(self.least))  # exact: see `cost.MAX_SUM`
+        return self.least - sums.astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,20 +85,21 @@ class Task:
         """Whether any stage has a floor."""
         return any(floor is not None for floor in self.floors)
 
+    @cached_property
+    def budgets(self) -> tuple[Floors, ...]:
+        """Both kinds of floors in the solver's integers: those of the stages, then the overall."""
+        table, overall = self.table, np.array([self.overall_threshold or 0])
+        stages = np.array([threshold or 0 for threshold in self.stage_thresholds])
+        found = [Floors(table.overall_row.coefficients, np.zeros_like(table.stage), overall)]
+        if self.has_floors:
+            found.insert(0, Floors(table.stage_row.coefficients, table.stage, stages))
+        return tuple(found)
+
     def holds(self, columns: Ints) -> bool:
         """Whether an assignment ([n] columns) satisfies the task (in the solver's integers)."""
-        table, rows = self.table, self.table.rows
-        if np.any(columns < 0) or not self.allowed[rows, columns].all():
+        if np.any(columns < 0) or not self.allowed[self.table.rows, columns].all():
             return False
-        for members, threshold in zip(table.members, self.stage_thresholds, strict=True):
-            if threshold is not None:
-                gains = table.stage_row.coefficients[members, columns[members]]
-                if int(gains.sum()) < threshold:
-                    return False
-        if self.overall_threshold is None:
-            return True
-        gained = int(table.overall_row.coefficients[rows, columns].sum())
-        return gained >= self.overall_threshold
+        return all((floors.missing(columns) <= 0).all() for floors in self.budgets)
 
     def loss(self, columns: Ints) -> float:
         """Return the cost of an assignment, correctly rounded."""
@@ -179,24 +201,21 @@ class Constraints:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         left = f"; no option is left for {', '.join(names[:3])}{more}" if names else ""
         texts = [f"{c} (null quality_loss{left})" if c == FORBIDDEN else c for c in core]
-        best = self._best_target()
-        reachable = (
-            "no target can be reached with the other constraints"
-            if best is None
-            else f"the best reachable target is {_rounded_down(best)}"
-        )
+        best, reachable = self._best_target(), "no target can be reached with the other constraints"
+        if best is not None:
+            reachable = f"the best reachable target is {_rounded_down(best)}"
         return InfeasiblePlanError(
             f"no plan satisfies: {'; '.join(texts)}; {reachable}", conflicts=core, best_target=best
         )
 
     def _conflicting(self) -> tuple[str, ...]:
         """Return labels that are infeasible together; without any one of them they are not."""
-        core = list(self.labels)
+        core = self.labels
         for label in self.labels:
-            rest = [other for other in core if other != label]
+            rest = tuple(other for other in core if other != label)
             if max_saving_assignment(self.task(rest)) is None:
                 core = rest
-        return tuple(core)
+        return core
 
     def _best_target(self) -> float | None:
         """Return the highest target that the other constraints allow; None if they conflict."""
@@ -266,12 +285,12 @@ def _threshold(least: Fraction | None, unit: Fraction) -> int | None:
 
 def _pin(table: CostTable, glob: str, option: str) -> FixedOption:
     label = f"pin {glob}={option}"
-    rows = [i for i, name in enumerate(table.names) if glob_matches(name, glob)]
-    if not rows:
+    matching = np.array([glob_matches(name, glob) for name in table.names])
+    if not matching.any():
         example = table.names[0]
         text = f"{label}: no linear's name matches; names look like '{example}'"
         raise UsageError(text, field="pins")
-    return _fixed(table, label, rows, option)
+    return _fixed(table, label, matching, option)
 
 
 def _edge_pin(table: CostTable, count: int, option: str, first: bool) -> FixedOption:
@@ -285,20 +304,28 @@ def _edge_pin(table: CostTable, count: int, option: str, first: bool) -> FixedOp
     for block in {block for block, _ in places}:
         layers = sorted({layer for other, layer in places if other == block}, reverse=not first)
         edge |= {(block, layer) for layer in layers[:count]}
-    return _fixed(table, label, [i for i, place in enumerate(places) if place in edge], option)
+    return _fixed(table, label, np.array([place in edge for place in places]), option)
 
 
-def _fixed(table: CostTable, label: str, rows: Sequence[int], option: str) -> FixedOption:
-    found = table.columns_of([canonical(option)] * len(table.rows))
-    columns = np.full(len(table.rows), -1, dtype=np.int64)
-    columns[rows] = found[rows]
-    for row in rows:
-        if found[row] < 0:
-            raise UsageError(
-                f"{label}: '{option}' is not an option of '{table.names[row]}' "
-                f"({', '.join(table.options(row))})"
-            )
-    return FixedOption(label, columns)
+def _fixed(table: CostTable, label: str, rows: Mask, option: str) -> FixedOption:
+    columns = table.columns_of([str(parse_option(option))] * len(rows))
+    return fixed_option(table, label, rows, columns, f"'{option}'")
+
+
+def fixed_option(
+    table: CostTable, label: str, rows: Mask, columns: Ints, wanted: str
+) -> FixedOption:
+    """Fix rows ([n] mask) to columns ([n], -1 where the table has none).
+
+    Raises:
+        UsageError: naming `wanted`, if a row has no such column.
+    """
+    for row in np.flatnonzero(rows & (columns < 0)).tolist():
+        raise UsageError(
+            f"{label}: {wanted} is not an option of '{table.names[row]}' "
+            f"({', '.join(table.options(row))})"
+        )
+    return FixedOption(label, np.where(rows, columns, -1))
 
 
 def _rounded_down(value: float) -> str:

@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 
 from megatron_snip.errors import UsageError
 from megatron_snip.options import BF16
-from megatron_snip.planning.problem import LinearChoices, PlanningProblem, canonical
+from megatron_snip.planning.problem import LinearChoices, PlanningProblem
 from megatron_snip.planning.settings import CostName
 
 Ints = NDArray[np.int64]
@@ -92,26 +92,23 @@ def choose_unit(values: Iterable[Fraction], largest_sum: Fraction) -> tuple[Frac
     Returns:
         The unit, and whether every value is a multiple of it.
     """
-    nonzero = [value for value in values if value]
-    if not nonzero or not largest_sum:
-        return Fraction(1), True
-    denominator = 1
-    for value in nonzero:
-        denominator = math.lcm(denominator, value.denominator)
+    unit = Fraction(0)
+    for value in values:  # the greatest common divisor of fractions
+        denominator = math.lcm(unit.denominator, value.denominator)
         if denominator > _MAX_UNIT_DENOMINATOR:
             return largest_sum / MAX_SUM, False
-    numerators = [value.numerator * (denominator // value.denominator) for value in nonzero]
-    unit = Fraction(math.gcd(*numerators), denominator)
-    if largest_sum / unit <= MAX_SUM:
-        return unit, True
-    return largest_sum / MAX_SUM, False
+        unit = Fraction(math.gcd(*(int(v * denominator) for v in (unit, value))), denominator)
+    if not unit or not largest_sum:
+        return Fraction(1), True
+    exact = largest_sum / unit <= MAX_SUM
+    return (unit if exact else largest_sum / MAX_SUM), exact
 
 
 class Shape(NamedTuple):
     """The exact work that linears of equal FLOPs and options share.
 
     Attributes:
-        options: canonical names, by column.
+        options: names, by column.
         num_listed: how many of them the problem lists; the rest is an unlisted bf16.
         base: time without any saving.
         weight: largest possible gain.
@@ -210,7 +207,7 @@ class CostTable:
         return self._integer_gains(self.members)
 
     def options(self, row: int) -> tuple[str, ...]:
-        """Return the canonical option names of a linear, by column."""
+        """Return the option names of a linear, by column."""
         return self.shapes[int(self.shape[row])].options
 
     def columns_of(self, assignment: Sequence[str]) -> Ints:
@@ -259,7 +256,7 @@ class CostTable:
             if not exact and len(rows) * unit > TOLERANCE * largest:
                 raise UsageError(
                     f"{len(rows)} linears whose FLOPs share no unit cannot be planned to "
-                    f"{float(TOLERANCE):g}; round the FLOPs to whole numbers"
+                    f"{float(TOLERANCE):g}; round the FLOPs to integers"
                 )
             integers = np.zeros((len(self.shapes), self.listed.shape[1]), dtype=np.int64)
             for s in used:
@@ -299,7 +296,7 @@ def make_table(problem: PlanningProblem, cost: CostName) -> CostTable:
 
 
 def _shape(linear: LinearChoices, cost: CostName) -> Shape:
-    options = tuple(map(canonical, linear.options))
+    options = tuple(linear.options)
     if cost == "flops":
         base = weight = as_fraction(linear.flops)
         gains = [base * as_fraction(c.saving) for c in linear.options.values()]

@@ -20,7 +20,6 @@ rounding of doubles remains. The returned bound is lowered by `error`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -92,23 +91,26 @@ class CoreSolution:
 def solve_core(core: Core, effort: Effort) -> CoreSolution:
     """Solve a core with CP-SAT."""
     groups, costs = _groups(core), _integer_costs(core)
-    # The first linear of a group stands for all: its choices are counted.
-    counted = np.array(list(chain.from_iterable(core.choices(g[0]) for g in groups)))
     model = cp_model.CpModel()
     variables: dict[int, cp_model.IntVar] = {}
-    for members in groups:
-        own = [_variable(model, len(members)) for _ in core.choices(members[0])]
-        variables |= zip(core.choices(members[0]), own, strict=True)
-        if len(members) == 1:
+    for members in groups:  # the first linear of a group stands for all: its choices are counted
+        num, choices = len(members), core.choices(members[0])
+        if num == 1:
+            own = [model.new_bool_var("") for _ in choices]
             model.add_exactly_one(own)
         else:
-            model.add(cp_model.LinearExpr.sum(own) == len(members))
+            own = [model.new_int_var(0, num, "") for _ in choices]
+            model.add(cp_model.LinearExpr.sum(own) == num)
+        variables |= zip(choices, own, strict=True)
+
+    def weighted(weights: Ints) -> cp_model.LinearExpr:
+        used = [c for c in variables if weights[c]]
+        terms = [variables[c] for c in used]
+        return cp_model.LinearExpr.weighted_sum(terms, weights[used].tolist())
+
     for coefficients, threshold in core.rows:
-        used = counted[coefficients[counted] != 0].tolist()
-        terms, weights = [variables[c] for c in used], coefficients[used].tolist()
-        model.add(cp_model.LinearExpr.weighted_sum(terms, weights) >= threshold)
-    every, integers = [variables[c] for c in counted.tolist()], costs.integers[counted].tolist()
-    model.minimize(cp_model.LinearExpr.weighted_sum(every, integers))
+        model.add(weighted(coefficients) >= threshold)
+    model.minimize(weighted(costs.integers))
     if core.hint is not None:
         for members in groups:
             hinted = [int(core.hint[linear] - core.starts[linear]) for linear in members]
@@ -122,16 +124,12 @@ def solve_core(core: Core, effort: Effort) -> CoreSolution:
     bound = costs.base + costs.unit * solver.best_objective_bound - costs.error
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return CoreSolution(None, bound if np.isfinite(bound) else -np.inf, False, work)
-    choices = _choices(core, groups, {c: solver.value(v) for c, v in variables.items()})
-    scaled = costs.base + costs.unit * float(costs.integers[choices].sum())
-    assert abs(scaled - core.cost[choices].sum()) <= costs.error, "the scaling error is too small"
+    chosen = _choices(core, groups, {c: solver.value(v) for c, v in variables.items()})
+    scaled = costs.base + costs.unit * float(costs.integers[chosen].sum())
+    assert abs(scaled - core.cost[chosen].sum()) <= costs.error, "the scaling error is too small"
     # A search that a gap limit ends is called optimal, too.
     proven = status == cp_model.OPTIMAL and solver.objective_value < solver.best_objective_bound + 1
-    return CoreSolution(choices, bound, proven, work)
-
-
-def _variable(model: cp_model.CpModel, size: int) -> cp_model.IntVar:
-    return model.new_bool_var("") if size == 1 else model.new_int_var(0, size, "")
+    return CoreSolution(chosen, bound, proven, work)
 
 
 def _groups(core: Core) -> list[list[int]]:

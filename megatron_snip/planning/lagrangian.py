@@ -37,23 +37,20 @@ _MAX_SECANTS = 200
 _ROUNDING = 16 * np.finfo(np.float64).eps
 
 
-@dataclass(frozen=True, eq=False)
-class BudgetRow:
-    """A constraint: sum over i of coefficients[i, x of members[i]] >= threshold.
+class BudgetRow(NamedTuple):
+    """A constraint: sum over i of coefficients[i, x_i] >= threshold.
 
     Attributes:
-        members: [s], positions in the choice set.
-        coefficients: [s, k], int64.
+        coefficients: [m, k], int64; 0 for linears that do not count.
         threshold: least sum.
     """
 
-    members: Ints
     coefficients: Ints
     threshold: int
 
-    def sum(self, columns: Ints) -> int:
-        """Return the sum under an assignment of the choice set ([m] columns)."""
-        return int(self.coefficients[np.arange(len(self.members)), columns[self.members]].sum())
+    def own(self, columns: Ints) -> Ints:
+        """Return each linear's term under an assignment of the choice set ([m] columns)."""
+        return self.coefficients[np.arange(len(columns)), columns]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +88,7 @@ class ChoiceSet:
         """Whether an assignment uses no dropped choice and satisfies every constraint."""
         if not np.isfinite(self.cost[self.rows, columns]).all():
             return False
-        return all(row.sum(columns) >= row.threshold for row in self.budgets)
+        return all(row.own(columns).sum() >= row.threshold for row in self.budgets)
 
     def without_dropped(self, columns: Ints) -> Ints:
         """Replace dropped choices by the cheapest ones with as much gain.
@@ -101,49 +98,48 @@ class ChoiceSet:
         dropped = ~np.isfinite(self.cost[self.rows, columns])
         suits = np.isfinite(self.cost)
         for row in self.budgets:
-            own = row.coefficients[np.arange(len(row.members)), columns[row.members]]
-            suits[row.members] &= row.coefficients >= own[:, None]
+            suits &= row.coefficients >= row.own(columns)[:, None]
         best: Ints = np.where(suits, self.cost, np.inf).argmin(axis=1)
         return np.where(dropped, best, columns)
 
 
 def make_choices(task: Task) -> list[ChoiceSet]:
     """Return the choice sets of a task: one a stage where only the stages have floors."""
-    table = task.table
+    table, least = task.table, task.overall_threshold
     overall, unit = table.overall_row.coefficients, table.overall_row.units[0]
-    gain, least = overall.astype(np.float64), task.overall_threshold
-    floors, budgets = np.full(len(task.floors), -math.inf), []
+    cost = np.where(task.allowed & ~_dominated(task), task.cost, np.inf)
+    gain, budgets = overall.astype(np.float64), []
+    floors = np.full(len(task.floors), -math.inf)
     if task.has_floors:
-        units = np.array([float(own / unit) for own in table.stage_row.units])
-        gain = table.stage_row.coefficients * units[table.stage][:, None]
-        for p, members in enumerate(table.members):
-            threshold = task.stage_thresholds[p]
-            if threshold is not None and len(members):
-                row = table.stage_row.coefficients[members]
-                budgets.append(BudgetRow(members, row, threshold))
-                floors[p] = threshold * units[p]
         if task.least is not None and sum(filter(None, task.floors)) >= task.least:
             least = None  # the floors imply it
-    cost = np.where(task.allowed & ~_dominated(task), task.cost, np.inf)
-    if budgets and least is None:
-        return [_stage_choices(cost, row) for row in budgets]
+        coefficients, by_stage = table.stage_row.coefficients, enumerate(table.members)
+        floored = [(p, rows, task.stage_thresholds[p]) for p, rows in by_stage if len(rows)]
+        if least is None:
+            return [
+                _stage_choices(rows, cost[rows], coefficients[rows], threshold)
+                for _, rows, threshold in floored
+                if threshold is not None
+            ]
+        units = np.array([float(own / unit) for own in table.stage_row.units])
+        gain = coefficients * units[table.stage][:, None]
+        for p, _, threshold in floored:
+            if threshold is not None:
+                own = np.where(table.stage[:, None] == p, coefficients, 0)
+                budgets.append(BudgetRow(own, threshold))
+                floors[p] = threshold * units[p]
     if least is not None:
-        budgets.append(BudgetRow(table.rows, overall, least))
+        budgets.append(BudgetRow(overall, least))
     limit = -math.inf if least is None else float(least)
     return [ChoiceSet(table.rows, cost, gain, table.stage, floors, limit, tuple(budgets))]
 
 
-def _stage_choices(cost: Floats, row: BudgetRow) -> ChoiceSet:
-    positions = np.arange(len(row.members))
-    return ChoiceSet(
-        linears=row.members,
-        cost=cost[row.members],
-        gain=row.coefficients.astype(np.float64),
-        stage=np.zeros(len(positions), dtype=np.int64),
-        floors=np.array([-math.inf]),
-        least=float(row.threshold),
-        budgets=(BudgetRow(positions, row.coefficients, row.threshold),),
-    )
+def _stage_choices(linears: Ints, cost: Floats, coefficients: Ints, threshold: int) -> ChoiceSet:
+    """Return the choice set of one stage, whose floor is the overall one of the set."""
+    gain, stage = coefficients.astype(np.float64), np.zeros(len(linears), dtype=np.int64)
+    budgets = (BudgetRow(coefficients, threshold),)
+    floors = np.array([-math.inf])
+    return ChoiceSet(linears, cost, gain, stage, floors, float(threshold), budgets)
 
 
 def _dominated(task: Task) -> Mask:

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_snip.errors import InfeasiblePlanError
-from megatron_snip.planning.constraints import make_constraints
-from megatron_snip.planning.cost import make_table
 from megatron_snip.planning.plan import Status, relative_gap
-from megatron_snip.planning.policies import Request, get_policy
+from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 
@@ -50,7 +48,7 @@ def frontier(
     """Plan at every target, from the highest down.
 
     An assignment that reaches a target reaches every lower one. So each solution is a feasible hint
-    for the next, and the frontier cannot rise. Option names need no meaning here.
+    for the next, and the frontier cannot rise.
 
     Args:
         problem: its own target is ignored.
@@ -63,29 +61,16 @@ def frontier(
     Raises:
         UsageError: if problem and settings do not fit each other.
     """
-    policy, table = get_policy(settings.policy), make_table(problem, settings.cost)
-    hint, points = None, []
+    previous, points = None, []
     for target in sorted(set(targets), reverse=True):
         start = time.monotonic()
-        constraints = make_constraints(table, settings, target, None)
+        own = settings.model_copy(update={"target": target, "change_penalty": 0.0})
         try:
-            deadline = start + settings.time_limit_s
-            found = policy.decide(Request(constraints, settings, hint, 0, deadline))
+            plan = previous = make_plan(problem, own, previous)
         except InfeasiblePlanError:
             points.append(ParetoPoint(target, seconds=time.monotonic() - start))
             continue
-        hint = found.columns
-        objective = table.quality_loss(hint)
-        counts = Counter(table.options(row)[column] for row, column in enumerate(hint.tolist()))
-        points.append(
-            ParetoPoint(
-                target=target,
-                status=found.status,
-                objective=objective,
-                bound=None if found.bound is None else min(found.bound, objective),
-                efficiency=table.efficiency(hint),
-                seconds=time.monotonic() - start,
-                options=dict(sorted(counts.items())),
-            )
-        )
+        options = dict(sorted(Counter(map(str, plan.linears.values())).items()))
+        values = plan.status, plan.objective, plan.bound, plan.efficiency, plan.seconds
+        points.append(ParetoPoint(target, *values, options))
     return points[::-1]

@@ -23,7 +23,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, Field
 
 from megatron_snip.errors import UsageError
 from megatron_snip.files import read_json, write_atomic
@@ -31,7 +31,6 @@ from megatron_snip.formats import get_format
 from megatron_snip.options import Option
 from megatron_snip.planning.cost import as_fraction, ratio
 from megatron_snip.planning.problem import STRICT, read_record
-from megatron_snip.types import Gemm
 
 Status = Literal["optimal", "feasible", "fixed"]
 """optimal: proven best (to a relative 1e-9); feasible: all constraints hold, and the gap limits the
@@ -63,7 +62,7 @@ class PrecisionPlan(BaseModel):
         digest: of the assignment; see the file's description.
     """
 
-    model_config = ConfigDict(**STRICT, arbitrary_types_allowed=True)
+    model_config = STRICT
 
     version: Literal[2] = 2
     iteration: Annotated[int, Field(ge=0)]
@@ -77,13 +76,6 @@ class PrecisionPlan(BaseModel):
     stages: Annotated[tuple[float, ...], Field(strict=False)]
     linears: dict[str, Option]
     digest: str
-
-    @field_validator("linears", mode="before")
-    @classmethod
-    def _read_options(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {name: _read_option(name, given) for name, given in value.items()}
 
     @property
     def label(self) -> str:
@@ -104,14 +96,12 @@ class PrecisionPlan(BaseModel):
         Raises:
             UsageError: lists unknown and missing linears, in one line.
         """
-        known = list(names)
-        unknown = sorted(set(self.linears) - set(known))
-        missing = [name for name in known if name not in self.linears]
-        faults = []
-        if unknown:
-            faults.append(f"the model does not have {_listing(unknown)}")
-        if missing:
-            faults.append(f"the plan does not have {_listing(missing)}")
+        known = dict.fromkeys(names)
+        differences = {
+            "model": sorted(self.linears.keys() - known.keys()),
+            "plan": [name for name in known if name not in self.linears],
+        }
+        faults = [f"the {one} does not have {_listing(n)}" for one, n in differences.items() if n]
         if faults:
             raise UsageError(
                 f"the plan of iteration {self.iteration} does not fit the model: "
@@ -120,8 +110,7 @@ class PrecisionPlan(BaseModel):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of the file."""
-        values = {name: getattr(self, name) for name in type(self).model_fields}
-        return {**values, "stages": [*self.stages], "linears": _assignment_dict(self.linears)}
+        return self.model_dump(mode="json")
 
     def to_json(self) -> str:
         """Return the file's text (also what ranks broadcast)."""
@@ -197,7 +186,8 @@ def format_shares(linears: Mapping[str, Option], work: Work) -> dict[str, float]
 
 def assignment_digest(linears: Mapping[str, Option]) -> str:
     """Return the SHA-256 of an assignment; see the file's description."""
-    text = json.dumps(_assignment_dict(linears), sort_keys=True, separators=(",", ":"))
+    formats = {name: vars(option) for name, option in linears.items()}
+    text = json.dumps(formats, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
@@ -238,13 +228,6 @@ def write_plan(plan: PrecisionPlan, path: Path) -> None:
     write_atomic(path, plan.to_json())
 
 
-def _assignment_dict(linears: Mapping[str, Option]) -> dict[str, dict[str, str]]:
-    return {
-        name: {"fprop": option.fprop, "dgrad": option.dgrad, "wgrad": option.wgrad}
-        for name, option in linears.items()
-    }
-
-
 def _upgraded(value: dict[str, Any], source: str) -> dict[str, Any]:
     """Return the object of a version 1 file as one of version 2."""
     step = value.get("step")
@@ -255,19 +238,6 @@ def _upgraded(value: dict[str, Any], source: str) -> dict[str, Any]:
     status = "feasible" if value.get("status") == "kept" else value.get("status")
     rest = {name: given for name, given in value.items() if name != "step"}
     return {**rest, "version": 2, "iteration": step + 1, "status": status}
-
-
-def _read_option(name: str, given: Any) -> Option:
-    if isinstance(given, Option):
-        return given
-    wanted = [gemm.value for gemm in Gemm]
-    if (
-        not isinstance(given, dict)
-        or sorted(given) != sorted(wanted)
-        or not all(isinstance(text, str) for text in given.values())
-    ):
-        raise UsageError(f"linears: '{name}' must hold formats for {', '.join(wanted)} exactly")
-    return Option(**given)
 
 
 def _listing(names: list[str]) -> str:

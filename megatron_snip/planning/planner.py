@@ -28,7 +28,7 @@ from megatron_snip.planning.plan import (
     read_plan,
 )
 from megatron_snip.planning.policies import UNIFORM, Request, get_policy
-from megatron_snip.planning.problem import OptionCost, PlanningProblem, check_options
+from megatron_snip.planning.problem import OptionCost, PlanningProblem, parse_option
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.types import glob_matches
 
@@ -65,7 +65,6 @@ def make_plan(
     """
     start = time.monotonic()
     policy = get_policy(settings.policy)
-    check_options(problem)
     table = make_table(problem, settings.cost)
     hint = None
     if previous is not None:
@@ -80,9 +79,10 @@ def make_plan(
     if bound is not None:
         num_changes = float(changes(table, hint)[table.rows, columns].sum())
         bound = min(bound - settings.change_penalty * num_changes, objective)
-    texts = [table.options(row)[column] for row, column in enumerate(columns.tolist())]
-    option_of = {text: Option.parse(text) for text in set(texts)}
-    linears = {name: option_of[text] for name, text in zip(table.names, texts, strict=True)}
+    linears = {
+        name: parse_option(table.options(row)[column])
+        for row, (name, column) in enumerate(zip(table.names, columns.tolist(), strict=True))
+    }
     plan = PrecisionPlan(
         iteration=iteration,
         policy=settings.policy,
@@ -196,11 +196,8 @@ def bf16_plan(
     plan: PrecisionPlan, pins: Iterable[str], work: Work, lowest_format: str, iteration: int
 ) -> PrecisionPlan:
     """Return `plan` with BF16 for every linear except those whose names match a glob of `pins`."""
-    globs = list(pins)
-    linears = {
-        name: option if any(glob_matches(name, glob) for glob in globs) else BF16
-        for name, option in plan.linears.items()
-    }
+    pinned = {name for glob in pins for name in plan.linears if glob_matches(name, glob)}
+    linears = {name: o if name in pinned else BF16 for name, o in plan.linears.items()}
     return assigned_plan(linears, work, lowest_format, "guard", iteration)
 
 
@@ -212,7 +209,7 @@ def restrict_problem(problem: PlanningProblem, refusals: Refusals) -> PlanningPr
         options = {
             name: cost
             for name, cost in row.options.items()
-            if row.name not in refusals.get(Option.parse(name), {})
+            if row.name not in refusals.get(parse_option(name), {})
         }
         rows.append(row.model_copy(update={"options": options or bf16}))
     return problem.model_copy(update={"linears": tuple(rows)})

@@ -15,6 +15,7 @@ A new policy is an entry in `POLICIES`; most need only an order (`lowered_in`).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,12 +25,12 @@ import numpy as np
 
 from megatron_snip.errors import UsageError, did_you_mean
 from megatron_snip.options import BF16
-from megatron_snip.planning.constraints import Constraints, FixedOption, Task, by_saving
+from megatron_snip.planning.constraints import Constraints, Task, by_saving, fixed_option
 from megatron_snip.planning.cost import Ints
-from megatron_snip.planning.problem import canonical
+from megatron_snip.planning.problem import parse_option
 from megatron_snip.planning.search import Solution, lower_bound, solve
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.types import natural_key, split_linear_name
+from megatron_snip.types import natural_key
 
 UNIFORM = "uniform-"
 """Prefix of the policies that give every linear one option."""
@@ -112,18 +113,13 @@ def lowered_in(order: Order) -> Decide:
 
     def decide(request: Request) -> Solution:
         task = request.constraints.checked_task()
-        low, start = by_saving(task, most=True), highest_precision(task)
+        low, start = by_saving(task, most=True), by_saving(task, most=False)
         gains, rows = task.table.overall_row.coefficients, task.table.rows
         gaining = gains[rows, low] > gains[rows, start]
         steps = [(row, int(low[row])) for row in order(request, task) if gaining[row]]
         return Solution(greedy_fill(task, start, steps), "feasible", lower_bound(task))
 
     return decide
-
-
-def highest_precision(task: Task) -> Ints:
-    """Return, by row, the allowed column of least gain; of these the one of least cost."""
-    return by_saving(task, most=False)
 
 
 def greedy_fill(task: Task, start: Ints, steps: Iterable[tuple[int, int]]) -> Ints:
@@ -137,28 +133,17 @@ def greedy_fill(task: Task, start: Ints, steps: Iterable[tuple[int, int]]) -> In
     Returns:
         [n] columns; they satisfy the task if the steps suffice.
     """
-    table, columns = task.table, start.copy()
-    overall = table.overall_row.coefficients
-    missing = (task.overall_threshold or 0) - int(overall[table.rows, start].sum())
-    gains = table.stage_row.coefficients if task.has_floors else overall
-    stage_missing = [
-        0 if threshold is None else threshold - int(gains[rows, start[rows]].sum())
-        for rows, threshold in zip(table.members, task.stage_thresholds, strict=True)
-    ]
-    postponed = []
-    for row, column in steps:
-        stage = int(table.stage[row])
-        if stage_missing[stage] <= 0:
-            postponed.append((row, column))
-            continue
-        missing -= int(overall[row, column] - overall[row, columns[row]])
-        stage_missing[stage] -= int(gains[row, column] - gains[row, columns[row]])
-        columns[row] = column
-    for row, column in postponed:
-        if missing <= 0:
-            break
-        missing -= int(overall[row, column] - overall[row, columns[row]])
-        columns[row] = column
+    columns, remaining = start.copy(), list(steps)
+    for floors in task.budgets:  # those of the stages first
+        missing, gains = floors.missing(columns), floors.gains
+        steps, remaining = remaining, []
+        for row, column in steps:
+            group = floors.group[row]
+            if missing[group] > 0:
+                missing[group] -= gains[row, column] - gains[row, columns[row]]
+                columns[row] = column
+            else:
+                remaining.append((row, column))
     return columns
 
 
@@ -212,10 +197,11 @@ def _by_score(score: str) -> Order:
     """Order by a score of the option of most gain, the least first, unknown values last."""
 
     def order(request: Request, task: Task) -> list[int]:
-        low, high = by_saving(task, most=True), highest_precision(task)
-        rows = np.flatnonzero(low != high).tolist()  # others cannot be lowered
-        scores = {row: _score(request, score, row, int(low[row])) for row in rows}
-        return sorted(rows, key=lambda row: (scores[row], row))
+        low = by_saving(task, most=True)
+        rows = np.flatnonzero(
+            low != by_saving(task, most=False)
+        ).tolist()  # others cannot be lowered
+        return sorted(rows, key=lambda row: _score(request, score, row, int(low[row])))
 
     return order
 
@@ -237,36 +223,31 @@ def _score(request: Request, score: str, row: int, column: int) -> float:
 
 def _layer_type(request: Request, task: Task) -> list[int]:
     """Order by kind of linear (`KIND_ORDER`), then by position in the model."""
+    names = task.table.names
 
     def key(row: int) -> tuple[int, object]:
-        kind = task.table.names[row].rsplit(".", 1)[-1]
-        rank = KIND_ORDER.index(kind) + 1 if kind in KIND_ORDER else 0
-        return rank, natural_key(task.table.names[row])
+        kind = names[row].rsplit(".", 1)[-1]
+        rank = KIND_ORDER.index(kind) if kind in KIND_ORDER else -1
+        return rank, natural_key(names[row])
 
-    return sorted(range(len(task.table.rows)), key=key)
+    return sorted(range(len(names)), key=key)
 
 
 def _layer_id(request: Request, task: Task) -> list[int]:
     """Order from the middle layer outwards, so that the first and last layers come last."""
-    layers = []
-    for row, name in enumerate(task.table.names):
-        try:
-            layers.append(split_linear_name(name)[1])
-        except ValueError:  # no layer in the name: the position in the file
-            layers.append(row)
-    last = max(layers)
-
-    def key(row: int) -> tuple[float, object]:
-        depth = layers[row] / last if last else 0.5
-        return abs(depth - 0.5), natural_key(task.table.names[row])
-
-    return sorted(range(len(layers)), key=key)
+    names = task.table.names
+    found = [re.search(r"\.layers\.(\d{1,9})\.", name) for name in names]
+    # Without a layer in the name, the position in the file counts.
+    layers = [int(match[1]) if match else row for row, match in enumerate(found)]
+    middle = max(layers) / 2
+    return sorted(
+        range(len(names)), key=lambda row: (abs(layers[row] - middle), natural_key(names[row]))
+    )
 
 
 def _uniform(option: str, request: Request) -> Solution:
-    table = request.constraints.table
-    columns = table.columns_of([canonical(option)] * len(table.rows))
-    return _fixed(request, columns, canonical(option))
+    table, name = request.constraints.table, str(parse_option(option))
+    return _fixed(request, table.columns_of([name] * len(table.rows)), name)
 
 
 def _none(request: Request) -> Solution:
@@ -278,17 +259,10 @@ def _none(request: Request) -> Solution:
 def _fixed(request: Request, columns: Ints, wanted: str) -> Solution:
     """Set every linear that is not pinned to `columns`, as one more pin."""
     constraints, policy = request.constraints, request.settings.policy
-    pinned = np.zeros(len(columns), dtype=np.bool_)
+    free = np.ones(len(columns), dtype=np.bool_)
     for each in constraints.fixed:
-        pinned |= each.columns >= 0
-    missing = np.flatnonzero((columns < 0) & ~pinned).tolist()
-    if missing:
-        raise UsageError(
-            f"policy '{policy}': {wanted} is not an option of "
-            f"'{constraints.table.names[missing[0]]}' "
-            f"({', '.join(constraints.table.options(missing[0]))})"
-        )
-    own = FixedOption(f"policy {policy}", np.where(pinned, -1, columns))
+        free &= each.columns < 0
+    own = fixed_option(constraints.table, f"policy {policy}", free, columns, wanted)
     fixed = (*constraints.fixed, own)
     task = replace(constraints, target=0.0, balance="none", fixed=fixed).checked_task()
     only: Ints = task.allowed.argmax(axis=1)

@@ -15,12 +15,13 @@ A run writes one such file at every refresh.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from megatron_snip.config import explain
 from megatron_snip.errors import UsageError
@@ -39,6 +40,8 @@ _NonNegative = Annotated[float, Field(ge=0.0, le=1e150)]
 _Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 Record = TypeVar("Record", bound=BaseModel)
+
+parse_option = lru_cache(maxsize=4096)(Option.parse)
 
 
 class OptionCost(BaseModel):
@@ -64,13 +67,14 @@ class LinearChoices(BaseModel):
     """One linear and its options.
 
     Raises:
-        UsageError: if a name is not printable, or one option has two spellings.
+        pydantic.ValidationError: if a name is not printable, an option is unknown, or one option
+            has two spellings.
 
     Attributes:
         name: unique, e.g. `decoder.layers.17.mlp.linear_fc1`.
         stage: pipeline stage, 0-based.
         flops: floating-point operations of the three GEMMs together; only ratios matter.
-        options: by name, e.g. `fp4` or `fp4-fp8-bf16`; at least one.
+        options: by name, e.g. `fp4` or `fp4-fp8-bf16`, in its shortest spelling; at least one.
     """
 
     model_config = STRICT
@@ -80,16 +84,23 @@ class LinearChoices(BaseModel):
     flops: _NonNegative
     options: Annotated[dict[str, OptionCost], Field(min_length=1)]
 
-    @model_validator(mode="after")
-    def _check_names(self) -> LinearChoices:
-        for text in (self.name, *self.options):  # tables and logs show them on terminals
-            if not text.isprintable():
-                raise UsageError(f"the name {text!r} is not printable")
-        if len(set(map(canonical, self.options))) < len(self.options):
-            raise UsageError(
-                f"'{self.name}' lists an option under two spellings: {', '.join(self.options)}"
-            )
-        return self
+    @field_validator("name")
+    @classmethod
+    def _check_printable(cls, name: str) -> str:
+        if not name.isprintable():  # tables and logs show it on terminals
+            raise ValueError(f"the name {name!r} is not printable")
+        return name
+
+    @field_validator("options")
+    @classmethod
+    def _spell(cls, options: dict[str, OptionCost]) -> dict[str, OptionCost]:
+        try:
+            found = {str(parse_option(name)): cost for name, cost in options.items()}
+        except UsageError as error:
+            raise ValueError(str(error)) from None
+        if len(found) < len(options):
+            raise ValueError(f"an option is listed under two spellings: {', '.join(options)}")
+        return found
 
 
 class PlanningProblem(BaseModel):
@@ -112,11 +123,9 @@ class PlanningProblem(BaseModel):
 
     @model_validator(mode="after")
     def _check_unique(self) -> PlanningProblem:
-        seen: set[str] = set()
-        for name in self.names:
-            if name in seen:
+        for name, count in Counter(self.names).items():
+            if count > 1:
                 raise UsageError(f"linear '{name}' is listed twice")
-            seen.add(name)
         return self
 
     @property
@@ -207,32 +216,3 @@ def write_problem(problem: PlanningProblem, path: Path) -> None:
         OSError: if it cannot be written.
     """
     write_atomic(path, "".join(problem.json_lines()))
-
-
-def check_options(problem: PlanningProblem, source: str = "problem") -> None:
-    """Refuse option names that this package does not know.
-
-    A frontier needs no meaning of the names, a plan does.
-
-    Args:
-        problem: whose options' names are checked.
-        source: how error messages call it.
-
-    Raises:
-        UsageError: naming `source`, the linear and the option.
-    """
-    first = {option: linear.name for linear in problem.linears[::-1] for option in linear.options}
-    for option, name in first.items():
-        try:
-            Option.parse(option)
-        except UsageError as error:
-            raise UsageError(f"{source}: linear '{name}': {error}") from None
-
-
-@lru_cache(maxsize=4096)
-def canonical(name: str) -> str:
-    """Return the shortest spelling of an option; other names are returned as they are."""
-    try:
-        return str(Option.parse(name))
-    except UsageError:
-        return name

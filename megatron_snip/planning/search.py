@@ -26,13 +26,7 @@ import numpy as np
 from megatron_snip.planning.constraints import Task, max_saving_assignment
 from megatron_snip.planning.cost import Ints, Mask
 from megatron_snip.planning.cpsat import Core, Effort, solve_core
-from megatron_snip.planning.lagrangian import (
-    BudgetRow,
-    ChoiceSet,
-    Dual,
-    make_choices,
-    maximize,
-)
+from megatron_snip.planning.lagrangian import ChoiceSet, Dual, make_choices, maximize
 from megatron_snip.planning.plan import Status
 from megatron_snip.planning.settings import PlanSettings
 
@@ -198,7 +192,13 @@ class Search:
         core = Core(
             starts=np.concatenate(([0], np.cumsum(counts[free]))),
             cost=choices.cost[free[rows], columns],
-            rows=tuple(_core_row(row, found, free, rows, columns) for row in choices.budgets),
+            rows=tuple(
+                (
+                    row.coefficients[free[rows], columns],
+                    row.threshold - int(row.own(found)[fixed].sum()),
+                )
+                for row in choices.budgets
+            ),
             hint=number[np.arange(len(free)), self.best[free]],
         )
         answer = solve_core(core, effort)
@@ -227,29 +227,6 @@ class Search:
         return part
 
 
-def _core_row(
-    row: BudgetRow, columns: Ints, free: Ints, linears: Ints, choices: Ints
-) -> tuple[Ints, int]:
-    """Return a budget row's coefficients and threshold for the choices of a core.
-
-    Args:
-        row: of the choice set.
-        columns: [m], the assignment of the linears that are not free.
-        free: [f], positions that still choose.
-        linears: [c], index into `free` of every choice.
-        choices: [c], column of every choice.
-    """
-    index = np.full(len(columns), -1, dtype=np.int64)
-    index[row.members] = np.arange(len(row.members))
-    is_free = np.zeros(len(columns), dtype=np.bool_)
-    is_free[free] = True
-    settled = np.flatnonzero(~is_free[row.members])
-    taken = int(row.coefficients[settled, columns[row.members[settled]]].sum())
-    at = index[free[linears]]
-    coefficients = np.where(at >= 0, row.coefficients[at, choices], 0)
-    return coefficients, row.threshold - taken
-
-
 def round_up(choices: ChoiceSet, dual: Dual) -> Ints:
     """Move linears from the dual's `below` to its `above` until every constraint holds.
 
@@ -258,18 +235,17 @@ def round_up(choices: ChoiceSet, dual: Dual) -> Ints:
     """
     columns = dual.below.copy()
     for row in choices.budgets:
-        at, members = np.arange(len(row.members)), row.members
-        lacking = row.threshold - row.sum(columns)
-        step = row.coefficients[at, dual.above[members]] - row.coefficients[at, columns[members]]
+        lacking = row.threshold - int(row.own(columns).sum())
+        step = row.own(dual.above) - row.own(columns)
         skipped = []
         for i in np.argsort(-step, kind="stable"):
             if lacking <= 0 or step[i] <= 0:
                 break
             if step[i] <= lacking:
-                columns[members[i]] = dual.above[members[i]]
+                columns[i] = dual.above[i]
                 lacking -= int(step[i])
             else:
                 skipped.append(i)
         if lacking > 0 and skipped:
-            columns[members[skipped[-1]]] = dual.above[members[skipped[-1]]]
+            columns[skipped[-1]] = dual.above[skipped[-1]]
     return columns

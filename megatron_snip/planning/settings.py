@@ -90,12 +90,11 @@ class PlanSettings(BaseModel):
     @classmethod
     def from_config(cls, config: SnipConfig, seed: int = 0) -> PlanSettings:
         """Return the planner's part of a run's settings."""
-        same = ("policy", "pipeline_balance", "change_penalty")
-        return cls.from_dict(
-            {
-                **{name: getattr(config, name) for name in same},
-                "target": config.efficiency_target,
-                "pins": tuple((glob, str(option)) for glob, option in config.pin_pairs),
-                "seed": seed,
-            }
+        return cls(
+            policy=config.policy,
+            target=config.efficiency_target,
+            pipeline_balance=config.pipeline_balance,
+            pins=tuple((glob, str(option)) for glob, option in config.pin_pairs),
+            change_penalty=config.change_penalty,
+            seed=seed,
         )

@@ -11,6 +11,9 @@ would import the user's training script a second time.
 A failure of the child (crash, hang, invalid reply) is an exception of `result` and ends that child;
 the next `submit` starts a new one. Called on the coordinator rank only, from one thread.
 
+The child is `python -m megatron_snip.planning.solver_process PARENT_PID`. It has a low priority,
+ignores SIGINT (the trainer handles Ctrl-C) and exits with its parent, even during a solve.
+
 Each message is one line of JSON:
 
     request   {"id", "iteration", "settings", "previous": plan | null, "problem"}
@@ -23,11 +26,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -37,13 +41,16 @@ from typing import Any, Self
 
 import megatron_snip
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, SnipError, UsageError
-from megatron_snip.log import warn_once
 from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 
-_logger = logging.getLogger(__name__)
 _REAP_S = 5.0
+_PARENT_CHECK_S = 1.0
+
+NICENESS = 10
+"""Added to the priority of the child."""
 
 
 @dataclass(frozen=True)
@@ -112,11 +119,9 @@ class SolverProcess:
 
     Args:
         command: what to start; by default the worker.
-        local_processes: training processes on this host; the solver gets the other cores.
     """
 
-    def __init__(self, command: Sequence[str] | None = None, local_processes: int = 1) -> None:
-        self._max_workers = spare_threads(local_processes)
+    def __init__(self, command: Sequence[str] | None = None) -> None:
         self._child = _Child(worker_command() if command is None else list(command))
         self._request: PlanRequest | None = None
         self._answer: Future[PrecisionPlan] = Future()
@@ -134,7 +139,7 @@ class SolverProcess:
     ) -> None:
         """Start planning and return at once; the arguments are `make_plan`'s.
 
-        A finished plan that nobody took is dropped.
+        A finished plan whose `result` was not called is dropped.
 
         Raises:
             PlanningError: if the process is closed or the last plan is not finished.
@@ -146,13 +151,6 @@ class SolverProcess:
                 f"the plan of iteration {self._request.iteration} is not finished; "
                 "take its result before submitting the next"
             )
-        if settings.workers > self._max_workers:
-            warn_once(
-                _logger,
-                f"solver threads limited to {self._max_workers} (asked for {settings.workers}): "
-                "training uses the other cores",
-            )
-            settings = settings.model_copy(update={"workers": self._max_workers})
         self._count += 1
         self._request = PlanRequest(self._count, problem, settings, previous, iteration)
         self._answer = Future()
@@ -204,7 +202,7 @@ def worker_command() -> list[str]:
     -P removes the current directory from the child's import path: a user's `types.py` there must
     not replace the standard library's.
     """
-    return [sys.executable, "-P", "-m", "megatron_snip.planning.solver_worker", str(os.getpid())]
+    return [sys.executable, "-P", "-m", "megatron_snip.planning.solver_process", str(os.getpid())]
 
 
 def worker_environment() -> dict[str, str]:
@@ -212,15 +210,6 @@ def worker_environment() -> dict[str, str]:
     package_parent = str(Path(megatron_snip.__file__).resolve().parent.parent)
     paths = [package_parent, os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-
-
-def spare_threads(local_processes: int = 1) -> int:
-    """Return how many threads a solver may use beside training, at least 1.
-
-    Args:
-        local_processes: training processes on this host, each of which needs a core.
-    """
-    return max(1, len(os.sched_getaffinity(0)) - local_processes)
 
 
 class _Child:
@@ -280,8 +269,7 @@ def _exchange(child: _Child, request: PlanRequest) -> PrecisionPlan:
     assert process.stdin is not None and process.stdout is not None
     line = ""
     with contextlib.suppress(OSError, ValueError):  # it died or was killed: there is no line
-        for piece in request.json_pieces():
-            process.stdin.write(piece)
+        process.stdin.writelines(request.json_pieces())
         process.stdin.flush()
         line = process.stdout.readline()
     if not line.endswith("\n"):
@@ -305,3 +293,47 @@ def _kill_in_creator(child: _Child, creator: int) -> None:
     """End the child when the process that made it ends; a forked copy of it does nothing."""
     if os.getpid() == creator:
         child.kill()
+
+
+def serve(parent: int) -> None:
+    """In the child: answer requests until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(NICENESS)
+    # The end of stdin is not seen during a solve, nor while another child of the parent holds a
+    # copy of the pipe (data loader workers made by fork do).
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # other output of this process goes to stderr
+    for line in sys.stdin:
+        replies.write(answer(line))
+        replies.flush()
+
+
+def answer(line: str) -> str:
+    """Return the reply's line to a request's line."""
+    number = -1
+    reply: dict[str, Any]
+    try:
+        request = PlanRequest.from_json(line)
+        number = request.number
+        plan = make_plan(request.problem, request.settings, request.previous, request.iteration)
+        reply = {"plan": plan.to_dict()}
+    except InfeasiblePlanError as error:
+        reply = {"error": "infeasible", "message": str(error), "conflicts": list(error.conflicts)}
+        reply["best_target"] = error.best_target
+    except (UsageError, PlanningError) as error:
+        kind = "usage" if isinstance(error, UsageError) else "planning"
+        reply = {"error": kind, "message": str(error)}
+    except Exception as error:  # every failure is reported, and training goes on
+        reply = {"error": "planning", "message": f"{type(error).__name__}: {error}"}
+    return json.dumps({"id": number, **reply}) + "\n"
+
+
+def _exit_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_PARENT_CHECK_S)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

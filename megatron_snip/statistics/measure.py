@@ -15,7 +15,8 @@ shards, and `totals` turns the sums into statistics.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +36,7 @@ from megatron_snip.topology import LinearKind
 from megatron_snip.types import Gemm, Operand
 
 
-@dataclass(frozen=True)
-class Operands:
+class Operands(NamedTuple):
     """The tensors of a linear on this shard, for the sampled tokens.
 
     Attributes:
@@ -56,20 +56,8 @@ class Operands:
     grad_output_runs: Tensor
     amax: Tensor | None = None
 
-    def in_fp32(self) -> Operands:
-        """Return the same values in FP32."""
-        return Operands(
-            self.input.float(),
-            self.weight.float(),
-            self.grad_output.float(),
-            self.input_runs.float(),
-            self.grad_output_runs.float(),
-            self.amax,
-        )
 
-
-@dataclass(frozen=True)
-class PartialSums:
+class PartialSums(NamedTuple):
     """What a shard measured, in FP32; entries add over shards. F formats.
 
     Attributes:
@@ -85,7 +73,7 @@ class PartialSums:
 
     def summed(self, group: ProcessGroup) -> PartialSums:
         """All ranks of `group`: return the sums over the shards, in one exchange."""
-        own = [t for t in (self.products, self.tokens, self.scalars) if t is not None]
+        own = [t for t in self if t is not None]
         flat = sum_over(torch.cat([t.reshape(-1) for t in own]), group)
         pieces = torch.split(flat, [t.numel() for t in own])
         products, *tokens, scalars = (
@@ -100,14 +88,11 @@ class PartialSums:
         """Return the zeros that a shard adds if it could not measure; `weight` is [N, K]."""
         rows, cols = weight.shape
         num = len(formats)
-        new = weight.new_zeros
-        tokens = None
-        if kind == "column":
-            tokens = new((2 + 2 * num, num_tokens), dtype=torch.float32)
+        new = partial(weight.new_zeros, dtype=torch.float32)
         return cls(
-            new((1 + num, num_tokens, rows if kind == "row" else cols), dtype=torch.float32),
-            tokens,
-            new(len(_scalar_names(kind, formats)), dtype=torch.float32),
+            new((1 + num, num_tokens, rows if kind == "row" else cols)),
+            new((2 + 2 * num, num_tokens)) if kind == "column" else None,
+            new(len(_scalar_names(kind, formats))),
         )
 
 
@@ -130,7 +115,8 @@ def partial_sums(
         sensitivity: D of the shard; None takes D = 1.
     """
     if not operands.weight.is_cuda:
-        operands = operands.in_fp32()  # once, and not for each product and norm
+        # Once, and not for each product and norm.
+        operands = Operands._make(None if t is None else t.float() for t in operands)
     x, w, g = operands.input, operands.weight, operands.grad_output
     outputs, input_grads = [matmul_fp32(x, w.t())], [matmul_fp32(g, w)]
     x_runs, g_runs = operands.input_runs, operands.grad_output_runs
@@ -161,8 +147,7 @@ def partial_sums(
             error.mul_(sensitivity.row[:, None]).mul_(sensitivity.col)
         found[f"{name}.local_square"] = _square(error)
     if kind == "row":
-        for name, square in zip(_prefixes(formats), map(_square, input_grads), strict=True):
-            found[_field(name, "input_grad", "square")] = square
+        found |= zip(_squares_of("input_grad", formats), map(_square, input_grads), strict=True)
     # A tensor that every shard holds in full counts once in the sum over shards.
     replicated = "grad" if kind == "row" else "input"
     scalars = [
@@ -197,7 +182,6 @@ def totals(
         By column of `records.py`, those of a format as `format.column`. `fisher` lacks its factor
         T / N and `aligned_fisher` its factor T, with T the tokens of the batch.
     """
-    num = len(formats)
     found = dict(zip(_scalar_names(kind, formats), sums.scalars.double(), strict=True))
     if kind == "row":
         outputs, grads = sums.products, _token_squares(grad_output)
@@ -205,12 +189,13 @@ def totals(
         products = [_token_products(grad_output, error) for error in outputs[1:]]
     else:
         assert sums.tokens is not None
-        grads, output_squares = sums.tokens[0], list(sums.tokens[1 : 2 + num])
-        products = list(sums.tokens[2 + num :])
-        for name, square in zip(_prefixes(formats), map(_square, sums.products), strict=True):
-            found[_field(name, "input_grad", "square")] = square.double()
-    for name, square in zip(_prefixes(formats), output_squares, strict=True):
-        found[_field(name, "output", "square")] = square.double().sum()
+        num = len(formats)
+        grads, *rest = sums.tokens
+        output_squares, products = rest[: 1 + num], rest[1 + num :]
+        squares = (_square(x).double() for x in sums.products)
+        found |= zip(_squares_of("input_grad", formats), squares, strict=True)
+    sums_of_squares = (square.double().sum() for square in output_squares)
+    found |= zip(_squares_of("output", formats), sums_of_squares, strict=True)
     for name, square, product in zip(formats, output_squares[1:], products, strict=True):
         found[f"{name}.first"] = product.double().sum()
         found[f"{name}.fisher"] = 0.5 * (square.double() * grads.double()).sum()
@@ -248,18 +233,12 @@ def _scalar_names(kind: LinearKind, formats: Iterable[str]) -> list[str]:
     names = ["input_square", "weight_square", "grad_square", "wgrad_square"]
     errors = ("input_error", "weight_error", "grad_error", "wgrad_error", "local")
     names += [f"{name}.{error}_square" for name in formats for error in errors]
-    if kind == "row":
-        names += [_field(name, "input_grad", "square") for name in _prefixes(formats)]
-    return names
+    return names + (_squares_of("input_grad", formats) if kind == "row" else [])
 
 
-def _prefixes(formats: Iterable[str]) -> list[str]:
-    """The exact product's prefix (none), then each format's."""
-    return ["", *formats]
-
-
-def _field(prefix: str, tensor: str, measure: str) -> str:
-    return f"{prefix}.{tensor}_error_{measure}" if prefix else f"{tensor}_{measure}"
+def _squares_of(tensor: str, formats: Iterable[str]) -> list[str]:
+    """Return the columns of a tensor's square and of each format's error of it."""
+    return [f"{tensor}_square", *(f"{name}.{tensor}_error_square" for name in formats)]
 
 
 def _square(tensor: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
 """StepObserver: watches the linears of one training iteration and adds up what `measure.py` finds.
 
 A tap on each linear's output keeps a sample of the input's tokens in the forward, and measures in
-the backward, when the gradient of the output is there. Training itself is not changed: nothing is
+the backward, when the gradient of the output is there. The tap is an identity in both directions.
+It sits on what the linear's own GEMM returns, before any reduction over tensor-parallel ranks,
+whose backward gives every rank the full gradient. Training itself is not changed: nothing is
 replayed, perturbed or restored. Ranks of a tensor axis exchange their sums within the backward, in
 the same order on all of them even if one fails to measure: it takes part with zeros, and `table`
 raises on all ranks. Nothing waits for the device before `table`.
@@ -16,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,16 +28,46 @@ from megatron_snip.collectives import one_line, sum_over
 from megatron_snip.formats import Format
 from megatron_snip.quantizers import StreamKey, grad_output_stream, needs_tensor_amax
 from megatron_snip.statistics.measure import Operands, PartialSums, partial_sums, totals
-from megatron_snip.statistics.records import StatisticsTable
+from megatron_snip.statistics.records import COLUMNS, StatisticsTable
 from megatron_snip.statistics.reduce import reduce_sums, table_columns
 from megatron_snip.statistics.sensitivity import Sensitivity
-from megatron_snip.statistics.tap import TokenPart, tap
 from megatron_snip.topology import LinearInfo, Placement, TensorAxis, Topology
 
 T = TypeVar("T")
 
 SAMPLED_SHARE, LEAST_TOKENS, MOST_TOKENS = 16, 64, 512
 """1/16 of a microbatch's tokens is measured, at least 64 and at most 512."""
+
+
+@dataclass(frozen=True)
+class TokenPart:
+    """The rows of a linear's input that came from one data rank.
+
+    Attributes:
+        data_rank: of their sender.
+        rows: [R] int64 on the CPU, in the order of the sender's sequence.
+    """
+
+    data_rank: int
+    rows: Tensor
+
+
+class _Tap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, on_backward: Callable[[Tensor], None]) -> Tensor:
+        ctx.on_backward = on_backward
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.on_backward(grads[0])
+        return grads[0], None
+
+
+def tap(output: Tensor, on_backward: Callable[[Tensor], None]) -> Tensor:
+    """Return `output`; its backward calls `on_backward(grad_output)` once."""
+    tapped: Tensor = _Tap.apply(output, on_backward)  # type: ignore[no-untyped-call]
+    return tapped
 
 
 @dataclass(frozen=True)
@@ -65,7 +97,7 @@ class _Call:
         placement: the linear.
         weight: W [N, K] of this shard.
         axis: the ranks that share its tokens or shards.
-        input_is_split, output_is_split: see `tap.Observer`.
+        input_is_split, output_is_split: see `StepObserver.observe`.
     """
 
     placement: Placement
@@ -98,12 +130,8 @@ class _Sample:
     input_amax: Tensor | None = None
 
 
-def all_together(placement: Placement, num_tokens: int) -> None:
-    """Return None: all tokens of a linear are one microbatch of this rank's."""
-
-
 class StepObserver:
-    """Observes one iteration; see `tap.Observer`.
+    """Observes one iteration; the linears call `observe` on every rank.
 
     Attributes:
         failure: the first error met while measuring on this rank, or None.
@@ -115,7 +143,7 @@ class StepObserver:
         settings: MeasureSettings,
         topology: Topology,
         sensitivities: Mapping[str, Sensitivity],
-        token_parts: Callable[[Placement, int], list[TokenPart] | None] = all_together,
+        token_parts: Callable[[Placement, int], list[TokenPart] | None] = lambda *_: None,
     ) -> None:
         """Start with nothing observed.
 
@@ -148,7 +176,18 @@ class StepObserver:
         output_is_split: bool = False,
         prepare_input: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """See `tap.Observer`."""
+        """Return `output`, possibly with a tap on it.
+
+        Args:
+            placement: which linear this is.
+            input: [tokens or [s, b], K] as given to the linear.
+            weight: [N, K], this rank's shard.
+            output: what the linear's GEMM gave.
+            input_is_split: the rows are this rank's share of the tokens, which the linear gathers
+                over its tensor axis (sequence parallelism).
+            output_is_split: likewise of the output's rows.
+            prepare_input: gives what the GEMM multiplies from rows of `input` (a fused norm).
+        """
         names = self._settings.names
         if names is not None and placement.name not in names:
             return output
@@ -193,22 +232,17 @@ class StepObserver:
     ) -> list[_Sample]:
         """Keep the sampled tokens of a linear's input, by sender; communicates nothing."""
         placement = call.placement
-        data = self._topology.data_axis(placement)
         forward = self._num_forwards[placement.instance]
         self._num_forwards[placement.instance] += 1
         x = input.reshape(-1, input.shape[-1])
         num_tokens = x.shape[0] * (call.axis.size if call.input_is_split else 1)
-        parts = self._token_parts(placement, num_tokens)
+        data, parts = self._topology.data, self._token_parts(placement, num_tokens)
         if parts is None:
+            data = self._topology.data_axis(placement)
             parts = [TokenPart(data.rank, torch.arange(num_tokens))]
-        else:
-            data = self._topology.data
-        samples = []
-        for part in parts:
-            microbatch = forward * data.size + part.data_rank
-            sample = self._choose(part, microbatch)
+        samples = [self._choose(part, forward * data.size + part.data_rank) for part in parts]
+        for sample in samples:
             self._try(placement, partial(self._keep, call, sample, x, prepare))
-            samples.append(sample)
         return samples
 
     def _keep(
@@ -287,45 +321,35 @@ class StepObserver:
 
     def _add(self, call: _Call, sample: _Sample, found: dict[str, Tensor]) -> None:
         """Add one microbatch's sums to its linear's row."""
-        numbers = {"microbatches": 1.0, "tokens": float(sample.num_tokens), "update_square": 0.0}
+        known = {"microbatches": 1.0, "tokens": float(sample.num_tokens)}
         instance, name = call.placement.instance, call.placement.name
         if instance not in self._seen and self._topology.data_axis(call.placement).rank == 0:
             sensitivity = self._sensitivities.get(instance)
-            numbers["update_square"] = 0.0 if sensitivity is None else sensitivity.update_square
+            known["update_square"] = 0.0 if sensitivity is None else sensitivity.update_square
         self._seen.add(instance)
+        columns = table_columns(self._settings.formats)
+        numbers = [[_expansion(c, sample), known.get(c, 0.0)] for c in columns]
         device = next(iter(found.values())).device
-        known = torch.tensor(list(numbers.values()), dtype=torch.float64)
-        found = {**found, **dict(zip(numbers, known.to(device), strict=True))}
-        expansions = [_expansion(c, sample) for c in table_columns(self._settings.formats)]
-        row = torch.stack([found[c] for c in table_columns(self._settings.formats)])
-        row *= torch.tensor(expansions, dtype=torch.float64).to(device)
+        factors, added = torch.tensor(numbers, dtype=torch.float64).to(device).unbind(1)
+        zero = torch.zeros_like(added[0])
+        row = torch.stack([found.get(c, zero) for c in columns]) * factors + added
         self._sums[name] = self._sums[name] + row if name in self._sums else row
 
     def _shared_amax(self, call: _Call, sample: _Sample, grad: Tensor) -> Tensor | None:
         """All ranks of the tensor axis: largest magnitudes of X, W and G, where a format asks."""
         if not self._needs_amax:
             return None
-        input_amax = sample.input_amax
-        if input_amax is None:
-            input_amax = call.weight.new_zeros((), dtype=torch.float32)
+        input_amax = _amax(call.weight[:0]) if sample.input_amax is None else sample.input_amax
         amax = torch.stack([input_amax, _amax(call.weight), _amax(grad)])
         if call.axis.group is not None:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=call.axis.group)
         return amax
 
 
-_IN_FULL = frozenset(
-    {"microbatches", "tokens", "update_square", "weight_square", "weight_error_square"}
-)
-"""Columns that do not depend on the sample of tokens."""
-
-_OF_RUNS = frozenset({"wgrad_square", "wgrad_error_square", "grad_error_square", "local_square"})
-"""Columns measured on complete token tiles."""
-
-
-def _expansion(column: str, sample: _Sample) -> float:
-    field = column.rpartition(".")[2]
-    return 1.0 if field in _IN_FULL else sample.expansions[int(field in _OF_RUNS)]
+def _expansion(name: str, sample: _Sample) -> float:
+    single, tiles = sample.expansions
+    over = COLUMNS[name.rpartition(".")[2]].over
+    return {"tokens": single, "tiles": tiles}.get(over, 1.0)
 
 
 def _rows_of(matrix: Tensor, rows: Tensor, is_split: bool, axis: TensorAxis) -> Tensor:

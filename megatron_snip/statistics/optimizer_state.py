@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -48,20 +49,20 @@ class AdamShard:
 
     def sensitivity(self) -> torch.Tensor | None:
         """Return D for these elements, [end - start] FP32, or None where there are no moments."""
-        if self.exp_avg is None or self.exp_avg_sq is None or self.step < 1:
-            return None
-        beta1, _ = self.betas
-        return self._denominator().reciprocal_().mul_((1 - beta1) / (1 - beta1 ** (self.step + 1)))
+        beta1, root = self.betas[0], self._denominator()
+        factor = (1 - beta1) / (1 - beta1 ** (self.step + 1))
+        return None if root is None else root.reciprocal_().mul_(factor)
 
     def update(self) -> torch.Tensor | None:
         """Return the update direction m^ / (sqrt(v^) + eps), [end - start] FP32, or None."""
-        if self.exp_avg is None or self.exp_avg_sq is None or self.step < 1:
+        root = self._denominator()
+        if root is None or self.exp_avg is None:
             return None
-        mean = self.exp_avg.reshape(-1).float() / (1 - self.betas[0] ** self.step)
-        return mean / self._denominator()
+        return self.exp_avg.reshape(-1).float() / (1 - self.betas[0] ** self.step) / root
 
-    def _denominator(self) -> torch.Tensor:
-        assert self.exp_avg_sq is not None
+    def _denominator(self) -> torch.Tensor | None:
+        if self.exp_avg_sq is None or self.step < 1:
+            return None
         second = self.exp_avg_sq.reshape(-1).float() / (1 - self.betas[1] ** self.step)
         return second.sqrt_().add_(self.eps)
 
@@ -110,13 +111,11 @@ def _owned(part: Any, inner: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, 
         for model_group, main_group in pairs:
             for model_param, main_param in zip(model_group, main_group, strict=True):
                 yield model_param, main_param, 0, model_param.numel()
-        for fp32_group in part.fp32_from_fp32_groups:
-            for param in fp32_group:
-                yield param, param, 0, param.numel()
+        for param in chain(*part.fp32_from_fp32_groups):
+            yield param, param, 0, param.numel()
     else:
-        for group in inner.param_groups:
-            for param in group["params"]:
-                yield param, param, 0, param.numel()
+        for param in chain(*(group["params"] for group in inner.param_groups)):
+            yield param, param, 0, param.numel()
 
 
 def _shard(state: dict[str, Any], group: dict[str, Any], start: int, end: int) -> AdamShard:

@@ -10,9 +10,32 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from megatron_snip.config import explain
+from megatron_snip.errors import UsageError
 
 SCHEMA_VERSION = 2
+"""Version 1 had other columns and cannot be continued."""
+
+
+class Column(NamedTuple):
+    """How the sums of a measured field are scaled.
+
+    Attributes:
+        over: what is summed. `tokens`: single sampled tokens. `tiles`: sampled tiles of consecutive
+            tokens. `weight`: a sum over microbatches whose mean is reported. `all`: not a sample.
+        grad_power: the sum grows with this power of G.
+    """
+
+    over: Literal["tokens", "tiles", "weight", "all"] = "tokens"
+    grad_power: int = 0
+
+
+def _column(*properties: Any) -> Any:
+    return field(default=0.0, metadata={"column": Column(*properties)})
 
 
 @dataclass(frozen=True)
@@ -32,16 +55,16 @@ class FormatStatistics:
         grad_error_square: sum |Q(G) - G|^2, in the tiles of wgrad.
     """
 
-    first: float = 0.0
-    fisher: float = 0.0
-    aligned_fisher: float = 0.0
-    local_square: float = 0.0
-    output_error_square: float = 0.0
-    input_grad_error_square: float = 0.0
-    wgrad_error_square: float = 0.0
-    input_error_square: float = 0.0
-    weight_error_square: float = 0.0
-    grad_error_square: float = 0.0
+    first: float = _column("tokens", 1)
+    fisher: float = _column("tokens", 2)
+    aligned_fisher: float = _column("tokens", 2)
+    local_square: float = _column("tiles", 2)
+    output_error_square: float = _column()
+    input_grad_error_square: float = _column("tokens", 2)
+    wgrad_error_square: float = _column("tiles", 2)
+    input_error_square: float = _column()
+    weight_error_square: float = _column("weight")
+    grad_error_square: float = _column("tiles", 2)
 
 
 @dataclass(frozen=True)
@@ -71,15 +94,15 @@ class LinearStatistics:
     in_features: int
     out_features: int
     flops_per_token: float
-    microbatches: float = 0.0
-    tokens: float = 0.0
-    input_square: float = 0.0
-    weight_square: float = 0.0
-    output_square: float = 0.0
-    grad_square: float = 0.0
-    input_grad_square: float = 0.0
-    wgrad_square: float = 0.0
-    update_square: float = 0.0
+    microbatches: float = _column("all")
+    tokens: float = _column("all")
+    input_square: float = _column()
+    weight_square: float = _column("weight")
+    output_square: float = _column()
+    grad_square: float = _column("tokens", 2)
+    input_grad_square: float = _column("tokens", 2)
+    wgrad_square: float = _column("tiles", 2)
+    update_square: float = _column("all")
     formats: dict[str, FormatStatistics] = field(default_factory=dict)
 
 
@@ -112,32 +135,34 @@ class StatisticsTable:
         """Build from what `to_dict` returned.
 
         Raises:
-            KeyError, TypeError or ValueError: if an entry is missing or of another type.
+            UsageError: one line, for another version and for a missing or invalid entry.
         """
-        linears = tuple(
-            LinearStatistics(
-                **{
-                    **row,
-                    "formats": {
-                        name: FormatStatistics(**{k: float(v) for k, v in columns.items()})
-                        for name, columns in row["formats"].items()
-                    },
-                }
+        if value.get("version") != SCHEMA_VERSION:
+            raise UsageError(
+                f"statistics: version {value.get('version')!r}; this megatron-snip reads version "
+                f"{SCHEMA_VERSION}"
             )
-            for row in value["linears"]
-        )
-        return cls(int(value["iteration"]), value["loss"], linears)
+        try:
+            return TypeAdapter(cls).validate_python(value)
+        except ValidationError as error:
+            raise UsageError(f"statistics: {explain(error)}") from None
 
 
-BASE_COLUMNS: tuple[str, ...] = tuple(
-    f.name
-    for f in dataclasses.fields(LinearStatistics)
-    if f.type == "float" and f.name != "flops_per_token"
-)
-"""The measured fields of `LinearStatistics`, in the order of the reduced table's columns."""
+COLUMNS: dict[str, Column] = {
+    f.name: f.metadata["column"]
+    for record in (LinearStatistics, FormatStatistics)
+    for f in dataclasses.fields(record)
+    if "column" in f.metadata
+}
+"""The measured fields."""
 
 FORMAT_COLUMNS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(FormatStatistics))
 """The fields of `FormatStatistics`, repeated for each format in the reduced table."""
+
+BASE_COLUMNS: tuple[str, ...] = tuple(name for name in COLUMNS if name not in FORMAT_COLUMNS)
+"""The measured fields of `LinearStatistics`, in the order of the reduced table's columns."""
+
+Row = TypeVar("Row", FormatStatistics, LinearStatistics)
 
 _NOT_AVERAGED = frozenset({"microbatches", "tokens", "first"})
 
@@ -168,22 +193,17 @@ def _blend(old: LinearStatistics | None, new: LinearStatistics, decay: float) ->
     if new.microbatches == 0:
         return replace(old, stage=new.stage)
     formats = {
-        name: values
-        if name not in old.formats
-        else replace(values, **_mixed(old.formats[name], values, FORMAT_COLUMNS, decay))
+        name: _mixed(old.formats.get(name, values), values, FORMAT_COLUMNS, decay)
         for name, values in new.formats.items()
     }
-    return replace(new, formats=formats, **_mixed(old, new, BASE_COLUMNS, decay))
+    return replace(_mixed(old, new, BASE_COLUMNS, decay), formats=formats)
 
 
-def _mixed(old: Any, new: Any, columns: tuple[str, ...], decay: float) -> dict[str, Any]:
-    return {
-        name: _mean(getattr(old, name), getattr(new, name), decay)
-        for name in columns
-        if name not in _NOT_AVERAGED
-    }
-
-
-def _mean(old: float, new: float, decay: float) -> float:
-    """A NaN counts in the measurement that had it, and is gone with the next."""
-    return decay * old + (1 - decay) * new if math.isfinite(old) else new
+def _mixed(old: Row, new: Row, columns: tuple[str, ...], decay: float) -> Row:
+    """Average; a NaN counts in the measurement that had it, and is gone with the next."""
+    values = {}
+    for name in columns:
+        before, now = getattr(old, name), getattr(new, name)
+        if name not in _NOT_AVERAGED and math.isfinite(before) and before != now:
+            values[name] = decay * before + (1 - decay) * now
+    return replace(new, **values)

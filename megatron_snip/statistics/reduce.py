@@ -17,21 +17,13 @@ from torch.distributed import ProcessGroup
 from megatron_snip.collectives import RemoteFailure, gather_json, one_line, sum_over
 from megatron_snip.statistics.records import (
     BASE_COLUMNS,
+    COLUMNS,
     FORMAT_COLUMNS,
     FormatStatistics,
     LinearStatistics,
     StatisticsTable,
 )
 from megatron_snip.topology import LinearInfo
-
-_OF_GRADIENTS = frozenset(
-    {
-        *("grad_square", "input_grad_square", "wgrad_square"),
-        *("fisher", "aligned_fisher", "local_square"),
-        *("input_grad_error_square", "wgrad_error_square", "grad_error_square"),
-    }
-)
-"""Columns that go with the square of G."""
 
 
 def table_columns(formats: Iterable[str]) -> list[str]:
@@ -78,12 +70,9 @@ def reduce_sums(
         raise RemoteFailure("measuring", failures)
     found = [dict(zip(columns, row, strict=True)) for row in table[1:].tolist()]
     # An expert sees only the tokens that are sent to it, `num_active` experts each token.
-    pairs = zip(linears, found, strict=True)
+    pairs = list(zip(linears, found, strict=True))
     batch_tokens = max((row["tokens"] / info.num_active for info, row in pairs), default=0.0)
-    decoded = [
-        _linear(info, row, formats, grad_scale, batch_tokens)
-        for info, row in zip(linears, found, strict=True)
-    ]
+    decoded = (_linear(info, row, formats, grad_scale, batch_tokens) for info, row in pairs)
     return StatisticsTable(iteration, loss, tuple(decoded))
 
 
@@ -105,14 +94,10 @@ def _linear(
     """Turn sums into the units of `records.py`."""
     microbatches = row["microbatches"] or 1.0
 
-    def scaled(column: str) -> float:
-        field = column.rpartition(".")[2]
-        value = row[column]
-        if field in ("weight_square", "weight_error_square"):
-            return value / microbatches
-        if field == "first":
-            return value * grad_scale
-        return value * grad_scale**2 if field in _OF_GRADIENTS else value
+    def scaled(name: str) -> float:
+        column = COLUMNS[name.rpartition(".")[2]]
+        value = row[name] * grad_scale**column.grad_power
+        return value / microbatches if column.over == "weight" else value
 
     base: dict[str, Any] = {column: scaled(column) for column in BASE_COLUMNS}
     # Without moments the gradient stands for the update.
@@ -124,12 +109,4 @@ def _linear(
         values["aligned_fisher"] *= batch_tokens
         values["local_square"] /= update_square
         by_format[name] = FormatStatistics(**values)
-    return LinearStatistics(
-        info.name,
-        info.stage,
-        info.in_features,
-        info.out_features,
-        info.flops_per_token,
-        **base,
-        formats=by_format,
-    )
+    return LinearStatistics(**vars(info), **base, formats=by_format)

@@ -112,18 +112,21 @@ class _ShardSums:
         new = weight.data.new_zeros
         rows, cols = (new(n, dtype=torch.float64) for n in (num_rows, num_cols))
         scalars = new(2, dtype=torch.float64)
-        d = None if shard is None else shard.sensitivity()
-        if shard is not None and d is not None:
-            update = shard.update()
-            assert update is not None
+        d, update = (None, None) if shard is None else (shard.sensitivity(), shard.update())
+        if shard is not None and d is not None and update is not None:
             scalars[0] = shard.end - shard.start
             scalars[1] = torch.linalg.vector_norm(update).double().square()
             inverse = d.square_().reciprocal_()
-            for start, part in _row_runs(inverse, shard.start, num_cols):
-                first = start // num_cols
+            # The end of a row, complete rows, the beginning of a row.
+            head = min(-shard.start % num_cols, inverse.numel())
+            tail = (inverse.numel() - head) % num_cols
+            at = shard.start
+            for part in torch.split(inverse, [head, inverse.numel() - head - tail, tail]):
+                first, offset = divmod(at, num_cols)
+                part = part.view(-1, min(num_cols, max(part.numel(), 1)))
                 rows[first : first + part.shape[0]] += part.sum(1, dtype=torch.float64)
-                offset = start % num_cols
                 cols[offset : offset + part.shape[1]] += part.sum(0, dtype=torch.float64)
+                at += part.numel()
         return cls(rows, cols, scalars)
 
     @property
@@ -147,19 +150,6 @@ def _complete(
             row, col = part.rows.rsqrt(), (part.cols / total).rsqrt()
             found[instance] = Sensitivity(row.float(), col.float(), update_square)
     return found
-
-
-def _row_runs(flat: Tensor, start: int, num_cols: int) -> list[tuple[int, Tensor]]:
-    """Cut elements [start, ..) of a flattened matrix into parts of rows; [(start, 2-D part)]."""
-    parts = []
-    at = 0
-    while at < flat.numel():
-        offset = (start + at) % num_cols
-        whole = (flat.numel() - at) // num_cols if offset == 0 else 0
-        size = whole * num_cols or min(num_cols - offset, flat.numel() - at)
-        parts.append((start + at, flat[at : at + size].view(max(whole, 1), -1)))
-        at += size
-    return parts
 
 
 def _add(parts: list[Tensor], group: Any) -> None:

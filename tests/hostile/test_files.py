@@ -21,7 +21,7 @@ from megatron_snip.files import MAX_BYTES, read_json
 from megatron_snip.guard import GuardState, LossMonitor
 from megatron_snip.linears.te.precision_config import Stages, import_option
 from megatron_snip.options import Option
-from megatron_snip.planning import solver_worker
+from megatron_snip.planning import solver_process
 from megatron_snip.planning.calibration import (
     CalibratedLinear,
     CalibrationTable,
@@ -209,7 +209,7 @@ REQUEST = "".join(PlanRequest(1, PROBLEM, PlanSettings(), PLAN, 3).json_pieces()
 @settings(fuzzed, max_examples=40)
 @given(content=mutants(json.loads(REQUEST)))
 def test_the_solver_process_always_answers_with_one_line(content: bytes) -> None:
-    reply = solver_worker.answer(content.decode(errors="replace").replace("\n", " "))
+    reply = solver_process.answer(content.decode(errors="replace").replace("\n", " "))
     assert reply.endswith("\n") and reply.count("\n") == 1
     assert set(json.loads(reply)) >= {"id"}
 

@@ -119,7 +119,7 @@ class Job:
         for process in sorted(self.processes(), key=lambda p: p.create_time()):
             try:
                 rank = process.environ().get("RANK")
-                if rank is not None and "solver_worker" not in " ".join(process.cmdline()):
+                if rank is not None and "solver_process" not in " ".join(process.cmdline()):
                     ranks.setdefault(int(rank), process)
             except psutil.Error:
                 continue
@@ -127,7 +127,7 @@ class Job:
 
     def solver(self) -> list[psutil.Process]:
         """Return the solver's process."""
-        return [p for p in self.processes() if "solver_worker" in " ".join(p.cmdline())]
+        return [p for p in self.processes() if "solver_process" in " ".join(p.cmdline())]
 
     def signal(self, number: int) -> None:
         """Send a signal to the command that the user started."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.statistics.tap import tap
+from megatron_snip.statistics.observer import tap
 from megatron_snip.topology import Placement, Topology
 from tests.te.models import EXPERTS, build, copy_weights, losses, training
 

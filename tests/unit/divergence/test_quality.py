@@ -52,11 +52,7 @@ def test_q_is_each_part_over_its_sum_under_the_lowest_precision() -> None:
     assert second.options[FP4].quality_loss == pytest.approx(1.1 * 48 / 64)
     assert first.options[FP8].loss_divergence == 7.0
     assert first.options[FP8].weight_divergence == pytest.approx(each)
-    assert (found.iteration, second.statistics.stage, second.name) == (
-        30,
-        1,
-        "decoder.layers.1.mlp.linear_fc2",
-    )
+    assert (found.iteration, second.statistics.stage) == (30, 1)
 
 
 @pytest.mark.parametrize("weight_lambda", [0.0, 0.1, 2.0])
@@ -80,20 +76,8 @@ def test_units_of_loss_and_gradients_do_not_matter() -> None:
     assert scaled(1.0) == pytest.approx(scaled(1e-9))
 
 
-def test_bf16_costs_nothing() -> None:
-    found = divergence_table(table(*two()), settings(("bf16", "fp8", "fp4")))
-    assert [row.options[BF16].quality_loss for row in found.linears] == [0.0, 0.0]
-
-
 @pytest.mark.parametrize(
-    "bad",
-    [
-        {"fisher": math.nan},
-        {"fisher": math.inf},
-        {"local_square": math.nan},
-        {"aligned_fisher": math.inf},
-        {"local_square": -1e9},
-    ],
+    "bad", [{"fisher": math.nan}, {"aligned_fisher": math.inf}, {"local_square": -1e9}]
 )
 def test_what_is_not_finite_is_forbidden_by_name(
     bad: dict[str, float], caplog: pytest.LogCaptureFixture
@@ -107,14 +91,8 @@ def test_what_is_not_finite_is_forbidden_by_name(
     assert all(d.quality_loss is not None and math.isfinite(d.quality_loss) for d in others)
     (record,) = caplog.records
     assert "option fp8 is forbidden for decoder.layers.0.mlp.linear_fc2" in record.getMessage()
-
-
-def test_a_linear_that_is_off_at_the_lowest_does_not_spoil_the_others() -> None:
-    rows = two()
-    rows[0] = linear(0, fp8=errors(1.0), fp4=errors(16.0, fisher=math.inf))
-    found = divergence_table(table(*rows), settings())
-    assert found.linears[0].options[FP4].quality_loss is None
-    assert found.linears[1].options[FP4].quality_loss == pytest.approx(1.0 + 0.1 * 48 / 64)
+    divergence_table(table(*rows), settings(), warn=False)
+    assert len(caplog.records) == 1  # one rank warns
 
 
 def test_formats_and_linears_that_were_not_measured_are_forbidden() -> None:
@@ -123,35 +101,18 @@ def test_formats_and_linears_that_were_not_measured_are_forbidden() -> None:
     found = divergence_table(table(*rows), settings(("bf16", "fp8", "fp4")))
     assert found.linears[0].options[FP4].quality_loss is None
     assert found.linears[0].options[FP8].quality_loss is not None
-    zeros = LinearStatistics(
-        "decoder.layers.8.mlp.linear_fc1",
-        0,
-        128,
-        128,
-        1.0,
-        formats=dict.fromkeys(("fp8", "fp4"), errors(0.0)),
-    )
+    measured = dict.fromkeys(("fp8", "fp4"), errors(0.0))
+    zeros = LinearStatistics("decoder.layers.8.mlp.linear_fc1", 0, 128, 128, 1.0, formats=measured)
     found = divergence_table(table(*two(), zeros), settings(("bf16", "fp8", "fp4")))
     unseen = found.linears[2].options  # no backward reached it: zeros are no measurement
     assert [unseen[o].quality_loss for o in (BF16, FP8, FP4)] == [0.0, None, None]
 
 
-def test_only_the_rank_that_warns_warns(caplog: pytest.LogCaptureFixture) -> None:
-    rows = [linear(0, fp8=errors(1.0, fisher=math.nan), fp4=errors(2.0))]
-    found = divergence_table(table(*rows), settings(), warn=False)
-    assert found.linears[0].options[FP8].quality_loss is None
-    assert caplog.records == []
-
-
-def nothing_is_hurt() -> list[LinearStatistics]:
-    """A model whose every error is zero."""
-    return [linear(i, fp8=errors(0.0), fp4=errors(0.0)) for i in range(2)]
-
-
 def test_where_nothing_is_hurt_everything_is_free() -> None:
-    found = divergence_table(table(*nothing_is_hurt()), settings())
+    rows = [linear(i, fp8=errors(0.0), fp4=errors(0.0)) for i in range(2)]
+    found = divergence_table(table(*rows), settings(("bf16", "fp8", "fp4")))
     values = [d.quality_loss for row in found.linears for d in row.options.values()]
-    assert values == [0.0] * 4
+    assert values == [0.0] * 6
 
 
 @pytest.mark.parametrize("granularity", ["linear", "gemm"])
@@ -171,7 +132,8 @@ def test_the_planner_accepts_the_problem(granularity: Any) -> None:
     assert (first["fp8"].saving, first["fp4"].saving) == (0.0, 1.0)
     if granularity == "gemm":
         assert first["fp4-fp8-fp4"].saving == pytest.approx(2 / 3)
-    assert problem.target == 0.75
+    scores = problem.linears[1].options["fp8"].scores
+    assert scores == {"abs_error": pytest.approx(14.0), "rel_error": pytest.approx(1.2)}
 
 
 def test_before_anything_is_measured_all_is_free() -> None:
@@ -197,12 +159,6 @@ def test_the_record_holds_divergences_and_statistics_without_nan() -> None:
     assert row["statistics"]["formats"]["fp4"]["fisher"] == 7 * 16
 
 
-def test_baselines_get_the_local_errors_as_scores() -> None:
-    problem = planning_problem(divergence_table(table(*two()), settings()), "fp4", 0.75)
-    scores = problem.linears[0].options["fp8"].scores
-    assert scores == {"abs_error": pytest.approx(7.0), "rel_error": pytest.approx(0.6)}
-
-
 def test_a_weight_divergence_that_does_not_count_forbids_nothing() -> None:
     found = linear(fp4=errors(1.0, local_square=math.nan), fp8=errors(1.0))
     settings = QualitySettings((Option.uniform("fp4"),), "fp4", "fisher", 0.0)
@@ -219,6 +175,4 @@ def test_of_formats_with_as_few_bits_the_first_is_the_lowest() -> None:
     assert found.of_lowest() == [one.options[FP4] for one in found.linears]
     by_gemm = QualitySettings((Option.parse("fp8-fp4-fp4"),), "fp4", "fisher", 0.1)
     (only, _) = divergence_table(table(*rows), by_gemm).linears
-    assert divergence_table(table(*rows), by_gemm).of_lowest()[0] == next(
-        iter(only.options.values())
-    )
+    assert divergence_table(table(*rows), by_gemm).of_lowest()[0] in only.options.values()

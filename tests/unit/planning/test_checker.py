@@ -53,6 +53,7 @@ def test_a_correct_plan_has_no_violations() -> None:
         ({"stages": (0.5,)}, "1 stages, the problem has 2"),
         ({"target": 0.4}, "target 0.4, asked for 0.5"),
         ({"digest": "0" * 64}, "digest"),
+        ({"linears": {}}, "not the problem's"),
     ],
 )
 def test_wrong_numbers_are_found(changes: dict[str, object], word: str) -> None:
@@ -61,19 +62,14 @@ def test_wrong_numbers_are_found(changes: dict[str, object], word: str) -> None:
     assert word in faults[0]
 
 
-def test_wrong_linears_are_found() -> None:
-    assert find_violations(plan_of(["fp8"]), problem(), PlanSettings())
-    faults = find_violations(plan_of(["fp3", "fp8", "fp8", "fp8"]), problem(), PlanSettings())
-    assert "no option 'fp3'" in faults[0]
-
-
 @pytest.mark.parametrize(
     ("options", "settings", "word"),
     [
         (["fp4", "fp8", "fp8", "fp8"], {}, "below the target"),
         (["fp4", "fp4", "fp8", "fp8"], {"pipeline_balance": "stage"}, "stage 1 is below"),
         (["fp8", "fp8", "fp4", "fp4"], {}, "which is forbidden"),
-        (["fp4", "fp4", "bf16", "fp8"], {}, "not available"),
+        (["fp4", "fp4", "bf16", "fp8"], {}, "no option 'bf16'"),
+        (["fp4", "fp4", "fp3", "fp8"], {}, "no option 'fp3'"),
         (GOOD, {"pins": (("*.layers.1.*", "fp4"),)}, "demands fp4"),
         (GOOD, {"first_layers": (1, "fp8")}, "demands fp8"),
         (GOOD, {"last_layers": (2, "fp8")}, "demands fp8"),
@@ -87,25 +83,16 @@ def test_broken_constraints_are_found(
     assert any(word in fault for fault in faults), faults
 
 
-def test_bf16_may_be_pinned() -> None:
-    settings = PlanSettings(pins=((name_of(1), "bf16"),))
-    assert find_violations(plan(["fp4", "bf16", "fp4", "fp8"]), problem(), settings) == []
-
-
-def test_policies_without_a_target_may_miss_it() -> None:
-    high = plan(["fp8"] * 4, target=0.0)
-    assert find_violations(high, problem(), PlanSettings(policy="uniform-fp8")) == []
-    assert find_violations(high, problem(), PlanSettings()) != []
-
-
 def test_policies_without_a_target_meet_the_other_constraints() -> None:
-    uniform = PlanSettings(policy="uniform-fp4")
-    faults = find_violations(plan(["fp4"] * 4, target=0.0), problem(), uniform)
-    assert faults == [f"'{name_of(3)}' has 'fp4', which is forbidden"]
-    asked = plan(["fp8"] * 4, target=0.5)
-    assert find_violations(asked, problem(), PlanSettings(policy="uniform-fp8")) != []
-    unlisted = plan(["bf16"] * 4, target=0.0)
-    assert find_violations(unlisted, problem(), PlanSettings(policy="uniform-bf16")) == []
+    def faults(option: str, policy: str, target: float = 0.0) -> list[str]:
+        made = plan([option] * 4, target=target)
+        return find_violations(made, problem(), PlanSettings(policy=policy))
+
+    assert faults("fp8", "uniform-fp8") == faults("bf16", "uniform-bf16") == []
+    assert faults("fp4", "uniform-fp4") == [f"'{name_of(3)}' has 'fp4', which is forbidden"]
+    assert len(faults("fp8", "uniform-fp8", target=0.5)) == 1
+    pinned = PlanSettings(pins=((name_of(1), "bf16"),))
+    assert find_violations(plan(["fp4", "bf16", "fp4", "fp8"]), problem(), pinned) == []
 
 
 def test_time_is_checked_in_seconds() -> None:

@@ -10,24 +10,11 @@ from hypothesis import strategies as st
 from megatron_snip.errors import UsageError
 from megatron_snip.planning.cost import MAX_SUM, TOLERANCE, as_fraction, choose_unit, make_table
 from megatron_snip.planning.planner import make_plan
-from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem, canonical
+from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from tests.unit.planning.build import options_of, problem_of
 
 FINITE = st.floats(min_value=1e-12, max_value=1e12, allow_nan=False)
-
-
-def test_a_double_near_a_simple_fraction_stands_for_it() -> None:
-    assert as_fraction(1 / 3) == Fraction(1, 3)
-    assert as_fraction(0.1) == Fraction(1, 10)
-    assert as_fraction(6.0e12) == 6 * 10**12
-    assert as_fraction(0.3333) == Fraction(0.3333)  # 3333/10000 is not simple
-
-
-def test_options_have_one_spelling() -> None:
-    assert canonical("fp4-fp4-fp4") == "fp4"
-    assert canonical("fp4-fp8-bf16") == "fp4-fp8-bf16"
-    assert canonical("int2") == "int2"
 
 
 def test_the_efficiency_of_linears_with_different_options_is_exact() -> None:

@@ -75,30 +75,6 @@ def test_large_coefficients_do_not_break_the_proof() -> None:
     assert cost[answer.choices].sum() == best(given) == 28821534469983
 
 
-def test_hints_and_seeds_do_not_change_the_optimum() -> None:
-    given = core(np.random.default_rng(5), 20, 1.0)
-    first = solve_core(given, EFFORT)
-    hinted = Core(given.starts, given.cost, given.rows, first.choices)
-    for seed in (0, 7):
-        again = solve_core(hinted, Effort(PlanSettings(seed=seed), 20.0, 5.0))
-        assert given.cost[again.choices].sum() == given.cost[first.choices].sum()
-
-
-def test_without_time_there_is_no_answer_but_a_bound() -> None:
-    random = np.random.default_rng(3)
-    count = 400
-    gains = random.integers(1, 2**30, 2 * count)
-    given = Core(
-        np.arange(0, 2 * count + 1, 2),
-        random.random(2 * count),
-        ((gains, int(gains.sum() * 0.5)),),
-        None,
-    )
-    answer = solve_core(given, Effort(PlanSettings(), 20.0, 0.0))
-    assert not answer.proven
-    assert answer.bound < np.inf
-
-
 def test_equal_linears_are_counted_and_follow_the_hint() -> None:
     # 300 linears of three options each in convex position: too symmetric for one variable each.
     gains, costs = np.tile([0, 1, 3], 300), np.tile([0.0, 1 / 9, 1.0], 300)

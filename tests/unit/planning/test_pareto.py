@@ -3,7 +3,6 @@ import pytest
 
 from megatron_snip.planning.pareto import frontier
 from megatron_snip.planning.planner import make_plan
-from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from tests.unit.planning.build import problem_of
 
@@ -38,22 +37,3 @@ def test_targets_out_of_reach_are_marked() -> None:
     points = frontier(problem, PlanSettings(), [0.25, 0.75])
     assert [point.status for point in points] == ["optimal", None]
     assert points[1].objective is points[1].efficiency is points[1].gap is None
-
-
-def test_options_are_names_and_nothing_else() -> None:
-    options = {
-        "int8": OptionCost(quality_loss=0.0, saving=0.0),
-        "int2": OptionCost(quality_loss=1.0, saving=1.0),
-    }
-    linear = LinearChoices(name="a", stage=0, flops=1.0, options=options)
-    points = frontier(PlanningProblem(linears=(linear,), target=0.0), PlanSettings(), [0.0, 1.0])
-    assert [point.options for point in points] == [{"int8": 1}, {"int2": 1}]
-
-
-def test_other_policies_have_frontiers_above_snip_s() -> None:
-    targets = [0.2, 0.5, 0.8]
-    best = frontier(PROBLEM, PlanSettings(), targets)
-    for policy in ("greedy", "random"):
-        points = frontier(PROBLEM, PlanSettings(policy=policy), targets)
-        for point, lower in zip(points, best, strict=True):
-            assert point.objective >= lower.objective - 1e-12

@@ -16,20 +16,10 @@ from megatron_snip.planning.plan import (
 )
 from tests.unit.planning.build import name_of, plan_of
 
-KEYS = [
-    "version",
-    "iteration",
-    "policy",
-    "status",
-    "objective",
-    "bound",
-    "seconds",
-    "target",
-    "efficiency",
-    "stages",
-    "linears",
-    "digest",
-]
+KEYS = (
+    "version iteration policy status objective bound seconds target efficiency stages linears "
+    "digest"
+)
 
 NUMBERS = {"objective": 2.0, "bound": 1.5, "stages": (0.25, 0.5)}
 
@@ -41,7 +31,7 @@ def plan() -> PrecisionPlan:
 def test_the_file_holds_exactly_the_documented_keys_and_comes_back(tmp_path: Path) -> None:
     write_plan(plan(), tmp_path / "plan.json")
     stored = json.loads((tmp_path / "plan.json").read_text())
-    assert list(stored) == KEYS
+    assert " ".join(stored) == KEYS
     assert stored["linears"][name_of(1)] == {"fprop": "fp4", "dgrad": "fp8", "wgrad": "bf16"}
     assert read_plan(tmp_path / "plan.json") == plan()
 
@@ -61,14 +51,11 @@ def test_the_digest_is_the_documented_one_and_ignores_order_and_metadata() -> No
     [
         ({"digest": "0" * 64}, "digest"),
         ({"version": 3}, "version 3"),
-        ({"more": 1}, "unknown key 'more'"),
         ({"status": "OPTIMAL"}, "status"),
-        ({"iteration": -1}, "iteration"),
         ({"objective": "low"}, "objective"),
         ({"linears": {name_of(0): {"fprop": "fp8"}}}, name_of(0)),
         ({"linears": {name_of(0): {"fprop": "fp5", "dgrad": "fp8", "wgrad": "fp8"}}}, "fp5"),
-        ({"linears": ["fp8"]}, "linears"),
-        ({"stages": [None]}, "stages"),
+        ({"linears": {name_of(0): dict.fromkeys(("fprop", "dgrad", "wgrad", "x"), "fp8")}}, "x"),
     ],
 )
 def test_a_damaged_plan_is_refused_in_one_line(changes: dict[str, Any], word: str) -> None:
@@ -77,13 +64,6 @@ def test_a_damaged_plan_is_refused_in_one_line(changes: dict[str, Any], word: st
     assert word in str(caught.value)
     assert str(caught.value).startswith("plan file 'x'")
     assert "\n" not in str(caught.value)
-
-
-def test_an_edited_assignment_fails_its_digest() -> None:
-    stored = plan().to_dict()
-    stored["linears"][name_of(0)]["wgrad"] = "fp4"
-    with pytest.raises(UsageError, match="edited or damaged"):
-        PrecisionPlan.from_dict(stored)
 
 
 def test_version_1_counted_iterations_from_0() -> None:
@@ -97,14 +77,9 @@ def test_version_1_counted_iterations_from_0() -> None:
 def test_a_plan_of_another_model_is_refused_with_all_differences() -> None:
     plan().check_against([name_of(0), name_of(1)])
     with pytest.raises(UsageError) as caught:
-        plan().check_against([name_of(1), "new.a", "new.b"])
-    assert name_of(0) in str(caught.value) and "new.a, new.b" in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_long_lists_are_cut() -> None:
-    with pytest.raises(UsageError, match="and 12 more"):
-        plan().check_against([name_of(0), name_of(1), *(f"x{i}" for i in range(20))])
+        plan().check_against([name_of(1), *(f"x{i}" for i in range(20))])
+    assert name_of(0) in str(caught.value) and "x0, x1" in str(caught.value)
+    assert "and 12 more" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_changed_linears_compares_options() -> None:
@@ -119,7 +94,6 @@ def test_changed_linears_compares_options() -> None:
     [
         (2.0, 1.5, 0.25),
         (2.0, 2.0, 0.0),
-        (2.0, 2.5, 0.0),
         (-2.0, -3.0, 0.5),
         (0.0, 0.0, 0.0),
         (0.0, -1.0, float("inf")),

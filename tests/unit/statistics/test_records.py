@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_snip.errors import UsageError
 from megatron_snip.statistics.records import StatisticsTable, running_mean
 from tests.unit.divergence.build import errors, linear, table
 
@@ -55,6 +56,10 @@ def test_what_is_not_finite_is_gone_with_the_next_measurement() -> None:
     assert running_mean(running_mean(good, bad, 0.5), good, 0.5) == good
 
 
-def test_it_goes_through_json() -> None:
+def test_it_goes_through_json_and_other_versions_are_refused() -> None:
     value = json.loads(json.dumps(measured(1.0).to_dict()))
     assert StatisticsTable.from_dict(value) == measured(1.0)
+    for damage in ({"version": 1}, {"version": 3}, {"iteration": "x"}, {"linears": [{}]}):
+        with pytest.raises(UsageError, match=next(iter(damage))) as caught:
+            StatisticsTable.from_dict(value | damage)
+        assert "\n" not in str(caught.value)
