@@ -2,12 +2,13 @@
 
 Read it in this order:
 
-config               the settings, with Megatron's argument names
-megatron_arguments   Megatron's own command lines as settings
-launch               starts the ranks with torch's elastic agent
-session              a run: checks, process group, files, progress
-data                 the built-in text, Megatron's GPTDataset, the order of samples
-model                GPTModel, DistributedDataParallel, optimizer, initial weights
-loop                 the training loop
-checkpoint           save, load, resume
+fields            the settings, with Megatron's argument names
+config            reads the settings and checks that they fit each other
+launch            starts the ranks with torch's elastic agent
+session           a run: checks, process group, files, progress
+data              the built-in text, Megatron's GPTDataset, the order of samples
+model             GPTModel, DistributedDataParallel, optimizer
+initial_weights   the same in every layout
+loop              the training loop
+checkpoint        save, load, resume
 """
