@@ -1,4 +1,4 @@
-"""Where results are written, and which machine and software they come from."""
+"""Where results are written, and which machine, software and command they come from."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import datetime
 import json
 import os
 import platform
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,10 @@ PACKAGES = ("triton", "torchao", "nvidia-cublas", "nvidia-cublas-cu12")
 
 
 def machine() -> dict[str, Any]:
-    """Return date, processor, cores, GPU (or None) and versions."""
+    """Return command, commit, date, processor, cores, GPU (or None) and versions."""
     found = {**versions(), "cuda": torch.version.cuda}
     return {
-        "date": datetime.date.today().isoformat(),
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
+        **_origin(),
         "gpu": _gpu_name() if has_gpu() else None,
         "versions": found | {package: _version(package) for package in PACKAGES},
     }
@@ -43,6 +43,36 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
     partial = path.with_name(path.name + ".part")
     partial.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")
     partial.replace(path)
+
+
+def append_row(path: Path, row: dict[str, Any]) -> dict[str, Any]:
+    """Append a row, with its origin, to a JSON-lines file; return it."""
+    row = {**_origin(), "torch": torch.__version__, **row}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    return row
+
+
+def _origin() -> dict[str, Any]:
+    return {
+        "command": f"python -m {_module()} {' '.join(sys.argv[1:])}".strip(),
+        "commit": _commit(),
+        "date": datetime.date.today().isoformat(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+    }
+
+
+def _module() -> str:
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec.name.removesuffix(".__main__") if spec else Path(sys.argv[0]).stem
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short=10", "HEAD"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    return process.communicate()[0].decode().strip()
 
 
 def _version(package: str) -> str | None:

@@ -32,7 +32,7 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.lab import Lab, on_gpu, open_lab
-from benchmarks.machine import RESULTS, write_result
+from benchmarks.machine import RESULTS, append_row
 from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.quality_loss import (
     QualitySettings,
@@ -151,7 +151,7 @@ def compare(lab: Lab, config: SnipConfig, rounds: int) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run, print a table, write JSON."""
+    """Run, print a table, append a row of JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--rounds", type=int, default=7, help="iterations of each kind timed")
     parser.add_argument("--fraction", type=float, default=1.0, help="of linears measured at once")
@@ -159,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--shape", choices=SHAPES, default="large" if on_gpu() else "small", help="of the model"
     )
-    parser.add_argument("--output", type=Path, default=RESULTS / "refresh.json", metavar="FILE")
+    parser.add_argument("--output", type=Path, default=RESULTS / "refresh.jsonl", metavar="FILE")
     args = parser.parse_args(argv)
     shape = SHAPES[args.shape]
     heads = shape["hidden_size"] // 64
@@ -178,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
         result = compare(lab, config, args.rounds)
     _show(result)
     row = {"shape": args.shape, "fraction": args.fraction, "microbatches": args.microbatches}
-    write_result(args.output, {**row, **result})
+    append_row(args.output, {**row, **result})
     return 0
 
 

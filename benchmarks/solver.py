@@ -15,20 +15,16 @@ The growth table plans for models of 140 to 17,920 linears and fits seconds ~ li
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.machine import write_result
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
@@ -181,36 +177,17 @@ def run(models: list[str], seeds: int, limit_s: float, sizes: tuple[int, ...]) -
     return {"comparison": rows, "growth": grown}
 
 
-def machine() -> dict[str, Any]:
-    """Say where the numbers come from."""
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = [x for x in cpuinfo.read_text().splitlines() if x.startswith("model name")]
-        name = lines[0].split(":", 1)[1].strip() if lines else name
-    return {
-        "cpu": name,
-        "cores": os.cpu_count(),
-        "load_average": list(os.getloadavg()),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        "versions": {package: version(package) for package in ("ortools", "scipy", "numpy")},
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="70B only, one seed")
     parser.add_argument("--highs-limit", type=float, default=120.0, metavar="S")
     parser.add_argument("--output", type=Path, metavar="FILE")
     args = parser.parse_args()
-    start = machine()
     models = ["llama-70b"] if args.quick else list(MODELS)
     sizes = (20, 40, 80) if args.quick else (20, 40, 80, 160, 320, 640, 1280, 2560)
     result = run(models, 1 if args.quick else 3, args.highs_limit, sizes)
     if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps({"machine": start, **result}, indent=1) + "\n")
+        write_result(args.output, result)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ trainer's; on a busy machine compare the conditions, not the numbers.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -32,7 +31,8 @@ from typing import Any, Literal
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 
 
-from benchmarks.solver import experts_model, machine
+from benchmarks.machine import write_result
+from benchmarks.solver import experts_model
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
@@ -182,7 +182,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--output", type=Path, metavar="FILE")
     args = parser.parse_args()
-    start = machine()
     result = summary(measure(args.steps))
     print(
         f"{'condition':10}{'steps':>6}{'plans':>6}{'p10':>9}{'p50':>9}{'p90':>9}{'p99':>9}  ratio"
@@ -194,8 +193,7 @@ def main() -> None:
     calls = ", ".join(f"{name} {ms:.2f} ms" for name, ms in result["longest_call_ms"].items())
     print(f"longest call on the training thread: {calls}")
     if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps({"machine": start, **result}, indent=1) + "\n")
+        write_result(args.output, result)
 
 
 if __name__ == "__main__":

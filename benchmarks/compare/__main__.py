@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ from benchmarks.compare.variants import (
     share_of,
     snip_costs,
 )
-from benchmarks.machine import RESULTS, machine
+from benchmarks.machine import RESULTS, append_row
 from megatron_snip.divergence.divergence import absolute_error, relative_error
 from megatron_snip.options import Option
 from megatron_snip.statistics.records import StatisticsTable
@@ -63,7 +62,6 @@ class ResultStore:
         self._path = path
         text = path.read_text() if path.exists() else ""
         self.rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-        self._about = {"commit": _commit(), **_machine()}
 
     def has(self, key: Mapping[str, Any]) -> bool:
         """Return whether there is a row with this key."""
@@ -71,10 +69,7 @@ class ResultStore:
 
     def add(self, row: dict[str, Any]) -> None:
         """Append a row and print it."""
-        self.rows.append({**row, **self._about})
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a") as file:
-            file.write(json.dumps(self.rows[-1]) + "\n")
+        self.rows.append(append_row(self._path, row))
         shown = " ".join(str(row[k]) for k in KEY)
         print(f"{shown}: {row['loss']:.4f}", flush=True)
 
@@ -131,17 +126,20 @@ def _run_pairs(
 ) -> None:
     key = {"kind": "forks", "setup": options.setup, "scenario": options.scenario}
     key |= {"low": low, "seed": 0, "data_seed": data_seed}
-    for name, plan in _fork_plans(table, Formats(low, HIGH, FORK_TARGET), options.pairs):
+    first = 1000 * data_seed
+    pairs = range(first, first + options.pairs)
+    for name, plan in _fork_plans(table, Formats(low, HIGH, FORK_TARGET), pairs):
         if not store.has({**key, "variant": name}):
             store.add({**key, "variant": name, **_rounded(warm.branch(plan, data_seed))})
 
 
 def _fork_plans(
-    table: StatisticsTable, formats: Formats, pairs: int
+    table: StatisticsTable, formats: Formats, pairs: range
 ) -> Iterator[tuple[str, Plan | None]]:
+    """Return the BF16 branch and both halves of each pair; no two data seeds share a pair."""
     yield "bf16", None
     items = items_of(table.linears)
-    for k in range(pairs):
+    for k in pairs:
         for half, low in enumerate(_halves(items, k)):
             yield f"{k}-{half}", plan_of(low, table.linears, formats)
 
@@ -229,7 +227,7 @@ def fork_table(rows: list[dict[str, Any]], name: tuple[str, ...], results: Path)
     found = analysis.gaps(rows)
     pairs = [(variant, pair) for variant, values in found.items() for pair in values]
     pairs.sort(key=lambda run: (run[1][1], *map(int, run[0].split("-"))))  # complements adjoin
-    if len(pairs) < len(items) + 4:
+    if len(pairs) < 2 * len(items):  # a pair of complements gives one equation
         return f"### {' '.join(name)}: {len(pairs)} runs, too few for {len(items)} GEMMs"
     split: list[Item] = [(i.rsplit(":", 1)[0], Gemm[i.rsplit(":", 1)[1].upper()]) for i in items]
     design = np.zeros((len(pairs), len(items)))
@@ -265,16 +263,6 @@ def _rounded(result: dict[str, Any]) -> dict[str, Any]:
     return {k: round(v, 6) if isinstance(v, float) else v for k, v in result.items()}
 
 
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short=10", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def _machine() -> dict[str, Any]:
-    found = machine()
-    return {"date": found["date"], "cpu": found["cpu"], "torch": found["versions"]["torch"]}
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compare",
@@ -287,7 +275,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--formats", type=_names, default=("fp3", "fp4"))
     parser.add_argument("--seeds", type=int, default=6, help="checkpoints of `policies`")
     parser.add_argument("--variants", type=_names, default=VARIANTS)
-    parser.add_argument("--pairs", type=int, default=48, help="complementary pairs of `forks`")
+    parser.add_argument(
+        "--pairs", type=int, default=48, help="complementary pairs of `forks` for each data seed"
+    )
     parser.add_argument("--data-seeds", type=int, default=2, help="continuations of `forks`")
     parser.add_argument("--results", type=Path, default=RESULTS / "compare.jsonl")
     return parser.parse_args()

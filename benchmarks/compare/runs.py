@@ -40,7 +40,7 @@ class Setup:
 
 
 SETUPS = {
-    "small": Setup({"num_layers": 6, "ffn_hidden_size": 384, "lr": 1e-3, "min_lr": 1e-3}, 200, 150),
+    "small": Setup({"num_layers": 6, "ffn_hidden_size": 384, "lr": 1e-3, "min_lr": 1e-3}, 200, 100),
     "quick": Setup(
         {"num_layers": 3, "hidden_size": 64, "ffn_hidden_size": 128, "lr": 1e-3, "min_lr": 1e-3},
         40,

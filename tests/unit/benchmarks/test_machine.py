@@ -20,6 +20,15 @@ def test_a_result_has_its_machine(tmp_path: Path) -> None:
     assert found["cpu"] and found["cores"] >= 1 and found["versions"]["torch"]
 
 
+def test_rows_are_appended_with_their_origin(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "rows.jsonl"
+    machine.append_row(file, {"ratio": 1.5})
+    last = machine.append_row(file, {"ratio": 1.6})
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["ratio"] for row in rows] == [1.5, 1.6] and rows[1] == last
+    assert {"command", "commit", "date", "cpu", "cores", "torch"} <= set(last)
+
+
 def test_a_gpu_hidden_from_the_process_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def hidden() -> str:
         raise RuntimeError("No CUDA GPUs are available")
