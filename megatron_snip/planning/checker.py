@@ -27,6 +27,7 @@ _WITHOUT_TARGET = ("none", "uniform-")
 """Prefixes of the policies that ignore the target; they may use an unlisted bf16."""
 
 _RELATIVE = 1e-9
+_UNLISTED_BF16 = OptionCost(quality_loss=0.0, saving=0.0)
 
 
 class _Numbers(NamedTuple):
@@ -74,7 +75,7 @@ def find_violations(
             for wanted, pin in pins
             if option != parse_option(wanted)
         ]
-        own = costs.get(option, OptionCost(quality_loss=0.0, saving=0.0))
+        own = costs.get(option, _UNLISTED_BF16)
         if own.quality_loss is None:
             faults.append(f"'{name}' has '{option}', which is forbidden")
         usable = [cost for cost in costs.values() if cost.quality_loss is not None]

@@ -45,7 +45,7 @@ def killed(call: Callable[[], Any]) -> Any:
 def not_a_number(call: Callable[[], Any]) -> Any:
     """Fill the tensors of a record with NaN."""
     result = call()
-    return type(result)(*(None if t is None else t * math.nan for t in vars(result).values()))
+    return result._make(None if t is None else t * math.nan for t in result)
 
 
 MOMENTS = (sensitivity, "_own_sums")
