@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron_snip.config import SnipConfig, explain
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import UsageError, shown
 from megatron_snip.guard import GuardState
 from megatron_snip.log import warn_once_per_job
 from megatron_snip.planning.plan import PrecisionPlan
@@ -162,5 +162,5 @@ def _guard(value: dict[str, Any] | None, source: str) -> GuardState | None:
         return None if value is None else GuardState.model_validate(value)
     except (ValidationError, UsageError) as error:
         detail = explain(error) if isinstance(error, ValidationError) else str(error)
-        warn_once_per_job(logger, f"snip: {source}: the guard starts anew ({detail})")
+        warn_once_per_job(logger, f"snip: {source}: the guard starts anew ({shown(detail)})")
         return None

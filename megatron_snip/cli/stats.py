@@ -14,10 +14,10 @@ from typing import Any
 from rich.table import Table
 
 from megatron_snip.cli.common import add_examples, console, integer, new_table
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import UsageError, shown
 from megatron_snip.files import read_json
 from megatron_snip.reporting.run_record import numbered_files, parse_divergences
-from megatron_snip.reporting.text import column, number, printable
+from megatron_snip.reporting.text import column, number
 
 COLUMNS = {
     "loss": "loss_divergence",
@@ -110,5 +110,5 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     table = new_table(("linear", "option"), tuple(COLUMNS))
     columns = [column([row[name] for row in rows]) for name in COLUMNS]
     for row, *numbers in zip(rows, *columns, strict=True):
-        table.add_row(printable(row["linear"]), printable(row["option"]), *numbers)
+        table.add_row(shown(row["linear"]), shown(row["option"]), *numbers)
     return table

@@ -74,11 +74,6 @@ def option_counts(linears: Mapping[str, Option]) -> str:
     return listing(f"{count} {option}" for option, count in counts.most_common())
 
 
-def printable(text: str) -> str:
-    """Return text with control characters escaped, so that a terminal does not obey them."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
 def label(name: str) -> str:
     """Return a name of at most 24 characters; a longer one loses its middle."""
     return name if len(name) <= _LABEL else f"{name[:11]}..{name[-11:]}"

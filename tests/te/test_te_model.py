@@ -83,12 +83,14 @@ def test_a_missing_gpu_or_transformer_engine(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_backend_must_fit_the_linears() -> None:
-    with pytest.raises(UnsupportedError, match="--snip-backend simulate"):
-        PlannedModel([build()], Topology(), 0, "simulate")
     with pytest.raises(UnsupportedError, match="use --transformer-impl transformer_engine"):
         PlannedModel([build(te=False)], Topology(), 0, "te")
-    for te, backend in ((True, "te"), (False, "simulate")):
-        under = PlannedModel([build(te=te)], Topology(), 0, "auto")
+    for te, setting, backend in (
+        (True, "auto", "te"),
+        (True, "simulate", "simulate"),
+        (False, "auto", "simulate"),
+    ):
+        under = PlannedModel([build(te=te)], Topology(), 0, setting)
         assert {linear.backend for linear in under.linears} == {backend}
         assert len(under.linears) == 8
 
