@@ -28,9 +28,12 @@ import json
 import logging
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +212,22 @@ def _changes(fields: tuple[str, ...], old: dict[str, Any], new: dict[str, Any]) 
             yield f"{name} {old.get(name)} -> {new.get(name)}"
 
 
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Block stop signals in this thread, and so in the processes that Megatron starts for a save.
+
+    torch's agent signals the process group, which would end them and with them the save. Other
+    threads still receive the signal, so the run stops after the iteration as usual.
+    """
+    resource_tracker.ensure_running()  # to start it later would unblock the signals
+    stops = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
 class Checkpoints:
     """Saves and loads; all ranks call every method together."""
 
@@ -244,10 +263,11 @@ class Checkpoints:
                 "opt_param_scheduler": self._state.scheduler.state_dict(),
                 "snip": None if progress.snip is None else progress.snip.to_dict(),
             }
-            # A signal to the process group ends Megatron's queue process; a save starts a new one.
+            # Megatron's queue process, too, is started in each save.
             setattr(filesystem_async, "_results_queue", None)  # noqa: B010
             try:
-                dist_checkpointing.save(content, str(partial))
+                with _signals_held():
+                    dist_checkpointing.save(content, str(partial))
             except (Exception, CheckpointException) as error:
                 if self._is_rank_0:
                     shutil.rmtree(partial, ignore_errors=True)

@@ -333,9 +333,12 @@ def rank_of(process: int) -> str | None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("number", "while_saving"),
+    [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGTERM, True)],
+)
 def test_a_signal_saves_and_the_same_command_resumes(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, number: signal.Signals, while_saving: bool
 ) -> None:
     values = {
         "tensor_model_parallel_size": 1,
@@ -352,6 +355,9 @@ def test_a_signal_saves_and_the_same_command_resumes(
     words = command(tmp_path / "b" / "run", **values, save=save, load=save, save_interval=2)
     with training(words, tmp_path) as front:
         processes = descendants(front.pid)
+        while while_saving and not list(Path(save).glob(".iter_*.partial/*.distcp")):
+            assert front.poll() is None
+            time.sleep(0.01)
         front.send_signal(number)
         output, errors = front.communicate(timeout=TIMEOUT_S)
     assert (front.returncode, errors) == (SAVED_AND_STOPPED, "")
