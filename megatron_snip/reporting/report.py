@@ -22,7 +22,13 @@ from megatron_snip.planning.pareto import frontier
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.reporting import figures
 from megatron_snip.reporting.figures import DIVERGENCE_TITLES, loss_gap, quantized_options
-from megatron_snip.reporting.run_record import MetricRows, RunRecord, read_metrics
+from megatron_snip.reporting.run_record import (
+    MetricRows,
+    RunRecord,
+    only_bf16,
+    plan_spans,
+    read_metrics,
+)
 from megatron_snip.reporting.text import listing, number, option_counts, percent, quality, seconds
 from megatron_snip.version import __version__
 
@@ -92,14 +98,18 @@ Reference = tuple[str, MetricRows]
 def read_reference(path: Path) -> Reference:
     """Read the metrics of a reference: a run's directory or its metrics.jsonl.
 
-    It is called `BF16` if it had no plan.
+    It is called `BF16` if its linears ran in BF16. Without plan files, which a metrics.jsonl alone
+    does not have, they did if no iteration had linears in the lowest precision.
 
     Raises:
-        UsageError: if there are no metrics; one line.
+        UsageError: if there are no metrics, or a plan's file is bad; one line.
     """
     metrics = read_metrics(path / "metrics.jsonl" if path.is_dir() else path)
     name = (path if path.is_dir() else path.parent).resolve().name
-    return name if metrics.column("plan_iteration")[0].size else "BF16", metrics
+    bf16 = metrics.total("lowest_precision_fraction") == 0
+    if path.is_dir():
+        bf16 = only_bf16(plan_spans(path, metrics))
+    return "BF16" if bf16 else name, metrics
 
 
 def make_report(run: RunRecord, reference: Reference | None = None) -> str:
@@ -198,7 +208,7 @@ def _tiles(run: RunRecord, reference: Reference | None) -> list[Tile]:
         shown = "-" if gap is None else f"{gap:+.4f}"
         note = f"mean of the last {count} common iterations"
         tiles.append((f"loss gap to {reference[0]}", shown, note))
-    elif run.plan is not None:
+    elif not only_bf16(run.plans):
         tiles.append(("loss gap to BF16", "-", "unknown: give --reference, a run in BF16"))
     note = f"at iteration {at[-1]}" if at.size else "not measured"
     tiles.append(("validation loss", number(metrics.last("validation_loss")), note))
@@ -213,7 +223,8 @@ def _tiles(run: RunRecord, reference: Reference | None) -> list[Tile]:
     wall = metrics.column("wall_s")[1]
     if np.nansum(wall) > 0:
         note = f"{percent(metrics.total('refresh_s') / np.nansum(wall))} of all time in refreshes"
-        tiles.append((f"time of an iteration{_sim(run)}", seconds(float(np.nanmedian(wall))), note))
+        title = "time of an iteration" + ("" if only_bf16(run.plans) else _sim(run))
+        tiles.append((title, seconds(float(np.nanmedian(wall))), note))
     return tiles
 
 

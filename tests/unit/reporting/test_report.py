@@ -125,6 +125,9 @@ def test_the_gap_is_the_mean_over_the_last_tenth(folder: Path, tmp_path: Path) -
     path.write_text("".join(rows))
     run = read_run(folder / "off")
     gap, count = last_gap(run.metrics, read_reference(path))
+    assert read_reference(path)[0] == read_reference(folder / "off")[0] == "BF16"
+    fp8 = config(policy="uniform-fp8")  # nothing in the lowest precision
+    assert read_reference(write_run(tmp_path / "fp8", Shape(fp8)))[0] == "fp8"
     losses = run.metrics.column("loss")[1]
     assert count == 2 and gap == pytest.approx(losses[-2:].mean() - 1.0)
 
