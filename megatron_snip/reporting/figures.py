@@ -252,7 +252,8 @@ def divergence_maps(record: Divergences) -> Figure:
             _name_rows(axes, grid)
             axes.set_xticks(edges[:-1] + 0.5, grid.columns)
         # Three ticks of our own: matplotlib's are formulas, which `parse_math` leaves as TeX.
-        ticks = np.geomspace(scale.vmin, scale.vmax, 3)
+        low, high = mesh.get_clim()
+        ticks = np.geomspace(low, high, 3)
         bar = figure.colorbar(mesh, ax=list(line), pad=0.02, aspect=14, ticks=ticks, format="%.0e")
         bar.minorticks_off()
         bar.outline.set_visible(False)
