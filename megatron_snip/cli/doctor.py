@@ -46,9 +46,12 @@ def run(args: argparse.Namespace) -> int:
 
 def recommended_command(machine: Machine) -> str:
     """Return the command line that trains with SNIP on a machine."""
-    with_te = machine.te_version is not None and "blockwise" not in machine.te_unavailable
-    on_tensor_cores = machine.capability is not None and machine.capability[0] in (9, 10)
-    layers = "transformer_engine" if with_te and on_tensor_cores else "local"
+    from megatron_snip.linears.availability import te_support
+
+    layers = "local"
+    if machine.capability is not None and machine.te_version is not None:
+        on_tensor_cores = te_support("fp8", machine)[0]
+        layers = "transformer_engine" + ("" if on_tensor_cores else " --snip-backend simulate")
     cpu = "--cpu " if machine.capability is None else ""
     words = f"torchrun --nproc-per-node N -m megatron_snip {cpu}{SCRIPT}"
     return f"{words} --transformer-impl {layers} --snip"

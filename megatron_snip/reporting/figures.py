@@ -251,7 +251,12 @@ def divergence_maps(record: Divergences) -> Figure:
             axes.set_title(f"{title}, {option}")
             _name_rows(axes, grid)
             axes.set_xticks(edges[:-1] + 0.5, grid.columns)
-        figure.colorbar(mesh, ax=list(line), pad=0.02, aspect=14).outline.set_visible(False)
+        # Three ticks of our own: matplotlib's are formulas, which `parse_math` leaves as TeX.
+        low, high = mesh.get_clim()
+        ticks = np.geomspace(low, high, 3)
+        bar = figure.colorbar(mesh, ax=list(line), pad=0.02, aspect=14, ticks=ticks, format="%.0e")
+        bar.minorticks_off()
+        bar.outline.set_visible(False)
         line[0].set_ylabel("layer")
     return figure
 
@@ -355,13 +360,14 @@ def _finish(figure: Figure, axes: Any, ylabel: str) -> None:
 # A plan among others.
 
 
-def frontier_curve(points: Points, plan: tuple[float, float] | None) -> Figure:
+def frontier_curve(points: Points, plan: tuple[float, float] | None, lowest: str) -> Figure:
     """Draw the least quality loss at each efficiency; a star marks the current plan.
 
     Args:
         points: (efficiency, quality loss) in ascending order; quality losses are shares of the
             uniform lowest precision's.
         plan: the same of the current plan, or None.
+        lowest: names of the formats of the lowest precision.
     """
     figure = new_figure(3.0)
     axes = figure.subplots()
@@ -373,6 +379,6 @@ def frontier_curve(points: Points, plan: tuple[float, float] | None) -> Figure:
     axes.set_ylim(bottom=0.0)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_xlabel("efficiency")
-    _finish(figure, axes, "quality loss")
+    axes.set_xlabel(f"efficiency: share of FLOPs in {lowest}")
+    _finish(figure, axes, f"quality loss\n100%: all linears in {lowest}")
     return figure

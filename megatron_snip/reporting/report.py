@@ -22,7 +22,13 @@ from megatron_snip.planning.pareto import frontier
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.reporting import figures
 from megatron_snip.reporting.figures import DIVERGENCE_TITLES, loss_gap, quantized_options
-from megatron_snip.reporting.run_record import MetricRows, RunRecord, read_metrics
+from megatron_snip.reporting.run_record import (
+    MetricRows,
+    RunRecord,
+    only_bf16,
+    plan_spans,
+    read_metrics,
+)
 from megatron_snip.reporting.text import listing, number, option_counts, percent, quality, seconds
 from megatron_snip.version import __version__
 
@@ -92,14 +98,18 @@ Reference = tuple[str, MetricRows]
 def read_reference(path: Path) -> Reference:
     """Read the metrics of a reference: a run's directory or its metrics.jsonl.
 
-    It is called `BF16` if no iteration had linears in the lowest precision.
+    It is called `BF16` if its linears ran in BF16. Without plan files, which a metrics.jsonl alone
+    does not have, they did if no iteration had linears in the lowest precision.
 
     Raises:
-        UsageError: if there are no metrics; one line.
+        UsageError: if there are no metrics, or a plan's file is bad; one line.
     """
     metrics = read_metrics(path / "metrics.jsonl" if path.is_dir() else path)
     name = (path if path.is_dir() else path.parent).resolve().name
-    return name if metrics.total("lowest_precision_fraction") > 0 else "BF16", metrics
+    bf16 = metrics.total("lowest_precision_fraction") == 0
+    if path.is_dir():
+        bf16 = only_bf16(plan_spans(path, metrics))
+    return "BF16" if bf16 else name, metrics
 
 
 def make_report(run: RunRecord, reference: Reference | None = None) -> str:
@@ -198,19 +208,23 @@ def _tiles(run: RunRecord, reference: Reference | None) -> list[Tile]:
         shown = "-" if gap is None else f"{gap:+.4f}"
         note = f"mean of the last {count} common iterations"
         tiles.append((f"loss gap to {reference[0]}", shown, note))
+    elif not only_bf16(run.plans):
+        tiles.append(("loss gap to BF16", "-", "unknown: give --reference, a run in BF16"))
     note = f"at iteration {at[-1]}" if at.size else "not measured"
     tiles.append(("validation loss", number(metrics.last("validation_loss")), note))
     share = percent(metrics.last("lowest_precision_fraction"))
     note = f"{run.lowest_formats}{_sim(run)}, target {percent(run.target)}"
     tiles.append(("FLOPs in lowest precision", share, note))
     loss = None if plan is None else run.quality_share(plan.objective)
-    tiles.append(("quality loss of the plan", percent(loss), f"of uniform {run.lowest_formats}'s"))
+    note = f"100%: all linears in {run.lowest_formats}; 0%: BF16"
+    tiles.append(("quality loss of the plan", percent(loss), note))
     failed = sum(notice.kind == "refresh_failed" for notice in metrics.notices)
     tiles.append(("refreshes", str(len(metrics.column("refresh_s")[0])), f"{failed} failed"))
     wall = metrics.column("wall_s")[1]
     if np.nansum(wall) > 0:
         note = f"{percent(metrics.total('refresh_s') / np.nansum(wall))} of all time in refreshes"
-        tiles.append(("time of an iteration", seconds(float(np.nanmedian(wall))), note))
+        title = "time of an iteration" + ("" if only_bf16(run.plans) else _sim(run))
+        tiles.append((title, seconds(float(np.nanmedian(wall))), note))
     return tiles
 
 
@@ -233,10 +247,11 @@ def _frontier(run: RunRecord) -> Picture:
     current = None if run.plan is None or loss is None else (run.plan.efficiency, loss)
     caption = (
         "The least predicted quality loss of any plan at each efficiency, from the last refresh, "
-        "as share of the quality loss of the uniform lowest precision. Where the curve becomes "
-        "steep, more low precision is expensive. The star is the current plan."
+        f"as share of the quality loss with all linears in {run.lowest_formats}. Where the curve "
+        "becomes steep, more low precision is expensive. The star is the current plan."
     )
-    return Picture("frontier", title, caption, partial(figures.frontier_curve, points, current))
+    draw = partial(figures.frontier_curve, points, current, run.lowest_formats)
+    return Picture("frontier", title, caption, draw)
 
 
 def _plan_pictures(run: RunRecord) -> list[Picture]:

@@ -8,6 +8,7 @@ checked, and a bad one is refused in one line.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -182,6 +183,12 @@ class RunRecord:
         return None if loss is None or self.snip is None else loss / (1 + self.snip.weight_lambda)
 
 
+def only_bf16(spans: Iterable[PlanSpan]) -> bool:
+    """Return whether all linears are in BF16 under all plans; true without plans."""
+    options = (option for span in spans for option in span.plan.linears.values())
+    return all(set(option.formats) == {"bf16"} for option in options)
+
+
 def check_run_directory(path: Path) -> None:
     """Refuse a path that is not a run directory.
 
@@ -216,7 +223,7 @@ def read_run(path: Path) -> RunRecord:
         snip=snip,
         versions=_versions(path / "versions.json"),
         metrics=metrics,
-        plans=_spans(path, metrics),
+        plans=plan_spans(path, metrics),
         divergences=None if measured is None else read_divergences(measured),
         problem=None if problem is None else read_problem(problem),
         simulated=_simulated(path / "precision", last, snip),
@@ -316,7 +323,12 @@ def _snip_config(config: dict[str, Any]) -> SnipConfig | None:
     return None
 
 
-def _spans(path: Path, metrics: MetricRows) -> tuple[PlanSpan, ...]:
+def plan_spans(path: Path, metrics: MetricRows) -> tuple[PlanSpan, ...]:
+    """Return the plans of the run in a directory, in order.
+
+    Raises:
+        UsageError: if a plan's file is missing or damaged; one line.
+    """
     rows = [row for row in metrics.rows if row.get("plan_iteration") is not None]
     ends = [row["iteration"] for row in rows[1:]] + [metrics.last_iteration + 1]
     names = {row["plan_iteration"] for row in rows}

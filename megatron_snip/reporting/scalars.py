@@ -1,15 +1,16 @@
 """Events as scalars, with the same names in TensorBoard and W&B.
 
-Dashboards sort by name, so names of the most important scalars start with a digit:
+Dashboards sort by name. The first six panels are numbered: is training safe, is it faster, which
+linears suffer:
 
+    snip/1_guard_events              since the job started: bad losses and plans reverted
     snip/1_loss                      training loss (Megatron's own run has it as `lm loss`)
-    snip/2_lowest_precision_share    share of the linears' FLOPs in the lowest precision
-    snip/2_share_<format>            the same for each format, at every plan
-    snip/3_quality_loss_share        of the plan; 1 is the uniform lowest precision
+    snip/2_quality_loss_share        of the plan; 1 is the uniform lowest precision, 0 is BF16
+    snip/3_lowest_precision_share    share of the linears' FLOPs in the lowest precision
     snip/4_refresh_overhead_percent  time that a refresh added, of the time since the last refresh
-    snip/5_failed_refreshes          since the job started
-    snip/5_guard_events              since the job started: bad losses and plans reverted
-    snip/6_changed_linears           by a new plan
+    snip/5_fragile_linears           picture: divergences of each linear
+    snip/6_plan                      picture: format of each linear
+    snip/share/<format>              share of the linears' FLOPs in each format, at every plan
     snip/divergence/..., snip/refresh/..., snip/training/...   details
 
 Unknown values (None, NaN, infinite) are left out.
@@ -25,7 +26,7 @@ from typing import Any
 from megatron_snip.divergence.quality_loss import DivergenceTable
 from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, PlanApplied
 
-_METRIC_NAMES = {"loss": "1_loss", "lowest_precision_fraction": "2_lowest_precision_share"}
+_METRIC_NAMES = {"loss": "1_loss", "lowest_precision_fraction": "3_lowest_precision_share"}
 
 
 class ScalarSeries:
@@ -61,10 +62,10 @@ class ScalarSeries:
                 }
             case PlanApplied() as applied:
                 loss = applied.plan.objective
-                found = {f"snip/2_share_{n}": share for n, share in applied.format_shares.items()}
+                found = {f"snip/share/{n}": share for n, share in applied.format_shares.items()}
                 found |= {
-                    "snip/3_quality_loss_share": loss and loss / self._uniform_loss,
-                    "snip/6_changed_linears": applied.num_changed,
+                    "snip/2_quality_loss_share": loss and loss / self._uniform_loss,
+                    "snip/refresh/changed_linears": applied.num_changed,
                     "snip/refresh/solve_s": applied.plan.seconds,
                     "snip/refresh/wait_s": applied.waited_s,
                 }
@@ -92,7 +93,7 @@ class ScalarSeries:
         return 100.0 * event.payload.seconds / elapsed if elapsed > 0 else None
 
     def _counters(self) -> dict[str, Any]:
-        return {"snip/5_failed_refreshes": self._failed, "snip/5_guard_events": self._guarded}
+        return {"snip/refresh/failed": self._failed, "snip/1_guard_events": self._guarded}
 
 
 def _divergence_totals(table: DivergenceTable) -> dict[str, Any]:

@@ -177,8 +177,8 @@ def pictures(payload: Payload) -> dict[str, bytes]:
         record = parse_divergences(divergences_dict(payload.divergences, payload.statistics))
         if not figures.quantized_options(record):
             return {}
-        return {"snip/divergence/maps": figures.png(lambda: figures.divergence_maps(record))}
-    return {"snip/plan/map": figures.png(lambda: figures.plan_map(payload.plan.linears))}
+        return {"snip/5_fragile_linears": figures.png(lambda: figures.divergence_maps(record))}
+    return {"snip/6_plan": figures.png(lambda: figures.plan_map(payload.plan.linears))}
 
 
 def _opened(picture: bytes) -> Any:

@@ -31,11 +31,11 @@ def test_tensorboard_shows_snip_beside_megatron(written: Path) -> None:
     scalars = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
     assert "lm loss" in scalars
     # Iterations are Megatron's: the plan applied before step 4 stands at iteration 5.
-    changed = {e.step: e.value for e in scalars["snip/6_changed_linears"]}
+    changed = {e.step: e.value for e in scalars["snip/refresh/changed_linears"]}
     assert next(step for step, value in changed.items() if value > 0) == 5
     refreshes = {e.step: e.value for e in scalars["snip/refresh/measure_s"]}
     assert [step for step, value in refreshes.items() if value > 0] == [3, 7]
-    fractions = {e.step: e.value for e in scalars["snip/2_lowest_precision_share"]}
+    fractions = {e.step: e.value for e in scalars["snip/3_lowest_precision_share"]}
     assert fractions[4] == 0.0 and fractions[5] >= 0.5
 
 
@@ -45,4 +45,4 @@ def test_wandb_has_one_run_that_shows_both(written: Path) -> None:
     (file,) = (written / "wandb").rglob("*.wandb")
     content = file.read_bytes()
     assert b"lm loss" in content
-    assert b"snip/3_quality_loss_share" in content and b"snip/refresh/measure_s" in content
+    assert b"snip/2_quality_loss_share" in content and b"snip/refresh/measure_s" in content

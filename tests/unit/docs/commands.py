@@ -103,7 +103,7 @@ def check_words(shown: Shown) -> None:
         _check_targets(rest)
     elif program == "pip":
         _check_extras(rest)
-    elif program not in ("cd", "git", "export") and shown.mark is None:
+    elif program not in ("cd", "git", "export", "source") and shown.mark is None:
         raise UsageError(f"nothing checks '{program}'; mark what it needs with one of {MARKS}")
 
 

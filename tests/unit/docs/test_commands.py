@@ -25,9 +25,9 @@ def runs_here(shown: Shown) -> bool:
 def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with the runs that the commands read."""
     folder = tmp_path_factory.mktemp("docs")
-    settings = config(start_step=21, interval=8)
-    write_run(folder / "runs" / "demo", Shape(settings, iterations=32, layers=4))
-    write_run(folder / "runs" / "other", Shape(config(enabled=False), iterations=32))
+    settings = config(start_step=21, interval=105)  # files of 21 and 126, as the demo has
+    write_run(folder / "runs" / "demo", Shape(settings, iterations=130, layers=4))
+    write_run(folder / "runs" / "bf16", Shape(config(enabled=False), iterations=32))
     for name in ("configs", "docs", "launch"):
         (folder / name).symlink_to(ROOT / name)
     patch = pytest.MonkeyPatch()

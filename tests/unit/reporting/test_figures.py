@@ -94,6 +94,9 @@ def test_divergences_share_one_logarithmic_scale(run: RunRecord) -> None:
     values = run.divergences.values("fp4", "loss_divergence")
     assert meshes(figure)[1].ravel().tolist() == list(values.values())
     assert drawn[0].collections[0].norm is drawn[1].collections[0].norm
+    scales = [axes for axes in figure.axes if axes.get_label() == "<colorbar>"]
+    ticks = [text.get_text() for axes in scales for text in axes.get_yticklabels()]
+    assert len(ticks) == 6 and all(float(text) > 0 for text in ticks)  # no TeX
 
 
 def test_losses_show_plan_changes_failures_and_the_gap(run: RunRecord, by_gemm: RunRecord) -> None:
@@ -117,7 +120,7 @@ def test_the_star_is_on_the_frontier(run: RunRecord) -> None:
     points = frontier_of(run)
     assert not isinstance(points, str)
     star = (run.plan.efficiency, run.quality_share(run.plan.objective))
-    curve, marker = draw(figures.frontier_curve, points, star).axes[0].lines
+    curve, marker = draw(figures.frontier_curve, points, star, "fp4").axes[0].lines
     assert all(np.diff(curve.get_ydata()) >= -1e-12)
     on_curve = np.interp(star[0], curve.get_xdata(), curve.get_ydata())
     assert marker.get_ydata()[0] == pytest.approx(on_curve)

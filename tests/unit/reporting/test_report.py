@@ -102,12 +102,12 @@ def test_numbers_have_a_scale_and_failures_are_called_failures(one: str) -> None
     assert "refresh failed, plan unchanged" in text and "plan reverted" in text
     assert "Current plan (simulated)" in text and "Simulated: losses are those" in text
     assert "loss gap to BF16" in text and "+0.0000" in text
-    assert "of uniform fp4's" in text
+    assert "100%: all linears in fp4" in text and "of uniform fp4's" in text
     assert "1 failed" in text
 
 
 def test_the_same_run_gives_the_same_page_and_a_young_one_names_what_is_missing(
-    tmp_path: Path,
+    folder: Path, tmp_path: Path
 ) -> None:
     path = write_run(tmp_path / "run", Shape(config(), iterations=1))
     page = make_report(read_run(path))
@@ -115,6 +115,8 @@ def test_the_same_run_gives_the_same_page_and_a_young_one_names_what_is_missing(
     text = Elements(page).text
     assert "No plan was applied yet." in text and "The run has made no refresh." in text
     assert "simulated" not in text
+    alone = make_report(read_run(folder / "a<b>&\"'run"))
+    assert "give --reference, a run in BF16" in alone and "give --reference" not in text
 
 
 def test_the_gap_is_the_mean_over_the_last_tenth(folder: Path, tmp_path: Path) -> None:
@@ -123,6 +125,9 @@ def test_the_gap_is_the_mean_over_the_last_tenth(folder: Path, tmp_path: Path) -
     path.write_text("".join(rows))
     run = read_run(folder / "off")
     gap, count = last_gap(run.metrics, read_reference(path))
+    assert read_reference(path)[0] == read_reference(folder / "off")[0] == "BF16"
+    fp8 = config(policy="uniform-fp8")  # nothing in the lowest precision
+    assert read_reference(write_run(tmp_path / "fp8", Shape(fp8)))[0] == "fp8"
     losses = run.metrics.column("loss")[1]
     assert count == 2 and gap == pytest.approx(losses[-2:].mean() - 1.0)
 

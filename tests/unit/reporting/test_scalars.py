@@ -31,14 +31,14 @@ def test_the_first_names_answer_whether_training_is_safe_and_faster() -> None:
     assert sorted(values.items()) == sorted(
         {
             "snip/1_loss": 3.0,
-            "snip/2_lowest_precision_share": 0.75,
-            "snip/2_share_fp4": PLAN.efficiency,
-            "snip/2_share_fp8": 1 - PLAN.efficiency,
-            "snip/3_quality_loss_share": (PLAN.objective or 0) / 1.1,
+            "snip/3_lowest_precision_share": 0.75,
+            "snip/share/fp4": PLAN.efficiency,
+            "snip/share/fp8": 1 - PLAN.efficiency,
+            "snip/2_quality_loss_share": (PLAN.objective or 0) / 1.1,
             "snip/4_refresh_overhead_percent": 2.5,  # 0.25 s of 10 s
-            "snip/5_failed_refreshes": 1,
-            "snip/5_guard_events": 1,
-            "snip/6_changed_linears": 12,
+            "snip/refresh/failed": 1,
+            "snip/1_guard_events": 1,
+            "snip/refresh/changed_linears": 12,
             "snip/divergence/loss_total": sum(d.loss_divergence for d in lowest),
             "snip/divergence/weight_total": sum(d.weight_divergence for d in lowest),
             "snip/refresh/measure_s": 0.25,
@@ -54,7 +54,7 @@ def test_unknown_values_are_left_out(value: object) -> None:
     found = ScalarSeries({}, left_out=["grad_norm"]).values(
         Event(1, Metrics({"loss": value, "lr": 0.5, "grad_norm": 1.0}))
     )
-    assert set(found) == {"snip/training/lr", "snip/5_failed_refreshes", "snip/5_guard_events"}
+    assert set(found) == {"snip/training/lr", "snip/refresh/failed", "snip/1_guard_events"}
     blind = PLAN.model_copy(update={"objective": None, "bound": None})
     values = ScalarSeries({}).values(Event(4, applied(SHAPE, blind)))
-    assert "snip/3_quality_loss_share" not in values
+    assert "snip/2_quality_loss_share" not in values

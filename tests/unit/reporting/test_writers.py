@@ -84,13 +84,13 @@ def test_wandb_has_rows_plans_divergences_and_alerts() -> None:
     for iteration, row in run.rows.items():
         assert row["snip/1_loss"] > 0
         share = 0.0 if iteration < 5 else pytest.approx(11 / 18)
-        assert row["snip/2_lowest_precision_share"] == share
-    loss = run.rows[13]["snip/3_quality_loss_share"]
+        assert row["snip/3_lowest_precision_share"] == share
+    loss = run.rows[13]["snip/2_quality_loss_share"]
     assert loss == pytest.approx((PLAN.objective or 0) / 1.1)
     assert module.config.shown == {"snip": {"interval": 8, "weight_lambda": 0.1}}
-    for name, steps in (("snip/plan/map", [5, 13]), ("snip/divergence/maps", [3, 11])):
+    for name, steps in (("snip/6_plan", [5, 13]), ("snip/5_fragile_linears", [3, 11])):
         assert [step for step, row in run.rows.items() if name in row] == steps
-    assert run.rows[11]["snip/divergence/maps"].image.width >= 1000
+    assert run.rows[11]["snip/5_fragile_linears"].image.width >= 1000
     assert [(a.type, a.name) for a in run.artifacts] == [("snip-plan", "plan-abc")] * 2
     assert run.alerts == [("SNIP: reverted at iteration 7", "back to <fp8>")]
     module.run = None  # W&B has ended the run
@@ -115,7 +115,7 @@ def test_only_a_new_or_resumed_plan_is_drawn() -> None:
     writer.write(Event(4, applied(SHAPE, PLAN, num_changed=0)))
     writer.write(Event(6, applied(SHAPE, PLAN, num_changed=0, resumed=True)))
     same, resumed = module.run.rows.values()
-    assert "snip/plan/map" not in same and "snip/plan/map" in resumed
+    assert "snip/6_plan" not in same and "snip/6_plan" in resumed
     assert [artifact.metadata["digest"] for artifact in module.run.artifacts] == [PLAN.digest] * 2
 
 
@@ -129,7 +129,9 @@ def test_without_matplotlib_there_are_no_pictures_and_one_warning(
     with caplog.at_level(logging.WARNING):
         write_events(WandbWriter(module, {}), Shape(config(), iterations=16))
     rows = module.run.rows
-    assert not any("map" in name for row in rows.values() for name in row)
+    assert not any(
+        name in ("snip/5_fragile_linears", "snip/6_plan") for row in rows.values() for name in row
+    )
     assert "pip install 'megatron-snip[report]'" in "".join(r.message for r in caplog.records)
     assert len([r for r in caplog.records if "no pictures" in r.message]) == 1
 
@@ -157,9 +159,9 @@ def test_tensorboard_has_scalars_pictures_and_text(tmp_path: Path) -> None:
         return {e.step: e.tensor_proto.string_val[0].decode() for e in found}
 
     assert steps(events.Scalars("snip/1_loss")) == list(range(1, 17))
-    assert steps(events.Scalars("snip/6_changed_linears")) == [5, 13]
-    assert steps(events.Images("snip/plan/map")) == [5, 13]
-    assert steps(events.Images("snip/divergence/maps")) == [3, 11]
+    assert steps(events.Scalars("snip/refresh/changed_linears")) == [5, 13]
+    assert steps(events.Images("snip/6_plan")) == [5, 13]
+    assert steps(events.Images("snip/5_fragile_linears")) == [3, 11]
     assert texts("snip/notices") == {7: "    reverted: back to <fp8>"}
     assert "    pins:\n" in texts("snip/config")[0]
 
@@ -168,7 +170,7 @@ def test_under_megatron_its_interval_holds_and_its_own_metrics_are_left_out(
     tmp_path: Path,
 ) -> None:
     events = read_tensorboard(tmp_path, interval=5, left_out=MEGATRON_LOGS)
-    shares = events.Scalars("snip/2_lowest_precision_share")
+    shares = events.Scalars("snip/3_lowest_precision_share")
     assert [event.step for event in shares] == [5, 10, 15]
     names = set(events.Tags()["scalars"])
     assert "snip/1_loss" not in names and "snip/training/tokens_per_s" in names
