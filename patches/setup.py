@@ -117,6 +117,8 @@ def attach(
         writers=writers,
         state=state,
         topology=topology,
+        microbatch_tokens=_microbatch_tokens(args),
+        calibration_cache=_directory(config, args) / "calibration.json",
     )
     session.metrics = StepMetrics(topology)
     if topology.rank == 0:
@@ -176,11 +178,22 @@ def make_writers(config: SnipConfig, args: argparse.Namespace, topology: Topolog
     return writers
 
 
+def _directory(config: SnipConfig, args: argparse.Namespace) -> Path:
+    return config.output_dir or Path(getattr(args, "save", None) or "") / "snip"
+
+
+def _microbatch_tokens(args: argparse.Namespace) -> int | None:
+    """Return the tokens of a microbatch, or None if they vary."""
+    if getattr(args, "variable_seq_lengths", False):
+        return None
+    return int(args.micro_batch_size) * int(args.seq_length)
+
+
 def _run_directory(config: SnipConfig, args: argparse.Namespace) -> RunDirectory:
     from megatron_snip.directory import archive_run, check_new_run, lock_directory, mark
     from megatron_snip.reporting.run_directory import RunDirectory
 
-    path = config.output_dir or Path(getattr(args, "save", None) or "") / "snip"
+    path = _directory(config, args)
     directory = RunDirectory(path, lock_directory(path))
     check_new_run(path, overwrite=True)  # files without our marker are not touched
     mark(path)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+from megatron.core.utils import get_model_config
 
 from megatron_snip.config import Backend
 from megatron_snip.errors import UnsupportedError
@@ -28,6 +30,7 @@ class PlannedModel:
 
     Attributes:
         chunks: Megatron's model chunks.
+        config: the first one's TransformerConfig.
         runtime: shared by all linears of this process.
         backend: what runs the linears; te if any of them is Transformer Engine's.
         machine: what decides how Transformer Engine's linears run.
@@ -41,6 +44,7 @@ class PlannedModel:
         topology: Topology,
         seed: int,
         backend: Backend = "auto",
+        microbatch_tokens: int | None = None,
     ) -> None:
         """All ranks: find the linears and agree on their global order.
 
@@ -49,7 +53,8 @@ class PlannedModel:
                 cannot run them.
         """
         self.chunks = list(model)
-        self.runtime = Runtime(topology, seed)
+        self.config: Any = get_model_config(self.chunks[0])
+        self.runtime = Runtime(topology, seed, microbatch_tokens)
         found = find_linears(model, topology)
         with_te = backend != "simulate" and any(te_kind(module) for module, _ in found)
         self.backend: Backend = "te" if with_te else "simulate"
@@ -91,6 +96,14 @@ class PlannedModel:
         """
         for linear in self.linears:
             linear.option = options[linear.name]
+
+    @property
+    def tokens_per_rank(self) -> float | None:
+        """A microbatch's tokens for each of the ranks of a stage that share it; None if unknown."""
+        c, tokens = self.config, self.runtime.microbatch_tokens
+        if tokens is None:
+            return None
+        return tokens / int(c.context_parallel_size * c.tensor_model_parallel_size)
 
     def measured_formats(self, names: Iterable[str]) -> dict[str, Format]:
         """Return how each format is quantized where it runs, without bf16."""

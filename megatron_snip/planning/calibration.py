@@ -5,15 +5,20 @@ The file, schema version 1:
     {"version": 1, "machine": str, "device": str, "date": str, "versions": {package: str},
      "tokens": int,
      "linears": [{"names": GLOB, "out_features": int, "in_features": int,
-                  "seconds": {FORMAT: {"fprop": number, "dgrad": number, "wgrad": number}}}]}
+                  "seconds": {FORMAT: {"fprop": number, "dgrad": number, "wgrad": number}},
+                  "tokens": int (optional), "mixed_s": number (optional)}]}
 
 A linear of a problem takes the first entry whose glob matches its name. Seconds are measured at
-`tokens` tokens, for 6 * tokens * out_features * in_features FLOPs; they are scaled to the linear's
-own FLOPs, so that a problem may count FLOPs for one token or for a batch.
+`tokens` tokens (the entry's, else the table's), for 6 * tokens * out_features * in_features FLOPs;
+they are scaled to the linear's own FLOPs, so that a problem may count FLOPs for one token or for a
+batch. An option with more than one format takes `mixed_s` seconds beside its GEMMs: Transformer
+Engine then does not fuse the norm with quantizing, and does not swizzle scales in advance.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,7 +27,8 @@ from pydantic import BaseModel, Field, field_validator
 from megatron_snip.errors import UsageError
 from megatron_snip.files import read_json
 from megatron_snip.formats import FORMATS
-from megatron_snip.options import Option
+from megatron_snip.options import BF16, Option
+from megatron_snip.planning.plan import Work
 from megatron_snip.planning.problem import STRICT, PlanningProblem, read_record
 from megatron_snip.types import Gemm, glob_matches
 
@@ -38,6 +44,8 @@ class CalibratedLinear(BaseModel):
         out_features: N.
         in_features: K.
         seconds: by format and GEMM.
+        tokens: of the measurement; None for the table's.
+        mixed_s: what an option with more than one format takes beside its GEMMs.
     """
 
     model_config = STRICT
@@ -46,6 +54,8 @@ class CalibratedLinear(BaseModel):
     out_features: _Count
     in_features: _Count
     seconds: dict[str, dict[str, _Seconds]]
+    tokens: _Count | None = None
+    mixed_s: Annotated[float, Field(ge=0.0)] = 0.0
 
     @field_validator("seconds")
     @classmethod
@@ -93,7 +103,26 @@ class CalibrationTable(BaseModel):
                 f"(it has {', '.join(entry.seconds)})"
             )
         measured = sum(entry.seconds[option[gemm]][gemm.value] for gemm in Gemm)
-        return measured * flops / (6.0 * self.tokens * entry.out_features * entry.in_features)
+        if len(set(option.formats)) > 1:
+            measured += entry.mixed_s
+        tokens = entry.tokens or self.tokens
+        return measured * flops / (6.0 * tokens * entry.out_features * entry.in_features)
+
+    def slowest_stage(self, linears: Mapping[str, Option], work: Work) -> float:
+        """Return the seconds of the slowest pipeline stage's linears under an assignment.
+
+        They are a GPU's seconds for what `work` counts (one token), summed over the GPUs that
+        share it.
+        """
+        stages: dict[int, float] = defaultdict(float)
+        for name, option in linears.items():
+            stage, flops = work[name]
+            stages[stage] += self.seconds(name, flops, option)
+        return max(stages.values())
+
+    def not_faster(self, linears: Iterable[str], option: Option) -> list[str]:
+        """Return the linears that an option does not make faster than BF16 does."""
+        return [n for n in linears if self.seconds(n, 1.0, option) >= self.seconds(n, 1.0, BF16)]
 
 
 def read_calibration(path: Path) -> CalibrationTable:

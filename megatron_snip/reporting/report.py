@@ -211,6 +211,10 @@ def _tiles(run: RunRecord, reference: Reference | None) -> list[Tile]:
     if np.nansum(wall) > 0:
         note = f"{percent(metrics.total('refresh_s') / np.nansum(wall))} of all time in refreshes"
         tiles.append(("time of an iteration", seconds(float(np.nanmedian(wall))), note))
+    if run.plans and run.plans[-1].saving_s is not None:
+        first = metrics.mean("step_s", 1, run.plans[0].start)
+        note = f"mean step {seconds(run.plans[-1].step_s)}, {seconds(first)} before the first plan"
+        tiles.append(("predicted saving of a step", seconds(run.plans[-1].saving_s), note))
     return tiles
 
 
@@ -302,6 +306,7 @@ def _plans_table(run: RunRecord) -> Table:
     columns = (
         *("applied", "measured", "policy", "status", "efficiency", "quality loss"),
         *(f"of uniform {run.lowest_formats}'s", "gap", "changed", "solver", "waited"),
+        *("predicted saving of a step", "mean step"),
     )
     rows = tuple(
         (
@@ -316,6 +321,8 @@ def _plans_table(run: RunRecord) -> Table:
             f"{span.num_changed} of {len(plan.linears)}",
             seconds(plan.seconds),
             seconds(span.wait_s),
+            seconds(span.saving_s),
+            seconds(span.step_s),
         )
         for span in run.plans
         for plan in [span.plan]

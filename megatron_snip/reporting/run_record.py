@@ -25,7 +25,10 @@ from megatron_snip.planning.problem import PlanningProblem, read_problem
 MAX_ITERATION = 2**31 - 1
 
 _COUNTS = ("iteration", "plan_iteration", "changed_linears")
-_NUMBERS = ("loss", "validation_loss", "lowest_precision_fraction", "wall_s", "refresh_s", "wait_s")
+_NUMBERS = (
+    *("loss", "validation_loss", "lowest_precision_fraction", "wall_s", "refresh_s", "wait_s"),
+    *("step_s", "predicted_saving_s"),
+)
 
 DivergenceKind = Literal["loss_divergence", "weight_divergence"]
 
@@ -68,6 +71,12 @@ class MetricRows:
     def total(self, name: str) -> float:
         """Return the sum of a column, without NaN."""
         return float(np.nansum(self.column(name)[1]))
+
+    def mean(self, name: str, start: int, end: int) -> float | None:
+        """Return the mean of a column over iterations start .. end - 1, without NaN, or None."""
+        at, values = self.column(name)
+        found = values[(at >= start) & (at < end) & ~np.isnan(values)]
+        return float(found.mean()) if found.size else None
 
     @property
     def notices(self) -> list[RecordedNotice]:
@@ -112,6 +121,8 @@ class PlanSpan:
         plan: the plan.
         num_changed: linears whose option it changed.
         wait_s: seconds that training waited for it.
+        saving_s: predicted seconds that it saves of a step against BF16; None without seconds.
+        step_s: mean seconds of a step under it, as observed (`step_s` of metrics.jsonl).
     """
 
     start: int
@@ -119,6 +130,8 @@ class PlanSpan:
     plan: PrecisionPlan
     num_changed: int = 0
     wait_s: float = 0.0
+    saving_s: float | None = None
+    step_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -328,6 +341,8 @@ def _spans(path: Path, metrics: MetricRows) -> tuple[PlanSpan, ...]:
             plan=plans[row["plan_iteration"]],
             num_changed=int(row.get("changed_linears") or 0),
             wait_s=float(row.get("wait_s") or 0.0),
+            saving_s=row.get("predicted_saving_s"),
+            step_s=metrics.mean("step_s", row["iteration"], end),
         )
         for row, end in zip(rows, ends, strict=False)
     )
