@@ -100,7 +100,7 @@ class PlanFields(_Section):
     cost: CostName = "flops"
     """What the target counts: `flops`, or `time`, the share that a plan saves of the seconds that
     the fastest options save against BF16. With `time` every linear may use BF16, and none gets an
-    option that is not faster."""
+    option that is not faster. --snip-collect-only makes no plans and ignores it."""
 
     calibration: Path = Path(AUTO)
     """Seconds for --snip-cost time: a file of `megatron-snip calibrate`, or `auto`: measure
@@ -183,11 +183,6 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
                 if not sep or not glob:
                     raise UsageError(f"'{pin}' is not GLOB=OPTION, e.g. 'decoder.layers.0.*=fp8'")
                 Option.parse(option)
-        if self.cost == "time" and self.collect_only:
-            raise UsageError(
-                "time is the objective of plans, and --snip-collect-only makes none; drop one",
-                field="cost",
-            )
         if self.cost != "time" and self.calibration != Path(AUTO):
             raise UsageError(
                 f"'{self.calibration}' holds seconds, which only --snip-cost time counts; add that",

@@ -124,10 +124,9 @@ class SnipController:
         self._reporter = Reporter(writers)
         self._work = {i.name: (i.stage, i.flops_per_token) for i in self.model.all_linears}
         self._available = available_options(self.model, config)
-        if config.cost == "time":
-            cache = calibration_cache
-            self._available = timed_options(self._available, self.model, config, cache)
-        self._num_microbatches: int | None = None
+        if config.cost == "time" and not config.collect_only:
+            self._available = timed_options(self._available, self.model, config, calibration_cache)
+        self._num_microbatches = 1
         self._is_ordinary = False  # the first iteration warms up
         self._step_s: list[float] = []  # of ordinary iterations under the current plan
         for text in self._available.warnings:
@@ -166,7 +165,7 @@ class SnipController:
         Returns:
             What `function` returns.
         """
-        self._num_microbatches = kwargs.get("num_microbatches")
+        self._num_microbatches = kwargs.get("num_microbatches", 1)
         if self._guard is not None:
             self._guard.finish_loss()
         if self._solve.is_due(iteration):
@@ -270,6 +269,7 @@ class SnipController:
         try:
             plan, waited_s = self._solve.result()
             plan.check_against(self._work)
+            saving_s = self._saving_s(plan)
         except (PlanningError, UsageError) as failure:  # the same on all ranks
             self._keep_plan(iteration, str(failure))
             return
@@ -289,14 +289,21 @@ class SnipController:
         self.history.append((iteration, plan.digest))
         found = format_shares(plan.linears, self._work)
         shares = ", ".join(f"{share:.1%} {name}" for name, share in found.items())
+        times = ""
+        if saving_s is not None:
+            mean_s = sum(self._step_s) / max(1, len(self._step_s))
+            times = (
+                f", predicted saving {1e3 * saving_s:.3g} ms of a step against bf16, mean step "
+                f"before {1e3 * mean_s:.4g} ms ({len(self._step_s)} iterations)"
+            )
         result = "plan unchanged"
         if num_changed:
             result = f"plan applied, {num_changed} of {len(plan.linears)} linears changed"
         self._log(
             f"iteration {iteration}: {result}: {shares}, solver {plan.seconds:.2f} s "
-            f"({plan.status}){self._step_times()}"
+            f"({plan.status}){times}"
         )
-        self._report_plan(iteration, num_changed, waited_s)
+        self._report_plan(iteration, num_changed, waited_s, saving_s=saving_s)
 
     def _keep_plan(self, iteration: int, reason: str) -> None:
         self._notify(iteration, "refresh_failed", f"keeping {self.plan.label}: {reason}")
@@ -404,40 +411,31 @@ class SnipController:
     # Logs and reports.
 
     def _report_plan(
-        self, iteration: int, num_changed: int, waited_s: float = 0.0, resumed: bool = False
+        self,
+        iteration: int,
+        num_changed: int,
+        waited_s: float = 0.0,
+        resumed: bool = False,
+        saving_s: float | None = None,
     ) -> None:
         """All ranks: report the current plan and what every linear runs under it."""
         table = precision_table(self.model.linears, self.plan, iteration, self._control)
         shares = format_shares(self.plan.linears, self._work)
-        saving_s = self._predicted_saving_s()
         event = PlanApplied(self.plan, shares, num_changed, waited_s, resumed, table, saving_s)
         self._report(iteration, event)
         self._is_ordinary, self._step_s = False, []
 
-    def _predicted_saving_s(self) -> float | None:
-        """Return what the plan saves of a step against BF16; None if time is not the objective.
+    def _saving_s(self, plan: PrecisionPlan) -> float | None:
+        """Return what a plan saves of a step against BF16; None if time is not the objective.
 
         It is the difference of the slowest stage's linears, without pipeline bubbles.
         """
         table, tokens = self._available.calibration, self.model.tokens_per_rank
-        if table is None or tokens is None or self._num_microbatches is None:
+        if table is None or tokens is None:
             return None
-        bf16 = dict.fromkeys(self.plan.linears, BF16)
-        try:
-            before, after = (table.slowest_stage(o, self._work) for o in (bf16, self.plan.linears))
-        except UsageError:  # a plan file may have formats that were not measured
-            return None
+        bf16 = dict.fromkeys(plan.linears, BF16)
+        before, after = (table.slowest_stage(o, self._work) for o in (bf16, plan.linears))
         return (before - after) * tokens * self._num_microbatches
-
-    def _step_times(self) -> str:
-        saving_s = self._predicted_saving_s()
-        if saving_s is None:
-            return ""
-        found = f", predicted saving {1e3 * saving_s:.3g} ms of a step against bf16"
-        if self._step_s:
-            mean_ms = 1e3 * sum(self._step_s) / len(self._step_s)
-            found += f", mean step before {mean_ms:.4g} ms ({len(self._step_s)} iterations)"
-        return found
 
     def _notify(self, iteration: int, kind: NoticeKind, text: str) -> None:
         text = f"iteration {iteration}: {text}"

@@ -109,6 +109,7 @@ def attach(
     config = resolve_formats(config, model, topology.control)
     state = resumed_state(session.loaded, int(getattr(args, "iteration", 0) or 0), topology)
     writers = make_writers(config, args, topology)
+    varying = getattr(args, "variable_seq_lengths", False)
     session.controller = SnipController(
         config,
         model,
@@ -117,7 +118,7 @@ def attach(
         writers=writers,
         state=state,
         topology=topology,
-        microbatch_tokens=_microbatch_tokens(args),
+        microbatch_tokens=None if varying else int(args.micro_batch_size) * int(args.seq_length),
         calibration_cache=_directory(config, args) / "calibration.json",
     )
     session.metrics = StepMetrics(topology)
@@ -180,13 +181,6 @@ def make_writers(config: SnipConfig, args: argparse.Namespace, topology: Topolog
 
 def _directory(config: SnipConfig, args: argparse.Namespace) -> Path:
     return config.output_dir or Path(getattr(args, "save", None) or "") / "snip"
-
-
-def _microbatch_tokens(args: argparse.Namespace) -> int | None:
-    """Return the tokens of a microbatch, or None if they vary."""
-    if getattr(args, "variable_seq_lengths", False):
-        return None
-    return int(args.micro_batch_size) * int(args.seq_length)
 
 
 def _run_directory(config: SnipConfig, args: argparse.Namespace) -> RunDirectory:

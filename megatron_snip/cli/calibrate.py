@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import platform
 import re
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -27,12 +25,11 @@ from megatron_snip.cli.common import (
 )
 from megatron_snip.errors import UsageError
 from megatron_snip.formats import FORMATS, get_format
-from megatron_snip.linears.calibrate import measure
+from megatron_snip.linears.calibrate import measure, now, this_setup
 from megatron_snip.patches.cpu.tensors import CudaOnCpu
 from megatron_snip.planning.calibration import CalibratedLinear, CalibrationTable
 from megatron_snip.trainer.config import TrainConfig, load_train_config
 from megatron_snip.types import Gemm
-from megatron_snip.version import __version__
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,12 +104,7 @@ def run(args: argparse.Namespace) -> int:
             CalibratedLinear(names=names, out_features=rows, in_features=columns, seconds=seconds)
         )
     table = CalibrationTable(
-        machine=f"{platform.node()} ({platform.machine()})",
-        device=device_name,
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions={"torch": str(torch.__version__), "megatron-snip": __version__},
-        tokens=tokens,
-        linears=tuple(linears),
+        **this_setup(device), date=now(), tokens=tokens, linears=tuple(linears)
     )
     write_output(args.output, table.model_dump_json(indent=1) + "\n")
     _print(table)

@@ -12,7 +12,9 @@ of its time less its GEMMs' times, over the options that the linear can run.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import json
 import logging
 import platform
 import statistics
@@ -21,15 +23,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_snip.collectives import broadcast_json, gather_json, one_line
+from megatron_snip.collectives import attempt, broadcast_json, gather_json
 from megatron_snip.config import AUTO, SnipConfig
-from megatron_snip.errors import UnsupportedError, UsageError, naming_field
+from megatron_snip.errors import UnsupportedError, UsageError
 from megatron_snip.files import write_atomic
 from megatron_snip.linears import simulated_gemm
 from megatron_snip.linears.availability import AvailableOptions, Machine, te_recipe
@@ -55,22 +58,9 @@ AUTO_BUDGET_S = 0.05
 """Seconds that `auto` spends on each time that it measures."""
 
 
-class Shape(NamedTuple):
-    """What is measured once for all linears that have it.
-
-    Attributes:
-        rows: out_features of the shard.
-        columns: in_features of the shard.
-        tokens: of a microbatch, as the GEMM gets them.
-        norm: kind of the fused norm; empty without one.
-        options: what the linear can run, BF16 included.
-    """
-
-    rows: int
-    columns: int
-    tokens: int
-    norm: str
-    options: tuple[str, ...]
+Shape = tuple[int, int, int, str, str]
+"""What is measured once for all linears that have it: out_features and in_features of the shard,
+tokens of a GEMM, kind of the fused norm (or nothing), and what it can run, comma separated."""
 
 
 def timed_options(
@@ -88,35 +78,34 @@ def timed_options(
             device and versions.
 
     Raises:
-        UsageError: on every rank, if the table is bad or lacks a linear or format.
-        UnsupportedError: on every rank, if nothing is faster than BF16 or cannot be measured.
+        RemoteFailure: on every rank, if the table is bad or cannot be measured.
+        UsageError: on every rank, if the table lacks a linear or format.
+        UnsupportedError: on every rank, if nothing is faster than BF16.
     """
-    control = model.runtime.topology.control
-    if config.calibration != Path(AUTO):
-        make = lambda: read_calibration(config.calibration)  # noqa: E731
-    elif model.backend == "simulate":
-        raise UnsupportedError(
-            "--snip-cost time: simulated formats are never faster than bf16; give the seconds of "
-            "another machine (--snip-calibration FILE), or use --snip-cost flops"
-        )
-    else:
-        shapes = _shapes(model, available.options)
-        make = lambda: _cached(cache, shapes, model.machine)  # noqa: E731
-    found = broadcast_json(_outcome(make) if model.runtime.topology.rank == 0 else None, control)
-    if "error" in found:
-        raise UsageError(found["error"], "calibration")
-    table = CalibrationTable(**found)
-    refusals, names = dict(available.refusals), [i.name for i in model.all_linears]
-    num_faster = 0
-    with naming_field("calibration"):
-        for option in available.options:
-            runs = [n for n in names if option != BF16 and n not in refusals.get(option, {})]
-            slow = dict.fromkeys(table.not_faster(runs, option), "it is not faster than bf16")
-            num_faster += len(runs) - len(slow)
-            pinned = [glob for glob, wanted in config.pin_pairs if wanted == option]
-            slow = {n: w for n, w in slow.items() if not any(glob_matches(n, g) for g in pinned)}
-            refusals[option] = {**slow, **refusals.get(option, {})}
-    if not num_faster:
+    topology = model.runtime.topology
+    make: Callable[[], CalibrationTable] = partial(read_calibration, config.calibration)
+    if config.calibration == Path(AUTO):
+        if model.backend == "simulate":
+            raise UnsupportedError(
+                "--snip-cost time: simulated formats are never faster than bf16; give the seconds "
+                "of another machine (--snip-calibration FILE), or use --snip-cost flops"
+            )
+        make = partial(_cached, cache, _shapes(model, available.options), model.machine)
+    first = topology.rank == 0
+    made = attempt("--snip-calibration", lambda: make() if first else None, topology.control)
+    table = CalibrationTable(**broadcast_json(made and made.model_dump(), topology.control))
+    refusals, fastest = dict(available.refusals), 0.0
+    for option in available.options:
+        known = refusals.get(option, {})
+        pins = [glob for glob, wanted in config.pin_pairs if wanted == option]
+        slow = {}
+        for name in (i.name for i in model.all_linears if i.name not in known):
+            saved_s = table.seconds(name, 1.0, BF16) - table.seconds(name, 1.0, option)
+            fastest = max(fastest, saved_s)
+            if saved_s <= 0.0 and option != BF16 and not any(glob_matches(name, g) for g in pins):
+                slow[name] = "it is not faster than bf16"
+        refusals[option] = {**known, **slow}
+    if not fastest:
         formats = ", ".join(f for f in config.named_formats if f != "bf16")
         raise UnsupportedError(
             f"--snip-cost time: no linear is faster in {formats} than in bf16 ({table.device}); "
@@ -125,139 +114,112 @@ def timed_options(
     return replace(available, refusals=refusals, calibration=table)
 
 
-def _outcome(make: Callable[[], CalibrationTable]) -> dict[str, Any]:
-    try:
-        return make().model_dump(mode="json")
-    except UsageError as error:
-        return {"error": error.message}
-    except Exception as error:  # whatever it was, all ranks get it
-        return {"error": f"measuring failed: {type(error).__name__}: {one_line(error)}"}
-
-
 def _shapes(model: PlannedModel, options: Sequence[Option]) -> dict[str, Shape]:
     """All ranks: return the shapes to measure, by glob of linears' names."""
     config, tokens = model.config, model.runtime.microbatch_tokens
     if tokens is None:
-        raise UsageError(
-            "auto needs microbatches of one length; give a file of megatron-snip calibrate",
-            "calibration",
-        )
+        raise UsageError("auto needs microbatches of one length; give a file", "calibration")
     tokens //= int(config.context_parallel_size)
     uniform = (Option.uniform(name) for option in options for name in option.formats)
     wanted = dict.fromkeys((BF16, *uniform, *options))
     own = []
     for linear in model.linears:
-        rows, columns = linear.weights[0].shape
-        seen, norm = tokens, ""
-        if hasattr(linear.module, "layer_norm_weight"):
-            norm = str(linear.module.normalization)
+        seen, norm = tokens, getattr(linear.module, "normalization", "")
         if linear.placements[0].expert is not None:  # its share of its group's tokens, padded
             ranks = config.expert_model_parallel_size * config.expert_tensor_parallel_size
             seen = tokens * ranks * config.moe_router_topk // config.tensor_model_parallel_size
             seen = -(-seen // config.num_moe_experts // 128) * 128
-        runs = [str(o) for o in wanted if linear.refusal(o) is None]
-        own.append([linear.name, rows, columns, seen, norm, runs])
-    by_name = {
-        name: Shape(*sizes, tuple(runs))
-        for rank in gather_json(own, model.runtime.topology.control)
-        for name, *sizes, runs in rank
-    }
-    kinds: dict[str, set[Shape]] = {}
-    for name, shape in by_name.items():
-        kinds.setdefault(split_linear_name(name)[2], set()).add(shape)
+        runs = [str(option) for option in wanted if linear.refusal(option) is None]
+        own.append([linear.name, *linear.weights[0].shape, seen, norm, ",".join(runs)])
     globs: dict[str, Shape] = {}
-    for name, shape in by_name.items():
-        kind = split_linear_name(name)[2]
-        globs[f"*.layers.*.{kind}" if len(kinds[kind]) == 1 else name] = shape
-    return {glob: globs[glob] for glob in sorted(globs, key=len, reverse=True)}  # the first wins
+    for rank in gather_json(own, model.runtime.topology.control):
+        for name, *values in rank:
+            shape, glob = tuple(values), f"*.layers.*.{split_linear_name(name)[2]}"
+            globs[glob if globs.setdefault(glob, shape) == shape else name] = shape
+    return dict(sorted(globs.items(), key=lambda pair: -len(pair[0])))  # a name before its glob
 
 
 def _cached(cache: Path | None, shapes: Mapping[str, Shape], machine: Machine) -> CalibrationTable:
     """Return the cached table if it is of these shapes, device and versions; else measure."""
-    packages = ("megatron-snip", "megatron-core", "torch", "transformer-engine")
-    versions = {name: str(installed_version(name)) for name in packages}
-    device, keys = torch.cuda.get_device_name(), {g: _key(s) for g, s in shapes.items()}
+    digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
+    device = torch.device("cuda", torch.cuda.current_device())
+    here = this_setup(device, shapes=digest)
     if cache is not None and cache.is_file():
         table = read_calibration(cache)
-        known = {
-            e.names: (e.out_features, e.in_features, e.tokens, set(e.seconds))
-            for e in table.linears
-        }
-        if (table.device, table.versions, known) == (device, versions, keys):
+        if table.model_dump(include=set(here)) == here:
             logger.info("snip: seconds are those of '%s'", cache)
             return table
     start = time.perf_counter()
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()]):
-        measured = {shape: _measure_te(shape, machine) for shape in set(shapes.values())}
-    logger.info(
-        "snip: measured %d shapes of linears in %.1f s", len(measured), time.perf_counter() - start
-    )
-    table = CalibrationTable(
-        machine=f"{platform.node()} ({platform.machine()})",
-        device=device,
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions=versions,
-        tokens=max(shape.tokens for shape in measured),
-        linears=tuple(measured[s].model_copy(update={"names": g}) for g, s in shapes.items()),
-    )
+    with torch.random.fork_rng(devices=[device.index]):
+        found = {each: _measure_te(each, device, machine) for each in set(shapes.values())}
+    seconds = time.perf_counter() - start
+    logger.info("snip: measured %d shapes of linears in %.1f s", len(found), seconds)
+    linears = [found[shape].model_copy(update={"names": glob}) for glob, shape in shapes.items()]
+    table = CalibrationTable(**here, date=now(), tokens=1, linears=tuple(linears))
     if cache is not None:
         write_atomic(cache, table.model_dump_json(indent=1) + "\n")
     return table
 
 
-def _key(shape: Shape) -> tuple[int, int, int, set[str]]:
-    formats = {name for option in shape.options for name in Option.parse(option).formats}
-    return shape.rows, shape.columns, shape.tokens, formats
+def this_setup(device: torch.device, **versions: str) -> dict[str, Any]:
+    """Return a table's machine, device and versions; `versions` are added to those installed."""
+    packages = ("megatron-snip", "megatron-core", "torch", "transformer-engine")
+    return {
+        "machine": f"{platform.node()} ({platform.machine()})",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "versions": {name: str(installed_version(name)) for name in packages} | versions,
+    }
 
 
-def _measure_te(shape: Shape, machine: Machine) -> CalibratedLinear:
+def now() -> str:
+    """Return the date as tables have it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _measure_te(shape: Shape, device: torch.device, machine: Machine) -> CalibratedLinear:
     """Time a linear of Transformer Engine under every option; see the module's description."""
     te: Any = importlib.import_module("transformer_engine.pytorch")
     extension: Any = sys.modules[EXTENSION]
-    kind, norm = (
-        (te.LayerNormLinear, {"normalization": shape.norm}) if shape.norm else (te.Linear, {})
-    )
-    device = torch.device("cuda", torch.cuda.current_device())
-    dtype = torch.bfloat16
-    x = torch.randn(shape.tokens, shape.columns, device=device, dtype=dtype, requires_grad=True)
-    g = torch.randn(shape.tokens, shape.rows, device=device, dtype=dtype)
+    rows, columns, tokens, norm, options = shape
+    fused = {"normalization": norm} if norm else {}
+    make = partial(te.LayerNormLinear if norm else te.Linear, columns, rows, bias=False, **fused)
+    common: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    x = torch.randn(tokens, columns, **common, requires_grad=True)
+    g = torch.randn(tokens, rows, **common)
 
     def times(option: Option) -> tuple[float, float, float]:
-        params = quant_params(te_recipe(option, machine))
-        linear = kind(shape.columns, shape.rows, bias=False, params_dtype=dtype, **norm)
+        linear, params = make(params_dtype=g.dtype), quant_params(te_recipe(option, machine))
 
         def forward() -> Tensor:
             with extension._get_fp8_autocast_for_quant_params(params, True):
                 y: Tensor = linear(x)
-                return y
+            return y
 
         def both() -> None:
             inputs = [x, linear.weight] if linear.weight.requires_grad else [x]
             torch.autograd.grad(forward(), inputs, g)
 
-        fprop = median_s(forward, device, AUTO_BUDGET_S)
-        total = median_s(both, device, AUTO_BUDGET_S)
+        fprop, total = (median_s(call, device, AUTO_BUDGET_S) for call in (forward, both))
         linear.weight.requires_grad_(False)
-        return fprop, median_s(both, device, AUTO_BUDGET_S), total
+        with_dgrad = median_s(both, device, AUTO_BUDGET_S)
+        return fprop, with_dgrad - fprop, total - with_dgrad
 
     seconds: dict[str, dict[str, float]] = {}
-    mixed = []
-    for option in sorted(map(Option.parse, shape.options), key=lambda o: len(set(o.formats))):
-        fprop, with_dgrad, total = times(option)
-        if len(set(option.formats)) > 1:
-            mixed.append(total - sum(seconds[option[gemm]][gemm.value] for gemm in Gemm))
-            continue
-        parts = (fprop, with_dgrad - fprop, total - with_dgrad)
-        gemms = zip(Gemm, parts, strict=True)
-        seconds[option.fprop] = {gemm.value: max(part, 1e-9) for gemm, part in gemms}
-    mixed_s = max(0.0, statistics.median(mixed)) if mixed else 0.0
+    mixed = [0.0]
+    for option in sorted(map(Option.parse, options.split(",")), key=lambda o: len(set(o.formats))):
+        parts = times(option)
+        if len(set(option.formats)) == 1:
+            gemms = zip(Gemm, parts, strict=True)
+            seconds[option.fprop] = {gemm.value: max(part, 1e-9) for gemm, part in gemms}
+        else:
+            mixed.append(sum(parts) - sum(seconds[option[gemm]][gemm.value] for gemm in Gemm))
     return CalibratedLinear(
         names="*",
-        out_features=shape.rows,
-        in_features=shape.columns,
+        out_features=rows,
+        in_features=columns,
         seconds=seconds,
-        tokens=shape.tokens,
-        mixed_s=mixed_s,
+        tokens=tokens,
+        mixed_s=max(0.0, statistics.median(mixed[1:] or mixed)),
     )
 
 

@@ -18,7 +18,7 @@ Engine then does not fuse the norm with quantizing, and does not swizzle scales 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -27,7 +27,7 @@ from pydantic import BaseModel, Field, field_validator
 from megatron_snip.errors import UsageError
 from megatron_snip.files import read_json
 from megatron_snip.formats import FORMATS
-from megatron_snip.options import BF16, Option
+from megatron_snip.options import Option
 from megatron_snip.planning.plan import Work
 from megatron_snip.planning.problem import STRICT, PlanningProblem, read_record
 from megatron_snip.types import Gemm, glob_matches
@@ -119,10 +119,6 @@ class CalibrationTable(BaseModel):
             stage, flops = work[name]
             stages[stage] += self.seconds(name, flops, option)
         return max(stages.values())
-
-    def not_faster(self, linears: Iterable[str], option: Option) -> list[str]:
-        """Return the linears that an option does not make faster than BF16 does."""
-        return [n for n in linears if self.seconds(n, 1.0, option) >= self.seconds(n, 1.0, BF16)]
 
 
 def read_calibration(path: Path) -> CalibrationTable:

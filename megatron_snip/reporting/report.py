@@ -211,10 +211,6 @@ def _tiles(run: RunRecord, reference: Reference | None) -> list[Tile]:
     if np.nansum(wall) > 0:
         note = f"{percent(metrics.total('refresh_s') / np.nansum(wall))} of all time in refreshes"
         tiles.append(("time of an iteration", seconds(float(np.nanmedian(wall))), note))
-    if run.plans and run.plans[-1].saving_s is not None:
-        first = metrics.mean("step_s", 1, run.plans[0].start)
-        note = f"mean step {seconds(run.plans[-1].step_s)}, {seconds(first)} before the first plan"
-        tiles.append(("predicted saving of a step", seconds(run.plans[-1].saving_s), note))
     return tiles
 
 

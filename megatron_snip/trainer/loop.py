@@ -139,8 +139,8 @@ def train(
     """All ranks: train until `train_iters` iterations are done.
 
     Metrics of an iteration: loss, before its update; grad_norm, global and before clipping; lr;
-    tokens_per_s and step_s, with measuring and without evaluation; validation_loss if it was evaluated
-    (iteration 1: before its update, others: after it).
+    tokens_per_s and step_s, with measuring and without evaluation; validation_loss if it was
+    evaluated (iteration 1: before its update, others: after it).
 
     Args:
         config: the run's settings.

@@ -249,7 +249,6 @@ def make_hook(
         writers=writers,
         state=None if start is None else start.snip,
         microbatch_tokens=config.micro_batch_size * config.seq_length,
-        calibration_cache=config.run_dir / "calibration.json",
     )
 
 
