@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -291,11 +292,9 @@ class SnipController:
         shares = ", ".join(f"{share:.1%} {name}" for name, share in found.items())
         times = ""
         if saving_s is not None:
-            mean_s = sum(self._step_s) / max(1, len(self._step_s))
-            times = (
-                f", predicted saving {1e3 * saving_s:.3g} ms of a step against bf16, mean step "
-                f"before {1e3 * mean_s:.4g} ms ({len(self._step_s)} iterations)"
-            )
+            times = f", predicted saving {1e3 * saving_s:.3g} ms of a step against bf16"
+            if self._step_s:
+                times += f", mean step before {1e3 * fmean(self._step_s):.4g} ms"
         result = "plan unchanged"
         if num_changed:
             result = f"plan applied, {num_changed} of {len(plan.linears)} linears changed"

@@ -39,6 +39,7 @@ from megatron_snip.linears.availability import AvailableOptions, Machine, te_rec
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.te.linear import quant_params
 from megatron_snip.linears.te.modules import EXTENSION
+from megatron_snip.linears.training_state import TrainingStateSnapshot
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.calibration import (
     CalibratedLinear,
@@ -142,16 +143,16 @@ def _shapes(model: PlannedModel, options: Sequence[Option]) -> dict[str, Shape]:
 def _cached(cache: Path | None, shapes: Mapping[str, Shape], machine: Machine) -> CalibrationTable:
     """Return the cached table if it is of these shapes, device and versions; else measure."""
     digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda")
     here = this_setup(device, shapes=digest)
     if cache is not None and cache.is_file():
         table = read_calibration(cache)
         if table.model_dump(include=set(here)) == here:
             logger.info("snip: seconds are those of '%s'", cache)
             return table
-    start = time.perf_counter()
-    with torch.random.fork_rng(devices=[device.index]):
-        found = {each: _measure_te(each, device, machine) for each in set(shapes.values())}
+    start, state = time.perf_counter(), TrainingStateSnapshot(())
+    found = {each: _measure_te(each, device, machine) for each in set(shapes.values())}
+    state.restore()  # of random number generators
     seconds = time.perf_counter() - start
     logger.info("snip: measured %d shapes of linears in %.1f s", len(found), seconds)
     linears = [found[shape].model_copy(update={"names": glob}) for glob, shape in shapes.items()]
