@@ -302,7 +302,7 @@ class SnipController:
             f"iteration {iteration}: {result}: {shares}, solver {plan.seconds:.2f} s "
             f"({plan.status}){times}"
         )
-        self._report_plan(iteration, num_changed, waited_s, saving_s=saving_s)
+        self._report_plan(iteration, num_changed, waited_s=waited_s, saving_s=saving_s)
 
     def _keep_plan(self, iteration: int, reason: str) -> None:
         self._notify(iteration, "refresh_failed", f"keeping {self.plan.label}: {reason}")
@@ -409,18 +409,11 @@ class SnipController:
 
     # Logs and reports.
 
-    def _report_plan(
-        self,
-        iteration: int,
-        num_changed: int,
-        waited_s: float = 0.0,
-        resumed: bool = False,
-        saving_s: float | None = None,
-    ) -> None:
+    def _report_plan(self, iteration: int, num_changed: int, **more: Any) -> None:
         """All ranks: report the current plan and what every linear runs under it."""
         table = precision_table(self.model.linears, self.plan, iteration, self._control)
         shares = format_shares(self.plan.linears, self._work)
-        event = PlanApplied(self.plan, shares, num_changed, waited_s, resumed, table, saving_s)
+        event = PlanApplied(self.plan, shares, num_changed, resolved=table, **more)
         self._report(iteration, event)
         self._is_ordinary, self._step_s = False, []
 
@@ -429,12 +422,14 @@ class SnipController:
 
         It is the difference of the slowest stage's linears, without pipeline bubbles.
         """
-        table, tokens = self._available.calibration, self.model.tokens_per_rank
+        table, tokens = self._available.calibration, self.model.runtime.microbatch_tokens
         if table is None or tokens is None:
             return None
         bf16 = dict.fromkeys(plan.linears, BF16)
         before, after = (table.slowest_stage(o, self._work) for o in (bf16, plan.linears))
-        return (before - after) * tokens * self._num_microbatches
+        c = self.model.config
+        ranks = int(c.context_parallel_size * c.tensor_model_parallel_size)
+        return (before - after) * tokens * self._num_microbatches / ranks
 
     def _notify(self, iteration: int, kind: NoticeKind, text: str) -> None:
         text = f"iteration {iteration}: {text}"

@@ -25,7 +25,7 @@ from megatron_snip.cli.common import (
 )
 from megatron_snip.errors import UsageError
 from megatron_snip.formats import FORMATS, get_format
-from megatron_snip.linears.calibrate import measure, now, this_setup
+from megatron_snip.linears.calibrate import measure, this_setup
 from megatron_snip.patches.cpu.tensors import CudaOnCpu
 from megatron_snip.planning.calibration import CalibratedLinear, CalibrationTable
 from megatron_snip.trainer.config import TrainConfig, load_train_config
@@ -103,9 +103,7 @@ def run(args: argparse.Namespace) -> int:
         linears.append(
             CalibratedLinear(names=names, out_features=rows, in_features=columns, seconds=seconds)
         )
-    table = CalibrationTable(
-        **this_setup(device), date=now(), tokens=tokens, linears=tuple(linears)
-    )
+    table = CalibrationTable(**this_setup(device), tokens=tokens, linears=tuple(linears))
     write_output(args.output, table.model_dump_json(indent=1) + "\n")
     _print(table)
     print(f"wrote {args.output}")

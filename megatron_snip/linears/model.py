@@ -97,14 +97,6 @@ class PlannedModel:
         for linear in self.linears:
             linear.option = options[linear.name]
 
-    @property
-    def tokens_per_rank(self) -> float | None:
-        """A microbatch's tokens for each of the ranks of a stage that share it; None if unknown."""
-        c, tokens = self.config, self.runtime.microbatch_tokens
-        if tokens is None:
-            return None
-        return tokens / int(c.context_parallel_size * c.tensor_model_parallel_size)
-
     def measured_formats(self, names: Iterable[str]) -> dict[str, Format]:
         """Return how each format is quantized where it runs, without bf16."""
         return {

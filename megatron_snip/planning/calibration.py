@@ -93,14 +93,10 @@ class CalibrationTable(BaseModel):
             UsageError: if no entry matches the linear or a format was not measured.
         """
         entry = next((e for e in self.linears if glob_matches(linear, e.names)), None)
-        if entry is None:
-            globs = ", ".join(entry.names for entry in self.linears)
-            raise UsageError(f"the calibration table has no entry for '{linear}' ({globs})")
-        missing = [name for name in option.formats if name not in entry.seconds]
-        if missing:
+        if entry is None or not entry.seconds.keys() >= set(option.formats):
             raise UsageError(
-                f"the calibration table has no seconds for '{missing[0]}' at '{entry.names}' "
-                f"(it has {', '.join(entry.seconds)})"
+                f"the calibration table has no seconds for '{option}' of '{linear}'; measure them "
+                "with megatron-snip calibrate"
             )
         measured = sum(entry.seconds[option[gemm]][gemm.value] for gemm in Gemm)
         if len(set(option.formats)) > 1:

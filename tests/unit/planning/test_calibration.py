@@ -99,7 +99,7 @@ def test_bad_tables_are_refused_in_one_line(
 
 def test_what_was_not_measured_is_named(tmp_path: Path) -> None:
     measured = table(tmp_path, TABLE | {"linears": TABLE["linears"][:1]})
-    with pytest.raises(UsageError, match=r"no entry for 'decoder\.layers\.1"):
+    with pytest.raises(UsageError, match=r"no seconds for 'fp8' of 'decoder\.layers\.1"):
         with_seconds(PROBLEM, measured)
     with pytest.raises(UsageError, match="no seconds for 'bf16'"):
         measured.seconds(PROBLEM.linears[0].name, 1.0, Option.parse("bf16"))
