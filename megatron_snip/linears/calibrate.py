@@ -160,7 +160,7 @@ def _cached(cache: Path | None, shapes: Mapping[str, Shape], machine: Machine) -
 
 
 def this_setup(device: torch.device, **versions: str) -> dict[str, Any]:
-    """Return a table's machine, device, versions and date; `versions` are added to those installed."""
+    """Return a table's machine, device, date and versions: those installed and `versions`."""
     packages = ("megatron-snip", "megatron-core", "torch", "transformer-engine")
     return {
         "machine": f"{platform.node()} ({platform.machine()})",

@@ -30,7 +30,6 @@ class PlannedModel:
 
     Attributes:
         chunks: Megatron's model chunks.
-        config: the first one's TransformerConfig.
         runtime: shared by all linears of this process.
         backend: what runs the linears; te if any of them is Transformer Engine's.
         machine: what decides how Transformer Engine's linears run.
@@ -53,7 +52,6 @@ class PlannedModel:
                 cannot run them.
         """
         self.chunks = list(model)
-        self.config: Any = get_model_config(self.chunks[0])
         self.runtime = Runtime(topology, seed, microbatch_tokens)
         found = find_linears(model, topology)
         with_te = backend != "simulate" and any(te_kind(module) for module, _ in found)
@@ -77,6 +75,11 @@ class PlannedModel:
                 "the model's layers have no linears to plan: neither Megatron's "
                 "ColumnParallelLinear and RowParallelLinear nor Transformer Engine's"
             )
+
+    @property
+    def config(self) -> Any:
+        """The model's TransformerConfig."""
+        return get_model_config(self.chunks[0])
 
     def install(self) -> None:
         """Override every linear; idempotent."""
