@@ -142,14 +142,13 @@ def _shapes(model: PlannedModel, options: Sequence[Option]) -> dict[str, Shape]:
 def _cached(cache: Path | None, shapes: Mapping[str, Shape], machine: Machine) -> CalibrationTable:
     """Return the cached table if it is of these shapes, device and versions; else measure."""
     digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
-    device = torch.device("cuda")
-    here = this_setup(device, shapes=digest)
+    here = this_setup(torch.device("cuda"), shapes=digest)
     if cache is not None and cache.is_file():
         table = read_calibration(cache)
         if table.model_dump(include=set(here)) | {"date": here["date"]} == here:
             return table
     state = TrainingStateSnapshot(())
-    found = {each: _measure_te(each, device, machine) for each in set(shapes.values())}
+    found = {each: _measure_te(each, machine) for each in set(shapes.values())}
     state.restore()  # of random number generators
     logger.info("snip: measured the seconds of %d shapes of linears", len(found))
     linears = [found[shape].model_copy(update={"names": glob}) for glob, shape in shapes.items()]
@@ -170,16 +169,15 @@ def this_setup(device: torch.device, **versions: str) -> dict[str, Any]:
     }
 
 
-def _measure_te(shape: Shape, device: torch.device, machine: Machine) -> CalibratedLinear:
+def _measure_te(shape: Shape, machine: Machine) -> CalibratedLinear:
     """Time a linear of Transformer Engine under every option; see the module's description."""
     te: Any = importlib.import_module("transformer_engine.pytorch")
     extension: Any = sys.modules[EXTENSION]
     rows, columns, tokens, norm, options = shape
     fused = {"normalization": norm} if norm else {}
     make = partial(te.LayerNormLinear if norm else te.Linear, columns, rows, bias=False, **fused)
-    common: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-    x = torch.randn(tokens, columns, **common, requires_grad=True)
-    g = torch.randn(tokens, rows, **common)
+    x, g = (torch.randn(tokens, size).bfloat16().cuda() for size in (columns, rows))
+    x.requires_grad_()
 
     def times(option: Option) -> tuple[float, float, float]:
         linear, params = make(params_dtype=g.dtype), quant_params(te_recipe(option, machine))
@@ -193,9 +191,9 @@ def _measure_te(shape: Shape, device: torch.device, machine: Machine) -> Calibra
             inputs = [x, linear.weight] if linear.weight.requires_grad else [x]
             torch.autograd.grad(forward(), inputs, g)
 
-        fprop, total = (median_s(call, device, AUTO_BUDGET_S) for call in (forward, both))
+        fprop, total = (median_s(call, x.device, AUTO_BUDGET_S) for call in (forward, both))
         linear.weight.requires_grad_(False)
-        with_dgrad = median_s(both, device, AUTO_BUDGET_S)
+        with_dgrad = median_s(both, x.device, AUTO_BUDGET_S)
         return fprop, with_dgrad - fprop, total - with_dgrad
 
     seconds: dict[str, dict[str, float]] = {}

@@ -185,10 +185,10 @@ class RunRecord:
 
     @property
     def target(self) -> float | None:
-        """The efficiency target; None where no plan is made."""
+        """The share of FLOPs that is the target; None where no plan is made or seconds count."""
         if self.snip is None or not self.snip.enabled or self.snip.collect_only:
             return None
-        return self.snip.efficiency_target
+        return self.snip.efficiency_target if self.snip.cost == "flops" else None
 
     def quality_share(self, loss: float | None) -> float | None:
         """Return a quality loss as share of the uniform lowest precision's, which is 1 + lambda."""

@@ -207,7 +207,10 @@ def shape_refusal(
     if any(size % multiple for size in shape):
         return f"its weight's shard {shape} is not a multiple of {multiple} as {recipe} needs"
     if not is_expert:
-        parts = token_parts(module.config)
+        config = module.config
+        parts = int(getattr(config, "context_parallel_size", 1))
+        if getattr(config, "sequence_parallel", False):
+            parts *= int(config.tensor_model_parallel_size)
         if multiple == 1 or not microbatch_tokens or microbatch_tokens % (parts * multiple) == 0:
             return None
         divided = f" over {parts} ranks" if parts > 1 else ""
@@ -224,13 +227,6 @@ def shape_refusal(
         f"experts' tokens are {padding} and {recipe} needs multiples of {needed}: Megatron pads "
         "for the run's own recipe, so give it --fp8-format or --fp4-format with that recipe"
     )
-
-
-def token_parts(config: Any) -> int:
-    """Return among how many ranks the tokens of a microbatch are divided."""
-    context = int(getattr(config, "context_parallel_size", 1))
-    tensor = int(getattr(config, "tensor_model_parallel_size", 1))
-    return context * (tensor if getattr(config, "sequence_parallel", False) else 1)
 
 
 def padded_tokens(config: Any) -> int:
