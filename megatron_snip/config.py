@@ -29,6 +29,7 @@ _MAX_ALIASES = 8
 Backend = Literal["auto", "simulate", "te"]
 LossDivergence = Literal["fisher", "first_plus_fisher"]
 PipelineBalance = Literal["none", "stage", "bottleneck"]
+CostName = Literal["flops", "time"]
 
 AUTO = "auto"
 SIMULATED_FORMATS = ("fp8", "fp4")
@@ -95,6 +96,16 @@ class PlanFields(_Section):
 
     efficiency_target: Fraction = 0.75
     """Smallest share of the linears' FLOPs in the lowest precision among the formats, 0 to 1."""
+
+    cost: CostName = "flops"
+    """What the target counts: `flops`, or `time`, the share that a plan saves of the seconds that
+    the fastest options save against BF16. With `time` every linear may use BF16, and none gets an
+    option that is not faster. --snip-collect-only makes no plans and ignores it."""
+
+    calibration: Path = Path(AUTO)
+    """Seconds for --snip-cost time: a file of `megatron-snip calibrate`, or `auto`: measure
+    Transformer Engine's linears with this model's shapes at the start (seconds), and keep
+    them in calibration.json of the output directory."""
 
     formats: tuple[str, ...] = (AUTO,)
     """Formats that a plan may use, comma separated. The one with the fewest bits is the lowest
@@ -172,6 +183,11 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
                 if not sep or not glob:
                     raise UsageError(f"'{pin}' is not GLOB=OPTION, e.g. 'decoder.layers.0.*=fp8'")
                 Option.parse(option)
+        if self.cost != "time" and self.calibration != Path(AUTO):
+            raise UsageError(
+                f"'{self.calibration}' holds seconds, which only --snip-cost time counts; add that",
+                field="calibration",
+            )
         window = math.ceil(1 / self.measure_fraction - 1e-9)
         if window > self.interval:
             raise UsageError(
@@ -190,7 +206,8 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
     @property
     def named_formats(self) -> tuple[str, ...]:
         """The formats; for `auto`, which a model's backend resolves, those of simulation."""
-        return SIMULATED_FORMATS if self.formats == (AUTO,) else self.formats
+        named = SIMULATED_FORMATS if self.formats == (AUTO,) else self.formats
+        return named if self.cost == "flops" or "bf16" in named else ("bf16", *named)
 
     @property
     def options(self) -> tuple[Option, ...]:

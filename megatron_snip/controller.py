@@ -16,6 +16,8 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from megatron_snip.linears.availability import (
     option_refusals,
     resolve_formats,
 )
+from megatron_snip.linears.calibrate import timed_options
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.precision_log import precision_table
@@ -88,6 +91,8 @@ class SnipController:
         state: ControllerState | None = None,
         topology: Topology | None = None,
         solver: SolverProcess | None = None,
+        microbatch_tokens: int | None = None,
+        calibration_cache: Path | None = None,
     ) -> None:
         """All ranks: attach to a built model.
 
@@ -100,17 +105,19 @@ class SnipController:
             state: continue from here (`state()` of the stopped run); None starts a new run.
             topology: this rank's place in the parallel layout; by default Megatron's.
             solver: solves on rank 0; by default a process of its own.
+            microbatch_tokens: samples of a microbatch times their length; None if they vary.
+            calibration_cache: file of rank 0 in which measured seconds are kept for a resumed run.
 
         Raises:
             UsageError: on every rank, if the policy is unknown, a pin or the plan file does not
                 fit the model, or no plan reaches the target.
             UnsupportedError: on every rank, if the backend cannot run the model's linears or the
-                lowest precision among the formats.
+                lowest precision among the formats, or time cannot be the objective.
         """
         topology = current_topology() if topology is None else topology
         config = resolve_formats(config, model, topology.control)
         self.config = config
-        self.model = PlannedModel(model, topology, seed, config.backend)
+        self.model = PlannedModel(model, topology, seed, config.backend, microbatch_tokens)
         self.history: list[tuple[int, str]] = [] if state is None else list(state.history)
         self._optimizer = optimizer
         self._control = topology.control
@@ -118,6 +125,11 @@ class SnipController:
         self._reporter = Reporter(writers)
         self._work = {i.name: (i.stage, i.flops_per_token) for i in self.model.all_linears}
         self._available = available_options(self.model, config)
+        if config.cost == "time" and not config.collect_only:
+            self._available = timed_options(self._available, self.model, config, calibration_cache)
+        self._num_microbatches = 1
+        self._is_ordinary = False  # the first iteration warms up
+        self._step_s: list[float] = []  # of ordinary iterations under the current plan
         for text in self._available.warnings:
             self._log(text, logging.WARNING)
         self._refresher = Refresher(
@@ -154,6 +166,7 @@ class SnipController:
         Returns:
             What `function` returns.
         """
+        self._num_microbatches = kwargs.get("num_microbatches", 1)
         if self._guard is not None:
             self._guard.finish_loss()
         if self._solve.is_due(iteration):
@@ -164,6 +177,7 @@ class SnipController:
         part = self._schedule.part(iteration, wanted_at, may_begin=self._solve.pending is None)
         if part is None:
             return self._train(iteration, training)[0]
+        self._is_ordinary = False
         results = self._refresher.measure(
             iteration, part, training, lambda: self._train(iteration, training)
         )
@@ -172,9 +186,18 @@ class SnipController:
         return results
 
     def end_iteration(self, iteration: int, metrics: dict[str, Any]) -> None:
-        """All ranks, after an iteration and its evaluation: report its metrics."""
+        """All ranks, after an iteration and its evaluation: report its metrics.
+
+        `step_s` is left out of an iteration that measured, was watched by the guard, or was the
+        first under its plan or in this process.
+        """
         if self._guard is not None:
             self._guard.finish_loss()
+        if not self._is_ordinary:
+            metrics = {name: value for name, value in metrics.items() if name != "step_s"}
+        elif "step_s" in metrics:
+            self._step_s.append(metrics["step_s"])
+        self._is_ordinary = True
         fraction = {"lowest_precision_fraction": self.lowest_precision_fraction}
         self._report(iteration, Metrics(metrics | fraction))
 
@@ -247,6 +270,7 @@ class SnipController:
         try:
             plan, waited_s = self._solve.result()
             plan.check_against(self._work)
+            saving_s = self._saving_s(plan)
         except (PlanningError, UsageError) as failure:  # the same on all ranks
             self._keep_plan(iteration, str(failure))
             return
@@ -266,14 +290,19 @@ class SnipController:
         self.history.append((iteration, plan.digest))
         found = format_shares(plan.linears, self._work)
         shares = ", ".join(f"{share:.1%} {name}" for name, share in found.items())
+        times = ""
+        if saving_s is not None:
+            times = f", predicted saving {1e3 * saving_s:.3g} ms of a step against bf16"
+            if self._step_s:
+                times += f", mean step before {1e3 * fmean(self._step_s):.4g} ms"
         result = "plan unchanged"
         if num_changed:
             result = f"plan applied, {num_changed} of {len(plan.linears)} linears changed"
         self._log(
             f"iteration {iteration}: {result}: {shares}, solver {plan.seconds:.2f} s "
-            f"({plan.status})"
+            f"({plan.status}){times}"
         )
-        self._report_plan(iteration, num_changed, waited_s)
+        self._report_plan(iteration, num_changed, waited_s=waited_s, saving_s=saving_s)
 
     def _keep_plan(self, iteration: int, reason: str) -> None:
         self._notify(iteration, "refresh_failed", f"keeping {self.plan.label}: {reason}")
@@ -284,6 +313,7 @@ class SnipController:
         self, iteration: int, training: TrainingStep, guard: Guard
     ) -> tuple[Results, bool]:
         """All ranks: run an iteration whose loss decides whether the current plan stays."""
+        self._is_ordinary = False
 
         def run(plan: PrecisionPlan) -> Results:
             self.model.apply(plan.linears)
@@ -328,7 +358,7 @@ class SnipController:
             problem = unmeasured_problem(
                 linears, available.options, c.lowest_format, c.efficiency_target
             )
-            return initial_plan(restrict_problem(problem, available.refusals), c, seed, resumed)
+            return initial_plan(available.restrict(problem), c, seed, resumed)
 
         plan = from_rank_0(make if self._is_rank_0 else None, self._control)
         return self._adapted(PrecisionPlan.from_dict(plan))
@@ -379,14 +409,27 @@ class SnipController:
 
     # Logs and reports.
 
-    def _report_plan(
-        self, iteration: int, num_changed: int, waited_s: float = 0.0, resumed: bool = False
-    ) -> None:
+    def _report_plan(self, iteration: int, num_changed: int, **more: Any) -> None:
         """All ranks: report the current plan and what every linear runs under it."""
         table = precision_table(self.model.linears, self.plan, iteration, self._control)
         shares = format_shares(self.plan.linears, self._work)
-        event = PlanApplied(self.plan, shares, num_changed, waited_s, resumed, table)
+        event = PlanApplied(self.plan, shares, num_changed, resolved=table, **more)
         self._report(iteration, event)
+        self._is_ordinary, self._step_s = False, []
+
+    def _saving_s(self, plan: PrecisionPlan) -> float | None:
+        """Return what a plan saves of a step against BF16; None if time is not the objective.
+
+        It is the difference of the slowest stage's linears, without pipeline bubbles.
+        """
+        table, tokens = self._available.calibration, self.model.runtime.microbatch_tokens
+        if table is None or tokens is None:
+            return None
+        bf16 = dict.fromkeys(plan.linears, BF16)
+        before, after = (table.slowest_stage(o, self._work) for o in (bf16, plan.linears))
+        c = self.model.config
+        ranks = int(c.context_parallel_size * c.tensor_model_parallel_size)
+        return (before - after) * tokens * self._num_microbatches / ranks
 
     def _notify(self, iteration: int, kind: NoticeKind, text: str) -> None:
         text = f"iteration {iteration}: {text}"

@@ -25,7 +25,6 @@ from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.moe_dispatch import ExpertDispatch
 from megatron_snip.linears.step_loss import StepLoss
 from megatron_snip.linears.training_step import Results, TrainingStep
-from megatron_snip.planning.planner import restrict_problem
 from megatron_snip.planning.policies import get_policy
 from megatron_snip.reporting.events import Measurement
 from megatron_snip.state import ControllerState
@@ -201,7 +200,7 @@ class Refresher:
         quality = QualitySettings(options, lowest, c.loss_divergence, c.weight_lambda)
         divergences = divergence_table(self.mean, quality, warn=self._topology.rank == 0)
         problem = planning_problem(divergences, lowest, c.efficiency_target)
-        problem = restrict_problem(problem, self._available.refusals)
+        problem = self._available.restrict(problem)
         return Measurement(self.mean, divergences, problem, self._seconds)
 
     def _may_measure(self, iteration: int) -> bool:

@@ -146,6 +146,7 @@ def reported_settings(config: SnipConfig, backend: str) -> dict[str, str]:
         "granularity": config.granularity,
         "efficiency_target": str(config.efficiency_target),
         "policy": config.policy,
+        "cost": config.cost,
         "backend": backend,
     }
     packages = ("megatron-snip", "megatron-core", "torch", "transformer-engine")

@@ -109,6 +109,7 @@ def attach(
     config = resolve_formats(config, model, topology.control)
     state = resumed_state(session.loaded, int(getattr(args, "iteration", 0) or 0), topology)
     writers = make_writers(config, args, topology)
+    varying = getattr(args, "variable_seq_lengths", False)
     session.controller = SnipController(
         config,
         model,
@@ -117,6 +118,8 @@ def attach(
         writers=writers,
         state=state,
         topology=topology,
+        microbatch_tokens=None if varying else int(args.micro_batch_size) * int(args.seq_length),
+        calibration_cache=_directory(config, args) / "calibration.json",
     )
     session.metrics = StepMetrics(topology)
     if topology.rank == 0:
@@ -176,11 +179,15 @@ def make_writers(config: SnipConfig, args: argparse.Namespace, topology: Topolog
     return writers
 
 
+def _directory(config: SnipConfig, args: argparse.Namespace) -> Path:
+    return config.output_dir or Path(getattr(args, "save", None) or "") / "snip"
+
+
 def _run_directory(config: SnipConfig, args: argparse.Namespace) -> RunDirectory:
     from megatron_snip.directory import archive_run, check_new_run, lock_directory, mark
     from megatron_snip.reporting.run_directory import RunDirectory
 
-    path = config.output_dir or Path(getattr(args, "save", None) or "") / "snip"
+    path = _directory(config, args)
     directory = RunDirectory(path, lock_directory(path))
     check_new_run(path, overwrite=True)  # files without our marker are not touched
     mark(path)

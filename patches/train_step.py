@@ -129,7 +129,7 @@ class StepMetrics:
             log_losses: whether to report the loss; the same on all ranks.
 
         Returns:
-            grad_norm, lr, tokens_per_s; loss with `log_losses`; validation_loss after an
+            grad_norm, lr, tokens_per_s, step_s; loss with `log_losses`; validation_loss after an
             evaluation. A loss that no rank knows is NaN.
         """
         names = (["loss"] if log_losses else []) + [n for n in self._losses if n != "loss"]
@@ -142,7 +142,7 @@ class StepMetrics:
         if lr is not None:
             values["lr"] = lr
         if self._seconds > 0.0:
-            values["tokens_per_s"] = tokens / self._seconds
+            values |= {"tokens_per_s": tokens / self._seconds, "step_s": self._seconds}
         self._seconds, self._losses, self._grad_norm = 0.0, {}, None
         return values
 

@@ -10,16 +10,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import platform
 import re
-import statistics
-import time
-from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from megatron_snip.cli.common import (
     add_examples,
@@ -31,16 +25,11 @@ from megatron_snip.cli.common import (
 )
 from megatron_snip.errors import UsageError
 from megatron_snip.formats import FORMATS, get_format
-from megatron_snip.linears import simulated_gemm
-from megatron_snip.options import Option
+from megatron_snip.linears.calibrate import measure, this_setup
+from megatron_snip.patches.cpu.tensors import CudaOnCpu
 from megatron_snip.planning.calibration import CalibratedLinear, CalibrationTable
-from megatron_snip.quantizers import StochasticStream, StreamKey
 from megatron_snip.trainer.config import TrainConfig, load_train_config
 from megatron_snip.types import Gemm
-from megatron_snip.version import __version__
-
-MAX_RUNS = 200
-"""Most times a GEMM is run; fast ones stop here, slow ones at --seconds."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,10 +86,12 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--output: '{args.output}' is no file in a folder that exists")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    on_cpu = CudaOnCpu() if device.type == "cpu" else contextlib.nullcontext()
     linears = []
     for names, (rows, columns) in shapes.items():
         try:
-            seconds = measure((tokens, rows, columns), device, args.seconds, formats)
+            with on_cpu:  # training on the CPU computes products of BF16 in FP32
+                seconds = measure((tokens, rows, columns), device, args.seconds, formats)
         except (MemoryError, RuntimeError) as error:
             # How torch says, on any device, that memory is short, or that no memory is so large.
             if "allocate" not in str(error) and "overflow" not in str(error):
@@ -112,14 +103,7 @@ def run(args: argparse.Namespace) -> int:
         linears.append(
             CalibratedLinear(names=names, out_features=rows, in_features=columns, seconds=seconds)
         )
-    table = CalibrationTable(
-        machine=f"{platform.node()} ({platform.machine()})",
-        device=device_name,
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions={"torch": str(torch.__version__), "megatron-snip": __version__},
-        tokens=tokens,
-        linears=tuple(linears),
-    )
+    table = CalibrationTable(**this_setup(device), tokens=tokens, linears=tuple(linears))
     write_output(args.output, table.model_dump_json(indent=1) + "\n")
     _print(table)
     print(f"wrote {args.output}")
@@ -162,76 +146,6 @@ def _shapes(args: argparse.Namespace) -> tuple[dict[str, tuple[int, int]], int]:
     if not shapes:
         raise UsageError("nothing to measure: give --config FILE or --linear GLOB=OUTxIN")
     return shapes, args.tokens or tokens
-
-
-def measure(
-    size: tuple[int, int, int], device: torch.device, budget_s: float, formats: list[str]
-) -> dict[str, dict[str, float]]:
-    """Return the seconds of every format, by GEMM.
-
-    Args:
-        size: tokens, out_features and in_features.
-        device: where to run.
-        budget_s: seconds to spend on each GEMM and format.
-        formats: names.
-
-    Raises:
-        RuntimeError: if memory is short.
-    """
-    tokens, rows, columns = size
-    x, w, g = (
-        torch.randn(shape, device=device).to(torch.bfloat16)
-        for shape in ((tokens, columns), (rows, columns), (tokens, rows))
-    )
-    seconds: dict[str, dict[str, float]] = {}
-    for name in formats:
-        gemms = linear_gemms(x, w, g, Option.uniform(name))
-        seconds[name] = {k.value: _median_s(call, device, budget_s) for k, call in gemms.items()}
-    return seconds
-
-
-def linear_gemms(
-    x: Tensor, w: Tensor, g: Tensor, option: Option
-) -> dict[Gemm, Callable[[], Tensor | None]]:
-    """Return calls that run the GEMMs of a linear as training does, quantization included.
-
-    Args:
-        x: [M, K].
-        w: [N, K].
-        g: [M, N].
-        option: of the linear.
-    """
-    stream = StochasticStream(StreamKey(seed=0, linear="", iteration=0, microbatch=0))
-
-    def quantized(gemm: Gemm) -> Tensor:
-        both = simulated_gemm.quantize_grad_output(
-            g, option, stream, x.shape[1], dgrad=gemm is Gemm.DGRAD, wgrad=gemm is Gemm.WGRAD
-        )
-        return next(each for each in both if each is not None)
-
-    return {
-        Gemm.FPROP: lambda: simulated_gemm.fprop(x, w, option),
-        Gemm.DGRAD: lambda: simulated_gemm.dgrad(quantized(Gemm.DGRAD), w, option, g.dtype),
-        Gemm.WGRAD: lambda: simulated_gemm.wgrad(quantized(Gemm.WGRAD), x, option),
-    }
-
-
-def _median_s(call: Callable[[], object], device: torch.device, budget_s: float) -> float:
-    """Return the median time of a call; the first run, which compiles and warms up, excluded."""
-    from megatron_snip.patches.cpu.tensors import CudaOnCpu
-
-    def timed() -> float:
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    on_cpu = CudaOnCpu() if device.type == "cpu" else contextlib.nullcontext()
-    with on_cpu:  # training on the CPU computes products of BF16 in FP32
-        timed()
-        runs = max(3, min(MAX_RUNS, int(budget_s / max(timed(), 1e-9))))
-        return statistics.median(timed() for _ in range(runs))
 
 
 def _print(table: CalibrationTable) -> None:

@@ -28,7 +28,9 @@ from megatron_snip.formats import FORMATS, Format, ScaleType, get_format
 from megatron_snip.linears.te.modules import te_kind
 from megatron_snip.linears.te.recipe import TERecipe
 from megatron_snip.options import Option
-from megatron_snip.planning.planner import Refusals, reasons
+from megatron_snip.planning.calibration import CalibrationTable, with_seconds
+from megatron_snip.planning.planner import Refusals, reasons, restrict_problem
+from megatron_snip.planning.problem import PlanningProblem
 
 if TYPE_CHECKING:
     from megatron_snip.linears.model import AnyLinear, PlannedModel
@@ -245,11 +247,19 @@ class AvailableOptions:
         options: those of the settings that some linear can run, in the settings' order.
         refusals: which linears cannot run an option, and why.
         warnings: one line per option that some or all linears cannot run.
+        calibration: seconds of every option that is not refused, if time is the objective. Then
+            `refusals` has the options that are not faster than BF16 as well.
     """
 
     options: tuple[Option, ...]
     refusals: Refusals
     warnings: tuple[str, ...] = ()
+    calibration: CalibrationTable | None = None
+
+    def restrict(self, problem: PlanningProblem) -> PlanningProblem:
+        """Return a problem with what each linear can run, and with seconds if there are any."""
+        problem = restrict_problem(problem, self.refusals)
+        return problem if self.calibration is None else with_seconds(problem, self.calibration)
 
 
 def available_options(model: PlannedModel, config: SnipConfig) -> AvailableOptions:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+from megatron.core.utils import get_model_config
 
 from megatron_snip.config import Backend
 from megatron_snip.errors import UnsupportedError
@@ -41,6 +43,7 @@ class PlannedModel:
         topology: Topology,
         seed: int,
         backend: Backend = "auto",
+        microbatch_tokens: int | None = None,
     ) -> None:
         """All ranks: find the linears and agree on their global order.
 
@@ -49,7 +52,7 @@ class PlannedModel:
                 cannot run them.
         """
         self.chunks = list(model)
-        self.runtime = Runtime(topology, seed)
+        self.runtime = Runtime(topology, seed, microbatch_tokens)
         found = find_linears(model, topology)
         with_te = backend != "simulate" and any(te_kind(module) for module, _ in found)
         self.backend: Backend = "te" if with_te else "simulate"
@@ -72,6 +75,11 @@ class PlannedModel:
                 "the model's layers have no linears to plan: neither Megatron's "
                 "ColumnParallelLinear and RowParallelLinear nor Transformer Engine's"
             )
+
+    @property
+    def config(self) -> Any:
+        """The model's TransformerConfig."""
+        return get_model_config(self.chunks[0])
 
     def install(self) -> None:
         """Override every linear; idempotent."""

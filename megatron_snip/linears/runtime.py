@@ -19,6 +19,7 @@ class Runtime:
     Attributes:
         topology: this rank's place.
         seed: the run's seed.
+        microbatch_tokens: of all ranks that share a microbatch; None if they vary or are unknown.
         iteration: Megatron's, 1-based.
         pass_number: number of training passes begun, repeats of a step included.
         in_bf16: whether linears run as Megatron runs them, whatever their option.
@@ -28,6 +29,7 @@ class Runtime:
 
     topology: Topology
     seed: int
+    microbatch_tokens: int | None = None
     iteration: int = 0
     pass_number: int = 0
     in_bf16: bool = False

@@ -5,15 +5,20 @@ The file, schema version 1:
     {"version": 1, "machine": str, "device": str, "date": str, "versions": {package: str},
      "tokens": int,
      "linears": [{"names": GLOB, "out_features": int, "in_features": int,
-                  "seconds": {FORMAT: {"fprop": number, "dgrad": number, "wgrad": number}}}]}
+                  "seconds": {FORMAT: {"fprop": number, "dgrad": number, "wgrad": number}},
+                  "tokens": int (optional), "mixed_s": number (optional)}]}
 
 A linear of a problem takes the first entry whose glob matches its name. Seconds are measured at
-`tokens` tokens, for 6 * tokens * out_features * in_features FLOPs; they are scaled to the linear's
-own FLOPs, so that a problem may count FLOPs for one token or for a batch.
+`tokens` tokens (the entry's, else the table's), for 6 * tokens * out_features * in_features FLOPs;
+they are scaled to the linear's own FLOPs, so that a problem may count FLOPs for one token or for a
+batch. An option with more than one format takes `mixed_s` seconds beside its GEMMs: Transformer
+Engine then does not fuse the norm with quantizing, and does not swizzle scales in advance.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -23,6 +28,7 @@ from megatron_snip.errors import UsageError
 from megatron_snip.files import read_json
 from megatron_snip.formats import FORMATS
 from megatron_snip.options import Option
+from megatron_snip.planning.plan import Work
 from megatron_snip.planning.problem import STRICT, PlanningProblem, read_record
 from megatron_snip.types import Gemm, glob_matches
 
@@ -38,6 +44,8 @@ class CalibratedLinear(BaseModel):
         out_features: N.
         in_features: K.
         seconds: by format and GEMM.
+        tokens: of the measurement; None for the table's.
+        mixed_s: what an option with more than one format takes beside its GEMMs.
     """
 
     model_config = STRICT
@@ -46,6 +54,8 @@ class CalibratedLinear(BaseModel):
     out_features: _Count
     in_features: _Count
     seconds: dict[str, dict[str, _Seconds]]
+    tokens: _Count | None = None
+    mixed_s: Annotated[float, Field(ge=0.0)] = 0.0
 
     @field_validator("seconds")
     @classmethod
@@ -83,17 +93,28 @@ class CalibrationTable(BaseModel):
             UsageError: if no entry matches the linear or a format was not measured.
         """
         entry = next((e for e in self.linears if glob_matches(linear, e.names)), None)
-        if entry is None:
-            globs = ", ".join(entry.names for entry in self.linears)
-            raise UsageError(f"the calibration table has no entry for '{linear}' ({globs})")
-        missing = [name for name in option.formats if name not in entry.seconds]
-        if missing:
+        if entry is None or not entry.seconds.keys() >= set(option.formats):
             raise UsageError(
-                f"the calibration table has no seconds for '{missing[0]}' at '{entry.names}' "
-                f"(it has {', '.join(entry.seconds)})"
+                f"the calibration table has no seconds for '{option}' of '{linear}'; measure them "
+                "with megatron-snip calibrate"
             )
         measured = sum(entry.seconds[option[gemm]][gemm.value] for gemm in Gemm)
-        return measured * flops / (6.0 * self.tokens * entry.out_features * entry.in_features)
+        if len(set(option.formats)) > 1:
+            measured += entry.mixed_s
+        tokens = entry.tokens or self.tokens
+        return measured * flops / (6.0 * tokens * entry.out_features * entry.in_features)
+
+    def slowest_stage(self, linears: Mapping[str, Option], work: Work) -> float:
+        """Return the seconds of the slowest pipeline stage's linears under an assignment.
+
+        They are a GPU's seconds for what `work` counts (one token), summed over the GPUs that
+        share it.
+        """
+        stages: dict[int, float] = defaultdict(float)
+        for name, option in linears.items():
+            stage, flops = work[name]
+            stages[stage] += self.seconds(name, flops, option)
+        return max(stages.values())
 
 
 def read_calibration(path: Path) -> CalibrationTable:

@@ -40,10 +40,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_snip.config import CostName
 from megatron_snip.errors import UsageError
 from megatron_snip.options import BF16
 from megatron_snip.planning.problem import LinearChoices, PlanningProblem
-from megatron_snip.planning.settings import CostName
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

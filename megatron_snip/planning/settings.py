@@ -6,10 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from megatron_snip.config import SnipConfig, explain
+from megatron_snip.config import CostName, SnipConfig, explain
 from megatron_snip.errors import UsageError
 
-CostName = Literal["flops", "time"]
 Balance = Literal["none", "stage", "bottleneck"]
 
 _Count = Annotated[int, Field(ge=0)]
@@ -96,5 +95,6 @@ class PlanSettings(BaseModel):
             pipeline_balance=config.pipeline_balance,
             pins=tuple((glob, str(option)) for glob, option in config.pin_pairs),
             change_penalty=config.change_penalty,
+            cost=config.cost,
             seed=seed,
         )

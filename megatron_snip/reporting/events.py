@@ -49,6 +49,7 @@ class PlanApplied:
         waited_s: seconds that training waited for the solver.
         resumed: whether a resumed run continues with its plan.
         resolved: what every linear runs ({linear: ...}, see `linears/precision_log.py`).
+        saving_s: seconds of a step that it is predicted to save against BF16, or None.
     """
 
     plan: PrecisionPlan
@@ -57,6 +58,7 @@ class PlanApplied:
     waited_s: float = 0.0
     resumed: bool = False
     resolved: dict[str, Any] | None = None
+    saving_s: float | None = None
 
 
 NoticeKind = Literal["refresh_failed", "guard", "reverted"]

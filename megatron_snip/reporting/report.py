@@ -317,6 +317,7 @@ def _plans_table(run: RunRecord) -> Table:
     columns = (
         *("applied", "measured", "policy", "status", "efficiency", "quality loss"),
         *(f"of uniform {run.lowest_formats}'s", "gap", "changed", "solver", "waited"),
+        *("predicted saving of a step", "mean step"),
     )
     rows = tuple(
         (
@@ -331,6 +332,8 @@ def _plans_table(run: RunRecord) -> Table:
             f"{span.num_changed} of {len(plan.linears)}",
             seconds(plan.seconds),
             seconds(span.wait_s),
+            seconds(span.saving_s),
+            seconds(span.step_s),
         )
         for span in run.plans
         for plan in [span.plan]

@@ -9,7 +9,8 @@
     precision/<iteration>.json     what every linear runs from that iteration on
 
 A line of metrics.jsonl holds `iteration` (Megatron's, 1-based), what the training loop measured
-(loss, grad_norm, lr, tokens_per_s, validation_loss where there was one),
+(loss, grad_norm, lr, tokens_per_s, validation_loss where there was one; step_s, the seconds of its
+training step, where it measured nothing and was not the first under its plan),
 `lowest_precision_fraction` (share of the linears' FLOPs in the lowest precision) and `wall_s`, the
 seconds since the line before (evaluations and checkpoints included). Where they happened, also:
 
@@ -17,6 +18,7 @@ seconds since the line before (evaluations and checkpoints included). Where they
     plan_iteration    the plan applied before this iteration: plans/<plan_iteration>.json
     changed_linears   linears whose option that plan changed
     wait_s            seconds that training waited for it (part of wall_s)
+    predicted_saving_s   seconds that it saves of a step against BF16 (--snip-cost time)
     notices           [{"kind": "refresh_failed" | "guard" | "reverted", "message": str}]
 
 A resumed run appends. Where it went back, later lines of an iteration replace earlier ones, and
@@ -133,6 +135,8 @@ class RunDirectory:
             "changed_linears": applied.num_changed,
             "wait_s": applied.waited_s,
         }
+        if applied.saving_s is not None:
+            self._row["predicted_saving_s"] = applied.saving_s
         write_plan(plan, path)
         self._sync()
 

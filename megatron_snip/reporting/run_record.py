@@ -26,7 +26,10 @@ from megatron_snip.planning.problem import PlanningProblem, read_problem
 MAX_ITERATION = 2**31 - 1
 
 _COUNTS = ("iteration", "plan_iteration", "changed_linears")
-_NUMBERS = ("loss", "validation_loss", "lowest_precision_fraction", "wall_s", "refresh_s", "wait_s")
+_NUMBERS = (
+    *("loss", "validation_loss", "lowest_precision_fraction", "wall_s", "refresh_s", "wait_s"),
+    *("step_s", "predicted_saving_s"),
+)
 
 DivergenceKind = Literal["loss_divergence", "weight_divergence"]
 
@@ -69,6 +72,12 @@ class MetricRows:
     def total(self, name: str) -> float:
         """Return the sum of a column, without NaN."""
         return float(np.nansum(self.column(name)[1]))
+
+    def mean(self, name: str, start: int, end: int) -> float | None:
+        """Return the mean of a column over iterations start .. end - 1, without NaN, or None."""
+        at, values = self.column(name)
+        found = values[(at >= start) & (at < end) & ~np.isnan(values)]
+        return float(found.mean()) if found.size else None
 
     @property
     def notices(self) -> list[RecordedNotice]:
@@ -113,6 +122,8 @@ class PlanSpan:
         plan: the plan.
         num_changed: linears whose option it changed.
         wait_s: seconds that training waited for it.
+        saving_s: predicted seconds that it saves of a step against BF16; None without seconds.
+        step_s: mean seconds of a step under it, as observed (`step_s` of metrics.jsonl).
     """
 
     start: int
@@ -120,6 +131,8 @@ class PlanSpan:
     plan: PrecisionPlan
     num_changed: int = 0
     wait_s: float = 0.0
+    saving_s: float | None = None
+    step_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -173,10 +186,10 @@ class RunRecord:
 
     @property
     def target(self) -> float | None:
-        """The efficiency target; None where no plan is made."""
+        """The share of FLOPs that is the target; None where no plan is made or seconds count."""
         if self.snip is None or not self.snip.enabled or self.snip.collect_only:
             return None
-        return self.snip.efficiency_target
+        return self.snip.efficiency_target if self.snip.cost == "flops" else None
 
     def quality_share(self, loss: float | None) -> float | None:
         """Return a quality loss as share of the uniform lowest precision's, which is 1 + lambda."""
@@ -340,6 +353,8 @@ def plan_spans(path: Path, metrics: MetricRows) -> tuple[PlanSpan, ...]:
             plan=plans[row["plan_iteration"]],
             num_changed=int(row.get("changed_linears") or 0),
             wait_s=float(row.get("wait_s") or 0.0),
+            saving_s=row.get("predicted_saving_s"),
+            step_s=metrics.mean("step_s", row["iteration"], end),
         )
         for row, end in zip(rows, ends, strict=False)
     )

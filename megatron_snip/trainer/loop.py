@@ -139,8 +139,8 @@ def train(
     """All ranks: train until `train_iters` iterations are done.
 
     Metrics of an iteration: loss, before its update; grad_norm, global and before clipping; lr;
-    tokens_per_s, with measuring and without evaluation; validation_loss if it was evaluated
-    (iteration 1: before its update, others: after it).
+    tokens_per_s and step_s, with measuring and without evaluation; validation_loss if it was
+    evaluated (iteration 1: before its update, others: after it).
 
     Args:
         config: the run's settings.
@@ -210,11 +210,13 @@ def train_step(
     if updated:
         state.scheduler.step(increment=config.global_batch_size)
     tokens = config.global_batch_size * config.seq_length
+    step_s = time.perf_counter() - begin
     return {
         "loss": loss,
         "grad_norm": float(grad_norm),
         "lr": float(lr),
-        "tokens_per_s": tokens / (time.perf_counter() - begin),
+        "tokens_per_s": tokens / step_s,
+        "step_s": step_s,
     }
 
 

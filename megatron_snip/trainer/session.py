@@ -241,9 +241,14 @@ def make_hook(
     """All ranks: return SNIP's controller if it is enabled, else plain training."""
     if not config.snip.enabled:
         return PlainTraining(writers)
-    snip = None if start is None else start.snip
     return SnipController(
-        config.snip, state.model, state.optimizer, seed=config.seed, writers=writers, state=snip
+        config.snip,
+        state.model,
+        state.optimizer,
+        seed=config.seed,
+        writers=writers,
+        state=None if start is None else start.snip,
+        microbatch_tokens=config.micro_batch_size * config.seq_length,
     )
 
 

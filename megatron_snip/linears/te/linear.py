@@ -160,7 +160,8 @@ class PlannedTELinear(ObservedTELinear):
                 f"{option}: under sequence parallelism Transformer Engine gathers the input as "
                 "fprop quantized it, so wgrad cannot have more bits than fprop"
             )
-        return shape_refusal(self.module, self.placements[0].expert is not None, recipe)
+        is_expert = self.placements[0].expert is not None
+        return shape_refusal(self.module, is_expert, recipe, self._runtime.microbatch_tokens)
 
     def install(self) -> None:
         """Set the module's recipe from now on; idempotent."""

@@ -56,8 +56,9 @@ _TOKENS_KNOWN = frozenset(
 """Replicated modules that Megatron (0.16 to 0.19) gives a rank's own part of the tokens under
 sequence parallelism. Others may gather their input first (a sparse attention's indexer does)."""
 
-WEIGHT_MULTIPLE = {"bf16": 1, "blockwise": 16, "mxfp8": 32, "nvfp4": 32}
-"""Recipe -> what both dimensions of a weight's shard must be multiples of (tensor cores)."""
+DIM_MULTIPLE = {"bf16": 1, "blockwise": 16, "mxfp8": 32, "nvfp4": 32}
+"""Recipe -> what both dimensions of a weight's shard and a dense linear's tokens must be multiples
+of: each is the contraction of one GEMM (16 bytes for tensor cores; MXFP8's tiles have 32)."""
 
 TOKEN_MULTIPLE = {"bf16": 1, "blockwise": 16, "mxfp8": 32, "nvfp4": 128}
 """Recipe -> what an expert's tokens must be multiples of. Megatron pads to 128 for FP4, because
@@ -185,23 +186,40 @@ def multiplied_input(module: Any, input: torch.Tensor) -> torch.Tensor:
     return normal.to(input.dtype)
 
 
-def shape_refusal(module: Any, is_expert: bool, recipe: TERecipe) -> str | None:
+def shape_refusal(
+    module: Any, is_expert: bool, recipe: TERecipe, microbatch_tokens: int | None = None
+) -> str | None:
     """Return why a linear's shapes do not fit a recipe, or None if they do.
 
-    A dense linear's tokens are those of the microbatch. An expert's tokens depend on the router,
-    and Megatron pads them only where the run's default is quantized, for that default.
+    A dense linear's tokens are those of the microbatch, divided among context-parallel ranks and,
+    under sequence parallelism, tensor-parallel ones (a rank quantizes its own part). An expert's
+    tokens depend on the router, and Megatron pads them only where the run's default is quantized,
+    for that default.
 
     Args:
         module: a Transformer Engine linear.
         is_expert: whether it is an expert's.
         recipe: what it is to run.
+        microbatch_tokens: tokens of a microbatch before they are divided; None if they vary.
     """
     shape = tuple(weights_of(module)[0].shape)
-    multiple = max(WEIGHT_MULTIPLE[name] for name in recipe)
+    multiple = max(DIM_MULTIPLE[name] for name in recipe)
     if any(size % multiple for size in shape):
         return f"its weight's shard {shape} is not a multiple of {multiple} as {recipe} needs"
-    needed = max(TOKEN_MULTIPLE[name] for name in recipe) if is_expert else 1
-    padded = padded_tokens(module.config) if is_expert else 0
+    if not is_expert:
+        config = module.config
+        parts = int(getattr(config, "context_parallel_size", 1))
+        if getattr(config, "sequence_parallel", False):
+            parts *= int(config.tensor_model_parallel_size)
+        if multiple == 1 or not microbatch_tokens or microbatch_tokens % (parts * multiple) == 0:
+            return None
+        divided = f" over {parts} ranks" if parts > 1 else ""
+        return (
+            f"{recipe} needs a multiple of {multiple} tokens on each rank, and a microbatch has "
+            f"{microbatch_tokens}{divided}; change --micro-batch-size or --seq-length"
+        )
+    needed = max(TOKEN_MULTIPLE[name] for name in recipe)
+    padded = padded_tokens(module.config)
     if needed == 1 or (padded > 0 and padded % needed == 0):
         return None
     padding = f"padded to {padded}" if padded else "not padded"

@@ -83,7 +83,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     dist.barrier()
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
-    timed = ("tokens_per_s", "wall_s", "refresh_s", "wait_s")
+    timed = ("tokens_per_s", "step_s", "wall_s", "refresh_s", "wait_s")
     return [{k: v for k, v in row.items() if k not in timed} for row in rows]
 
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from megatron_snip.__main__ import main
-from megatron_snip.cli.calibrate import linear_gemms
 from megatron_snip.formats import FORMATS
 from megatron_snip.linears.autograd import LinearCall, QuantizedLinear
+from megatron_snip.linears.calibrate import linear_gemms
 from megatron_snip.options import Option
 from megatron_snip.planning.calibration import read_calibration
 from megatron_snip.planning.plan import PrecisionPlan

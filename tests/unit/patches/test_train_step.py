@@ -61,7 +61,7 @@ def test_an_iteration_runs_through_the_controller(
     assert controller.calls[0] == ("forward-backward", 8)
     kind, iteration, values = controller.calls[1]
     assert (kind, iteration) == ("end", 8)
-    assert values.pop("tokens_per_s") > 0
+    assert values.pop("tokens_per_s") > 0 and values.pop("step_s") > 0
     assert values == {"loss": 2.0, "grad_norm": 2.5, "lr": 0.3}
 
 

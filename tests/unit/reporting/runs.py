@@ -103,12 +103,13 @@ def applied(
         resolved = {"linears": [{"name": n, "backend": shape.backend} for n in plan.linears]}
     shares = {"fp4": plan.efficiency, "fp8": 1 - plan.efficiency}
     values = {"num_changed": num_changed, "waited_s": 0.002, "resolved": resolved}
+    values["saving_s"] = 0.007
     return PlanApplied(plan, shares, **(values | more))
 
 
 def metrics_at(iteration: int, fraction: float) -> dict[str, Any]:
     values = {"loss": 2 + 4 * math.exp(-iteration / 8), "grad_norm": 1.0, "lr": 1e-3}
-    values |= {"tokens_per_s": 1000.0, "lowest_precision_fraction": fraction}
+    values |= {"tokens_per_s": 1000.0, "step_s": 0.25, "lowest_precision_fraction": fraction}
     if iteration % 10 == 0:
         values["validation_loss"] = values["loss"] + 0.1
     return values

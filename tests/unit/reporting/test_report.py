@@ -104,6 +104,7 @@ def test_numbers_have_a_scale_and_failures_are_called_failures(one: str) -> None
     assert "loss gap to BF16" in text and "+0.0000" in text
     assert "100%: all linears in fp4" in text and "of uniform fp4's" in text
     assert "1 failed" in text
+    assert "predicted saving of a step" in text and "7 ms" in text and "250 ms" in text
 
 
 def test_the_same_run_gives_the_same_page_and_a_young_one_names_what_is_missing(

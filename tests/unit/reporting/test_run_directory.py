@@ -56,6 +56,7 @@ def test_every_event_is_in_its_file(tmp_path: Path) -> None:
         "loss": 2.0,
         "plan_iteration": 30,
         "changed_linears": 12,
+        "predicted_saving_s": 0.007,
         "wait_s": 0.002,
         "refresh_s": 0.25,
         "notices": [{"kind": "refresh_failed", "message": "why"}],

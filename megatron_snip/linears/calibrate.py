@@ -1,0 +1,282 @@
+"""Seconds of a linear's GEMMs on this machine, simulated or under Transformer Engine.
+
+`timed_options` is time as the objective of a run: rank 0 reads the table of `--snip-calibration`,
+or measures every distinct shape of the model once. A linear of Transformer Engine is timed forward
+and backward, quantization (and a fused norm) included, without communication:
+
+    fprop = forward       dgrad = with dX - forward       wgrad = with dX and dW - with dX
+
+What an option with several formats takes beside its GEMMs (`mixed_s`) is measured too: the median
+of its time less its GEMMs' times, over the options that the linear can run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import logging
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_snip.collectives import attempt, broadcast_json, gather_json
+from megatron_snip.config import AUTO, SnipConfig
+from megatron_snip.errors import UnsupportedError, UsageError
+from megatron_snip.files import write_atomic
+from megatron_snip.linears import simulated_gemm
+from megatron_snip.linears.availability import AvailableOptions, Machine, te_recipe
+from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.te.linear import quant_params
+from megatron_snip.linears.te.modules import EXTENSION
+from megatron_snip.linears.training_state import TrainingStateSnapshot
+from megatron_snip.options import BF16, Option
+from megatron_snip.planning.calibration import (
+    CalibratedLinear,
+    CalibrationTable,
+    read_calibration,
+)
+from megatron_snip.quantizers import StochasticStream, StreamKey
+from megatron_snip.types import Gemm, glob_matches, split_linear_name
+from megatron_snip.version import installed_version
+
+logger = logging.getLogger(__name__)
+
+MAX_RUNS = 200
+"""Most times a GEMM is run; fast ones stop here, slow ones when their seconds are spent."""
+
+AUTO_BUDGET_S = 0.05
+"""Seconds that `auto` spends on each time that it measures."""
+
+
+Shape = tuple[int, int, int, str, str]
+"""What is measured once for all linears that have it: out_features and in_features of the shard,
+tokens of a GEMM, kind of the fused norm (or nothing), and what it can run, comma separated."""
+
+
+def timed_options(
+    available: AvailableOptions, model: PlannedModel, config: SnipConfig, cache: Path | None
+) -> AvailableOptions:
+    """All ranks: return the options with their seconds, for --snip-cost time.
+
+    A linear is refused what is not faster than BF16, unless a pin demands it.
+
+    Args:
+        available: what the linears can run.
+        model: the planned linears.
+        config: the run's settings.
+        cache: where `auto` keeps its table, on rank 0; it is used again for the same shapes,
+            device and versions.
+
+    Raises:
+        RemoteFailure: on every rank, if the table is bad or cannot be measured.
+        UsageError: on every rank, if the table lacks a linear or format.
+        UnsupportedError: on every rank, if nothing is faster than BF16.
+    """
+    topology = model.runtime.topology
+    make: Callable[[], CalibrationTable] = partial(read_calibration, config.calibration)
+    if config.calibration == Path(AUTO):
+        if model.backend == "simulate":
+            raise UnsupportedError(
+                "--snip-cost time: simulated formats are never faster than bf16; give the seconds "
+                "of another machine (--snip-calibration FILE), or use --snip-cost flops"
+            )
+        make = partial(_cached, cache, _shapes(model, available.options), model.machine)
+    first = topology.rank == 0
+    made = attempt("--snip-calibration", lambda: make() if first else None, topology.control)
+    table = CalibrationTable(**broadcast_json(made and made.model_dump(), topology.control))
+    refusals, fastest = dict(available.refusals), 0.0
+    for option in available.options:
+        known = refusals.get(option, {})
+        pins = [glob for glob, wanted in config.pin_pairs if wanted == option]
+        slow = {}
+        for name in (i.name for i in model.all_linears if i.name not in known):
+            saved_s = table.seconds(name, 1.0, BF16) - table.seconds(name, 1.0, option)
+            fastest = max(fastest, saved_s)
+            if saved_s <= 0.0 and option != BF16 and not any(glob_matches(name, g) for g in pins):
+                slow[name] = "it is not faster than bf16"
+        refusals[option] = {**known, **slow}
+    if not fastest:
+        raise UnsupportedError(
+            f"--snip-cost time: no linear is faster than in bf16 in any of --snip-formats on "
+            f"{table.device}; use --snip-cost flops"
+        )
+    return replace(available, refusals=refusals, calibration=table)
+
+
+def _shapes(model: PlannedModel, options: Sequence[Option]) -> dict[str, Shape]:
+    """All ranks: return the shapes to measure, by glob of linears' names."""
+    config, tokens = model.config, model.runtime.microbatch_tokens
+    if tokens is None:
+        raise UsageError("auto needs microbatches of one length; give a file", "calibration")
+    tokens //= int(config.context_parallel_size)
+    uniform = (Option.uniform(name) for option in options for name in option.formats)
+    wanted = dict.fromkeys((BF16, *uniform, *options))
+    own = []
+    for linear in model.linears:
+        seen, norm = tokens, getattr(linear.module, "normalization", "")
+        if linear.placements[0].expert is not None:  # its share of its group's tokens, padded
+            ranks = config.expert_model_parallel_size * config.expert_tensor_parallel_size
+            seen = tokens * ranks * config.moe_router_topk // config.tensor_model_parallel_size
+            seen = -(-seen // config.num_moe_experts // 128) * 128
+        runs = [str(option) for option in wanted if linear.refusal(option) is None]
+        own.append([linear.name, *linear.weights[0].shape, seen, norm, ",".join(runs)])
+    globs: dict[str, Shape] = {}
+    for rank in gather_json(own, model.runtime.topology.control):
+        for name, *values in rank:
+            shape, glob = tuple(values), f"*.layers.*.{split_linear_name(name)[2]}"
+            globs[glob if globs.setdefault(glob, shape) == shape else name] = shape
+    return dict(sorted(globs.items(), key=lambda pair: -len(pair[0])))  # a name before its glob
+
+
+def _cached(cache: Path | None, shapes: Mapping[str, Shape], machine: Machine) -> CalibrationTable:
+    """Return the cached table if it is of these shapes, device and versions; else measure."""
+    digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
+    here = this_setup(torch.device("cuda"), shapes=digest)
+    if cache is not None and cache.is_file():
+        table = read_calibration(cache)
+        if table.model_dump(include=set(here)) | {"date": here["date"]} == here:
+            return table
+    state = TrainingStateSnapshot(())
+    found = {each: _measure_te(each, machine) for each in set(shapes.values())}
+    state.restore()  # of random number generators
+    logger.info("snip: measured the seconds of %d shapes of linears", len(found))
+    linears = [found[shape].model_copy(update={"names": glob}) for glob, shape in shapes.items()]
+    table = CalibrationTable(**here, tokens=1, linears=tuple(linears))
+    if cache is not None:
+        write_atomic(cache, table.model_dump_json(indent=1) + "\n")
+    return table
+
+
+def this_setup(device: torch.device, **versions: str) -> dict[str, Any]:
+    """Return a table's machine, device, date and versions: those installed and `versions`."""
+    packages = ("megatron-snip", "megatron-core", "torch", "transformer-engine")
+    return {
+        "machine": f"{platform.node()} ({platform.machine()})",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "versions": {name: str(installed_version(name)) for name in packages} | versions,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _measure_te(shape: Shape, machine: Machine) -> CalibratedLinear:
+    """Time a linear of Transformer Engine under every option; see the module's description."""
+    te: Any = importlib.import_module("transformer_engine.pytorch")
+    extension: Any = sys.modules[EXTENSION]
+    rows, columns, tokens, norm, options = shape
+    fused = {"normalization": norm} if norm else {}
+    make = partial(te.LayerNormLinear if norm else te.Linear, columns, rows, bias=False, **fused)
+    x, g = (torch.randn(tokens, size).bfloat16().cuda() for size in (columns, rows))
+    x.requires_grad_()
+
+    def times(option: Option) -> tuple[float, float, float]:
+        linear, params = make(params_dtype=g.dtype), quant_params(te_recipe(option, machine))
+
+        def forward() -> Tensor:
+            with extension._get_fp8_autocast_for_quant_params(params, True):
+                y: Tensor = linear(x)
+            return y
+
+        def both() -> None:
+            inputs = [x, linear.weight] if linear.weight.requires_grad else [x]
+            torch.autograd.grad(forward(), inputs, g)
+
+        fprop, total = (median_s(call, x.device, AUTO_BUDGET_S) for call in (forward, both))
+        linear.weight.requires_grad_(False)
+        with_dgrad = median_s(both, x.device, AUTO_BUDGET_S)
+        return fprop, with_dgrad - fprop, total - with_dgrad
+
+    seconds: dict[str, dict[str, float]] = {}
+    mixed = [0.0]
+    for option in sorted(map(Option.parse, options.split(",")), key=lambda o: len(set(o.formats))):
+        parts = times(option)
+        if len(set(option.formats)) == 1:
+            gemms = zip(Gemm, parts, strict=True)
+            seconds[option.fprop] = {gemm.value: max(part, 1e-9) for gemm, part in gemms}
+        else:
+            mixed.append(sum(parts) - sum(seconds[option[gemm]][gemm.value] for gemm in Gemm))
+    return CalibratedLinear(
+        names="*",
+        out_features=rows,
+        in_features=columns,
+        seconds=seconds,
+        tokens=tokens,
+        mixed_s=max(0.0, statistics.median(mixed[1:] or mixed)),
+    )
+
+
+def measure(
+    size: tuple[int, int, int], device: torch.device, budget_s: float, formats: list[str]
+) -> dict[str, dict[str, float]]:
+    """Return the seconds of every format, by GEMM.
+
+    Args:
+        size: tokens, out_features and in_features.
+        device: where to run.
+        budget_s: seconds to spend on each GEMM and format.
+        formats: names.
+
+    Raises:
+        RuntimeError: if memory is short.
+    """
+    tokens, rows, columns = size
+    x, w, g = (
+        torch.randn(shape, device=device).to(torch.bfloat16)
+        for shape in ((tokens, columns), (rows, columns), (tokens, rows))
+    )
+    seconds: dict[str, dict[str, float]] = {}
+    for name in formats:
+        gemms = linear_gemms(x, w, g, Option.uniform(name))
+        seconds[name] = {k.value: median_s(call, device, budget_s) for k, call in gemms.items()}
+    return seconds
+
+
+def linear_gemms(
+    x: Tensor, w: Tensor, g: Tensor, option: Option
+) -> dict[Gemm, Callable[[], Tensor | None]]:
+    """Return calls that run the GEMMs of a linear as training does, quantization included.
+
+    Args:
+        x: [M, K].
+        w: [N, K].
+        g: [M, N].
+        option: of the linear.
+    """
+    stream = StochasticStream(StreamKey(seed=0, linear="", iteration=0, microbatch=0))
+
+    def quantized(gemm: Gemm) -> Tensor:
+        both = simulated_gemm.quantize_grad_output(
+            g, option, stream, x.shape[1], dgrad=gemm is Gemm.DGRAD, wgrad=gemm is Gemm.WGRAD
+        )
+        return next(each for each in both if each is not None)
+
+    return {
+        Gemm.FPROP: lambda: simulated_gemm.fprop(x, w, option),
+        Gemm.DGRAD: lambda: simulated_gemm.dgrad(quantized(Gemm.DGRAD), w, option, g.dtype),
+        Gemm.WGRAD: lambda: simulated_gemm.wgrad(quantized(Gemm.WGRAD), x, option),
+    }
+
+
+def median_s(call: Callable[[], object], device: torch.device, budget_s: float) -> float:
+    """Return the median time of a call; the first run, which compiles and warms up, excluded."""
+
+    def timed() -> float:
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    timed()
+    runs = max(3, min(MAX_RUNS, int(budget_s / max(timed(), 1e-9))))
+    return statistics.median(timed() for _ in range(runs))

@@ -1,0 +1,177 @@
+"""Time as the objective under Transformer Engine, on the stand-in with a clock of our own."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformer_engine.pytorch.gemms import LinearFunction
+
+from megatron_snip.config import SnipConfig
+from megatron_snip.errors import UnsupportedError
+from megatron_snip.linears import calibrate
+from megatron_snip.linears.availability import AvailableOptions, available_options
+from megatron_snip.linears.calibrate import timed_options
+from megatron_snip.linears.model import PlannedModel
+from megatron_snip.options import Option
+from megatron_snip.planning.calibration import read_calibration
+from megatron_snip.planning.planner import make_plan
+from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
+from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.topology import Topology
+from tests.te.models import BATCH, SEQUENCE, build, by_name, losses, plan
+from tests.unit.planning.oracle import brute_force
+
+SECONDS = {"bf16": 3.0, "mxfp8": 2.0, "nvfp4": 1.0}
+MIXED_S = 0.5
+SLOW = (64, 64)
+"""Shape of linear_proj: its NVFP4 GEMMs take four times as long as others."""
+BF16, FP8, FP4 = map(Option.uniform, ("bf16", "fp8", "fp4"))
+PROJ = {f"decoder.layers.{i}.self_attention.linear_proj" for i in range(2)}
+
+
+class Clock:
+    """A clock that only GEMMs of the stand-in advance."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.gemms = 0.0, 0
+        forward, backward = LinearFunction.forward, LinearFunction.backward
+
+        def timed_forward(ctx: Any, x: Any, weight: Any, call: Any) -> Any:
+            quantizers = (call.weight.quantizer, call.input_quantizer, call.grad_quantizer)
+            mixed = any(q.row_recipe != q.column_recipe for q in quantizers)
+            self.now += MIXED_S if mixed else 0.0
+            self.add(call.input_quantizer.row_recipe, weight)
+            return forward(ctx, x, weight, call)
+
+        def timed_backward(ctx: Any, *grads: Any) -> Any:
+            needed = zip(("row_recipe", "column_recipe"), ctx.needs_input_grad, strict=False)
+            for side, is_needed in needed:
+                if is_needed:
+                    self.add(getattr(ctx.call.grad_quantizer, side), ctx.saved_tensors[2])
+            return backward(ctx, *grads)
+
+        monkeypatch.setattr(LinearFunction, "forward", staticmethod(timed_forward))
+        monkeypatch.setattr(LinearFunction, "backward", staticmethod(timed_backward))
+        monkeypatch.setattr(calibrate.time, "perf_counter", lambda: self.now)
+
+    def add(self, recipe: str, weight: torch.Tensor) -> None:
+        self.gemms += 1
+        is_slow = tuple(weight.shape) == SLOW and recipe == "nvfp4"
+        self.now += SECONDS[recipe] * (4.0 if is_slow else 1.0)
+
+
+def timed(cache: Path | None, **settings: Any) -> tuple[PlannedModel, AvailableOptions]:
+    config = SnipConfig(cost="time", **{"formats": ("fp8", "fp4"), **settings})
+    model = PlannedModel([build()], Topology(), 0, microbatch_tokens=SEQUENCE * BATCH)
+    return model, timed_options(available_options(model, config), model, config, cache)
+
+
+def test_auto_measures_each_shape_once_and_keeps_the_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock, cache = Clock(monkeypatch), tmp_path / "calibration.json"
+    found = timed(cache, granularity="gemm")[1]
+    table = read_calibration(cache)
+    assert found.calibration == table and len(table.linears) == 4
+    for entry in table.linears:
+        slow = 4.0 if (entry.out_features, entry.in_features) == SLOW else 1.0
+        wanted = {"bf16": 3.0, "fp8": 2.0, "fp4": slow}
+        assert entry.seconds == {
+            n: dict.fromkeys(("fprop", "dgrad", "wgrad"), s) for n, s in wanted.items()
+        }
+        assert (entry.tokens, entry.mixed_s) == (32, MIXED_S)
+    assert found.refusals[FP8] == {} and set(found.refusals[FP4]) == PROJ
+    assert set(found.refusals[Option.parse("bf16-bf16-fp4")]) == PROJ
+    gemms = clock.gemms
+    assert timed(cache, granularity="gemm")[1].calibration == table and clock.gemms == gemms
+    monkeypatch.setattr(calibrate, "installed_version", lambda _: "another")
+    assert timed(cache, granularity="gemm")[1].calibration != table and clock.gemms == 2 * gemms
+    build()  # which sets the seed
+    after = torch.random.get_rng_state()
+    timed(None)
+    assert torch.equal(torch.random.get_rng_state(), after)
+
+
+@pytest.mark.parametrize("balance", ["none", "stage", "bottleneck"])
+@pytest.mark.parametrize("granularity", ["linear", "gemm"])
+def test_plans_by_measured_time_are_the_best(
+    monkeypatch: pytest.MonkeyPatch, balance: str, granularity: str
+) -> None:
+    Clock(monkeypatch)
+    model, found = timed(
+        None, granularity=granularity, pins=("*.0.self_attention.linear_proj=fp4",)
+    )
+    assert len(found.refusals[FP4]) == 1  # a pin may demand what is not faster
+    r = random.Random(5)
+    linears = [
+        LinearChoices(
+            name=info.name,
+            stage=i % 2,
+            flops=info.flops_per_token,
+            options={
+                str(o): OptionCost(quality_loss=0.0 if o == BF16 else r.random(), saving=0.0)
+                for o in r.sample(found.options, min(4, len(found.options)))
+            },
+        )
+        for i, info in enumerate(model.all_linears)
+    ]
+    problem = found.restrict(PlanningProblem(linears=tuple(linears), target=0.6))
+    settings = PlanSettings(cost="time", pipeline_balance=balance)
+    made, judged = make_plan(problem, settings), brute_force(problem, settings)
+    assert judged is not None and made.objective == pytest.approx(judged[0].min())
+    table, work = found.calibration, {i.name: (0, i.flops_per_token) for i in model.all_linears}
+    assert table is not None
+    seconds = sum(c.options[str(made.linears[c.name])].seconds or 0.0 for c in problem.linears)
+    assert table.slowest_stage(made.linears, work) == pytest.approx(seconds)
+
+
+def test_where_nothing_is_faster_time_cannot_be_the_objective(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Clock(monkeypatch)
+    monkeypatch.setitem(SECONDS, "bf16", 0.5)
+    with pytest.raises(UnsupportedError, match=r"no linear is faster than in bf16 .*cost flops"):
+        timed(None)
+    config = SnipConfig(cost="time")
+    simulated = PlannedModel([build()], Topology(), 0, "simulate")
+    with pytest.raises(UnsupportedError, match="never faster than bf16; give the seconds"):
+        timed_options(available_options(simulated, config), simulated, config, None)
+
+
+@pytest.mark.parametrize(("tensor", "parallel"), [(1, False), (2, False), (2, True)])
+def test_tokens_that_a_recipe_cannot_take_are_found_before_training(
+    tensor: int, parallel: bool
+) -> None:
+    model = build()
+    model.config.tensor_model_parallel_size, model.config.sequence_parallel = tensor, parallel
+    parts = tensor if parallel else 1
+    for tokens, fits in ((32 * parts, True), (24 * parts, False), (32 * parts + 16, False)):
+        under = PlannedModel([model], Topology(), 0, microbatch_tokens=tokens)
+        assert all((linear.refusal(FP8) is None) == fits for linear in under.linears)
+        if not fits:
+            with pytest.raises(
+                UnsupportedError, match=f"multiple of 32 tokens.*{tokens}"
+            ) as caught:
+                available_options(under, SnipConfig(formats=("bf16", "fp8")))
+            assert "--micro-batch-size or --seq-length" in str(caught.value)
+            assert "\n" not in str(caught.value)
+    model.config.tensor_model_parallel_size, model.config.sequence_parallel = 1, False
+
+
+def test_what_is_refused_would_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.te.models.BATCH", 1)
+    monkeypatch.setattr("tests.te.models.SEQUENCE", 24)
+    model = build()
+    under = PlannedModel([model], Topology(), 0, microbatch_tokens=24)
+    under.install()
+    under.apply(plan(under, lambda _: "fp8"))
+    with pytest.raises(ValueError, match="cannot take"):
+        losses(model)
+    under.apply(plan(under, lambda _: "bf16"))
+    losses(model)
+    assert {seen for module in by_name(under).values() for seen in module.seen} == {("bf16",) * 3}
+    under.uninstall()
