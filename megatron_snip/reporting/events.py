@@ -16,6 +16,7 @@ from megatron_snip.divergence.quality_loss import DivergenceTable
 from megatron_snip.log import warn_once
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.problem import PlanningProblem
+from megatron_snip.statistics.health import HealthTable
 from megatron_snip.statistics.records import StatisticsTable
 
 logger = logging.getLogger(__name__)
@@ -30,12 +31,14 @@ class Measurement:
         divergences: computed from the statistics.
         problem: the planning problem.
         seconds: wall time that measuring added.
+        health: what quantization did to the tensors of these iterations.
     """
 
     statistics: StatisticsTable
     divergences: DivergenceTable
     problem: PlanningProblem
     seconds: float
+    health: HealthTable | None = None
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@
     metrics.jsonl                  one JSON object per iteration
     problems/<iteration>.json      the planning problem of each refresh
     divergences/<iteration>.json   the divergences and statistics behind it
+    health/<iteration>.json        what quantization did to each tensor (docs/measuring.md)
     plans/<iteration>.json         the plan made from it
     precision/<iteration>.json     what every linear runs from that iteration on
 
@@ -92,6 +93,8 @@ class RunDirectory:
                 self._row["refresh_s"] = measured.seconds
                 table = divergences_dict(measured.divergences, measured.statistics)
                 self._write_json("divergences", event.iteration, table)
+                if measured.health is not None:
+                    self._write_json("health", event.iteration, measured.health.to_dict())
                 path = self._folder("problems") / f"{event.iteration}.json"
                 write_problem(measured.problem, path)
             case PlanApplied() as applied:
