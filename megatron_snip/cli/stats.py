@@ -18,6 +18,7 @@ from megatron_snip.errors import UsageError, shown
 from megatron_snip.files import read_json
 from megatron_snip.reporting.run_record import numbered_files, parse_divergences
 from megatron_snip.reporting.text import column, number
+from megatron_snip.statistics.health import MEASURES, NUM_WORST, HealthTable
 
 COLUMNS = {
     "loss": "loss_divergence",
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         "megatron-snip stats runs/demo",
         "megatron-snip stats runs/demo --iteration 56 --sort weight",
+        "megatron-snip stats runs/demo --health",
         "megatron-snip stats runs/demo --json | jq '.linears[0].statistics'",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's directory")
@@ -48,7 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sort", choices=("model", *COLUMNS), default="model", help="order of the rows [model]"
     )
-    parser.add_argument("--json", action="store_true", help="print the divergences file, only")
+    parser.add_argument(
+        "--health", action="store_true", help="the worst linears by each measure of health"
+    )
+    parser.add_argument("--json", action="store_true", help="print the file that is read, only")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,9 +62,17 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: if the run, the iteration or the file is missing or bad.
     """
-    path = _find(args.run, args.iteration)
-    value = read_json(path, "divergences file")
-    source = f"divergences file '{path}'"
+    kind = "health" if args.health else "divergences"
+    path = _find(args.run / kind, args.iteration)
+    value = read_json(path, f"{kind} file")
+    source = f"{kind} file '{path}'"
+    if args.health:
+        health = HealthTable.from_dict(value, source)
+        if args.json:
+            print(json.dumps(value, indent=1))
+        else:
+            _print_health(health)
+        return 0
     record = parse_divergences(value, source)
     if args.json:
         print(json.dumps(value, indent=1))
@@ -77,8 +90,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _find(run: Path, iteration: int | None) -> Path:
-    folder = run / "divergences"
+def _print_health(health: HealthTable) -> None:
+    out = console()
+    out.print(f"iteration {health.iteration}: the worst by each measure (docs/glossary.md)")
+    for measure in MEASURES:
+        table = new_table(("linear", "tensor", "format"), (measure,))
+        worst = health.findings(measure)[:NUM_WORST]
+        values = column([each.value for each in worst])
+        for each, text in zip(worst, values, strict=True):
+            table.add_row(shown(each.linear), each.tensor, shown(each.format), text)
+        if worst:
+            out.print(table)
+
+
+def _find(folder: Path, iteration: int | None) -> Path:
+    run = folder.parent
     files = numbered_files(folder)
     if not files:
         raise UsageError(f"no statistics in '{run}': a refresh writes {folder}/<iteration>.json")

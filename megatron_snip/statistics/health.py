@@ -40,6 +40,9 @@ OPERAND_SUMS = 3 + NUM_BINS
 NORMS = 3
 """Numbers of one linear: |gradient|^2, |W|^2 and |learning rate * update|^2."""
 
+NUM_WORST = 10
+"""Rows of a table of the worst linears."""
+
 _ULPS = 1 + 2.0**-20  # a scale's own rounding is no saturation
 
 

@@ -50,7 +50,7 @@ def check_health(found: dict[str, Any], toy: Toy, unit: float = 1.0) -> None:
             tiles = [each for p in parts for each in scales_of(p.double().numpy(), fmt, block)]
             logs = [math.floor(math.log2(scale)) for scale, _ in tiles]
             assert fmt.element is not None
-            largest = 1.0001 * fmt.element.max_value
+            largest = (1 + 2.0**-20) * fmt.element.max_value
             beyond = sum((abs(tile) > scale * largest).sum() for scale, tile in tiles)
             assert values["saturated"] == pytest.approx(beyond / x.size, rel=1e-6)
             middle = sorted(logs)[(len(logs) - 1) // 2]
