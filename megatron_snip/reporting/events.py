@@ -62,9 +62,9 @@ class PlanApplied:
     resolved: dict[str, Any] | None = None
 
 
-NoticeKind = Literal["refresh_failed", "guard", "reverted"]
+NoticeKind = Literal["refresh_failed", "guard", "reverted", "health"]
 """refresh_failed: the plan stays. guard: the guard saw a spike of the loss, or NaN. reverted: the
-guard reverted a plan."""
+guard reverted a plan. health: linears are beyond a threshold of `--snip-alert`."""
 
 
 @dataclass(frozen=True)

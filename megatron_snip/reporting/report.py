@@ -31,6 +31,7 @@ FAILURES = {
     "refresh_failed": "refresh failed, plan unchanged",
     "guard": "guard: bad loss",
     "reverted": "plan reverted",
+    "health": "health alert",
 }
 """Kinds of notices, as the table of failures names them."""
 

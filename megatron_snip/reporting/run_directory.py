@@ -18,7 +18,7 @@ seconds since the line before (evaluations and checkpoints included). Where they
     plan_iteration    the plan applied before this iteration: plans/<plan_iteration>.json
     changed_linears   linears whose option that plan changed
     wait_s            seconds that training waited for it (part of wall_s)
-    notices           [{"kind": "refresh_failed" | "guard" | "reverted", "message": str}]
+    notices           [{"kind": "refresh_failed" | "guard" | "reverted" | "health", "message": str}]
 
 A resumed run appends. Where it went back, later lines of an iteration replace earlier ones, and
 lines of iterations that were not repeated yet are void (`run_record.py` reads them so).

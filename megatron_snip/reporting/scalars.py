@@ -10,6 +10,7 @@ Dashboards sort by name, so names of the most important scalars start with a dig
     snip/5_failed_refreshes          since the job started
     snip/5_guard_events              since the job started: bad losses and plans reverted
     snip/6_changed_linears           by a new plan
+    snip/health/<measure>/<operand>/<worst or median>    over linears, in the lowest precision
     snip/divergence/..., snip/refresh/..., snip/training/...   details
 
 Unknown values (None, NaN, infinite) are left out.
@@ -59,6 +60,8 @@ class ScalarSeries:
                     "snip/4_refresh_overhead_percent": overhead,
                     "snip/refresh/measure_s": measured.seconds,
                 }
+                summary = measured.health.summary() if measured.health is not None else {}
+                found |= {f"snip/health/{name}": value for name, value in summary.items()}
             case PlanApplied() as applied:
                 loss = applied.plan.objective
                 found = {f"snip/2_share_{n}": share for n, share in applied.format_shares.items()}
@@ -70,7 +73,7 @@ class ScalarSeries:
                 }
             case Notice(kind, _):
                 self._failed += kind == "refresh_failed"
-                self._guarded += kind != "refresh_failed"
+                self._guarded += kind in ("guard", "reverted")
                 found = self._counters()
             case Metrics(metrics):
                 wanted = {k: v for k, v in metrics.items() if k not in self._left_out}

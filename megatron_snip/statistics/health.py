@@ -13,15 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from megatron_snip.config import explain
+from megatron_snip.config import HealthMeasure, explain
 from megatron_snip.errors import UsageError
-from megatron_snip.formats import Format, ScaleType
+from megatron_snip.formats import Format, ScaleType, lowest_precision
 from megatron_snip.quantizers.reference import Block, tile_amax, tile_scales
 from megatron_snip.statistics.optimizer_state import adam_shards, is_sharded, learning_rate
 from megatron_snip.statistics.records import LinearStatistics, StatisticsTable
@@ -75,8 +76,10 @@ def tile_counts(
     """
     assert fmt.element is not None
     (rows, cols), (tall, wide) = x.shape, block
-    padded = torch.nn.functional.pad(x.abs(), (0, -cols % wide, 0, -rows % tall))
-    tiles = padded.view(-(-rows // tall), tall, -(-cols // wide), wide)
+    magnitude, missing = x.abs(), (0, -cols % wide, 0, -rows % tall)
+    if any(missing):
+        magnitude = torch.nn.functional.pad(magnitude, missing)
+    tiles = magnitude.view(-(-rows // tall), tall, -(-cols // wide), wide)
     amax = tile_amax(tiles).float().contiguous()
     scale = tile_scales(amax, fmt, tensor_amax)[1]
     saturated = amax.new_zeros(())
@@ -176,6 +179,10 @@ class Finding(NamedTuple):
     tensor: str
     format: str
 
+    def __str__(self) -> str:
+        """Return `decoder.layers.3.mlp.linear_fc2 input fp4 0.31`."""
+        return " ".join(filter(None, (*self[1:], f"{self.value:.4g}")))
+
 
 @dataclass(frozen=True)
 class HealthTable:
@@ -205,7 +212,34 @@ class HealthTable:
         except ValidationError as error:
             raise UsageError(f"{source}: {explain(error)}") from None
 
-    def findings(self, measure: str, fmt: str | None = None) -> list[Finding]:
+    @property
+    def lowest(self) -> str | None:
+        """The format with the fewest bits; None if no linear was observed."""
+        names = tuple(dict.fromkeys(name for linear in self.linears for name in linear.operands))
+        return lowest_precision(names).name if names else None
+
+    def summary(self) -> dict[str, float]:
+        """Return {`underflow/input/worst`: value, ...}, twelve numbers of the lowest format."""
+        found = {}
+        measures: tuple[HealthMeasure, ...] = ("sqnr_db", "underflow")
+        for measure in measures:
+            findings = self.findings(measure, self.lowest)
+            for operand in Operand:
+                values = [each.value for each in findings if each.tensor == operand]
+                if values:
+                    found[f"{measure}/{operand}/worst"] = values[0]
+                    found[f"{measure}/{operand}/median"] = median(values)
+        return found
+
+    def worst(self) -> list[tuple[str, str, str, str, float]]:
+        """Return (measure, linear, tensor, format, value): up to NUM_WORST of each measure."""
+        return [
+            (measure, each.linear, each.tensor, each.format, each.value)
+            for measure in MEASURES
+            for each in self.findings(measure)[:NUM_WORST]
+        ]
+
+    def findings(self, measure: HealthMeasure, fmt: str | None = None) -> list[Finding]:
         """Return a measure's known values, worst first; `fmt` leaves out other formats'."""
         read, sign = MEASURES[measure]
         found = [
@@ -226,7 +260,7 @@ def _of_operands(value: Callable[[OperandHealth], float | None]) -> Any:
     return read
 
 
-MEASURES: dict[str, tuple[Callable[[LinearHealth], Any], int]] = {
+MEASURES: dict[HealthMeasure, tuple[Callable[[LinearHealth], Any], int]] = {
     "sqnr_db": (_of_operands(lambda h: h.sqnr_db), 1),
     "underflow": (_of_operands(lambda h: h.underflow), -1),
     "saturated": (_of_operands(lambda h: h.saturated), -1),
@@ -259,7 +293,8 @@ def linear_health(
     s, (grad, weight, update) = statistics, sums[:NORMS]
     sizes = s.tokens * s.in_features, s.in_features * s.out_features, s.tokens * s.out_features
     squares = s.input_square, s.weight_square, s.grad_square
-    observed, operands = s.microbatches > 0, {}
+    observed = s.microbatches > 0
+    operands: dict[str, dict[Operand, OperandHealth]] = {}
     for f, name in enumerate(s.formats):
         operands[name] = {}
         for o, operand in enumerate(Operand):
@@ -319,4 +354,5 @@ def _spread(bins: Sequence[float], shift: float) -> tuple[float, float, float] |
 
 
 def _square(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dtype=torch.float32).double().square()
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float32)
+    return norm.double().square()

@@ -76,15 +76,14 @@ class PartialSums(NamedTuple):
 
     def summed(self, group: ProcessGroup) -> PartialSums:
         """All ranks of `group`: return the sums over the shards, in one exchange."""
-        health, amax = self.health
-        own = [t for t in (*self[:3], health) if t is not None]
+        own = [t for t in (*self[:3], self.health.sums) if t is not None]
         flat = sum_over(torch.cat([t.reshape(-1) for t in own]), group)
         pieces = torch.split(flat, [t.numel() for t in own])
         products, *tokens, scalars, health = (
             piece.view_as(t) for piece, t in zip(pieces, own, strict=True)
         )
-        health = Sample(health, amax)
-        return PartialSums(products, tokens[0] if tokens else None, scalars, health)
+        sample = Sample(health, self.health.amax)
+        return PartialSums(products, tokens[0] if tokens else None, scalars, sample)
 
     @classmethod
     def zeros(
