@@ -409,7 +409,9 @@ class SnipController:
                     new.setdefault(each.linear, each)
             self._alerted |= {(text, name) for name in new}
             if new:
-                self._notify(iteration, "health", f"{text}: {listing(map(str, new.values()))}")
+                self._notify(
+                    iteration, "health", f"alert {text}: {listing(map(str, new.values()))}"
+                )
 
     def _log(self, text: str, level: int = logging.INFO) -> None:
         if self._is_rank_0:

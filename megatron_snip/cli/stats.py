@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from megatron_snip.errors import UsageError, shown
 from megatron_snip.files import read_json
 from megatron_snip.reporting.run_record import numbered_files, parse_divergences
 from megatron_snip.reporting.text import column, number
-from megatron_snip.statistics.health import MEASURES, NUM_WORST, HealthTable
+from megatron_snip.statistics.health import HealthTable
 
 COLUMNS = {
     "loss": "loss_divergence",
@@ -93,14 +94,13 @@ def run(args: argparse.Namespace) -> int:
 def _print_health(health: HealthTable) -> None:
     out = console()
     out.print(f"iteration {health.iteration}: the worst by each measure (docs/glossary.md)")
-    for measure in MEASURES:
+    for measure, rows in groupby(health.worst(), key=lambda row: row[0]):
         table = new_table(("linear", "tensor", "format"), (measure,))
-        worst = health.findings(measure)[:NUM_WORST]
-        values = column([each.value for each in worst])
-        for each, text in zip(worst, values, strict=True):
-            table.add_row(shown(each.linear), each.tensor, shown(each.format), text)
-        if worst:
-            out.print(table)
+        worst = list(rows)
+        values = column([value for *_, value in worst])
+        for (_, *texts, _), value in zip(worst, values, strict=True):
+            table.add_row(*map(shown, texts), value)
+        out.print(table)
 
 
 def _find(folder: Path, iteration: int | None) -> Path:

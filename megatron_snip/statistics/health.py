@@ -232,11 +232,12 @@ class HealthTable:
         return found
 
     def worst(self) -> list[tuple[str, str, str, str, float]]:
-        """Return (measure, linear, tensor, format, value): up to NUM_WORST of each measure."""
+        """Return (measure, linear, tensor, format, value): NUM_WORST of each measure, no zeros."""
         return [
             (measure, each.linear, each.tensor, each.format, each.value)
             for measure in MEASURES
             for each in self.findings(measure)[:NUM_WORST]
+            if each.value
         ]
 
     def findings(self, measure: HealthMeasure, fmt: str | None = None) -> list[Finding]:
