@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.training_step import TrainingStep
 from megatron_snip.options import BF16, Option
 from megatron_snip.patches import cpu
+from megatron_snip.statistics.health import weight_norms
 from megatron_snip.statistics.observer import MeasureSettings, StepObserver
 from megatron_snip.statistics.optimizer_state import adam_shards
 from megatron_snip.statistics.records import StatisticsTable
@@ -212,7 +214,16 @@ class Lab:
         with runtime.observed_by(observer):
             reports = training.run()
         loss = float(np.mean([_mean(report) for report in reports]))
-        return observer.table(self.model.all_linears, training.grad_scale(topology), loss)
+        norms = partial(
+            weight_norms,
+            self.model.weights(names),
+            self.state.optimizer,
+            sensitivities,
+            topology,
+            training.loss_scale(),
+        )
+        grad_scale = training.grad_scale(topology)
+        return observer.table(self.model.all_linears, grad_scale, loss, norms)
 
     def _assignment(self, options: Mapping[str, Option] | None) -> dict[str, Option]:
         return {name: (options or {}).get(name, BF16) for name in self.names}

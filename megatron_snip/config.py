@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -28,6 +28,20 @@ _MAX_ALIASES = 8
 
 Backend = Literal["auto", "simulate", "te"]
 LossDivergence = Literal["fisher", "first_plus_fisher"]
+HealthMeasure = Literal[
+    "sqnr_db",
+    "underflow",
+    "saturated",
+    "scale_spread",
+    "gemm_sqnr_db",
+    "amax",
+    "gradient_norm",
+    "update_ratio",
+]
+"""Measures of health; docs/glossary.md defines them."""
+_ALERT = re.compile(
+    rf"({'|'.join(get_args(HealthMeasure))})\s*([<>])\s*([-+]?\d+\.?\d*(?:[eE][-+]?\d+)?)"
+)
 PipelineBalance = Literal["none", "stage", "bottleneck"]
 CostName = Literal["flops", "time"]
 
@@ -152,6 +166,11 @@ class GuardFields(_Section):
 class OutputFields(_Section):
     """Output."""
 
+    alert: tuple[str, ...] = ()
+    """MEASURE>X or MEASURE<X, comma separated, for example 'underflow>0.3': a linear whose
+    measure of health is beyond X is logged, once, and raises an alert in W&B. Measures: sqnr_db,
+    underflow, saturated, scale_spread, gemm_sqnr_db, amax, gradient_norm, update_ratio."""
+
     output_dir: Path | None = None
     """Directory for plans, problems, divergences and metrics. Default: snip/ below --save."""
 
@@ -164,7 +183,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
             `load_config` and `make_config` turn it into a one-line `UsageError`.
     """
 
-    @field_validator("formats", "pins", mode="before")
+    @field_validator("formats", "pins", "alert", mode="before")
     @classmethod
     def _split_commas(cls, value: Any) -> Any:
         if isinstance(value, str):
@@ -188,6 +207,8 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
                 f"'{self.calibration}' holds seconds, which only --snip-cost time counts; add that",
                 field="calibration",
             )
+        with naming_field("alert"):
+            self.alerts  # noqa: B018  # raises
         window = math.ceil(1 / self.measure_fraction - 1e-9)
         if window > self.interval:
             raise UsageError(
@@ -230,6 +251,21 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
         """`pins` as (glob, option) pairs, in order."""
         pairs = (pin.rsplit("=", 1) for pin in self.pins)
         return tuple((glob, Option.parse(option)) for glob, option in pairs)
+
+    @property
+    def alerts(self) -> tuple[tuple[str, HealthMeasure, float, float], ...]:
+        """`alert` as (text, measure, 1 for above or -1 for below, threshold)."""
+        found = []
+        for text in self.alert:
+            match = _ALERT.fullmatch(text)
+            if match is None:
+                known = ", ".join(get_args(HealthMeasure))
+                raise UsageError(f"'{text}' is not MEASURE>X or MEASURE<X; measures: {known}")
+            measure, sign, number = match.groups()
+            found.append(
+                (text, cast(HealthMeasure, measure), 1.0 if sign == ">" else -1.0, float(number))
+            )
+        return tuple(found)
 
 
 def explain(error: ValidationError) -> str:

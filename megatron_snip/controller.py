@@ -52,6 +52,7 @@ from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.refresh import Refresher
 from megatron_snip.reporting.events import (
     Event,
+    Measurement,
     Metrics,
     Notice,
     NoticeKind,
@@ -60,7 +61,9 @@ from megatron_snip.reporting.events import (
     Reporter,
     Writer,
 )
+from megatron_snip.reporting.text import listing
 from megatron_snip.state import ControllerState, Pending, reported_settings
+from megatron_snip.statistics.health import Finding
 from megatron_snip.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -140,6 +143,7 @@ class SnipController:
         settings = PlanSettings.from_config(config, seed)
         solves = self._is_rank_0 and self._schedule.replans
         solver = (solver or SolverProcess()) if solves else None
+        self._alerted: set[tuple[str, str]] = set()
         self._solve = PendingSolve(settings, self._control, solver)
         self._guard: Guard | None = None
         if config.guard and self._schedule.replans:
@@ -261,6 +265,7 @@ class SnipController:
             f"{measured.seconds:.2f} s"
         )
         self._report(iteration, measured)
+        self._alert(iteration, measured)
         if self._schedule.replans:
             pending = Pending(iteration, iteration + self.config.lag, measured.problem)
             self._solve.submit(pending, self.plan)
@@ -435,6 +440,21 @@ class SnipController:
         text = f"iteration {iteration}: {text}"
         self._log(text, logging.WARNING)
         self._report(iteration, Notice(kind, text))
+
+    def _alert(self, iteration: int, measured: Measurement) -> None:
+        """All ranks: notify of linears beyond the thresholds of --snip-alert, each once."""
+        if measured.health is None:
+            return
+        for text, measure, sign, limit in self.config.alerts:
+            new: dict[str, Finding] = {}
+            for each in measured.health.findings(measure):  # the worst of each linear
+                if sign * (each.value - limit) > 0 and (text, each.linear) not in self._alerted:
+                    new.setdefault(each.linear, each)
+            self._alerted |= {(text, name) for name in new}
+            if new:
+                self._notify(
+                    iteration, "health", f"alert {text}: {listing(map(str, new.values()))}"
+                )
 
     def _log(self, text: str, level: int = logging.INFO) -> None:
         if self._is_rank_0:

@@ -32,7 +32,7 @@ LOCK = ".megatron-snip.lock"
 
 OWN_FILES = re.compile(
     r"config\.yaml|versions\.json|data\.json|calibration\.json|metrics\.jsonl"
-    r"|(plans|problems|divergences|precision)/\d+\.json"
+    r"|(plans|problems|divergences|health|precision)/\d+\.json"
     r"|tensorboard/events\.out\.tfevents\.[^/]*"
     r"|report\.html|report/[a-z0-9-]+\.(png|svg|html|json)"
 )

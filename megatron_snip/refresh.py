@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from megatron_snip.collectives import RemoteFailure, any_rank
@@ -28,6 +29,7 @@ from megatron_snip.linears.training_step import Results, TrainingStep
 from megatron_snip.planning.policies import get_policy
 from megatron_snip.reporting.events import Measurement
 from megatron_snip.state import ControllerState
+from megatron_snip.statistics.health import HealthTable, LinearHealth, weight_norms
 from megatron_snip.statistics.observer import MeasureSettings, StepObserver
 from megatron_snip.statistics.optimizer_state import steps_of_moments
 from megatron_snip.statistics.records import running_mean
@@ -142,6 +144,7 @@ class Refresher:
         self._dispatch = ExpertDispatch(model.chunks, topology)
         self._seconds = 0.0
         self._failure: str | None = None
+        self._health: dict[str, LinearHealth] = {}
 
     @property
     def failure(self) -> str | None:
@@ -164,7 +167,7 @@ class Refresher:
             run: runs it; returns its results, and False if it had to run twice.
         """
         if part == 0:
-            self._seconds, self._failure = 0.0, None
+            self._seconds, self._failure, self._health = 0.0, None, {}
         linears = self._model.all_linears
         names = frozenset(linear.name for linear in linears[part :: self.schedule.num_parts])
         try:
@@ -180,13 +183,23 @@ class Refresher:
             results, ran_once = run()
         loss = StepLoss(results, self._topology).value()
         try:
-            table = observer.table(linears, training.grad_scale(self._topology), loss)
+            norms = partial(
+                weight_norms,
+                weights,
+                self._optimizer,
+                sensitivities,
+                self._topology,
+                training.loss_scale(),
+            )
+            table = observer.table(linears, training.grad_scale(self._topology), loss, norms)
         except RemoteFailure as failure:
             self._failure = self._failure or str(failure)
             return results
         if ran_once:
             self._seconds += observer.seconds
             self.mean = running_mean(self.mean, table, self._config.stat_decay)
+            assert observer.health is not None
+            self._health |= {linear.name: linear for linear in observer.health.linears}
         else:
             self._failure = self._failure or "the guard ran this iteration twice"
         return results
@@ -201,7 +214,9 @@ class Refresher:
         divergences = divergence_table(self.mean, quality, warn=self._topology.rank == 0)
         problem = planning_problem(divergences, lowest, c.efficiency_target)
         problem = self._available.restrict(problem)
-        return Measurement(self.mean, divergences, problem, self._seconds)
+        linears = (self._health.get(linear.name) for linear in self.mean.linears)
+        health = HealthTable(self.mean.iteration, tuple(each for each in linears if each))
+        return Measurement(self.mean, divergences, problem, self._seconds, health)
 
     def _may_measure(self, iteration: int) -> bool:
         """All ranks: whether AdamW's moments have seen enough steps on every rank."""

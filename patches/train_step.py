@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_snip.patches.registry import Call, Session, patch
+from megatron_snip.statistics.optimizer_state import learning_rate
 from megatron_snip.topology import Topology
 
 TRAINING = "megatron.training.training"
@@ -66,7 +67,7 @@ def step_end(call: Call, session: Session) -> Any:
 
     args, iteration = get_args(), call.arguments["iteration"]
     values = session.metrics.finish(
-        lr=_learning_rate(call.arguments["optimizer"]),
+        lr=learning_rate(call.arguments["optimizer"]),
         tokens=get_current_global_batch_size() * int(args.seq_length),
         log_losses=iteration % int(args.log_interval) == 0,
     )
@@ -164,13 +165,6 @@ def _iterations_done(passed: Any) -> int:
 
         passed = get_args().curr_iteration
     return int(passed)
-
-
-def _learning_rate(optimizer: Any) -> float | None:
-    """Return the largest over parameter groups that this rank holds, or None."""
-    groups = getattr(optimizer, "param_groups", None) or []
-    rates = [float(group["lr"]) for group in groups if group.get("lr") is not None]
-    return max(rates, default=None)
 
 
 def _first(losses: Any) -> Any:

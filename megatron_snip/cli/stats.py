@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_snip.errors import UsageError, shown
 from megatron_snip.files import read_json
 from megatron_snip.reporting.run_record import numbered_files, parse_divergences
 from megatron_snip.reporting.text import column, number
+from megatron_snip.statistics.health import HealthTable
 
 COLUMNS = {
     "loss": "loss_divergence",
@@ -39,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         "megatron-snip stats runs/demo",
         "megatron-snip stats runs/demo --iteration 56 --sort weight",
+        "megatron-snip stats runs/demo --health",
         "megatron-snip stats runs/demo --json | jq '.linears[0].statistics'",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's directory")
@@ -48,7 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sort", choices=("model", *COLUMNS), default="model", help="order of the rows [model]"
     )
-    parser.add_argument("--json", action="store_true", help="print the divergences file, only")
+    parser.add_argument(
+        "--health", action="store_true", help="the worst linears by each measure of health"
+    )
+    parser.add_argument("--json", action="store_true", help="print the file that is read, only")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,9 +63,17 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: if the run, the iteration or the file is missing or bad.
     """
-    path = _find(args.run, args.iteration)
-    value = read_json(path, "divergences file")
-    source = f"divergences file '{path}'"
+    kind = "health" if args.health else "divergences"
+    path = _find(args.run / kind, args.iteration)
+    value = read_json(path, f"{kind} file")
+    source = f"{kind} file '{path}'"
+    if args.health:
+        health = HealthTable.from_dict(value, source)
+        if args.json:
+            print(json.dumps(value, indent=1))
+        else:
+            _print_health(health)
+        return 0
     record = parse_divergences(value, source)
     if args.json:
         print(json.dumps(value, indent=1))
@@ -77,8 +91,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _find(run: Path, iteration: int | None) -> Path:
-    folder = run / "divergences"
+def _print_health(health: HealthTable) -> None:
+    out = console()
+    out.print(f"iteration {health.iteration}: the worst by each measure (docs/glossary.md)")
+    for measure, rows in groupby(health.worst(), key=lambda row: row[0]):
+        table = new_table(("linear", "tensor", "format"), (measure,))
+        worst = list(rows)
+        values = column([value for *_, value in worst])
+        for (_, *texts, _), value in zip(worst, values, strict=True):
+            table.add_row(*map(shown, texts), value)
+        out.print(table)
+
+
+def _find(folder: Path, iteration: int | None) -> Path:
+    run = folder.parent
     files = numbered_files(folder)
     if not files:
         raise UsageError(f"no statistics in '{run}': a refresh writes {folder}/<iteration>.json")

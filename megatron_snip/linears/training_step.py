@@ -89,6 +89,14 @@ class TrainingStep:
                 zero()
         optimizer.zero_grad()
 
+    def loss_scale(self) -> float:
+        """Return the factor of mixed precision that the loss is multiplied by."""
+        scale = get_model_config(self.chunks[0]).grad_scale_func
+        if scale is None:
+            return 1.0
+        one = torch.ones(1, device=next(self.chunks[0].parameters()).device)
+        return float(scale(one).item())
+
     def grad_scale(self, topology: Topology) -> float:
         """Return the factor from a gradient in the backward to that of the batch-mean loss.
 
@@ -97,10 +105,7 @@ class TrainingStep:
         counted here as if none were masked.
         """
         config = get_model_config(self.chunks[0])
-        scale = float(topology.data.size)
-        if config.grad_scale_func is not None:
-            device = next(self.chunks[0].parameters()).device
-            scale *= float(config.grad_scale_func(torch.ones(1, device=device)).item())
+        scale = topology.data.size * self.loss_scale()
         if config.calculate_per_token_loss:
             samples = self.kwargs["micro_batch_size"] * self.kwargs["num_microbatches"]
             tokens = self.kwargs["seq_length"] * samples

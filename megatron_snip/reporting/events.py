@@ -16,6 +16,7 @@ from megatron_snip.divergence.quality_loss import DivergenceTable
 from megatron_snip.log import warn_once
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.problem import PlanningProblem
+from megatron_snip.statistics.health import HealthTable
 from megatron_snip.statistics.records import StatisticsTable
 
 logger = logging.getLogger(__name__)
@@ -30,12 +31,14 @@ class Measurement:
         divergences: computed from the statistics.
         problem: the planning problem.
         seconds: wall time that measuring added.
+        health: what quantization did to the tensors of these iterations.
     """
 
     statistics: StatisticsTable
     divergences: DivergenceTable
     problem: PlanningProblem
     seconds: float
+    health: HealthTable | None = None
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,9 @@ class PlanApplied:
     saving_s: float | None = None
 
 
-NoticeKind = Literal["refresh_failed", "guard", "reverted"]
+NoticeKind = Literal["refresh_failed", "guard", "reverted", "health"]
 """refresh_failed: the plan stays. guard: the guard saw a spike of the loss, or NaN. reverted: the
-guard reverted a plan."""
+guard reverted a plan. health: linears are beyond a threshold of `--snip-alert`."""
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,13 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.colors import ListedColormap, LogNorm
+from matplotlib.colors import ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
+from megatron_snip.config import HealthMeasure
 from megatron_snip.formats import FORMATS
 from megatron_snip.options import Option
 from megatron_snip.reporting.run_record import (
@@ -33,7 +34,8 @@ from megatron_snip.reporting.run_record import (
     RunRecord,
 )
 from megatron_snip.reporting.text import label
-from megatron_snip.types import Gemm, split_linear_name
+from megatron_snip.statistics.health import HealthTable
+from megatron_snip.types import Gemm, Operand, split_linear_name
 
 WIDTH_IN = 10.0
 DPI = 144
@@ -257,6 +259,34 @@ def divergence_maps(record: Divergences) -> Figure:
         bar = figure.colorbar(mesh, ax=list(line), pad=0.02, aspect=14, ticks=ticks, format="%.0e")
         bar.minorticks_off()
         bar.outline.set_visible(False)
+        line[0].set_ylabel("layer")
+    return figure
+
+
+def health_maps(tables: Sequence[HealthTable]) -> Figure:
+    """Draw SQNR and underflow of each operand in the lowest precision, two rows for each table.
+
+    Args:
+        tables: with at least one linear each; panels of a measure share one scale.
+    """
+    grid = linear_grid(linear.name for linear in tables[-1].linears)
+    measures: dict[HealthMeasure, str] = {"sqnr_db": "SQNR, dB", "underflow": "underflow"}
+    lines = [(measure, table) for measure in measures for table in tables]
+    figure = new_figure(len(lines) * (_map_height(grid) + 0.6))
+    panels = figure.subplots(len(lines), len(Operand), sharex=True, sharey=True, squeeze=False)
+    edges = np.arange(len(grid.columns) + 1.0)
+    for line, (measure, table) in zip(panels, lines, strict=True):
+        values = [each.value for t in tables for each in t.findings(measure, t.lowest)] or [0.0]
+        scale = Normalize(min(values), max(values))
+        for axes, operand in zip(line, Operand, strict=True):
+            findings = table.findings(measure, table.lowest)
+            cells = {each.linear: each.value for each in findings if each.tensor == operand}
+            colors = "viridis" if measure == "underflow" else "viridis_r"
+            mesh = draw_cells(axes, edges, grid.table(cells), cmap=colors, norm=scale)
+            axes.set_title(f"{measures[measure]}, {operand}, iteration {table.iteration}")
+            _name_rows(axes, grid)
+            axes.set_xticks(edges[:-1] + 0.5, grid.columns)
+        figure.colorbar(mesh, ax=list(line), pad=0.02, aspect=14).outline.set_visible(False)
         line[0].set_ylabel("layer")
     return figure
 

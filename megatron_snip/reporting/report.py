@@ -37,6 +37,7 @@ FAILURES = {
     "refresh_failed": "refresh failed, plan unchanged",
     "guard": "guard: bad loss",
     "reverted": "plan reverted",
+    "health": "health alert",
 }
 """Kinds of notices, as the table of failures names them."""
 
@@ -124,6 +125,7 @@ def make_report(run: RunRecord, reference: Reference | None = None) -> str:
         ("", (), [_failures(run)]),
         ("Training", (_loss(run, reference), _frontier(run)), ()),
         ("Plans", _plan_pictures(run), [_plans_table(run)]),
+        ("Health", _health(run), [_worst(run)] if run.health else ()),
         ("Settings and versions", (), [Table("All settings", ("setting", "value"), settings, 2)]),
     ]
     environment = Environment(
@@ -302,6 +304,19 @@ def _divergences(run: RunRecord) -> Picture:
     return Picture("divergences", title, caption, draw)
 
 
+def _health(run: RunRecord) -> list[Picture]:
+    if not run.health or run.health[-1].lowest is None:
+        return []
+    when = " and ".join(str(table.iteration) for table in run.health)
+    caption = (
+        f"What {run.health[-1].lowest} does to each operand, at iteration {when}"
+        f"{': before the first plan and at the last refresh' if len(run.health) > 1 else ''}. "
+        "Bright cells lose the most. Underflow is the share of elements that become zero."
+    )
+    draw = partial(figures.health_maps, run.health)
+    return [Picture("health", "SQNR and underflow", caption, draw)]
+
+
 # Tables.
 
 
@@ -311,6 +326,12 @@ def _failures(run: RunRecord) -> Table:
     )
     columns = ("iteration", "what failed", "message")
     return Table("Failures", columns, rows, text_columns=3, folded=False)
+
+
+def _worst(run: RunRecord) -> Table:
+    rows = tuple((*texts, number(value)) for *texts, value in run.health[-1].worst())
+    title = f"Worst linears by each measure, iteration {run.health[-1].iteration}"
+    return Table(title, ("measure", "linear", "tensor", "format", "value"), rows, 4)
 
 
 def _plans_table(run: RunRecord) -> Table:

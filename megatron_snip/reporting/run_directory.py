@@ -5,6 +5,7 @@
     metrics.jsonl                  one JSON object per iteration
     problems/<iteration>.json      the planning problem of each refresh
     divergences/<iteration>.json   the divergences and statistics behind it
+    health/<iteration>.json        what quantization did to each tensor (docs/measuring.md)
     plans/<iteration>.json         the plan made from it
     precision/<iteration>.json     what every linear runs from that iteration on
 
@@ -19,7 +20,7 @@ seconds since the line before (evaluations and checkpoints included). Where they
     changed_linears   linears whose option that plan changed
     wait_s            seconds that training waited for it (part of wall_s)
     predicted_saving_s   seconds that it saves of a step against BF16 (--snip-cost time)
-    notices           [{"kind": "refresh_failed" | "guard" | "reverted", "message": str}]
+    notices           [{"kind": "refresh_failed" | "guard" | "reverted" | "health", "message": str}]
 
 A resumed run appends. Where it went back, later lines of an iteration replace earlier ones, and
 lines of iterations that were not repeated yet are void (`run_record.py` reads them so).
@@ -94,6 +95,8 @@ class RunDirectory:
                 self._row["refresh_s"] = measured.seconds
                 table = divergences_dict(measured.divergences, measured.statistics)
                 self._write_json("divergences", event.iteration, table)
+                if measured.health is not None:
+                    self._write_json("health", event.iteration, measured.health.to_dict())
                 path = self._folder("problems") / f"{event.iteration}.json"
                 write_problem(measured.problem, path)
             case PlanApplied() as applied:

@@ -8,7 +8,7 @@ checked, and a bad one is refused in one line.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from megatron_snip.files import parse_json, read_json, read_text
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.problem import PlanningProblem, read_problem
+from megatron_snip.statistics.health import HealthTable
 
 MAX_ITERATION = 2**31 - 1
 
@@ -148,6 +149,7 @@ class RunRecord:
         plans: in order; empty for a run without plans.
         divergences: of the last refresh, or None.
         problem: of the last refresh, or None.
+        health: of the last refresh before a plan was applied, and of the last; those there are.
         simulated: whether quantized linears were simulated; None if that is not known.
     """
 
@@ -159,6 +161,7 @@ class RunRecord:
     plans: tuple[PlanSpan, ...]
     divergences: Divergences | None
     problem: PlanningProblem | None
+    health: tuple[HealthTable, ...]
     simulated: bool | None
 
     @property
@@ -228,7 +231,7 @@ def read_run(path: Path) -> RunRecord:
     config = read_yaml(path / "config.yaml")
     metrics = read_metrics(path / "metrics.jsonl")  # first: its plans were written before
     snip = _snip_config(config)
-    last = metrics.last_iteration
+    last, plans = metrics.last_iteration, plan_spans(path, metrics)
     measured, problem = _last(path / "divergences", last), _last(path / "problems", last)
     return RunRecord(
         path=path,
@@ -236,9 +239,10 @@ def read_run(path: Path) -> RunRecord:
         snip=snip,
         versions=_versions(path / "versions.json"),
         metrics=metrics,
-        plans=plan_spans(path, metrics),
+        plans=plans,
         divergences=None if measured is None else read_divergences(measured),
         problem=None if problem is None else read_problem(problem),
+        health=tuple(_health(path / "health", last, plans)),
         simulated=_simulated(path / "precision", last, snip),
     )
 
@@ -261,6 +265,13 @@ def read_metrics(path: Path) -> MetricRows:
     if not rows:
         raise UsageError(f"'{path.parent}' has no metrics yet: no iteration has ended")
     return MetricRows(tuple(rows))
+
+
+def _health(folder: Path, last_iteration: int, plans: Sequence[PlanSpan]) -> Iterator[HealthTable]:
+    paths = [_last(folder, plans[0].start - 1)] if plans else []
+    for path in dict.fromkeys([*paths, _last(folder, last_iteration)]):
+        if path is not None:
+            yield HealthTable.from_dict(read_json(path, "health file"), f"health file '{path}'")
 
 
 def read_divergences(path: Path) -> Divergences:

@@ -11,6 +11,7 @@ linears suffer:
     snip/5_fragile_linears           picture: divergences of each linear
     snip/6_plan                      picture: format of each linear
     snip/share/<format>              share of the linears' FLOPs in each format, at every plan
+    snip/health/<measure>/<operand>/<worst or median>    over linears, in the lowest precision
     snip/divergence/..., snip/refresh/..., snip/training/...   details
 
 Unknown values (None, NaN, infinite) are left out.
@@ -60,6 +61,8 @@ class ScalarSeries:
                     "snip/4_refresh_overhead_percent": overhead,
                     "snip/refresh/measure_s": measured.seconds,
                 }
+                summary = measured.health.summary() if measured.health is not None else {}
+                found |= {f"snip/health/{name}": value for name, value in summary.items()}
             case PlanApplied() as applied:
                 loss = applied.plan.objective
                 found = {f"snip/share/{n}": share for n, share in applied.format_shares.items()}
@@ -71,7 +74,7 @@ class ScalarSeries:
                 }
             case Notice(kind, _):
                 self._failed += kind == "refresh_failed"
-                self._guarded += kind != "refresh_failed"
+                self._guarded += kind in ("guard", "reverted")
                 found = self._counters()
             case Metrics(metrics):
                 wanted = {k: v for k, v in metrics.items() if k not in self._left_out}

@@ -1,7 +1,7 @@
 """Writers for TensorBoard and Weights & Biases.
 
     metrics          scalars, every `interval` iterations
-    a measurement    scalars and heat maps of the divergences
+    a measurement    scalars and heat maps of divergences and health; the worst linears as a table
     a plan           scalars; a picture where it changed; in W&B the file as an artifact
     a notice         text in TensorBoard, an alert in W&B
 
@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 MEGATRON_LOGS = frozenset({"loss", "grad_norm", "lr", "validation_loss"})
 """Metrics that Megatron logs itself."""
 
+HEALTH_COLUMNS = ("measure", "linear", "tensor", "format", "value")
+
 
 class TensorBoardWriter:
     """Writes through a `torch.utils.tensorboard.SummaryWriter`, which its maker closes."""
@@ -65,6 +67,10 @@ class TensorBoardWriter:
         for name, picture in pictures(payload).items():
             pixels = np.asarray(_opened(picture).convert("RGB"))
             board.add_image(name, pixels, iteration, dataformats="HWC")
+        if isinstance(payload, Measurement) and payload.health is not None:
+            rows = (HEALTH_COLUMNS, *payload.health.worst())
+            text = "\n".join("  ".join(map(str, row)) for row in rows)
+            self._add_text("snip/health/worst", text, iteration)
         if isinstance(payload, Notice):
             self._add_text("snip/notices", f"{payload.kind}: {payload.message}", iteration)
         if not isinstance(payload, Metrics):
@@ -114,6 +120,9 @@ class WandbWriter:
             return
         for name, picture in pictures(payload).items():
             row[name] = self._wandb.Image(_opened(picture))
+        if isinstance(payload, Measurement) and payload.health is not None:
+            worst = [list(each) for each in payload.health.worst()]
+            row["snip/health/worst"] = self._wandb.Table(columns=list(HEALTH_COLUMNS), data=worst)
         run.log(row, step=iteration)
         if isinstance(payload, PlanApplied):
             self._log_artifact(run, payload.plan)
@@ -175,9 +184,12 @@ def pictures(payload: Payload) -> dict[str, bytes]:
 
     if isinstance(payload, Measurement):
         record = parse_divergences(divergences_dict(payload.divergences, payload.statistics))
-        if not figures.quantized_options(record):
-            return {}
-        return {"snip/5_fragile_linears": figures.png(lambda: figures.divergence_maps(record))}
+        found = {}
+        if figures.quantized_options(record):
+            found["snip/5_fragile_linears"] = figures.png(lambda: figures.divergence_maps(record))
+        if (health := payload.health) is not None and health.lowest is not None:
+            found["snip/health/maps"] = figures.png(lambda: figures.health_maps([health]))
+        return found
     return {"snip/6_plan": figures.png(lambda: figures.plan_map(payload.plan.linears))}
 
 

@@ -31,6 +31,7 @@ from megatron_snip.quantizers import (
     quantize_dequantize_operand,
     rotated,
 )
+from megatron_snip.statistics.health import OPERAND_SUMS, Sample, tile_counts
 from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.topology import LinearKind
 from megatron_snip.types import Gemm, Operand
@@ -65,21 +66,24 @@ class PartialSums(NamedTuple):
             and each eX of a column-parallel one: sums over the shards' part of the contraction.
         tokens: [2 + 2 F, S] |G_t|^2, |Y_t|^2, |eY_t|^2 and <G_t, eY_t>; column-parallel only.
         scalars: squared norms, in the order of `_scalar_names`.
+        health: its `sums` add over shards; its `amax` stays this shard's.
     """
 
     products: Tensor
     tokens: Tensor | None
     scalars: Tensor
+    health: Sample
 
     def summed(self, group: ProcessGroup) -> PartialSums:
         """All ranks of `group`: return the sums over the shards, in one exchange."""
-        own = [t for t in self if t is not None]
+        own = [t for t in (*self[:3], self.health.sums) if t is not None]
         flat = sum_over(torch.cat([t.reshape(-1) for t in own]), group)
         pieces = torch.split(flat, [t.numel() for t in own])
-        products, *tokens, scalars = (
+        products, *tokens, scalars, health = (
             piece.view_as(t) for piece, t in zip(pieces, own, strict=True)
         )
-        return PartialSums(products, tokens[0] if tokens else None, scalars)
+        sample = Sample(health, self.health.amax)
+        return PartialSums(products, tokens[0] if tokens else None, scalars, sample)
 
     @classmethod
     def zeros(
@@ -93,6 +97,7 @@ class PartialSums(NamedTuple):
             new((1 + num, num_tokens, rows if kind == "row" else cols)),
             new((2 + 2 * num, num_tokens)) if kind == "column" else None,
             new(len(_scalar_names(kind, formats))),
+            Sample(new((num, len(Operand), OPERAND_SUMS)), new(len(Operand))),
         )
 
 
@@ -127,6 +132,8 @@ def partial_sums(
         "grad_square": _square(g),
         "wgrad_square": _square(wgrad),
     }
+    health: list[Tensor] = []
+    amaxes = [x.new_zeros((), dtype=torch.float32)] * len(Operand)
     for name, fmt in formats.items():
         x_q = _quantized(operands, fmt, Operand.INPUT, Gemm.FPROP)
         w_q = _quantized(operands, fmt, Operand.WEIGHT, Gemm.FPROP)
@@ -134,8 +141,15 @@ def partial_sums(
         w_t = w_q if _is_symmetric(fmt) else _quantized(operands, fmt, Operand.WEIGHT, Gemm.DGRAD)
         g_q = _quantized(operands, fmt, Operand.GRAD_OUTPUT, Gemm.DGRAD, stream)
         input_grads.append(matmul_fp32(g_q, w_t).sub_(input_grads[0]))
-        found[f"{name}.input_error_square"] = _square(x_q.sub_(x))
-        found[f"{name}.weight_error_square"] = _square(w_q.sub_(w))
+        each = [
+            _health(operands, fmt, Operand.INPUT, x_q),
+            _health(operands, fmt, Operand.WEIGHT, w_q),
+            _health(operands, fmt, Operand.GRAD_OUTPUT, g_q),
+        ]
+        health.append(torch.stack([sums for sums, _ in each]))
+        amaxes = [amax for _, amax in each]
+        found[f"{name}.input_error_square"] = health[-1][0, 0]
+        found[f"{name}.weight_error_square"] = health[-1][1, 0]
         del x_q, w_q, w_t  # a weight's worth of FP32 at a time
         g_q = _quantized(operands, fmt, Operand.GRAD_OUTPUT, Gemm.WGRAD, stream)
         x_q = _quantized(operands, fmt, Operand.INPUT, Gemm.WGRAD)
@@ -155,8 +169,11 @@ def partial_sums(
         for name, value in found.items()
     ]
     assert list(found) == _scalar_names(kind, formats)
+    sums = torch.stack(health) if health else x.new_zeros((0, len(Operand), OPERAND_SUMS))
+    sums[:, 2 if kind == "row" else 0] /= num_shards
+    sample = Sample(sums, torch.stack(amaxes))
     if kind == "row":
-        return PartialSums(torch.stack(outputs), None, torch.stack(scalars))
+        return PartialSums(torch.stack(outputs), None, torch.stack(scalars), sample)
     tokens = torch.stack(
         [
             _token_squares(g),
@@ -164,7 +181,7 @@ def partial_sums(
             *(_token_products(g, error) for error in outputs[1:]),
         ]
     )
-    return PartialSums(torch.stack(input_grads), tokens, torch.stack(scalars))
+    return PartialSums(torch.stack(input_grads), tokens, torch.stack(scalars), sample)
 
 
 def totals(
@@ -221,6 +238,20 @@ def _quantized(
     return quantize_dequantize_operand(
         tensor, fmt, operand, gemm, stream=stream, tensor_amax=amax, dtype=torch.float32
     )
+
+
+def _health(
+    operands: Operands, fmt: Format, operand: Operand, quantized: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return an operand's OPERAND_SUMS and amax, FP32; `quantized` is overwritten."""
+    index = list(Operand).index(operand)
+    x = operands[index]
+    assert x is not None
+    gemm = Gemm.DGRAD if operand is Operand.GRAD_OUTPUT else Gemm.FPROP
+    tensor_amax = None if operands.amax is None else operands.amax[index]
+    block = operand_block(fmt, operand, gemm)
+    counts, amax = tile_counts(x, quantized, fmt, block, tensor_amax)
+    return torch.cat([_square(quantized.sub_(x))[None], counts]), amax
 
 
 def _is_symmetric(fmt: Format) -> bool:

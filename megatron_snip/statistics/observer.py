@@ -27,9 +27,10 @@ from torch import Tensor
 from megatron_snip.collectives import one_line, sum_over
 from megatron_snip.formats import Format
 from megatron_snip.quantizers import StreamKey, grad_output_stream, needs_tensor_amax
+from megatron_snip.statistics.health import NORMS, HealthTable, health_table
 from megatron_snip.statistics.measure import Operands, PartialSums, partial_sums, totals
 from megatron_snip.statistics.records import COLUMNS, StatisticsTable
-from megatron_snip.statistics.reduce import reduce_sums, table_columns
+from megatron_snip.statistics.reduce import num_columns, reduce_sums, table_columns
 from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.topology import LinearInfo, Placement, TensorAxis, Topology
 
@@ -136,6 +137,7 @@ class StepObserver:
     Attributes:
         failure: the first error met while measuring on this rank, or None.
         seconds: time that this rank's host has spent in the taps.
+        health: of the linears, once `table` has returned.
     """
 
     def __init__(
@@ -163,7 +165,9 @@ class StepObserver:
         self._needs_amax = any(map(needs_tensor_amax, settings.formats.values()))
         self._num_forwards: dict[str, int] = defaultdict(int)
         self._sums: dict[str, Tensor] = {}
+        self._amax: dict[str, Tensor] = {}
         self._seen: set[str] = set()
+        self.health: HealthTable | None = None
 
     def observe(
         self,
@@ -209,15 +213,38 @@ class StepObserver:
         return tap(output, on_backward)
 
     def table(
-        self, linears: Sequence[LinearInfo], grad_scale: float, loss: float | None
+        self,
+        linears: Sequence[LinearInfo],
+        grad_scale: float,
+        loss: float | None,
+        norms: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> StatisticsTable:
-        """All ranks: add up over ranks; see `reduce_sums` for arguments and errors."""
+        """All ranks: add up over ranks; see `reduce_sums` for arguments and errors.
+
+        `norms` returns this rank's `health.weight_norms`.
+        """
         s = self._settings
         control = self._topology.control
         with self._timed():
-            return reduce_sums(
-                self._sums, self.failure, s.formats, s.iteration, linears, grad_scale, loss, control
+            try:
+                self._add_norms(norms())
+            except Exception as error:
+                self.failure = self.failure or f"{type(error).__name__}: {one_line(error)}"
+            own = self._sums, self._amax, self.failure
+            table, sums, amax = reduce_sums(
+                *own, s.formats, s.iteration, linears, grad_scale, loss, control
             )
+            self.health = health_table(table, sums, amax, grad_scale)
+        return table
+
+    def _add_norms(self, norms: Mapping[str, Tensor]) -> None:
+        for name, values in norms.items():
+            row = self._sums.get(name)
+            if row is None:
+                row = values.new_zeros(num_columns(self._settings.formats))
+            first = len(table_columns(self._settings.formats))
+            row[first : first + NORMS] += values
+            self._sums[name] = row
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -292,13 +319,17 @@ class StepObserver:
         amax = self._shared_amax(call, sample, grad)
         operands = Operands(x[:single], weight, g[:single], x[single:], g[single:], amax)
         sums = self._try(placement, lambda: self._partial_sums(call, sample, operands))
+        if sums is not None:
+            amax, name = sums.health.amax, placement.name
+            self._amax[name] = torch.maximum(self._amax[name], amax) if name in self._amax else amax
         if placement.tensor.group is not None:
             if sums is None:
                 sums = PartialSums.zeros(placement.kind, single, weight, formats)
             sums = sums.summed(placement.tensor.group)
         if sums is not None and placement.tensor.rank == 0:
             found = totals(sums, placement.kind, g[:single], formats)
-            self._try(placement, lambda: self._add(call, sample, found))
+            health = sums.health.sums
+            self._try(placement, lambda: self._add(call, sample, found, health))
 
     def _partial_sums(self, call: _Call, sample: _Sample, operands: Operands) -> PartialSums:
         s, placement = self._settings, call.placement
@@ -319,7 +350,7 @@ class StepObserver:
                 self.failure = f"{placement.name}: {type(error).__name__}: {one_line(error)}"
         return None
 
-    def _add(self, call: _Call, sample: _Sample, found: dict[str, Tensor]) -> None:
+    def _add(self, call: _Call, sample: _Sample, found: dict[str, Tensor], health: Tensor) -> None:
         """Add one microbatch's sums to its linear's row."""
         known = {"microbatches": 1.0, "tokens": float(sample.num_tokens)}
         instance, name = call.placement.instance, call.placement.name
@@ -333,6 +364,9 @@ class StepObserver:
         factors, added = torch.tensor(numbers, dtype=torch.float64).to(device).unbind(1)
         zero = torch.zeros_like(added[0])
         row = torch.stack([found.get(c, zero) for c in columns]) * factors + added
+        tokens = sample.expansions[0]
+        health = health.double() * health.new_tensor([tokens, 1.0, tokens])[:, None]
+        row = torch.cat([row, row.new_zeros(NORMS), health.flatten()])
         self._sums[name] = self._sums[name] + row if name in self._sums else row
 
     def _shared_amax(self, call: _Call, sample: _Sample, grad: Tensor) -> Tensor | None:

@@ -93,6 +93,13 @@ def steps_of_moments(optimizer: Any) -> int | None:
     return min((shard.step for shard in shards if any(shard.betas)), default=None)
 
 
+def learning_rate(optimizer: Any) -> float | None:
+    """Return the largest over parameter groups that this rank holds, or None."""
+    groups = getattr(optimizer, "param_groups", None) or []
+    rates = [float(group["lr"]) for group in groups if group.get("lr") is not None]
+    return max(rates, default=None)
+
+
 def is_sharded(optimizer: Any) -> bool:
     """Whether moments are split over the data axis (Megatron's distributed optimizer)."""
     parts = getattr(optimizer, "chained_optimizers", None) or [optimizer]

@@ -7,14 +7,16 @@ the loss of a microbatch by their number itself, but not by data ranks and loss 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_snip.collectives import RemoteFailure, gather_json, one_line, sum_over
+from megatron_snip.statistics.health import NORMS, OPERAND_SUMS
 from megatron_snip.statistics.records import (
     BASE_COLUMNS,
     COLUMNS,
@@ -24,6 +26,7 @@ from megatron_snip.statistics.records import (
     StatisticsTable,
 )
 from megatron_snip.topology import LinearInfo
+from megatron_snip.types import Operand
 
 
 def table_columns(formats: Iterable[str]) -> list[str]:
@@ -31,20 +34,28 @@ def table_columns(formats: Iterable[str]) -> list[str]:
     return [*BASE_COLUMNS, *(f"{name}.{column}" for name in formats for column in FORMAT_COLUMNS)]
 
 
+def num_columns(formats: Collection[str]) -> int:
+    """Return how many numbers a row has: the columns, then what health.py adds up."""
+    health = NORMS + len(formats) * len(Operand) * OPERAND_SUMS
+    return len(table_columns(formats)) + health
+
+
 def reduce_sums(
     sums: Mapping[str, Tensor],
+    amax: Mapping[str, Tensor],
     failure: str | None,
-    formats: Iterable[str],
+    formats: Collection[str],
     iteration: int,
     linears: Sequence[LinearInfo],
     grad_scale: float,
     loss: float | None,
     control: ProcessGroup | None,
-) -> StatisticsTable:
+) -> tuple[StatisticsTable, Tensor, Tensor]:
     """All ranks: return the table of the model, the same on every rank.
 
     Args:
-        sums: this rank's rows, by linear name; FP64 [columns] in the order of `table_columns`.
+        sums: this rank's rows, by linear name; FP64 [num_columns], first those of `table_columns`.
+        amax: this rank's largest magnitudes, by linear name; FP32 [3].
         failure: why this rank could not measure, or None.
         formats: the formats measured.
         iteration: Megatron's, 1-based.
@@ -53,13 +64,18 @@ def reduce_sums(
         loss: of the iteration, the same on all ranks.
         control: a CPU group of all ranks, or None where there is one.
 
+    Returns:
+        The table; the sums after its columns and amax over all ranks, a row for each linear.
+
     Raises:
         RemoteFailure: on every rank, if measuring failed on any.
     """
     columns = table_columns(formats)
-    table = torch.zeros((1 + len(linears), len(columns)), dtype=torch.float64)
+    table = torch.zeros((1 + len(linears), num_columns(formats)), dtype=torch.float64)
+    largest = torch.zeros((1 + len(linears), len(Operand)))
     try:
         _fill(table, sums, linears)
+        _fill(largest, amax, linears)
     except Exception as error:  # the other ranks wait in the sum
         failure = failure or f"{type(error).__name__}: {one_line(error)}"
     table[0, 0] = float(failure is not None)
@@ -68,12 +84,15 @@ def reduce_sums(
         texts = gather_json(failure, control)
         failures = {rank: text for rank, text in enumerate(texts) if text is not None}
         raise RemoteFailure("measuring", failures)
-    found = [dict(zip(columns, row, strict=True)) for row in table[1:].tolist()]
+    if control is not None:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=control)
+    found = [dict(zip(columns, row, strict=True)) for row in table[1:, : len(columns)].tolist()]
     # An expert sees only the tokens that are sent to it, `num_active` experts each token.
     pairs = list(zip(linears, found, strict=True))
     batch_tokens = max((row["tokens"] / info.num_active for info, row in pairs), default=0.0)
     decoded = (_linear(info, row, formats, grad_scale, batch_tokens) for info, row in pairs)
-    return StatisticsTable(iteration, loss, tuple(decoded))
+    statistics = StatisticsTable(iteration, loss, tuple(decoded))
+    return statistics, table[1:, len(columns) :], largest[1:]
 
 
 def _fill(table: Tensor, sums: Mapping[str, Tensor], linears: Sequence[LinearInfo]) -> None:

@@ -103,13 +103,16 @@ def test_collecting_changes_nothing(cycles: list[dict[str, Any]]) -> None:
         assert watched["refreshes"] == [2, 6]
         assert watched["history"] == []
         assert set(watched["fractions"]) == {0.0}
+        ((at, kind, text),) = watched["notices"]  # every linear at the first refresh, then none
+        assert (at, kind) == (2, "health")
+        assert "alert underflow>0.01: decoder.layers." in text and " fp4 0." in text
 
 
 def test_the_run_directory_holds_what_was_decided(
     cycles: list[dict[str, Any]], folder: Path
 ) -> None:
     run = folder / "whole"
-    kinds = ("divergences", "plans", "problems")
+    kinds = ("divergences", "health", "plans", "problems")
     for kind in kinds:
         assert sorted(p.name for p in (run / kind).iterdir()) == ["2.json", "6.json"]
     digests = [digest for _, digest in cycles[0]["whole"]["history"]]

@@ -72,8 +72,24 @@ def check(result: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert list(found["linears"]) == list(expected["linears"])  # the order, too
     check_divergences(result["divergences"], wanted["divergences"])
     check_statistics(found["linears"], expected["linears"])
+    check_health(result["health"], wanted["health"])
     assert result["plan"] == wanted["plan"]
     assert result["warnings"] == []
+
+
+def check_health(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert len(found) == len(expected) > 0
+    for a, b in zip(found, expected, strict=True):
+        assert a["name"] == b["name"]
+        for key in ("gradient_norm", "update_ratio", "amax"):
+            assert a[key] == pytest.approx(b[key], rel=RTOL), (a["name"], key)
+        for fmt, operands in b["operands"].items():
+            assert a["gemm_sqnr_db"][fmt] == pytest.approx(b["gemm_sqnr_db"][fmt], abs=0.1)
+            for operand, wanted in operands.items():
+                values = a["operands"][fmt][operand]
+                assert values["sqnr_db"] == pytest.approx(wanted["sqnr_db"], abs=0.1)
+                assert values["underflow"] == pytest.approx(wanted["underflow"], abs=2e-3)
+                assert values["scale_log2"][1] == pytest.approx(wanted["scale_log2"][1], abs=1)
 
 
 def check_statistics(found: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.distributed.launch import run_ranks
 from tests.unit.statistics.equations import Toy, largest_error
+from tests.unit.statistics.test_health import check_health
 
 WORKERS = "tests.distributed.workers.statistics"
 TOYS: dict[str, dict[str, Any]] = {
@@ -44,8 +45,9 @@ def test_shards_of_two_ranks_add_up(results: list[dict[str, Any]], name: str) ->
     """Against the equations in FP64 NumPy that one rank is tested against."""
     found = results[0]["toys"][name]
     assert found == results[1]["toys"][name]
-    wanted = Toy.make(TOYS[name]["kind"], microbatches=4).wanted()
-    assert largest_error(found, wanted) < 2e-5
+    toy = Toy.make(TOYS[name]["kind"], microbatches=4)
+    assert largest_error(found["row"], toy.wanted()) < 2e-5
+    check_health(found["health"]["linears"][0], toy)
 
 
 def test_every_optimizer_of_megatron_gives_the_same_d(results: list[dict[str, Any]]) -> None:

@@ -145,7 +145,9 @@ def cycles(layout_values: dict[str, Any], folder: str) -> dict[str, Any]:
         "whole": whole,
         "again": _run(layout_values, SNIP, None),
         "resumed": _resumed(layout_values),
-        "collect only": _run(layout_values, {**SNIP, "collect_only": True}, None),
+        "collect only": _run(
+            layout_values, {**SNIP, "collect_only": True, "alert": "underflow>0.01"}, None
+        ),
         "plain": _plain(layout_values),
     }
 
@@ -170,6 +172,7 @@ def _run(
             "installed": installed and not left,
             "closed": trainer.events.closed,
             "warnings": trainer.warnings,
+            "notices": [(i, n.kind, n.message) for i, n in trainer.events.notices],
         }
 
 

@@ -19,14 +19,16 @@ def all_checks(cases: dict[str, Any], layouts: dict[str, Any]) -> dict[str, Any]
 
 
 def toys(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Observe a linear in each layout; return its row of the reduced table."""
+    """Observe a linear in each layout; return its row of the reduced table, and its health."""
     results = {}
     for name, case in cases.items():
         topology = axis_topology(
             dist.get_rank(), dist.get_world_size(), dist.group.WORLD, case["axis"]
         )
         toy = Toy.make(case["kind"], microbatches=4)
-        results[name] = row_of(toy.observed(topology, split=case.get("split", False)))
+        row = row_of(toy.observed(topology, split=case.get("split", False)))
+        assert toy.health is not None
+        results[name] = {"row": row, "health": toy.health.to_dict()}
     return results
 
 

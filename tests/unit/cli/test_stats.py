@@ -15,6 +15,7 @@ from megatron_snip.divergence.quality_loss import (
     divergences_dict,
 )
 from tests.unit.divergence.build import linear, table
+from tests.unit.reporting.runs import Shape, config, write_run
 
 
 @pytest.fixture
@@ -57,6 +58,23 @@ def test_json_is_the_file_and_nothing_else(run: Path, capsys: pytest.CaptureFixt
     assert main(["stats", str(run), "--iteration", "10", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((run / "divergences" / "10.json").read_text())
+
+
+def test_health_has_the_worst_first_in_100_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", Shape(config(), layers=5))
+    assert main(["stats", str(run), "--health"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100 and "iteration 19" in text
+    sqnr = text.partition("sqnr_db")[2].partition("underflow")[0]
+    rows = [line.split() for line in sqnr.splitlines() if "decoder" in line]
+    assert [float(row[-1]) for row in rows] == [11.0 + k // 2 for k in range(10)]
+    assert main(["stats", str(run), "--health", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads((run / "health/19.json").read_text())
+    (run / "health/19.json").write_text('{"version": 9}')
+    assert main(["stats", str(run), "--health"]) == 2
+    assert "version 9; this megatron-snip reads version 1" in capsys.readouterr().err
 
 
 def test_names_are_printed_as_they_are(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,9 @@ from megatron_snip.reporting.events import (
     Writer,
 )
 from megatron_snip.reporting.run_directory import RunDirectory
+from megatron_snip.statistics.health import HealthTable, LinearHealth, OperandHealth
 from megatron_snip.statistics.records import FormatStatistics, LinearStatistics, StatisticsTable
+from megatron_snip.types import Gemm, Operand
 
 KINDS = (
     "self_attention.linear_qkv",
@@ -83,7 +85,22 @@ def measurement_at(shape: Shape, iteration: int) -> Measurement:
     table = DivergenceTable(iteration, tuple(rows))
     problem = planning_problem(table, c.lowest_format, c.efficiency_target)
     statistics = StatisticsTable(iteration, 4.0, tuple(raw))
-    return Measurement(statistics, table, problem, seconds=0.25)
+    return Measurement(statistics, table, problem, 0.25, health_of(shape, iteration))
+
+
+def health_of(shape: Shape, iteration: int) -> HealthTable:
+    """The k-th linear has 30 - k dB and underflow of k percent in its input, and nothing else."""
+    nothing = OperandHealth(None, None, None, None)
+    linears = []
+    for k, name in enumerate(shape.names):
+        operand = OperandHealth(30.0 - k, k / 100, 0.0, (-3.0, 0.0, 2.0))
+        operands = dict.fromkeys(Operand, nothing) | {Operand.INPUT: operand}
+        gemms: dict[Gemm, float | None] = {Gemm.FPROP: 20.0 - k}
+        amax: dict[Operand, float | None] = dict.fromkeys(Operand, 1.5)
+        formats = shape.config.named_formats
+        found = dict.fromkeys(formats, operands), dict.fromkeys(formats, gemms)
+        linears.append(LinearHealth(name, 0, 1.0, 1e-3, amax, *found))
+    return HealthTable(iteration, tuple(linears))
 
 
 def plan_from(shape: Shape, measured: Measurement) -> PrecisionPlan:

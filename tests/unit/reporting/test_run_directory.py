@@ -44,7 +44,7 @@ def test_every_event_is_in_its_file(tmp_path: Path) -> None:
     found = {str(p.relative_to(run.path)) for p in run.path.rglob("*") if p.is_file()}
     assert found == {
         *("config.yaml", "versions.json", "metrics.jsonl", "precision/34.json"),
-        *("problems/34.json", "divergences/34.json", "plans/30.json"),
+        *("problems/34.json", "divergences/34.json", "health/34.json", "plans/30.json"),
     }
     assert yaml.safe_load((run.path / "config.yaml").read_text())["num_layers"] == 4
     assert read_plan(run.path / "plans" / "30.json") == PLAN

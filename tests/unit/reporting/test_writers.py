@@ -71,7 +71,7 @@ class Run:
 def fake_wandb(step: int = 0) -> Any:
     shown: dict[str, Any] = {}
     config = SimpleNamespace(shown=shown, update=lambda values, **_: shown.update(values))
-    names = {name: getattr(wandb, name) for name in ("AlertLevel", "Artifact", "Image")}
+    names = {name: getattr(wandb, name) for name in ("AlertLevel", "Artifact", "Image", "Table")}
     return SimpleNamespace(run=Run(step), config=config, **names)
 
 
@@ -91,6 +91,10 @@ def test_wandb_has_rows_plans_divergences_and_alerts() -> None:
     for name, steps in (("snip/6_plan", [5, 13]), ("snip/5_fragile_linears", [3, 11])):
         assert [step for step, row in run.rows.items() if name in row] == steps
     assert run.rows[11]["snip/5_fragile_linears"].image.width >= 1000
+    assert run.rows[11]["snip/health/maps"].image.width >= 1000
+    worst = ["underflow", "decoder.layers.2.mlp.linear_fc2", "input", "fp4", 0.11]
+    assert worst in run.rows[11]["snip/health/worst"].data
+    assert len([name for name in run.rows[11] if "/health/" in name]) <= 14
     assert [(a.type, a.name) for a in run.artifacts] == [("snip-plan", "plan-abc")] * 2
     assert run.alerts == [("SNIP: reverted at iteration 7", "back to <fp8>")]
     module.run = None  # W&B has ended the run

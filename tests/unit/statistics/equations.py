@@ -14,6 +14,7 @@ import torch
 
 from megatron_snip.formats import get_format
 from megatron_snip.quantizers import grad_output_stream, quantize_dequantize_operand
+from megatron_snip.statistics.health import HealthTable
 from megatron_snip.statistics.observer import MeasureSettings, StepObserver
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.sensitivity import Sensitivity
@@ -36,6 +37,7 @@ class Toy:
         grads: G of each microbatch, [M, N].
         row, col: factors of D.
         update_square: |update|^2.
+        health: what the last `observed` found.
     """
 
     kind: Any
@@ -45,6 +47,7 @@ class Toy:
     row: torch.Tensor
     col: torch.Tensor
     update_square: float = 2.5
+    health: HealthTable | None = None
 
     @classmethod
     def make(cls, kind: str, microbatches: int = 2, tokens: int = 128) -> Toy:
@@ -94,7 +97,9 @@ class Toy:
             output = torch.nn.functional.linear(full if split else x, weight)
             tapped = observer.observe(place, x, weight, output, input_is_split=split)
             tapped.backward(g)
-        return observer.table([self.placement(Topology()).info], grad_scale, 2.0)
+        table = observer.table([self.placement(Topology()).info], grad_scale, 2.0)
+        self.health = observer.health
+        return table
 
     def _shard(self, t: torch.Tensor, dim: int, kind: str, topology: Topology) -> torch.Tensor:
         axis = topology.tensor

@@ -1,0 +1,359 @@
+"""Low-precision health: what quantization does to each tensor of a linear; docs/glossary.md.
+
+Of each operand and format an observed iteration adds up, over the sampled tokens,
+
+    |Q(x) - x|^2,  elements that become zero,  elements that saturate,  tiles by log2 of their scale
+
+`input` and `weight` as fprop quantizes them, `grad_output` as dgrad does. Sums are scaled to all
+tokens and add over shards, microbatches and ranks; amax is a maximum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from megatron_snip.config import HealthMeasure, explain
+from megatron_snip.errors import UsageError
+from megatron_snip.formats import Format, ScaleType, lowest_precision
+from megatron_snip.quantizers.reference import Block, tile_amax, tile_scales
+from megatron_snip.statistics.optimizer_state import adam_shards, is_sharded, learning_rate
+from megatron_snip.statistics.records import LinearStatistics, StatisticsTable
+from megatron_snip.statistics.sensitivity import PlannedWeight, Sensitivity
+from megatron_snip.topology import Topology
+from megatron_snip.types import Gemm, Operand
+
+SCHEMA_VERSION = 1
+
+LOWEST_LOG2, NUM_BINS = -96, 128
+"""Scales are counted by floor(log2(scale)), from 2^-96 to 2^31; others count at the ends."""
+
+OPERAND_SUMS = 3 + NUM_BINS
+"""Numbers of one operand in one format: error square, underflowed, saturated, then the bins."""
+
+NORMS = 3
+"""Numbers of one linear: |gradient|^2, |W|^2 and |learning rate * update|^2."""
+
+NUM_WORST = 10
+"""Rows of a table of the worst linears."""
+
+_ULPS = 1 + 2.0**-20  # a scale's own rounding is no saturation
+
+
+class Sample(NamedTuple):
+    """What an observer adds up beside the statistics.
+
+    Attributes:
+        sums: [formats, 3 operands, OPERAND_SUMS], FP32; adds over shards.
+        amax: [3], FP32, the largest magnitudes of this shard's X, W and G.
+    """
+
+    sums: Tensor
+    amax: Tensor
+
+
+def tile_counts(
+    x: Tensor, quantized: Tensor, fmt: Format, block: Block, tensor_amax: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return counts [2 + NUM_BINS] and amax [], FP32, of a matrix and what is left of it.
+
+    The counts are of elements that become zero, of elements beyond the largest value of their
+    tile, and of tiles by their scale; tiles of zeros and tiles with NaN or Inf have none.
+
+    Args:
+        x: [rows, cols].
+        quantized: Q(x), dequantized.
+        fmt: the format of Q.
+        block: (rows, cols) of its tiles.
+        tensor_amax: for E4M3 scales.
+    """
+    assert fmt.element is not None
+    (rows, cols), (tall, wide) = x.shape, block
+    magnitude, missing = x.abs(), (0, -cols % wide, 0, -rows % tall)
+    if any(missing):
+        magnitude = torch.nn.functional.pad(magnitude, missing)
+    tiles = magnitude.view(-(-rows // tall), tall, -(-cols // wide), wide)
+    amax = tile_amax(tiles).float().contiguous()
+    scale = tile_scales(amax, fmt, tensor_amax)[1]
+    saturated = amax.new_zeros(())
+    if fmt.scale is ScaleType.E4M3:  # other scales are rounded up, or not at all
+        saturated = (tiles > scale * (fmt.element.max_value * _ULPS)).sum().float()
+    counted = ((amax > 0) & scale.isfinite()).float()
+    index = (torch.frexp(scale).exponent.long() - 1 - LOWEST_LOG2).clamp_(0, NUM_BINS - 1)
+    bins = amax.new_zeros(NUM_BINS).index_add_(0, index.flatten(), counted.flatten())
+    zeros = (torch.count_nonzero(x) - torch.count_nonzero(quantized)).float()
+    largest = amax.max() if amax.numel() else amax.new_zeros(())
+    return torch.cat([zeros[None], saturated[None], bins]), largest.nan_to_num(nan=math.inf)
+
+
+@torch.no_grad()
+def weight_norms(
+    weights: Mapping[str, PlannedWeight],
+    optimizer: Any,
+    sensitivities: Mapping[str, Sensitivity],
+    topology: Topology,
+    loss_scale: float,
+) -> dict[str, Tensor]:
+    """Return this rank's part of each linear's norms, FP64 [NORMS]; parts add over ranks.
+
+    Args:
+        weights: this rank's, by instance; their gradients are reduced over data ranks.
+        optimizer: Megatron's; what it owns of a weight is counted.
+        sensitivities: by instance; they hold the size of the update.
+        topology: this rank's place.
+        loss_scale: of the gradients.
+    """
+    shards = adam_shards(optimizer)
+    sharded, rate = is_sharded(optimizer), learning_rate(optimizer) or 0.0
+    found: dict[str, Tensor] = {}
+    for instance, (placement, weight) in ((i, (p.placement, p.weight)) for i, p in weights.items()):
+        rank, shard = topology.data_axis(placement).rank, shards.get(weight)
+        if placement.tensor.size == 1 and placement.tensor.rank:  # a replicated weight
+            continue
+        grad = getattr(weight, "main_grad", None)
+        grad = weight.grad if grad is None else grad
+        norms = weight.data.new_zeros(NORMS, dtype=torch.float64)
+        if grad is not None and (shard is not None if sharded else rank == 0):
+            owned = slice(shard.start, shard.end) if sharded and shard is not None else slice(None)
+            norms[0] = _square(grad.reshape(-1)[owned]) / loss_scale**2
+            norms[1] = _square(weight.detach().reshape(-1)[owned])
+        if instance in sensitivities and rank == placement.tensor.rank == 0:
+            norms[2] = rate**2 * sensitivities[instance].update_square
+        name = placement.name
+        found[name] = found[name] + norms if name in found else norms
+    return found
+
+
+@dataclass(frozen=True)
+class OperandHealth:
+    """One operand in one format; None where nothing was observed, or where the value is infinite.
+
+    Attributes:
+        sqnr_db: 10 log10(|x|^2 / |Q(x) - x|^2).
+        underflow: share of the elements that are not zero and become zero.
+        saturated: share of the elements that are larger than what their tile can hold.
+        scale_log2: least, median and largest log2 of a tile's scale, rounded down.
+    """
+
+    sqnr_db: float | None
+    underflow: float | None
+    saturated: float | None
+    scale_log2: tuple[float, float, float] | None
+
+
+@dataclass(frozen=True)
+class LinearHealth:
+    """One linear; experts of a layer together. None: not observed, or infinite.
+
+    Attributes:
+        name: layout-independent name.
+        stage: pipeline stage.
+        gradient_norm: |dL/dW| of the batch, before clipping.
+        update_ratio: |learning rate * update| / |W|, without weight decay.
+        amax: by operand, over the sampled tokens.
+        operands: by format and operand.
+        gemm_sqnr_db: by format and GEMM: 10 log10(|Y|^2 / |eY|^2), also for dX and dW.
+    """
+
+    name: str
+    stage: int
+    gradient_norm: float | None
+    update_ratio: float | None
+    amax: dict[Operand, float | None]
+    operands: dict[str, dict[Operand, OperandHealth]]
+    gemm_sqnr_db: dict[str, dict[Gemm, float | None]]
+
+
+class Finding(NamedTuple):
+    """One value of a measure; `tensor` is an operand, a GEMM or empty, as is `format`."""
+
+    value: float
+    linear: str
+    tensor: str
+    format: str
+
+    def __str__(self) -> str:
+        """Return `decoder.layers.3.mlp.linear_fc2 input fp4 0.31`."""
+        return " ".join(filter(None, (*self[1:], f"{self.value:.4g}")))
+
+
+@dataclass(frozen=True)
+class HealthTable:
+    """health/<iteration>.json: the observed linears in model order, the same on every rank."""
+
+    iteration: int
+    linears: tuple[LinearHealth, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain built-in types, with the schema's version."""
+        return {"version": SCHEMA_VERSION, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, value: Any, source: str = "health file") -> HealthTable:
+        """Build from what `to_dict` returned.
+
+        Raises:
+            UsageError: one line that names `source`, for another version and for bad entries.
+        """
+        version = value.get("version") if isinstance(value, dict) else None
+        if version != SCHEMA_VERSION:
+            raise UsageError(
+                f"{source}: version {version!r}; this megatron-snip reads version {SCHEMA_VERSION}"
+            )
+        try:
+            return TypeAdapter(cls).validate_python(value)
+        except ValidationError as error:
+            raise UsageError(f"{source}: {explain(error)}") from None
+
+    @property
+    def lowest(self) -> str | None:
+        """The format with the fewest bits; None if no linear was observed."""
+        names = tuple(dict.fromkeys(name for linear in self.linears for name in linear.operands))
+        return lowest_precision(names).name if names else None
+
+    def summary(self) -> dict[str, float]:
+        """Return {`underflow/input/worst`: value, ...}, twelve numbers of the lowest format."""
+        found = {}
+        measures: tuple[HealthMeasure, ...] = ("sqnr_db", "underflow")
+        for measure in measures:
+            findings = self.findings(measure, self.lowest)
+            for operand in Operand:
+                values = [each.value for each in findings if each.tensor == operand]
+                if values:
+                    found[f"{measure}/{operand}/worst"] = values[0]
+                    found[f"{measure}/{operand}/median"] = median(values)
+        return found
+
+    def worst(self) -> list[tuple[str, str, str, str, float]]:
+        """Return (measure, linear, tensor, format, value): NUM_WORST of each measure, no zeros."""
+        return [
+            (measure, each.linear, each.tensor, each.format, each.value)
+            for measure in MEASURES
+            for each in self.findings(measure)[:NUM_WORST]
+            if each.value
+        ]
+
+    def findings(self, measure: HealthMeasure, fmt: str | None = None) -> list[Finding]:
+        """Return a measure's known values, worst first; `fmt` leaves out other formats'."""
+        read, sign = MEASURES[measure]
+        found = [
+            Finding(value, linear.name, tensor, name)
+            for linear in self.linears
+            for value, tensor, name in read(linear)
+            if value is not None and fmt in (None, name)
+        ]
+        return sorted(found, key=lambda each: sign * each.value)
+
+
+def _of_operands(value: Callable[[OperandHealth], float | None]) -> Any:
+    def read(linear: LinearHealth) -> Iterator[tuple[float | None, str, str]]:
+        for name, operands in linear.operands.items():
+            for operand, health in operands.items():
+                yield value(health), str(operand), name
+
+    return read
+
+
+MEASURES: dict[HealthMeasure, tuple[Callable[[LinearHealth], Any], int]] = {
+    "sqnr_db": (_of_operands(lambda h: h.sqnr_db), 1),
+    "underflow": (_of_operands(lambda h: h.underflow), -1),
+    "saturated": (_of_operands(lambda h: h.saturated), -1),
+    "scale_spread": (
+        _of_operands(lambda h: h.scale_log2 and h.scale_log2[2] - h.scale_log2[0]),
+        -1,
+    ),
+    "gemm_sqnr_db": (
+        lambda h: ((v, str(g), f) for f, gemms in h.gemm_sqnr_db.items() for g, v in gemms.items()),
+        1,
+    ),
+    "amax": (lambda h: ((v, str(operand), "") for operand, v in h.amax.items()), -1),
+    "gradient_norm": (lambda h: [(h.gradient_norm, "", "")], -1),
+    "update_ratio": (lambda h: [(h.update_ratio, "", "")], -1),
+}
+"""How each measure is read, and 1 where a small value is bad, -1 where a large one is."""
+
+
+def linear_health(
+    statistics: LinearStatistics, sums: Sequence[float], amax: Sequence[float], grad_scale: float
+) -> LinearHealth:
+    """Return the health of one linear.
+
+    Args:
+        statistics: of the linear.
+        sums: over all ranks: NORMS numbers, then OPERAND_SUMS of each format and operand.
+        amax: of X, W and G over all ranks.
+        grad_scale: factor from G as the linear sees it to the gradient of the batch-mean loss.
+    """
+    s, (grad, weight, update) = statistics, sums[:NORMS]
+    sizes = s.tokens * s.in_features, s.in_features * s.out_features, s.tokens * s.out_features
+    squares = s.input_square, s.weight_square, s.grad_square
+    observed = s.microbatches > 0
+    operands: dict[str, dict[Operand, OperandHealth]] = {}
+    for f, name in enumerate(s.formats):
+        operands[name] = {}
+        for o, operand in enumerate(Operand):
+            first = NORMS + (len(Operand) * f + o) * OPERAND_SUMS
+            count = s.microbatches or 1.0 if operand is Operand.WEIGHT else 1.0
+            unit = grad_scale if operand is Operand.GRAD_OUTPUT else 1.0
+            error, zeros, saturated, *bins = (v / count for v in sums[first:][:OPERAND_SUMS])
+            operands[name][operand] = OperandHealth(
+                _db(squares[o], error * unit**2),
+                zeros / sizes[o] if observed and sizes[o] else None,
+                saturated / sizes[o] if observed and sizes[o] else None,
+                _spread(bins, math.log2(unit)),
+            )
+    units = 1.0, 1.0, grad_scale
+    known = [
+        a * u if observed and math.isfinite(a) else None for a, u in zip(amax, units, strict=True)
+    ]
+    return LinearHealth(
+        s.name,
+        s.stage,
+        math.sqrt(grad) if grad > 0 and math.isfinite(grad) else None,
+        math.sqrt(update / weight) if update > 0 and 0 < weight < math.inf else None,
+        dict(zip(Operand, known, strict=True)),
+        operands,
+        {
+            name: {
+                Gemm.FPROP: _db(s.output_square, f.output_error_square),
+                Gemm.DGRAD: _db(s.input_grad_square, f.input_grad_error_square),
+                Gemm.WGRAD: _db(s.wgrad_square, f.wgrad_error_square),
+            }
+            for name, f in s.formats.items()
+        },
+    )
+
+
+def health_table(
+    table: StatisticsTable, sums: Tensor, amax: Tensor, grad_scale: float
+) -> HealthTable:
+    """Return the health of the observed linears: `linear_health` of each row of sums and amax."""
+    rows = zip(table.linears, sums.tolist(), amax.tolist(), strict=True)
+    linears = (linear_health(*row, grad_scale) for row in rows if row[0].microbatches)
+    return HealthTable(table.iteration, tuple(linears))
+
+
+def _db(signal: float, error: float) -> float | None:
+    ratio = signal / error if error > 0 else math.inf
+    return 10 * math.log10(ratio) if 0 < ratio < math.inf else None
+
+
+def _spread(bins: Sequence[float], shift: float) -> tuple[float, float, float] | None:
+    total = sum(bins)
+    if not 0 < total < math.inf:
+        return None
+    filled = [i for i, count in enumerate(bins) if count > 0]
+    middle = next(i for i in filled if sum(bins[: i + 1]) >= total / 2 * (1 - 1e-9))
+    return tuple(i + LOWEST_LOG2 + shift for i in (filled[0], middle, filled[-1]))  # type: ignore
+
+
+def _square(x: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float32)
+    return norm.double().square()

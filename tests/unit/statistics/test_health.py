@@ -1,0 +1,101 @@
+"""Health against its definitions in docs/glossary.md, in NumPy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_snip.formats import ScaleType, get_format
+from megatron_snip.quantizers import operand_block
+from megatron_snip.statistics.health import HealthTable
+from megatron_snip.statistics.observer import MeasureSettings
+from megatron_snip.topology import Topology
+from megatron_snip.types import Gemm, Operand
+from tests.unit.statistics import equations
+from tests.unit.statistics.equations import SEED, STEP, Toy
+
+GEMMS = {
+    Operand.INPUT: Gemm.FPROP,
+    Operand.WEIGHT: Gemm.FPROP,
+    Operand.GRAD_OUTPUT: Gemm.DGRAD,
+}
+
+
+def check_health(found: dict[str, Any], toy: Toy, unit: float = 1.0) -> None:
+    """Compare a linear's entry of the file with NumPy on the toy's tensors."""
+    tensors = {
+        Operand.INPUT: toy.inputs,
+        Operand.WEIGHT: [toy.weight],
+        Operand.GRAD_OUTPUT: toy.grads,
+    }
+    for operand, parts in tensors.items():
+        factor = unit if operand is Operand.GRAD_OUTPUT else 1.0
+        amax = max(part.abs().max().item() for part in parts)
+        assert found["amax"][operand] == pytest.approx(amax * factor, rel=1e-6)
+        for name, fmt in equations.FORMATS.items():
+            x = np.concatenate([part.double().numpy() for part in parts])
+            q = np.concatenate(
+                [toy._quantized(p, name, operand, GEMMS[operand], m) for m, p in enumerate(parts)]
+            )
+            values = found["operands"][name][operand]
+            sqnr = 10 * math.log10((x**2).sum() / ((q - x) ** 2).sum())
+            assert values["sqnr_db"] == pytest.approx(sqnr, abs=1e-4)
+            assert values["underflow"] == pytest.approx(((q == 0) & (x != 0)).mean(), rel=1e-6)
+            block = operand_block(fmt, operand, GEMMS[operand])
+            tiles = [each for p in parts for each in scales_of(p.double().numpy(), fmt, block)]
+            logs = [math.floor(math.log2(scale)) for scale, _ in tiles]
+            assert fmt.element is not None
+            largest = (1 + 2.0**-20) * fmt.element.max_value
+            beyond = sum((abs(tile) > scale * largest).sum() for scale, tile in tiles)
+            assert values["saturated"] == pytest.approx(beyond / x.size, rel=1e-6)
+            middle = sorted(logs)[(len(logs) - 1) // 2]
+            shift = math.log2(factor)
+            assert list(values["scale_log2"]) == [v + shift for v in (min(logs), middle, max(logs))]
+
+
+def scales_of(x: Any, fmt: Any, block: tuple[int, int]) -> list[tuple[float, Any]]:
+    """(scale, elements) of each tile that is not zero."""
+    found, largest, (r, c) = [], fmt.element.max_value, block
+    tensor = np.abs(x).max() / (448 * largest)
+    for top in range(0, x.shape[0], r):
+        for left in range(0, x.shape[1], c):
+            tile = x[top : top + r, left : left + c]
+            scale = np.abs(tile).max() / largest
+            if scale == 0:
+                continue
+            if fmt.scale is ScaleType.E8M0:
+                scale = 2.0 ** math.ceil(math.log2(scale))
+            elif fmt.scale is ScaleType.E4M3:
+                stored = torch.tensor(scale / tensor).clamp(2.0**-6, 448.0)
+                scale = stored.to(torch.float8_e4m3fn).item() * tensor
+            found.append((scale, tile))
+    return found
+
+
+@pytest.mark.parametrize("formats", [("fp8", "fp4"), ("mxfp4", "nvfp4")])
+@pytest.mark.parametrize(("kind", "grad_scale"), [("column", 1.0), ("row", 0.125)])
+def test_every_value_is_what_its_definition_says(
+    monkeypatch: pytest.MonkeyPatch, kind: str, grad_scale: float, formats: tuple[str, ...]
+) -> None:
+    """The tokens of the toy have magnitudes from 2^-40 to 2^8, and some elements are zero."""
+    table = {
+        # The transform is wgrad's alone, and health is of fprop's and dgrad's tiles.
+        name: replace(get_format(name), wgrad_hadamard=0)
+        for name in formats
+    }
+    monkeypatch.setattr(equations, "FORMATS", table)
+    toy = Toy.make(kind, microbatches=1 if "nvfp4" in formats else 2)
+    for tensor in (*toy.inputs, *toy.grads, toy.weight):
+        tensor *= torch.exp2(torch.linspace(-40.0, 8.0, len(tensor)))[:, None]
+        tensor[3, 5:200] = 0.0
+    settings = MeasureSettings(table, STEP, SEED, all_tokens=True)
+    toy.observed(Topology(), settings, grad_scale=grad_scale)
+    assert toy.health is not None
+    (row,) = toy.health.to_dict()["linears"]
+    check_health(row, toy, grad_scale)
+    assert HealthTable.from_dict(toy.health.to_dict()) == toy.health
