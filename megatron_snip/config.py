@@ -19,6 +19,7 @@ from megatron_snip.errors import UsageError, did_you_mean, naming_field
 from megatron_snip.files import read_text
 from megatron_snip.formats import get_format, lowest_precision
 from megatron_snip.options import Granularity, Option, enumerate_options
+from megatron_snip.target_schedule import parse_points
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -27,6 +28,7 @@ _MAX_DEPTH = 32
 _MAX_ALIASES = 8
 
 Backend = Literal["auto", "simulate", "te"]
+HealOrder = Literal["plan", "forward", "backward"]
 LossDivergence = Literal["fisher", "first_plus_fisher"]
 PipelineBalance = Literal["none", "stage", "bottleneck"]
 
@@ -96,6 +98,19 @@ class PlanFields(_Section):
     efficiency_target: Fraction = 0.75
     """Smallest share of the linears' FLOPs in the lowest precision among the formats, 0 to 1."""
 
+    target_schedule: tuple[str, ...] = ()
+    """ITERATION:TARGET, comma separated: efficiency targets from these iterations on, in place of
+    efficiency_target: 0:0,200:0.75,9000:0.5. `~` ramps linearly to a target: 9500:~0. Between
+    refreshes a new target is planned for from the last measurement."""
+
+    heal_from: Annotated[float, Field(gt=0.0)] | None = None
+    """Iteration (or, below 1, fraction of the run) from which the target falls linearly to 0 at
+    the last iteration, so that training ends in higher precision."""
+
+    heal_order: HealOrder = "plan"
+    """What healing raises first: `plan` (what the plan's quality losses say), `forward` (fprop), or
+    `backward` (dgrad and wgrad). The last two need granularity gemm."""
+
     formats: tuple[str, ...] = (AUTO,)
     """Formats that a plan may use, comma separated. The one with the fewest bits is the lowest
     precision; formats with equally many bits count alike. `auto`: fp8,fp4 where GEMMs are
@@ -153,7 +168,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
             `load_config` and `make_config` turn it into a one-line `UsageError`.
     """
 
-    @field_validator("formats", "pins", mode="before")
+    @field_validator("formats", "pins", "target_schedule", mode="before")
     @classmethod
     def _split_commas(cls, value: Any) -> Any:
         if isinstance(value, str):
@@ -172,6 +187,16 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
                 if not sep or not glob:
                     raise UsageError(f"'{pin}' is not GLOB=OPTION, e.g. 'decoder.layers.0.*=fp8'")
                 Option.parse(option)
+        with naming_field("target_schedule"):
+            parse_points(self.target_schedule)
+        with naming_field("heal_from"):
+            if self.heal_from is not None and self.heal_from > 1 and self.heal_from % 1:
+                raise UsageError(f"{self.heal_from} is no iteration and no fraction of the run")
+        with naming_field("heal_order"):
+            raises = self.granularity == "gemm" and self.pipeline_balance != "stage"
+            if self.heal_order != "plan" and not raises:
+                needed = "granularity gemm and a pipeline_balance other than stage"
+                raise UsageError(f"'{self.heal_order}' raises single GEMMs; it needs {needed}")
         window = math.ceil(1 / self.measure_fraction - 1e-9)
         if window > self.interval:
             raise UsageError(
@@ -191,6 +216,11 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
     def named_formats(self) -> tuple[str, ...]:
         """The formats; for `auto`, which a model's backend resolves, those of simulation."""
         return SIMULATED_FORMATS if self.formats == (AUTO,) else self.formats
+
+    @property
+    def has_schedule(self) -> bool:
+        """Whether the target changes during the run."""
+        return bool(self.target_schedule) or self.heal_from is not None
 
     @property
     def options(self) -> tuple[Option, ...]:

@@ -117,6 +117,7 @@ def attach(
         writers=writers,
         state=state,
         topology=topology,
+        train_iters=getattr(args, "train_iters", None),
     )
     session.metrics = StepMetrics(topology)
     if topology.rank == 0:

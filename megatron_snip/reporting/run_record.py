@@ -172,10 +172,11 @@ class RunRecord:
 
     @property
     def target(self) -> float | None:
-        """The efficiency target; None where no plan is made."""
+        """The efficiency target (under a schedule, the plan's); None where no plan is made."""
         if self.snip is None or not self.snip.enabled or self.snip.collect_only:
             return None
-        return self.snip.efficiency_target
+        plan = self.plan if self.snip.has_schedule else None
+        return self.snip.efficiency_target if plan is None else plan.target
 
     def quality_share(self, loss: float | None) -> float | None:
         """Return a quality loss as share of the uniform lowest precision's, which is 1 + lambda."""

@@ -5,6 +5,7 @@ Dashboards sort by name, so names of the most important scalars start with a dig
     snip/1_loss                      training loss (Megatron's own run has it as `lm loss`)
     snip/2_lowest_precision_share    share of the linears' FLOPs in the lowest precision
     snip/2_share_<format>            the same for each format, at every plan
+    snip/2_target                    efficiency target of the plan
     snip/3_quality_loss_share        of the plan; 1 is the uniform lowest precision
     snip/4_refresh_overhead_percent  time that a refresh added, of the time since the last refresh
     snip/5_failed_refreshes          since the job started
@@ -63,6 +64,7 @@ class ScalarSeries:
                 loss = applied.plan.objective
                 found = {f"snip/2_share_{n}": share for n, share in applied.format_shares.items()}
                 found |= {
+                    "snip/2_target": applied.plan.target,
                     "snip/3_quality_loss_share": loss and loss / self._uniform_loss,
                     "snip/6_changed_linears": applied.num_changed,
                     "snip/refresh/solve_s": applied.plan.seconds,
