@@ -99,17 +99,15 @@ class PlanFields(_Section):
     """Smallest share of the linears' FLOPs in the lowest precision among the formats, 0 to 1."""
 
     target_schedule: tuple[str, ...] = ()
-    """ITERATION:TARGET, comma separated: efficiency targets from these iterations on, in place of
-    efficiency_target: 0:0,200:0.75,9000:0.5. `~` ramps linearly to a target: 9500:~0. Between
-    refreshes a new target is planned for from the last measurement."""
+    """ITERATION:TARGET, comma separated: the efficiency target from each iteration on, such as
+    0:0,200:0.75,9000:0.5; 9500:~0 ramps linearly to 0. A new target needs no new measurement."""
 
     heal_from: Annotated[float, Field(gt=0.0)] | None = None
-    """Iteration (or, below 1, fraction of the run) from which the target falls linearly to 0 at
-    the last iteration, so that training ends in higher precision."""
+    """Iteration, or fraction of the run, from which the target falls linearly to 0 at its end."""
 
     heal_order: HealOrder = "plan"
-    """What healing raises first: `plan` (what the plan's quality losses say), `forward` (fprop), or
-    `backward` (dgrad and wgrad). The last two need granularity gemm."""
+    """What healing raises first: `plan` (what the quality losses say), `forward` (fprop) or
+    `backward` (dgrad and wgrad); the last two need granularity gemm."""
 
     formats: tuple[str, ...] = (AUTO,)
     """Formats that a plan may use, comma separated. The one with the fewest bits is the lowest
@@ -189,9 +187,6 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
                 Option.parse(option)
         with naming_field("target_schedule"):
             parse_points(self.target_schedule)
-        with naming_field("heal_from"):
-            if self.heal_from is not None and self.heal_from > 1 and self.heal_from % 1:
-                raise UsageError(f"{self.heal_from} is no iteration and no fraction of the run")
         with naming_field("heal_order"):
             raises = self.granularity == "gemm" and self.pipeline_balance != "stage"
             if self.heal_order != "plan" and not raises:

@@ -133,8 +133,9 @@ class SnipController:
         self._schedule = self._refresher.schedule
         first = 1 if state is None else state.iteration + 1
         self.plan = self._first_plan(None if state is None else state.plan, seed, first)
-        self._target = self._targets.at(first) if self._schedule.static else None
-        self._target = self._target if state is None else state.target
+        asked = self.plan.target if state is None or state.target is None else state.target
+        can_replan = self._schedule.static or self._refresher.mean is not None
+        self._target = asked if can_replan else None
         # The target of each problem is that of the schedule.
         settings = PlanSettings.from_config(config, seed).model_copy(update={"target": None})
         solves = self._is_rank_0 and self._schedule.replans
@@ -357,11 +358,12 @@ class SnipController:
 
     def _first_plan(self, resumed: PrecisionPlan | None, seed: int, first: int) -> PrecisionPlan:
         """All ranks: rank 0 makes the plan that the run starts with, at iteration `first`."""
-        largest, target = self._targets.largest, self._targets.at(first)
+        largest = max(point.target for point in self._targets.points)
         config = self.config.model_copy(update={"efficiency_target": largest})
 
         def make() -> PrecisionPlan:
-            return initial_plan(self._unmeasured(largest), config, seed, resumed, target)
+            problem, target = self._unmeasured(largest), self._targets.at(first)
+            return initial_plan(problem, config, seed, resumed, target)
 
         plan = from_rank_0(make if self._is_rank_0 else None, self._control)
         return self._adapted(PrecisionPlan.from_dict(plan))

@@ -44,11 +44,6 @@ class TargetSchedule:
     points: tuple[Point, ...]
     heal_from: int | None = None
 
-    @property
-    def largest(self) -> float:
-        """The largest target of the run."""
-        return max(point.target for point in self.points)
-
     def at(self, iteration: int) -> float:
         """Return the target of an iteration (Megatron's, 1-based)."""
         k = bisect_right(self.points, iteration, key=lambda point: point.iteration)
@@ -76,9 +71,7 @@ def parse_points(texts: Iterable[str]) -> tuple[Point, ...]:
         except ValueError:
             point = Point(-1, 0.0)
         if point.iteration < 0 or not 0.0 <= point.target <= 1.0:
-            known = (
-                "ITERATION:TARGET with a target from 0 to 1: 200:0.75 (a linear ramp: 200:~0.75)"
-            )
+            known = "ITERATION:TARGET, target from 0 to 1: 200:0.75 (a linear ramp: 200:~0.75)"
             raise UsageError(f"'{text}' is not {known}")
         if points and point.iteration <= points[-1].iteration:
             text = f"iteration {point.iteration} follows {points[-1].iteration}"

@@ -156,13 +156,8 @@ def planning_problem(table: DivergenceTable, lowest_format: str, target: float) 
                 str(option): OptionCost(
                     quality_loss=d.quality_loss,
                     saving=option.share_in(lowest_format),
-                    scores=_without_nan(
-                        {
-                            "abs_error": d.abs_error,
-                            "rel_error": d.rel_error,
-                            "norms": _or_nan(norm_bound, row.statistics, option),
-                        }
-                    ),
+                    scores=_without_nan({"abs_error": d.abs_error, "rel_error": d.rel_error})
+                    | _without_nan({"norms": _or_nan(norm_bound, row.statistics, option)}),
                 )
                 for option, d in row.options.items()
             },

@@ -20,7 +20,7 @@ from megatron_snip.formats import get_format
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.checker import find_violations
 from megatron_snip.planning.constraints import changes, make_constraints
-from megatron_snip.planning.cost import make_table
+from megatron_snip.planning.cost import TOLERANCE, make_table
 from megatron_snip.planning.plan import (
     PrecisionPlan,
     Work,
@@ -239,7 +239,7 @@ def healing_problem(
         plan: the current plan.
         config: `heal_order` (forward or backward), pins and formats.
     """
-    if plan.efficiency < problem.target:
+    if plan.efficiency < problem.target - float(TOLERANCE):
         return problem
     lowest, is_forward = get_format(config.lowest_format).bits, config.heal_order == "forward"
     first = [(gemm == Gemm.FPROP) == is_forward for gemm in Gemm]

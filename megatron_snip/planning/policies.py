@@ -108,10 +108,10 @@ def get_policy(name: str, problem: PlanningProblem | None = None) -> Policy:
     if name not in POLICIES:
         hint = did_you_mean(name, POLICIES)
         raise UsageError(f"unknown policy '{name}'{hint}; known: {', '.join(policy_names())}")
-    if problem is not None and POLICIES[name].granularity == "gemm":
-        if not any("-" in option for linear in problem.linears for option in linear.options):
-            text = "each option has one format for all three; use granularity gemm"
-            raise UsageError(f"policy '{name}' orders GEMMs, and {text}, or another policy")
+    options = () if problem is None else [o for row in problem.linears for o in row.options]
+    if POLICIES[name].granularity == "gemm" and options and not any("-" in o for o in options):
+        text = "each option has one format for all three; use granularity gemm or another policy"
+        raise UsageError(f"policy '{name}' orders GEMMs, and {text}")
     return POLICIES[name]
 
 
@@ -248,7 +248,7 @@ def _by_score(score: str, per_gain: bool = False) -> Order:
         rows = np.flatnonzero(low != high)  # others cannot be lowered
         gains = task.table.overall_row.coefficients
         units = gains[rows, low[rows]] - gains[rows, high[rows]] if per_gain else rows >= 0
-        scores = [_score(request, score, row, low[row]) for row in rows]
+        scores = [_score(request, score, int(row), int(low[row])) for row in rows]
         ranks = np.argsort(np.array(scores) / units, kind="stable")
         return list(map(int, rows[ranks]))
 

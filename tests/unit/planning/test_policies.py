@@ -16,7 +16,9 @@ from megatron_snip.planning.settings import PlanSettings
 from tests.unit.planning.build import constraints_of, name_of, options_of, plan_of, problem_of
 from tests.unit.planning.instances import random_instance
 
-WITH_TARGET = ("snip", "greedy", "random", "min-abs-err", "min-rel-err", "layer-type", "layer-id")
+LINEARS = ("random", "min-abs-err", "min-rel-err", "norms", "layer-type", "layer-id", "last-blocks")
+WITH_TARGET = ("snip", "greedy", *LINEARS)
+GEMMS = ("random-gemm", "grads-first")
 BASELINES = WITH_TARGET[2:]
 """They lower one linear after the other."""
 
@@ -36,7 +38,13 @@ def with_scores(problem: PlanningProblem) -> PlanningProblem:
     for linear in problem.linears:
         options = {
             name: cost.model_copy(
-                update={"scores": {"abs_error": random.random(), "rel_error": random.random()}}
+                update={
+                    "scores": {
+                        "abs_error": random.random(),
+                        "rel_error": random.random(),
+                        "norms": random.random(),
+                    }
+                }
             )
             for name, cost in linear.options.items()
         }
@@ -74,10 +82,11 @@ def lowered(policy: str, problem: PlanningProblem, target: float) -> list[str]:
 
 
 def test_policies_are_found_by_name_and_state_what_they_are() -> None:
-    assert set(policy_names()) == {*WITH_TARGET, "none", "uniform-OPTION"}
-    static = {"random", "layer-type", "layer-id", "none"}
+    assert set(policy_names()) == {*WITH_TARGET, *GEMMS, "none", "uniform-OPTION"}
+    static = {"random", "layer-type", "layer-id", "last-blocks", "none", *GEMMS}
     assert {name for name, p in POLICIES.items() if not p.needs_statistics} == static
-    assert {name for name, p in POLICIES.items() if p.granularity == "gemm"} == {"snip", "greedy"}
+    assert {name for name, p in POLICIES.items() if p.granularity == "any"} == {"snip", "greedy"}
+    assert {name for name, p in POLICIES.items() if p.granularity == "gemm"} == set(GEMMS)
     uniform = get_policy("uniform-fp8")
     assert (uniform.needs_statistics, uniform.heeds_target) == (False, False)
     for name in ("", "snap", "uniform-", "uniform"):

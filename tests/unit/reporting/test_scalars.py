@@ -34,6 +34,7 @@ def test_the_first_names_answer_whether_training_is_safe_and_faster() -> None:
             "snip/2_lowest_precision_share": 0.75,
             "snip/2_share_fp4": PLAN.efficiency,
             "snip/2_share_fp8": 1 - PLAN.efficiency,
+            "snip/2_target": PLAN.target,
             "snip/3_quality_loss_share": (PLAN.objective or 0) / 1.1,
             "snip/4_refresh_overhead_percent": 2.5,  # 0.25 s of 10 s
             "snip/5_failed_refreshes": 1,
