@@ -52,6 +52,7 @@ from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.refresh import Refresher
 from megatron_snip.reporting.events import (
     Event,
+    Measurement,
     Metrics,
     Notice,
     NoticeKind,
@@ -131,8 +132,7 @@ class SnipController:
             config, self.model, self._available, optimizer, topology, seed, state
         )
         self._schedule = self._refresher.schedule
-        first = 1 if state is None else state.iteration + 1
-        self.plan = self._first_plan(None if state is None else state.plan, seed, first)
+        self.plan = self._first_plan(state, seed)
         asked = self.plan.target if state is None or state.target is None else state.target
         can_replan = self._schedule.static or self._refresher.mean is not None
         self._target = asked if can_replan else None
@@ -241,9 +241,8 @@ class SnipController:
         if self._refresher.failure is not None:
             self._keep_plan(iteration, f"measuring failed: {self._refresher.failure}")
             return
-        target = self._targets.at(iteration + self.config.lag)
+        make = partial(self._refresher.measurement, self._targets.at(iteration + self.config.lag))
         try:
-            make = partial(self._refresher.measurement, target)
             measured = attempt("making a planning problem", make, self._control)
         except RemoteFailure as failure:
             self._keep_plan(iteration, str(failure))
@@ -263,12 +262,13 @@ class SnipController:
         if not (is_new and self._schedule.may_replan(iteration)):
             return
         self._target = target
-        make = self._unmeasured if self._schedule.static else self._refresher.problem
+        make = self._unmeasured if self._schedule.static else self._refresher.measurement
         try:
-            problem = attempt("planning anew", partial(make, target), self._control)
+            found: Any = attempt("planning anew", partial(make, target), self._control)
         except RemoteFailure as failure:
             self._keep_plan(iteration, str(failure))
         else:
+            problem = found.problem if isinstance(found, Measurement) else found
             self._submit(iteration, self._here(problem))
 
     def _submit(self, iteration: int, problem: PlanningProblem) -> None:
@@ -356,13 +356,14 @@ class SnipController:
 
     # The beginning of a run.
 
-    def _first_plan(self, resumed: PrecisionPlan | None, seed: int, first: int) -> PrecisionPlan:
-        """All ranks: rank 0 makes the plan that the run starts with, at iteration `first`."""
+    def _first_plan(self, state: ControllerState | None, seed: int) -> PrecisionPlan:
+        """All ranks: rank 0 makes the plan that the run starts with, or resumes with."""
+        resumed, done = (None, 0) if state is None else (state.plan, state.iteration)
         largest = max(point.target for point in self._targets.points)
         config = self.config.model_copy(update={"efficiency_target": largest})
 
         def make() -> PrecisionPlan:
-            problem, target = self._unmeasured(largest), self._targets.at(first)
+            problem, target = self._unmeasured(largest), self._targets.at(done + 1)
             return initial_plan(problem, config, seed, resumed, target)
 
         plan = from_rank_0(make if self._is_rank_0 else None, self._control)

@@ -27,7 +27,6 @@ from megatron_snip.linears.step_loss import StepLoss
 from megatron_snip.linears.training_step import Results, TrainingStep
 from megatron_snip.planning.planner import restrict_problem
 from megatron_snip.planning.policies import get_policy
-from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.reporting.events import Measurement
 from megatron_snip.state import ControllerState
 from megatron_snip.statistics.observer import MeasureSettings, StepObserver
@@ -211,10 +210,6 @@ class Refresher:
         problem = planning_problem(divergences, lowest, target)
         problem = restrict_problem(problem, self._available.refusals)
         return Measurement(self.mean, divergences, problem, self._seconds)
-
-    def problem(self, target: float) -> PlanningProblem:
-        """Return the planning problem at `target` of the measurements so far."""
-        return self.measurement(target).problem
 
     def _may_measure(self, iteration: int) -> bool:
         """All ranks: whether AdamW's moments have seen enough steps on every rank."""
