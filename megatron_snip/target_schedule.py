@@ -99,7 +99,7 @@ def make_schedule(config: SnipConfig, train_iters: int | None) -> TargetSchedule
         raise UsageError("the number of iterations is not known", field="heal_from")
     begin = math.ceil(config.heal_from * (train_iters if config.heal_from < 1 else 1))
     if not points[-1].iteration < begin < train_iters:
-        bounds = f"target_schedule ends at {points[-1].iteration}, the run at {train_iters}"
-        raise UsageError(f"iteration {begin} must lie between: {bounds}", field="heal_from")
+        bounds = f"{points[-1].iteration} (end of target_schedule) and {train_iters} (of the run)"
+        raise UsageError(f"got iteration {begin}, must be between {bounds}", field="heal_from")
     target = points[-1].target
     return TargetSchedule((*points, Point(begin, target), Point(train_iters, 0.0, True)), begin)

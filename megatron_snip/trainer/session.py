@@ -44,6 +44,7 @@ from megatron_snip.reporting.events import Event, Metrics, Writer
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.reporting.summary import SummaryWriter
 from megatron_snip.reporting.writers import TensorBoardWriter, WandbWriter, start_wandb
+from megatron_snip.target_schedule import make_schedule
 from megatron_snip.trainer.checkpoint import (
     Checkpoints,
     Progress,
@@ -107,6 +108,7 @@ def check_run(config: TrainConfig, world_size: int) -> None:
             )
     if config.snip.enabled:
         get_policy(config.snip.policy)
+        make_schedule(config.snip, config.train_iters)
         if config.snip.plan_file is not None:
             read_plan(config.snip.plan_file)
     _check_run_dir(config, iteration)
@@ -241,15 +243,10 @@ def make_hook(
     """All ranks: return SNIP's controller if it is enabled, else plain training."""
     if not config.snip.enabled:
         return PlainTraining(writers)
-    snip = None if start is None else start.snip
+    snip, total = None if start is None else start.snip, config.train_iters
+    built = state.model, state.optimizer
     return SnipController(
-        config.snip,
-        state.model,
-        state.optimizer,
-        seed=config.seed,
-        writers=writers,
-        state=snip,
-        train_iters=config.train_iters,
+        config.snip, *built, seed=config.seed, writers=writers, state=snip, train_iters=total
     )
 
 

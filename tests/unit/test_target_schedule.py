@@ -45,8 +45,8 @@ def test_healing_ends_at_zero_with_the_run() -> None:
         ({"target_schedule": "5:nan"}, "target_schedule: '5:nan' is not"),
         ({"target_schedule": "9:0.5,9:0"}, "target_schedule: iteration 9 follows 9"),
         ({"heal_from": 0}, "heal_from: must be greater than 0, got 0"),
-        ({"heal_from": 10_000}, "heal_from: iteration 10000 must lie between"),
-        ({"heal_from": 0.5, "target_schedule": "7000:0"}, "heal_from: iteration 5000 must lie"),
+        ({"heal_from": 10_000}, "heal_from: got iteration 10000, must be between"),
+        ({"heal_from": 0.5, "target_schedule": "7000:0"}, "heal_from: got iteration 5000, must"),
         ({"heal_order": "forward"}, "heal_order: 'forward' raises single GEMMs"),
     ],
 )
