@@ -145,7 +145,10 @@ def snip_lines(run: Run) -> list[str]:
 
 def applied_plans(run: Run) -> list[int]:
     """Iterations at which a plan was applied, in rank 0's log."""
-    return [int(i) for i in re.findall(r"snip: iteration (\d+): plan applied", run.logs[0])]
+    return [
+        int(i)
+        for i in re.findall(r"snip: iteration (\d+): plan (?:applied|unchanged)", run.logs[0])
+    ]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

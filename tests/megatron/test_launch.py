@@ -20,7 +20,7 @@ def test_torchrun_runs_what_the_other_tests_run(lab: Lab) -> None:
     launcher += ["--master-port", str(free_port())]
     words = ["-m", "megatron_snip", "--cpu", SCRIPT, *MODEL.split(), *parallel, *SNIP]
     environment = {**os.environ, **RANK_ENVIRONMENT, "PYTHONPATH": str(ROOT)}
-    environment |= {"TINY_RESULTS": str(folder), "PYTHONWARNINGS": "ignore"}
+    environment |= {"TINY_RESULTS": str(folder), "TINY_EARLY": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
         [sys.executable, *launcher, *words],
         cwd=folder,

@@ -199,6 +199,12 @@ def _interrupt(job: Job) -> None:
     job.signal(signal.SIGINT)
 
 
+def _stop_rank_and_interrupt_twice(job: Job) -> None:
+    _stop_rank_and_interrupt(job)
+    time.sleep(1)
+    job.signal(signal.SIGINT)
+
+
 def _block_folders(job: Job) -> None:
     for name in ("plans", "problems", "divergences", "precision"):
         folder = job.folder / "run" / name
@@ -246,6 +252,7 @@ def _break_snip_entry(save: Path) -> None:
 CASES = (
     Case("`kill -9` of a rank", _kill_rank),
     Case("`kill -STOP` of a rank, then Ctrl-C", _stop_rank_and_interrupt),
+    Case("the same, Ctrl-C twice", _stop_rank_and_interrupt_twice),
     Case("SIGTERM in ordinary iterations", _terminate),
     Case("SIGTERM as an iteration is measured", _terminate, at=10),
     Case("SIGTERM as the solver works", _terminate, at=11),
@@ -325,11 +332,13 @@ def _resume(case: Case, kind: str, folder: Path) -> tuple[str, int]:
 def _last_line(text: str) -> str:
     """Return the last line that says why, at most 160 characters."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith("next:")]
     telling = [line for line in lines if re.search(r"snip|Error|ended|signal|SIG", line)]
     return _short((telling or lines or [""])[-1])
 
 
 def _short(line: str) -> str:
+    line = re.sub(r"/tmp/reliability-\w+/", "", line)
     return line.strip().replace("|", "/").replace("`", "'")[:160]
 
 

@@ -149,3 +149,8 @@ def plan(model: PlannedModel, choose: Callable[[str], str]) -> dict[str, Option]
 
 def everything(model: PlannedModel, option: Option = BF16) -> dict[str, Option]:
     return {info.name: option for info in model.all_linears}
+
+
+def ours(caplog: Any) -> list[Any]:
+    """This package's log records; Megatron's releases log warnings of their own."""
+    return [record for record in caplog.records if record.name.startswith("megatron_snip")]
