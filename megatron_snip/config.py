@@ -19,7 +19,7 @@ from megatron_snip.errors import UsageError, did_you_mean, naming_field
 from megatron_snip.files import read_text
 from megatron_snip.formats import get_format, lowest_precision
 from megatron_snip.options import Granularity, Option, enumerate_options
-from megatron_snip.target_schedule import parse_points
+from megatron_snip.target_schedule import TargetSchedule, make_schedule, parse_points
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -216,6 +216,11 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
     def has_schedule(self) -> bool:
         """Whether the target changes during the run."""
         return bool(self.target_schedule) or self.heal_from is not None
+
+    def targets(self, train_iters: int | None) -> TargetSchedule:
+        """Return the target of every iteration; see `target_schedule.make_schedule`."""
+        values = self.target_schedule, self.efficiency_target, self.heal_from
+        return make_schedule(*values, train_iters)
 
     @property
     def options(self) -> tuple[Option, ...]:

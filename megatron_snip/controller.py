@@ -62,7 +62,6 @@ from megatron_snip.reporting.events import (
     Writer,
 )
 from megatron_snip.state import ControllerState, Pending, reported_settings
-from megatron_snip.target_schedule import make_schedule
 from megatron_snip.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -117,7 +116,7 @@ class SnipController:
         topology = current_topology() if topology is None else topology
         config = resolve_formats(config, model, topology.control)
         self.config = config
-        self._targets = make_schedule(config, train_iters)
+        self._targets = config.targets(train_iters)
         self.model = PlannedModel(model, topology, seed, config.backend)
         self.history: list[tuple[int, str]] = [] if state is None else list(state.history)
         self._optimizer = optimizer

@@ -14,12 +14,9 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from megatron_snip.errors import UsageError
-
-if TYPE_CHECKING:  # config.py checks schedules
-    from megatron_snip.config import SnipConfig
 
 RAMP_STEP = 0.05
 
@@ -80,26 +77,30 @@ def parse_points(texts: Iterable[str]) -> tuple[Point, ...]:
     return tuple(points)
 
 
-def make_schedule(config: SnipConfig, train_iters: int | None) -> TargetSchedule:
+def make_schedule(
+    texts: Iterable[str], target: float, heal_from: float | None, train_iters: int | None
+) -> TargetSchedule:
     """Return the schedule of a run.
 
     Args:
-        config: the settings.
+        texts: the points; see `parse_points`.
+        target: before the first point.
+        heal_from: iteration, or below 1 fraction of the run, at which healing begins; or None.
         train_iters: the last iteration of the run; None if it is not known.
 
     Raises:
         UsageError: if healing begins after the last iteration, or before a point of the schedule.
     """
-    points = parse_points(config.target_schedule)
+    points = parse_points(texts)
     if not points or points[0].iteration > 1 or points[0].ramp:
-        points = (Point(0, config.efficiency_target), *points)
-    if config.heal_from is None:
+        points = (Point(0, target), *points)
+    if heal_from is None:
         return TargetSchedule(points)
     if train_iters is None:
         raise UsageError("the number of iterations is not known", field="heal_from")
-    begin = math.ceil(config.heal_from * (train_iters if config.heal_from < 1 else 1))
+    begin = math.ceil(heal_from * (train_iters if heal_from < 1 else 1))
     if not points[-1].iteration < begin < train_iters:
         bounds = f"{points[-1].iteration} (end of target_schedule) and {train_iters} (of the run)"
         raise UsageError(f"got iteration {begin}, must be between {bounds}", field="heal_from")
-    target = points[-1].target
-    return TargetSchedule((*points, Point(begin, target), Point(train_iters, 0.0, True)), begin)
+    healing = Point(begin, points[-1].target), Point(train_iters, 0.0, ramp=True)
+    return TargetSchedule((*points, *healing), begin)

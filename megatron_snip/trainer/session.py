@@ -44,7 +44,6 @@ from megatron_snip.reporting.events import Event, Metrics, Writer
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.reporting.summary import SummaryWriter
 from megatron_snip.reporting.writers import TensorBoardWriter, WandbWriter, start_wandb
-from megatron_snip.target_schedule import make_schedule
 from megatron_snip.trainer.checkpoint import (
     Checkpoints,
     Progress,
@@ -108,7 +107,7 @@ def check_run(config: TrainConfig, world_size: int) -> None:
             )
     if config.snip.enabled:
         get_policy(config.snip.policy)
-        make_schedule(config.snip, config.train_iters)
+        config.snip.targets(config.train_iters)
         if config.snip.plan_file is not None:
             read_plan(config.snip.plan_file)
     _check_run_dir(config, iteration)

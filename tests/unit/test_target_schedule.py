@@ -4,11 +4,11 @@ import pytest
 
 from megatron_snip.config import SnipConfig, make_config
 from megatron_snip.errors import UsageError
-from megatron_snip.target_schedule import RAMP_STEP, make_schedule
+from megatron_snip.target_schedule import RAMP_STEP
 
 
 def targets(iterations: list[int], **config: object) -> list[float]:
-    schedule = make_schedule(SnipConfig(**config), 10_000)
+    schedule = SnipConfig(**config).targets(10_000)
     return [schedule.at(i) for i in iterations]
 
 
@@ -52,6 +52,6 @@ def test_healing_ends_at_zero_with_the_run() -> None:
 )
 def test_bad_schedules_end_in_one_line(values: dict[str, object], text: str) -> None:
     with pytest.raises(UsageError) as caught:
-        make_schedule(make_config(values), 10_000)
+        make_config(values).targets(10_000)
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
