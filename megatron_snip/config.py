@@ -19,6 +19,7 @@ from megatron_snip.errors import UsageError, did_you_mean, naming_field
 from megatron_snip.files import read_text
 from megatron_snip.formats import get_format, lowest_precision
 from megatron_snip.options import Granularity, Option, enumerate_options
+from megatron_snip.target_schedule import TargetSchedule, make_schedule, parse_points
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -27,6 +28,7 @@ _MAX_DEPTH = 32
 _MAX_ALIASES = 8
 
 Backend = Literal["auto", "simulate", "te"]
+HealOrder = Literal["plan", "forward", "backward"]
 LossDivergence = Literal["fisher", "first_plus_fisher"]
 HealthMeasure = Literal[
     "sqnr_db",
@@ -111,6 +113,7 @@ class PlanFields(_Section):
     efficiency_target: Fraction = 0.75
     """Smallest share of the linears' FLOPs in the lowest precision among the formats, 0 to 1."""
 
+<<<<<<< HEAD
     cost: CostName = "flops"
     """What the target counts: `flops`, or `time`, the share that a plan saves of the seconds that
     the fastest options save against BF16. With `time` every linear may use BF16, and none gets an
@@ -120,6 +123,18 @@ class PlanFields(_Section):
     """Seconds for --snip-cost time: a file of `megatron-snip calibrate`, or `auto`: measure
     Transformer Engine's linears with this model's shapes at the start (seconds), and keep
     them in calibration.json of the output directory."""
+=======
+    target_schedule: tuple[str, ...] = ()
+    """ITERATION:TARGET, comma separated: the efficiency target from each iteration on, such as
+    0:0,200:0.75,9000:0.5; 9500:~0 ramps linearly to 0. A new target needs no new measurement."""
+
+    heal_from: Annotated[float, Field(gt=0.0)] | None = None
+    """Iteration, or fraction of the run, from which the target falls linearly to 0 at its end."""
+
+    heal_order: HealOrder = "plan"
+    """What healing raises first: `plan` (what the quality losses say), `forward` (fprop) or
+    `backward` (dgrad and wgrad); the last two need granularity gemm."""
+>>>>>>> e75aa1eb1c2c64f61e30289f85baeca8aa367e89
 
     formats: tuple[str, ...] = (AUTO,)
     """Formats that a plan may use, comma separated. The one with the fewest bits is the lowest
@@ -183,7 +198,11 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
             `load_config` and `make_config` turn it into a one-line `UsageError`.
     """
 
+<<<<<<< HEAD
     @field_validator("formats", "pins", "alert", mode="before")
+=======
+    @field_validator("formats", "pins", "target_schedule", mode="before")
+>>>>>>> e75aa1eb1c2c64f61e30289f85baeca8aa367e89
     @classmethod
     def _split_commas(cls, value: Any) -> Any:
         if isinstance(value, str):
@@ -202,6 +221,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
                 if not sep or not glob:
                     raise UsageError(f"'{pin}' is not GLOB=OPTION, e.g. 'decoder.layers.0.*=fp8'")
                 Option.parse(option)
+<<<<<<< HEAD
         if self.cost != "time" and self.calibration != Path(AUTO):
             raise UsageError(
                 f"'{self.calibration}' holds seconds, which only --snip-cost time counts; add that",
@@ -209,6 +229,15 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
             )
         with naming_field("alert"):
             self.alerts  # noqa: B018  # raises
+=======
+        with naming_field("target_schedule"):
+            parse_points(self.target_schedule)
+        with naming_field("heal_order"):
+            raises = self.granularity == "gemm" and self.pipeline_balance != "stage"
+            if self.heal_order != "plan" and not raises:
+                needed = "granularity gemm and a pipeline_balance other than stage"
+                raise UsageError(f"'{self.heal_order}' raises single GEMMs; it needs {needed}")
+>>>>>>> e75aa1eb1c2c64f61e30289f85baeca8aa367e89
         window = math.ceil(1 / self.measure_fraction - 1e-9)
         if window > self.interval:
             raise UsageError(
@@ -229,6 +258,16 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
         """The formats; for `auto`, which a model's backend resolves, those of simulation."""
         named = SIMULATED_FORMATS if self.formats == (AUTO,) else self.formats
         return named if self.cost == "flops" or "bf16" in named else ("bf16", *named)
+
+    @property
+    def has_schedule(self) -> bool:
+        """Whether the target changes during the run."""
+        return bool(self.target_schedule) or self.heal_from is not None
+
+    def targets(self, train_iters: int | None) -> TargetSchedule:
+        """Return the target of every iteration; see `target_schedule.make_schedule`."""
+        values = self.target_schedule, self.efficiency_target, self.heal_from
+        return make_schedule(*values, train_iters)
 
     @property
     def options(self) -> tuple[Option, ...]:

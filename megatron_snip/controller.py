@@ -16,8 +16,12 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+<<<<<<< HEAD
 from pathlib import Path
 from statistics import fmean
+=======
+from functools import partial
+>>>>>>> e75aa1eb1c2c64f61e30289f85baeca8aa367e89
 from typing import Any
 
 import torch
@@ -44,9 +48,11 @@ from megatron_snip.planning.plan import PrecisionPlan, changed_linears, format_s
 from megatron_snip.planning.planner import (
     adapt_plan,
     bf16_plan,
+    healing_problem,
     initial_plan,
     restrict_problem,
 )
+from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.refresh import Refresher
@@ -94,8 +100,12 @@ class SnipController:
         state: ControllerState | None = None,
         topology: Topology | None = None,
         solver: SolverProcess | None = None,
+<<<<<<< HEAD
         microbatch_tokens: int | None = None,
         calibration_cache: Path | None = None,
+=======
+        train_iters: int | None = None,
+>>>>>>> e75aa1eb1c2c64f61e30289f85baeca8aa367e89
     ) -> None:
         """All ranks: attach to a built model.
 
@@ -108,19 +118,28 @@ class SnipController:
             state: continue from here (`state()` of the stopped run); None starts a new run.
             topology: this rank's place in the parallel layout; by default Megatron's.
             solver: solves on rank 0; by default a process of its own.
+<<<<<<< HEAD
             microbatch_tokens: samples of a microbatch times their length; None if they vary.
             calibration_cache: file of rank 0 in which measured seconds are kept for a resumed run.
+=======
+            train_iters: the last iteration of the run; healing needs it.
+>>>>>>> e75aa1eb1c2c64f61e30289f85baeca8aa367e89
 
         Raises:
             UsageError: on every rank, if the policy is unknown, a pin or the plan file does not
-                fit the model, or no plan reaches the target.
+                fit the model, healing does not fit the run, or no plan reaches the target.
             UnsupportedError: on every rank, if the backend cannot run the model's linears or the
                 lowest precision among the formats, or time cannot be the objective.
         """
         topology = current_topology() if topology is None else topology
         config = resolve_formats(config, model, topology.control)
         self.config = config
+<<<<<<< HEAD
         self.model = PlannedModel(model, topology, seed, config.backend, microbatch_tokens)
+=======
+        self._targets = config.targets(train_iters)
+        self.model = PlannedModel(model, topology, seed, config.backend)
+>>>>>>> e75aa1eb1c2c64f61e30289f85baeca8aa367e89
         self.history: list[tuple[int, str]] = [] if state is None else list(state.history)
         self._optimizer = optimizer
         self._control = topology.control
@@ -139,8 +158,12 @@ class SnipController:
             config, self.model, self._available, optimizer, topology, seed, state
         )
         self._schedule = self._refresher.schedule
-        self.plan = self._first_plan(None if state is None else state.plan, seed)
-        settings = PlanSettings.from_config(config, seed)
+        self.plan = self._first_plan(state, seed)
+        asked = self.plan.target if state is None or state.target is None else state.target
+        can_replan = self._schedule.static or self._refresher.mean is not None
+        self._target = asked if can_replan else None
+        # The target of each problem is that of the schedule.
+        settings = PlanSettings.from_config(config, seed).model_copy(update={"target": None})
         solves = self._is_rank_0 and self._schedule.replans
         solver = (solver or SolverProcess()) if solves else None
         self._alerted: set[tuple[str, str]] = set()
@@ -180,6 +203,7 @@ class SnipController:
         # A refresh out of turn may still be with the solver; its plan comes first.
         part = self._schedule.part(iteration, wanted_at, may_begin=self._solve.pending is None)
         if part is None:
+            self._follow_targets(iteration)
             return self._train(iteration, training)[0]
         self._is_ordinary = False
         results = self._refresher.measure(
@@ -222,6 +246,7 @@ class SnipController:
             guard=None if self._guard is None else self._guard.state,
             statistics=self._refresher.mean,
             settings=reported_settings(self.config, str(self.model.backend)),
+            target=self._target,
         )
 
     def close(self) -> None:
@@ -254,7 +279,7 @@ class SnipController:
         if self._refresher.failure is not None:
             self._keep_plan(iteration, f"measuring failed: {self._refresher.failure}")
             return
-        make = self._refresher.measurement
+        make = partial(self._refresher.measurement, self._targets.at(iteration + self.config.lag))
         try:
             measured = attempt("making a planning problem", make, self._control)
         except RemoteFailure as failure:
@@ -267,8 +292,31 @@ class SnipController:
         self._report(iteration, measured)
         self._alert(iteration, measured)
         if self._schedule.replans:
-            pending = Pending(iteration, iteration + self.config.lag, measured.problem)
-            self._solve.submit(pending, self.plan)
+            self._submit(iteration, measured.problem)
+
+    def _follow_targets(self, iteration: int) -> None:
+        """All ranks: if the target is about to change, plan anew from the last measurement."""
+        target = self._targets.at(iteration + self.config.lag)
+        is_new = self._target not in (None, target) and self._solve.pending is None
+        if not (is_new and self._schedule.may_replan(iteration)):
+            return
+        self._target = target
+        make = self._unmeasured if self._schedule.static else self._refresher.measurement
+        try:
+            found: Any = attempt("planning anew", partial(make, target), self._control)
+        except RemoteFailure as failure:
+            self._keep_plan(iteration, str(failure))
+        else:
+            problem = found.problem if isinstance(found, Measurement) else found
+            self._submit(iteration, self._here(problem))
+
+    def _submit(self, iteration: int, problem: PlanningProblem) -> None:
+        """All ranks: give a problem to the solver; its plan is due `lag` iterations later."""
+        apply_at, heal_from = iteration + self.config.lag, self._targets.heal_from
+        self._target = problem.target
+        if heal_from is not None and apply_at >= heal_from and self.config.heal_order != "plan":
+            problem = healing_problem(problem, self.plan, self.config)
+        self._solve.submit(Pending(iteration, apply_at, problem), self.plan)
 
     def _apply_solved(self, iteration: int) -> None:
         """All ranks: get the outcome from rank 0; apply the plan, or keep the current one."""
@@ -354,19 +402,31 @@ class SnipController:
 
     # The beginning of a run.
 
-    def _first_plan(self, resumed: PrecisionPlan | None, seed: int) -> PrecisionPlan:
-        """All ranks: rank 0 makes the plan that the run starts with."""
-        c = self.config
+    def _first_plan(self, state: ControllerState | None, seed: int) -> PrecisionPlan:
+        """All ranks: rank 0 makes the plan that the run starts with, or resumes with."""
+        resumed, done = (None, 0) if state is None else (state.plan, state.iteration)
+        largest = max(point.target for point in self._targets.points)
+        config = self.config.model_copy(update={"efficiency_target": largest})
 
         def make() -> PrecisionPlan:
+<<<<<<< HEAD
             available, linears = self._available, self.model.all_linears
             problem = unmeasured_problem(
                 linears, available.options, c.lowest_format, c.efficiency_target
             )
             return initial_plan(available.restrict(problem), c, seed, resumed)
+=======
+            problem, target = self._unmeasured(largest), self._targets.at(done + 1)
+            return initial_plan(problem, config, seed, resumed, target)
+>>>>>>> e75aa1eb1c2c64f61e30289f85baeca8aa367e89
 
         plan = from_rank_0(make if self._is_rank_0 else None, self._control)
         return self._adapted(PrecisionPlan.from_dict(plan))
+
+    def _unmeasured(self, target: float) -> PlanningProblem:
+        options, refusals = self._available.options, self._available.refusals
+        linears, lowest = self.model.all_linears, self.config.lowest_format
+        return restrict_problem(unmeasured_problem(linears, options, lowest, target), refusals)
 
     def _adapted(self, plan: PrecisionPlan) -> PrecisionPlan:
         """All ranks: return the plan as it can run here; log what changed."""
@@ -399,18 +459,17 @@ class SnipController:
                 f"this run resumes with other settings: {', '.join(changes)}", logging.WARNING
             )
         if state.pending is not None and self._schedule.replans:
-            self._submit_again(state.pending)
+            pending = replace(state.pending, problem=self._here(state.pending.problem))
+            self._solve.submit(pending, self.plan)
 
-    def _submit_again(self, pending: Pending) -> None:
-        """All ranks: solve a former run's problem, with the stages and options of this run."""
-        problem = pending.problem
+    def _here(self, problem: PlanningProblem) -> PlanningProblem:
+        """All ranks: return a former run's problem with the stages and options of this run."""
         rows = tuple(
             row.model_copy(update={"stage": self._work[row.name][0]}) for row in problem.linears
         )
         options = dict.fromkeys(Option.parse(name) for row in rows for name in row.options)
         refusals = option_refusals(self.model.linears, options, self._control)
-        problem = restrict_problem(problem.model_copy(update={"linears": rows}), refusals)
-        self._solve.submit(replace(pending, problem=problem), self.plan)
+        return restrict_problem(problem.model_copy(update={"linears": rows}), refusals)
 
     # Logs and reports.
 

@@ -50,7 +50,7 @@ class Schedule:
 
     Attributes:
         static: the policy needs no statistics, so its plan holds from the first iteration on.
-        replans: refreshes lead to plans.
+        replans: refreshes or changes of the target lead to plans.
         num_parts: iterations that one refresh observes.
         refreshed: the first iteration of the last refresh that began, or None.
         waiting: a refresh is due and waits until `may_measure` allows it.
@@ -72,7 +72,8 @@ class Schedule:
         self._may_measure = may_measure
         self.waiting = False
         self.static = not get_policy(config.policy).needs_statistics
-        self.replans = not (self.static or config.collect_only)
+        plans_once = self.static and not config.has_schedule
+        self.replans = not (plans_once or config.collect_only)
         self.num_parts = math.ceil(1 / config.measure_fraction - 1e-9)
         self.refreshed = refreshed
         self._config = config
@@ -95,6 +96,12 @@ class Schedule:
         part = self._part(iteration)
         self._measured = iteration if part is not None else self._measured
         return part
+
+    def may_replan(self, iteration: int) -> bool:
+        """Whether a new target may be planned for: no refresh begins before the plan is due."""
+        c = self._config
+        is_near = (c.start_step - iteration - 1) % c.interval + 1 < c.lag or self.waiting
+        return self.replans and c.has_schedule and (self.static or not is_near)
 
     def _part(self, iteration: int) -> int | None:
         """Return the part of the refresh that began last; None after its end."""
@@ -204,19 +211,25 @@ class Refresher:
             self._failure = self._failure or "the guard ran this iteration twice"
         return results
 
-    def measurement(self) -> Measurement:
-        """Return divergences and planning problem of the measurements so far."""
+    def measurement(self, target: float) -> Measurement:
+        """Return divergences, and the planning problem at `target`, of the measurements so far."""
         assert self.mean is not None, "something was measured"
         c, options = self._config, self._available.options
         # Another format of as few bits stands in for a lowest precision that no linear can run.
         lowest = lowest_precision(self._formats).name
         quality = QualitySettings(options, lowest, c.loss_divergence, c.weight_lambda)
         divergences = divergence_table(self.mean, quality, warn=self._topology.rank == 0)
+<<<<<<< HEAD
         problem = planning_problem(divergences, lowest, c.efficiency_target)
         problem = self._available.restrict(problem)
         linears = (self._health.get(linear.name) for linear in self.mean.linears)
         health = HealthTable(self.mean.iteration, tuple(each for each in linears if each))
         return Measurement(self.mean, divergences, problem, self._seconds, health)
+=======
+        problem = planning_problem(divergences, lowest, target)
+        problem = restrict_problem(problem, self._available.refusals)
+        return Measurement(self.mean, divergences, problem, self._seconds)
+>>>>>>> e75aa1eb1c2c64f61e30289f85baeca8aa367e89
 
     def _may_measure(self, iteration: int) -> bool:
         """All ranks: whether AdamW's moments have seen enough steps on every rank."""

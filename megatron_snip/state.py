@@ -7,7 +7,7 @@ checkpoints, which are read with `weights_only=True`. Schema version 2:
      "history": [[iteration, digest], ...], "refreshed": int | null,
      "statistics": null | {a StatisticsTable's}, "settings": {name: text},
      "pending": null | {"iteration": int, "apply_at": int, "problem": {a problem file's object}},
-     "guard": null | {a GuardState's}}
+     "guard": null | {a GuardState's}, "target": null | number}
 
 A plan that was being solved is kept as its problem: the resumed run solves it again and applies the
 plan at the same iteration.
@@ -41,7 +41,7 @@ class Pending:
     """A problem that the solver works on; the same on all ranks.
 
     Attributes:
-        iteration: whose statistics it was made from.
+        iteration: at which it was given to the solver.
         apply_at: iteration before which the plan is broadcast and applied.
         problem: the planning problem.
     """
@@ -64,6 +64,7 @@ class ControllerState:
         guard: None without a guard.
         statistics: running mean of the measurements, or None.
         settings: settings and versions whose change a resumed run reports, as text.
+        target: of the last problem that the solver got, or None.
     """
 
     iteration: int
@@ -74,6 +75,7 @@ class ControllerState:
     guard: GuardState | None = None
     statistics: StatisticsTable | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
+    target: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the dict described above."""
@@ -90,6 +92,7 @@ class ControllerState:
             "guard": None if self.guard is None else self.guard.model_dump(mode="json"),
             "statistics": None if self.statistics is None else self.statistics.to_dict(),
             "settings": dict(self.settings),
+            "target": self.target,
         }
 
     def restarted_at(self, iteration: int) -> ControllerState:
@@ -133,6 +136,7 @@ class ControllerState:
                 guard=_guard(value.get("guard"), source),
                 statistics=None if statistics is None else StatisticsTable.from_dict(statistics),
                 settings={str(k): str(v) for k, v in value.get("settings", {}).items()},
+                target=None if value.get("target") is None else float(value["target"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             detail = f"{type(error).__name__}: {error}"
@@ -145,6 +149,8 @@ def reported_settings(config: SnipConfig, backend: str) -> dict[str, str]:
         "formats": ",".join(config.formats),
         "granularity": config.granularity,
         "efficiency_target": str(config.efficiency_target),
+        "target_schedule": ",".join(config.target_schedule),
+        "heal_from": str(config.heal_from),
         "policy": config.policy,
         "cost": config.cost,
         "backend": backend,

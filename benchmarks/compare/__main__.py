@@ -35,7 +35,6 @@ from benchmarks.compare.variants import (
     Formats,
     Item,
     Plan,
-    frobenius,
     items_of,
     low_items,
     make_plans,
@@ -44,7 +43,7 @@ from benchmarks.compare.variants import (
     snip_costs,
 )
 from benchmarks.machine import RESULTS, append_row
-from megatron_snip.divergence.divergence import absolute_error, relative_error
+from megatron_snip.divergence.divergence import absolute_error, norm_bound, relative_error
 from megatron_snip.options import Option
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.types import Gemm
@@ -159,7 +158,7 @@ def _write_scores(options: argparse.Namespace, low: str, table: StatisticsTable)
     distance = (max(int(n.split(".")[2]) for n in linears)) / 2
     scores = {
         "snip": [snip[item] for item in items],
-        "norms": [frobenius(linears[n], low, g) for n, g in items],
+        "norms": [norm_bound(linears[n], alone[g]) for n, g in items],
         "min-abs-err": [absolute_error(linears[n], alone[g]) for n, g in items],
         "min-rel-err": [relative_error(linears[n], alone[g]) for n, g in items],
         "fprop only": [float(g == Gemm.FPROP) for _, g in items],

@@ -14,10 +14,11 @@ from rich.table import Table
 
 from megatron_snip.cli.common import add_examples, console, new_table
 from megatron_snip.cli.plan import INFEASIBLE, add_planning_flags, problem_from, settings_from
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import UsageError, naming_field
 from megatron_snip.planning.pareto import ParetoPoint, frontier
 from megatron_snip.planning.policies import get_policy
 from megatron_snip.reporting.text import SOLVER_NOISE, column
+from megatron_snip.target_schedule import parse_points
 
 MAX_TARGETS = 10_001
 
@@ -30,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--targets",
         metavar="FROM:TO:STEP",
         default="0:1:0.05",
-        help="efficiency targets, both ends included, or a list 0.5,0.75 [0:1:0.05]",
+        help="efficiency targets, both ends included, a list 0.5,0.75, or those of a "
+        "--snip-target-schedule 0:0,200:0.75 [0:1:0.05]",
     )
     parser.add_argument("--json", action="store_true", help="print the points as JSON, only")
 
@@ -63,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse_targets(text: str) -> list[float]:
-    """Read FROM:TO:STEP (both ends included) or a comma-separated list.
+    """Read FROM:TO:STEP (both ends included), a comma-separated list, or a schedule of targets.
 
     Decimal arithmetic: 0:1:0.05 gives 0.15 and not 0.15000000000000002.
 
@@ -71,12 +73,15 @@ def parse_targets(text: str) -> list[float]:
         UsageError: if the text has another form, or a target is outside [0, 1].
     """
     wanted = f"--targets: '{text}' is not FROM:TO:STEP (0:1:0.05) or a list (0.5,0.75)"
+    if ":" in text and "," in text:
+        with naming_field("--targets"):
+            return [point.target for point in parse_points(text.split(","))]
     try:
         parts = [Decimal(part) for part in text.replace(":", ",").split(",")]
         if ":" in text:
             start, stop, step = parts
             count = int((stop - start) / step) + 1
-            if step <= 0 or not 0 < count < MAX_TARGETS or "," in text:
+            if step <= 0 or not 0 < count < MAX_TARGETS:
                 raise UsageError(f"{wanted}, with TO not below FROM and 10000 steps at most")
             parts = [start + k * step for k in range(count)]
     except (ArithmeticError, ValueError):  # no number, infinite, or not three of them

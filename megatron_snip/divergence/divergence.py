@@ -16,9 +16,11 @@ of the updates below through dgrad is small and about equal at all linears; an e
 stands for it. The factors come from brute force on one model (5 layers of width 192), and
 docs/measuring.md judges them on others.
 
-The errors of the baselines min-abs-err and min-rel-err are sums over the GEMMs and their operands:
+The measures of the baselines are sums over the GEMMs, and of min-abs-err and min-rel-err over their
+operands. C is the tensor of X, W and G that is not an operand (the paper's bound):
 
     abs_error = sum |Q(A) - A|         rel_error = sum |Q(A) - A| / |A|
+    norms     = sum |C| (|A| |Q(B) - B| + |Q(A) - A| |B|)
 
 Every function raises KeyError if one of the option's formats was not measured.
 """
@@ -100,3 +102,15 @@ def _operand_errors(linear: LinearStatistics, option: Option) -> Iterator[tuple[
             for operand in GEMM_OPERANDS[gemm]:
                 error, norm = _ERROR_FIELDS[operand]
                 yield getattr(found, error), getattr(linear, norm)
+
+
+def norm_bound(linear: LinearStatistics, option: Option) -> float:
+    """Return the sum over GEMMs of the bound of their errors by Frobenius norms."""
+    total = 0.0
+    for gemm in (g for g in Gemm if option[g] != "bf16"):
+        found, (a, b) = linear.formats[option[gemm]], GEMM_OPERANDS[gemm]
+        norm = {o: math.sqrt(getattr(linear, name)) for o, (_, name) in _ERROR_FIELDS.items()}
+        error = {o: math.sqrt(getattr(found, name)) for o, (name, _) in _ERROR_FIELDS.items()}
+        (other,) = set(Operand) - {a, b}
+        total += norm[other] * (norm[a] * error[b] + error[a] * norm[b])
+    return total

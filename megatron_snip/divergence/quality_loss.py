@@ -21,6 +21,7 @@ from megatron_snip.divergence.divergence import (
     finite_sum,
     fprop_scale,
     loss_divergence,
+    norm_bound,
     relative_error,
     weight_divergence,
 )
@@ -144,7 +145,7 @@ def planning_problem(table: DivergenceTable, lowest_format: str, target: float) 
     """Return the planner's problem.
 
     Args:
-        table: the divergences; the local errors become the options' scores.
+        table: the divergences; the options' scores are those of the baselines.
         lowest_format: the format whose share of FLOPs is an option's saving.
         target: smallest allowed efficiency.
     """
@@ -155,7 +156,8 @@ def planning_problem(table: DivergenceTable, lowest_format: str, target: float) 
                 str(option): OptionCost(
                     quality_loss=d.quality_loss,
                     saving=option.share_in(lowest_format),
-                    scores=_without_nan({"abs_error": d.abs_error, "rel_error": d.rel_error}),
+                    scores=_without_nan({"abs_error": d.abs_error, "rel_error": d.rel_error})
+                    | _without_nan({"norms": _or_nan(norm_bound, row.statistics, option)}),
                 )
                 for option, d in row.options.items()
             },

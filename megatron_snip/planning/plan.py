@@ -47,8 +47,8 @@ class PrecisionPlan(BaseModel):
 
     Attributes:
         version: of the schema.
-        iteration: Megatron's (1-based) iteration whose statistics the plan was made from; 0 for
-            a plan made before training.
+        iteration: Megatron's (1-based) iteration at which the plan was asked for: that of a
+            refresh, or one at which only the target changed; 0 for a plan made before training.
         policy: that chose the options.
         status: see `Status`.
         objective: sum of quality losses; None if the loss of an option is unknown.

@@ -5,6 +5,7 @@ initial_plan      the plan that a run starts with
 adapt_plan        a plan of another machine or run, changed to what the linears can run
 bf16_plan         BF16 except for pinned linears: the guard's last resort
 restrict_problem  a problem without the options that linears cannot run
+healing_problem   a problem whose plans raise some GEMMs of a plan before the others
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.errors import PlanningError, naming_field
+from megatron_snip.errors import PlanningError, UsageError, naming_field
 from megatron_snip.formats import get_format
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.checker import find_violations
 from megatron_snip.planning.constraints import changes, make_constraints
-from megatron_snip.planning.cost import make_table
+from megatron_snip.planning.cost import TOLERANCE, make_table
 from megatron_snip.planning.plan import (
     PrecisionPlan,
     Work,
@@ -30,7 +31,7 @@ from megatron_snip.planning.plan import (
 from megatron_snip.planning.policies import UNIFORM, Request, get_policy
 from megatron_snip.planning.problem import OptionCost, PlanningProblem, parse_option
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.types import glob_matches
+from megatron_snip.types import Gemm, glob_matches
 
 Refusals = Mapping[Option, Mapping[str, str]]
 """Option -> linears that cannot run it -> reason."""
@@ -64,7 +65,7 @@ def make_plan(
         PlanningError: the result failed validation (a bug; nothing is returned).
     """
     start = time.monotonic()
-    policy = get_policy(settings.policy)
+    policy = get_policy(settings.policy, problem)
     table = make_table(problem, settings.cost)
     hint = None
     if previous is not None:
@@ -73,7 +74,7 @@ def make_plan(
     target = problem.target if settings.target is None else settings.target
     constraints = make_constraints(table, settings, target, hint)
     deadline = start + settings.time_limit_s
-    found = policy.decide(Request(constraints, settings, hint, iteration, deadline))
+    found = policy.decide(Request(constraints, settings, hint, deadline))
     columns, bound = found.columns, found.bound
     objective = table.quality_loss(columns)
     if bound is not None:
@@ -107,17 +108,19 @@ def initial_plan(
     config: SnipConfig,
     seed: int = 0,
     resumed: PrecisionPlan | None = None,
+    target: float | None = None,
 ) -> PrecisionPlan:
     """Return the plan for the first iteration of a run.
 
     Priority: plan file with `collect_only`, resumed plan, plan file, policy without statistics,
-    BF16. A policy without statistics makes its plan anew in a resumed run.
+    BF16. A policy without statistics makes its plan anew in a resumed run without a schedule.
 
     Args:
         problem: what every linear can run; quality losses are not used.
         config: the run's settings.
         seed: of the policy `random`.
         resumed: the plan in the checkpoint, or None.
+        target: of the first iteration; by default that of `config`, which must be reachable.
 
     Raises:
         UsageError: if the policy is unknown, or a pin or the plan does not fit the model.
@@ -125,19 +128,26 @@ def initial_plan(
             measurement).
     """
     with naming_field("policy"):
-        is_static = not get_policy(config.policy).needs_statistics
+        policy = get_policy(config.policy, problem)
+        if config.has_schedule and not policy.heeds_target:
+            raise UsageError(f"'{config.policy}' has no target; drop it or the schedule of targets")
+    is_static = not policy.needs_statistics
     settings = PlanSettings.from_config(config, seed)
-    if not (is_static or config.collect_only):
+    if not config.collect_only and (config.has_schedule or not is_static):
         with naming_field("pins"):
             make_plan(problem, settings.model_copy(update={"policy": "greedy"}))
     stays = config.collect_only and config.plan_file is not None
-    if resumed is not None and not (is_static or stays):
+    if is_static and (not config.has_schedule or (resumed and resumed.policy != config.policy)):
+        resumed = None
+    if resumed is not None and not stays:
         plan = resumed
     elif config.plan_file is not None:
         with naming_field("plan_file"):
             plan = read_plan(config.plan_file)
             plan.check_against(problem.names)
     else:
+        if target is not None:
+            settings = settings.model_copy(update={"target": target})
         if config.collect_only or not is_static:
             settings = settings.model_copy(update={"policy": f"{UNIFORM}bf16"})
         with naming_field("policy"):
@@ -212,6 +222,42 @@ def restrict_problem(problem: PlanningProblem, refusals: Refusals) -> PlanningPr
             if row.name not in refusals.get(parse_option(name), {})
         }
         rows.append(row.model_copy(update={"options": options or bf16}))
+    return problem.model_copy(update={"linears": tuple(rows)})
+
+
+def healing_problem(
+    problem: PlanningProblem, plan: PrecisionPlan, config: SnipConfig
+) -> PlanningProblem:
+    """Return a problem whose plans lower no GEMM of `plan`, and raise some GEMMs before the others.
+
+    Options are left out: the GEMMs that come second stay as in `plan` until the target is below
+    their share; then those that come first stay above the lowest precision. Pinned linears keep
+    their options. If `plan` is below the target already, so do all.
+
+    Args:
+        problem: with options per GEMM.
+        plan: the current plan.
+        config: `heal_order` (forward or backward), pins and formats.
+    """
+    if plan.efficiency < problem.target - float(TOLERANCE):
+        return problem
+    lowest, is_forward = get_format(config.lowest_format).bits, config.heal_order == "forward"
+    first = [(gemm == Gemm.FPROP) == is_forward for gemm in Gemm]
+    bits = {name: _bits(option) for name, option in plan.linears.items()}
+    low = {n: sum(b == lowest and not f for b, f in zip(bits[n], first, strict=True)) for n in bits}
+    share = sum(row.flops * low[row.name] / 3 for row in problem.linears)
+    is_second = problem.target * sum(row.flops for row in problem.linears) < share
+
+    def is_left(name: str, text: str) -> bool:
+        return any(glob_matches(name, glob) for glob, _ in config.pin_pairs) or all(
+            new >= old and (new > lowest or not is_second if f else is_second or new == old)
+            for old, new, f in zip(bits[name], _bits(parse_option(text)), first, strict=True)
+        )
+
+    rows = []
+    for row in problem.linears:
+        left = {text: cost for text, cost in row.options.items() if is_left(row.name, text)}
+        rows.append(row.model_copy(update={"options": left or row.options}))
     return problem.model_copy(update={"linears": tuple(rows)})
 
 

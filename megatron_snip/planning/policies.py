@@ -4,8 +4,11 @@
     greedy                  takes the steps of least loss per gain until the target is reached;
                             this is the linear relaxation, rounded up
     random, min-abs-err,    order the linears and lower them in turn, each from its option of least
-    min-rel-err,            gain to its option of most gain, until the target is reached
-    layer-type, layer-id
+    min-rel-err, norms,     gain to its option of most gain, until the target is reached; a problem
+    layer-type, layer-id,   with options per GEMM lets the last linear be lowered in part
+    last-blocks
+    random-gemm,            order the GEMMs of all linears and lower them in turn
+    grads-first
     uniform-OPTION, none    one option everywhere, or the previous plan; they respect pins and
                             forbidden options and ignore the target
 
@@ -16,7 +19,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -24,13 +28,13 @@ from typing import Literal
 import numpy as np
 
 from megatron_snip.errors import UsageError, did_you_mean
-from megatron_snip.options import BF16
+from megatron_snip.options import BF16, Option
 from megatron_snip.planning.constraints import Constraints, Task, by_saving, fixed_option
 from megatron_snip.planning.cost import Ints
-from megatron_snip.planning.problem import parse_option
+from megatron_snip.planning.problem import PlanningProblem, parse_option
 from megatron_snip.planning.search import Solution, lower_bound, solve
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.types import natural_key
+from megatron_snip.types import Gemm, natural_key
 
 UNIFORM = "uniform-"
 """Prefix of the policies that give every linear one option."""
@@ -48,19 +52,20 @@ class Request:
         constraints: `constraints.checked_task()` resolves them or raises InfeasiblePlanError.
         settings: policy, seed, workers, gap.
         hint: [n], columns of the previous plan (-1 where the table has none), or None.
-        iteration: of the statistics; see `PrecisionPlan`.
         deadline: value of `time.monotonic()` at which the solver stops.
     """
 
     constraints: Constraints
     settings: PlanSettings
     hint: Ints | None
-    iteration: int
     deadline: float
 
 
 Decide = Callable[[Request], Solution]
 Order = Callable[[Request, Task], list[int]]
+"""The rows of the linears, the first to be lowered first."""
+Item = tuple[int, Gemm]
+"""A linear's row and one of its GEMMs."""
 
 
 @dataclass(frozen=True)
@@ -73,15 +78,15 @@ class Policy:
             UsageError if the problem lacks what the policy needs.
         needs_statistics: whether it compares measured numbers. The plan of other policies depends
             on names, FLOPs and settings only.
-        granularity: `gemm` if it weighs every option of a linear, `linear` if a linear is either
-            at its highest or at its lowest precision.
+        granularity: `any` if it weighs every option that a problem has; `linear` if it orders
+            linears; `gemm` if it orders GEMMs, so that a problem must have options per GEMM.
         heeds_target: whether it reaches the efficiency target.
     """
 
     name: str
     decide: Decide
     needs_statistics: bool
-    granularity: Literal["linear", "gemm"]
+    granularity: Literal["any", "linear", "gemm"]
     heeds_target: bool = True
 
 
@@ -90,11 +95,12 @@ def policy_names() -> tuple[str, ...]:
     return (*POLICIES, f"{UNIFORM}OPTION")
 
 
-def get_policy(name: str) -> Policy:
-    """Return the policy called `name`.
+def get_policy(name: str, problem: PlanningProblem | None = None) -> Policy:
+    """Return the policy called `name`, which can plan for `problem` (if that is given).
 
     Raises:
-        UsageError: if it is unknown; the message lists the known ones.
+        UsageError: if it is unknown (the message lists the known ones), or if it orders GEMMs and
+            the problem has no options per GEMM.
     """
     if name.startswith(UNIFORM) and len(name) > len(UNIFORM):
         decide = partial(_uniform, name.removeprefix(UNIFORM))
@@ -102,24 +108,54 @@ def get_policy(name: str) -> Policy:
     if name not in POLICIES:
         hint = did_you_mean(name, POLICIES)
         raise UsageError(f"unknown policy '{name}'{hint}; known: {', '.join(policy_names())}")
+    options = () if problem is None else [o for row in problem.linears for o in row.options]
+    if POLICIES[name].granularity == "gemm" and options and not any("-" in o for o in options):
+        text = "each option has one format for all three; use granularity gemm or another policy"
+        raise UsageError(f"policy '{name}' orders GEMMs, and {text}")
     return POLICIES[name]
 
 
 def lowered_in(order: Order) -> Decide:
     """Return the policy that lowers one linear after the other until the target is reached.
 
-    The target is exceeded by at most one linear (per stage, where stages have targets).
+    The target is exceeded by less than one GEMM if the problem has options per GEMM, else by less
+    than one linear (per stage, where stages have targets).
     """
+    return gemms_lowered_in(
+        lambda r, task: [(row, gemm) for row in order(r, task) for gemm in Gemm]
+    )
+
+
+def gemms_lowered_in(order: Callable[[Request, Task], list[Item]]) -> Decide:
+    """Return the policy that lowers one GEMM after the other, with the excess of `lowered_in`."""
 
     def decide(request: Request) -> Solution:
         task = request.constraints.checked_task()
-        low, start = by_saving(task, most=True), by_saving(task, most=False)
-        gains, rows = task.table.overall_row.coefficients, task.table.rows
-        gaining = gains[rows, low] > gains[rows, start]
-        steps = [(row, int(low[row])) for row in order(request, task) if gaining[row]]
+        start = by_saving(task, most=False)
+        steps = _steps(task, start, order(request, task))
         return Solution(greedy_fill(task, start, steps), "feasible", lower_bound(task))
 
     return decide
+
+
+def _steps(task: Task, start: Ints, items: Iterable[Item]) -> Iterator[tuple[int, int]]:
+    """Yield (row, column) for each item; one without an allowed option joins the linear's next."""
+    table, low, columns = task.table, by_saving(task, most=True), start.copy()
+    gains, lowered = table.overall_row.coefficients, defaultdict[int, set[Gemm]](set)
+    for row, gemm in items:
+        lowered[row].add(gemm)
+        column = _with_lowered(table.options(row), int(start[row]), int(low[row]), lowered[row])
+        allowed = column >= 0 and task.allowed[row, column]
+        if allowed and gains[row, column] > gains[row, columns[row]]:
+            columns[row] = column
+            yield row, column
+
+
+def _with_lowered(names: Sequence[str], start: int, low: int, gemms: Collection[Gemm]) -> int:
+    """Return the column of the option `start` with these GEMMs as in `low`; -1 if there is none."""
+    high, lowest = parse_option(names[start]), parse_option(names[low])
+    name = str(Option(*((lowest if gemm in gemms else high)[gemm] for gemm in Gemm)))
+    return names.index(name) if name in names else -1
 
 
 def greedy_fill(task: Task, start: Ints, steps: Iterable[tuple[int, int]]) -> Ints:
@@ -186,22 +222,35 @@ def _hull_steps(task: Task, row: int, start: int) -> list[tuple[float, int, int]
 
 
 def _random(request: Request, task: Task) -> list[int]:
-    """Shuffle; the same seed and iteration give the same order."""
-    # Plans before training (iteration 0) and from the first iteration share an order.
-    seed = [request.settings.seed, request.iteration]
-    rows: list[int] = np.random.default_rng(seed).permutation(len(task.table.rows)).tolist()
-    return rows
+    return _permutation(request, len(task.table.rows))
 
 
-def _by_score(score: str) -> Order:
+def _random_gemm(request: Request, task: Task) -> list[Item]:
+    items = _items(task)
+    return [items[k] for k in _permutation(request, len(items))]
+
+
+def _permutation(request: Request, count: int) -> list[int]:
+    # The same at all targets, so that a schedule of targets lowers the same linears again.
+    drawn: list[int] = np.random.default_rng([request.settings.seed, 0]).permutation(count).tolist()
+    return drawn
+
+
+def _items(task: Task) -> list[Item]:
+    return [(row, gemm) for row in range(len(task.table.rows)) for gemm in Gemm]
+
+
+def _by_score(score: str, per_gain: bool = False) -> Order:
     """Order by a score of the option of most gain, the least first, unknown values last."""
 
     def order(request: Request, task: Task) -> list[int]:
-        low = by_saving(task, most=True)
-        rows = np.flatnonzero(
-            low != by_saving(task, most=False)
-        ).tolist()  # others cannot be lowered
-        return sorted(rows, key=lambda row: _score(request, score, row, int(low[row])))
+        low, high = by_saving(task, most=True), by_saving(task, most=False)
+        rows = np.flatnonzero(low != high)  # others cannot be lowered
+        gains = task.table.overall_row.coefficients
+        units = gains[rows, low[rows]] - gains[rows, high[rows]] if per_gain else rows >= 0
+        scores = [_score(request, score, int(row), int(low[row])) for row in rows]
+        ranks = np.argsort(np.array(scores) / units, kind="stable")
+        return list(map(int, rows[ranks]))
 
     return order
 
@@ -233,16 +282,37 @@ def _layer_type(request: Request, task: Task) -> list[int]:
     return sorted(range(len(names)), key=key)
 
 
+def _layers(task: Task) -> list[int]:
+    """Return each linear's layer; without a layer in its name, its position in the problem."""
+    found = [re.search(r"\.layers\.(\d{1,9})\.", name) for name in task.table.names]
+    return [int(match[1]) if match else row for row, match in enumerate(found)]
+
+
 def _layer_id(request: Request, task: Task) -> list[int]:
     """Order from the middle layer outwards, so that the first and last layers come last."""
-    names = task.table.names
-    found = [re.search(r"\.layers\.(\d{1,9})\.", name) for name in names]
-    # Without a layer in the name, the position in the file counts.
-    layers = [int(match[1]) if match else row for row, match in enumerate(found)]
+    names, layers = task.table.names, _layers(task)
     middle = max(layers) / 2
     return sorted(
         range(len(names)), key=lambda row: (abs(layers[row] - middle), natural_key(names[row]))
     )
+
+
+def _last_blocks(request: Request, task: Task) -> list[int]:
+    """Order so that the first two and the last layers come last.
+
+    NVIDIA's rule (arXiv:2509.25149). The last layer stays high the longest, then the
+    first, the one before the last, the second, and the others from the end.
+    """
+    names, layers = task.table.names, _layers(task)
+    last = max(layers)
+    ranks = [2 * layer + 1 if layer < 2 else 2 * (last - layer) for layer in layers]
+    return sorted(range(len(names)), key=lambda row: (-ranks[row], natural_key(names[row])))
+
+
+def _grads_first(request: Request, task: Task) -> list[Item]:
+    """Order dgrad and wgrad of all linears before fprop, each from the middle layer outwards."""
+    rank = {row: k for k, row in enumerate(_layer_id(request, task))}
+    return sorted(_items(task), key=lambda item: (item[1] == Gemm.FPROP, rank[item[0]]))
 
 
 def _uniform(option: str, request: Request) -> Solution:
@@ -272,13 +342,17 @@ def _fixed(request: Request, columns: Ints, wanted: str) -> Solution:
 POLICIES: dict[str, Policy] = {
     policy.name: policy
     for policy in (
-        Policy("snip", _snip, True, "gemm"),
+        Policy("snip", _snip, True, "any"),
         Policy("random", lowered_in(_random), False, "linear"),
+        Policy("random-gemm", gemms_lowered_in(_random_gemm), False, "gemm"),
         Policy("min-abs-err", lowered_in(_by_score("abs_error")), True, "linear"),
         Policy("min-rel-err", lowered_in(_by_score("rel_error")), True, "linear"),
         Policy("layer-type", lowered_in(_layer_type), False, "linear"),
         Policy("layer-id", lowered_in(_layer_id), False, "linear"),
-        Policy("greedy", _greedy, True, "gemm"),
+        Policy("last-blocks", lowered_in(_last_blocks), False, "linear"),
+        Policy("grads-first", gemms_lowered_in(_grads_first), False, "gemm"),
+        Policy("norms", lowered_in(_by_score("norms", per_gain=True)), True, "linear"),
+        Policy("greedy", _greedy, True, "any"),
         Policy("none", _none, False, "linear", heeds_target=False),
     )
 }

@@ -269,7 +269,7 @@ def _plan_pictures(run: RunRecord) -> list[Picture]:
         Picture(
             "plan",
             f"Current plan{_sim(run)}",
-            f"Measured at iteration {plan.iteration}, applied at iteration {run.plans[-1].start}: "
+            f"Planned at iteration {plan.iteration}, applied at iteration {run.plans[-1].start}: "
             f"{option_counts(plan.linears)}. Efficiency {percent(plan.efficiency)}, policy "
             f"{plan.policy}, {plan.status}. In higher precision: {listing(high) or 'none'}.",
             partial(figures.plan_map, plan.linears),
@@ -336,7 +336,7 @@ def _worst(run: RunRecord) -> Table:
 
 def _plans_table(run: RunRecord) -> Table:
     columns = (
-        *("applied", "measured", "policy", "status", "efficiency", "quality loss"),
+        *("applied", "planned", "policy", "status", "target", "efficiency", "quality loss"),
         *(f"of uniform {run.lowest_formats}'s", "gap", "changed", "solver", "waited"),
         *("predicted saving of a step", "mean step"),
     )
@@ -346,6 +346,7 @@ def _plans_table(run: RunRecord) -> Table:
             str(plan.iteration),
             plan.policy,
             plan.status,
+            percent(plan.target),
             percent(plan.efficiency),
             quality(plan.objective),
             percent(run.quality_share(plan.objective)),

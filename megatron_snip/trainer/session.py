@@ -107,6 +107,7 @@ def check_run(config: TrainConfig, world_size: int) -> None:
             )
     if config.snip.enabled:
         get_policy(config.snip.policy)
+        config.snip.targets(config.train_iters)
         if config.snip.plan_file is not None:
             read_plan(config.snip.plan_file)
     _check_run_dir(config, iteration)
@@ -241,6 +242,7 @@ def make_hook(
     """All ranks: return SNIP's controller if it is enabled, else plain training."""
     if not config.snip.enabled:
         return PlainTraining(writers)
+<<<<<<< HEAD
     return SnipController(
         config.snip,
         state.model,
@@ -249,6 +251,12 @@ def make_hook(
         writers=writers,
         state=None if start is None else start.snip,
         microbatch_tokens=config.micro_batch_size * config.seq_length,
+=======
+    snip, total = None if start is None else start.snip, config.train_iters
+    built = state.model, state.optimizer
+    return SnipController(
+        config.snip, *built, seed=config.seed, writers=writers, state=snip, train_iters=total
+>>>>>>> e75aa1eb1c2c64f61e30289f85baeca8aa367e89
     )
 
 

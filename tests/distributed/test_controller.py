@@ -132,6 +132,28 @@ def test_the_run_directory_holds_what_was_decided(
     assert all(wanted <= set(m) for m in metrics)
 
 
+def test_targets_follow_a_schedule_without_measuring_and_resume() -> None:
+    first, second = run_ranks(2, f"{WORKERS}:schedules", {"layout_values": TP})
+    for name, measured in (("healed", [2]), ("static", [])):
+        whole, resumed = first[name]
+        assert whole == resumed and second[name][0] == second[name][1]
+        assert whole["plans"] == second[name][0]["plans"]
+        assert (whole["measured"], whole["warnings"]) == (measured, [])
+        for _, target, efficiency, _ in whole["plans"]:
+            assert target <= efficiency + 1e-9 < target + 1 / 16  # the largest GEMM
+    healed = {i: (target, low) for i, target, _, low in first["healed"][0]["plans"]}
+    assert [target for target, _ in healed.values()] == [0.8, 0.5, 0.4, 0.35, 0.25, 0.15, 0.1, 0.0]
+    assert list(healed) == [3, 5, *range(9, 15)]
+    kept = healed[5][1]
+    for _, low in list(healed.values())[2:]:
+        raised = [item for item in kept if item not in low]
+        assert all(item in kept for item in low)
+        assert all(gemm == "fprop" for _, gemm in raised) or not any(g == "fprop" for _, g in low)
+        kept = low
+    static = [(i, target) for i, target, _, _ in first["static"][0]["plans"]]
+    assert static == [(1, 0.65), (2, 0.55), (3, 0.45), (4, 0.35), (5, 0.25), (9, 0.5)]
+
+
 def test_what_cannot_work_is_refused_on_every_rank(tmp_path: Path) -> None:
     arguments = {"layout_values": TP, "folder": str(tmp_path)}
     first, second = run_ranks(2, f"{WORKERS}:refusals", arguments)

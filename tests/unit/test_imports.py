@@ -17,7 +17,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("errors", "log"),
     ("files", "formats", "types"),
     ("options",),
-    ("recursive_doubling",),
+    ("recursive_doubling", "target_schedule"),
     ("config", "directory", "flags", "matmul"),
     ("collectives", "topology"),
     ("kernels",),

@@ -19,6 +19,7 @@ from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.solver_process import SolverProcess, worker_command
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.state import ControllerState
+from megatron_snip.types import Gemm
 from tests.distributed.workers.small_model import Trainer, layout
 
 MODEL: dict[str, Any] = {
@@ -202,6 +203,43 @@ def _resumed(layout_values: dict[str, Any]) -> dict[str, Any]:
                 controller = trainer.controller(SNIP, state=state)
         plan, history = controller.plan.digest, controller.history
         return {**trainer.digests(), "history": history, "digest": plan, "applied": applied}
+
+
+SCHEDULED = {**SNIP, "interval": 50, "granularity": "gemm"}
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "healed": {"target_schedule": "0:0.8,5:0.5", "heal_from": 8, "heal_order": "forward"},
+    "static": {"policy": "last-blocks", "target_schedule": "0:0.75,5:~0.25,9:0.5"},
+}
+
+
+def schedules(layout_values: dict[str, Any]) -> dict[str, Any]:
+    """Fourteen iterations with one refresh under each schedule, at once and stopped twice."""
+    return {
+        name: [_scheduled(layout_values, snip, parts) for parts in ((14,), (4, 6, 4))]
+        for name, snip in SCHEDULES.items()
+    }
+
+
+def _scheduled(
+    layout_values: dict[str, Any], snip: dict[str, Any], parts: tuple[int, ...]
+) -> dict[str, Any]:
+    state, applied, measured = None, [], []
+    with layout({**MODEL, **layout_values, "train_iters": 14}) as trainer:
+        for steps in parts:
+            controller = trainer.controller({**SCHEDULED, **snip}, state=state)
+            trainer.advance(steps, controller)
+            saved = json.loads(json.dumps(controller.state(trainer.step).to_dict()))
+            state = ControllerState.from_dict(saved)
+            controller.close()
+            measured += [i for i, _ in trainer.events.measured]
+            applied += [(i, a.plan) for i, a in trainer.events.applied if not a.resumed]
+        plans = [(i, p.target, p.efficiency, _low_gemms(p)) for i, p in applied]
+        return {**trainer.digests(), "plans": plans, "measured": measured,
+                "history": controller.history, "warnings": trainer.warnings}  # fmt: skip
+
+
+def _low_gemms(plan: PrecisionPlan) -> list[list[str]]:
+    return [[n, g] for n, o in plan.linears.items() for g in Gemm if o[g] == "fp4"]
 
 
 def refusals(layout_values: dict[str, Any], folder: str) -> dict[str, Any]:

@@ -156,6 +156,7 @@ class Trainer:
             writers=[*writers, self.events],
             state=state,
             solver=solver,
+            train_iters=self.config.train_iters,
         )
 
     def plain(self) -> TrainingHook:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_snip.errors import InfeasiblePlanError, UsageError
+from megatron_snip.options import enumerate_options
 from megatron_snip.planning.checker import find_violations
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.planner import make_plan
@@ -16,10 +17,10 @@ from megatron_snip.planning.settings import PlanSettings
 from tests.unit.planning.build import constraints_of, name_of, options_of, plan_of, problem_of
 from tests.unit.planning.instances import random_instance
 
-WITH_TARGET = ("snip", "greedy", "random", "min-abs-err", "min-rel-err", "layer-type", "layer-id")
-BASELINES = WITH_TARGET[2:]
+LINEARS = ("random", "min-abs-err", "min-rel-err", "norms", "layer-type", "layer-id", "last-blocks")
 """They lower one linear after the other."""
-
+WITH_TARGET = ("snip", "greedy", *LINEARS)
+GEMMS = ("random-gemm", "grads-first")
 NUM = 24
 FLOPS = [3.0, 1.0, 8.0, 4.0] * 6
 KINDS = (
@@ -36,7 +37,13 @@ def with_scores(problem: PlanningProblem) -> PlanningProblem:
     for linear in problem.linears:
         options = {
             name: cost.model_copy(
-                update={"scores": {"abs_error": random.random(), "rel_error": random.random()}}
+                update={
+                    "scores": {
+                        "abs_error": random.random(),
+                        "rel_error": random.random(),
+                        "norms": random.random(),
+                    }
+                }
             )
             for name, cost in linear.options.items()
         }
@@ -74,10 +81,11 @@ def lowered(policy: str, problem: PlanningProblem, target: float) -> list[str]:
 
 
 def test_policies_are_found_by_name_and_state_what_they_are() -> None:
-    assert set(policy_names()) == {*WITH_TARGET, "none", "uniform-OPTION"}
-    static = {"random", "layer-type", "layer-id", "none"}
+    assert set(policy_names()) == {*WITH_TARGET, *GEMMS, "none", "uniform-OPTION"}
+    static = {"random", "layer-type", "layer-id", "last-blocks", "none", *GEMMS}
     assert {name for name, p in POLICIES.items() if not p.needs_statistics} == static
-    assert {name for name, p in POLICIES.items() if p.granularity == "gemm"} == {"snip", "greedy"}
+    assert {name for name, p in POLICIES.items() if p.granularity == "any"} == {"snip", "greedy"}
+    assert {name for name, p in POLICIES.items() if p.granularity == "gemm"} == set(GEMMS)
     uniform = get_policy("uniform-fp8")
     assert (uniform.needs_statistics, uniform.heeds_target) == (False, False)
     for name in ("", "snap", "uniform-", "uniform"):
@@ -95,7 +103,50 @@ def test_the_target_is_exceeded_by_at_most_one_linear(policy: str, target: float
         assert target <= efficiency < target + max(FLOPS) / sum(FLOPS[:8]) or target == 0.0
 
 
-@pytest.mark.parametrize("policy", BASELINES)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("policy", ["snip", *LINEARS, *GEMMS])
+def test_with_options_per_gemm_all_shares_are_equal_to_within_one_gemm(
+    policy: str, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    linears = []
+    for layer, kind in itertools.product(range(6), KINDS):
+        flops, loss = float(random.integers(1, 9)), random.random()
+        options = {}
+        for option in enumerate_options(("bf16", "fp8", "fp4"), "gemm"):
+            share, scores = option.share_in("fp4"), {"abs_error": loss, "rel_error": loss}
+            options[str(option)] = OptionCost(
+                quality_loss=share * loss, saving=share, scores={**scores, "norms": share * loss}
+            )
+        name = name_of(layer, kind)
+        linears.append(LinearChoices(name=name, stage=layer // 3, flops=flops, options=options))
+    problem = PlanningProblem(linears=tuple(linears), target=float(random.random()))
+    total, largest = sum(row.flops for row in linears), max(row.flops for row in linears) / 3
+    made = plan(policy, problem, seed=seed, pins=(("*.layers.2.*", "fp8"),), target=0.4)
+    assert 0.4 <= made.efficiency < 0.4 + largest / total
+    made = plan(policy, problem, seed=seed)
+    assert problem.target <= made.efficiency < problem.target + largest / total
+
+
+def test_rules_of_practice() -> None:
+    def high(layers: int, target: float) -> set[int]:
+        low = lowered("last-blocks", named(layers), target)
+        return {int(n.split(".")[2]) for n in named(layers).names if n not in low}
+
+    assert high(62, 52 / 62) == {0, 1, *range(54, 62)}  # NVIDIA's 12B model
+    assert high(6, 4 / 6) == {0, 5}
+    with pytest.raises(UsageError, match="orders GEMMs"):
+        plan("grads-first", named(3))
+    options = {str(o): OptionCost(quality_loss=0.0, saving=o.share_in("fp4"))
+               for o in enumerate_options(("fp8", "fp4"), "gemm")}  # fmt: skip
+    linears = [row.model_copy(update={"options": options}) for row in named(6).linears]
+    made = plan("grads-first", PlanningProblem(linears=tuple(linears), target=7 / 9))
+    assert {o.formats[1:] for o in made.linears.values()} == {("fp4", "fp4")}
+    fprop = {int(n.split(".")[2]) for n, o in made.linears.items() if o.fprop == "fp4"}
+    assert fprop == {2, 3}
+
+
+@pytest.mark.parametrize("policy", LINEARS)
 def test_no_linear_is_lowered_without_need(policy: str) -> None:
     plans = 0
     for seed in range(100):

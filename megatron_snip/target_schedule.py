@@ -1,0 +1,106 @@
+"""The efficiency target over the iterations of a run.
+
+    0:0,200:0.75,9000:0.5,9500:~0     iteration:target; the target holds from that iteration on, and
+                                      changes linearly over the iterations before it after a `~`
+
+Before the first point the target is `efficiency_target`. A linear ramp is made of equal steps of at
+most `RAMP_STEP`, since each change of the target makes a plan. Healing is a ramp to 0 at the last
+iteration.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_snip.errors import UsageError
+
+RAMP_STEP = 0.05
+
+
+class Point(NamedTuple):
+    """From `iteration` on the target is `target`; `ramp`: it gets there linearly."""
+
+    iteration: int
+    target: float
+    ramp: bool = False
+
+
+@dataclass(frozen=True)
+class TargetSchedule:
+    """The target of every iteration.
+
+    Attributes:
+        points: in ascending order of iterations; the first one is no ramp.
+        heal_from: the iteration at which healing begins, or None.
+    """
+
+    points: tuple[Point, ...]
+    heal_from: int | None = None
+
+    def at(self, iteration: int) -> float:
+        """Return the target of an iteration (Megatron's, 1-based)."""
+        k = bisect_right(self.points, iteration, key=lambda point: point.iteration)
+        before = self.points[max(k, 1) - 1]
+        if k == len(self.points) or not self.points[k].ramp:
+            return before.target
+        after = self.points[k]
+        rise = after.target - before.target
+        steps = max(1, math.ceil(abs(rise) / RAMP_STEP - 1e-9))
+        part = (iteration - before.iteration) / (after.iteration - before.iteration)
+        return round(before.target + rise * round(part * steps) / steps, 9)
+
+
+def parse_points(texts: Iterable[str]) -> tuple[Point, ...]:
+    """Read `ITERATION:TARGET` and `ITERATION:~TARGET`.
+
+    Raises:
+        UsageError: one line, if a point has another form, or iterations do not rise.
+    """
+    points: list[Point] = []
+    for text in texts:
+        first, _, second = text.partition(":")
+        try:
+            point = Point(int(first), float(second.removeprefix("~")), second.startswith("~"))
+        except ValueError:
+            point = Point(-1, 0.0)
+        if point.iteration < 0 or not 0.0 <= point.target <= 1.0:
+            known = "ITERATION:TARGET, target from 0 to 1: 200:0.75 (a linear ramp: 200:~0.75)"
+            raise UsageError(f"'{text}' is not {known}")
+        if points and point.iteration <= points[-1].iteration:
+            text = f"iteration {point.iteration} follows {points[-1].iteration}"
+            raise UsageError(f"{text}; iterations must rise")
+        points.append(point)
+    return tuple(points)
+
+
+def make_schedule(
+    texts: Iterable[str], target: float, heal_from: float | None, train_iters: int | None
+) -> TargetSchedule:
+    """Return the schedule of a run.
+
+    Args:
+        texts: the points; see `parse_points`.
+        target: before the first point.
+        heal_from: iteration, or below 1 fraction of the run, at which healing begins; or None.
+        train_iters: the last iteration of the run; None if it is not known.
+
+    Raises:
+        UsageError: if healing begins after the last iteration, or before a point of the schedule.
+    """
+    points = parse_points(texts)
+    if not points or points[0].iteration > 1 or points[0].ramp:
+        points = (Point(0, target), *points)
+    if heal_from is None:
+        return TargetSchedule(points)
+    if train_iters is None:
+        raise UsageError("the number of iterations is not known", field="heal_from")
+    begin = math.ceil(heal_from * (train_iters if heal_from < 1 else 1))
+    if not points[-1].iteration < begin < train_iters:
+        bounds = f"{points[-1].iteration} (end of target_schedule) and {train_iters} (of the run)"
+        raise UsageError(f"got iteration {begin}, must be between {bounds}", field="heal_from")
+    healing = Point(begin, points[-1].target), Point(train_iters, 0.0, ramp=True)
+    return TargetSchedule((*points, *healing), begin)

@@ -1,0 +1,57 @@
+"""Targets over iterations, and what is refused."""
+
+import pytest
+
+from megatron_snip.config import SnipConfig, make_config
+from megatron_snip.errors import UsageError
+from megatron_snip.target_schedule import RAMP_STEP
+
+
+def targets(iterations: list[int], **config: object) -> list[float]:
+    schedule = SnipConfig(**config).targets(10_000)
+    return [schedule.at(i) for i in iterations]
+
+
+def test_targets_hold_from_their_iterations_on() -> None:
+    text = "0:0,200:0.75,9000:0.5,9500:0"
+    wanted = [0.0, 0.0, 0.75, 0.75, 0.5, 0.0, 0.0]
+    assert targets([1, 199, 200, 8999, 9000, 9500, 10**6], target_schedule=text) == wanted
+    assert targets([1, 199, 200], target_schedule="200:0.5", efficiency_target=0.25) == [
+        0.25, 0.25, 0.5
+    ]  # fmt: skip
+    assert targets([1, 10_000]) == [0.75, 0.75]
+
+
+def test_a_ramp_is_linear_to_within_half_a_step() -> None:
+    found = targets(list(range(100, 501)), target_schedule="100:0.8,500:~0.1")
+    assert (found[0], found[-1]) == (0.8, 0.1)
+    assert len(set(found)) == 15  # fourteen plans
+    for k, target in enumerate(found):
+        assert abs(target - (0.8 - 0.7 * k / 400)) <= RAMP_STEP / 2 + 1e-9
+
+
+def test_healing_ends_at_zero_with_the_run() -> None:
+    for start in (9000.0, 0.9):
+        healed = targets([8999, 9000, 9500, 10_000], heal_from=start, target_schedule="5:0.6")
+        assert healed == [0.6, 0.6, 0.3, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"target_schedule": "200"}, "target_schedule: '200' is not ITERATION:TARGET"),
+        ({"target_schedule": "200:1.5"}, "target_schedule: '200:1.5' is not"),
+        ({"target_schedule": "x:~0.5"}, "target_schedule: 'x:~0.5' is not"),
+        ({"target_schedule": "5:nan"}, "target_schedule: '5:nan' is not"),
+        ({"target_schedule": "9:0.5,9:0"}, "target_schedule: iteration 9 follows 9"),
+        ({"heal_from": 0}, "heal_from: must be greater than 0, got 0"),
+        ({"heal_from": 10_000}, "heal_from: got iteration 10000, must be between"),
+        ({"heal_from": 0.5, "target_schedule": "7000:0"}, "heal_from: got iteration 5000, must"),
+        ({"heal_order": "forward"}, "heal_order: 'forward' raises single GEMMs"),
+    ],
+)
+def test_bad_schedules_end_in_one_line(values: dict[str, object], text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        make_config(values).targets(10_000)
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
