@@ -113,7 +113,6 @@ class PlanFields(_Section):
     efficiency_target: Fraction = 0.75
     """Smallest share of the linears' FLOPs in the lowest precision among the formats, 0 to 1."""
 
-<<<<<<< HEAD
     cost: CostName = "flops"
     """What the target counts: `flops`, or `time`, the share that a plan saves of the seconds that
     the fastest options save against BF16. With `time` every linear may use BF16, and none gets an
@@ -123,7 +122,7 @@ class PlanFields(_Section):
     """Seconds for --snip-cost time: a file of `megatron-snip calibrate`, or `auto`: measure
     Transformer Engine's linears with this model's shapes at the start (seconds), and keep
     them in calibration.json of the output directory."""
-=======
+
     target_schedule: tuple[str, ...] = ()
     """ITERATION:TARGET, comma separated: the efficiency target from each iteration on, such as
     0:0,200:0.75,9000:0.5; 9500:~0 ramps linearly to 0. A new target needs no new measurement."""
@@ -134,7 +133,6 @@ class PlanFields(_Section):
     heal_order: HealOrder = "plan"
     """What healing raises first: `plan` (what the quality losses say), `forward` (fprop) or
     `backward` (dgrad and wgrad); the last two need granularity gemm."""
->>>>>>> e75aa1eb1c2c64f61e30289f85baeca8aa367e89
 
     formats: tuple[str, ...] = (AUTO,)
     """Formats that a plan may use, comma separated. The one with the fewest bits is the lowest
@@ -198,11 +196,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
             `load_config` and `make_config` turn it into a one-line `UsageError`.
     """
 
-<<<<<<< HEAD
-    @field_validator("formats", "pins", "alert", mode="before")
-=======
-    @field_validator("formats", "pins", "target_schedule", mode="before")
->>>>>>> e75aa1eb1c2c64f61e30289f85baeca8aa367e89
+    @field_validator("formats", "pins", "target_schedule", "alert", mode="before")
     @classmethod
     def _split_commas(cls, value: Any) -> Any:
         if isinstance(value, str):
@@ -221,7 +215,6 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
                 if not sep or not glob:
                     raise UsageError(f"'{pin}' is not GLOB=OPTION, e.g. 'decoder.layers.0.*=fp8'")
                 Option.parse(option)
-<<<<<<< HEAD
         if self.cost != "time" and self.calibration != Path(AUTO):
             raise UsageError(
                 f"'{self.calibration}' holds seconds, which only --snip-cost time counts; add that",
@@ -229,7 +222,6 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
             )
         with naming_field("alert"):
             self.alerts  # noqa: B018  # raises
-=======
         with naming_field("target_schedule"):
             parse_points(self.target_schedule)
         with naming_field("heal_order"):
@@ -237,7 +229,6 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
             if self.heal_order != "plan" and not raises:
                 needed = "granularity gemm and a pipeline_balance other than stage"
                 raise UsageError(f"'{self.heal_order}' raises single GEMMs; it needs {needed}")
->>>>>>> e75aa1eb1c2c64f61e30289f85baeca8aa367e89
         window = math.ceil(1 / self.measure_fraction - 1e-9)
         if window > self.interval:
             raise UsageError(

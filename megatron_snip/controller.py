@@ -16,12 +16,9 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-<<<<<<< HEAD
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-=======
-from functools import partial
->>>>>>> e75aa1eb1c2c64f61e30289f85baeca8aa367e89
 from typing import Any
 
 import torch
@@ -50,7 +47,6 @@ from megatron_snip.planning.planner import (
     bf16_plan,
     healing_problem,
     initial_plan,
-    restrict_problem,
 )
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
@@ -100,12 +96,9 @@ class SnipController:
         state: ControllerState | None = None,
         topology: Topology | None = None,
         solver: SolverProcess | None = None,
-<<<<<<< HEAD
         microbatch_tokens: int | None = None,
         calibration_cache: Path | None = None,
-=======
         train_iters: int | None = None,
->>>>>>> e75aa1eb1c2c64f61e30289f85baeca8aa367e89
     ) -> None:
         """All ranks: attach to a built model.
 
@@ -118,12 +111,9 @@ class SnipController:
             state: continue from here (`state()` of the stopped run); None starts a new run.
             topology: this rank's place in the parallel layout; by default Megatron's.
             solver: solves on rank 0; by default a process of its own.
-<<<<<<< HEAD
             microbatch_tokens: samples of a microbatch times their length; None if they vary.
             calibration_cache: file of rank 0 in which measured seconds are kept for a resumed run.
-=======
             train_iters: the last iteration of the run; healing needs it.
->>>>>>> e75aa1eb1c2c64f61e30289f85baeca8aa367e89
 
         Raises:
             UsageError: on every rank, if the policy is unknown, a pin or the plan file does not
@@ -134,12 +124,8 @@ class SnipController:
         topology = current_topology() if topology is None else topology
         config = resolve_formats(config, model, topology.control)
         self.config = config
-<<<<<<< HEAD
-        self.model = PlannedModel(model, topology, seed, config.backend, microbatch_tokens)
-=======
         self._targets = config.targets(train_iters)
-        self.model = PlannedModel(model, topology, seed, config.backend)
->>>>>>> e75aa1eb1c2c64f61e30289f85baeca8aa367e89
+        self.model = PlannedModel(model, topology, seed, config.backend, microbatch_tokens)
         self.history: list[tuple[int, str]] = [] if state is None else list(state.history)
         self._optimizer = optimizer
         self._control = topology.control
@@ -409,24 +395,16 @@ class SnipController:
         config = self.config.model_copy(update={"efficiency_target": largest})
 
         def make() -> PrecisionPlan:
-<<<<<<< HEAD
-            available, linears = self._available, self.model.all_linears
-            problem = unmeasured_problem(
-                linears, available.options, c.lowest_format, c.efficiency_target
-            )
-            return initial_plan(available.restrict(problem), c, seed, resumed)
-=======
             problem, target = self._unmeasured(largest), self._targets.at(done + 1)
             return initial_plan(problem, config, seed, resumed, target)
->>>>>>> e75aa1eb1c2c64f61e30289f85baeca8aa367e89
 
         plan = from_rank_0(make if self._is_rank_0 else None, self._control)
         return self._adapted(PrecisionPlan.from_dict(plan))
 
     def _unmeasured(self, target: float) -> PlanningProblem:
-        options, refusals = self._available.options, self._available.refusals
         linears, lowest = self.model.all_linears, self.config.lowest_format
-        return restrict_problem(unmeasured_problem(linears, options, lowest, target), refusals)
+        problem = unmeasured_problem(linears, self._available.options, lowest, target)
+        return self._available.restrict(problem)
 
     def _adapted(self, plan: PrecisionPlan) -> PrecisionPlan:
         """All ranks: return the plan as it can run here; log what changed."""
@@ -469,7 +447,8 @@ class SnipController:
         )
         options = dict.fromkeys(Option.parse(name) for row in rows for name in row.options)
         refusals = option_refusals(self.model.linears, options, self._control)
-        return restrict_problem(problem.model_copy(update={"linears": rows}), refusals)
+        problem = problem.model_copy(update={"linears": rows})
+        return replace(self._available, refusals=refusals).restrict(problem)
 
     # Logs and reports.
 

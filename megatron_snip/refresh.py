@@ -219,17 +219,11 @@ class Refresher:
         lowest = lowest_precision(self._formats).name
         quality = QualitySettings(options, lowest, c.loss_divergence, c.weight_lambda)
         divergences = divergence_table(self.mean, quality, warn=self._topology.rank == 0)
-<<<<<<< HEAD
-        problem = planning_problem(divergences, lowest, c.efficiency_target)
+        problem = planning_problem(divergences, lowest, target)
         problem = self._available.restrict(problem)
         linears = (self._health.get(linear.name) for linear in self.mean.linears)
         health = HealthTable(self.mean.iteration, tuple(each for each in linears if each))
         return Measurement(self.mean, divergences, problem, self._seconds, health)
-=======
-        problem = planning_problem(divergences, lowest, target)
-        problem = restrict_problem(problem, self._available.refusals)
-        return Measurement(self.mean, divergences, problem, self._seconds)
->>>>>>> e75aa1eb1c2c64f61e30289f85baeca8aa367e89
 
     def _may_measure(self, iteration: int) -> bool:
         """All ranks: whether AdamW's moments have seen enough steps on every rank."""

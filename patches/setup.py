@@ -118,12 +118,9 @@ def attach(
         writers=writers,
         state=state,
         topology=topology,
-<<<<<<< HEAD
         microbatch_tokens=None if varying else int(args.micro_batch_size) * int(args.seq_length),
         calibration_cache=_directory(config, args) / "calibration.json",
-=======
         train_iters=getattr(args, "train_iters", None),
->>>>>>> e75aa1eb1c2c64f61e30289f85baeca8aa367e89
     )
     session.metrics = StepMetrics(topology)
     if topology.rank == 0:

@@ -189,18 +189,16 @@ class RunRecord:
 
     @property
     def target(self) -> float | None:
-<<<<<<< HEAD
-        """The share of FLOPs that is the target; None where no plan is made or seconds count."""
+        """The share of FLOPs that is the target (under a schedule, the plan's).
+
+        None where no plan is made or seconds count.
+        """
         if self.snip is None or not self.snip.enabled or self.snip.collect_only:
             return None
-        return self.snip.efficiency_target if self.snip.cost == "flops" else None
-=======
-        """The efficiency target (under a schedule, the plan's); None where no plan is made."""
-        if self.snip is None or not self.snip.enabled or self.snip.collect_only:
+        if self.snip.cost == "time":
             return None
         plan = self.plan if self.snip.has_schedule else None
         return self.snip.efficiency_target if plan is None else plan.target
->>>>>>> e75aa1eb1c2c64f61e30289f85baeca8aa367e89
 
     def quality_share(self, loss: float | None) -> float | None:
         """Return a quality loss as share of the uniform lowest precision's, which is 1 + lambda."""

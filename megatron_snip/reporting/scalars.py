@@ -5,15 +5,9 @@ linears suffer:
 
     snip/1_guard_events              since the job started: bad losses and plans reverted
     snip/1_loss                      training loss (Megatron's own run has it as `lm loss`)
-<<<<<<< HEAD
     snip/2_quality_loss_share        of the plan; 1 is the uniform lowest precision, 0 is BF16
     snip/3_lowest_precision_share    share of the linears' FLOPs in the lowest precision
-=======
-    snip/2_lowest_precision_share    share of the linears' FLOPs in the lowest precision
-    snip/2_share_<format>            the same for each format, at every plan
-    snip/2_target                    efficiency target of the plan
-    snip/3_quality_loss_share        of the plan; 1 is the uniform lowest precision
->>>>>>> e75aa1eb1c2c64f61e30289f85baeca8aa367e89
+    snip/refresh/target              efficiency target of the plan
     snip/4_refresh_overhead_percent  time that a refresh added, of the time since the last refresh
     snip/5_fragile_linears           picture: divergences of each linear
     snip/6_plan                      picture: format of each linear
@@ -74,14 +68,9 @@ class ScalarSeries:
                 loss = applied.plan.objective
                 found = {f"snip/share/{n}": share for n, share in applied.format_shares.items()}
                 found |= {
-<<<<<<< HEAD
                     "snip/2_quality_loss_share": loss and loss / self._uniform_loss,
                     "snip/refresh/changed_linears": applied.num_changed,
-=======
-                    "snip/2_target": applied.plan.target,
-                    "snip/3_quality_loss_share": loss and loss / self._uniform_loss,
-                    "snip/6_changed_linears": applied.num_changed,
->>>>>>> e75aa1eb1c2c64f61e30289f85baeca8aa367e89
+                    "snip/refresh/target": applied.plan.target,
                     "snip/refresh/solve_s": applied.plan.seconds,
                     "snip/refresh/wait_s": applied.waited_s,
                 }

@@ -242,7 +242,6 @@ def make_hook(
     """All ranks: return SNIP's controller if it is enabled, else plain training."""
     if not config.snip.enabled:
         return PlainTraining(writers)
-<<<<<<< HEAD
     return SnipController(
         config.snip,
         state.model,
@@ -251,12 +250,7 @@ def make_hook(
         writers=writers,
         state=None if start is None else start.snip,
         microbatch_tokens=config.micro_batch_size * config.seq_length,
-=======
-    snip, total = None if start is None else start.snip, config.train_iters
-    built = state.model, state.optimizer
-    return SnipController(
-        config.snip, *built, seed=config.seed, writers=writers, state=snip, train_iters=total
->>>>>>> e75aa1eb1c2c64f61e30289f85baeca8aa367e89
+        train_iters=config.train_iters,
     )
 
 

@@ -32,15 +32,11 @@ OTHER: dict[str, Any] = {
     "efficiency_target": 0.25,
     "formats": ["bf16", "fp8", "fp4"],
     "granularity": "gemm",
-<<<<<<< HEAD
-    "pipeline_balance": "stage",
+    "pipeline_balance": "bottleneck",
     "cost": "time",
     "calibration": "seconds.json",
-=======
-    "pipeline_balance": "bottleneck",
     "target_schedule": ["0:0", "200:0.75", "9500:~0.5"],
     "heal_from": 0.96,
->>>>>>> e75aa1eb1c2c64f61e30289f85baeca8aa367e89
     "pins": ["decoder.layers.0.*=fp8", "*.linear_fc2=fp8-fp4-fp4"],
     "change_penalty": 0.05,
     "plan_file": "runs/plan.json",

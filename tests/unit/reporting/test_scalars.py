@@ -31,18 +31,11 @@ def test_the_first_names_answer_whether_training_is_safe_and_faster() -> None:
     assert sorted(values.items()) == sorted(
         {
             "snip/1_loss": 3.0,
-<<<<<<< HEAD
             "snip/3_lowest_precision_share": 0.75,
             "snip/share/fp4": PLAN.efficiency,
             "snip/share/fp8": 1 - PLAN.efficiency,
             "snip/2_quality_loss_share": (PLAN.objective or 0) / 1.1,
-=======
-            "snip/2_lowest_precision_share": 0.75,
-            "snip/2_share_fp4": PLAN.efficiency,
-            "snip/2_share_fp8": 1 - PLAN.efficiency,
-            "snip/2_target": PLAN.target,
-            "snip/3_quality_loss_share": (PLAN.objective or 0) / 1.1,
->>>>>>> e75aa1eb1c2c64f61e30289f85baeca8aa367e89
+            "snip/refresh/target": PLAN.target,
             "snip/4_refresh_overhead_percent": 2.5,  # 0.25 s of 10 s
             "snip/refresh/failed": 1,
             "snip/1_guard_events": 1,
