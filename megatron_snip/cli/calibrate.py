@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import platform
-import re
 import statistics
 import time
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from torch import Tensor
 from megatron_snip.cli.common import (
     add_examples,
     console,
-    integer,
     new_table,
     positive,
     write_output,
@@ -48,27 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_examples(
         parser,
         "megatron-snip calibrate --config configs/demo.yaml --output demo-seconds.json",
-        "megatron-snip calibrate --linear '*.mlp.linear_fc1=28672x8192' --output t.json",
     )
     parser.add_argument(
         "--config",
         metavar="FILE",
         type=Path,
+        required=True,
         help="a training config; its linears are measured as one tensor-parallel rank holds them",
-    )
-    parser.add_argument(
-        "--linear",
-        metavar="GLOB=OUTxIN",
-        type=_shape,
-        action="append",
-        default=[],
-        help="a shape to measure and the linears it stands for; may be repeated",
-    )
-    parser.add_argument(
-        "--tokens",
-        metavar="M",
-        type=integer,
-        help="tokens in a GEMM [a microbatch of --config, else 1024]",
     )
     parser.add_argument(
         "--formats", metavar="A,B,...", default=",".join(FORMATS), help="formats to measure [all]"
@@ -91,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: for bad input, or if the table cannot be written.
     """
-    shapes, tokens = _shapes(args)
+    config = load_train_config(args.config, {}, {})
+    shapes, tokens = _model_shapes(config), config.micro_batch_size * config.seq_length
     formats = [get_format(name.strip()).name for name in args.formats.split(",")]
     if not args.output.parent.is_dir() or args.output.is_dir():
         raise UsageError(f"--output: '{args.output}' is no file in a folder that exists")
@@ -139,29 +124,6 @@ def _model_shapes(config: TrainConfig) -> dict[str, tuple[int, int]]:
         f"*.{path}.linear_fc1": (2 * ffn, hidden),
         f"*.{path}.linear_fc2": (hidden, ffn),
     }
-
-
-def _shape(text: str) -> tuple[str, tuple[int, int]]:
-    found = re.fullmatch(r"(.+)=([1-9]\d{0,8})x([1-9]\d{0,8})", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(
-            f"'{text}' is not GLOB=OUTxIN, e.g. '*.linear_fc1=512x128'"
-        )
-    return found[1], (int(found[2]), int(found[3]))
-
-
-def _shapes(args: argparse.Namespace) -> tuple[dict[str, tuple[int, int]], int]:
-    """Return {glob: (out_features, in_features)} and the number of tokens."""
-    shapes: dict[str, tuple[int, int]] = {}
-    tokens = 1024
-    if args.config is not None:
-        config = load_train_config(args.config, {}, {})
-        tokens = config.micro_batch_size * config.seq_length
-        shapes = _model_shapes(config)
-    shapes |= dict(args.linear)
-    if not shapes:
-        raise UsageError("nothing to measure: give --config FILE or --linear GLOB=OUTxIN")
-    return shapes, args.tokens or tokens
 
 
 def measure(

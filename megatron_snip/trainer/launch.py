@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import inspect
 import json
 import logging
 import os
-import select
 import signal
 import socket
 import sys
@@ -42,11 +40,8 @@ LOOPBACK = "127.0.0.1"
 SAVED_AND_STOPPED = 75
 """Exit status of a run that a signal ended after a checkpoint."""
 
-ANSWER_S = 10.0
-"""Seconds in which every rank must react to a signal before all ranks are killed."""
-
-EXIT_S = 20
-"""Seconds in which ranks that do not save must end after a signal."""
+EXIT_S = 60
+"""Seconds in which ranks must end after a signal, a checkpoint included; then they are killed."""
 
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 _SIGNAL_NAMES = frozenset(number.name for number in signal.Signals)
@@ -77,18 +72,16 @@ def launch(config: TrainConfig, num_ranks: int) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     _set_environment(num_ranks)
-    with tempfile.TemporaryDirectory(prefix="megatron-snip-") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="megatron-snip-") as path:
+        folder = Path(path)
         (folder / "config.json").write_text(json.dumps(config.model_dump(mode="json")))
-        with _signal_watch(folder):
+        with _killed_by_second_signal(folder):
             try:
-                failures = _run_agent(config, num_ranks, folder)
+                failures = _run_agent(num_ranks, folder)
             except SignalException as error:
                 if not (folder / "stopped").exists():
-                    text = f"ended by {signal.Signals(error.sigval).name}"
-                    if late := _unanswered(folder):
-                        text += f"; no answer from rank {', '.join(map(str, sorted(late)))}"
-                    print(f"megatron-snip: {text}", file=sys.stderr)
+                    name = signal.Signals(error.sigval).name
+                    print(f"megatron-snip: ended by {name}", file=sys.stderr)
                     return 128 + int(error.sigval)
                 failures = {}
             finally:
@@ -98,7 +91,7 @@ def launch(config: TrainConfig, num_ranks: int) -> int:
         return SAVED_AND_STOPPED if (folder / "stopped").exists() else 0
 
 
-def _run_agent(config: TrainConfig, num_ranks: int, folder: Path) -> dict[int, Any]:
+def _run_agent(num_ranks: int, folder: Path) -> dict[int, Any]:
     """Run torch's elastic agent; return {rank: torch's ProcessFailure}."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -130,29 +123,22 @@ def _run_agent(config: TrainConfig, num_ranks: int, folder: Path) -> dict[int, A
         monitor_interval=0.1,
         local_addr=LOOPBACK,  # the name of a machine need not resolve
     )
-    options: dict[str, Any] = {"logs_specs": DefaultLogsSpecs(log_dir=str(folder))}
-    if "shutdown_timeout" in inspect.signature(LocalElasticAgent).parameters:  # newer than 2.6
-        save_s = 60 * config.distributed_timeout_minutes
-        options["shutdown_timeout"] = EXIT_S if config.save is None else save_s
-    result = LocalElasticAgent(spec, start_method="spawn", **options).run()
+    logs = DefaultLogsSpecs(log_dir=str(folder))
+    agent: Any = LocalElasticAgent(spec, logs, start_method="spawn")
+    agent._shutdown_timeout = EXIT_S
+    result = agent.run()
     return dict(result.failures) if result.is_failed() else {}
 
 
 @contextmanager
-def _signal_watch(folder: Path) -> Iterator[None]:
-    """Kill all ranks after a second signal, or if one does not answer the first in `ANSWER_S`.
-
-    A thread does it, because the agent waits in the main thread.
-    """
+def _killed_by_second_signal(folder: Path) -> Iterator[None]:
+    """Kill all ranks at a second signal; in a thread, because the agent waits in the main one."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
     def watch() -> None:
-        if not reader.recv(1):
-            return
-        second, _, _ = select.select([reader], [], [], ANSWER_S)
-        if (not second and _unanswered(folder)) or reader.recv(1):
+        if reader.recv(1) and reader.recv(1):
             _kill(folder)
 
     thread = threading.Thread(target=watch, daemon=True)
@@ -166,21 +152,11 @@ def _signal_watch(folder: Path) -> Iterator[None]:
         reader.close()
 
 
-def _ranks(folder: Path) -> dict[int, int]:
-    """Return {rank: process id} of the ranks that have started."""
-    return {int(file.name[5:]): int(file.read_text() or 0) for file in folder.glob("rank-*")}
-
-
-def _unanswered(folder: Path) -> set[int]:
-    return {rank for rank in _ranks(folder) if not (folder / f"answered-{rank}").exists()}
-
-
 def _kill(folder: Path) -> None:
     """Kill the process groups of all ranks; torch makes each rank the leader of one."""
-    for process in _ranks(folder).values():
-        if process:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process, signal.SIGKILL)
+    for file in folder.glob("rank-*"):
+        with contextlib.suppress(ProcessLookupError, PermissionError, ValueError):
+            os.killpg(int(file.read_text()), signal.SIGKILL)
 
 
 def _explain(folder: Path, failures: dict[int, Any]) -> int:
@@ -242,7 +218,6 @@ def _main(file: Path) -> int:
     folder, rank = file.parent, os.environ["RANK"]
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
-    _answer_signals(folder, rank)
     (folder / f"rank-{rank}").write_text(str(os.getpid()))
     if sys.platform == "linux":  # end if the launcher is killed
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGTERM))
@@ -262,22 +237,6 @@ def _main(file: Path) -> int:
     if status:
         (folder / f"failure-{rank}").write_text(json.dumps([time.time(), kind, text]))
     return status
-
-
-def _answer_signals(folder: Path, rank: str) -> None:
-    """Answer signals in a thread: the main thread may wait in a collective for a stopped rank."""
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-
-    def answer(reader: socket.socket, writer: socket.socket) -> None:
-        while reader.recv(1):
-            if any(folder.glob("failure-*")):  # the main thread may wait for a failed rank
-                os._exit(1)
-            with contextlib.suppress(OSError):
-                (folder / f"answered-{rank}").touch()
-
-    threading.Thread(target=answer, args=(reader, writer), daemon=True).start()
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_snip.trainer.launch import ANSWER_S, SAVED_AND_STOPPED
+from megatron_snip.trainer.launch import SAVED_AND_STOPPED
 from tests.distributed.launch import ROOT, TIMEOUT_S, run_ranks
 
 TINY = {
@@ -227,13 +227,11 @@ def test_a_crash_shows_the_traceback_of_the_first_failing_rank(tmp_path: Path) -
 
 
 def test_input_that_a_rank_refuses_is_one_line(tmp_path: Path) -> None:
-    words = command(tmp_path / "run", data_path="nowhere", vocab_size=9)
+    words = command(tmp_path / "run", load=str(tmp_path / "none"))
     done = run_command(words, tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    line = (
-        "megatron-snip: error: data_path: 'nowhere.idx' does not exist (give the path without .bin)"
-    )
-    assert done.stderr == f"{line}\n"
+    line = "megatron-snip: error: load '.*none' holds no checkpoint;.*\n"
+    assert re.fullmatch(line, done.stderr)
     assert not (tmp_path / "run").exists()
 
 
@@ -306,24 +304,19 @@ def test_ranks_listen_on_the_loopback_interface_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("save", "interrupts"), [(False, 1), (True, 1), (True, 2)])
-def test_a_stopped_rank_does_not_hold_up_the_end(
-    tmp_path: Path, save: bool, interrupts: int
-) -> None:
+@pytest.mark.parametrize("interrupts", [1, 2])
+def test_a_stopped_rank_does_not_hold_up_the_end(tmp_path: Path, interrupts: int) -> None:
     """A second interrupt ends the run at once."""
-    values = {"save": str(tmp_path / "checkpoints")} if save else {}
+    values = {"save": str(tmp_path / "checkpoints")}
     with training(command(tmp_path / "run", train_iters=5000, **values), tmp_path) as front:
         processes = descendants(front.pid)
         os.kill(next(p for p in processes if rank_of(p) == "1"), signal.SIGSTOP)
-        begin = time.monotonic()
         for _ in range(interrupts):
             front.send_signal(signal.SIGINT)
             time.sleep(1)
         _, errors = front.communicate(timeout=TIMEOUT_S)
     assert front.returncode == 128 + signal.SIGINT
-    if interrupts == 1:
-        assert time.monotonic() - begin > ANSWER_S
-        assert errors == "megatron-snip: ended by SIGINT; no answer from rank 1\n"
+    assert errors == "megatron-snip: ended by SIGINT\n"
     assert_all_gone(processes)
 
 
