@@ -11,7 +11,7 @@ import pytest
 from megatron_snip.planning.plan import read_plan
 from megatron_snip.planning.problem import read_problem
 from tests.distributed.launch import run_ranks
-from tests.distributed.layouts import names, selected
+from tests.distributed.layouts import selected
 
 WORKERS = "tests.distributed.workers.controller"
 TP = {"tensor_model_parallel_size": 2}
@@ -19,8 +19,6 @@ PP = {"pipeline_model_parallel_size": 2}
 REASONS = {
     "crash": "ended without an answer",
     "infeasible": "target",
-    "another model": "the plan does not have",
-    "damaged": "does not match its linears",
 }
 
 
@@ -33,7 +31,7 @@ def faults(
     return run_ranks(2, f"{WORKERS}:solver_faults", arguments)
 
 
-@pytest.mark.parametrize("fault", names(REASONS, ["crash", "infeasible"]))
+@pytest.mark.parametrize("fault", REASONS)
 def test_a_failing_solver_keeps_the_current_plan(faults: list[dict[str, Any]], fault: str) -> None:
     leader, other = (result[fault] for result in faults)
     for result in (leader, other):
@@ -48,7 +46,7 @@ def test_a_failing_solver_keeps_the_current_plan(faults: list[dict[str, Any]], f
     assert other["warnings"] == []
 
 
-@pytest.mark.parametrize("fault", names(REASONS, ["crash", "infeasible"]))
+@pytest.mark.parametrize("fault", REASONS)
 def test_the_next_refresh_succeeds(faults: list[dict[str, Any]], fault: str) -> None:
     leader, other = (result[fault] for result in faults)
     assert leader["final history"] == other["final history"] == [[7, leader["digest"]]]
@@ -88,14 +86,6 @@ def test_a_run_resumes_with_its_problem_in_flight(cycles: list[dict[str, Any]]) 
             assert result["resumed"][key] == result["whole"][key]
 
 
-def test_a_resumed_run_tells_at_once_which_plan_it_goes_on_with(
-    cycles: list[dict[str, Any]],
-) -> None:
-    for result in cycles:
-        applied = [[], [[3, 2, False]], [[5, 2, True], [7, 6, False]]]
-        assert result["resumed"]["applied"] == applied
-
-
 def test_collecting_changes_nothing(cycles: list[dict[str, Any]]) -> None:
     for result in cycles:
         watched, plain = result["collect only"], result["plain"]
@@ -127,21 +117,3 @@ def test_the_run_directory_holds_what_was_decided(
     assert [m["iteration"] for m in metrics] == list(range(1, 10))
     wanted = {"iteration", "loss", "tokens_per_s", "lowest_precision_fraction"}
     assert all(wanted <= set(m) for m in metrics)
-
-
-def test_what_cannot_work_is_refused_on_every_rank(tmp_path: Path) -> None:
-    arguments = {"layout_values": TP, "folder": str(tmp_path)}
-    first, second = run_ranks(2, f"{WORKERS}:refusals", arguments)
-    assert first == second
-    wanted = {
-        "policy": "unknown policy 'clever'; known: snip",
-        "pin": "no linear's name matches",
-        "target": "0.1",
-        "plan file": "the model does not have decoder.layers.9.mlp.linear_fc1",
-        "missing plan file": "cannot read plan file",
-    }
-    for case, text in wanted.items():
-        kind, message = first[case]
-        assert kind == "UsageError", (case, kind, message)
-        assert text in message, (case, message)
-        assert "\n" not in message

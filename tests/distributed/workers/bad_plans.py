@@ -134,20 +134,3 @@ def poisoned(values: dict[str, Any], steps: int) -> dict[str, Any]:
     with learnable(values) as trainer:
         trainer.advance(steps, trainer.plain())
     return {**result, "plain": trainer.losses}
-
-
-def asked_again(values: dict[str, Any]) -> dict[str, Any]:
-    """After a plan has gone, the next step measures; the same plan is not taken twice."""
-    solver: Any = FakeSolver(all_fp4) if dist.get_rank() == 0 else None
-    with learnable(values) as trainer, broken_format("fp4", _useless):
-        controller = trainer.controller(GUARDED, solver)
-        trainer.advance(START + 4, controller)
-        state = controller.state(START + 4).to_dict()
-        controller.close()
-        return {
-            "refreshes": [iteration for iteration, _ in trainer.events.measured],
-            "events": [(i, notice.kind) for i, notice in trainer.events.notices],
-            "messages": [notice.message for _, notice in trainer.events.notices],
-            "state": state["guard"],
-            "history": controller.history,
-        }

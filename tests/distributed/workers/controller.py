@@ -12,9 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_snip.controller import SnipController
-from megatron_snip.errors import SnipError
 from megatron_snip.options import Option
-from megatron_snip.planning.plan import PrecisionPlan, assignment_digest, write_plan
+from megatron_snip.planning.plan import PrecisionPlan, assignment_digest
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.solver_process import SolverProcess, worker_command
 from megatron_snip.reporting.run_directory import RunDirectory
@@ -70,22 +69,7 @@ def infeasible(problem: Any, settings: Any, *rest: Any) -> PrecisionPlan:
     return make_plan(problem, settings.model_copy(update=pins), *rest)
 
 
-def of_another_model(*arguments: Any) -> PrecisionPlan:
-    plan = make_plan(*arguments)
-    linears = dict(list(plan.linears.items())[1:])
-    digest = assignment_digest(linears)
-    return plan.model_copy(update={"linears": linears, "digest": digest})
-
-
-def damaged(*arguments: Any) -> PrecisionPlan:
-    return make_plan(*arguments).model_copy(update={"digest": "0" * 64})
-
-
-FAKES = {
-    "infeasible": infeasible,
-    "another model": of_another_model,
-    "damaged": damaged,
-}
+FAKES = {"infeasible": infeasible}
 
 
 def solver_faults(values: dict[str, Any], faults: list[str], folder: str) -> dict[str, Any]:
@@ -186,46 +170,14 @@ def _plain(layout_values: dict[str, Any]) -> dict[str, Any]:
 
 def _resumed(layout_values: dict[str, Any]) -> dict[str, Any]:
     """Stop after iteration 2, while its problem is being solved, and again under its plan."""
-    applied = []
     with layout({**MODEL, **layout_values}) as trainer:
         controller = trainer.controller(SNIP)
         for steps in (2, 2, 5):
             trainer.advance(steps, controller)
             text = json.dumps(controller.state(trainer.step).to_dict())
             controller.close()
-            applied.append([(i, a.plan.iteration, a.resumed) for i, a in trainer.events.applied])
             if trainer.step < 9:
                 state = ControllerState.from_dict(json.loads(text))
                 controller = trainer.controller(SNIP, state=state)
         plan, history = controller.plan.digest, controller.history
-        return {**trainer.digests(), "history": history, "digest": plan, "applied": applied}
-
-
-def refusals(layout_values: dict[str, Any], folder: str) -> dict[str, Any]:
-    """What cannot work is refused before training: the same error on every rank."""
-    misfit = Path(folder) / "misfit.json"
-    with layout({**MODEL, **layout_values}) as trainer:
-        controller = trainer.controller({"policy": "uniform-fp4"})
-        plan = controller.plan
-        controller.close()
-        if dist.get_rank() == 0:
-            linears = {**plan.linears, "decoder.layers.9.mlp.linear_fc1": Option.uniform("fp4")}
-            digest = assignment_digest(linears)
-            write_plan(plan.model_copy(update={"linears": linears, "digest": digest}), misfit)
-        dist.barrier()
-        cases: dict[str, dict[str, Any]] = {
-            "policy": {"policy": "clever"},
-            "pin": {"pins": ("decoder.layers.7.*=fp8",)},
-            "target": {"pins": ("*=fp8",), "efficiency_target": 0.1},
-            "plan file": {"plan_file": misfit},
-            "missing plan file": {"plan_file": Path(folder) / "nowhere.json"},
-        }
-        return {name: _refusal(trainer, snip) for name, snip in cases.items()}
-
-
-def _refusal(trainer: Trainer, snip: dict[str, Any]) -> tuple[str, str]:
-    try:
-        trainer.controller(snip).close()
-    except SnipError as error:
-        return type(error).__name__, str(error)
-    return "", ""
+        return {**trainer.digests(), "history": history, "digest": plan}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import start
-from benchmarks.start import Found, candidates, choose, pins, probe
+from benchmarks.start import Found, candidates, choose, pins
 
 
 def python_that_says(folder: Path, name: str, told: dict[str, Any] | str) -> str:
@@ -25,15 +25,6 @@ def python_that_says(folder: Path, name: str, told: dict[str, Any] | str) -> str
 
 
 H200 = {"torch": "2.11.0+cu130", "cuda": "13.0", "gpu": "NVIDIA H200", "missing": []}
-
-
-def test_this_python_is_asked_in_earnest() -> None:
-    found = probe(sys.executable)
-    assert found.missing == ()
-    import torch
-
-    if torch.version.cuda is None:
-        assert found.gpu is None and "is built without CUDA" in found.why
 
 
 def test_the_first_that_sees_the_gpu_is_taken_and_the_others_say_why(
@@ -94,30 +85,3 @@ def test_what_is_missing_is_installed_beside_it(monkeypatch: pytest.MonkeyPatch)
     assert any(word.startswith("megatron-core==") for word in given[0])
     assert given[1][-4:] == ["-m", "benchmarks.gpu", "--only", "linear"]
     assert str(start.BESIDE) in start.environment()["PYTHONPATH"].split(os.pathsep)
-
-
-def test_without_a_network_it_says_what_to_bring(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = Found("/opt/python", "NVIDIA H200", missing=("pydantic",))
-    status, given = run_main(monkeypatch, gpu=True, found=found, status=1)
-    assert status == 1 and len(given) == 1
-    told = capsys.readouterr().out
-    assert "pip download --no-deps" in told and "pydantic_core==" in told
-    status, given = run_main(monkeypatch, gpu=True, found=None)  # no torch sees the GPU
-    names = [words[-1].rsplit("/", 1)[-1] for words in given]
-    assert (status, names) == (1, [".venv-gpu", "lock.txt", "torch-cuda.txt"])
-    assert "BENCH_PYTHON=" in capsys.readouterr().out
-
-
-def test_without_a_gpu_the_cpu_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(start, "ROOT", tmp_path)
-    assert run_main(monkeypatch, gpu=False, found=None) == (1, [])
-    assert "make install" in capsys.readouterr().out
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.touch()
-    status, given = run_main(monkeypatch, gpu=False, found=None)
-    assert status == 0 and given[0][0] == str(python)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from megatron.core import package_info
 
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.log import forget_warnings
@@ -19,9 +17,7 @@ from tests.unit.patches.fake_megatron import FakeController, FakeMegatron
 ALL = ("always", "--snip", "--cpu")
 OLD = {"fused-kernels", "validation-initialize"}
 """Patches of functions that only older releases have."""
-LINEARS = {"column-linear", "row-linear"}
-"""The controller overrides them on instances."""
-NEEDED = {p.name for p in PATCHES} - OLD - LINEARS
+NEEDED = {p.name for p in PATCHES} - OLD - {"column-linear", "row-linear"}
 
 
 @pytest.fixture
@@ -105,19 +101,6 @@ def test_pre_releases_of_tested_releases_count_as_tested(version: str, tested: b
     assert is_tested(version) == tested
 
 
-def test_an_untested_release_warns_once_and_runs(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(package_info, "__version__", "0.21.0")
-    forget_warnings()
-    with caplog.at_level(logging.WARNING):
-        registry.install(ALL)
-        registry.install(ALL)
-    assert caplog.text.count("0.21.0 was not tested") == 1
-    assert installed(registry) == NEEDED
-    registry.uninstall()
-
-
 def test_the_command_line_decides_what_is_installed(of_process: Registry) -> None:
     install_for(["--lr", "0.1"])
     assert installed(of_process) == {"arguments"}
@@ -142,18 +125,6 @@ def test_flags_without_snip_warn_once_per_job(
     install_for(["--snip-lag", "1", "--no-snip"])  # on purpose
     install_for(["--snip-lag", "1", "--snip"])
     assert caplog.text == ""
-
-
-def test_a_typo_ends_in_one_line_with_status_2(
-    of_process: Registry, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        install_for(["--snip", "--snip-intervall", "9"])
-    assert end.value.code == 2
-    assert capsys.readouterr().err.splitlines() == [
-        "megatron-snip: error: unknown flag --snip-intervall (did you mean '--snip-interval'?)"
-    ]
-    assert installed(of_process) == set()
 
 
 def test_releases_before_0_18_validate_through_another_module(

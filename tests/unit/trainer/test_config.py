@@ -49,15 +49,6 @@ def test_defaults_that_follow_other_fields() -> None:
     assert TrainConfig(make_vocab_size_divisible_by=1).padded_vocab_size == 257
 
 
-def test_virtual_stages_follow_from_layers_per_chunk() -> None:
-    sizes = {"num_layers": 8, "pipeline_model_parallel_size": 2}
-    assert TrainConfig(**sizes).virtual_pipeline_size is None
-    two = TrainConfig(**sizes, num_layers_per_virtual_pipeline_stage=2)
-    assert two.virtual_pipeline_size == 2
-    whole = TrainConfig(**sizes, num_layers_per_virtual_pipeline_stage=4)
-    assert whole.virtual_pipeline_size is None
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -153,13 +144,6 @@ def test_numbers_of_ranks_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         check_ranks(TrainConfig(**values), ranks)
-
-
-def test_ranks_that_fit_pass() -> None:
-    config = TrainConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-    for ranks in (4, 8, 16, 32):
-        check_ranks(config, ranks)
-        assert config.num_microbatches(ranks) * (ranks // 4) == 8
 
 
 def test_experts_are_dealt_to_data_parallel_ranks() -> None:
