@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 
 from benchmarks import linear
@@ -24,27 +21,3 @@ def test_every_case_is_measured() -> None:
     ]
     (goal,) = linear.goals(results)
     assert (goal["value"], goal["met"]) == (1.25, False)
-
-
-def test_results_are_written_after_every_shape_and_failures_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, seen = tmp_path / "linear.json", []
-
-    def measure(shape: Any, *_: Any) -> dict[str, Any]:
-        seen.append(json.loads(file.read_text())["results"] if seen else [])
-        failures = {"fp8 simulate": "RuntimeError: no"} if len(seen) == 2 else {}
-        return {
-            "shape": list(shape),
-            "seconds": {},
-            "host_seconds": {},
-            "saved_bytes": {},
-            "failures": failures,
-        }
-
-    monkeypatch.setattr(linear, "measure", measure)
-    monkeypatch.setattr(linear, "has_gpu", lambda: False)
-    monkeypatch.setattr(linear.cpu, "install", lambda: True)
-    assert linear.main(["--json", str(file)]) == 1
-    assert [len(results) for results in seen] == [0, 1, 2]
-    assert len(json.loads(file.read_text())["results"]) == 3

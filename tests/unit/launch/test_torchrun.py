@@ -61,21 +61,6 @@ def test_both_programs_save_and_go_on_in_one_folder(tmp_path: Path) -> None:
     assert script[begin:] == ["--cpu", "dir/pretrain_gpt.py", "--snip", *both, *signals]
 
 
-@pytest.mark.parametrize("words", [["--save", "x"], ["--load=x"]])
-def test_a_second_folder_is_refused(tmp_path: Path, words: list[str]) -> None:
-    done = run_script(
-        "torchrun.sh",
-        "--dry-run",
-        "train",
-        *words,
-        folder=tmp_path,
-        environment={"SNIP_CHECKPOINTS": "/c"},
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "SNIP_CHECKPOINTS (/c)" in done.stderr
-    assert dry_run(tmp_path, "train", *words)[-len(words) :] == words  # their own to say
-
-
 @pytest.mark.parametrize("words", [[], ["--dry-run"], ["--cpu"], ["plan"], ["--snip"]])
 def test_other_words_show_the_usage(tmp_path: Path, words: list[str]) -> None:
     done = run_script("torchrun.sh", *words, folder=tmp_path)

@@ -146,12 +146,3 @@ def test_the_norm_allows_sequence_parallelism_and_marks_its_parameters(
     config.memory_efficient_layer_norm = True
     with pytest.raises(AssertionError):  # Megatron's own checks still hold
         torch_norm.WrappedTorchNorm(config, 8)
-
-
-@pytest.mark.usefixtures("patched")
-def test_pipeline_schedules_do_not_free_outputs_that_gloo_still_sends() -> None:
-    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
-    config.deallocate_pipeline_outputs = True
-    model = torch.nn.Module()
-    model.config = config
-    assert not schedules.get_model_config(model).deallocate_pipeline_outputs

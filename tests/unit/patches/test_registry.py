@@ -9,7 +9,6 @@ import pytest
 
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.log import forget_warnings
-from megatron_snip.patches import cpu
 from megatron_snip.patches.install import PATCHES, REGISTRY, install_for
 from megatron_snip.patches.registry import Registry, core_version, is_tested
 from tests.unit.patches.fake_megatron import FakeController, FakeMegatron
@@ -57,15 +56,6 @@ def test_uninstall_puts_back_the_very_objects(fake: FakeMegatron, registry: Regi
     assert changed(before, functions(fake)) == set()
     assert controller.calls == ["closed"]
     registry.uninstall()  # nothing is left to undo
-
-
-def test_uninstall_leaves_a_foreign_patch(fake: FakeMegatron, registry: Registry) -> None:
-    before = functions(fake)
-    registry.install(ALL)
-    fake.training.evaluate = theirs = lambda *args: None
-    registry.uninstall()
-    assert fake.training.evaluate is theirs
-    assert changed(before, functions(fake)) == {"evaluate"}
 
 
 def test_a_missing_function_is_one_error_and_changes_nothing(
@@ -125,27 +115,3 @@ def test_flags_without_snip_warn_once_per_job(
     install_for(["--snip-lag", "1", "--no-snip"])  # on purpose
     install_for(["--snip-lag", "1", "--snip"])
     assert caplog.text == ""
-
-
-def test_releases_before_0_18_validate_through_another_module(
-    fake: FakeMegatron, of_process: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    initialize = fake.add_initialize(monkeypatch)
-    original = initialize.validate_args
-    install_for(["--snip"])
-    assert installed(of_process) == NEEDED | {"validation-initialize"}
-    assert initialize.validate_args is not original
-    of_process.uninstall()
-    assert initialize.validate_args is original is fake.arguments.validate_args
-
-
-def test_a_cpu_run_compiles_no_cuda_kernels(
-    fake: FakeMegatron, of_process: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernels = fake.add_legacy_kernels(monkeypatch)
-    install_for([])
-    with pytest.raises(FileNotFoundError):
-        kernels.load("args")
-    monkeypatch.setattr(cpu, "is_installed", lambda: True)
-    install_for([])
-    assert kernels.load("args") is None

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from megatron_snip.config import SnipConfig
 from megatron_snip.patches import setup
 from megatron_snip.patches.registry import Registry
-from megatron_snip.patches.setup import make_writers, resumed_state
-from megatron_snip.reporting.events import Event, Metrics
+from megatron_snip.patches.setup import resumed_state
 from megatron_snip.topology import Topology
 from tests.unit.patches.fake_megatron import FakeMegatron
 
@@ -124,19 +118,3 @@ def test_a_checkpoints_state_is_resumed(
         assert (state.iteration, state.refreshed) == (iteration, refreshed)
         assert state.plan.objective == 0.5
     assert warning in caplog.text and bool(warning) == bool(caplog.text)
-
-
-def arguments(save: Path) -> argparse.Namespace:
-    return argparse.Namespace(
-        save=str(save), lr=0.1, exit_signal=signal.SIGTERM, functions=[print], num_layers=None
-    )
-
-
-def test_rank_0_writes_files(fake: FakeMegatron, tmp_path: Path) -> None:
-    (writer,) = make_writers(SnipConfig(interval=50), arguments(tmp_path), Topology())
-    writer.write(Event(3, Metrics({"loss": 1.0})))
-    writer.close()
-    config = yaml.safe_load((tmp_path / "snip" / "config.yaml").read_text())
-    assert config["snip"]["interval"] == 50
-    assert config["megatron"] == {"lr": 0.1, "num_layers": None, "save": str(tmp_path)}
-    assert '"iteration": 3' in (tmp_path / "snip" / "metrics.jsonl").read_text()

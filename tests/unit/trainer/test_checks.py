@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from megatron_snip.__main__ import main
-from megatron_snip.directory import mark
 from megatron_snip.errors import UsageError
 from megatron_snip.trainer.checkpoint import (
     POINTER,
@@ -45,18 +44,6 @@ def test_what_megatron_refuses_is_one_line(
     with pytest.raises(UsageError, match=f"Megatron refuses the settings: .*{message}") as caught:
         check_run(config, config.model_parallel_size)
     assert "\n" not in str(caught.value)
-
-
-def test_a_run_directory_must_be_free(tmp_path: Path) -> None:
-    check(tmp_path / "new" / "run")
-    for name in ("slurm-123.out", ".gitignore", "thesis.tex"):
-        (tmp_path / name).touch()
-    check(tmp_path)
-    mark(tmp_path)
-    (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(UsageError, match="holds another run; continue it with --load"):
-        check(tmp_path)
-    check(tmp_path, overwrite=True)
 
 
 @pytest.mark.parametrize(

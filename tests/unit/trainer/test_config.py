@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from megatron_snip.__main__ import main
 from megatron_snip.cli.commands import build_parser
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
@@ -66,18 +65,6 @@ def test_bad_settings_are_one_line(tmp_path: Path, text: str, message: str) -> N
     with pytest.raises(UsageError, match=message) as caught:
         load(file)
     assert "\n" not in str(caught.value)
-
-
-def test_help_lists_every_field(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["train", "--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert caught.value.code == 0
-    assert "Parallel layout" in shown
-    assert "--snip-efficiency-target" in shown and "torchrun" in shown
-    for name, field in TrainFields.model_fields.items():
-        assert "--" + name.replace("_", "-") in shown
-        assert field.description
 
 
 @pytest.mark.parametrize(
@@ -144,14 +131,3 @@ def test_numbers_of_ranks_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         check_ranks(TrainConfig(**values), ranks)
-
-
-def test_experts_are_dealt_to_data_parallel_ranks() -> None:
-    experts = {"num_experts": 4, "expert_model_parallel_size": 4}
-    config = TrainConfig(**experts)
-    assert (config.model_parallel_size, config.data_parallel_size(4)) == (4, 4)
-    assert config.num_microbatches(4) == 2
-    dealt = TrainConfig(**experts, tensor_model_parallel_size=2, sequence_parallel=True)
-    assert (dealt.expert_tensor_size, dealt.model_parallel_size) == (2, 8)
-    alone = dealt.model_copy(update={"expert_tensor_parallel_size": 1})
-    assert (alone.model_parallel_size, alone.data_parallel_size(4)) == (4, 2)
