@@ -154,10 +154,6 @@ nightly: $(STAMP)  ## random planning problems, 40 killed runs, faults on 4 rank
 	$(BIN)/python -m tests.nightly.alarms --output benchmarks/results/alarms.json
 	$(BIN)/python -m tests.nightly.reliability --write
 
-.PHONY: soak
-soak: $(STAMP)  ## 2,000 steps on two ranks, a refresh every 10, faults at random
-	$(BIN)/python -m tests.nightly.soak --output benchmarks/results/soak.json
-
 .PHONY: lock
 lock: $(STAMP)  ## write requirements/ from what .venv holds, with hashes (wants uv)
 	$(BIN)/python requirements/lock.py

@@ -80,7 +80,6 @@ def add_snip_arguments(parser: argparse.ArgumentParser) -> None:
     "megatron.training.arguments",
     "add_megatron_arguments",
     needs=("parser",),
-    purpose="adds the --snip-* flags",
     when="always",
 )
 def arguments(call: Call, session: Session) -> Any:

@@ -27,7 +27,6 @@ CARRYING_FORMATS = ("torch_dist", "torch")
     "megatron.training.checkpointing",
     "generate_state_dict",
     needs=("args", "iteration"),
-    purpose="puts SNIP's state into checkpoints",
 )
 def save(call: Call, session: Session) -> Any:
     """Add SNIP's state to the state dict."""
@@ -46,7 +45,6 @@ def save(call: Call, session: Session) -> Any:
     "megatron.training.checkpointing",
     "_load_base_checkpoint",
     needs=("args", "rank0"),
-    purpose="takes SNIP's state from checkpoints",
 )
 def load(call: Call, session: Session) -> Any:
     """Take SNIP's state from the checkpoint that Megatron reads.

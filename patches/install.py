@@ -34,7 +34,6 @@ PATCHES = (
             "megatron.core.tensor_parallel.layers",
             f"{kind}._forward_impl",
             ("input", "weight"),
-            "quantizes, on each planned instance",
         )
         for name, kind in (
             ("column-linear", "ColumnParallelLinear"),

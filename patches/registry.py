@@ -18,7 +18,7 @@ import inspect
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -95,7 +95,6 @@ class Patch:
         module: that holds it, e.g. `megatron.training.training`.
         attribute: its name there; `Class.method` for a method.
         needs: parameters that its signature must have.
-        purpose: what SNIP does there, in a few words.
         when: what it is installed for.
         optional: some releases lack the function and do not need the patch.
         handler: runs in place of each call; None if SNIP patches instances, not the class.
@@ -105,7 +104,6 @@ class Patch:
     module: str
     attribute: str
     needs: tuple[str, ...]
-    purpose: str
     when: When = "--snip"
     optional: bool = False
     handler: Handler | None = None
@@ -197,13 +195,6 @@ def replace_attribute(owner: Any, name: str, value: Any) -> Replacement:
     return replacement
 
 
-class Status(NamedTuple):
-    """A patch's state, for `megatron-snip doctor --patches`; `detail` explains it."""
-
-    state: Literal["ready", "installed", "unusable", "not needed"]
-    detail: str = ""
-
-
 class Registry:
     """The patches of one process.
 
@@ -238,16 +229,6 @@ class Registry:
         for replacement in reversed(self._installed.values()):
             replacement.undo()
         self._installed.clear()
-
-    def status(self, patch: Patch) -> Status:
-        """Return the state of one of the patches."""
-        installed = self._installed.get(patch.name)
-        if installed is None:
-            problem = patch.problem()
-            if problem is None:
-                return Status("ready")
-            return Status("not needed") if patch.optional else Status("unusable", problem)
-        return Status("installed")
 
 
 def core_version() -> str:

@@ -40,7 +40,6 @@ validation = patch(
     "megatron.training.arguments",
     "validate_args",
     needs=("args",),
-    purpose="checks the settings",
 )(_validate)
 
 validation_before_0_18 = patch(
@@ -48,7 +47,6 @@ validation_before_0_18 = patch(
     "megatron.training.initialize",
     "validate_args",
     needs=("args",),
-    purpose="checks the settings where a release before 0.18 imports the function by value",
     optional=True,
 )(_validate)
 
@@ -58,7 +56,6 @@ validation_before_0_18 = patch(
     "megatron.training.training",
     "setup_model_and_optimizer",
     needs=("model_type",),
-    purpose="attaches to model and optimizer",
 )
 def model_setup(call: Call, session: Session) -> Any:
     """Attach a controller to what Megatron has built and loaded."""

@@ -32,7 +32,6 @@ TRAINING = "megatron.training.training"
     TRAINING,
     "train_step",
     needs=("forward_backward_func", "iteration"),
-    purpose="applies plans before an iteration, measures in it",
 )
 def train_step(call: Call, session: Session) -> Any:
     """Run the schedule through the controller."""
@@ -55,7 +54,6 @@ def train_step(call: Call, session: Session) -> Any:
     TRAINING,
     "post_training_step_callbacks",
     needs=("optimizer", "iteration"),
-    purpose="reports the iteration",
 )
 def step_end(call: Call, session: Session) -> Any:
     """All ranks: report an iteration, after Megatron's log and evaluation."""
@@ -80,7 +78,6 @@ def step_end(call: Call, session: Session) -> Any:
     TRAINING,
     "evaluate",
     needs=("forward_step_func",),
-    purpose="evaluates in the precision of --snip-eval-precision",
 )
 def evaluation(call: Call, session: Session) -> Any:
     """Evaluate in the plan's precision or in BF16."""

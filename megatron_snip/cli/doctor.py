@@ -1,8 +1,4 @@
-"""`megatron-snip doctor`: what this machine can run, and the command line to use on it.
-
-`--patches` lists every patch of Megatron with its status: whether the function exists, takes what
-SNIP passes, and belongs to a tested release.
-"""
+"""`megatron-snip doctor`: what this machine can run, and the command line to use on it."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from megatron_snip.cli.common import console, new_table
-from megatron_snip.errors import SnipError
 from megatron_snip.formats import FORMATS
 from megatron_snip.reporting.run_directory import versions
 from megatron_snip.version import __version__
@@ -26,22 +21,18 @@ SCRIPT = "pretrain_gpt.py ARGS"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags."""
-    parser.add_argument(
-        "--patches", action="store_true", help="also list every patch of Megatron and its status"
-    )
+    """There are no flags."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was found; return 0, or 1 if `--patches` finds one that cannot be used."""
+    """Print what was found; return 0."""
     from megatron_snip.linears.availability import this_machine
 
     machine, out = this_machine(with_te=True), console()
     _print_machine(out)
     _print_formats(out, machine)
-    status = _print_patches(out) if args.patches else 0
     out.print(f"Recommended on this machine:\n  {recommended_command(machine)}", soft_wrap=True)
-    return status
+    return 0
 
 
 def recommended_command(machine: Machine) -> str:
@@ -94,24 +85,3 @@ def _print_formats(out: Console, machine: Machine) -> None:
     why = launch.obstacle(device, (1, 128))
     what = f"PyTorch operations quantize ({why})" if why else "Triton kernels quantize"
     out.print(f"With --snip-backend simulate, {what}")
-
-
-def _print_patches(out: Console) -> int:
-    """Print every patch; return 1 if one cannot be used."""
-    from megatron_snip.patches.install import REGISTRY
-    from megatron_snip.patches.registry import TESTED, core_version, is_tested
-
-    try:
-        version = core_version()
-        tested = "tested" if is_tested(version) else "not tested"
-        out.print(f"megatron-core {version} ({tested}; tested releases: {TESTED})")
-    except SnipError as error:
-        out.print(str(error))
-    table = new_table(("patch", "for", "status", "what it does, and the function"))
-    states = {patch: REGISTRY.status(patch) for patch in REGISTRY.patches}
-    for patch, status in states.items():
-        table.add_row(patch.name, patch.when, status.state, f"{patch.purpose}\n{patch.target}")
-    out.print(table)
-    for detail in dict.fromkeys(s.detail for s in states.values() if s.detail):
-        out.print(detail)
-    return int(any(s.state in ("unusable", "overwritten") for s in states.values()))

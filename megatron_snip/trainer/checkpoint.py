@@ -68,11 +68,8 @@ MODEL_FIELDS = (
     "num_query_groups",
     "num_experts",
     "moe_ffn_hidden_size",
-    "vocab_size",
     "make_vocab_size_divisible_by",
     "untie_embeddings_and_output_weights",
-    "rotary_base",
-    "norm_epsilon",
     "bf16",
     "use_distributed_optimizer",
 )

@@ -60,15 +60,10 @@ class TrainConfig(TrainFields):
         return self.hidden_size // self.num_attention_heads
 
     @property
-    def token_ids(self) -> int:
-        """`vocab_size`, or its default."""
-        return self.vocab_size or BYTE_VOCABULARY
-
-    @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding."""
         unit = self.make_vocab_size_divisible_by
-        return -(-self.token_ids // unit) * unit
+        return -(-BYTE_VOCABULARY // unit) * unit
 
     @property
     def virtual_pipeline_size(self) -> int | None:
@@ -171,7 +166,6 @@ def check_ranks(config: TrainConfig, world_size: int) -> None:
 
 def _conflicts(c: TrainConfig) -> Iterator[str]:
     """Yield one line for each pair of settings that do not fit; Megatron checks others."""
-    heads = (c.num_attention_heads, "num_attention_heads")
     tp = (c.tensor_model_parallel_size, "tensor_model_parallel_size")
     stages = (c.pipeline_model_parallel_size, "pipeline_model_parallel_size")
     chunk = c.num_layers_per_virtual_pipeline_stage
@@ -180,9 +174,10 @@ def _conflicts(c: TrainConfig) -> Iterator[str]:
             "num_layers_per_virtual_pipeline_stage needs a pipeline, and "
             "pipeline_model_parallel_size is 1; drop it or use more stages"
         )
+    heads = (2 * c.num_attention_heads, "2 x num_attention_heads")  # rotary embeddings take pairs
     divisible = [
         (c.hidden_size, "hidden_size", *heads),
-        (*heads, c.query_groups, "num_query_groups"),
+        (c.num_attention_heads, "num_attention_heads", c.query_groups, "num_query_groups"),
         (c.ffn_width, "ffn_hidden_size", *tp),
         (c.padded_vocab_size, "the padded vocabulary", *tp),
         (c.num_layers, "num_layers", *stages),
@@ -193,20 +188,15 @@ def _conflicts(c: TrainConfig) -> Iterator[str]:
     if c.sequence_parallel:
         divisible.append((c.seq_length, "seq_length under sequence_parallel", *tp))
     if c.num_experts is not None:
-        ep = (c.expert_model_parallel_size, "expert_model_parallel_size")
         etp = (c.expert_tensor_size, "expert_tensor_parallel_size")
+        ep = (c.expert_model_parallel_size, "expert_model_parallel_size")
         divisible.append((c.num_experts, "num_experts", *ep))
-        divisible.append((c.expert_ffn_width, "moe_ffn_hidden_size", *etp))
         if c.moe_router_topk > c.num_experts:
             yield f"moe_router_topk {c.moe_router_topk} is more than num_experts {c.num_experts}"
+        divisible.append((c.expert_ffn_width, "moe_ffn_hidden_size", *etp))
         if tp[0] > 1 and not c.sequence_parallel:
             yield f"num_experts with tensor_model_parallel_size {tp[0]} needs sequence_parallel"
     yield from _indivisible(divisible)
-    if c.head_width % 2:
-        yield (
-            f"hidden_size {c.hidden_size} / num_attention_heads {heads[0]} = {c.head_width} must "
-            "be even for rotary position embeddings"
-        )
     if c.overlap_param_gather and not (c.use_distributed_optimizer and c.overlap_grad_reduce):
         yield "overlap_param_gather needs use_distributed_optimizer and overlap_grad_reduce"
     if c.min_lr > c.lr:

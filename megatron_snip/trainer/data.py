@@ -29,8 +29,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from torch.distributed import ProcessGroup
 
 from megatron_snip.collectives import attempt, broadcast_json
-from megatron_snip.errors import SnipError
-from megatron_snip.trainer.config import TrainConfig
+from megatron_snip.trainer.config import BYTE_VOCABULARY, TrainConfig
 
 Batch = dict[str, torch.Tensor]
 """A microbatch: tokens, labels, position_ids [b, s] int64 and loss_mask [b, s] float32."""
@@ -54,10 +53,11 @@ class Samples(Protocol):
 class _TokenIds:
     """The tokenizer that GPTDataset asks for; the data are token ids already."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        self.eod = vocab_size - 1
-        self.unique_identifiers = OrderedDict(kind="token ids", vocab_size=vocab_size)
+    vocab_size = BYTE_VOCABULARY
+    eod = END_OF_DOCUMENT
+
+    def __init__(self) -> None:
+        self.unique_identifiers = OrderedDict(kind="token ids", vocab_size=self.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,10 @@ def build_datasets(config: TrainConfig, group: ProcessGroup | None) -> Datasets:
         group: all ranks, carries CPU tensors; None without a process group.
 
     Raises:
-        SnipError: on every rank, if the data cannot be prepared or have no validation part.
+        SnipError: on every rank, if the data cannot be prepared.
     """
-    if config.data_path is None:
-        source = _built_in_text(config, group)
-        blends = [([str(Path(source["path"]) / part)], None) for part in ("train", "valid")]
-        data: dict[str, Any] = {"blend_per_split": [*blends, None]}
-    else:
-        data = {"blend": ([str(config.data_path)], None), "split": config.split}
-        source = {"path": str(config.data_path), "split": config.split}
+    source = _built_in_text(config, group)
+    blends = [([str(Path(source["path"]) / part)], None) for part in ("train", "valid")]
     num_train = config.train_iters * config.global_batch_size
     num_valid = config.eval_iters * config.global_batch_size
     settings = GPTDatasetConfig(
@@ -99,22 +94,17 @@ def build_datasets(config: TrainConfig, group: ProcessGroup | None) -> Datasets:
         sequence_length=config.seq_length,
         # Two runs that share a folder could read each other's incomplete indices.
         path_to_cache=str(config.run_dir / "data_index"),
-        tokenizer=_TokenIds(config.token_ids),
+        tokenizer=_TokenIds(),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
         create_attention_mask=False,
-        **data,
+        blend_per_split=[*blends, None],
     )
     builder = BlendedMegatronDatasetBuilder(
         GPTDataset, [num_train, num_valid or 1, None], lambda: True, settings
     )
     train, valid, _ = builder.build()
-    if train is None or (num_valid and (valid is None or len(valid) < num_valid)):
-        raise SnipError(
-            f"'{config.data_path}' has no documents for "
-            f"{'training' if train is None else 'validation'} with split {config.split}"
-        )
     return Datasets(train, valid if num_valid else None, source)
 
 

@@ -45,20 +45,11 @@ class ModelFields(_Section):
     seq_length: Count = 256
     """Tokens in a sample."""
 
-    vocab_size: Count | None = None
-    """Token ids in the data; 257 (bytes and end of document) for the built-in text."""
-
     make_vocab_size_divisible_by: Count = 128
     """Pad the vocabulary to a multiple of this, independent of the layout."""
 
     untie_embeddings_and_output_weights: bool = True
     """Use separate weights for embedding and output layer."""
-
-    rotary_base: Count = 10000
-    """Base of the rotary position embedding."""
-
-    norm_epsilon: Positive = 1e-5
-    """Epsilon of RMSNorm."""
 
     attention_dropout: Share = 0.0
     """Dropout probability of attention weights."""
@@ -74,12 +65,6 @@ class ModelFields(_Section):
 
     moe_ffn_hidden_size: Count | None = None
     """Width of an expert's SwiGLU MLP; by default ffn_hidden_size."""
-
-    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = "aux_loss"
-    """Load-balancing loss: per microbatch, per sample, or none."""
-
-    moe_aux_loss_coeff: NotNegative = 1e-2
-    """Weight of the load-balancing loss."""
 
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "alltoall"
     """Collective that sends tokens to experts on other ranks."""
@@ -115,9 +100,6 @@ class ParallelFields(_Section):
     overlap_param_gather: bool = False
     """Overlap the all-gather of updated weights with the next forward pass. Needs
     use_distributed_optimizer and overlap_grad_reduce."""
-
-    distributed_timeout_minutes: Count = 10
-    """Timeout of collectives in minutes."""
 
 
 class TrainingFields(_Section):
@@ -175,15 +157,8 @@ class TrainingFields(_Section):
     clip_grad: NotNegative = 1.0
     """Maximum global gradient norm; 0 turns clipping off."""
 
-    data_path: Path | None = None
-    """Prefix of a PREFIX.bin and PREFIX.idx in Megatron's indexed format, with vocab_size. By
-    default the source code of Python's standard library, as bytes."""
-
-    split: str = "95,5,0"
-    """Weights of training, validation and test in data_path."""
-
     max_corpus_bytes: Annotated[int, Field(ge=100_000)] = 10_000_000
-    """Size limit of the built-in text in bytes."""
+    """Size limit in bytes of the training text, the source code of Python's standard library."""
 
     eval_interval: Count = 50
     """Iterations between evaluations. The run also evaluates before the first iteration and at the
@@ -209,9 +184,6 @@ class OutputFields(_Section):
 
     ckpt_step: Count | None = None
     """Load the checkpoint of this iteration instead of the latest."""
-
-    exit_interval: Count | None = None
-    """Stop after an iteration that is a multiple of this, with a checkpoint if save is set."""
 
     run_dir: Path = Path("runs/train")
     """Directory of the run: config.yaml, versions.json, metrics.jsonl and SNIP's files. A resumed

@@ -48,6 +48,9 @@ ANSWER_S = 10.0
 EXIT_S = 20
 """Seconds in which ranks that do not save must end after a signal."""
 
+SAVE_S = 600
+"""Seconds in which ranks that save must end after a signal."""
+
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 _SIGNAL_NAMES = frozenset(number.name for number in signal.Signals)
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -132,8 +135,7 @@ def _run_agent(config: TrainConfig, num_ranks: int, folder: Path) -> dict[int, A
     )
     options: dict[str, Any] = {"logs_specs": DefaultLogsSpecs(log_dir=str(folder))}
     if "shutdown_timeout" in inspect.signature(LocalElasticAgent).parameters:  # newer than 2.6
-        save_s = 60 * config.distributed_timeout_minutes
-        options["shutdown_timeout"] = EXIT_S if config.save is None else save_s
+        options["shutdown_timeout"] = EXIT_S if config.save is None else SAVE_S
     result = LocalElasticAgent(spec, start_method="spawn", **options).run()
     return dict(result.failures) if result.is_failed() else {}
 

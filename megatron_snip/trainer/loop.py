@@ -4,7 +4,7 @@
         zero gradients -> hook.forward_backward -> optimizer -> scheduler
         evaluate if it is due
         hook.end_iteration
-        save if it is due; stop if a signal or exit_interval asks for it
+        save if it is due; stop if a signal asks for it
 
 Losses are means over tokens, microbatches and data-parallel ranks, the same number on every rank.
 An evaluation runs over the same validation batches each time. Iterations count from 1.
@@ -35,7 +35,6 @@ from megatron_snip.trainer.data import Datasets, Samples, iteration_batches
 from megatron_snip.trainer.model import LOSS, ForwardBackward, TrainingState
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-EXIT_INTERVAL = "exit_interval"
 
 
 class PlainTraining:
@@ -180,8 +179,6 @@ def train(
         hook.end_iteration(iteration, metrics)
         is_last = iteration == config.train_iters
         stopped = requests.agreed() if requests is not None else None
-        if stopped is None and config.exit_interval and iteration % config.exit_interval == 0:
-            stopped = EXIT_INTERVAL
         is_due = config.save_interval is not None and iteration % config.save_interval == 0
         if checkpoints is not None and (is_due or is_last or stopped is not None):
             checkpoints.save(Progress(iteration, first, validation, hook.state(iteration)))

@@ -55,10 +55,6 @@ _TRANSFORMER_FIELDS = (
     *("recompute_granularity", "recompute_method", "recompute_num_layers"),
     "expert_model_parallel_size",
 )
-_EXPERT_FIELDS = (
-    *("moe_router_topk", "moe_router_load_balancing_type"),
-    *("moe_aux_loss_coeff", "moe_token_dispatcher_type"),
-)
 _OPTIMIZER_FIELDS = (
     *("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "bf16"),
     *("use_distributed_optimizer", "overlap_param_gather"),
@@ -219,9 +215,11 @@ def transformer_config(config: TrainConfig) -> TransformerConfig:
     interleaved = config.virtual_pipeline_size is not None
     settings = {name: getattr(config, name) for name in _TRANSFORMER_FIELDS}
     if config.num_experts is not None:
-        settings |= {name: getattr(config, name) for name in _EXPERT_FIELDS}
         settings |= {
             "num_moe_experts": config.num_experts,
+            "moe_router_topk": config.moe_router_topk,
+            "moe_aux_loss_coeff": 0.01,
+            "moe_token_dispatcher_type": config.moe_token_dispatcher_type,
             "moe_ffn_hidden_size": config.expert_ffn_width,
             "expert_tensor_parallel_size": config.expert_tensor_size,
         }
@@ -230,7 +228,6 @@ def transformer_config(config: TrainConfig) -> TransformerConfig:
         ffn_hidden_size=config.ffn_width,
         num_query_groups=config.query_groups,
         normalization="RMSNorm",
-        layernorm_epsilon=config.norm_epsilon,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
@@ -287,7 +284,6 @@ def _build_chunk(
         post_process=last,
         share_embeddings_and_output_weights=not config.untie_embeddings_and_output_weights,
         position_embedding_type="rope",
-        rotary_base=config.rotary_base,
         vp_stage=vp_stage,
     )
     model.model_type = ModelType.encoder_or_decoder

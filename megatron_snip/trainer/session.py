@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import shlex
-import struct
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -20,7 +19,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 from rich.console import Console
 
 from megatron_snip.collectives import broadcast_json, one_line
@@ -73,10 +71,6 @@ from megatron_snip.trainer.model import (
 PROGRESS_LINES = 20
 """Approximate number of progress lines per run."""
 
-_CHECKED_DOCUMENTS = 1000
-"""Documents of data_path whose token ids are compared with vocab_size."""
-
-
 # Checks before a run starts; they write nothing.
 
 
@@ -111,39 +105,12 @@ def check_run(config: TrainConfig, world_size: int) -> None:
         if config.snip.plan_file is not None:
             read_plan(config.snip.plan_file)
     _check_run_dir(config, iteration)
-    if config.data_path is not None:
-        check_data(config.data_path, config.vocab_size)
 
 
 def _check_run_dir(config: TrainConfig, iteration: int) -> None:
     # A command that starts and resumes moves the files of a run without a checkpoint aside.
     may_restart = config.load is not None and config.load == config.save
     check_new_run(config.run_dir, config.overwrite or iteration > 0 or may_restart)
-
-
-def check_data(prefix: Path, vocab_size: int | None) -> None:
-    """Refuse data that do not exist, are not in Megatron's indexed format, or have larger ids.
-
-    Raises:
-        UsageError: names the file.
-    """
-    if vocab_size is None:
-        raise UsageError("data_path needs vocab_size, the number of token ids in the data")
-    for path in (Path(f"{prefix}.idx"), Path(f"{prefix}.bin")):
-        if not path.is_file():
-            raise UsageError(f"data_path: '{path}' does not exist (give the path without .bin)")
-    try:
-        documents = IndexedDataset(str(prefix))
-        largest = max(int(documents[i].max()) for i in range(len(documents))[:_CHECKED_DOCUMENTS])
-    except (OSError, ValueError, AssertionError, struct.error) as error:
-        reason = one_line(error)
-        raise UsageError(
-            f"data_path: '{prefix}' is not in Megatron's indexed format ({reason})"
-        ) from None
-    if largest >= vocab_size:
-        raise UsageError(
-            f"data_path: '{prefix}' holds token id {largest}, vocab_size is {vocab_size}"
-        )
 
 
 # The run.
@@ -164,7 +131,7 @@ def run_rank(config: TrainConfig) -> TrainingResult:
     on_cpu = cpu.install()
     if not on_cpu:
         torch_adam.install()
-    with _process_group(config, on_cpu):
+    with _process_group(on_cpu):
         initialize_parallel_state(config)
         # A folder may be called `[/runs]` or `:smile:`.
         console = None if rank else Console(markup=False, emoji=False)
@@ -263,7 +230,7 @@ def _set_up_logging(level: int) -> None:
 
 
 @contextmanager
-def _process_group(config: TrainConfig, on_cpu: bool) -> Iterator[None]:
+def _process_group(on_cpu: bool) -> Iterator[None]:
     """Initialize the process group; destroy it at the end, but not after a failure.
 
     After a failure other ranks may not come to destroy it, and waiting would hide the reason.
@@ -273,7 +240,7 @@ def _process_group(config: TrainConfig, on_cpu: bool) -> Iterator[None]:
     is_local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
     if on_cpu and is_local and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    timeout = timedelta(minutes=10)
     dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timeout)
     yield
     dist.destroy_process_group()

@@ -49,7 +49,6 @@ def set_cpu_defaults(parser: argparse.ArgumentParser) -> None:
     "fused-kernels",
     "megatron.legacy.fused_kernels",
     "load",
-    purpose="builds no CUDA kernels",
     when="--cpu",
     optional=True,
 )

@@ -35,36 +35,3 @@ def test_a_plan_that_breaks_a_step_leaves_no_trace(
         assert run["events"] == [[step, "guard"], [step, "reverted"]]
         assert run["planned"] == [[step, START + 1, 8], [step, step, 8]]
         assert len(run["warnings"]) == (2 if rank == 0 else 0)
-
-
-@pytest.fixture(scope="module")
-def again() -> list[dict[str, Any]]:
-    return run_ranks(2, f"{WORKERS}:asked_again", {"values": LAYOUTS["pp"]})
-
-
-@pytest.mark.slow
-def test_the_step_after_measures_anew_and_a_refused_plan_is_not_taken_twice(
-    again: list[dict[str, Any]],
-) -> None:
-    for result in again:
-        assert result["refreshes"] == [START + 1, START + 3]
-        kinds = ("guard", "reverted", "refresh_failed")
-        steps = (START + 2, START + 2, START + 4)
-        assert result["events"] == [[s, k] for s, k in zip(steps, kinds, strict=True)]
-        assert "the guard reverted the " in result["messages"][2]
-        assert result["state"]["num_reverted"] == 1
-        assert len(result["state"]["refused"]) == 1
-    assert again[0]["history"] == again[1]["history"]
-
-
-@pytest.mark.slow
-def test_a_plan_that_spoils_the_weights_goes_and_training_recovers() -> None:
-    arguments = {"values": {"train_iters": 110}, "steps": 110}
-    for result in run_ranks(1, f"{WORKERS}:poisoned", arguments):
-        kinds = [kind for _, kind, _ in result["events"]]
-        assert kinds.count("reverted") == 1
-        fell = next(step for step, kind, _ in result["events"] if kind == "reverted")
-        before = sum(result["losses"][START - 4 : START + 1]) / 5
-        assert max(result["losses"][START + 1 : fell - 1]) > 1.2 * before  # it did harm
-        recovered, plain = (sum(curve[-10:]) / 10 for curve in (result["losses"], result["plain"]))
-        assert recovered <= 1.02 * plain

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,7 @@ def runs_of(
     resuming = {**saving, "load": saving["save"]}
     return {
         name: {**base, **before, "run_dir": str(place / "complete")},
-        f"{name}: stopped": {**base, **before, **saving, "exit_interval": STOP},
+        f"{name}: stopped": {**base, **before, **saving, "stop": STOP},
         f"{name}: resumed": {**base, **after, **resuming},
     }
 
@@ -92,8 +91,8 @@ def two_ranks(request: pytest.FixtureRequest, folder: Path) -> Results:
 @pytest.mark.parametrize("name", names(SAME_LAYOUT, FAST))
 def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(two_ranks: Results, name: str) -> None:
     for results in two_ranks:
-        stopped = results[f"{name}: stopped"]
-        assert (stopped["iterations"], stopped["stopped"]) == (STOP, "exit_interval")
+        stopped = results[f"{name}: stopped"]  # by a signal to rank 1
+        assert (stopped["iterations"], stopped["stopped"]) == (STOP, "SIGUSR1")
         assert results[f"{name}: resumed"] == results[name]
         assert [row["iteration"] for row in results[name]["metrics"]] == list(
             range(1, ITERATIONS + 1)
@@ -120,19 +119,6 @@ def test_another_layout_continues_with_the_same_model(two_ranks: Results, name: 
             for key in ("loss", "grad_norm"):
                 result[key + ("es" if key == "loss" else "s")] = [r[key] for r in result["metrics"]]
         assert_same_training(resumed, complete)
-
-
-@pytest.mark.slow
-def test_a_signal_to_one_rank_stops_all_after_the_iteration(tmp_path: Path) -> None:
-    save = tmp_path / "checkpoints"
-    values = {**TINY, **TP2, "run_dir": str(tmp_path / "run"), "save": str(save)}
-    arguments = {"values": values, "number": int(signal.SIGUSR1), "rank": 1}
-    function = "tests.distributed.workers.checkpoints:signal_one_rank"
-    results = run_ranks(2, function, arguments)
-    for result in results:
-        assert (result["iterations"], result["stopped"], result["handler"]) == (2, "SIGUSR1", True)
-    assert (save / "latest_checkpointed_iteration.txt").read_text() == "2\n"
-    assert (save / "iter_0000002" / "run.json").is_file()
 
 
 # ---- damaged checkpoints and full disks -------------------------------------------------------

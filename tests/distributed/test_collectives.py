@@ -9,26 +9,6 @@ import pytest
 from tests.distributed.launch import run_ranks
 
 
-def test_values_and_failures_reach_every_rank() -> None:
-    results = run_ranks(3, "tests.distributed.workers.collectives:all_checks")
-    gathered = [
-        {"rank": r, "text": "x" * (3 + 40 * r), "e": "\u00e9", "none": None} for r in range(3)
-    ]
-    for rank, result in enumerate(results):
-        assert result["gathered"] == gathered
-        assert result["broadcast"] == {"from": 0, "big": list(range(5000))}
-        assert result["sum"] == [3.0, 3.0]
-        assert result["attempt"] == 10 * rank
-        assert result["one failed"] == {
-            "message": "trying failed on rank 2: ValueError: only here",
-            "ranks": [2],
-        }
-        assert result["all failed"]["ranks"] == [0, 1, 2]
-        assert all(f"rank {r}: ValueError: " in result["all failed"]["message"] for r in range(3))
-        assert result["still in step"] == [0, 1, 2]
-    assert [result.get("subgroup") for result in results] == [None, 1, 1]
-
-
 def test_small_sums_are_right_and_the_same_bits_on_any_number_of_ranks() -> None:
     """FP64 against exact rational sums; sizes that are powers of two and such that are not."""
     results = run_ranks(6, "tests.distributed.workers.collectives:recursive_doubling_checks")

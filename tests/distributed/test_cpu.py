@@ -1,19 +1,10 @@
-"""What the CPU layer changes for gloo: collectives, and pipeline outputs that are being sent."""
+"""What the CPU layer changes for gloo: pipeline outputs stay until they are sent."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.distributed.launch import run_ranks
-
-
-def test_gloo_serves_uneven_shapes_and_tensor_splits() -> None:
-    results = run_ranks(2, "tests.distributed.workers.cpu_patch:uneven_collectives")
-    for rank, result in enumerate(results):
-        assert result["gathered"] == [[1.0], [2.0]]
-        # sum over ranks s of (10 r + s): 20 r + 1
-        assert result["sum"] == [[20.0 * rank + 1.0] * 2] * (rank + 1)
-        assert result["received"] == [float(rank), 10.0 + rank]
 
 
 @pytest.mark.slow

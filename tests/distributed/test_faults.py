@@ -27,13 +27,6 @@ EXPERTS = {
     "use_distributed_optimizer": True,
 }
 TWO_RANKS = {**LAYOUTS, "ep": EXPERTS}
-TP2 = {"tensor_model_parallel_size": 2}
-SHARDED = {"use_distributed_optimizer": True, "global_batch_size": 4}
-FOUR_RANKS: dict[str, dict[str, Any]] = {
-    "tp2 pp2": {**TP2, "pipeline_model_parallel_size": 2},
-    "tp2 dp2": {**TP2, **SHARDED},
-    "dp4": SHARDED,
-}
 REASONS = {
     "moments": "reading the optimizer's state failed on rank 1: RuntimeError: a bug",
     "moments memory": "reading the optimizer's state failed on rank 1: OutOfMemoryError",
@@ -117,32 +110,3 @@ def test_a_full_disk_costs_files_and_nothing_else(phases: list[dict[str, Any]], 
         "snip: RunDirectory failed: OSError: [Errno 28] No space left on device"
     ]
     assert other["warnings"] == []
-
-
-@pytest.fixture(scope="module")
-def four_ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
-    folder = str(tmp_path_factory.mktemp("four"))
-    only = {name: list(PHASES) for name in FOUR_RANKS}
-    arguments = {"layouts": selected(request, FOUR_RANKS), "folder": folder, "only": only}
-    return run_ranks(4, f"{WORKERS}:every_phase", arguments)
-
-
-@pytest.mark.parametrize("name", names(FOUR_RANKS, []))
-def test_four_ranks_come_to_one_decision_as_well(
-    four_ranks: list[dict[str, Any]], name: str
-) -> None:
-    first, *others = (r[name] for r in four_ranks)
-    for result in (first, *others):
-        assert result["run"].pop("kept")
-        assert result["run"] == result["plain"]
-        assert set(result["outcomes"]) == set(PHASES)
-        for label, outcome in result["outcomes"].items():
-            assert outcome["events"] == ["refresh_failed"], label
-            assert outcome["history"] == [], label
-        assert [step for step, _ in result["healed"]["history"]] == [result["steps"] + 2]
-        assert result["healed"] == first["healed"]
-        assert result["saved"]["last history"] == first["saved"]["last history"]
-        assert result["saved"]["failed"] == first["saved"]["failed"]
-        assert result["saved"]["read after"] == result["steps"] + 6

@@ -53,15 +53,6 @@ def test_simulated_on_transformer_engines_linears_is_simulated_on_megatrons_own(
         assert {row["recipe"] for row in te["precision"]["linears"]} == {"simulated"}
 
 
-def test_every_rank_knows_what_runs(ranks: list[dict[str, Any]]) -> None:
-    assert ranks[0]["te"]["precision"] == ranks[1]["te"]["precision"]
-    rows = ranks[0]["te"]["precision"]["linears"]
-    assert [row["name"] for row in rows] == list(ranks[0]["te"]["plan"])
-    for row in rows:
-        assert row["option"] == ranks[0]["te"]["plan"][row["name"]]
-        assert (row["recipe"], row["backend"]) == (WORDS[row["option"]], "te")
-
-
 def test_refreshes_leave_no_trace_in_training(ranks: list[dict[str, Any]]) -> None:
     """With the plan frozen, a run with refreshes is bitwise the run without."""
     for result in ranks:

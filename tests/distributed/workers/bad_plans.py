@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_snip import guard
 from megatron_snip.controller import SnipController
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.planner import make_plan
@@ -67,13 +66,7 @@ def _useless(tensor: torch.Tensor, operand: Operand, gemm: Gemm) -> torch.Tensor
     return tensor * -30.0 if operand is Operand.WEIGHT else tensor
 
 
-def _poison(tensor: torch.Tensor, operand: Operand, gemm: Gemm) -> torch.Tensor:
-    """The forward is right and every weight learns the contrary."""
-    backwards = gemm is Gemm.WGRAD and operand is Operand.GRAD_OUTPUT
-    return -tensor if backwards else tensor
-
-
-BREAKS = {"gradient": _nan_gradient, "loss": _nan_loss, "useless": _useless, "poison": _poison}
+BREAKS = {"gradient": _nan_gradient, "loss": _nan_loss, "useless": _useless}
 
 
 def stop_refreshes(controller: SnipController) -> None:
@@ -114,40 +107,4 @@ def _bad_plan(values: dict[str, Any], how: str, steps: int) -> dict[str, Any]:
             "events": [(i, notice.kind) for i, notice in trainer.events.notices],
             "warnings": trainer.warnings,
             "planned": planned(trainer),
-        }
-
-
-def poisoned(values: dict[str, Any], steps: int) -> dict[str, Any]:
-    """A plan that spoils the weights little by little; the run goes on, and one without it."""
-    solver: Any = FakeSolver(all_fp4) if dist.get_rank() == 0 else None
-    guard.PATIENCE = 3
-    with learnable(values) as trainer, broken_format("fp4", _poison):
-        controller = trainer.controller(GUARDED, solver)
-        stop_refreshes(controller)
-        trainer.advance(steps, controller)
-        controller.close()
-        result = {
-            "losses": trainer.losses,
-            "events": [(i, n.kind, n.message) for i, n in trainer.events.notices],
-            "digest": controller.plan.digest,
-        }
-    with learnable(values) as trainer:
-        trainer.advance(steps, trainer.plain())
-    return {**result, "plain": trainer.losses}
-
-
-def asked_again(values: dict[str, Any]) -> dict[str, Any]:
-    """After a plan has gone, the next step measures; the same plan is not taken twice."""
-    solver: Any = FakeSolver(all_fp4) if dist.get_rank() == 0 else None
-    with learnable(values) as trainer, broken_format("fp4", _useless):
-        controller = trainer.controller(GUARDED, solver)
-        trainer.advance(START + 4, controller)
-        state = controller.state(START + 4).to_dict()
-        controller.close()
-        return {
-            "refreshes": [iteration for iteration, _ in trainer.events.measured],
-            "events": [(i, notice.kind) for i, notice in trainer.events.notices],
-            "messages": [notice.message for _, notice in trainer.events.notices],
-            "state": state["guard"],
-            "history": controller.history,
         }

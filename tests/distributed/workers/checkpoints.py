@@ -32,27 +32,39 @@ def run_all(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     results = {}
     for name, values in runs.items():
         print("run", name, flush=True)
-        results[name] = run_one(make_train_config(values))
+        stop = values.pop("stop", 0)
+        results[name] = run_one(make_train_config(values), stop)
     return results
 
 
-def run_one(config: TrainConfig) -> dict[str, Any]:
-    """One run of the trainer, as `session.run_rank` makes it."""
+def run_one(config: TrainConfig, stop: int = 0) -> dict[str, Any]:
+    """One run, as `session.run_rank` makes it; in iteration `stop` the last rank gets a signal."""
     session.check_run(config, dist.get_world_size())
     dist.barrier()  # all have looked at the folders before one writes
     initialize_parallel_state(config)
     states: list[TrainingState] = []
-    building = session.build_training_state
+    building, training = session.build_training_state, session.train
+
+    def train(config: Any, state: Any, datasets: Any, hook: Any, *rest: Any) -> Any:
+        forward_backward = hook.forward_backward
+
+        def signalled(iteration: int, *arguments: Any, **kwargs: Any) -> Any:
+            if iteration == stop and dist.get_rank() == dist.get_world_size() - 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            return forward_backward(iteration, *arguments, **kwargs)
+
+        hook.forward_backward = signalled
+        return training(config, state, datasets, hook, *rest)
 
     def build(*args: Any) -> TrainingState:
         states.append(build_training_state(*args))
         return states[0]
 
-    session.build_training_state = build
+    session.build_training_state, session.train = build, train
     try:
         result = session.run_session(config, None)
     finally:
-        session.build_training_state = building
+        session.build_training_state, session.train = building, training
         destroy_parallel_state()
     return {
         "iterations": result.iterations,
@@ -85,26 +97,3 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in lines]
     timed = ("tokens_per_s", "step_s", "wall_s", "refresh_s", "wait_s")
     return [{k: v for k, v in row.items() if k not in timed} for row in rows]
-
-
-def signal_one_rank(values: dict[str, Any], number: int, rank: int) -> dict[str, Any]:
-    """Send a signal to one rank in its second iteration; all ranks stop after it."""
-    cpu.install()
-    training = session.train
-
-    def train(config: Any, state: Any, datasets: Any, hook: Any, *rest: Any) -> Any:
-        forward_backward = hook.forward_backward
-
-        def signalled(iteration: int, *arguments: Any, **kwargs: Any) -> Any:
-            if iteration == 2 and dist.get_rank() == rank:
-                os.kill(os.getpid(), number)
-            return forward_backward(iteration, *arguments, **kwargs)
-
-        hook.forward_backward = signalled
-        return training(config, state, datasets, hook, *rest)
-
-    session.train = train
-    result = run_one(make_train_config(values))
-    # The handlers of before are back.
-    result["handler"] = signal.getsignal(number) is signal.SIG_DFL
-    return result

@@ -10,38 +10,8 @@ import torch.distributed as dist
 
 from megatron_snip import recursive_doubling
 from megatron_snip.collectives import (
-    RemoteFailure,
-    attempt,
-    broadcast_json,
-    gather_json,
     sum_over,
 )
-
-
-def all_checks() -> dict[str, Any]:
-    rank, group = dist.get_rank(), dist.group.WORLD
-    last = dist.get_world_size() - 1
-    text = {"rank": rank, "text": "x" * (3 + 40 * rank), "e": "\u00e9", "none": None}
-    results: dict[str, Any] = {
-        "gathered": gather_json(text, group),
-        "broadcast": broadcast_json({"from": rank, "big": list(range(5000))}, group),
-        "sum": sum_over(torch.tensor([1.0, rank]), group).tolist(),
-        "attempt": attempt("all well", lambda: rank * 10, group),
-    }
-
-    def fail() -> None:
-        if rank == last:
-            raise ValueError("only here")
-
-    results["one failed"] = _failure(lambda: attempt("trying", fail, group))
-    results["all failed"] = _failure(lambda: attempt("asking", lambda: int(f"x{rank}"), group))
-    results["still in step"] = gather_json(rank, group)
-    # A group that does not begin with global rank 0 broadcasts from its own first rank.
-    others = dist.new_group(list(range(1, dist.get_world_size())), backend="gloo")
-    if rank > 0:
-        results["subgroup"] = broadcast_json(rank, others)
-    dist.barrier()  # rank 0 serves the store until all have their group
-    return results
 
 
 def recursive_doubling_checks() -> dict[str, Any]:
@@ -82,11 +52,3 @@ def _out_of_step(group: Any) -> str:
         return str(int(recursive_doubling.all_reduce(torch.ones(1, dtype=torch.int32), group)))
     except RuntimeError as error:
         return str(error)
-
-
-def _failure(action: Any) -> dict[str, Any]:
-    try:
-        action()
-    except RemoteFailure as error:
-        return {"message": str(error), "ranks": sorted(error.failures)}
-    return {}

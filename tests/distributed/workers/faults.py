@@ -30,20 +30,9 @@ SNIP: dict[str, Any] = {
 """Refreshes at odd iterations; their plans are due before the even ones."""
 
 
-def every_phase(
-    layouts: dict[str, dict[str, Any]], folder: str, only: dict[str, list[str]] | None = None
-) -> dict[str, Any]:
-    """For each layout: one run with a fault in every refresh, and the run without SNIP.
-
-    Args:
-        layouts: settings by name.
-        folder: for the files of runs.
-        only: faults to try, by layout; all in a layout that is not named.
-    """
-    return {
-        name: _faulty_run(values, Path(folder) / name, (only or {}).get(name))
-        for name, values in layouts.items()
-    }
+def every_phase(layouts: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
+    """For each layout: one run with a fault in every refresh, and the run without SNIP."""
+    return {name: _faulty_run(values, Path(folder) / name) for name, values in layouts.items()}
 
 
 def killed(values: dict[str, Any], phase: str) -> None:
@@ -55,13 +44,13 @@ def killed(values: dict[str, Any], phase: str) -> None:
         trainer.advance(2, controller)
 
 
-def _faulty_run(values: dict[str, Any], folder: Path, only: list[str] | None) -> dict[str, Any]:
+def _faulty_run(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     faults = Faults(PLACES)
     outcomes: dict[str, Any] = {}
     with layout({**MODEL, **values}) as trainer, faults.installed():
         controller = trainer.controller(SNIP)
         initial = controller.plan.digest
-        for fault in only or PLACES:
+        for fault in PLACES:
             _strike(trainer, controller, faults, fault, outcomes)
         result = {**trainer.digests(), "kept": controller.plan.digest == initial}
         steps = trainer.step

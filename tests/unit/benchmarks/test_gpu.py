@@ -12,7 +12,6 @@ import pytest
 
 from benchmarks import gpu
 from benchmarks.gpu import PARTS, Part, command, file_name, run_part
-from megatron_snip.errors import UsageError
 
 
 def test_every_part_is_a_module_with_that_flag() -> None:
@@ -58,23 +57,3 @@ def test_outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", slow)
     found = run_part(part, tmp_path, 7.0, gpu=False)
     assert found["failed"] == "not done after 7 s" and found["results"] == [1, 2]
-
-
-def test_parts_run_by_name_leave_the_others_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    goal = {"name": "fp8 over bf16", "value": 1.1, "least": 1.2, "most": None, "met": False}
-    monkeypatch.setattr(subprocess, "run", stand_in(0, {"goals": [goal]}))
-    output = tmp_path / "out.json"
-    output.write_text(json.dumps({"machine": "old", "step": {"old": 1}, "linear": {"old": 1}}))
-    assert gpu.main(["--output", str(output), "--only", "linear,device"]) == 0
-    report = json.loads(output.read_text())
-    assert list(report) == ["machine", "step", "linear", "device"]
-    assert report["step"] == {"old": 1} and "old" not in report["linear"]
-    assert report["machine"] != "old"
-    assert "missed: fp8 over bf16 1.100 (>= 1.2)" in capsys.readouterr().out
-    monkeypatch.setattr(subprocess, "run", stand_in(1, {}))
-    assert gpu.main(["--output", str(output), "--only", "switch"]) == 1
-    assert json.loads(output.read_text())["switch"]["failed"] == "exit status 1"
-    with pytest.raises(UsageError, match="no part is called 'speed'; known: device, linear, "):
-        gpu.main(["--output", str(output), "--only", "linear,speed"])

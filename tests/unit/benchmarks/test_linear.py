@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import pytest
 import torch
 
-from benchmarks import linear, step
-from megatron_snip.options import Option
+from benchmarks import linear
 
 
 def test_every_case_is_measured() -> None:
@@ -26,37 +21,3 @@ def test_every_case_is_measured() -> None:
     ]
     (goal,) = linear.goals(results)
     assert (goal["value"], goal["met"]) == (1.25, False)
-
-
-def test_results_are_written_after_every_shape_and_failures_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, seen = tmp_path / "linear.json", []
-
-    def measure(shape: Any, *_: Any) -> dict[str, Any]:
-        seen.append(json.loads(file.read_text())["results"] if seen else [])
-        failures = {"fp8 simulate": "RuntimeError: no"} if len(seen) == 2 else {}
-        return {
-            "shape": list(shape),
-            "seconds": {},
-            "host_seconds": {},
-            "saved_bytes": {},
-            "failures": failures,
-        }
-
-    monkeypatch.setattr(linear, "measure", measure)
-    monkeypatch.setattr(linear, "has_gpu", lambda: False)
-    monkeypatch.setattr(linear.cpu, "install", lambda: True)
-    assert linear.main(["--json", str(file)]) == 1
-    assert [len(results) for results in seen] == [0, 1, 2]
-    assert len(json.loads(file.read_text())["results"]) == 3
-
-
-@pytest.mark.parametrize("flops", [[1.0] * 16, [3, 1, 4, 4] * 6, [1.0, 100.0, 1.0]])
-def test_three_quarters_of_the_flops_are_fp4(flops: list[float]) -> None:
-    infos = [SimpleNamespace(name=str(i), flops_per_token=f) for i, f in enumerate(flops)]
-    lab: Any = SimpleNamespace(model=SimpleNamespace(all_linears=infos))
-    plan = step.three_quarters(lab)
-    low = sum(i.flops_per_token for i in infos if plan[i.name] == Option.uniform("fp4"))
-    assert low >= 0.75 * sum(flops)
-    assert low - max(flops) < 0.75 * sum(flops)

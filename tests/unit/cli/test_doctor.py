@@ -1,8 +1,6 @@
-"""`megatron-snip doctor`: versions, devices, formats, patches, and the recommended command."""
+"""`megatron-snip doctor`: versions, devices, formats and the recommended command."""
 
 from __future__ import annotations
-
-import importlib.util
 
 import pytest
 
@@ -12,8 +10,6 @@ from megatron_snip.cli.doctor import recommended_command
 from megatron_snip.formats import FORMATS
 from megatron_snip.linears import availability
 from megatron_snip.linears.availability import Machine
-from megatron_snip.patches.install import PATCHES
-from tests.unit.patches.fake_megatron import FakeMegatron
 
 TE = {"te_version": "2.20.2"}
 
@@ -30,7 +26,7 @@ def test_versions_devices_formats_and_the_command_are_printed(
     text = capsys.readouterr().out
     for word in ("not installed", "cores", "cuda", "compute capability 10.0", *FORMATS):
         assert word in text
-    assert text.count(hostile) >= 2 and "train-step" not in text
+    assert text.count(hostile) >= 2
     assert text.endswith(f"  {recommended_command(machine)}\n")
     assert max(len(line) for line in text.splitlines()[:-1]) <= 100
 
@@ -49,23 +45,3 @@ def test_the_recommended_command_fits_the_machine(machine: Machine, implementati
     command = recommended_command(machine)
     assert command.endswith(f"--transformer-impl {implementation} --snip")
     assert ("--cpu" in command) == (machine.capability is None)
-
-
-def test_patches_without_megatron_training_are_unusable(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """megatron-core 0.16.1's wheel has megatron.core alone."""
-    if importlib.util.find_spec("megatron.training") is not None:
-        pytest.skip("megatron.training is installed")
-    assert main(["doctor", "--patches"]) == 1
-    text = " ".join(capsys.readouterr().out.split())
-    assert "unusable" in text and "in a Megatron-LM checkout" in text
-
-
-def test_patches_with_megatron_training_are_ready(
-    fake: FakeMegatron, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["doctor", "--patches"]) == 0
-    text = "".join(capsys.readouterr().out.split())
-    assert all(patch.target in text for patch in PATCHES)
-    assert "notneeded" in text and "unusable" not in text

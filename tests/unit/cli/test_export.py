@@ -88,14 +88,6 @@ def test_the_flags_that_the_run_needs_are_printed(
     assert "  --fp4-format e2m1\n" in by_gemm and "1 of 2 linears" in by_gemm
 
 
-def test_a_plan_of_bf16_needs_no_low_precision(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = needs(capsys, "10.0", "bf16", "bf16")
-    assert "-format" not in text and "param-gather" not in text
-    assert "does not name stay in BF16" in text
-
-
 def test_fp4_does_not_run_on_hopper(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["export", "plan.json", "--te-precision-config", "out.yaml", "--capability", "9.0"]
     text = failure(words, capsys)
@@ -147,15 +139,6 @@ def test_a_plan_of_several_stages_has_as_many_files(
     assert Path("out.yaml").exists()
 
 
-def test_uneven_chunks(folder: Path) -> None:
-    layout = ["--pipeline-stages", "2", "--chunk-layers", "1,3"]
-    assert export("--capability", "10.0", *layout) == 0
-    first = yaml.safe_load(Path("out.stage0.yaml").read_text())
-    assert [m["pattern"] for m in first["matchers"].values()] == [name_of(0)]
-    files = ["out.stage0.yaml", "out.stage1.yaml"]
-    assert list(imported(*files, *layout).values()) == ["nvfp4", "mxfp8", "bf16", "nvfp4"]
-
-
 @pytest.mark.parametrize(
     ("words", "why"),
     [
@@ -185,17 +168,6 @@ def test_without_a_gpu_the_capability_is_asked_for(
     assert "compute capability 10.3" in Path("out.yaml").read_text()
 
 
-def test_files_that_cannot_be_written_or_read(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["export", "plan.json", "--te-precision-config", "no/such/out.yaml"]
-    assert "cannot write 'no/such/out.yaml'" in failure([*words, "--capability", "10.0"], capsys)
-    words = ["import", "missing.yaml", *PROBLEM]
-    assert "missing.yaml" in failure(words, capsys)
-    Path("bad.yaml").write_text("configs: [1\n")
-    assert "bad.yaml" in failure(["import", "bad.yaml", *PROBLEM], capsys)
-
-
 WRITTEN_BY_HAND = """
 configs:
   high:
@@ -219,9 +191,3 @@ def test_a_file_written_by_hand(folder: Path, capsys: pytest.CaptureFixture[str]
     assert "nvfp4: 3 linears" in text and "precision: 0.9000" in text
     assert "warning: evaluation recipes are left out" in text
     assert read_plan(Path("back.json")).stages == (pytest.approx(0.9),)
-
-
-def test_the_base_is_what_the_run_does_by_default(folder: Path) -> None:
-    Path("none.yaml").write_text("configs: {}\nmatchers: {}\n")
-    assert set(imported("none.yaml").values()) == {"bf16"}
-    assert set(imported("none.yaml", "--base", "mxfp8").values()) == {"mxfp8"}

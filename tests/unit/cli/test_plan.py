@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_snip.__main__ import main
-from megatron_snip.planning.plan import PrecisionPlan, read_plan, write_plan
-from megatron_snip.planning.problem import PlanningProblem, write_problem
+from megatron_snip.planning.plan import PrecisionPlan, write_plan
+from megatron_snip.planning.problem import write_problem
 from tests.unit.planning.build import name_of, options_of, plan_of, problem_of
 
 PROBLEM = problem_of(
@@ -88,14 +88,6 @@ def test_changes_have_a_price(
     words = [problem, "--previous", previous, "--change-penalty"]
     assert options_of(plan(capsys, *words, "0.1")) == ["fp4", "fp4", "fp8", "fp8"]
     assert options_of(plan(capsys, *words, "9")) == ["fp8", "fp8", "fp4", "fp4"]
-
-
-def test_the_plan_is_written_to_a_file(
-    problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "plan.json"
-    made = plan(capsys, problem, "--output", str(path))
-    assert read_plan(path) == made
 
 
 def test_infeasible_constraints_exit_with_3_and_are_named(
@@ -178,12 +170,3 @@ def test_a_uniform_policy_needs_no_target_and_no_forbidden_option(
     assert json.loads(captured.out)["conflicts"] == ["policy uniform-fp4", "forbidden options"]
     assert name_of(1) in captured.err
     assert main(["plan", str(path), "--policy", "uniform-fp4", "--pin", f"{name_of(1)}=fp8"]) == 0
-
-
-def test_names_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "names.json"
-    linear = problem_of([[0.0, 1.0]]).linears[0]
-    names = ("[/red]", "[bold]b[/bold]", ":fire:")
-    linears = tuple(linear.model_copy(update={"name": name}) for name in names)
-    write_problem(PlanningProblem(linears=linears, target=0.5), path)
-    assert set(names) <= set(table(capsys, str(path)))

@@ -7,12 +7,9 @@ import sys
 import pytest
 import torch
 
-from megatron_snip.errors import UnsupportedError
-from megatron_snip.formats import FORMATS
 from megatron_snip.kernels import launch
-from megatron_snip.kernels.launch import forced, obstacle, use_kernels
+from megatron_snip.kernels.launch import obstacle, use_kernels
 from megatron_snip.log import forget_warnings
-from megatron_snip.quantizers import quantize_dequantize
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -49,16 +46,6 @@ def test_obstacles_are_warned_about_once(gpu, caplog, capability, triton, block,
     with caplog.at_level(logging.WARNING):
         assert not any(use_kernels(CUDA, (1, 128), block) for _ in range(3))
     assert len(caplog.records) == 1 and reason in caplog.text
-
-
-def test_a_path_can_be_forced(gpu):
-    gpu()
-    with forced(kernels=False):
-        assert not use_kernels(CUDA, (1, 128))
-    assert use_kernels(CUDA, (1, 128))
-    gpu(triton=False)
-    with forced(kernels=True), pytest.raises(UnsupportedError, match="not installed"):
-        quantize_dequantize(torch.ones(2, 2), FORMATS["fp4"], (1, 2))
 
 
 def test_everything_on_the_cpu_works_without_triton():

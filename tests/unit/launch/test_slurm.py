@@ -44,15 +44,6 @@ def test_a_dry_run_shows_the_step_and_what_a_node_runs(tmp_path: Path) -> None:
     assert node[-4:] == ["--save", checkpoints, "--load", checkpoints]
 
 
-def test_a_dry_run_needs_no_slurm(tmp_path: Path) -> None:
-    done = run_script("slurm.sbatch", "--dry-run", "pretrain_gpt.py", "--snip", folder=tmp_path)
-    _, node = commands(done)
-    assert flag(node, "--master-addr") == "node0"
-    assert "SIGUSR1" in node
-    _, node = dry_run(tmp_path, "train", **JOB, MASTER_ADDR="a", MASTER_PORT="7")
-    assert (flag(node, "--master-addr"), flag(node, "--master-port")) == ("a", "7")
-
-
 def test_containers_are_one_variable(tmp_path: Path) -> None:
     (plain, _) = dry_run(tmp_path, "train", **JOB)
     assert not any("container" in word or word == "apptainer" for word in plain)
@@ -90,12 +81,6 @@ def until_asked(action: str) -> str:
     return f"{WARN} until [ -e c/.stop ]; do sleep 0.05; done; {action}"
 
 
-def test_a_finished_job_is_not_queued_again(tmp_path: Path) -> None:
-    done = run_job(tmp_path, SAVE)
-    assert done.returncode == 0, done.stderr
-    assert "requeued" not in done.stdout
-
-
 def test_near_its_time_limit_it_saves_and_is_queued_again(tmp_path: Path) -> None:
     done = run_job(tmp_path, until_asked(SAVE))
     assert done.returncode == 0, done.stderr
@@ -109,13 +94,6 @@ def test_who_has_no_step_left_is_not_queued_again(tmp_path: Path) -> None:
     done = run_job(tmp_path, until_asked(SAVE))
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("done, no iteration was left")
-
-
-def test_a_wish_of_the_attempt_before_is_forgotten(tmp_path: Path) -> None:
-    (tmp_path / "c").mkdir()
-    (tmp_path / "c" / ".stop").write_text("")
-    done = run_job(tmp_path, "[ ! -e c/.stop ]")
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("srun", ["exit 9", until_asked(SAVE.replace("exit 0", "exit 9"))])
@@ -133,9 +111,3 @@ def test_slurms_copy_of_the_script_finds_the_others(tmp_path: Path) -> None:
     done = run_job(tmp_path, 'echo "step: $*"', script=copy, SHOW=show)
     assert done.returncode == 0, done.stderr
     assert f"bash {LAUNCH}/torchrun.sh train" in done.stdout
-
-
-def test_each_node_counts_its_own_ranks(tmp_path: Path) -> None:
-    tell = 'echo "step: ${SNIP_RANKS_PER_NODE-own} ${SNIP_NODE_RANK-own} $SNIP_NODES"'
-    assert "step: own own 4" in run_job(tmp_path, tell, SLURM_GPUS_ON_NODE="8").stdout
-    assert "step: 3 own 4" in run_job(tmp_path, tell, SNIP_RANKS_PER_NODE="3").stdout

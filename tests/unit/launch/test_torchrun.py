@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import parse_args
 
-from tests.unit.launch.shell import commands, flag, run_script, stand_in
+from tests.unit.launch.shell import commands, run_script, stand_in
 
 TWO_NODES = {
     "SNIP_NODES": "2",
@@ -51,11 +51,6 @@ def test_several_nodes_without_an_address_are_refused(tmp_path: Path, missing: s
     assert missing in done.stderr
 
 
-def test_slurm_names_the_node(tmp_path: Path) -> None:
-    environment = {k: v for k, v in TWO_NODES.items() if k != "SNIP_NODE_RANK"}
-    assert flag(dry_run(tmp_path, "train", **environment, SLURM_NODEID="1"), "--node-rank") == "1"
-
-
 def test_both_programs_save_and_go_on_in_one_folder(tmp_path: Path) -> None:
     folder = {"SNIP_CHECKPOINTS": "/c"}
     both = ["--save", "/c", "--load", "/c"]
@@ -66,34 +61,11 @@ def test_both_programs_save_and_go_on_in_one_folder(tmp_path: Path) -> None:
     assert script[begin:] == ["--cpu", "dir/pretrain_gpt.py", "--snip", *both, *signals]
 
 
-@pytest.mark.parametrize("words", [["--save", "x"], ["--load=x"]])
-def test_a_second_folder_is_refused(tmp_path: Path, words: list[str]) -> None:
-    done = run_script(
-        "torchrun.sh",
-        "--dry-run",
-        "train",
-        *words,
-        folder=tmp_path,
-        environment={"SNIP_CHECKPOINTS": "/c"},
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "SNIP_CHECKPOINTS (/c)" in done.stderr
-    assert dry_run(tmp_path, "train", *words)[-len(words) :] == words  # their own to say
-
-
 @pytest.mark.parametrize("words", [[], ["--dry-run"], ["--cpu"], ["plan"], ["--snip"]])
 def test_other_words_show_the_usage(tmp_path: Path, words: list[str]) -> None:
     done = run_script("torchrun.sh", *words, folder=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("usage: torchrun.sh")
-
-
-def test_its_status_is_torchruns(tmp_path: Path) -> None:
-    stand_in(tmp_path, "python3", 'printf "%s|" "$OMP_NUM_THREADS" "$@"; exit 7')
-    done = run_script("torchrun.sh", "train", "--lr", "1 2", folder=tmp_path)
-    assert done.returncode == 7
-    assert done.stdout.startswith("1|-m|torch.distributed.run|")
-    assert done.stdout.endswith("|train|--lr|1 2|")
 
 
 RANK = """

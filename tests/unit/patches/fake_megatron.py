@@ -48,27 +48,6 @@ class FakeMegatron:
         for module in modules:
             monkeypatch.setitem(sys.modules, module.__name__, module)
 
-    def add_legacy_kernels(self, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-        """The module that 0.16 has, on a machine without nvcc."""
-
-        def load(args: Any) -> None:
-            raise FileNotFoundError("nvcc")
-
-        module = ModuleType("megatron.legacy.fused_kernels")
-        self._set(module, load)
-        package = ModuleType("megatron.legacy")
-        package.__path__ = []  # type: ignore[attr-defined]
-        for added in (package, module):
-            monkeypatch.setitem(sys.modules, added.__name__, added)
-        return module
-
-    def add_initialize(self, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-        """The module that imports `validate_args` by value before 0.18."""
-        module = ModuleType("megatron.training.initialize")
-        self._set(module, self.arguments.validate_args)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        return module
-
     def _fill(self) -> None:
         fake: Any = self
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,16 +70,6 @@ def test_a_cpu_run_has_defaults_that_flags_override(
     parser = megatron_parser(installed)
     assert vars(parser.parse_args([])) == {"lr": 0.1, "distributed_backend": "gloo"}
     assert parser.parse_args(["--distributed-backend", "nccl"]).distributed_backend == "nccl"
-
-
-def test_flags_win_over_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "snip.yaml"
-    file.write_text("enabled: true\ninterval: 30\nefficiency_target: 0.25\n")
-    words = ["--snip-config", str(file), "--snip-interval", "40"]
-    config = snip_config(namespace(*words), {})
-    assert (config.enabled, config.interval, config.efficiency_target) == (True, 40, 0.25)
-    assert read_cli_args(words).enabled
-    assert not snip_config(namespace(*words, "--no-snip"), {}).enabled
 
 
 def test_flags_of_the_command_line_count_without_megatrons_namespace() -> None:

@@ -50,12 +50,6 @@ def test_a_failure_does_not_cost_the_checkpoint(
     assert "checkpoint of iteration 3 has no SNIP state: RuntimeError: a bug" in caplog.text
 
 
-def test_other_formats_do_not_carry_the_state(fake: FakeMegatron, session: Session) -> None:
-    attach(session)
-    args = argparse.Namespace(ckpt_format="torch_dcp")
-    assert fake.checkpointing.generate_state_dict(args, "model", 3) == {"model": "model"}
-
-
 def test_converting_a_checkpoint_keeps_what_was_loaded(
     fake: FakeMegatron, session: Session
 ) -> None:

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from megatron_snip.collectives import RemoteFailure
-from megatron_snip.config import SnipConfig
-from megatron_snip.errors import UsageError
 from megatron_snip.patches import setup
 from megatron_snip.patches.registry import Registry
-from megatron_snip.patches.setup import make_writers, resumed_state
-from megatron_snip.reporting.events import Event, Metrics
+from megatron_snip.patches.setup import resumed_state
 from megatron_snip.topology import Topology
-from tests.unit.patches.fake_megatron import FakeController, FakeMegatron
+from tests.unit.patches.fake_megatron import FakeMegatron
 
 
 @pytest.fixture(autouse=True)
@@ -48,16 +40,6 @@ def test_a_controller_is_attached_to_what_megatron_built(
     assert fake.calls == [("setup", ("gpt",), {"cfg_container": "container"})]
     ((_, config, _, model, optimizer),) = attached
     assert config.enabled and model == ["model"] and optimizer == "optimizer"
-
-
-def test_the_controller_of_a_former_training_is_closed(
-    fake: FakeMegatron, registry: Registry, attached: list[Any]
-) -> None:
-    controller: Any = FakeController()
-    registry.session.controller, registry.session.loaded = controller, {"version": 1}
-    fake.training.setup_model_and_optimizer("gpt")
-    assert controller.calls == ["closed"]
-    assert registry.session.controller is None and registry.session.loaded is None
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
@@ -136,55 +118,3 @@ def test_a_checkpoints_state_is_resumed(
         assert (state.iteration, state.refreshed) == (iteration, refreshed)
         assert state.plan.objective == 0.5
     assert warning in caplog.text and bool(warning) == bool(caplog.text)
-
-
-def test_a_damaged_state_names_the_checkpoint() -> None:
-    with pytest.raises(UsageError, match="SNIP state of the checkpoint"):
-        resumed_state({"version": 2}, 7, Topology())
-
-
-def arguments(save: Path) -> argparse.Namespace:
-    return argparse.Namespace(
-        save=str(save), lr=0.1, exit_signal=signal.SIGTERM, functions=[print], num_layers=None
-    )
-
-
-def test_rank_0_writes_files(fake: FakeMegatron, tmp_path: Path) -> None:
-    (writer,) = make_writers(SnipConfig(interval=50), arguments(tmp_path), Topology())
-    writer.write(Event(3, Metrics({"loss": 1.0})))
-    writer.close()
-    config = yaml.safe_load((tmp_path / "snip" / "config.yaml").read_text())
-    assert config["snip"]["interval"] == 50
-    assert config["megatron"] == {"lr": 0.1, "num_layers": None, "save": str(tmp_path)}
-    assert '"iteration": 3' in (tmp_path / "snip" / "metrics.jsonl").read_text()
-
-
-def test_the_last_rank_writes_to_megatrons_tensorboard(
-    fake: FakeMegatron, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows: list[Any] = []
-
-    class TensorBoard:
-        def add_scalar(self, name: str, value: float, iteration: int) -> None:
-            rows.append((name, value, iteration))
-
-        def add_text(self, *args: Any) -> None:
-            pass
-
-    last = Topology(rank=1, world_size=2)  # without a group: only its own part runs
-    assert make_writers(SnipConfig(), arguments(tmp_path), last) == []
-    monkeypatch.setattr(fake.global_vars, "get_tensorboard_writer", TensorBoard)
-    (writer,) = make_writers(SnipConfig(), arguments(tmp_path), last)
-    writer.write(Event(3, Metrics({"lowest_precision_fraction": 0.5, "loss": 1.0})))
-    assert [row[1:] for row in rows if "lowest_precision" in row[0]] == [(0.5, 3)]
-    assert not any("loss" in name.split("/")[-1] for name, *_ in rows)  # Megatron logs it
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_directory_that_cannot_be_made_fails_on_all_ranks(
-    fake: FakeMegatron, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("")
-    config = SnipConfig(output_dir=tmp_path / "file" / "below")
-    with pytest.raises(RemoteFailure, match="opening --snip-output-dir"):
-        make_writers(config, arguments(tmp_path), Topology())

@@ -65,13 +65,6 @@ def test_an_iteration_runs_through_the_controller(
     assert values == {"loss": 2.0, "grad_norm": 2.5, "lr": 0.3}
 
 
-def test_without_an_iteration_megatrons_counter_is_read(
-    fake: FakeMegatron, controller: FakeController
-) -> None:
-    fake.training.train_step(*ARGUMENTS, schedule)
-    assert controller.calls == [("forward-backward", fake.args.curr_iteration + 1)]
-
-
 def test_an_aborted_iteration_passes_through(
     fake: FakeMegatron, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,15 +80,6 @@ def test_an_aborted_iteration_passes_through(
     assert math.isnan(registry.session.metrics.finish(None, 1, log_losses=True)["loss"])
 
 
-def test_losses_are_read_at_megatrons_log_interval(
-    fake: FakeMegatron, controller: FakeController
-) -> None:
-    for iteration in (1, 2, 3, 4):
-        fake.training.train_step(*ARGUMENTS, schedule, iteration=iteration - 1)
-        end_step(fake, iteration)
-    assert ["loss" in values for values in reported(controller)] == [False, True, False, True]
-
-
 def test_an_evaluation_is_reported_once(fake: FakeMegatron, controller: FakeController) -> None:
     expected = ({"lm loss": 1.5}, None, False)
     assert fake.training.evaluate("step", "data", model="model") == expected
@@ -105,11 +89,3 @@ def test_an_evaluation_is_reported_once(fake: FakeMegatron, controller: FakeCont
     first, second = reported(controller)
     assert first["validation_loss"] == 1.5 and "loss" not in first
     assert "validation_loss" not in second
-
-
-def test_without_a_controller_the_calls_are_megatrons(
-    fake: FakeMegatron, registry: Registry
-) -> None:
-    assert fake.training.train_step(*ARGUMENTS, schedule)[5] == 2.5
-    assert end_step(fake, 1) == 42.0
-    assert fake.training.evaluate("step", "data", "model")[0] == {"lm loss": 1.5}

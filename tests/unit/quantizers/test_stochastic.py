@@ -8,7 +8,6 @@ import torch
 
 from megatron_snip.quantizers import grad_output_stream
 from megatron_snip.quantizers.stochastic import (
-    ColumnMap,
     StochasticStream,
     StreamKey,
     random_bits16,
@@ -86,11 +85,6 @@ def test_any_part_of_the_tensor_draws_the_same(cols):
     for rows, span in ((range(2, 5), range(cols)), (range(9), range(3, cols - 1))):
         part = StochasticStream(KEY).bits16(rows, span, cols)
         assert torch.equal(part, full[rows.start : rows.stop, span.start : span.stop])
-
-
-def test_columns_divide_into_chunks():
-    with pytest.raises(ValueError, match="divide"):
-        ColumnMap.shard(7, 0, 2, num_chunks=2)
 
 
 def grad_bits(kind: LinearKind, axis: TensorAxis, num_chunks: int, features: int) -> torch.Tensor:

@@ -7,11 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megatron_snip.__main__ import main
-from megatron_snip.directory import mark
 from megatron_snip.errors import UsageError
 from megatron_snip.trainer.checkpoint import (
     POINTER,
@@ -24,8 +22,7 @@ from megatron_snip.trainer.checkpoint import (
     resume_iteration,
 )
 from megatron_snip.trainer.config import TrainConfig
-from megatron_snip.trainer.data import write_indexed
-from megatron_snip.trainer.session import check_data, check_run, drop_later_iterations
+from megatron_snip.trainer.session import check_run, drop_later_iterations
 
 
 def check(path: Path, **values: Any) -> None:
@@ -47,36 +44,6 @@ def test_what_megatron_refuses_is_one_line(
     with pytest.raises(UsageError, match=f"Megatron refuses the settings: .*{message}") as caught:
         check_run(config, config.model_parallel_size)
     assert "\n" not in str(caught.value)
-
-
-def test_data_must_exist_and_fit_the_vocabulary(tmp_path: Path) -> None:
-    prefix = tmp_path / "text"
-    with pytest.raises(UsageError, match="does not exist"):
-        check_data(prefix, 300)
-    write_indexed(prefix, [b"hello", b"world"])
-    check_data(prefix, 257)
-    with pytest.raises(UsageError, match="token id 256, vocab_size is 256"):
-        check_data(prefix, 256)
-    with pytest.raises(UsageError, match="needs vocab_size"):
-        check_data(prefix, None)
-    np.zeros(0, dtype=np.uint16).tofile(f"{prefix}.bin")
-    with pytest.raises(UsageError, match="not in Megatron's indexed format"):
-        check_data(prefix, 257)
-    prefix.with_suffix(".idx").write_bytes(b"something else")
-    with pytest.raises(UsageError, match="not in Megatron's indexed format"):
-        check_data(prefix, 257)
-
-
-def test_a_run_directory_must_be_free(tmp_path: Path) -> None:
-    check(tmp_path / "new" / "run")
-    for name in ("slurm-123.out", ".gitignore", "thesis.tex"):
-        (tmp_path / name).touch()
-    check(tmp_path)
-    mark(tmp_path)
-    (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(UsageError, match="holds another run; continue it with --load"):
-        check(tmp_path)
-    check(tmp_path, overwrite=True)
 
 
 @pytest.mark.parametrize(

@@ -56,14 +56,6 @@ def test_the_files_hold_the_bytes_of_the_documents(library: Path, tmp_path: Path
     assert corpus["files"] == 50
 
 
-def test_other_files_are_another_corpus(library: Path, tmp_path: Path) -> None:
-    corpus = prepare_corpus(tmp_path, 10**6, library)
-    assert prepare_corpus(tmp_path, 10**6, library) == corpus
-    (library / "package0" / "module00.py").write_text("changed = True\n")
-    changed = prepare_corpus(tmp_path, 10**6, library)
-    assert changed["path"] != corpus["path"] and changed["sha256"] != corpus["sha256"]
-
-
 class Numbers:
     """Sample i holds i."""
 
