@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-from megatron_snip.cli.commands import build_parser
 from megatron_snip.cli.script import expand
-from megatron_snip.cli.train import read_settings
 from megatron_snip.config import SnipConfig, make_config, read_yaml
-from megatron_snip.linears.discovery import current_topology, find_linears
-from megatron_snip.patches import cpu
-from megatron_snip.trainer.config import TrainConfig, make_train_config
-from megatron_snip.trainer.model import transformer_config
+from megatron_snip.trainer.config import make_train_config
 from megatron_snip.trainer.session import check_run
 
 FOLDER = Path(__file__).parents[2] / "configs"
@@ -51,14 +41,6 @@ class Published:
     parallel: dict[str, int]
     experts: int = 1
     active: int = 1
-
-    @property
-    def linear_flops_per_token(self) -> float:
-        """6 FLOPs for each weight that a token meets: q, k, v, o, and the experts' three."""
-        head = self.hidden // self.heads
-        attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.groups * head
-        mlp = 3 * self.hidden * self.ffn * self.active
-        return 6.0 * self.layers * (attention + mlp)
 
 
 DATA = {"data": 8}
@@ -96,25 +78,15 @@ def argument_file(folder: str, name: str) -> str:
     return f"@{FOLDER / folder / name}.args"
 
 
-FIXED = ("--swiglu", "--disable-bias-linear", "--group-query-attention")
-FIXED_VALUES = ("--normalization", "--position-embedding-type", "--max-position-embeddings")
-
-
-def settings(name: str, layout: str | None = None, *words: str) -> TrainConfig:
-    """Read Megatron's flags as settings of the trainer, which fixes some of them."""
-    files = [argument_file("models", name)]
-    if layout is not None:
-        files.append(argument_file("parallel", layout))
-    flags = [word for word in expand(files) if word not in FIXED]
-    for fixed in FIXED_VALUES:
-        at = flags.index(fixed)
-        del flags[at : at + 2]
-    at = flags.index("--tokenizer-type")
-    assert flags[at + 1] == "NullTokenizer"  # it adds the end of document to the vocabulary
-    del flags[at : at + 2]
-    at = flags.index("--vocab-size") + 1
-    flags[at] = str(int(flags[at]) + 1)
-    return read_settings(build_parser("train").parse_args(["train", *flags, *words]))
+def flags(*files: str) -> dict[str, str]:
+    """Return {flag: value} of argument files; a flag without a value has an empty one."""
+    found: dict[str, str] = {}
+    for word in expand(files):
+        if word.startswith("--"):
+            found[word[2:]] = ""
+        else:
+            found[list(found)[-1]] = word
+    return found
 
 
 # ---- files ------------------------------------------------------------------------------------
@@ -156,61 +128,27 @@ def test_intents_go_from_careful_to_bold() -> None:
 # ---- models -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def megatron() -> Iterator[None]:
-    installed = cpu.install()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    try:
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-        if installed:
-            cpu.uninstall()
-
-
-@cache
-def linear_flops(name: str) -> float:
-    """Build Megatron's model without memory for it; return the FLOPs of its linears per token."""
-    config = settings(name)
-    transformer = transformer_config(config)
-    transformer.use_cpu_initialization, transformer.perform_initialization = True, False
-    spec = get_gpt_layer_local_spec(num_experts=config.num_experts, normalization="RMSNorm")
-    with torch.device("meta"):
-        model = GPTModel(
-            transformer,
-            spec,
-            vocab_size=config.padded_vocab_size,
-            max_sequence_length=config.seq_length,
-            position_embedding_type="rope",
-            share_embeddings_and_output_weights=not config.untie_embeddings_and_output_weights,
-        )
-    assert all(parameter.is_meta for parameter in model.parameters())
-    assert sum(parameter.numel() for parameter in model.parameters()) == MODELS[name].parameters
-    found = find_linears([model], current_topology())
-    linears = {place.name: place for _, places in found for place in places}  # experts share one
-    return sum(place.info.flops_per_token for place in linears.values())
-
-
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS)
-def test_a_model_is_the_published_one(name: str, layout: str, megatron: None) -> None:
+def test_a_model_is_the_published_one(name: str, layout: str) -> None:
+    """Megatron's own count of parameters is compared in tests/megatron/test_configs.py."""
     model, gpus = MODELS[name], MODELS[name].parallel[layout]
-    config = settings(name, layout, "--run-dir", "runs/never-made")
-    check_run(config, gpus)
-    # Megatron pads to a multiple of make_vocab_size_divisible_by x tensor ranks: to the same.
-    unit = config.make_vocab_size_divisible_by * config.tensor_model_parallel_size
-    assert config.padded_vocab_size == model.vocabulary
-    assert model.vocabulary % unit == 0
-    assert (config.num_experts or 1, config.moe_router_topk if config.num_experts else 1) == (
-        model.experts,
-        model.active,
+    read = flags(argument_file("models", name), argument_file("parallel", layout))
+    sizes = {key: int(value) for key, value in read.items() if value.isdigit()}
+    vocabulary = sizes["vocab-size"] + 1  # NullTokenizer adds the end of document
+    experts = sizes.get("num-experts", 1)
+    found = (sizes["num-layers"], sizes["hidden-size"], sizes["ffn-hidden-size"])
+    found += (sizes["num-attention-heads"], sizes.get("num-query-groups", model.heads), vocabulary)
+    assert found == (
+        *(model.layers, model.hidden, model.ffn, model.heads, model.groups, model.vocabulary),
     )
-    assert linear_flops(name) == model.linear_flops_per_token
-
-
-def test_both_programs_read_the_same_settings() -> None:
-    file = str(FOLDER / "snip" / "aggressive.yaml")
-    config = settings("tinyllama-1.1b", None, "--snip-config", file, "--snip-interval", "70")
-    expected = intent("aggressive").model_copy(update={"interval": 70, "formats": ("fp8", "fp4")})
-    assert config.snip == expected
+    assert (experts, sizes.get("moe-router-topk", 1)) == (model.experts, model.active)
+    assert vocabulary % sizes.get("make-vocab-size-divisible-by", 1) == 0
+    replica = math.prod(
+        sizes.get(f"{kind}-model-parallel-size", 1) for kind in ("tensor", "pipeline")
+    )
+    assert gpus % replica == 0
+    attention = 2 * model.hidden**2 + 2 * model.hidden**2 * model.groups // model.heads
+    mlp = experts * 3 * model.hidden * model.ffn + (model.hidden * experts if experts > 1 else 0)
+    layer = attention + mlp + 2 * model.hidden
+    total = model.layers * layer + 2 * vocabulary * model.hidden + model.hidden
+    assert total == model.parameters
