@@ -71,7 +71,7 @@ def test_every_fault_is_logged_once_by_one_rank(phases: list[dict[str, Any]], na
     for fault, outcome in leader.items():
         *others, last = outcome["warnings"]
         assert all(" is forbidden for " in text for text in others), others
-        assert bool(others) == (fault == "NaN")
+        assert bool(others) == (fault == "NaN"), (fault, outcome["warnings"])
         assert ": keeping the uniform-bf16 plan of iteration 0: " in last, fault
         assert REASONS[fault] in last, (fault, last)
         assert outcome["events"] == other[fault]["events"] == ["refresh_failed"], fault

@@ -45,7 +45,7 @@ def killed(call: Callable[[], Any]) -> Any:
 def not_a_number(call: Callable[[], Any]) -> Any:
     """Fill the tensors of a record with NaN."""
     result = call()
-    return result._make(None if t is None else t * math.nan for t in result)
+    return result._make(t * math.nan if torch.is_tensor(t) else t for t in result)
 
 
 MOMENTS = (sensitivity, "_own_sums")
