@@ -3,6 +3,7 @@
 It does not use SNIP. Every rank writes its results to the folder in TINY_RESULTS. Variables:
 TINY_KILL_AFTER: SIGKILL in the iteration after this one, as on a lost machine.
 TINY_DOUBT: Megatron doubts the losses of this iteration (0-based) and repeats it.
+TINY_BAD_STATE: checkpoints hold a state of SNIP that is damaged.
 TINY_EARLY: SNIP may measure before the optimizer has made ten steps.
 TINY_RESTART: a second training in the same process, as in-process restart does.
 """
@@ -32,6 +33,11 @@ if "TINY_EARLY" in os.environ:
     from megatron_snip import refresh
 
     refresh.MIN_OPTIMIZER_STEPS = 0
+
+if "TINY_BAD_STATE" in os.environ:
+    from megatron_snip.state import ControllerState
+
+    ControllerState.to_dict = lambda self: {"version": 2, "plan": ["no", "plan"]}  # type: ignore
 
 MODELS: list[torch.nn.Module] = []
 LOSSES: list[str] = []
