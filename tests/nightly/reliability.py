@@ -365,12 +365,13 @@ def page(rows: dict[tuple[str, str], tuple[str, ...]]) -> str:
         "# Reliability",
         "",
         "What was tried on jobs of two CPU ranks, and what happened. `python -m",
-        "tests.nightly.reliability --write` (part of `make nightly`) writes this page. A fault is",
-        "injected after iteration 14 if nothing else is said, with a plan applied. A checkpoint is",
+        "tests.nightly.reliability --write` (part of `make nightly`) writes this page. A fault",
+        "comes after iteration 14 if nothing else is said, with a plan applied. A checkpoint is",
         "saved every 8 iterations, and by `megatron-snip train` also on SIGTERM and Ctrl-C;",
-        "Megatron does so with `--exit-signal-handler`. *Left* counts processes that live 15 s after",
-        "the end; Megatron's own checkpoint writer is not counted: it outlives killed ranks without",
-        "SNIP, too. In the last column the job starts again and loads the newest checkpoint.",
+        "Megatron does so with `--exit-signal-handler`. *Left* counts processes that live 15 s",
+        "after the end. Megatron's own checkpoint writer is not counted: it outlives killed ranks",
+        "without SNIP, too. In the last column the job starts again and loads the newest",
+        "checkpoint.",
         "",
     ]
     for kind, title in TITLES.items():
