@@ -285,7 +285,7 @@ def run(case: Case, kind: str) -> tuple[str, ...]:
         folder = Path(name)
         if case.small:
             (folder / case.small).mkdir()
-            mount = ["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", f"{name}/{case.small}"]
+            mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", f"{name}/{case.small}"]
             if subprocess.run(mount, capture_output=True, check=False).returncode:
                 return (case.name, "not tried: only root may mount", "", "0", "", "")
             stack.callback(subprocess.run, ["umount", "-l", f"{name}/{case.small}"], check=False)
@@ -328,7 +328,7 @@ def _resume(case: Case, kind: str, folder: Path) -> tuple[str, int]:
     if status == 0 and last == 28:
         notice = [line for line in job.text.splitlines() if "snip: " in line and "not" in line]
         latest = folder / "save" / "latest_checkpointed_iteration.txt"
-        text = f"trains on from {latest.read_text().strip()}"
+        text = f"trains on from {latest.read_text().strip() if latest.exists() else 'the start'}"
         return (f"{text}; `{_short(notice[0])}`" if case.damage and notice else text), left
     return f"exit {status}: `{_last_line(job.text)}`", left
 
