@@ -147,6 +147,7 @@ def _refresh(
             "plan": {n: str(o) for n, o in hook.plan.linears.items()},
             "history": hook.history,
             "statistics": statistics_json(refresh.statistics),
+            "health": refresh.health.to_dict()["linears"],
             "divergences": {
                 linear.name: {str(o): vars(d) for o, d in linear.options.items()}
                 for linear in refresh.divergences.linears
