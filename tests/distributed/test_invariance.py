@@ -88,7 +88,8 @@ def check_health(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
             for operand, wanted in operands.items():
                 values = a["operands"][fmt][operand]
                 assert values["sqnr_db"] == pytest.approx(wanted["sqnr_db"], abs=0.1)
-                assert values["underflow"] == pytest.approx(wanted["underflow"], abs=2e-3)
+                # What cancels to zero in one order of sums is tiny, and underflows, in another.
+                assert values["underflow"] == pytest.approx(wanted["underflow"], abs=5e-3)
                 assert values["scale_log2"][1] == pytest.approx(wanted["scale_log2"][1], abs=1)
 
 
