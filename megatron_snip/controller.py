@@ -25,29 +25,17 @@ import torch
 
 from megatron_snip.collectives import RemoteFailure, attempt
 from megatron_snip.config import SnipConfig
-from megatron_snip.divergence.quality_loss import unmeasured_problem
 from megatron_snip.errors import PlanningError, UsageError
 from megatron_snip.formats import get_format
 from megatron_snip.guard import Guard
-from megatron_snip.linears.availability import (
-    available_options,
-    option_refusals,
-    resolve_formats,
-)
-from megatron_snip.linears.calibrate import timed_options
+from megatron_snip.linears.availability import resolve_formats
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.precision_log import precision_table
 from megatron_snip.linears.training_step import ForwardBackward, Results, TrainingStep
-from megatron_snip.options import BF16, Option
-from megatron_snip.pending_solve import PendingSolve, from_rank_0
-from megatron_snip.planning.plan import PrecisionPlan, changed_linears, format_shares
-from megatron_snip.planning.planner import (
-    adapt_plan,
-    bf16_plan,
-    healing_problem,
-    initial_plan,
-)
+from megatron_snip.options import BF16
+from megatron_snip.pending_solve import PendingSolve
+from megatron_snip.planning.plan import PrecisionPlan, changed_linears
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
@@ -64,8 +52,8 @@ from megatron_snip.reporting.events import (
     Writer,
 )
 from megatron_snip.reporting.text import listing
+from megatron_snip.run_plans import RunPlans
 from megatron_snip.state import ControllerState, Pending, reported_settings
-from megatron_snip.statistics.health import Finding
 from megatron_snip.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -124,27 +112,22 @@ class SnipController:
         topology = current_topology() if topology is None else topology
         config = resolve_formats(config, model, topology.control)
         self.config = config
-        self._targets = config.targets(train_iters)
         self.model = PlannedModel(model, topology, seed, config.backend, microbatch_tokens)
         self.history: list[tuple[int, str]] = [] if state is None else list(state.history)
         self._optimizer = optimizer
         self._control = topology.control
         self._is_rank_0 = topology.rank == 0
         self._reporter = Reporter(writers)
-        self._work = {i.name: (i.stage, i.flops_per_token) for i in self.model.all_linears}
-        self._available = available_options(self.model, config)
-        if config.cost == "time" and not config.collect_only:
-            self._available = timed_options(self._available, self.model, config, calibration_cache)
+        self._plans = RunPlans(config, self.model, train_iters, calibration_cache)
         self._num_microbatches = 1
         self._is_ordinary = False  # the first iteration warms up
         self._step_s: list[float] = []  # of ordinary iterations under the current plan
-        for text in self._available.warnings:
-            self._log(text, logging.WARNING)
-        self._refresher = Refresher(
-            config, self.model, self._available, optimizer, topology, seed, state
-        )
+        available = self._plans.available
+        for text in available.warnings:
+            self._warn(text)
+        self._refresher = Refresher(config, self.model, available, optimizer, topology, seed, state)
         self._schedule = self._refresher.schedule
-        self.plan = self._first_plan(state, seed)
+        self.plan = self._plans.first(state, seed, self._warn)
         asked = self.plan.target if state is None or state.target is None else state.target
         can_replan = self._schedule.static or self._refresher.mean is not None
         self._target = asked if can_replan else None
@@ -158,7 +141,7 @@ class SnipController:
         if config.guard and self._schedule.replans:
             guard_state = None if state is None else state.guard
             if guard_state is not None and guard_state.good is not None:
-                good = self._adapted(guard_state.good)
+                good = self._plans.adapted(guard_state.good, self._warn)
                 guard_state = guard_state.model_copy(update={"good": good})
             self._guard = Guard(config.guard_sigmas, topology, guard_state)
         self._start(state)
@@ -245,7 +228,7 @@ class SnipController:
     def lowest_precision_fraction(self) -> float:
         """Share of the linears' FLOPs in the lowest precision under the current plan."""
         bits = get_format(self.config.lowest_format).bits
-        shares = format_shares(self.plan.linears, self._work)
+        shares = self._plans.shares(self.plan)
         return sum(share for name, share in shares.items() if get_format(name).bits == bits)
 
     # A refresh, from measuring to the plan.
@@ -265,7 +248,8 @@ class SnipController:
         if self._refresher.failure is not None:
             self._keep_plan(iteration, f"measuring failed: {self._refresher.failure}")
             return
-        make = partial(self._refresher.measurement, self._targets.at(iteration + self.config.lag))
+        target = self._plans.targets.at(iteration + self.config.lag)
+        make = partial(self._refresher.measurement, target)
         try:
             measured = attempt("making a planning problem", make, self._control)
         except RemoteFailure as failure:
@@ -282,34 +266,32 @@ class SnipController:
 
     def _follow_targets(self, iteration: int) -> None:
         """All ranks: if the target is about to change, plan anew from the last measurement."""
-        target = self._targets.at(iteration + self.config.lag)
+        target = self._plans.targets.at(iteration + self.config.lag)
         is_new = self._target not in (None, target) and self._solve.pending is None
         if not (is_new and self._schedule.may_replan(iteration)):
             return
         self._target = target
-        make = self._unmeasured if self._schedule.static else self._refresher.measurement
+        make = self._plans.unmeasured if self._schedule.static else self._refresher.measurement
         try:
             found: Any = attempt("planning anew", partial(make, target), self._control)
         except RemoteFailure as failure:
             self._keep_plan(iteration, str(failure))
         else:
             problem = found.problem if isinstance(found, Measurement) else found
-            self._submit(iteration, self._here(problem))
+            self._submit(iteration, self._plans.here(problem))
 
     def _submit(self, iteration: int, problem: PlanningProblem) -> None:
         """All ranks: give a problem to the solver; its plan is due `lag` iterations later."""
-        apply_at, heal_from = iteration + self.config.lag, self._targets.heal_from
-        self._target = problem.target
-        if heal_from is not None and apply_at >= heal_from and self.config.heal_order != "plan":
-            problem = healing_problem(problem, self.plan, self.config)
+        apply_at, self._target = iteration + self.config.lag, problem.target
+        problem = self._plans.healed(problem, self.plan, apply_at)
         self._solve.submit(Pending(iteration, apply_at, problem), self.plan)
 
     def _apply_solved(self, iteration: int) -> None:
         """All ranks: get the outcome from rank 0; apply the plan, or keep the current one."""
         try:
             plan, waited_s = self._solve.result()
-            plan.check_against(self._work)
-            saving_s = self._saving_s(plan)
+            plan.check_against(self._plans.work)
+            saving_s = self._plans.saving_s(plan, self._num_microbatches)
         except (PlanningError, UsageError) as failure:  # the same on all ranks
             self._keep_plan(iteration, str(failure))
             return
@@ -327,7 +309,7 @@ class SnipController:
             self._guard.plan_changed(self.plan)
         self.plan = plan
         self.history.append((iteration, plan.digest))
-        found = format_shares(plan.linears, self._work)
+        found = self._plans.shares(plan)
         shares = ", ".join(f"{share:.1%} {name}" for name, share in found.items())
         times = ""
         if saving_s is not None:
@@ -359,8 +341,7 @@ class SnipController:
             self.model.runtime.begin_pass(iteration)
             return training.run()
 
-        pins = [glob for glob, _ in self.config.pin_pairs]
-        safe = bf16_plan(self.plan, pins, self._work, self.config.lowest_format, iteration)
+        safe = self._plans.fallback(self.plan, iteration)
         judged = guard.run_watched(training, self.plan, safe, run, self._optimizer)
         if judged.message is not None:
             self._notify(iteration, "guard", judged.message)
@@ -388,36 +369,6 @@ class SnipController:
 
     # The beginning of a run.
 
-    def _first_plan(self, state: ControllerState | None, seed: int) -> PrecisionPlan:
-        """All ranks: rank 0 makes the plan that the run starts with, or resumes with."""
-        resumed, done = (None, 0) if state is None else (state.plan, state.iteration)
-        largest = max(point.target for point in self._targets.points)
-        config = self.config.model_copy(update={"efficiency_target": largest})
-
-        def make() -> PrecisionPlan:
-            problem, target = self._unmeasured(largest), self._targets.at(done + 1)
-            return initial_plan(problem, config, seed, resumed, target)
-
-        plan = from_rank_0(make if self._is_rank_0 else None, self._control)
-        return self._adapted(PrecisionPlan.from_dict(plan))
-
-    def _unmeasured(self, target: float) -> PlanningProblem:
-        linears, lowest = self.model.all_linears, self.config.lowest_format
-        problem = unmeasured_problem(linears, self._available.options, lowest, target)
-        return self._available.restrict(problem)
-
-    def _adapted(self, plan: PrecisionPlan) -> PrecisionPlan:
-        """All ranks: return the plan as it can run here; log what changed."""
-        plan.check_against(self._work)
-        available = self._available.options
-        options = (*plan.linears.values(), *available)
-        refusals = option_refusals(self.model.linears, options, self._control)
-        lowest = self.config.lowest_format
-        adapted, changes = adapt_plan(plan, available, refusals, self._work, lowest)
-        for text in changes:
-            self._log(f"{plan.label}: {text}", logging.WARNING)
-        return adapted
-
     def _start(self, state: ControllerState | None) -> None:
         """All ranks: apply the first plan; solve again what was being solved."""
         self.model.install()
@@ -433,50 +384,24 @@ class SnipController:
             return
         changes = state.changes(reported_settings(self.config, str(self.model.backend)))
         if changes:
-            self._log(
-                f"this run resumes with other settings: {', '.join(changes)}", logging.WARNING
-            )
+            self._warn(f"this run resumes with other settings: {', '.join(changes)}")
         if state.pending is not None and self._schedule.replans:
-            pending = replace(state.pending, problem=self._here(state.pending.problem))
+            pending = replace(state.pending, problem=self._plans.here(state.pending.problem))
             self._solve.submit(pending, self.plan)
-
-    def _here(self, problem: PlanningProblem) -> PlanningProblem:
-        """All ranks: return a former run's problem with the stages and options of this run."""
-        rows = tuple(
-            row.model_copy(update={"stage": self._work[row.name][0]}) for row in problem.linears
-        )
-        options = dict.fromkeys(Option.parse(name) for row in rows for name in row.options)
-        refusals = option_refusals(self.model.linears, options, self._control)
-        problem = problem.model_copy(update={"linears": rows})
-        return replace(self._available, refusals=refusals).restrict(problem)
 
     # Logs and reports.
 
     def _report_plan(self, iteration: int, num_changed: int, **more: Any) -> None:
         """All ranks: report the current plan and what every linear runs under it."""
         table = precision_table(self.model.linears, self.plan, iteration, self._control)
-        shares = format_shares(self.plan.linears, self._work)
+        shares = self._plans.shares(self.plan)
         event = PlanApplied(self.plan, shares, num_changed, resolved=table, **more)
         self._report(iteration, event)
         self._is_ordinary, self._step_s = False, []
 
-    def _saving_s(self, plan: PrecisionPlan) -> float | None:
-        """Return what a plan saves of a step against BF16; None if time is not the objective.
-
-        It is the difference of the slowest stage's linears, without pipeline bubbles.
-        """
-        table, tokens = self._available.calibration, self.model.runtime.microbatch_tokens
-        if table is None or tokens is None:
-            return None
-        bf16 = dict.fromkeys(plan.linears, BF16)
-        before, after = (table.slowest_stage(o, self._work) for o in (bf16, plan.linears))
-        c = self.model.config
-        ranks = int(c.context_parallel_size * c.tensor_model_parallel_size)
-        return (before - after) * tokens * self._num_microbatches / ranks
-
     def _notify(self, iteration: int, kind: NoticeKind, text: str) -> None:
         text = f"iteration {iteration}: {text}"
-        self._log(text, logging.WARNING)
+        self._warn(text)
         self._report(iteration, Notice(kind, text))
 
     def _alert(self, iteration: int, measured: Measurement) -> None:
@@ -484,19 +409,18 @@ class SnipController:
         if measured.health is None:
             return
         for text, measure, sign, limit in self.config.alerts:
-            new: dict[str, Finding] = {}
-            for each in measured.health.findings(measure):  # the worst of each linear
-                if sign * (each.value - limit) > 0 and (text, each.linear) not in self._alerted:
-                    new.setdefault(each.linear, each)
-            self._alerted |= {(text, name) for name in new}
+            beyond = measured.health.beyond(measure, sign, limit)
+            new = [each for each in beyond if (text, each.linear) not in self._alerted]
+            self._alerted |= {(text, each.linear) for each in new}
             if new:
-                self._notify(
-                    iteration, "health", f"alert {text}: {listing(map(str, new.values()))}"
-                )
+                self._notify(iteration, "health", f"alert {text}: {listing(map(str, new))}")
 
     def _log(self, text: str, level: int = logging.INFO) -> None:
         if self._is_rank_0:
             logger.log(level, "snip: %s", text)
+
+    def _warn(self, text: str) -> None:
+        self._log(text, logging.WARNING)
 
     def _report(self, iteration: int, payload: Payload) -> None:
         self._reporter.write(Event(iteration, payload))

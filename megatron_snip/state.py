@@ -140,7 +140,7 @@ class ControllerState:
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             detail = f"{type(error).__name__}: {error}"
-            raise UsageError(f"{source} is damaged ({detail})") from None
+            raise UsageError(f"{source} is damaged ({detail}); load another checkpoint") from None
 
 
 def reported_settings(config: SnipConfig, backend: str) -> dict[str, str]:

@@ -240,6 +240,14 @@ class HealthTable:
             if each.value
         ]
 
+    def beyond(self, measure: HealthMeasure, sign: float, limit: float) -> list[Finding]:
+        """Return each linear's worst value above `limit` (`sign` 1) or below it (-1)."""
+        found: dict[str, Finding] = {}
+        for each in self.findings(measure):
+            if sign * (each.value - limit) > 0:
+                found.setdefault(each.linear, each)
+        return list(found.values())
+
     def findings(self, measure: HealthMeasure, fmt: str | None = None) -> list[Finding]:
         """Return a measure's known values, worst first; `fmt` leaves out other formats'."""
         read, sign = MEASURES[measure]
@@ -351,7 +359,8 @@ def _spread(bins: Sequence[float], shift: float) -> tuple[float, float, float] |
         return None
     filled = [i for i, count in enumerate(bins) if count > 0]
     middle = next(i for i in filled if sum(bins[: i + 1]) >= total / 2 * (1 - 1e-9))
-    return tuple(i + LOWEST_LOG2 + shift for i in (filled[0], middle, filled[-1]))  # type: ignore
+    low, mid, high = (i + LOWEST_LOG2 + shift for i in (filled[0], middle, filled[-1]))
+    return low, mid, high
 
 
 def _square(x: Tensor) -> Tensor:

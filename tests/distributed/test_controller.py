@@ -135,11 +135,11 @@ def test_the_run_directory_holds_what_was_decided(
 def test_targets_follow_a_schedule_without_measuring_and_resume() -> None:
     first, second = run_ranks(2, f"{WORKERS}:schedules", {"layout_values": TP})
     for name, measured in (("healed", [2]), ("static", [])):
-        whole, resumed = first[name]
-        assert whole == resumed and second[name][0] == second[name][1]
-        assert whole["plans"] == second[name][0]["plans"]
-        assert (whole["measured"], whole["warnings"]) == (measured, [])
-        for _, target, efficiency, _ in whole["plans"]:
+        straight, resumed = first[name]
+        assert straight == resumed and second[name][0] == second[name][1]
+        assert straight["plans"] == second[name][0]["plans"]
+        assert (straight["measured"], straight["warnings"]) == (measured, [])
+        for _, target, efficiency, _ in straight["plans"]:
             assert target <= efficiency + 1e-9 < target + 1 / 16  # the largest GEMM
     healed = {i: (target, low) for i, target, _, low in first["healed"][0]["plans"]}
     assert [target for target, _ in healed.values()] == [0.8, 0.5, 0.4, 0.35, 0.25, 0.15, 0.1, 0.0]

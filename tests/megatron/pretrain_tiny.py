@@ -37,7 +37,7 @@ if "TINY_EARLY" in os.environ:
 if "TINY_BAD_STATE" in os.environ:
     from megatron_snip.state import ControllerState
 
-    ControllerState.to_dict = lambda self: {"version": 2, "plan": ["no", "plan"]}  # type: ignore
+    setattr(ControllerState, "to_dict", lambda self: {"version": 2, "plan": []})  # noqa: B010
 
 MODELS: list[torch.nn.Module] = []
 LOSSES: list[str] = []

@@ -1,7 +1,7 @@
 """What Megatron's own parser makes of command lines, and the model that it would build.
 
 Standard input: {name: {"words": [...], "world_size": N}}. Standard output: {name: parameters of the
-whole model}. A line that Megatron refuses ends the process.
+model}. A line that Megatron refuses ends the process.
 """
 
 from __future__ import annotations

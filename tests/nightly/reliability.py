@@ -337,12 +337,13 @@ def _last_line(text: str) -> str:
     """Return the last line that says why, at most 160 characters."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith("next:")]
-    telling = [line for line in lines if re.search(r"snip|Error|ended|signal|SIG", line)]
-    return _short((telling or lines or [""])[-1])
+    telling = [line for line in lines if re.search(r"Error|ended|stopped|signal|SIG", line)]
+    ours = [line for line in lines if line.startswith("megatron-snip: ")]
+    return _short((ours or telling or lines or [""])[-1])
 
 
 def _short(line: str) -> str:
-    line = re.sub(r"/tmp/reliability-\w+/", "", line)
+    line = re.sub(rf"{re.escape(tempfile.gettempdir())}/reliability-\w+/", "", line)
     return line.strip().replace("|", "/").replace("`", "'")[:160]
 
 

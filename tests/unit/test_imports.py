@@ -30,6 +30,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("guard",),
     ("state",),
     ("pending_solve", "refresh"),
+    ("run_plans",),
     ("controller",),
     ("patches",),
     ("trainer",),
