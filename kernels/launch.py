@@ -118,7 +118,7 @@ class TileSpec(NamedTuple):
         largest: the element type's largest value.
         min_power_bits: FP32 bits of the smallest normal power of two.
         anchor: 1.5 * 2^(23 - mantissa bits).
-        noise: 2^(-16 - mantissa bits).
+        noise: 2^(-32 - mantissa bits).
         scale: 0 FP32, 1 E8M0, 2 E4M3.
         tile_rows: rows of a tile.
         tile_cols: columns of a tile.
@@ -141,7 +141,7 @@ def tile_spec(fmt: Format, block: Block) -> TileSpec:
         element.max_value,
         (element.min_exponent + 127) << 23,
         1.5 * 2.0 ** (23 - element.mantissa_bits),
-        2.0 ** (-16 - element.mantissa_bits),
+        2.0 ** (-32 - element.mantissa_bits),
         (ScaleType.FP32, ScaleType.E8M0, ScaleType.E4M3).index(fmt.scale),
         *block,
     )

@@ -36,6 +36,8 @@ _STORED_MAX = tl.constexpr(448.0)
 _STORED_MIN_BITS = tl.constexpr((-6 + 127) << 23)
 _STORED_ANCHOR = tl.constexpr(1.5 * 2.0**20)
 _ROUNDS = tl.constexpr(7)
+_MULTIPLIER_A, _MULTIPLIER_B = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
+_WEYL_0, _WEYL_1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 
 
 @triton.jit
@@ -74,11 +76,18 @@ def round_nearest(y, min_power_bits: tl.constexpr, anchor: tl.constexpr):
 def round_stochastic(
     y, bits16, min_power_bits: tl.constexpr, anchor: tl.constexpr, noise: tl.constexpr
 ):
-    """Round to a neighbor on the grid; bits16 [R, C] int32 in [-2^15, 2^15)."""
+    """Round to a neighbor on the grid; bits16 [R, C] int32, 2^16 * [-2^15, 2^15)."""
     bits = y.to(tl.int32, bitcast=True) & _EXPONENT
     power = tl.maximum(bits, min_power_bits).to(tl.float32, bitcast=True)
-    noisy = tl.fma(bits16.to(tl.float32) + 0.5, power * noise, y)
+    noisy = tl.fma(power, tl.fma(bits16.to(tl.float32), noise, 2.0**15 * noise), y)
     return tl.fma(power, -anchor, tl.fma(power, anchor, noisy))
+
+
+@triton.jit
+def divide_by(x, largest: tl.constexpr):
+    """Return x / largest as `div_rn`: right for every FP32 mantissa and for 2^a - 2^b."""
+    quotient = x * (1.0 / largest)
+    return tl.fma(tl.fma(quotient, -largest, x), 1.0 / largest, quotient)
 
 
 @triton.jit
@@ -88,14 +97,14 @@ def tile_scales(amax, tensor_amax, SPEC: tl.constexpr):
     if SPEC.scale == 2:
         top = tl.where(tensor_amax < _INF, tl.maximum(tensor_amax, _FLOOR), float("nan"))
         tensor = tl.div_rn(top, _STORED_MAX * SPEC.largest)
-        ratio = tl.div_rn(tl.div_rn(amax, SPEC.largest), tensor)
+        ratio = tl.div_rn(divide_by(amax, SPEC.largest), tensor)
         ratio = tl.clamp(ratio, _STORED_MIN, _STORED_MAX, propagate_nan=tl.PropagateNan.ALL)
         stored = round_nearest(ratio, _STORED_MIN_BITS, _STORED_ANCHOR)
         encode = tl.div_rn(tl.div_rn(1.0, tensor), stored)
         decode = stored * tensor
     else:
         floored = tl.where(amax < _FLOOR, _FLOOR, amax)
-        decode = tl.div_rn(floored, SPEC.largest)
+        decode = divide_by(floored, SPEC.largest)
         if SPEC.scale == 1:
             up = ((decode.to(tl.int32, bitcast=True) + 0x007FFFFF) & _EXPONENT).to(tl.int32)
             finite = floored < _INF
@@ -162,27 +171,43 @@ def quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC: tl.constexpr, STOCHASTI
 
 
 @triton.jit
+def philox(key, counter):
+    """Return the words of `tl.randint4x(key, counter, n_rounds=7)`: both halves by one product."""
+    c0, c1 = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
+    c2, c3 = tl.zeros_like(c0), tl.zeros_like(c0)
+    key0, key1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    for _ in tl.static_range(_ROUNDS):
+        a, b = c0.to(tl.uint64) * _MULTIPLIER_A, c2.to(tl.uint64) * _MULTIPLIER_B
+        c0 = (b >> 32).to(tl.uint32) ^ c1 ^ key0
+        c2 = (a >> 32).to(tl.uint32) ^ c3 ^ key1
+        c1, c3 = b.to(tl.uint32), a.to(tl.uint32)
+        key0, key1 = key0 + _WEYL_0, key1 + _WEYL_1
+    return c0, c1, c2, c3
+
+
+@triton.jit
 def random_bits16(key, at, layout, R: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr):
-    """Return the random numbers of a block: [R, C] int32 in [-2^15, 2^15)."""
+    """Return the random numbers of a block: [R, C] int32, 2^16 * [-2^15, 2^15)."""
     row0, col0, _, _ = at
     global_cols, local_chunk, global_chunk, col_start = layout
-    rows = (row0 + tl.arange(0, R)).to(tl.int64)
-    base = (rows * global_cols)[:, None]
+    rows = (row0 + tl.arange(0, R)).to(tl.int64)[:, None]
     cols = col0 + (tl.arange(0, C) if MODE == 3 else tl.arange(0, C // 8) * 8)
     if MODE != 1:
         cols = cols // local_chunk * global_chunk + col_start + cols % local_chunk
-    index = base + cols.to(tl.int64)[None, :]
-    w0, w1, w2, w3 = tl.randint4x(key, index >> 3, n_rounds=_ROUNDS)
+    cols = cols.to(tl.int64)[None, :]
     if MODE == 3:
+        index = rows * global_cols + cols
+        w0, w1, w2, w3 = philox(key, index >> 3)
         lane = (index & 7).to(tl.int32)
         word = tl.where(lane < 4, tl.where(lane < 2, w0, w1), tl.where(lane < 6, w2, w3))
         word = word.to(tl.int32, bitcast=True)
-        bits16 = tl.where((lane & 1) == 0, (word << 16) >> 16, word >> 16)
+        bits16 = tl.where((lane & 1) == 0, word << 16, word & -65536)
     else:
+        w0, w1, w2, w3 = philox(key, rows * (global_cols >> 3) + (cols >> 3))
         # lane = 4 * (word > 1) + 2 * (odd word) + (high half): join from the slowest bit on
         words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(R, C // 2)
         words = words.to(tl.int32, bitcast=True)
-        bits16 = tl.join((words << 16) >> 16, words >> 16).reshape(R, C)
+        bits16 = tl.join(words << 16, words & -65536).reshape(R, C)
     return bits16
 
 
