@@ -90,7 +90,7 @@ class CompileOnly:
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self.arch  # kernels are cached per device
 
     def get_current_stream(self, device: int) -> int:
         return 0

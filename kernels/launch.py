@@ -181,10 +181,10 @@ COL_CONFIG = LaunchConfig(128, 64, 8)
 """Tiles along the column."""
 
 SQUARE_CONFIG = LaunchConfig(128, 128, 8)
-"""Square blocks of weights, one per program; and both directions at once."""
+"""Square blocks of weights, one per program."""
 
-ROW_STEP, COL_STEP = 32, 32
-"""Rows, and columns, of the slices in which a program of both directions works."""
+BOTH_CONFIG = LaunchConfig(128, 128, 16)
+"""Both directions from one read of x: 32 elements per thread."""
 
 NORMS_ROW_CONFIG, NORMS_COL_CONFIG = LaunchConfig(16, 128, 4), LaunchConfig(128, 32, 8)
 NORMS_SQUARE_CONFIG = LaunchConfig(128, 128, 16)
@@ -242,7 +242,7 @@ def quantize_dequantize_both(
 
     out = [torch.empty(x.shape, dtype=dtype, device=x.device) for _ in range(2)]
     row, col = (tile_spec(fmt, block) for fmt, block in zip(formats, blocks, strict=True))
-    config = config or _config(ROW_CONFIG, COL_CONFIG, SQUARE_CONFIG, row, col)
+    config = config or _config(ROW_CONFIG, COL_CONFIG, BOTH_CONFIG, row, col)
     columns = (random[0] if random[0].mode else random[1]).columns
     if x.numel():
         with _on(x):
@@ -258,8 +258,6 @@ def quantize_dequantize_both(
                 COL_SPEC=col,
                 ROW_MODE=random[0].mode,
                 COL_MODE=random[1].mode,
-                ROW_STEP=max(ROW_STEP, row.tile_rows),
-                COL_STEP=max(COL_STEP, col.tile_cols),
                 NATIVE_CASTS=not interpreting(),
                 num_warps=config.num_warps,
             )

@@ -294,30 +294,24 @@ def quantize_both_kernel(
     COL_SPEC: tl.constexpr,
     ROW_MODE: tl.constexpr,
     COL_MODE: tl.constexpr,
-    ROW_STEP: tl.constexpr,
-    COL_STEP: tl.constexpr,
     NATIVE_CASTS: tl.constexpr,
 ):
     """Quantize along the row and along the column from one read of x from memory.
 
-    The block holds complete tiles both ways, which is too much for registers. So it is processed
-    in slices of ROW_STEP rows, then in slices of COL_STEP columns. The second pass finds x in the
-    L1 cache (32 KiB of BF16), and small slices leave room for enough programs to hide latency.
+    The block holds complete tiles both ways. A thread holds few elements of it, which leaves room
+    for 512 threads on a multiprocessor.
     """
-    row0, col0, _, _ = block_at(rows, cols, R, C)
+    at = block_at(rows, cols, R, C)
     layout = (global_cols, local_chunk, global_chunk, col_start)
-    for step in range(0, R, ROW_STEP):
-        at = (row0 + step, col0, rows, cols)
-        x = load_block(x_ptr, x_row, x_col, at, ROW_STEP, C)
-        _quantize_block(
-            x, amax_ptr, row_key, layout, row_out_ptr, at, ROW_SPEC, ROW_MODE, NATIVE_CASTS
-        )
-    for step in range(0, C, COL_STEP):
-        at = (row0, col0 + step, rows, cols)
-        x = load_block(x_ptr, x_row, x_col, at, R, COL_STEP)
-        _quantize_block(
-            x, amax_ptr, col_key, layout, col_out_ptr, at, COL_SPEC, COL_MODE, NATIVE_CASTS
-        )
+    x = load_block(x_ptr, x_row, x_col, at, R, C)
+    _quantize_block(
+        x, amax_ptr, row_key, layout, row_out_ptr, at, ROW_SPEC, ROW_MODE, NATIVE_CASTS
+    )
+    if ROW_MODE or COL_MODE:  # from the L1 cache: random numbers need the registers
+        x = load_block(x_ptr, x_row, x_col, at, R, C)
+    _quantize_block(
+        x, amax_ptr, col_key, layout, col_out_ptr, at, COL_SPEC, COL_MODE, NATIVE_CASTS
+    )
 
 
 @triton.jit
