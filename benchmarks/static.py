@@ -126,7 +126,7 @@ def compiling(arch: int) -> Iterator[list[Compiled]]:
 def compiled(name: str, arch: int) -> Compiled:
     """Return a variant compiled for an architecture (90, 100)."""
     with compiling(arch) as kernels:
-        VARIANTS[name][0](torch.randn(256, 1024).bfloat16())
+        VARIANTS[name][0](torch.randn(256, 4096).bfloat16())
     return kernels[0]
 
 

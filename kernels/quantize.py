@@ -91,8 +91,11 @@ def divide_by(x, largest: tl.constexpr):
 
 
 @triton.jit
-def tile_scales(amax, tensor_amax, SPEC: tl.constexpr):
-    """Return (encode, decode) of tiles with largest magnitude `amax`; NaN for NaN and Inf."""
+def tile_scales(amax, tensor_amax, SPEC: tl.constexpr, EXACT: tl.constexpr):
+    """Return (encode, decode) of tiles with largest magnitude `amax`; NaN for NaN and Inf.
+
+    FP32 scales that are not EXACT are right to 2^-22, which is enough for the error's square.
+    """
     amax = tl.where(amax < _INF, amax, float("nan"))
     if SPEC.scale == 2:
         top = tl.where(tensor_amax < _INF, tl.maximum(tensor_amax, _FLOOR), float("nan"))
@@ -105,31 +108,40 @@ def tile_scales(amax, tensor_amax, SPEC: tl.constexpr):
     else:
         floored = tl.where(amax < _FLOOR, _FLOOR, amax)
         decode = divide_by(floored, SPEC.largest)
+        if not EXACT and SPEC.scale == 0:
+            decode = floored * (1.0 / SPEC.largest)
         if SPEC.scale == 1:
             up = ((decode.to(tl.int32, bitcast=True) + 0x007FFFFF) & _EXPONENT).to(tl.int32)
             finite = floored < _INF
             decode = tl.where(finite, up.to(tl.float32, bitcast=True), float("nan"))
             inverse = (0x7F000000 - up).to(tl.float32, bitcast=True)  # 2^-e from 2^e
             encode = tl.where(finite, inverse, float("nan"))
-        else:
+        elif EXACT:
             encode = tl.div_rn(SPEC.largest, floored)
+        else:
+            encode = SPEC.largest * (1.0 / floored)
     return encode, decode
 
 
 @triton.jit
-def tile_amax(x, SPEC: tl.constexpr):
-    """Return the largest magnitude of each tile, [R / tile rows, C / tile cols], NaN included."""
+def tile_amax(x, SPEC: tl.constexpr, EXACT: tl.constexpr):
+    """Return the largest magnitude of each tile, [R / tile rows, C / tile cols].
+
+    NaN is found if EXACT; sums of error norms are NaN without that.
+    """
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    size = tl.abs(x)
+    if EXACT:
+        size = size.to(tl.int32, bitcast=True)
     if SPEC.tile_rows == 1:
-        amax = tl.max(bits.reshape(R, C // SPEC.tile_cols, SPEC.tile_cols), 2)
+        amax = tl.max(size.reshape(R, C // SPEC.tile_cols, SPEC.tile_cols), 2)
     elif SPEC.tile_cols == 1:
-        amax = tl.max(bits.reshape(R // SPEC.tile_rows, SPEC.tile_rows, C), 1)
+        amax = tl.max(size.reshape(R // SPEC.tile_rows, SPEC.tile_rows, C), 1)
     elif SPEC.tile_rows == R and SPEC.tile_cols == C:
-        amax = tl.full((1, 1), tl.max(bits), tl.int32)  # one tile: threads reduce their own first
+        amax = tl.full((1, 1), tl.max(size), size.dtype)  # one tile: threads reduce their own first
     else:
-        tiles = bits.reshape(
+        tiles = size.reshape(
             R // SPEC.tile_rows, SPEC.tile_rows, C // SPEC.tile_cols, SPEC.tile_cols
         )
         amax = tl.max(tl.max(tiles, 3), 1)
@@ -152,14 +164,16 @@ def expand_tiles(scale, R: tl.constexpr, C: tl.constexpr, SPEC: tl.constexpr):
 
 
 @triton.jit
-def quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC: tl.constexpr, STOCHASTIC: tl.constexpr):
+def quantize_dequantize_tiles(
+    x, bits16, amax_ptr, SPEC: tl.constexpr, STOCHASTIC: tl.constexpr, EXACT: tl.constexpr
+):
     """Return the dequantized block in FP32; `bits16` is read only if STOCHASTIC."""
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     tensor_amax = 0.0
     if SPEC.scale == 2:
         tensor_amax = tl.load(amax_ptr)
-    encode, decode = tile_scales(tile_amax(x, SPEC), tensor_amax, SPEC)
+    encode, decode = tile_scales(tile_amax(x, SPEC, EXACT), tensor_amax, SPEC, EXACT)
     y = x * expand_tiles(encode, R, C, SPEC)
     if SPEC.scale == 2:
         y = tl.clamp(y, -SPEC.largest, SPEC.largest, propagate_nan=tl.PropagateNan.ALL)
@@ -240,7 +254,7 @@ def _quantize_block(
     bits16 = 0
     if MODE != 0:
         bits16 = random_bits16(key, at, layout, R, C, MODE)
-    value = quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC, MODE != 0)
+    value = quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC, MODE != 0, True)
     offsets, mask = _offsets(at, at[3], 1, R, C)
     tl.store(out_ptr + offsets, _narrow(value, out_ptr.dtype.element_ty, NATIVE_CASTS), mask=mask)
 
@@ -343,9 +357,9 @@ def error_norms_kernel(
     for step in range(STEPS):
         x = load_block(x_ptr, x_row, x_col, (row0, col0 + step * C, rows, cols), R, C)
         square += x * x
-        error = x - quantize_dequantize_tiles(x, 0, amax_ptr, FIRST, False)
+        error = x - quantize_dequantize_tiles(x, 0, amax_ptr, FIRST, False, False)
         first += error * error
-        error = x - quantize_dequantize_tiles(x, 0, amax_ptr, SECOND, False)
+        error = x - quantize_dequantize_tiles(x, 0, amax_ptr, SECOND, False, False)
         second += error * error
     programs = tl.num_programs(0)
     tl.store(sums_ptr + tl.program_id(0), tl.sum(square))
