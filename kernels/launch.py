@@ -186,8 +186,8 @@ SQUARE_CONFIG = LaunchConfig(128, 128, 8)
 BOTH_CONFIG = LaunchConfig(128, 128, 16)
 """Both directions from one read of x: 32 elements per thread."""
 
-NORMS_ROW_CONFIG, NORMS_COL_CONFIG = LaunchConfig(16, 128, 4), LaunchConfig(128, 32, 8)
-NORMS_SQUARE_CONFIG = LaunchConfig(128, 128, 16)
+NORMS_ROW_CONFIG, NORMS_COL_CONFIG = LaunchConfig(16, 128, 4), LaunchConfig(128, 32, 4)
+NORMS_SQUARE_CONFIG = LaunchConfig(128, 128, 8)
 """Error norms: few elements per thread, because each sum takes as many registers."""
 
 NORMS_STEPS = 16
@@ -292,7 +292,8 @@ def _error_norms(
     second = others[0] if others else first
     standard = _config(NORMS_ROW_CONFIG, NORMS_COL_CONFIG, NORMS_SQUARE_CONFIG, first, second)
     config = config or standard
-    steps = NORMS_STEPS if min(config[:2]) < 128 and x.shape[1] >= NORMS_STEPS * config.cols else 1
+    fit = max(1, x.shape[1] // config.cols)
+    steps = min(NORMS_STEPS, 1 << fit.bit_length() - 1) if min(config[:2]) < 128 else 1
     programs = _programs(x, config._replace(cols=steps * config.cols))
     sums = torch.zeros((3, programs), dtype=torch.float32, device=x.device)
     if x.numel():

@@ -65,6 +65,16 @@ def load_block(x_ptr, row_stride, col_stride, at, R: tl.constexpr, C: tl.constex
 
 
 @triton.jit
+def load_halves(x_ptr, row_stride, col_stride, at, R: tl.constexpr, C: tl.constexpr):
+    """As `load_block`; a thread holds part of each half of a row, so fewer threads share a row."""
+    offsets, mask = _offsets(at, row_stride, col_stride, R, C)
+    offsets = offsets.reshape(R, 2, C // 2).permute(1, 0, 2)
+    mask = mask.reshape(R, 2, C // 2).permute(1, 0, 2)
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    return x.permute(1, 0, 2).reshape(R, C)
+
+
+@triton.jit
 def round_nearest(y, min_power_bits: tl.constexpr, anchor: tl.constexpr):
     """Round to nearest even on the element type's grid; y within range, or NaN."""
     bits = y.to(tl.int32, bitcast=True) & _EXPONENT
@@ -96,7 +106,8 @@ def tile_scales(amax, tensor_amax, SPEC: tl.constexpr, EXACT: tl.constexpr):
 
     FP32 scales that are not EXACT are right to 2^-22, which is enough for the error's square.
     """
-    amax = tl.where(amax < _INF, amax, float("nan"))
+    if EXACT:  # else 0 * Inf is NaN soon enough
+        amax = tl.where(amax < _INF, amax, float("nan"))
     if SPEC.scale == 2:
         top = tl.where(tensor_amax < _INF, tl.maximum(tensor_amax, _FLOOR), float("nan"))
         tensor = tl.div_rn(top, _STORED_MAX * SPEC.largest)
@@ -355,7 +366,11 @@ def error_norms_kernel(
     first = tl.zeros((R, C), tl.float32)
     second = tl.zeros((R, C), tl.float32)
     for step in range(STEPS):
-        x = load_block(x_ptr, x_row, x_col, (row0, col0 + step * C, rows, cols), R, C)
+        at = (row0, col0 + step * C, rows, cols)
+        if FIRST.tile_rows == 1 and SECOND.tile_rows == 1:
+            x = load_halves(x_ptr, x_row, x_col, at, R, C)
+        else:
+            x = load_block(x_ptr, x_row, x_col, at, R, C)
         square += x * x
         error = x - quantize_dequantize_tiles(x, 0, amax_ptr, FIRST, False, False)
         first += error * error
