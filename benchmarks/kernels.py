@@ -2,6 +2,7 @@
 
     python -m benchmarks.kernels [--json FILE] [--sweep]     on a GPU: kernels
     python -m benchmarks.kernels --cpu                       anywhere: the reference path
+    python -m benchmarks.kernels --static                    anywhere: what the kernels compile to
 
 Every figure is a ratio measured in one run: bytes a kernel must move over its time, against bytes
 over time of a plain copy of the same tensor (`copy_`, one read and one write). Tensors are larger
@@ -237,6 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run on the GPU, or on the CPU if asked; 1 if bits differ."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cpu", action="store_true", help="time the reference path, small")
+    parser.add_argument("--static", action="store_true", help="count instructions; no GPU needed")
     parser.add_argument("--rows", type=int, help="rows of the matrix [16384; 2048 on the CPU]")
     parser.add_argument("--cols", type=int, help="columns [8192; 1024 on the CPU]")
     parser.add_argument("--repeats", type=int, help="timed runs a case [50; 3 on the CPU]")
@@ -244,6 +246,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args(argv)
     console = Console()
+    if options.static:
+        return _static(console, options.json)
     if not torch.cuda.is_available() and not options.cpu:
         console.print("No CUDA device here, so no kernel is timed; --cpu times the reference path.")
         return 0
@@ -277,6 +281,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     _show(console, report, goals=not small)
     ours = [name for name in failures if not name.startswith("torchao")]
     return 1 if differing or ours else 0
+
+
+def _static(console: Console, file: Path | None) -> int:
+    """Print instructions per element, registers and spills; 1 if registers spill."""
+    from benchmarks import static
+
+    rows = [row for arch in (90, 100) for row in static.table(arch)]
+    shown = Table("kernel", "GPU", "instructions/element", "goal", "registers", "spilled", "warps")
+    for row in rows:
+        goal = row["goal"]
+        style = "" if goal is None else "green" if row["instructions"] <= goal else "red"
+        shown.add_row(
+            row["name"],
+            f"sm_{row['arch']}",
+            f"{row['instructions']:.1f}",
+            "" if goal is None else f"<= {goal}",
+            *(str(row[key]) for key in ("registers", "spilled_bytes", "warps")),
+            style=style,
+        )
+    console.print(shown)
+    if file:
+        write_result(file, {"compiled": rows})
+    return int(any(row["spilled_bytes"] for row in rows))
 
 
 def _show(console: Console, report: dict[str, Any], *, goals: bool) -> None:

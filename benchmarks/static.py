@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -78,27 +78,10 @@ class Compiled(NamedTuple):
     elements: float
 
 
-class CompileOnly:
-    """Stands in for the CUDA driver when a launch compiles."""
-
-    def __init__(self, arch: int) -> None:
-        self.arch = arch
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.arch, 32)
-
-    def get_current_device(self) -> int:
-        return self.arch  # kernels are cached per device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 @contextmanager
 def compiling(arch: int) -> Iterator[list[Compiled]]:
     """Within, launches add compiled kernels to the list and run nothing."""
+    from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
     from megatron_snip.kernels import quantize
@@ -118,9 +101,14 @@ def compiling(arch: int) -> Iterator[list[Compiled]]:
             return launched
 
     recorders = {name: Recorder(getattr(quantize, name)) for name in KERNELS}
-    with patch.object(driver, "_active", CompileOnly(arch)):
-        with patch.multiple(quantize, **recorders):
-            yield compiled
+    stand_in = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", arch, 32),
+        get_current_device=lambda: arch,  # kernels are cached per device
+        get_current_stream=lambda device: 0,
+    )
+    driving = patch.object(driver, "_active", stand_in)
+    with driving, patch.multiple(quantize, **recorders):
+        yield compiled
 
 
 def compiled(name: str, arch: int) -> Compiled:
@@ -160,6 +148,18 @@ def instructions_per_element(compiled: Compiled) -> float:
         command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return executed(text, 2 * compiled.elements) / compiled.elements
+
+
+def table(arch: int) -> list[dict[str, Any]]:
+    """Return what each variant compiles to for an architecture."""
+    rows = []
+    for name, (_, goal) in VARIANTS.items():
+        made = compiled(name, arch)
+        registers, spilled = resources(made.kernel, arch)
+        row = {"name": name, "arch": arch, "warps": made.kernel.metadata.num_warps}
+        row |= {"instructions": instructions_per_element(made), "goal": goal}
+        rows.append({**row, "registers": registers, "spilled_bytes": spilled})
+    return rows
 
 
 _CODE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+ )?\s*([A-Z0-9.]+)(.*?);", re.MULTILINE)

@@ -190,7 +190,7 @@ NORMS_ROW_CONFIG, NORMS_COL_CONFIG = LaunchConfig(16, 128, 4), LaunchConfig(128,
 NORMS_SQUARE_CONFIG = LaunchConfig(128, 128, 8)
 """Error norms: few elements per thread, because each sum takes as many registers."""
 
-NORMS_STEPS = 16
+NORMS_STEPS = 32
 """Blocks that a program of error norms adds up, where x is that wide."""
 
 
