@@ -3,7 +3,7 @@
     python -m benchmarks.step [--rounds N] [--json FILE]
 
 A step is timed (forward, backward, optimizer) in the embedded trainer, one rank, with simulated
-linears. On a GPU the layers are those of a 1B Llama; on the CPU those of the demo and of half its
+linears. On a GPU the layers are those of Llama-7B; on the CPU those of the demo and of half its
 width. What exceeds 75 % runs in fp8, spread evenly over the model. `peak_bytes` is the most memory
 that a step holds, `held_bytes` what is held before it begins.
 
@@ -53,13 +53,13 @@ CPU_MODELS: dict[str, dict[str, int]] = {
     },
 }
 GPU_MODELS: dict[str, dict[str, int]] = {
-    "1B's layers": {
-        "num_layers": 8,
-        "hidden_size": 2048,
-        "ffn_hidden_size": 8192,
-        "seq_length": 512,
-        "micro_batch_size": 32,
-        "heads": 16,
+    "two layers of Llama-7B": {
+        "num_layers": 2,
+        "hidden_size": 4096,
+        "ffn_hidden_size": 11008,
+        "seq_length": 1024,
+        "micro_batch_size": 8,
+        "heads": 32,
     },
 }
 Keeper = Callable[[dict[str, Any]], None]

@@ -1,8 +1,8 @@
 """Launching the kernels: when they can run, their compile-time numbers, block sizes, outputs.
 
 Block sizes are fixed. A run must not stop to compile when shapes change, and results do not depend
-on block sizes; `benchmarks.kernels --sweep` measures alternatives. Triton is imported only when a
-kernel runs. Functions take [rows, cols] matrices of any strides.
+on block sizes; `benchmarks.kernels --static` counts what they compile to. Triton is imported only
+when a kernel runs. Functions take [rows, cols] matrices of any strides.
 """
 
 from __future__ import annotations
