@@ -51,6 +51,7 @@ import importlib, json, os, sysconfig
 found = {"missing": []}
 try:
     import torch
+    found["torch"] = torch.__version__
     found["why"] = "" if torch.version.cuda else f"its torch {torch.__version__} has no CUDA"
     if torch.version.cuda:
         found["gpu"] = torch.cuda.get_device_name()
@@ -160,9 +161,9 @@ def choose(gpu: bool) -> tuple[str, dict[str, Any]] | None:
     venv = ROOT / ".venv" / "bin" / "python"
     for python in [asked] if asked else [*([str(venv)] if venv.exists() else []), sys.executable]:
         found = probe(python)
-        if found.get("gpu") or (not gpu and "Error" not in found["why"]):
+        if found.get("gpu" if gpu else "torch"):
             return python, found
-        print(f"{python} sees no GPU: {found['why']}" if gpu else f"{python}: {found['why']}")
+        print(f"{python} {'sees no GPU' if gpu else 'has no torch'}: {found['why']}")
     return None
 
 
