@@ -41,11 +41,13 @@ build() {
   sha256sum --check --quiet SHA256SUMS
   $PYTHON -m pip install --quiet --no-deps --no-index --target "$target" ./*.whl
   site=$($PYTHON -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+  CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
+  [ -x "$CUDA_HOME/bin/nvcc" ] || { echo "te.sh: no $CUDA_HOME/bin/nvcc; set CUDA_HOME" && exit 1; }
+  CPATH=$CUDA_HOME/include:$CUDA_HOME/include/cccl  # before PyTorch's, which lack a part
   for folder in "$site"/nvidia/*/; do
-    CPATH=${CPATH:-}:${folder}include:${folder}include/cccl
+    CPATH=$CPATH:${folder}include:${folder}include/cccl
     LIBRARY_PATH=${LIBRARY_PATH:-}:${folder}lib
   done
-  CUDA_HOME=${CUDA_HOME:-$(dirname "$(dirname "$(command -v nvcc)")")}
   export CPATH LIBRARY_PATH CUDA_HOME
   export NVTE_FRAMEWORK=pytorch MAX_JOBS="${MAX_JOBS:-$(nproc)}" PYTHONPATH="$target:${PYTHONPATH:-}"
   $PYTHON -m pip install --no-deps --no-index --no-build-isolation --target "$target" ./*.tar.gz
