@@ -58,20 +58,19 @@ def _offsets(at, row_stride, col_stride, R: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def load_block(x_ptr, row_stride, col_stride, at, R: tl.constexpr, C: tl.constexpr):
-    """Return a block of x in FP32 [R, C], with zeros beyond the tensor's edges."""
-    offsets, mask = _offsets(at, row_stride, col_stride, R, C)
-    return tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+def load_block(
+    x_ptr, row_stride, col_stride, at, R: tl.constexpr, C: tl.constexpr, HALVES: tl.constexpr
+):
+    """Return a block of x in FP32 [R, C], with zeros beyond the tensor's edges.
 
-
-@triton.jit
-def load_halves(x_ptr, row_stride, col_stride, at, R: tl.constexpr, C: tl.constexpr):
-    """As `load_block`; a thread holds part of each half of a row, so fewer threads share a row."""
+    With HALVES a thread holds parts of both halves of a row, so fewer threads share a row.
+    """
     offsets, mask = _offsets(at, row_stride, col_stride, R, C)
-    offsets = offsets.reshape(R, 2, C // 2).permute(1, 0, 2)
-    mask = mask.reshape(R, 2, C // 2).permute(1, 0, 2)
+    if HALVES:
+        offsets = offsets.reshape(R, 2, C // 2).permute(1, 0, 2)
+        mask = mask.reshape(R, 2, C // 2).permute(1, 0, 2)
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    return x.permute(1, 0, 2).reshape(R, C)
+    return x.permute(1, 0, 2).reshape(R, C) if HALVES else x
 
 
 @triton.jit
@@ -130,8 +129,7 @@ def tile_scales(amax, tensor_amax, SPEC: tl.constexpr, EXACT: tl.constexpr):
         elif EXACT:
             encode = tl.div_rn(SPEC.largest, floored)
         else:
-            root = tl.rsqrt(floored)  # fewer instructions than a division
-            encode = SPEC.largest * (root * root)
+            encode = SPEC.largest * (tl.rsqrt(floored) * tl.rsqrt(floored))  # cheaper than 1 / x
     return encode, decode
 
 
@@ -293,7 +291,7 @@ def quantize_kernel(
 ):
     """Quantize along one direction."""
     at = block_at(rows, cols, R, C)
-    x = load_block(x_ptr, x_row, x_col, at, R, C)
+    x = load_block(x_ptr, x_row, x_col, at, R, C, False)
     layout = (global_cols, local_chunk, global_chunk, col_start)
     _quantize_block(x, amax_ptr, key, layout, out_ptr, at, SPEC, MODE, NATIVE_CASTS)
 
@@ -329,10 +327,10 @@ def quantize_both_kernel(
     """
     at = block_at(rows, cols, R, C)
     layout = (global_cols, local_chunk, global_chunk, col_start)
-    x = load_block(x_ptr, x_row, x_col, at, R, C)
+    x = load_block(x_ptr, x_row, x_col, at, R, C, False)
     _quantize_block(x, amax_ptr, row_key, layout, row_out_ptr, at, ROW_SPEC, ROW_MODE, NATIVE_CASTS)
     if ROW_MODE or COL_MODE:  # from the L1 cache: random numbers need the registers
-        x = load_block(x_ptr, x_row, x_col, at, R, C)
+        x = load_block(x_ptr, x_row, x_col, at, R, C, False)
     _quantize_block(x, amax_ptr, col_key, layout, col_out_ptr, at, COL_SPEC, COL_MODE, NATIVE_CASTS)
 
 
@@ -364,10 +362,7 @@ def error_norms_kernel(
     second = tl.zeros((R, C), tl.float32)
     for step in range(STEPS):
         at = (row0, col0 + step * C, rows, cols)
-        if FIRST.tile_rows == 1 and SECOND.tile_rows == 1:
-            x = load_halves(x_ptr, x_row, x_col, at, R, C)
-        else:
-            x = load_block(x_ptr, x_row, x_col, at, R, C)
+        x = load_block(x_ptr, x_row, x_col, at, R, C, FIRST.tile_rows * SECOND.tile_rows == 1)
         square += x * x
         error = x - quantize_dequantize_tiles(x, 0, amax_ptr, FIRST, False, False)
         first += error * error
