@@ -7,7 +7,7 @@
 #   sh launch/te.sh test TARGET         there: the cases of tests/te that need no stand-in
 #
 # PYTHON is a Python 3.12 with PyTorch, on both machines: the source package asks for it.
-# The build was tried without a GPU alone (PyTorch 2.15, CUDA 13.0); it takes 13 core minutes.
+# Not run to its end yet: a third of the files compiled in a trial (PyTorch 2.15, CUDA 13.0, no GPU).
 set -eu
 
 TE_VERSION=${TE_VERSION:-2.20.2}
