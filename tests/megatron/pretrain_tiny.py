@@ -100,6 +100,8 @@ def model_provider(
         MODELS.append(HybridModel(config, hybrid_stack_spec, **common))
         return MODELS[-1]
     te, latent = args.transformer_impl == "transformer_engine", args.multi_latent_attention
+    if te:  # Megatron has drawn random tensors of a shape that depends on context parallelism
+        torch.manual_seed(args.seed)
     make = get_gpt_layer_with_transformer_engine_spec if te else get_gpt_layer_local_spec
     norm = {} if te else {"normalization": args.normalization}
     spec = make(num_experts=args.num_experts, multi_latent_attention=latent, **norm)

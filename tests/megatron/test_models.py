@@ -57,7 +57,7 @@ def test_all_linears_are_planned_and_measuring_changes_no_bit(
 
 
 def test_context_parallel_ranks_add_up_to_the_statistics_of_one(stand_in_lab: Lab) -> None:
-    """In BF16 attention's order of sums shows; a rank that is lost takes half of each sum."""
+    """wgrad alone differs: its tiles hold a rank's own tokens, and sums are over ranks' parts."""
     tables = []
     for layout in ("te", "cp2"):
         output = stand_in_lab.output(f"collected-{layout}")
@@ -70,10 +70,10 @@ def test_context_parallel_ranks_add_up_to_the_statistics_of_one(stand_in_lab: La
         a, b = two[name]["statistics"], wanted["statistics"]
         assert (a["microbatches"], a["tokens"]) == (b["microbatches"], b["tokens"]) == (4.0, 256.0)
         for key in ("input_square", "weight_square", "output_square", "grad_square"):
-            assert a[key] == pytest.approx(b[key], rel=0.05), (name, key)
+            assert a[key] == pytest.approx(b[key], rel=2e-3), (name, key)
         for form, errors in b["formats"].items():
             for key in ("fisher", "aligned_fisher", "output_error_square", "weight_error_square"):
-                assert a["formats"][form][key] == pytest.approx(errors[key], rel=0.2), (name, key)
+                assert a["formats"][form][key] == pytest.approx(errors[key], rel=5e-3), (name, key)
         for option, values in wanted["options"].items():
             found = two[name]["options"][option]["quality_loss"]
-            assert found == pytest.approx(values["quality_loss"], rel=0.2)
+            assert found == pytest.approx(values["quality_loss"], rel=0.1)

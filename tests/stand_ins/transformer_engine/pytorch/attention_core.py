@@ -3,7 +3,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.nn.functional import all_gather
+import torch.distributed as dist
+
+
+class _Gather(torch.autograd.Function):  # torch's own has a wrong backward under gloo (2.15)
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = grads[0].contiguous()
+        dist.all_reduce(total, group=ctx.group)
+        return total.chunk(ctx.group.size())[ctx.group.rank()], None
 
 
 class DotProductAttention(torch.nn.Module):
@@ -30,7 +45,7 @@ class DotProductAttention(torch.nn.Module):
         chunks = torch.arange(query.shape[0] * size).chunk(2 * size)
         places = [torch.cat([chunks[r], chunks[2 * size - 1 - r]]) for r in range(size)]
         if size > 1:
-            key, value = (torch.cat(all_gather(t.contiguous(), group)) for t in (key, value))
+            key, value = (_Gather.apply(t, group) for t in (key, value))
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         repeat = q.shape[1] // k.shape[1]
         k, v = (t.repeat_interleave(repeat, dim=1) for t in (k, v))
