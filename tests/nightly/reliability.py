@@ -375,8 +375,8 @@ def page(rows: dict[tuple[str, str], tuple[str, ...]]) -> str:
         "saved every 8 iterations, and by `megatron-snip train` also on SIGTERM and Ctrl-C;",
         "Megatron does so with `--exit-signal-handler`. *Left* counts processes that live 15 s",
         "after the end. Megatron's own checkpoint writer is not counted: it outlives killed ranks",
-        "without SNIP, too. In the last column the job starts again and loads the newest",
-        "checkpoint.",
+        "without SNIP, too. Under `pretrain` torchrun ends the job, and waits 30 s for a rank that",
+        "does not answer. In the last column the job starts again and loads the newest checkpoint.",
         "",
     ]
     for kind, title in TITLES.items():
