@@ -117,10 +117,18 @@ INCOMPATIBLE_FLAGS: tuple[IncompatibleFlag, ...] = (
         "drop it, or drop --fp8-format and --fp4-format",
     ),
     IncompatibleFlag(
-        "--gtp-weight-remat-size above 1",
-        lambda args: int(getattr(args, "gtp_weight_remat_size", None) or 1) > 1,
+        "--(expert-)tensor-parallel-num-weight-shards or --gtp-weight-remat-size above 1",
+        lambda args: any(
+            int(getattr(args, f"{of}gtp_weight_remat_size", None) or 1) > 1
+            for of in ("", "expert_")
+        ),
         "weights are gathered inside the GEMM, and SNIP sees only a shard",
         "set it to 1",
+    ),
+    IncompatibleFlag(
+        "--moe-use-grouped-tensor or --moe-single-grouped-weight",
+        _on("moe_use_grouped_tensor", "moe_single_grouped_weight"),
+        "the rows of experts are padded or their weights are one tensor",
     ),
     IncompatibleFlag(
         "--moe-expert-rank-capacity-factor",

@@ -28,7 +28,10 @@ ACTIVE: dict[str, dict[str, Any]] = {
         "overlap_moe_expert_parallel_comm": True,
         "fp8": "e4m3",
     },
-    "--gtp-weight-remat-size above 1": {"gtp_weight_remat_size": 2},
+    "--(expert-)tensor-parallel-num-weight-shards or --gtp-weight-remat-size above 1": {
+        "expert_gtp_weight_remat_size": 2
+    },
+    "--moe-use-grouped-tensor or --moe-single-grouped-weight": {"moe_single_grouped_weight": True},
     "--moe-expert-rank-capacity-factor": {"moe_expert_rank_capacity_factor": 1.5},
     "--hybrid-context-parallel": {"hybrid_context_parallel": True},
     "kitchen (--kitchen-config-file, --kitchen-recipe-number)": {"kitchen_recipe_number": 0},
