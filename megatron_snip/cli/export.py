@@ -1,16 +1,22 @@
-"""`megatron-snip export`: a plan as Megatron's own precision file.
+"""`megatron-snip export`: a plan for other programs.
 
-Megatron-LM reads the file with `--te-precision-config-file` and runs Transformer Engine's linears
-by it, without SNIP. Options become recipes as docs/backends.md lists them for the GPUs at hand.
+te-precision   what Megatron-LM reads with `--te-precision-config-file`: it runs Transformer
+Engine's linears by it, without SNIP; docs/backends.md has the recipes
+torchtitan     lists of fully qualified names for torchtitan's and torchao's filters (JSON)
+modelopt       `hf_quant_config.json` of ModelOpt, which vLLM and others serve by
+yaml           {linear: option}
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import yaml
 
 from megatron_snip.cli.common import add_examples, integer, write_output
 from megatron_snip.errors import UsageError
@@ -27,34 +33,47 @@ from megatron_snip.linears.te.recipe import TERecipe, run_flags
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.planner import nearest_option
+from megatron_snip.planning.translate import modelopt_config, torchtitan_filters
+
+_TRANSLATIONS = {"torchtitan": torchtitan_filters, "modelopt": modelopt_config}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
+    plan = "megatron-snip export runs/demo/plans/21.json"
     add_examples(
         parser,
-        "megatron-snip export runs/demo/plans/21.json --capability 10.0 "
-        "--te-precision-config OUT.yaml",
+        f"{plan} --capability 10.0 --output OUT.yaml",
+        f"{plan} --to torchtitan --output filters.json",
     )
     parser.add_argument("plan", metavar="PLAN.json", type=Path, help="the plan")
     parser.add_argument(
-        "--te-precision-config",
-        metavar="OUT.yaml",
+        "--to",
+        choices=("te-precision", *_TRANSLATIONS, "yaml"),
+        default="te-precision",
+        help="who reads it: Megatron's --te-precision-config-file, torchtitan's and torchao's "
+        "filters, ModelOpt's serving configuration, or anybody (linear: option) [te-precision]",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="OUT",
         type=Path,
         required=True,
-        help="the file to write; OUT.stage0.yaml and so on if pipeline stages need different ones",
+        help="the file to write; with te-precision OUT.stage0.yaml and so on if pipeline stages "
+        "need different ones",
     )
     parser.add_argument(
         "--capability",
         metavar="X.Y",
         type=_capability,
-        help="compute capability of the GPUs that will train: 9.0 Hopper, 10.0 Blackwell "
-        "[this machine's]",
+        help="te-precision: compute capability of the GPUs that will train, 9.0 Hopper, 10.0 "
+        "Blackwell [this machine's]",
     )
     parser.add_argument(
         "--nearest",
         action="store_true",
-        help="give options that cannot run there the nearest precision that loses nothing",
+        help="give options that cannot run there the nearest precision that loses nothing, and "
+        "BF16 to linears that it does not know",
     )
     add_stage_flags(parser)
 
@@ -102,15 +121,35 @@ def run(args: argparse.Namespace) -> int:
         UsageError: for bad input, or options that cannot run on these GPUs.
     """
     plan = read_plan(args.plan)
+    about = f"The {plan.policy} plan of iteration {plan.iteration} (digest {plan.digest[:12]})"
+    if args.to == "te-precision":
+        return _export_precision_file(plan, about, args)
+    changes: list[str] = []
+    if args.to == "yaml":
+        options = {name: str(option) for name, option in plan.linears.items()}
+        text = f"# {about}\n{yaml.safe_dump(options, sort_keys=False)}"
+    else:
+        content, changes = _TRANSLATIONS[args.to](plan.linears)
+        text = json.dumps(content, indent=1) + "\n"
+    if changes and not args.nearest:
+        text = f"{args.to} cannot express the plan ({'; '.join(changes)})"
+        raise UsageError(f"{text}; give --nearest to accept that")
+    write_output(args.output, text)
+    for line in changes:
+        print(f"warning: {line}")
+    print(f"wrote {args.output}: {len(plan.linears)} linears")
+    return 0
+
+
+def _export_precision_file(plan: PrecisionPlan, about: str, args: argparse.Namespace) -> int:
     capability = args.capability or _this_capability()
     recipes, changes = _recipes(plan, capability, args.nearest)
     stages = stages_from(args, num_layers(plan.linears), known=len(plan.stages))
     configs = export_configs(plan.linears, recipes, stages)
-    paths = stage_paths(args.te_precision_config, len(configs))
+    paths = stage_paths(args.output, len(configs))
     shown = ".".join(map(str, capability))
     comment = (
-        f"The {plan.policy} plan of iteration {plan.iteration} (digest {plan.digest[:12]}) for\n"
-        f"Transformer Engine on compute capability {shown}; read by Megatron's\n"
+        f"{about} for\nTransformer Engine on compute capability {shown}; read by Megatron's\n"
         "--te-precision-config-file."
     )
     for path, config in zip(paths, configs, strict=True):
