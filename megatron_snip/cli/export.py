@@ -13,7 +13,7 @@ import argparse
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import yaml
@@ -124,28 +124,32 @@ def run(args: argparse.Namespace) -> int:
     about = f"The {plan.policy} plan of iteration {plan.iteration} (digest {plan.digest[:12]})"
     if args.to == "te-precision":
         return _export_precision_file(plan, about, args)
-    changes: list[str] = []
     if args.to == "yaml":
         options = {name: str(option) for name, option in plan.linears.items()}
         text = f"# {about}\n{yaml.safe_dump(options, sort_keys=False)}"
     else:
         content, changes = _TRANSLATIONS[args.to](plan.linears)
+        _warn_of(changes, args)
         text = json.dumps(content, indent=1) + "\n"
-    if changes and not args.nearest:
-        text = f"{args.to} cannot express the plan ({'; '.join(changes)})"
-        raise UsageError(f"{text}; give --nearest to accept that")
     write_output(args.output, text)
-    for line in changes:
-        print(f"warning: {line}")
     print(f"wrote {args.output}: {len(plan.linears)} linears")
     return 0
 
 
+def _warn_of(changes: Sequence[str], args: argparse.Namespace) -> None:
+    if changes and not args.nearest:
+        text = f"{args.to} cannot express the plan: {'; '.join(changes)}"
+        raise UsageError(f"{text}; give --nearest to accept that")
+    for line in changes:
+        print(f"warning: {line}")
+
+
 def _export_precision_file(plan: PrecisionPlan, about: str, args: argparse.Namespace) -> int:
     capability = args.capability or _this_capability()
-    recipes, changes = _recipes(plan, capability, args.nearest)
+    recipes, changes = _recipes(plan, capability)
     stages = stages_from(args, num_layers(plan.linears), known=len(plan.stages))
     configs = export_configs(plan.linears, recipes, stages)
+    _warn_of(changes, args)
     paths = stage_paths(args.output, len(configs))
     shown = ".".join(map(str, capability))
     comment = (
@@ -155,8 +159,6 @@ def _export_precision_file(plan: PrecisionPlan, about: str, args: argparse.Names
     for path, config in zip(paths, configs, strict=True):
         write_output(path, config_text(config, comment))
         print(f"wrote {path}: {len(config['matchers'])} matchers")
-    for line in changes:
-        print(f"warning: {line}")
     for option, recipe in recipes.items():
         count = sum(other == option for other in plan.linears.values())
         print(f"  {option}: {recipe} ({count} linears)")
@@ -167,14 +169,12 @@ def _export_precision_file(plan: PrecisionPlan, about: str, args: argparse.Names
             f"There is one file for each of {stages.num_stages} pipeline stages (change it with "
             "--pipeline-stages and --chunk-layers). Give each rank the file of its stage."
         )
-    print(_required_flags(plan, recipes, paths))
+    print(_required_flags(recipes.values(), paths))
     return 0
 
 
-def _required_flags(
-    plan: PrecisionPlan, recipes: Mapping[Option, TERecipe], paths: Sequence[Path]
-) -> str:
-    own = run_flags(recipes.values())
+def _required_flags(recipes: Iterable[TERecipe], paths: Sequence[Path]) -> str:
+    own = run_flags(recipes)
     file = shlex.quote(str(paths[0])) + ("  # of its stage" if len(paths) > 1 else "")
     flags = ["--transformer-impl transformer_engine", "--bf16", own]
     flags.append(f"--te-precision-config-file {file}")
@@ -185,12 +185,8 @@ def _required_flags(
             "Megatron-Core before 0.19 quantizes weights only in the first iteration, and does\n"
             "not pad the tokens of experts."
         )
-    bf16 = sum(recipes[option] == TERecipe() for option in plan.linears.values())
     others = "run in the run's own precision" if own else "stay in BF16"
-    lines.append(
-        f"{bf16} of {len(plan.linears)} linears of the plan run in BF16. Linears that the plan "
-        f"does not name {others}."
-    )
+    lines.append(f"Linears that the plan does not name {others}.")
     return "\n".join(lines)
 
 
@@ -213,26 +209,17 @@ def _capability(text: str) -> tuple[int, int]:
 
 
 def _recipes(
-    plan: PrecisionPlan, capability: tuple[int, int], nearest: bool
+    plan: PrecisionPlan, capability: tuple[int, int]
 ) -> tuple[dict[Option, TERecipe], list[str]]:
     """Return the recipe of every option of the plan, and what had to be exchanged."""
     machine = Machine(capability, te_version="any")
     uniform = [Option.uniform(name) for name in FORMATS]
     runnable = [option for option in uniform if te_refusal(option, machine) is None]
-    recipes, changes, refused = {}, [], {}
+    recipes, changes = {}, []
     for option in dict.fromkeys(plan.linears.values()):
         reason = te_refusal(option, machine)
-        if reason is None:
-            recipes[option] = te_recipe(option, machine)
-            continue
-        refused[option] = reason
-        instead = nearest_option(option, runnable)
+        instead = option if reason is None else nearest_option(option, runnable)
         recipes[option] = te_recipe(instead, machine)
-        changes.append(f"{option} becomes {instead}: {reason}")
-    if refused and not nearest:
-        reasons = "; ".join(dict.fromkeys(refused.values()))
-        raise UsageError(
-            f"Transformer Engine cannot run {reasons}; give --nearest to take the nearest "
-            "precision that it can"
-        )
+        if reason is not None:
+            changes.append(f"{option} becomes {instead}: {reason}")
     return recipes, changes

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron_snip.errors import UsageError
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.planner import nearest_option
 from megatron_snip.types import split_linear_name
@@ -109,10 +108,7 @@ def _renamed(
     found: dict[str, str] = {}
     changes: dict[str, None] = {}
     for name, option in linears.items():
-        try:
-            block, layer, module = split_linear_name(name)
-        except ValueError as error:  # a plan may come from any file
-            raise UsageError(str(error)) from None
+        block, layer, module = split_linear_name(name)
         parent, _, linear = module.rpartition(".")
         if block == "decoder" and parent in _PARENTS and linear in _LINEARS:
             what, instead = f"{option}", nearest_option(option, candidates)
