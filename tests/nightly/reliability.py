@@ -272,7 +272,7 @@ CASES = (
     Case(
         "checkpoint: bad entry `snip`",
         _terminate,
-        prefix="export TINY_BAD_STATE=1;",
+        prefix="export TINY_BAD_STATE=2;",
         kinds=("pretrain",),
     ),
     Case("`ulimit -n 64`", _nothing, prefix="ulimit -n 64;", goes_on=True),
