@@ -47,12 +47,14 @@ class Session:
 
     Attributes:
         given: `--snip-*` flags of the command line, by namespace attribute.
+        parsed: whether Megatron's parser was built.
         controller: attached to the model, or None.
         loaded: SNIP's state in the checkpoint that Megatron has loaded, or None.
         metrics: of the current iteration; None without a controller.
     """
 
     given: dict[str, Any] = field(default_factory=dict)
+    parsed: bool = False
     controller: SnipController | None = None
     loaded: dict[str, Any] | None = None
     metrics: StepMetrics | None = None

@@ -67,16 +67,12 @@ def run(args: argparse.Namespace) -> int:
     path = _find(args.run / kind, args.iteration)
     value = read_json(path, f"{kind} file")
     source = f"{kind} file '{path}'"
-    if args.health:
-        health = HealthTable.from_dict(value, source)
-        if args.json:
-            print(json.dumps(value, indent=1))
-        else:
-            _print_health(health)
-        return 0
-    record = parse_divergences(value, source)
+    record = (HealthTable.from_dict if args.health else parse_divergences)(value, source)
     if args.json:
         print(json.dumps(value, indent=1))
+        return 0
+    if isinstance(record, HealthTable):
+        _print_health(record)
         return 0
     try:
         rows = _rows(value)

@@ -3,13 +3,15 @@
 It does not use SNIP. Every rank writes its results to the folder in TINY_RESULTS. Variables:
 TINY_KILL_AFTER: SIGKILL in the iteration after this one, as on a lost machine.
 TINY_DOUBT: Megatron doubts the losses of this iteration (0-based) and repeats it.
-TINY_BAD_STATE: checkpoints hold a state of SNIP that is damaged.
+TINY_BAD_STATE: checkpoints hold a state of SNIP that is damaged, of this version.
+TINY_OWN_FLAGS: the script parses its own flags.
 TINY_EARLY: SNIP may measure before the optimizer has made ten steps.
 TINY_RESTART: a second training in the same process, as in-process restart does.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -42,7 +44,11 @@ if "TINY_EARLY" in os.environ:
 if "TINY_BAD_STATE" in os.environ:
     from megatron_snip.state import ControllerState
 
-    setattr(ControllerState, "to_dict", lambda self: {"version": 2, "plan": []})  # noqa: B010
+    bad = {"version": int(os.environ["TINY_BAD_STATE"]), "plan": []}
+    setattr(ControllerState, "to_dict", lambda self: bad)  # noqa: B010
+
+if "TINY_OWN_FLAGS" in os.environ:
+    argparse.ArgumentParser().parse_args()
 
 MODELS: list[torch.nn.Module] = []
 LOSSES: list[str] = []

@@ -12,6 +12,9 @@ from megatron_snip.errors import UnsupportedError
 from megatron_snip.patches.incompatible import INCOMPATIBLE_FLAGS, check_flags, check_modules
 
 ACTIVE: dict[str, dict[str, Any]] = {
+    "--transformer-impl transformer_engine (Megatron's default)": {
+        "transformer_impl": "transformer_engine"
+    },
     "--fp8-param-gather": {"fp8_param_gather": True},
     "--fp4-param-gather": {"fp4_param": True},
     "--fp16": {"fp16": True},
