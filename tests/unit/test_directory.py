@@ -74,6 +74,14 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     (run / "plans").symlink_to(elsewhere)
     (run / "metrics.jsonl").symlink_to(elsewhere / "20.json")
     assert list(own_files(run)) == []
+    for name in ("metrics.jsonl", "plans"):
+        with pytest.raises(UsageError, match=f"{name}' is a link or a pipe"):
+            check_new_run(run, overwrite=True)
+        (run / name).unlink()
+    (run / "report").symlink_to(elsewhere)  # written on request only
+    os.mkfifo(run / "config.yaml")
+    with pytest.raises(UsageError, match=r"config\.yaml' is a link or a pipe"):
+        check_new_run(run, overwrite=False)
 
 
 def test_an_earlier_attempt_is_moved_aside(tmp_path: Path) -> None:
