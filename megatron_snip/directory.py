@@ -189,13 +189,14 @@ def _entries(directory: Path) -> list[os.DirEntry[str]]:
 
 
 def _this_process() -> dict[str, Any]:
+    restarts = os.environ.get("SLURM_RESTART_COUNT", "")
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "started": _start_time(os.getpid()),
         "boot": _boot_and_namespace(),
         "job": os.environ.get("SLURM_JOB_ID"),
-        "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+        "restart": int(restarts) if restarts.isdecimal() else 0,
         "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "token": secrets.token_hex(8),
     }
@@ -218,6 +219,8 @@ def _create(path: Path, content: dict[str, Any]) -> bool:
 
 def _read(path: Path) -> dict[str, Any] | None:
     """Return a lock's content; {} if it cannot be understood, None if there is no lock."""
+    if path.is_fifo():  # to open it would wait
+        return {}
     try:
         with path.open("rb") as stream:
             value = json.loads(stream.read(_MAX_LOCK_BYTES))
@@ -261,7 +264,8 @@ def _is_gone(holder: dict[str, Any]) -> bool:
     if not isinstance(job, str) or not job.isdecimal():
         return False
     if job == own["job"]:
-        return bool(own["restart"] > int(holder.get("restart") or 0))
+        before = holder.get("restart")
+        return isinstance(before, int) and bool(own["restart"] > before)
     return _slurm_job_has_ended(job)
 
 

@@ -235,6 +235,25 @@ def test_slurm_is_asked_whether_a_job_has_ended(
             lock_directory(tmp_path / "run")
 
 
+@pytest.mark.parametrize("restart", [None, "x", [1]])
+def test_an_attempt_of_unknown_number_is_respected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restart: Any
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    (tmp_path / LOCK).write_text(json.dumps({"host": "other", "job": "7", "restart": restart}))
+    with pytest.raises(UsageError, match=r"in use by .* Slurm job 7"):
+        lock_directory(tmp_path)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "x")
+    lock_directory(tmp_path / "free").release()
+
+
+def test_a_pipe_in_place_of_a_lock_is_respected(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / LOCK)
+    with pytest.raises(UsageError, match="its lock cannot be read"):
+        lock_directory(tmp_path)
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", "[" * 5000, "\0"])
 def test_a_lock_that_cannot_be_read_is_respected(tmp_path: Path, content: str) -> None:
     (tmp_path / LOCK).write_text(content)
