@@ -127,6 +127,12 @@ class SnipController:
             self._warn(text)
         self._refresher = Refresher(config, self.model, available, optimizer, topology, seed, state)
         self._schedule = self._refresher.schedule
+        measures = config.plan_file is None and (config.collect_only or not self._schedule.static)
+        if measures and train_iters is not None and train_iters < config.start_step:
+            self._warn(
+                f"nothing will be measured: --snip-start-step is {config.start_step}, and the run "
+                f"has {train_iters} iterations"
+            )
         self.plan = self._plans.first(state, seed, self._warn)
         asked = self.plan.target if state is None or state.target is None else state.target
         can_replan = self._schedule.static or self._refresher.mean is not None

@@ -30,8 +30,8 @@ COLUMNS = {
 """Columns of the table, and where the file has them; `local` is the root of `local_square`."""
 
 HEADS = (
-    "loss: change of the loss. weight: relative change of the model's next update. local: the "
-    "same of the linear's own. error: relative quantization error."
+    "loss, weight: loss and weight divergence, scores that order the linears. local: relative "
+    "change of the linear's next update. error: relative quantization error."
 )
 
 
@@ -121,7 +121,8 @@ def _rows(value: dict[str, Any]) -> list[dict[str, Any]]:
             if option == "bf16":
                 continue
             found = {**measured, **formats.get(option, {})}
-            row = {name: found.get(key) for name, key in COLUMNS.items()}
+            values = {name: found.get(key) for name, key in COLUMNS.items()}
+            row = {name: None if v is None else float(v) for name, v in values.items()}
             square = row["local"]
             row["local"] = None if square is None or square < 0 else math.sqrt(square)
             rows.append({"linear": linear["name"], "option": option, **row})

@@ -296,9 +296,9 @@ def _divergences(run: RunRecord) -> Picture:
         name = max(values, key=lambda n: values[n], default=None)
         worst.append(f"{text} {'-' if name is None else f'{number(values[name], 3)} at {name}'}")
     caption = (
-        f"Predicted harm of each option at each linear, measured at iteration {record.iteration}: "
-        "the change of the loss, and the relative change of the next update. Bright cells are the "
-        f"most fragile linears. Largest under {options[-1]}: {'; '.join(worst)}."
+        f"Divergences of each option at each linear, measured at iteration {record.iteration}: "
+        "scores of how much its errors hurt the loss and change the next update. Bright cells are "
+        f"the most fragile linears. Largest under {options[-1]}: {'; '.join(worst)}."
     )
     draw = partial(figures.divergence_maps, record)
     return Picture("divergences", title, caption, draw)

@@ -43,6 +43,7 @@ from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.reporting.summary import SummaryWriter
 from megatron_snip.reporting.writers import TensorBoardWriter, WandbWriter, start_wandb
 from megatron_snip.trainer.checkpoint import (
+    POINTER,
     Checkpoints,
     Progress,
     check_resume,
@@ -68,6 +69,8 @@ from megatron_snip.trainer.model import (
     transformer_config,
 )
 
+logger = logging.getLogger(__name__)
+
 PROGRESS_LINES = 20
 """Approximate number of progress lines per run."""
 
@@ -92,19 +95,28 @@ def check_run(config: TrainConfig, world_size: int) -> None:
     if config.load is not None and iteration:
         source = checkpoint_path(config.load, iteration)
         check_resume(config, read_saved_run(source), source)
-    if config.save is not None:
-        latest = latest_iteration(config.save)
-        if latest is not None and config.save != config.load:
-            raise UsageError(
-                f"save '{config.save}' holds checkpoints of another run, up to iteration {latest}; "
-                f"resume from them (--load {config.save}) or name another folder"
-            )
+    if config.save is not None and not (iteration and config.save == config.load):
+        _check_new_save(config.save)
     if config.snip.enabled:
         get_policy(config.snip.policy)
         config.snip.targets(config.train_iters)
         if config.snip.plan_file is not None:
             read_plan(config.snip.plan_file)
     _check_run_dir(config, iteration)
+
+
+def _check_new_save(save: Path) -> None:
+    latest, found = latest_iteration(save), next(save.glob("iter_*"), None)
+    if latest is not None:
+        raise UsageError(
+            f"save '{save}' holds checkpoints of another run, up to iteration {latest}; "
+            f"resume from them (--load {save}) or name another folder"
+        )
+    if found is not None:  # it would be replaced
+        raise UsageError(
+            f"save '{save}' holds '{found.name}' but no '{POINTER}'; resume from a checkpoint "
+            f"(--load {save} --ckpt-step N) or name another folder"
+        )
 
 
 def _check_run_dir(config: TrainConfig, iteration: int) -> None:
@@ -262,7 +274,7 @@ def _directories(
         try:
             for path in dict.fromkeys(p for p in (config.run_dir, config.save) if p is not None):
                 locks.append(lock_directory(path))
-            directory = _start_run(config, done)
+            directory = start_run(config, done)
         except (UsageError, OSError) as error:
             failure = {"error": str(error)}
     try:
@@ -275,18 +287,30 @@ def _directories(
             lock.release()
 
 
-def _start_run(config: TrainConfig, done: int) -> RunDirectory:
+def start_run(config: TrainConfig, done: int) -> RunDirectory:
+    """Rank 0, under the lock: prepare run_dir.
+
+    Files of the run that continues stay up to iteration `done`. Those of another run are removed
+    with `overwrite`, else moved aside.
+    """
     _check_run_dir(config, done)  # again: under the lock
     mark(config.run_dir)
-    if done:
+    if done and _continues(config, done):
         drop_later_iterations(config.run_dir, done)
     elif config.overwrite:
         remove_run(config.run_dir)
-    else:
-        archive_run(config.run_dir)
+    elif (archive := archive_run(config.run_dir)) is not None:
+        logger.info("moved files of the run before to '%s'", archive)
     directory = RunDirectory(config.run_dir)
     directory.start(config.model_dump(mode="json"))
     return directory
+
+
+def _continues(config: TrainConfig, done: int) -> bool:
+    """Whether the run that wrote the checkpoint to load wrote its files to run_dir."""
+    assert config.load is not None, "a checkpoint is loaded"
+    saved = read_saved_run(checkpoint_path(config.load, done)).config
+    return Path(str(saved.get("run_dir"))).resolve() == config.run_dir.resolve()
 
 
 def drop_later_iterations(run_dir: Path, done: int) -> None:

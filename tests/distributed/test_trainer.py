@@ -304,6 +304,14 @@ def test_ranks_listen_on_the_loopback_interface_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_ranks_that_a_signal_ends_at_once_count_as_answered(tmp_path: Path) -> None:
+    with training(command(tmp_path / "run", train_iters=5000), tmp_path) as front:
+        front.send_signal(signal.SIGHUP)  # ranks do not handle it
+        _, errors = front.communicate(timeout=TIMEOUT_S)
+    assert (front.returncode, errors) == (128 + signal.SIGHUP, "megatron-snip: ended by SIGHUP\n")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("save", "interrupts"), [(False, 1), (True, 1), (True, 2)])
 def test_a_stopped_rank_does_not_hold_up_the_end(
     tmp_path: Path, save: bool, interrupts: int

@@ -178,6 +178,19 @@ def frozen(model: Any, folder: Path, option: str, **settings: Any) -> SnipContro
     return SnipController(config, [model], None, writers=writers, topology=Topology())
 
 
+def test_a_run_that_ends_before_its_first_refresh_warns(caplog: pytest.LogCaptureFixture) -> None:
+    config = SnipConfig(start_step=100, backend="simulate")
+    for train_iters in (99, 100):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "megatron_snip"):
+            run = SnipController(
+                config, [build()], None, topology=Topology(), train_iters=train_iters
+            )
+        run.close()
+        warned = "--snip-start-step is 100, and the run has 99" in caplog.text
+        assert warned == (train_iters < 100)
+
+
 @pytest.mark.parametrize(
     ("capability", "formats", "option", "changed", "recipe", "warning"),
     [

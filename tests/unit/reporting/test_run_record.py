@@ -105,6 +105,7 @@ def test_settings_that_cannot_be_read_are_no_error(run: Path, snip: Any) -> None
         ("[1]", "is not an object with an 'iteration'"),
         ('{"iteration": 1, "loss": "x"}', "'loss' is not a number"),
         ('{"iteration": 1, "wall_s": true}', "'wall_s' is not a number"),
+        ('{"iteration": 1, "loss": -1e308}', "'loss' is not a number up to 1e"),
         ('{"iteration": 1, "notices": [{"kind": "refresh_failed"}]}', "'notices' is not a list"),
         ('{"iteration": 1, "notices": 5}', "'notices' is not a list"),
         ('{"iteration": 1', "is not valid JSON"),
