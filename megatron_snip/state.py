@@ -152,6 +152,8 @@ def reported_settings(config: SnipConfig, backend: str) -> dict[str, str]:
         "target_schedule": ",".join(config.target_schedule),
         "heal_from": str(config.heal_from),
         "policy": config.policy,
+        "pins": ",".join(config.pins),
+        "pipeline_balance": config.pipeline_balance,
         "cost": config.cost,
         "backend": backend,
     }

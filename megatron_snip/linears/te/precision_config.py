@@ -213,6 +213,8 @@ def evaluates_otherwise(config: Mapping[str, Any]) -> bool:
 
 def _parts(config: Mapping[str, Any], source: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Return the configs and the enabled matchers as (pattern, config)."""
+    if config and not config.keys() & {"configs", "matchers"}:
+        raise UsageError(f"{source} is no precision file of Megatron: no 'matchers'")
     configs, matchers = config.get("configs") or {}, config.get("matchers") or {}
     if not isinstance(configs, dict) or not isinstance(matchers, dict):
         raise UsageError(f"{source}: 'configs' and 'matchers' must be mappings")

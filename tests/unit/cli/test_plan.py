@@ -124,6 +124,7 @@ def test_infeasible_constraints_exit_with_3_and_are_named(
         (["--change-penalty", "2"], "needs --previous"),
         (["--workers", "0"], "--workers: "),
         (["--policy", "snp"], "unknown policy 'snp' (did you mean 'snip'?)"),
+        (["--policy", "SNIP"], "unknown policy 'SNIP' (did you mean 'snip'?)"),
         (["--calibration", "absent.json"], "--cost time"),
         (["--policy", "uniform-fp4", "--target", "0.5"], "does not use --target"),
         (["--cost", "time"], "calibrate"),

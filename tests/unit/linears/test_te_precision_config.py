@@ -224,6 +224,7 @@ PARAMS = {"transformer_engine_config_type": "TEQuantizationParams"}
 @pytest.mark.parametrize(
     ("config", "why"),
     [
+        ({"decoder.layers.0.mlp.linear_fc1": "fp8"}, "no precision file of Megatron"),
         ({"configs": [], "matchers": 3}, "must be mappings"),
         ({"matchers": {"a": 3}}, "matcher 'a' must be a mapping"),
         (a_file(glob("*", "mx", type="regex"), mx=MX), "has type 'regex'"),
