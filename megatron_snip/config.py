@@ -81,8 +81,9 @@ class ScheduleFields(_Section):
     """Measure and write statistics at every refresh, and never change the plan: BF16, or the
     plan of --snip-plan-file."""
 
-    eval_precision: Literal["plan", "bf16"] = "plan"
-    """Precision of evaluations: the current plan, or BF16 throughout."""
+    eval_precision: Literal["plan", "bf16", "both"] = "plan"
+    """Precision of evaluations: the current plan, or BF16 throughout. `both` runs each microbatch
+    under the plan and again in BF16, and logs the paired difference of the losses."""
 
 
 class MeasureFields(_Section):

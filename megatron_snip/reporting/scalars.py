@@ -12,6 +12,9 @@ linears suffer:
     snip/5_fragile_linears           picture: divergences of each linear
     snip/6_plan                      picture: format of each linear
     snip/share/<format>              share of the linears' FLOPs in each format, at every plan
+    snip/eval/loss_increase          loss under the plan minus that in BF16, on the same samples
+    snip/eval/loss_increase_error    its standard error over microbatches
+    snip/eval/loss_divergence        of the plan, by the last measurement; a score
     snip/health/<measure>/<operand>/<worst or median>    over linears, in the lowest precision
     snip/divergence/..., snip/refresh/..., snip/training/...   details
 
@@ -28,7 +31,13 @@ from typing import Any
 from megatron_snip.divergence.quality_loss import DivergenceTable
 from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, PlanApplied
 
-_METRIC_NAMES = {"loss": "1_loss", "lowest_precision_fraction": "3_lowest_precision_share"}
+_METRIC_NAMES = {
+    "loss": "1_loss",
+    "lowest_precision_fraction": "3_lowest_precision_share",
+    "eval_loss_increase": "eval/loss_increase",
+    "eval_loss_increase_error": "eval/loss_increase_error",
+    "eval_loss_divergence": "eval/loss_divergence",
+}
 
 
 class ScalarSeries:
