@@ -130,21 +130,13 @@ def test_an_evaluation_in_both_precisions_is_one_under_the_plan_and_one_in_bf16(
         runs[precision] = lab.run(layout, [*SNIP, *flags])
     assert weights(runs["plan"]) == weights(runs["bf16"]) == weights(runs["both"])
     plan, bf16, both = (run.finished()[-1]["evaluated"] for run in runs.values())
-    assert plan == both and len(plan) == len(bf16) > 0
-    rows = read_lines(outputs["both"] / "metrics.jsonl")
-    rows = [row for row in rows if "eval_loss_increase" in row]
-    losses = {
-        name: {
-            row["iteration"]: row["validation_loss"]
-            for row in read_lines(path / "metrics.jsonl")
-            if "validation_loss" in row
-        }
-        for name, path in outputs.items()
-    }
+    pairs = [(plan[i : i + 4], bf16[i : i + 4]) for i in range(0, len(plan), 4)]  # microbatches
+    assert both == [loss for pair in pairs for part in pair for loss in part] != []
+    metrics = {name: read_lines(path / "metrics.jsonl") for name, path in outputs.items()}
+    plan, bf16, rows = ([m for m in metrics[p] if "validation_loss" in m] for p in metrics)
     assert [row["iteration"] for row in rows] == [5, 10]
-    for row in rows:
-        at = row["iteration"]
-        increase = losses["plan"][at] - losses["bf16"][at]
+    for under_plan, in_bf16, row in zip(plan, bf16, rows, strict=True):
+        increase = under_plan["validation_loss"] - in_bf16["validation_loss"]
         assert row["eval_loss_increase"] == pytest.approx(increase, rel=1e-3, abs=1e-6) != 0
         assert row["eval_loss_increase_error"] > 0 and row["eval_loss_divergence"] > 0
 
