@@ -259,7 +259,8 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
     def targets(self, train_iters: int | None) -> TargetSchedule:
         """Return the target of every iteration; see `target_schedule.make_schedule`."""
         values = self.target_schedule, self.efficiency_target, self.heal_from
-        return make_schedule(*values, train_iters)
+        margin = 2 * self.lag + math.ceil(1 / self.measure_fraction - 1e-9)
+        return make_schedule(*values, train_iters, margin)
 
     @property
     def options(self) -> tuple[Option, ...]:

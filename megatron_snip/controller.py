@@ -137,7 +137,7 @@ class SnipController:
         solves = self._is_rank_0 and self._schedule.replans
         solver = (solver or SolverProcess()) if solves else None
         self._evaluated: dict[str, Any] = {}  # by the evaluation after the current iteration
-        self._alerted: set[tuple[str, str]] = set()
+        self._alerted: set[tuple[str, str]] = set(() if state is None else state.alerted)
         self._solve = PendingSolve(settings, self._control, solver)
         self._guard: Guard | None = None
         if config.guard and self._schedule.replans:
@@ -230,6 +230,7 @@ class SnipController:
             statistics=self._refresher.mean,
             settings=reported_settings(self.config, str(self.model.backend)),
             target=self._target,
+            alerted=tuple(sorted(self._alerted)),
         )
 
     def close(self) -> None:

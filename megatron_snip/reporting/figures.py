@@ -291,6 +291,34 @@ def health_maps(tables: Sequence[HealthTable]) -> Figure:
     return figure
 
 
+def health_histograms(tables: Sequence[HealthTable]) -> Figure:
+    """Draw how magnitudes are distributed in the three linears with the lowest SQNR.
+
+    Args:
+        tables: at most two; the linears are the last one's.
+    """
+    findings = tables[-1].findings("sqnr_db", tables[-1].lowest)
+    names = list(dict.fromkeys(each.linear for each in findings))[:3]
+    figure = new_figure(1.5 * len(names) + 0.6)
+    panels = figure.subplots(len(names), len(Operand), sharey=True, squeeze=False)
+    for line, name in zip(panels, names, strict=True):
+        for axes, operand in zip(line, Operand, strict=True):
+            for table in tables:
+                color = LINE if table is tables[-1] else MUTED
+                linear = next((x for x in table.linears if x.name == name), None)
+                if linear is not None and operand in linear.histograms:
+                    first, shares = linear.histograms[operand]
+                    edges = first + np.arange(len(shares) + 1)
+                    axes.stairs(shares, edges, color=color, label=f"iteration {table.iteration}")
+            found = [each for each in findings if (each.linear, each.tensor) == (name, operand)]
+            axes.set_title(f"{name}\n{operand}" + "".join(f", {f.value:.3g} dB" for f in found))
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    handles = panels[0][0].get_legend_handles_labels()[0]
+    figure.legend(handles=handles, loc="outside upper right", ncols=2)
+    figure.supxlabel("log2 of the magnitude", fontsize="medium")
+    return figure
+
+
 def quantized_options(record: Divergences) -> tuple[str, ...]:
     """Return the uniform options other than bf16, which diverges by 0."""
     return tuple(option for option in record.uniform_options if option != "bf16")

@@ -29,13 +29,12 @@ from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, Payload, PlanApplied
 from megatron_snip.reporting.run_record import parse_divergences
 from megatron_snip.reporting.scalars import ScalarSeries
+from megatron_snip.statistics.health import FINDING_COLUMNS
 
 logger = logging.getLogger(__name__)
 
 MEGATRON_LOGS = frozenset({"loss", "grad_norm", "lr", "validation_loss"})
 """Metrics that Megatron logs itself."""
-
-HEALTH_COLUMNS = ("measure", "linear", "tensor", "format", "value")
 
 
 class TensorBoardWriter:
@@ -68,7 +67,7 @@ class TensorBoardWriter:
             pixels = np.asarray(_opened(picture).convert("RGB"))
             board.add_image(name, pixels, iteration, dataformats="HWC")
         if isinstance(payload, Measurement) and payload.health is not None:
-            rows = (HEALTH_COLUMNS, *payload.health.worst())
+            rows = (FINDING_COLUMNS, *payload.health.worst())
             text = "\n".join("  ".join(map(str, row)) for row in rows)
             self._add_text("snip/health/worst", text, iteration)
         if isinstance(payload, Notice):
@@ -121,8 +120,15 @@ class WandbWriter:
         for name, picture in pictures(payload).items():
             row[name] = self._wandb.Image(_opened(picture))
         if isinstance(payload, Measurement) and payload.health is not None:
-            worst = [list(each) for each in payload.health.worst()]
-            row["snip/health/worst"] = self._wandb.Table(columns=list(HEALTH_COLUMNS), data=worst)
+            # W&B has no documented address of a panel, so the table has the series' names.
+            named = {name.removesuffix("/worst"): name for name in row}
+            worst = [
+                [*each, named.get(f"snip/health/{each[0]}/{each[2]}", "")]
+                for each in payload.health.worst()
+            ]
+            row["snip/health/worst"] = self._wandb.Table(
+                columns=[*FINDING_COLUMNS, "series"], data=worst
+            )
         run.log(row, step=iteration)
         if isinstance(payload, PlanApplied):
             self._log_artifact(run, payload.plan)

@@ -43,6 +43,9 @@ the last format the same numbers of the operand itself: three zeros, then elemen
 NORMS = 3
 """Numbers of one linear: |gradient|^2, |W|^2 and |learning rate * update|^2."""
 
+FINDING_COLUMNS = ("measure", "linear", "tensor", "format", "value")
+"""Of a table of the worst linears, as `HealthTable.worst` has them."""
+
 NUM_WORST = 10
 """Rows of a table of the worst linears."""
 
@@ -255,13 +258,16 @@ class HealthTable:
                     found[f"{measure}/{operand}/median"] = median(values)
         return found
 
-    def worst(self) -> list[tuple[str, str, str, str, float]]:
-        """Return (measure, linear, tensor, format, value): NUM_WORST of each measure, no zeros."""
+    def worst(self, most: int | None = NUM_WORST) -> list[tuple[str, str, str, str, float]]:
+        """Return (measure, linear, tensor, format, value): `most` of each measure, no zeros.
+
+        `most` None returns all, with zeros.
+        """
         return [
             (measure, each.linear, each.tensor, each.format, each.value)
             for measure in MEASURES
-            for each in self.findings(measure)[:NUM_WORST]
-            if each.value
+            for each in self.findings(measure)[:most]
+            if each.value or most is None
         ]
 
     def beyond(self, measure: HealthMeasure, sign: float, limit: float) -> list[Finding]:

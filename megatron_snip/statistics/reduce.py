@@ -105,7 +105,7 @@ def reduce_sums(
     batch_tokens = max((row["tokens"] / info.num_active for info, row in pairs), default=0.0)
     decoded = (_linear(info, row, formats, grad_scale, batch_tokens) for info, row in pairs)
     statistics = StatisticsTable(iteration, loss, tuple(decoded))
-    return statistics, (table[1:, len(columns) :], largest[:, :-1], by_expert.split(counts))
+    return statistics, (table[1:, len(columns) :], largest[:, :-1], torch.split(by_expert, counts))
 
 
 def _fill(table: Tensor, rows: Mapping[K, Tensor], keys: Sequence[K]) -> None:
