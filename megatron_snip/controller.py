@@ -418,8 +418,11 @@ class SnipController:
         """All ranks: log what the plan costs an evaluation; `end_iteration` reports it."""
         if found is None:
             return
-        predicted = self._refresher.loss_divergence(self.plan)
-        names = ("eval_loss_increase", "eval_loss_increase_error", "eval_loss_divergence")
+        predicted = None
+        if self._refresher.mean is not None:
+            table = self._refresher.measurement(0.0).divergences
+            predicted = table.loss_divergence(self.plan.linears)
+        names = ("eval/loss_increase", "eval/loss_increase_error", "eval/loss_divergence")
         self._evaluated = dict(zip(names, (*found, predicted), strict=True))
         text = f"{found[0]:+.4g} +- {found[1]:.2g} nat a token against bf16"
         score = "" if predicted is None else f", loss divergence of the plan {predicted:.4g}"

@@ -16,7 +16,6 @@ from typing import Any
 from megatron_snip.collectives import RemoteFailure, any_rank
 from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.quality_loss import (
-    DivergenceTable,
     QualitySettings,
     divergence_table,
     planning_problem,
@@ -27,14 +26,13 @@ from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.moe_dispatch import ExpertDispatch
 from megatron_snip.linears.step_loss import StepLoss
 from megatron_snip.linears.training_step import Results, TrainingStep
-from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.policies import get_policy
 from megatron_snip.reporting.events import Measurement
 from megatron_snip.state import ControllerState
 from megatron_snip.statistics.health import HealthTable, LinearHealth, weight_norms
 from megatron_snip.statistics.observer import MeasureSettings, StepObserver
 from megatron_snip.statistics.optimizer_state import steps_of_moments
-from megatron_snip.statistics.records import StatisticsTable, running_mean
+from megatron_snip.statistics.records import running_mean
 from megatron_snip.statistics.sensitivity import gather_sensitivities
 from megatron_snip.topology import Topology
 
@@ -216,28 +214,16 @@ class Refresher:
     def measurement(self, target: float) -> Measurement:
         """Return divergences, and the planning problem at `target`, of the measurements so far."""
         assert self.mean is not None, "something was measured"
+        c, options = self._config, self._available.options
         # Another format of as few bits stands in for a lowest precision that no linear can run.
         lowest = lowest_precision(self._formats).name
-        divergences = self._divergences(self.mean, lowest, warn=self._topology.rank == 0)
+        quality = QualitySettings(options, lowest, c.loss_divergence, c.weight_lambda)
+        divergences = divergence_table(self.mean, quality, warn=self._topology.rank == 0)
         problem = planning_problem(divergences, lowest, target)
         problem = self._available.restrict(problem)
         linears = (self._health.get(linear.name) for linear in self.mean.linears)
         health = HealthTable(self.mean.iteration, tuple(each for each in linears if each))
         return Measurement(self.mean, divergences, problem, self._seconds, health)
-
-    def loss_divergence(self, plan: PrecisionPlan) -> float | None:
-        """Return the sum of a plan's loss divergences by the last table, or None without one."""
-        if self.mean is None:
-            return None
-        lowest = lowest_precision(self._formats).name
-        rows = self._divergences(self.mean, lowest, warn=False).linears
-        found = [row.options.get(plan.linears[row.name]) for row in rows]
-        return sum(each.loss_divergence for each in found if each is not None)
-
-    def _divergences(self, mean: StatisticsTable, lowest: str, warn: bool) -> DivergenceTable:
-        c, options = self._config, self._available.options
-        quality = QualitySettings(options, lowest, c.loss_divergence, c.weight_lambda)
-        return divergence_table(mean, quality, warn=warn)
 
     def _may_measure(self, iteration: int) -> bool:
         """All ranks: whether AdamW's moments have seen enough steps on every rank."""

@@ -31,13 +31,7 @@ from typing import Any
 from megatron_snip.divergence.quality_loss import DivergenceTable
 from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, PlanApplied
 
-_METRIC_NAMES = {
-    "loss": "1_loss",
-    "lowest_precision_fraction": "3_lowest_precision_share",
-    "eval_loss_increase": "eval/loss_increase",
-    "eval_loss_increase_error": "eval/loss_increase_error",
-    "eval_loss_divergence": "eval/loss_divergence",
-}
+_METRIC_NAMES = {"loss": "1_loss", "lowest_precision_fraction": "3_lowest_precision_share"}
 
 
 class ScalarSeries:
@@ -89,7 +83,8 @@ class ScalarSeries:
                 found = self._counters()
             case Metrics(metrics):
                 wanted = {k: v for k, v in metrics.items() if k not in self._left_out}
-                names = {name: _METRIC_NAMES.get(name, f"training/{name}") for name in wanted}
+                own = {k: k if "/" in k else f"training/{k}" for k in wanted}
+                names = own | _METRIC_NAMES
                 found = {f"snip/{names[k]}": v for k, v in wanted.items()} | self._counters()
         return {
             name: float(value)

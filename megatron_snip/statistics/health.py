@@ -14,19 +14,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate, compress
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from megatron_snip.config import HealthMeasure, explain
-from megatron_snip.errors import UsageError
+from megatron_snip.config import HealthMeasure
 from megatron_snip.formats import Format, ScaleType, lowest_precision
 from megatron_snip.quantizers.reference import Block, tile_amax, tile_scales
 from megatron_snip.statistics.optimizer_state import adam_shards, is_sharded, learning_rate
-from megatron_snip.statistics.records import LinearStatistics, StatisticsTable
+from megatron_snip.statistics.records import LinearStatistics, StatisticsTable, read_table
 from megatron_snip.statistics.sensitivity import PlannedWeight, Sensitivity
 from megatron_snip.topology import Topology
 from megatron_snip.types import Gemm, Operand
@@ -229,15 +228,7 @@ class HealthTable:
         Raises:
             UsageError: one line that names `source`, for another version and for bad entries.
         """
-        version = value.get("version") if isinstance(value, dict) else None
-        if version != SCHEMA_VERSION:
-            raise UsageError(
-                f"{source}: version {version!r}; this megatron-snip reads version {SCHEMA_VERSION}"
-            )
-        try:
-            return TypeAdapter(cls).validate_python(value)
-        except ValidationError as error:
-            raise UsageError(f"{source}: {explain(error)}") from None
+        return read_table(cls, value, SCHEMA_VERSION, source)
 
     @property
     def lowest(self) -> str | None:
@@ -323,23 +314,10 @@ MEASURES: dict[HealthMeasure, tuple[Callable[[LinearHealth], Any], int]] = {
 """How each measure is read, and 1 where a small value is bad, -1 where a large one is."""
 
 
-def linear_health(
-    statistics: LinearStatistics,
-    sums: Sequence[float],
-    amax: Sequence[float],
-    experts: Tensor,
-    grad_scale: float,
+def _linear_health(
+    s: LinearStatistics, sums: list[float], amax: list[float], experts: Tensor, grad_scale: float
 ) -> LinearHealth:
-    """Return the health of one linear.
-
-    Args:
-        statistics: of the linear.
-        sums: over all ranks: NORMS numbers, then OPERAND_SUMS of each format and operand.
-        amax: of X, W and G over all ranks.
-        experts: [experts, ...] over all ranks, see EXPERT_COLUMNS; no rows without experts.
-        grad_scale: factor from G as the linear sees it to the gradient of the batch-mean loss.
-    """
-    s, (grad, weight, update) = statistics, sums[:NORMS]
+    grad, weight, update = sums[:NORMS]
     sizes = s.tokens * s.in_features, s.in_features * s.out_features, s.tokens * s.out_features
     squares = s.input_square, s.weight_square, s.grad_square
     observed = s.microbatches > 0
@@ -351,12 +329,11 @@ def linear_health(
             first = NORMS + (len(Operand) * f + o) * OPERAND_SUMS
             count = s.microbatches or 1.0 if operand is Operand.WEIGHT else 1.0
             unit = grad_scale if operand is Operand.GRAD_OUTPUT else 1.0
-            error, zeros, saturated, *bins = (v / count for v in sums[first:][:OPERAND_SUMS])
+            bins = sums[first + 3 : first + OPERAND_SUMS]
+            error, zeros, saturated = (v / count for v in sums[first : first + 3])
             if name is None:
-                filled = [i for i, share in enumerate(bins) if share > 0]
-                if filled and math.isfinite(total := sum(bins)):
-                    shares = [share / total for share in bins[filled[0] : filled[-1] + 1]]
-                    histograms[operand] = filled[0] + LOWEST_LOG2 + math.log2(unit), shares
+                if (histogram := _trimmed(bins, math.log2(unit))) is not None:
+                    histograms[operand] = histogram
                 continue
             operands[name][operand] = OperandHealth(
                 _db(squares[o], error * unit**2),
@@ -408,15 +385,20 @@ def _worst_experts(experts: Tensor, s: LinearStatistics) -> dict[HealthMeasure, 
 
 
 def health_table(
-    table: StatisticsTable,
-    sums: Tensor,
-    amax: Tensor,
-    experts: Sequence[Tensor],
-    grad_scale: float,
+    table: StatisticsTable, rows: tuple[Tensor, Tensor, Sequence[Tensor]], grad_scale: float
 ) -> HealthTable:
-    """Return the health of the observed linears: `linear_health` of each row of the arguments."""
-    rows = zip(table.linears, sums.tolist(), amax.tolist(), experts, strict=True)
-    linears = (linear_health(*row, grad_scale) for row in rows if row[0].microbatches)
+    """Return the health of the observed linears.
+
+    Args:
+        table: their statistics.
+        rows: of each linear over all ranks: NORMS numbers, then OPERAND_SUMS of each format and
+            operand; amax of X, W and G; its experts' rows (EXPERT_COLUMNS), or none.
+        grad_scale: factor from G as the linear sees it to the gradient of the batch-mean loss.
+    """
+    (sums, amax, experts), linears = rows, []
+    for row in zip(table.linears, sums.tolist(), amax.tolist(), experts, strict=True):
+        if row[0].microbatches:
+            linears.append(_linear_health(*row, grad_scale))
     return HealthTable(table.iteration, tuple(linears))
 
 
@@ -425,14 +407,21 @@ def _db(signal: float, error: float) -> float | None:
     return 10 * math.log10(ratio) if 0 < ratio < math.inf else None
 
 
-def _spread(bins: Sequence[float], shift: float) -> tuple[float, float, float] | None:
+def _trimmed(bins: Sequence[float], shift: float) -> tuple[float, list[float]] | None:
     total = sum(bins)
     if not 0 < total < math.inf:
         return None
-    filled = [i for i, count in enumerate(bins) if count > 0]
-    middle = next(i for i in filled if sum(bins[: i + 1]) >= total / 2 * (1 - 1e-9))
-    low, mid, high = (i + LOWEST_LOG2 + shift for i in (filled[0], middle, filled[-1]))
-    return low, mid, high
+    filled = list(compress(range(len(bins)), bins))  # not zero
+    shares = [count / total for count in bins[filled[0] : filled[-1] + 1]]
+    return filled[0] + LOWEST_LOG2 + shift, shares
+
+
+def _spread(bins: Sequence[float], shift: float) -> tuple[float, float, float] | None:
+    if (histogram := _trimmed(bins, shift)) is None:
+        return None
+    low, shares = histogram
+    middle = next(i for i, below in enumerate(accumulate(shares)) if below >= 0.5 - 1e-9)
+    return low, low + middle, low + len(shares) - 1
 
 
 def _square(x: Tensor) -> Tensor:

@@ -236,7 +236,7 @@ class StepObserver:
             table, health = reduce_sums(
                 *own, s.formats, s.iteration, linears, grad_scale, loss, control
             )
-            self.health = health_table(table, *health, grad_scale)
+            self.health = health_table(table, health, grad_scale)
         return table
 
     def _add_norms(self, norms: Mapping[str, Tensor]) -> None:

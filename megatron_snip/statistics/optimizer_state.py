@@ -22,8 +22,9 @@ Engine's FusedAdam).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -88,65 +89,51 @@ class OtherShard:
 
     Attributes:
         start, end, step, betas: as of AdamShard; there are no moments that must age.
-        shape: [N, K].
-        state: the optimizer's, of this parameter.
-        group: its parameter group.
-        is_muon: whether the momentum is orthogonalized.
+        slope_and_update: returns D and the update direction, both [N, K] FP32.
     """
 
     start: int
     end: int
-    shape: torch.Size
-    state: Mapping[str, Any]
-    group: Mapping[str, Any]
-    is_muon: bool
+    slope_and_update: Callable[[], tuple[torch.Tensor, torch.Tensor]]
     step: int = 0
     betas: tuple[float, float] = (0.0, 0.0)
 
     def sensitivity(self) -> torch.Tensor:
         """Return D for these elements, [end - start] FP32."""
-        if self._factors is not None:
-            rows, cols = (factor.float().reshape(-1) for factor in self._factors)
-            return (rows / rows.mean()).rsqrt().outer(cols.rsqrt()).reshape(-1)
-        ones = self._momentum.new_ones(self.end - self.start)
-        if not self.is_muon:
-            slope = 1.0 - self.group.get("dampening", 0.0)
-            return ones * (1.0 + self.group["momentum"] * slope if self._nesterov else slope)
-        # As errors of wgrad are: random, larger where gradients are, and of the size of FP4's.
-        m, generator = self._momentum, torch.Generator().manual_seed(self.end)
-        change = torch.randn(self.shape, generator=generator).to(m.device)
-        change *= m.norm(dim=1).outer(m.norm(dim=0))
-        change *= MUON_CHANGE * m.norm() / change.norm().clamp(min=1e-30)
-        moved = _orthogonalized(m + change) - _orthogonalized(m)
-        beta = self.group.get("momentum", self.group.get("momentum_beta", 0.95))
-        slope = (1.0 - beta) * (1.0 + beta if self._nesterov else 1.0)
-        return ones * (slope * moved.norm() / change.norm())
+        return self.slope_and_update()[0].reshape(-1)
 
     def update(self) -> torch.Tensor:
         """Return the update direction, [end - start] FP32."""
-        if self._factors is not None:
-            return torch.ones(self.end - self.start, device=self._factors[0].device)
-        momentum = self._momentum
-        return (_orthogonalized(momentum) if self.is_muon else momentum).reshape(-1)
+        return self.slope_and_update()[1].reshape(-1)
 
-    @property
-    def _momentum(self) -> torch.Tensor:
-        momentum: torch.Tensor = self.state["momentum_buffer"].float().view(self.shape)
-        return momentum
 
-    @property
-    def _factors(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        found = (tuple(map(self.state.get, names)) for names in FACTORS)
-        return next((pair for pair in found if None not in pair), None)  # type: ignore[return-value]
+def _adafactor(rows: torch.Tensor, cols: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, cols = rows.float().reshape(-1, 1), cols.float().reshape(1, -1)
+    d = (rows / rows.mean()).rsqrt() * cols.rsqrt()
+    return d, torch.ones_like(d)
 
-    @property
-    def _nesterov(self) -> bool:
-        return bool(self.group.get("nesterov", self.group.get("use_nesterov", False)))
+
+def _momentum(m: torch.Tensor, group: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    d = 1.0 - group.get("dampening", 0.0)
+    return torch.full_like(m, 1.0 + group["momentum"] * d if group.get("nesterov") else d), m
+
+
+def _muon(m: torch.Tensor, group: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    # As errors of wgrad are: random, larger where gradients are, and of the size of FP4's.
+    change = torch.randn(m.shape, generator=torch.Generator().manual_seed(m.numel())).to(m.device)
+    change *= m.norm(dim=1).outer(m.norm(dim=0))
+    change *= MUON_CHANGE * m.norm() / change.norm().clamp(min=1e-30)
+    update = _orthogonalized(m)
+    beta = group.get("momentum", group.get("momentum_beta", 0.95))
+    is_nesterov = group.get("nesterov", group.get("use_nesterov", False))
+    slope = (1.0 - beta) * (1.0 + beta if is_nesterov else 1.0) / float(change.norm() + 1e-30)
+    moved = _orthogonalized(m + change) - update
+    return torch.full_like(m, slope * float(moved.norm())), update
 
 
 def _orthogonalized(x: torch.Tensor) -> torch.Tensor:
     """Return Muon's five Newton-Schulz steps (Jordan et al., 2024) of a matrix, FP32."""
-    y = x / x.norm().clamp(min=1e-7)
+    y: torch.Tensor = x / x.norm().clamp(min=1e-7)
     y = y.t() if x.shape[0] > x.shape[1] else y
     for _ in range(5):
         gram = y @ y.t()
@@ -228,9 +215,13 @@ def _shard(
 ) -> Shard:
     known = {name for name, value in state.items() if value is not None}
     is_matrix = weight.dim() == 2 and end - start == weight.numel()
-    if is_matrix and any({"momentum_buffer", *names} & known for names in FACTORS):
-        is_muon = hasattr(inner, "orthogonalize") or "ns_steps" in group
-        return OtherShard(start, end, weight.shape, state, group, is_muon)
+    factors = next((names for names in FACTORS if known.issuperset(names)), None)
+    if is_matrix and factors is not None:
+        return OtherShard(start, end, partial(_adafactor, *(state[name] for name in factors)))
+    if is_matrix and "momentum_buffer" in known:
+        find = _muon if hasattr(inner, "orthogonalize") or "ns_steps" in group else _momentum
+        m = state["momentum_buffer"].float().view(weight.shape)
+        return OtherShard(start, end, partial(find, m, group))
     if weight.dim() == 2 and known - {"step"} and "exp_avg_sq" not in known:
         warn_once_per_job(
             logger,

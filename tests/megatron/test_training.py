@@ -137,8 +137,8 @@ def test_an_evaluation_in_both_precisions_is_one_under_the_plan_and_one_in_bf16(
     assert [row["iteration"] for row in rows] == [5, 10]
     for under_plan, in_bf16, row in zip(plan, bf16, rows, strict=True):
         increase = under_plan["validation_loss"] - in_bf16["validation_loss"]
-        assert row["eval_loss_increase"] == pytest.approx(increase, rel=1e-3, abs=1e-6) != 0
-        assert row["eval_loss_increase_error"] > 0 and row["eval_loss_divergence"] > 0
+        assert row["eval/loss_increase"] == pytest.approx(increase, rel=1e-3, abs=1e-6) != 0
+        assert row["eval/loss_increase_error"] > 0 and row["eval/loss_divergence"] > 0
 
 
 def test_a_second_training_in_the_process_is_the_first_again(lab: Lab) -> None:
