@@ -308,7 +308,8 @@ def health_histograms(tables: Sequence[HealthTable]) -> Figure:
         tables: at most two; the linears are the last one's.
     """
     findings = tables[-1].findings("sqnr_db", tables[-1].lowest)
-    names = list(dict.fromkeys(each.linear for each in findings))[:3]
+    every = (*(each.linear for each in findings), tables[-1].linears[0].name)
+    names = list(dict.fromkeys(every))[:3]
     figure = new_figure(1.5 * len(names) + 0.6)
     panels = figure.subplots(len(names), len(Operand), sharey=True, squeeze=False)
     for line, name in zip(panels, names, strict=True):
