@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "megatron-snip stats runs/demo",
         "megatron-snip stats runs/demo --iteration 56 --sort weight",
         "megatron-snip stats runs/demo --health",
-        "megatron-snip stats runs/demo --csv > health.csv",
+        "megatron-snip stats runs/demo --csv",
         "megatron-snip stats runs/demo --json | jq '.linears[0].statistics'",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's directory")
