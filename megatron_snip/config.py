@@ -188,6 +188,9 @@ class OutputFields(_Section):
     output_dir: Path | None = None
     """Directory for plans, problems, divergences and metrics. Default: snip/ below --save."""
 
+    reference: Path | None = None
+    """A run, usually BF16, or its metrics.jsonl: the report takes this run's loss gap to it."""
+
 
 class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputFields):
     """All settings of SNIP; see the groups for the fields.

@@ -39,7 +39,6 @@ OWN_FILES = re.compile(
 """Paths below a marked directory that SNIP writes."""
 
 _ATTEMPTS = 20
-_STALE_CLAIM_S = 60.0
 _MAX_LOCK_BYTES = 4096
 _SQUEUE_TIMEOUT_S = 10
 
@@ -154,7 +153,10 @@ def lock_directory(directory: Path) -> DirectoryLock:
                 f"directory (if that job has ended, delete '{path}')"
             )
         _remove_stale(path, holder)
-    raise UsageError(f"'{directory}' is contended: could not take '{path}'; try again")
+    raise UsageError(
+        f"'{directory}' is contended: could not take '{path}'; try again, or delete '{path}*' if "
+        "no job writes there"
+    )
 
 
 def _remove_if_empty(folder: Path, directory: Path) -> None:
@@ -218,13 +220,11 @@ def _remove_stale(path: Path, holder: dict[str, Any]) -> None:
     """
     name = hashlib.sha256(json.dumps(holder, sort_keys=True).encode()).hexdigest()[:16]
     claim = path.with_name(f"{path.name}.{name}.claim")
-    try:
-        claim.touch(exist_ok=False)
-    except FileExistsError:
-        with contextlib.suppress(FileNotFoundError):  # its process may have ended
-            if time.time() - claim.stat().st_mtime > _STALE_CLAIM_S:
-                claim.unlink(missing_ok=True)
-        time.sleep(0.05)
+    if not _create(claim, _this_process()):
+        time.sleep(0.05)  # the other process may be writing it
+        claimant = _read(claim)
+        if claimant and _is_gone(claimant):
+            claim.unlink(missing_ok=True)
         return
     try:
         if _read(path) == holder:

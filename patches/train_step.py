@@ -32,6 +32,7 @@ TRAINING = "megatron.training.training"
     TRAINING,
     "train_step",
     needs=("forward_backward_func", "iteration"),
+    returns=6,
 )
 def train_step(call: Call, session: Session) -> Any:
     """Run the schedule through the controller."""
@@ -78,6 +79,7 @@ def step_end(call: Call, session: Session) -> Any:
     TRAINING,
     "evaluate",
     needs=("forward_step_func",),
+    returns=1,
 )
 def evaluation(call: Call, session: Session) -> Any:
     """Evaluate in the plan's precision, in BF16, or in both."""

@@ -31,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
     machine, out = this_machine(with_te=True), console()
     _print_machine(out)
     _print_formats(out, machine)
+    _print_functions(out)
     out.print(f"Recommended on this machine:\n  {recommended_command(machine)}", soft_wrap=True)
     return 0
 
@@ -85,3 +86,14 @@ def _print_formats(out: Console, machine: Machine) -> None:
     why = launch.obstacle(device, (1, 128))
     what = f"PyTorch operations quantize ({why})" if why else "Triton kernels quantize"
     out.print(f"With --snip-backend simulate, {what}")
+
+
+def _print_functions(out: Console) -> None:
+    from megatron_snip.patches.install import PATCHES
+
+    needed = [patch for patch in PATCHES if not patch.optional]
+    problems = [problem for patch in needed if (problem := patch.problem()) is not None]
+    found = f"{len(needed) - len(problems)} of {len(needed)}"
+    out.print(f"Megatron has {found} functions that SNIP wraps, with the parameters it needs")
+    for problem in problems[:1]:
+        out.print(problem, markup=False)

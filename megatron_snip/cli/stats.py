@@ -73,15 +73,15 @@ def run(args: argparse.Namespace) -> int:
     path = _find(args.run / kind, args.iteration)
     value = read_json(path, f"{kind} file")
     source = f"{kind} file '{path}'"
-    read: Any = HealthTable.from_dict if kind == "health" else parse_divergences
-    record = read(value, source)
+    is_health = kind == "health"
+    record = (HealthTable.from_dict if is_health else parse_divergences)(value, source)
     if args.json:
         print(json.dumps(value, indent=1))
         return 0
-    if args.csv:
+    if isinstance(record, HealthTable) and args.csv:
         csv.writer(sys.stdout).writerows([FINDING_COLUMNS, *record.worst(None)])
         return 0
-    if args.health:
+    if isinstance(record, HealthTable):
         _print_health(record)
         return 0
     try:

@@ -24,6 +24,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
 from megatron_snip.config import HealthMeasure
+from megatron_snip.errors import UsageError
 from megatron_snip.formats import FORMATS
 from megatron_snip.options import Option
 from megatron_snip.reporting.run_record import (
@@ -151,7 +152,7 @@ def linear_grid(names: Iterable[str]) -> LinearGrid:
 def _split(name: str) -> tuple[str, int, str]:
     try:
         return split_linear_name(name)
-    except ValueError:
+    except UsageError:
         return name, -1, ""
 
 

@@ -354,20 +354,21 @@ class StepObserver:
 
     def _add(self, call: _Call, sample: _Sample, found: dict[str, Tensor], health: Tensor) -> None:
         """Add one microbatch's sums to its linear's row."""
-        known = {"microbatches": 1.0, "tokens": float(sample.num_tokens)}
+        share = 1.0 / self._topology.context  # of a microbatch: context ranks divide its tokens
+        known = {"microbatches": share, "tokens": float(sample.num_tokens)}
         instance, name = call.placement.instance, call.placement.name
         if instance not in self._seen and self._topology.data_axis(call.placement).rank == 0:
             sensitivity = self._sensitivities.get(instance)
             known["update_square"] = 0.0 if sensitivity is None else sensitivity.update_square
         self._seen.add(instance)
         columns = table_columns(self._settings.formats)
-        numbers = [[_expansion(c, sample), known.get(c, 0.0)] for c in columns]
+        numbers = [[_expansion(c, sample, share), known.get(c, 0.0)] for c in columns]
         device = next(iter(found.values())).device
         factors, added = torch.tensor(numbers, dtype=torch.float64).to(device).unbind(1)
         zero = torch.zeros_like(added[0])
         row = torch.stack([found.get(c, zero) for c in columns]) * factors + added
         tokens = sample.expansions[0]
-        health = health.double() * health.new_tensor([tokens, 1.0, tokens])[:, None]
+        health = health.double() * health.new_tensor([tokens, share, tokens])[:, None]
         if (expert := call.placement.expert) is not None:
             own = torch.stack([row[columns.index(c)] for c in EXPERT_COLUMNS])
             _add_to(self._experts, (name, expert), torch.cat([own, health[:-1, :, :3].flatten()]))
@@ -388,10 +389,10 @@ def _add_to(sums: dict[K, Tensor], key: K, row: Tensor) -> None:
     sums[key] = sums[key] + row if key in sums else row
 
 
-def _expansion(name: str, sample: _Sample) -> float:
+def _expansion(name: str, sample: _Sample, share: float) -> float:
     single, tiles = sample.expansions
     over = COLUMNS[name.rpartition(".")[2]].over
-    return {"tokens": single, "tiles": tiles}.get(over, 1.0)
+    return {"tokens": single, "tiles": tiles, "weight": share}.get(over, 1.0)
 
 
 def _rows_of(matrix: Tensor, rows: Tensor, is_split: bool, axis: TensorAxis) -> Tensor:

@@ -286,10 +286,9 @@ def _start_run(config: TrainConfig, done: int) -> RunDirectory:
 
 def drop_later_iterations(run_dir: Path, done: int) -> None:
     """Drop the rows and files of the iterations after `done`, which a resumed run repeats."""
-    for kind in ("plans", "problems", "divergences", "precision"):
-        for file in (run_dir / kind).glob("*.json"):
-            if file.stem.isdecimal() and int(file.stem) > done:
-                file.unlink()
+    for file in own_files(run_dir):
+        if file.stem.isdecimal() and int(file.stem) > done:
+            file.unlink()
     metrics = run_dir / "metrics.jsonl"
     if metrics.is_file():
         lines = metrics.read_bytes().decode(errors="replace").split("\n")

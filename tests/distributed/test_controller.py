@@ -173,3 +173,12 @@ def test_what_cannot_work_is_refused_on_every_rank(tmp_path: Path) -> None:
         assert kind == "UsageError", (case, kind, message)
         assert text in message, (case, message)
         assert "\n" not in message
+
+
+def test_a_loop_of_ones_own_trains_as_the_trainers() -> None:
+    """The code of docs/extending.md, against the embedded trainer's loop: bit for bit."""
+    for result in run_ranks(2, f"{WORKERS}:own_loop"):
+        assert result["lines"] < 30
+        assert result["shown"] == result["trainer"]
+        assert [iteration for iteration, _ in result["shown"]["history"]] == [13, 23]
+        assert result["saved"] == [30, result["shown"]["history"]]

@@ -18,8 +18,9 @@ from collections import Counter
 from megatron_snip.errors import InfeasiblePlanError
 from megatron_snip.planning.checker import find_violations
 from megatron_snip.planning.planner import make_plan
+from tests.unit.planning.highs import highs_model
 from tests.unit.planning.instances import Instance, random_instance
-from tests.unit.planning.oracle import brute_force, highs_model, num_changes
+from tests.unit.planning.oracle import brute_force, num_changes
 
 MEDIUM = (20, 60)
 """Numbers of linears of the instances that HiGHS judges."""

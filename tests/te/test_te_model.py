@@ -82,6 +82,14 @@ def test_a_missing_gpu_or_transformer_engine(monkeypatch: pytest.MonkeyPatch) ->
     assert this_machine(with_te=True) == this_machine(with_te=False) == Machine(BLACKWELL)
 
 
+def test_a_linear_without_what_changes_its_precision_is_named() -> None:
+    model = build()
+    del model.decoder.layers[1].mlp.linear_fc2._fp8_workspaces
+    wanted = r"layers\.1\.mlp\.linear_fc2: TERowParallelLinear has no _fp8_workspaces; SNIP needs"
+    with pytest.raises(UnsupportedError, match=wanted):
+        PlannedModel([model], Topology(), seed=0)
+
+
 def test_the_backend_must_fit_the_linears() -> None:
     with pytest.raises(UnsupportedError, match="use --transformer-impl transformer_engine"):
         PlannedModel([build(te=False)], Topology(), 0, "te")

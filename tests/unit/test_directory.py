@@ -153,6 +153,30 @@ def test_of_many_that_find_a_dead_holder_one_gets_the_lock(tmp_path: Path) -> No
     assert sorted(results) == [False] * 7 + [True]
 
 
+def test_who_ended_while_taking_over_is_not_waited_for_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = holding(tmp_path)
+    process.kill()
+    process.wait()
+    dead = (tmp_path / LOCK).read_text()
+
+    def end(self: Path, **_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", end)  # between the claim and the removal
+        with pytest.raises(KeyboardInterrupt):
+            lock_directory(tmp_path)
+    (claim,) = tmp_path.glob("*.claim")
+    with pytest.raises(UsageError, match="contended"):  # this process lives
+        lock_directory(tmp_path)
+    claim.write_text(dead)
+    os.utime(claim, (2**33, 2**33))
+    lock_directory(tmp_path).release()
+    assert not list(tmp_path.glob("*.claim"))
+
+
 def with_holder(directory: Path, **changes: Any) -> None:
     lock_directory(directory)
     held = json.loads((directory / LOCK).read_text())

@@ -84,7 +84,7 @@ class Stages:
         Raises:
             UsageError: if it is no linear's name, or the layer does not exist.
         """
-        block, layer, module = _split(name)
+        block, layer, module = split_linear_name(name)
         if block != "decoder":
             return (len(self.chunks) - 1) % self.num_stages, name
         ends = list(accumulate(self.chunks))
@@ -95,16 +95,9 @@ class Stages:
         return chunk % self.num_stages, f"{block}.layers.{local}.{module}"
 
 
-def _split(name: str) -> tuple[str, int, str]:
-    try:
-        return split_linear_name(name)
-    except ValueError as error:  # plans and problems may come from any file
-        raise UsageError(str(error)) from None
-
-
 def num_layers(names: Iterable[str]) -> int:
     """Return the number of decoder layers that the names imply."""
-    split = map(_split, names)
+    split = map(split_linear_name, names)
     return max((layer + 1 for block, layer, _ in split if block == "decoder"), default=0)
 
 

@@ -19,7 +19,10 @@ from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.solver_process import SolverProcess, worker_command
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.state import ControllerState
+from megatron_snip.trainer.data import iteration_batches
+from megatron_snip.trainer.model import forward_step
 from megatron_snip.types import Gemm
+from tests.distributed.launch import ROOT
 from tests.distributed.workers.small_model import Trainer, layout
 
 MODEL: dict[str, Any] = {
@@ -273,3 +276,33 @@ def _refusal(trainer: Trainer, snip: dict[str, Any]) -> tuple[str, str]:
     except SnipError as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+def own_loop() -> dict[str, Any]:
+    """The loop that docs/extending.md shows, and the trainer's on the same data."""
+    steady = {"lr_decay_style": "constant", "lr_warmup_iters": 0, "seq_length": 64}
+    values = {**MODEL, **steady, "global_batch_size": 4, "micro_batch_size": 1}
+    with layout(values) as trainer:
+        hook = trainer.run(30, {"start_step": 11, "interval": 10, "efficiency_target": 0.5})
+        expected = {"history": hook.history, "weights": trainer.digests()["weights"]}
+    text = (ROOT / "docs" / "extending.md").read_text().split("## A training loop of your own")[1]
+    code = text.split("```python\n")[1].split("```")[0]
+    with layout(values) as trainer:
+        data = (
+            batch
+            for iteration in range(1, 31)
+            for batch in iteration_batches(
+                trainer.samples, trainer.config, iteration, dist.get_rank(), 2
+            )
+        )
+        model, optimizer = list(trainer.state.model), trainer.state.optimizer
+        scope = {"model": model, "optimizer": optimizer, "data": data, "forward_step": forward_step}
+        exec(compile(code, "extending.md", "exec"), scope)
+        shown = {"history": scope["snip"].history, "weights": trainer.digests()["weights"]}
+    saved = ControllerState.from_dict(scope["saved"])
+    return {
+        "lines": len(code.splitlines()),
+        "trainer": expected,
+        "shown": shown,
+        "saved": [saved.iteration, saved.history],
+    }

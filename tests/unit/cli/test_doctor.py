@@ -27,6 +27,7 @@ def test_versions_devices_formats_and_the_command_are_printed(
     for word in ("not installed", "cores", "cuda", "compute capability 10.0", *FORMATS):
         assert word in text
     assert text.count(hostile) >= 2
+    assert "functions that SNIP wraps" in text
     assert text.endswith(f"  {recommended_command(machine)}\n")
     assert max(len(line) for line in text.splitlines()[:-1]) <= 100
 

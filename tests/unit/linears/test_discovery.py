@@ -25,7 +25,7 @@ def test_one_rank_stands_alone(megatron: None) -> None:
     assert topology.control is None
     assert topology.tensor == TensorAxis()
     assert topology.data.group is None
-    assert (topology.entangled, topology.places) == (1, ((0, 0),))
+    assert (topology.context, topology.places) == (1, ((0, 0),))
 
 
 def test_without_megatron_s_groups_there_is_no_topology(monkeypatch: pytest.MonkeyPatch) -> None:

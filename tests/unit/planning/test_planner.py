@@ -18,8 +18,9 @@ from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from tests.unit.planning.build import name_of, options_of, plan_of, problem_of
+from tests.unit.planning.highs import highs_model
 from tests.unit.planning.instances import OPTIONS, Instance, random_instance
-from tests.unit.planning.oracle import brute_force, highs_model, num_changes
+from tests.unit.planning.oracle import brute_force, num_changes
 
 LOSS = st.one_of(
     st.none(),

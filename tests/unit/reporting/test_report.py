@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import shutil
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_snip.__main__ import main
 from megatron_snip.reporting.events import Notice
@@ -157,6 +159,16 @@ def test_the_command_writes_one_file_and_prints_its_path(
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.html"]
     assert main(words) == 0
     assert (folder / "off" / "report" / "report.html").stat().st_size > 10_000
+
+
+def test_a_run_names_its_reference(folder: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(folder / "off", tmp_path / "run")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["snip"]["reference"] = str(folder / "a<b>&\"'run")
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    assert main(["report", str(run)]) == 0
+    page = (run / "report" / "report.html").read_text()
+    assert "loss gap to a&lt;b&gt;" in page and "give --reference" not in page
 
 
 @pytest.mark.parametrize(

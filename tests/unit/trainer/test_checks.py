@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -171,9 +172,10 @@ def test_experts_keep_their_distribution(ep: int) -> None:
 
 def test_a_resumed_run_drops_rows_and_files_of_later_iterations(tmp_path: Path) -> None:
     drop_later_iterations(tmp_path / "absent", 5)
-    (tmp_path / "plans").mkdir()
-    for name in ("3", "5", "6", "\u00b25"):
-        (tmp_path / "plans" / f"{name}.json").write_text("{}")
+    kinds = ("plans", "problems", "divergences", "health", "precision")
+    for kind, name in itertools.product(kinds, ("3", "5", "6", "\u00b25")):
+        (tmp_path / kind).mkdir(exist_ok=True)
+        (tmp_path / kind / f"{name}.json").write_text("{}")
     good = [json.dumps({"iteration": i, "text": "\u2028 is not an end of line"}) for i in (1, 5)]
     damaged = ['{"iteration": 1e999}', "[" * 10**5, "[1]", '{"iteration": 0}', '{"iteration": 6}']
     data = "\n".join([*good, *damaged]).encode() + b'\n{"iteration": 1, "x": "\xff\xfe'
@@ -181,4 +183,5 @@ def test_a_resumed_run_drops_rows_and_files_of_later_iterations(tmp_path: Path) 
     drop_later_iterations(tmp_path, 5)
     text = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")
     assert text == "".join(f"{line}\n" for line in good)
-    assert sorted(p.stem for p in (tmp_path / "plans").iterdir()) == ["3", "5", "\u00b25"]
+    for kind in kinds:
+        assert sorted(p.stem for p in (tmp_path / kind).iterdir()) == ["3", "5", "\u00b25"]
