@@ -13,8 +13,8 @@ every rank: keep the current plan, warn once, continue. A plan that breaks the l
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from megatron_snip.guard import Guard
 from megatron_snip.linears.availability import resolve_formats
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.paired_evaluation import PairedEvaluation
 from megatron_snip.linears.precision_log import precision_table
 from megatron_snip.linears.training_step import ForwardBackward, Results, TrainingStep
 from megatron_snip.options import BF16
@@ -141,7 +142,8 @@ class SnipController:
         settings = PlanSettings.from_config(config, seed).model_copy(update={"target": None})
         solves = self._is_rank_0 and self._schedule.replans
         solver = (solver or SolverProcess()) if solves else None
-        self._alerted: set[tuple[str, str]] = set()
+        self._evaluated: dict[str, Any] = {}  # by the evaluation after the current iteration
+        self._alerted: set[tuple[str, str]] = set(() if state is None else state.alerted)
         self._solve = PendingSolve(settings, self._control, solver)
         self._guard: Guard | None = None
         if config.guard and self._schedule.replans:
@@ -202,13 +204,25 @@ class SnipController:
             self._step_s.append(metrics["step_s"])
         self._is_ordinary = True
         fraction = {"lowest_precision_fraction": self.lowest_precision_fraction}
-        self._report(iteration, Metrics(metrics | fraction))
+        self._report(iteration, Metrics(metrics | fraction | self._evaluated))
+        self._evaluated = {}
 
-    def evaluation(self) -> AbstractContextManager[None]:
-        """Return the context in which an evaluation runs: the plan's precision, or BF16."""
-        if self.config.eval_precision == "bf16":
-            return self.model.runtime.running_in_bf16()
-        return nullcontext()
+    @contextmanager
+    def evaluation(self) -> Iterator[Callable[..., Results] | None]:
+        """All ranks: the context in which an evaluation runs, in the plan's precision or BF16.
+
+        Where both are wanted it yields what takes the place of Megatron's forward-backward
+        function; that function is its first argument.
+        """
+        runtime = self.model.runtime
+        if self.config.eval_precision == "both":
+            paired = PairedEvaluation(runtime)
+            yield paired.run
+            self._report_increase(runtime.iteration, paired.increase())
+        else:
+            is_bf16 = self.config.eval_precision == "bf16"
+            with runtime.running_in_bf16() if is_bf16 else nullcontext():
+                yield None
 
     def state(self, iteration: int) -> ControllerState:
         """Return what a checkpoint after `iteration` keeps; the same on all ranks."""
@@ -222,6 +236,7 @@ class SnipController:
             statistics=self._refresher.mean,
             settings=reported_settings(self.config, str(self.model.backend)),
             target=self._target,
+            alerted=tuple(sorted(self._alerted)),
         )
 
     def close(self) -> None:
@@ -404,6 +419,20 @@ class SnipController:
         event = PlanApplied(self.plan, shares, num_changed, resolved=table, **more)
         self._report(iteration, event)
         self._is_ordinary, self._step_s = False, []
+
+    def _report_increase(self, iteration: int, found: tuple[float, float] | None) -> None:
+        """All ranks: log what the plan costs an evaluation; `end_iteration` reports it."""
+        if found is None:
+            return
+        predicted = None
+        if self._refresher.mean is not None:
+            table = self._refresher.measurement(0.0).divergences
+            predicted = table.loss_divergence(self.plan.linears)
+        names = ("eval/loss_increase", "eval/loss_increase_error", "eval/loss_divergence")
+        self._evaluated = dict(zip(names, (*found, predicted), strict=True))
+        text = f"{found[0]:+.4g} +- {found[1]:.2g} nat a token against bf16"
+        score = "" if predicted is None else f", loss divergence of the plan {predicted:.4g}"
+        self._log(f"iteration {iteration}: evaluation under {self.plan.label}: {text}{score}")
 
     def _notify(self, iteration: int, kind: NoticeKind, text: str) -> None:
         text = f"iteration {iteration}: {text}"

@@ -51,6 +51,7 @@ class Session:
         controller: attached to the model, or None.
         loaded: SNIP's state in the checkpoint that Megatron has loaded, or None.
         metrics: of the current iteration; None without a controller.
+        paired: takes the place of the schedule while an evaluation runs in two precisions.
     """
 
     given: dict[str, Any] = field(default_factory=dict)
@@ -58,6 +59,7 @@ class Session:
     controller: SnipController | None = None
     loaded: dict[str, Any] | None = None
     metrics: StepMetrics | None = None
+    paired: Callable[..., Any] | None = None
 
     def end(self) -> None:
         """Close the controller, if there is one, and forget the training run."""

@@ -313,8 +313,15 @@ def _health(run: RunRecord) -> list[Picture]:
         f"{': before the first plan and at the last refresh' if len(run.health) > 1 else ''}. "
         "Bright cells lose the most. Underflow is the share of elements that become zero."
     )
-    draw = partial(figures.health_maps, run.health)
-    return [Picture("health", "SQNR and underflow", caption, draw)]
+    text = (
+        "Shares of the elements by log2 of their magnitude, of the linears with the lowest SQNR "
+        f"in {run.health[-1].lowest}, at iteration {when}. The wider it is, the more underflows."
+    )
+    maps, histograms = figures.health_maps, figures.health_histograms
+    return [
+        Picture("health", "SQNR and underflow", caption, partial(maps, run.health)),
+        Picture("health-worst", "Three worst linears", text, partial(histograms, run.health)),
+    ]
 
 
 # Tables.

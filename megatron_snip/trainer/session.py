@@ -40,7 +40,6 @@ from megatron_snip.planning.plan import read_plan
 from megatron_snip.planning.policies import get_policy
 from megatron_snip.reporting.events import Event, Metrics, Writer
 from megatron_snip.reporting.run_directory import RunDirectory
-from megatron_snip.reporting.summary import SummaryWriter
 from megatron_snip.reporting.writers import TensorBoardWriter, WandbWriter, start_wandb
 from megatron_snip.trainer.checkpoint import (
     POINTER,
@@ -171,18 +170,14 @@ def run_session(config: TrainConfig, console: Console | None) -> TrainingResult:
         datasets = build_datasets(config, control)
         if directory is not None:
             write_atomic(directory.path / "data.json", json.dumps(datasets.source) + "\n")
-        summary = SummaryWriter()
         writers = make_writers(config, directory, done)
         if console is not None:
-            writers += [summary, ProgressWriter(config, console)]
+            writers.append(ProgressWriter(config, console))
         requests = None if config.save is None else StopRequests(control)
         saving = None if config.save is None else checkpoints
         with requests or nullcontext(), closing(make_hook(config, state, writers, start)) as hook:
             result = train(config, state, datasets, hook, start, saving, requests)
     if console is not None:
-        wide = console if console.is_terminal else Console(width=120, markup=False, emoji=False)
-        for table in summary.tables():
-            wide.print(table)
         _print_result(config, result, console)
     return result
 

@@ -60,6 +60,11 @@ def check(result: dict[str, Any], wanted: dict[str, Any]) -> None:
         for option, values in options.items():
             assert result["divergences"][name][option] == pytest.approx(values, rel=RTOL), name
     check_statistics(result["statistics"]["linears"], wanted["statistics"]["linears"])
+    for name, worst in wanted["worst experts"].items():
+        found = result["worst experts"][name]
+        assert found.keys() == worst.keys() and bool(worst) == ("experts" in name)
+        for measure, (expert, value) in worst.items():
+            assert found[measure] == [expert, pytest.approx(value, rel=RTOL, abs=5e-3)], name
     assert (result["plan"], result["history"]) == (wanted["plan"], wanted["history"])
     assert result["warnings"] == []
 

@@ -193,19 +193,22 @@ def _plain(layout_values: dict[str, Any]) -> dict[str, Any]:
 
 def _resumed(layout_values: dict[str, Any]) -> dict[str, Any]:
     """Stop after iteration 2, while its problem is being solved, and again under its plan."""
-    applied = []
+    applied, alerts = [], []
     with layout({**MODEL, **layout_values}) as trainer:
-        controller = trainer.controller(SNIP)
+        snip = {**SNIP, "alert": "underflow>0.01"}
+        controller = trainer.controller(snip)
         for steps in (2, 2, 5):
             trainer.advance(steps, controller)
             text = json.dumps(controller.state(trainer.step).to_dict())
             controller.close()
+            alerts.append([i for i, n in trainer.events.notices if n.kind == "health"])
             applied.append([(i, a.plan.iteration, a.resumed) for i, a in trainer.events.applied])
             if trainer.step < 9:
                 state = ControllerState.from_dict(json.loads(text))
-                controller = trainer.controller(SNIP, state=state)
+                controller = trainer.controller(snip, state=state)
         plan, history = controller.plan.digest, controller.history
-        return {**trainer.digests(), "history": history, "digest": plan, "applied": applied}
+        return {**trainer.digests(), "history": history, "digest": plan, "applied": applied,
+                "alerts": alerts}  # fmt: skip
 
 
 SCHEDULED = {**SNIP, "interval": 50, "granularity": "gemm"}
@@ -216,9 +219,9 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 
 def schedules(layout_values: dict[str, Any]) -> dict[str, Any]:
-    """Fourteen iterations with one refresh under each schedule, at once and stopped twice."""
+    """Eighteen iterations with one refresh under each schedule, at once and stopped twice."""
     return {
-        name: [_scheduled(layout_values, snip, parts) for parts in ((14,), (4, 6, 4))]
+        name: [_scheduled(layout_values, snip, parts) for parts in ((18,), (4, 6, 8))]
         for name, snip in SCHEDULES.items()
     }
 
@@ -227,7 +230,7 @@ def _scheduled(
     layout_values: dict[str, Any], snip: dict[str, Any], parts: tuple[int, ...]
 ) -> dict[str, Any]:
     state, applied, measured = None, [], []
-    with layout({**MODEL, **layout_values, "train_iters": 14}) as trainer:
+    with layout({**MODEL, **layout_values, "train_iters": 18}) as trainer:
         for steps in parts:
             controller = trainer.controller({**SCHEDULED, **snip}, state=state)
             trainer.advance(steps, controller)

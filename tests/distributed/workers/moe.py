@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_snip.statistics.health import HealthTable
 from tests.distributed.workers.small_model import layout, statistics_json
 
 MODEL = {
@@ -47,5 +48,11 @@ def _refresh(values: dict[str, Any]) -> dict[str, Any]:
                 for linear in controller.model.linears
                 if linear.name == "decoder.layers.0.mlp.experts.linear_fc1"
             ),
+            "worst experts": {
+                f"{row['name']} {fmt} {operand}": values["worst_expert"]
+                for row in (refresh.health or HealthTable(0, ())).to_dict()["linears"]
+                for fmt, operands in row["operands"].items()
+                for operand, values in operands.items()
+            },
             "warnings": trainer.warnings,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 
@@ -72,6 +73,10 @@ def test_health_has_the_worst_first_in_100_columns(
     assert [float(row[-1]) for row in rows] == [11.0 + k // 2 for k in range(10)]
     assert main(["stats", str(run), "--health", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads((run / "health/19.json").read_text())
+    assert main(["stats", str(run), "--csv"]) == 0
+    first, *lines = csv.reader(capsys.readouterr().out.splitlines())
+    assert first == ["measure", "linear", "tensor", "format", "value"]
+    assert len([line for line in lines if line[0] == "sqnr_db"]) == 20 * len(config().named_formats)
     (run / "health/19.json").write_text('{"version": 9}')
     assert main(["stats", str(run), "--health"]) == 2
     assert "version 9; this megatron-snip reads version 1" in capsys.readouterr().err

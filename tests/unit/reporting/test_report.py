@@ -74,9 +74,17 @@ def one(folder: Path) -> str:
 def test_every_figure_has_a_title_a_caption_and_an_alternative_text(one: str) -> None:
     page = Elements(one)
     slugs = {figure["id"] for figure in page.all("figure")}
-    assert slugs == {"loss", "frontier", "plan", "plan-history", "divergences", "health"}
+    assert slugs == {
+        "loss",
+        "frontier",
+        "plan",
+        "plan-history",
+        "divergences",
+        "health",
+        "health-worst",
+    }
     assert all(len(image["alt"] or "") > 30 for image in page.all("img"))
-    assert len(page.all("figcaption")) == len(page.all("img")) == 6
+    assert len(page.all("figcaption")) == len(page.all("img")) == 7
     for image in page.all("img"):
         kind, data = (image["src"] or "").split(",", 1)
         assert kind == "data:image/svg+xml;base64"

@@ -69,10 +69,62 @@ def test_no_moments_no_sensitivity() -> None:
     assert shard.sensitivity() is None
     assert shard.update() is None
     param.grad = torch.ones_like(param)
-    for momentum in (0.0, 0.9):
-        sgd = torch.optim.SGD([param], lr=0.1, momentum=momentum)
-        sgd.step()
-        assert adam_shards(sgd)[param].sensitivity() is None
+    sgd = torch.optim.SGD([param], lr=0.1)
+    sgd.step()
+    assert adam_shards(sgd)[param].sensitivity() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "tolerance"),
+    [
+        ("SGD", {"momentum": 0.9, "dampening": 0.5}, 1e-5),
+        ("SGD", {"momentum": 0.9, "nesterov": True}, 1e-5),
+        ("Adafactor", {"beta2_decay": -2.0}, 0.1),  # the step moves v and clips, too
+        ("Muon", {"nesterov": False}, 0.3),  # one random direction stands for all
+        ("Muon", {"nesterov": True}, 0.3),
+    ],
+)
+def test_d_over_the_update_is_that_of_the_real_step(
+    name: str, options: dict[str, Any], tolerance: float
+) -> None:
+    """A random change of the gradient, against the change of what PyTorch's optimizer does."""
+    generator = torch.Generator().manual_seed(1)
+    scales = torch.exp2(torch.linspace(-2.0, 2.0, 48))[:, None]  # rows with other gradients
+
+    def draw(rows: int = 48) -> torch.Tensor:
+        return torch.randn((rows, 32), generator=generator)
+
+    for rows in (48, 24):
+        param = torch.nn.Parameter(draw(rows))
+        optimizer = getattr(torch.optim, name)([param], lr=1.0, weight_decay=0.0, **options)
+        for _ in range(12):
+            param.grad = scales[:rows] * draw(rows)
+            optimizer.step()
+        grad, (shard,) = scales[:rows] * draw(rows), adam_shards(optimizer).values()
+        step = next_update(param, optimizer, grad)
+        d, update = shard.sensitivity(), shard.update()
+        assert d is not None and update is not None
+        sizes = []
+        for _ in range(5):
+            change = 0.1 * scales[:rows] * draw(rows)  # as large as the errors of FP4
+            moved = next_update(param, optimizer, grad + change) - step
+            predicted = (d.view_as(change) * change).norm() / update.norm()
+            sizes.append((predicted / (moved.norm() / step.norm())).item())
+        if name == "SGD":  # `update` is the last one made, and this is the next
+            sizes = [size * (update.norm() / step.norm()).item() for size in sizes]
+        assert sizes == pytest.approx([1.0] * 5, rel=tolerance), sizes
+
+
+def test_an_unknown_optimizer_is_named_once_and_has_no_sensitivity(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    param = torch.nn.Parameter(torch.ones(3, 2))
+    param.grad = torch.ones(3, 2)
+    optimizer = torch.optim.RMSprop([param])
+    optimizer.step()
+    for _ in range(2):
+        assert adam_shards(optimizer)[param].sensitivity() is None
+    assert caplog.text.count("optimizer RMSprop is not known") == 1
 
 
 def test_a_second_moment_of_zero_stays_finite() -> None:
