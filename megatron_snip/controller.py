@@ -121,7 +121,7 @@ class SnipController:
         self._reporter = Reporter(writers)
         self._plans = RunPlans(config, self.model, train_iters, calibration_cache)
         self._num_microbatches = 1
-        self._is_ordinary = False  # the first iteration warms up
+        self._is_timed = False  # whether the next iteration's time is that of the plan
         self._step_s: list[float] = []  # of ordinary iterations under the current plan
         available = self._plans.available
         for text in available.warnings:
@@ -134,10 +134,10 @@ class SnipController:
                 f"nothing will be measured: --snip-start-step is {config.start_step}, and the run "
                 f"has {train_iters} iterations"
             )
-        self.plan = self._plans.first(state, seed, self._warn)
+        self.plan = self._plans.first_plan(state, seed, self._warn)
         asked = self.plan.target if state is None or state.target is None else state.target
         can_replan = self._schedule.static or self._refresher.mean is not None
-        self._target = asked if can_replan else None
+        self._planned_target = asked if can_replan else None
         # The target of each problem is that of the schedule.
         settings = PlanSettings.from_config(config, seed).model_copy(update={"target": None})
         solves = self._is_rank_0 and self._schedule.replans
@@ -149,7 +149,7 @@ class SnipController:
         if config.guard and self._schedule.replans:
             guard_state = None if state is None else state.guard
             if guard_state is not None and guard_state.good is not None:
-                good = self._plans.adapted(guard_state.good, self._warn)
+                good = self._plans.runnable(guard_state.good, self._warn)
                 guard_state = guard_state.model_copy(update={"good": good})
             self._guard = Guard(config.guard_sigmas, topology, guard_state)
         self._start(state)
@@ -182,7 +182,7 @@ class SnipController:
         if part is None:
             self._follow_targets(iteration)
             return self._train(iteration, training)[0]
-        self._is_ordinary = False
+        self._is_timed = False
         results = self._refresher.measure(
             iteration, part, training, lambda: self._train(iteration, training)
         )
@@ -198,11 +198,11 @@ class SnipController:
         """
         if self._guard is not None:
             self._guard.finish_loss()
-        if not self._is_ordinary:
+        if not self._is_timed:
             metrics = {name: value for name, value in metrics.items() if name != "step_s"}
         elif "step_s" in metrics:
             self._step_s.append(metrics["step_s"])
-        self._is_ordinary = True
+        self._is_timed = True
         fraction = {"lowest_precision_fraction": self.lowest_precision_fraction}
         self._report(iteration, Metrics(metrics | fraction | self._evaluated))
         self._evaluated = {}
@@ -235,7 +235,7 @@ class SnipController:
             guard=None if self._guard is None else self._guard.state,
             statistics=self._refresher.mean,
             settings=reported_settings(self.config, str(self.model.backend)),
-            target=self._target,
+            target=self._planned_target,
             alerted=tuple(sorted(self._alerted)),
         )
 
@@ -288,10 +288,10 @@ class SnipController:
     def _follow_targets(self, iteration: int) -> None:
         """All ranks: if the target is about to change, plan anew from the last measurement."""
         target = self._plans.targets.at(iteration + self.config.lag)
-        is_new = self._target not in (None, target) and self._solve.pending is None
+        is_new = self._planned_target not in (None, target) and self._solve.pending is None
         if not (is_new and self._schedule.may_replan(iteration)):
             return
-        self._target = target
+        self._planned_target = target
         make = self._plans.unmeasured if self._schedule.static else self._refresher.measurement
         try:
             found: Any = attempt("planning anew", partial(make, target), self._control)
@@ -299,11 +299,11 @@ class SnipController:
             self._keep_plan(iteration, str(failure))
         else:
             problem = found.problem if isinstance(found, Measurement) else found
-            self._submit(iteration, self._plans.here(problem))
+            self._submit(iteration, self._plans.for_this_run(problem))
 
     def _submit(self, iteration: int, problem: PlanningProblem) -> None:
         """All ranks: give a problem to the solver; its plan is due `lag` iterations later."""
-        apply_at, self._target = iteration + self.config.lag, problem.target
+        apply_at, self._planned_target = iteration + self.config.lag, problem.target
         problem = self._plans.healed(problem, self.plan, apply_at)
         self._solve.submit(Pending(iteration, apply_at, problem), self.plan)
 
@@ -355,7 +355,7 @@ class SnipController:
         self, iteration: int, training: TrainingStep, guard: Guard
     ) -> tuple[Results, bool]:
         """All ranks: run an iteration whose loss decides whether the current plan stays."""
-        self._is_ordinary = False
+        self._is_timed = False
 
         def run(plan: PrecisionPlan) -> Results:
             self.model.apply(plan.linears)
@@ -407,7 +407,9 @@ class SnipController:
         if changes:
             self._warn(f"this run resumes with other settings: {', '.join(changes)}")
         if state.pending is not None and self._schedule.replans:
-            pending = replace(state.pending, problem=self._plans.here(state.pending.problem))
+            pending = replace(
+                state.pending, problem=self._plans.for_this_run(state.pending.problem)
+            )
             self._solve.submit(pending, self.plan)
 
     # Logs and reports.
@@ -418,7 +420,7 @@ class SnipController:
         shares = self._plans.shares(self.plan)
         event = PlanApplied(self.plan, shares, num_changed, resolved=table, **more)
         self._report(iteration, event)
-        self._is_ordinary, self._step_s = False, []
+        self._is_timed, self._step_s = False, []
 
     def _report_increase(self, iteration: int, found: tuple[float, float] | None) -> None:
         """All ranks: log what the plan costs an evaluation; `end_iteration` reports it."""
