@@ -143,9 +143,14 @@ test-slurm: $(STAMP)  ## train on a real two-node Slurm on this machine (root; i
 	@sh tests/slurm/install.sh
 	$(BIN)/pytest tests/slurm $(PYTEST_ARGS)
 
-# Not in .venv, whose torch has no CUDA: whose it is instead, benchmarks/start.py says.
+# What a GPU machine without a network needs, in one file: `sh dist/megatron-snip-gpu.sh` there.
+.PHONY: gpu-bundle
+gpu-bundle:  ## the last commit and its wheels in dist/megatron-snip-gpu.sh, for bench-gpu
+	@$(PYTHON) benchmarks/start.py --bundle dist/megatron-snip-gpu.sh
+
+# Not in .venv, whose torch has no CUDA: which Python instead, benchmarks/start.py decides.
 .PHONY: bench-gpu
-bench-gpu:  ## all benchmarks of this machine's GPU, in 10 minutes
+bench-gpu:  ## the next 8 minutes of this machine's GPU benchmarks; again until none is left
 	@BENCH_PYTHON="$(BENCH_PYTHON)" $(PYTHON) benchmarks/start.py $(BENCH_ARGS)
 
 .PHONY: nightly

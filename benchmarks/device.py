@@ -7,6 +7,7 @@ Ceilings: bandwidth of a copy, rate of a BF16 GEMM of 8192^3. Checks:
     bits        every kernel of `benchmarks.kernels`, on an ordinary and on another stream, against
                 the CPU: all bits equal
     norms       sums of squares and of quantization errors against the CPU, relative
+    GEMM        BF16 that a GEMM writes itself against its FP32, cast
     waits       a forward and backward of a simulated linear, which must not wait for the GPU
 
 Exit status 1 if anything differs.
@@ -31,6 +32,7 @@ from benchmarks.kernel_cases import FP4, FP8, ROW, TOKENS, Case, cases, same
 from benchmarks.linear import forwards
 from benchmarks.machine import has_gpu, write_result
 from benchmarks.timing import said, seconds_by_turns
+from megatron_snip.matmul import matmul_fp32
 from megatron_snip.quantizers import error_norms
 
 GPU_SIDE, CPU_SIDE = 8192, 512
@@ -66,6 +68,7 @@ def checks() -> dict[str, tuple[Check, float]]:
     last = cases()[-2]
     found[f"{last.name}, on another stream"] = _bits(last, (512, 1024), other_stream=True), 0.0
     found["error norms"] = _norms, NORMS_TOLERANCE
+    found["GEMM to BF16 against FP32 and a cast"] = _gemm, 0.0
     found["a linear waits for the GPU"] = _waits, 0.0
     return found
 
@@ -116,6 +119,18 @@ def _norms(device: torch.device) -> float:
         here, there = error_norms(x, specs), error_norms(x.to(device), specs).cpu()
         differences.append(float(((there - here).abs() / here).max()))
     return max(differences)
+
+
+def _gemm(device: torch.device) -> bool:
+    """Whether any bit differs, at the shapes of fprop and of wgrad."""
+    generator = torch.Generator().manual_seed(0)
+    sides = ((2048, 4096, 4096), (1024, 8192, 512)) if device.type == "cuda" else ((64, 96, 32),)
+    for m, k, n in sides:
+        a = torch.randn(m, k, generator=generator).bfloat16().to(device)
+        b = torch.randn(k, n, generator=generator).bfloat16().to(device)
+        if not torch.equal(matmul_fp32(a, b, torch.bfloat16), matmul_fp32(a, b).bfloat16()):
+            return True
+    return False
 
 
 def _waits(device: torch.device) -> bool:

@@ -1,20 +1,22 @@
-"""All benchmarks of one machine in one go: `make bench-gpu`.
+"""All benchmarks of one machine, in slices: `make bench-gpu`.
 
-    python -m benchmarks.gpu [--output FILE] [--minutes 9.5] [--only NAMES]
+    python -m benchmarks.gpu [--output FILE] [--minutes 8] [--only NAMES] [--again]
 
-Runs, one process each so that a failure stays its own: device, linear, kernels, step, switch,
-refresh. Each has a limit of time, printed before it begins; together they end within `--minutes`.
-What was measured (of a part that fails or runs out of time, what it had measured until then) goes
-to benchmarks/results/<gpu>.json (<cpu>.json without a GPU, from smaller work):
+A call is one slice of at most `--minutes`. It runs the parts that have no result of this commit
+yet, the most wanted first, each in a process of its own with a limit of time; call it again until
+it says that nothing is left. What was measured (of a part that fails or runs out of time, what it
+had measured until then) goes at once to benchmarks/results/<gpu>.json (<cpu>.json without a GPU,
+from smaller work):
 
     {"machine": {date, cpu, cores, gpu, versions: {..}},
      "<part>": {.. what the part measured ..,
                 "goals": [{name, value, least?, most?, met}],    where it has goals
                 "failures": {name: why},                         of what is within the part
                 "failed": why,                                   of the part itself
-                "wall_seconds": s}}
+                "unfinished": true,                              the next slice goes on with it
+                "commit": "..", "wall_seconds": s}}
 
-With `--only`, the file's other parts stay as they are. Exit status 1 if anything failed.
+Exit status: 0 if nothing is left, 1 if a part failed, 3 if there is more for the next slice.
 """
 
 from __future__ import annotations
@@ -37,6 +39,9 @@ from rich.console import Console
 from benchmarks.machine import RESULTS, has_gpu, machine
 from megatron_snip.errors import UsageError
 
+LIMIT = "SNIP_BENCH_SECONDS"
+"""Environment variable: the seconds after which a part that can go on later should stop."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -58,14 +63,16 @@ class Part:
 
 
 PARTS = (
-    Part("device", "--json", 90.0),
-    Part("linear", "--json", 120.0),
+    Part("device", "--json", 120.0),
+    Part("te", "--json", 240.0),
+    Part("linear", "--json", 150.0),
+    Part("step", "--json", 150.0),
+    Part("refresh", "--output", 120.0, (), ("--rounds", "3")),
     Part("kernels", "--json", 120.0, cpu_arguments=("--cpu",)),
-    Part("step", "--json", 120.0),
     Part("switch", "--json", 75.0, ("--rounds", "5"), ("--rounds", "2")),
-    Part("refresh", "--output", 75.0, (), ("--rounds", "3")),
+    Part("curves", "--json", 470.0),
 )
-"""In the order of what is most wanted, should the time run out."""
+"""In the order of what is most wanted."""
 
 
 def command(part: Part, file: Path, gpu: bool) -> list[str]:
@@ -77,8 +84,6 @@ def command(part: Part, file: Path, gpu: bool) -> list[str]:
 def run_part(part: Part, folder: Path, seconds_left: float, gpu: bool) -> dict[str, Any]:
     """Return what a part measured, or {"failed": why}; its own output goes to the terminal."""
     limit = min(part.limit_s, seconds_left)
-    if limit <= 0:
-        return {"failed": "no time was left"}
     file = folder / f"{part.name}.json"
     begin = time.monotonic()
     failed = ""
@@ -86,7 +91,7 @@ def run_part(part: Part, folder: Path, seconds_left: float, gpu: bool) -> dict[s
         status = subprocess.run(
             command(part, file, gpu),
             timeout=limit,
-            env={**os.environ, "PYTHONWARNINGS": "ignore"},
+            env={**os.environ, "PYTHONWARNINGS": "ignore", LIMIT: f"{limit - 30:.0f}"},
             check=False,
         ).returncode
         failed = f"exit status {status}" if status else ""
@@ -102,6 +107,14 @@ def run_part(part: Part, folder: Path, seconds_left: float, gpu: bool) -> dict[s
     return found
 
 
+def next_part(parts: Sequence[Part], report: dict[str, Any], commit: str) -> Part | None:
+    """Return the first part without a result of this commit; then those that are unfinished."""
+    for part in parts:
+        if report.get(part.name, {}).get("commit") != commit:
+            return part
+    return next((part for part in parts if report[part.name].get("unfinished")), None)
+
+
 def file_name(found: dict[str, Any]) -> str:
     """Return a file's name for a machine: nvidia-h200.json, amd-epyc.json."""
     name = found["gpu"] or found["cpu"]
@@ -109,33 +122,43 @@ def file_name(found: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all parts, write one file."""
+    """Run a slice, write one file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--output", type=Path, metavar="FILE", help="[results/<machine>.json]")
-    parser.add_argument("--minutes", type=float, default=9.5, help="for everything together")
+    parser.add_argument("--minutes", type=float, default=8.0, help="of this slice")
     parser.add_argument("--only", help="names of parts, comma separated")
+    parser.add_argument("--again", action="store_true", help="measure what has a result as well")
     args = parser.parse_args(argv)
     console, here, gpu = Console(), machine(), has_gpu()
     output = args.output or RESULTS / file_name(here)
-    wanted = chosen(args.only)
-    report = {**(_kept(output) if args.only else {}), "machine": here}
+    wanted, commit = chosen(args.only), here["commit"]
+    report = {**(json.loads(output.read_text()) if output.exists() else {}), "machine": here}
+    for part in wanted if args.again else ():
+        report.pop(part.name, None)
     end = time.monotonic() + 60.0 * args.minutes
     console.print(f"{here['gpu'] or here['cpu']}, torch {here['versions']['torch']} -> {output}")
-    with tempfile.TemporaryDirectory() as folder:
-        for part in wanted:
-            left = end - time.monotonic()
-            console.rule(f"{part.name}: at most {part.limit_s:.0f} s, {left:.0f} s are left")
-            report[part.name] = run_part(part, Path(folder), left, gpu)
-            output.parent.mkdir(parents=True, exist_ok=True)  # kept, whatever comes after
-            output.write_text(json.dumps(report, indent=1) + "\n")
-    failed = {p.name: report[p.name]["failed"] for p in wanted if "failed" in report[p.name]}
+    while part := next_part(wanted, report, commit):
+        left = end - time.monotonic()
+        if left < min(part.limit_s, 60.0 * args.minutes - 10.0):
+            break
+        console.rule(f"{part.name}: at most {min(part.limit_s, left):.0f} s")
+        with tempfile.TemporaryDirectory() as folder:
+            report[part.name] = {**run_part(part, Path(folder), left, gpu), "commit": commit}
+        output.parent.mkdir(parents=True, exist_ok=True)
+        partial = output.with_name(output.name + ".part")
+        partial.write_text(json.dumps(report, indent=1) + "\n")
+        partial.replace(output)
     for part in wanted:
-        seconds = report[part.name].get("wall_seconds", 0.0)
-        why = f"[red]{failed[part.name]}[/]" if part.name in failed else "done"
-        console.print(f"{part.name:8} {seconds:4.0f} s  {why}")
-        _show_goals(report[part.name], console)
+        result = report.get(part.name, {})
+        done = "unfinished" if result.get("unfinished") else "done" if result else "to do"
+        why = f"[red]{result['failed']}[/]" if "failed" in result else result.get("skipped", done)
+        console.print(f"{part.name:8} {result.get('wall_seconds', 0.0):4.0f} s  {why}")
+        _show_goals(result, console)
     console.print(f"written to {output}")
-    return 1 if failed else 0
+    if part := next_part(wanted, report, commit):
+        console.print(f"left for the next slice, from {part.name} on: call this again")
+        return 3
+    return int(any("failed" in report[part.name] for part in wanted))
 
 
 def chosen(names: str | None) -> list[Part]:
@@ -150,12 +173,6 @@ def chosen(names: str | None) -> list[Part]:
     if unknown:
         raise UsageError(f"no part is called '{unknown[0]}'; known: {', '.join(known)}")
     return [part for part in PARTS if part.name in wanted]
-
-
-def _kept(output: Path) -> dict[str, Any]:
-    """What an earlier run of other parts wrote."""
-    found: dict[str, Any] = json.loads(output.read_text()) if output.exists() else {}
-    return found
 
 
 def _show_goals(result: dict[str, Any], console: Console) -> None:

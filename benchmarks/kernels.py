@@ -1,7 +1,8 @@
 """How close the quantization kernels come to the device's copy bandwidth.
 
-    python -m benchmarks.kernels [--json FILE] [--sweep]     on a GPU: kernels
+    python -m benchmarks.kernels [--json FILE]               on a GPU: kernels
     python -m benchmarks.kernels --cpu                       anywhere: the reference path
+    python -m benchmarks.kernels --static                    anywhere: what the kernels compile to
 
 Every figure is a ratio measured in one run: bytes a kernel must move over its time, against bytes
 over time of a plain copy of the same tensor (`copy_`, one read and one write). Tensors are larger
@@ -18,10 +19,7 @@ installed, its FP8 kernels run beside ours on the same tensor.
 from __future__ import annotations
 
 import argparse
-import functools
-import itertools
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -33,11 +31,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.kernel_cases import (
-    FP4,
-    FP8,
-    ROW,
-    SQUARE,
-    TOKENS,
     Work,
     cases,
     check_bits,
@@ -194,56 +187,19 @@ def measure(
     return copy_rate, results
 
 
-def sweep(x: torch.Tensor, repeats: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of the main kernels in blocks of other shapes: kernel -> launch -> ms."""
-    from megatron_snip.kernels import launch as kernels
-
-    def one(block: Any) -> Callable[[Any], Any]:
-        return lambda config: kernels.quantize_dequantize(
-            x, FP8, block, dtype=x.dtype, config=config
-        )
-
-    def both(config: Any) -> Any:
-        return kernels.quantize_dequantize_both(
-            x, (FP8, FP8), (ROW, TOKENS), dtype=x.dtype, config=config
-        )
-
-    def norms(config: Any) -> Any:
-        return kernels.error_norms(x, ((FP8, ROW), (FP4, ROW)), config=config)
-
-    runs: list[tuple[str, Callable[[Any], Any], list[tuple[int, int]]]] = [
-        ("1x128", one(ROW), [(8, 128), (16, 128), (32, 128), (16, 256), (8, 512)]),
-        ("128x1", one(TOKENS), [(128, 32), (128, 64), (128, 128)]),
-        ("128x128", one(SQUARE), [(128, 128)]),
-        ("both directions", both, [(128, 128), (128, 256)]),
-        ("error norms", norms, [(8, 128), (16, 128), (32, 128), (16, 256)]),
-    ]
-    table: dict[str, dict[str, float]] = {}
-    for name, run, shapes in runs:
-        table[name] = {}
-        for shape, warps in itertools.product(shapes, (4, 8, 16)):
-            config = kernels.LaunchConfig(*shape, warps)
-            work = functools.partial(_ignore_input, run, config)
-            try:
-                seconds = time_on_gpu(work, [x], repeats)
-            except Exception as error:  # e.g. more registers or shared memory than there are
-                print(f"{name} in {config}: {said(error)}", file=sys.stderr)
-                continue
-            table[name][f"{shape[0]}x{shape[1]}, {warps} warps"] = seconds * 1e3
-    return table
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run on the GPU, or on the CPU if asked; 1 if bits differ."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cpu", action="store_true", help="time the reference path, small")
+    parser.add_argument("--static", action="store_true", help="count instructions; no GPU needed")
     parser.add_argument("--rows", type=int, help="rows of the matrix [16384; 2048 on the CPU]")
     parser.add_argument("--cols", type=int, help="columns [8192; 1024 on the CPU]")
     parser.add_argument("--repeats", type=int, help="timed runs a case [50; 3 on the CPU]")
-    parser.add_argument("--sweep", action="store_true", help="time other block sizes as well")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args(argv)
     console = Console()
+    if options.static:
+        return _static(console, options.json)
     if not torch.cuda.is_available() and not options.cpu:
         console.print("No CUDA device here, so no kernel is timed; --cpu times the reference path.")
         return 0
@@ -270,13 +226,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     report["goals"] = [] if small else goals(results)
     if options.json:
         write_result(options.json, report)
-    if options.sweep and not small:
-        report["sweep_ms"] = sweep(inputs[0], repeats)
-        if options.json:
-            write_result(options.json, report)
     _show(console, report, goals=not small)
     ours = [name for name in failures if not name.startswith("torchao")]
     return 1 if differing or ours else 0
+
+
+def _static(console: Console, file: Path | None) -> int:
+    """Print instructions per element, registers and spills; 1 if registers spill."""
+    from benchmarks import static
+
+    rows = [row for arch in (90, 100) for row in static.table(arch)]
+    shown = Table("kernel", "GPU", "instructions/element", "goal", "registers", "spilled", "warps")
+    for row in rows:
+        goal = row["goal"]
+        style = "" if goal is None else "green" if row["instructions"] <= goal else "red"
+        shown.add_row(
+            row["name"],
+            f"sm_{row['arch']}",
+            f"{row['instructions']:.1f}",
+            "" if goal is None else f"<= {goal}",
+            *(str(row[key]) for key in ("registers", "spilled_bytes", "warps")),
+            style=style,
+        )
+    console.print(shown)
+    if file:
+        write_result(file, {"compiled": rows})
+    return int(any(row["spilled_bytes"] for row in rows))
 
 
 def _show(console: Console, report: dict[str, Any], *, goals: bool) -> None:
@@ -302,17 +277,10 @@ def _show(console: Console, report: dict[str, Any], *, goals: bool) -> None:
         color = "" if not goals else "green" if ratio["met"] else "red"
         table.add_row(ratio["name"], "", "", "", f"{ratio['value']:.3f}", bound, style=color)
     console.print(table)
-    for name, times in report.get("sweep_ms", {}).items():
-        best = sorted(times.items(), key=lambda item: item[1])[:4]
-        console.print(f"{name}: " + "; ".join(f"{launch} {ms:.3f} ms" for launch, ms in best))
     for name, why in report["failures"].items():
         console.print(f"{name} failed: {why}", markup=False, style="red")
     if report["bits_differ"]:
         console.print("[red]differ from the CPU reference:[/] " + ", ".join(report["bits_differ"]))
-
-
-def _ignore_input(run: Callable[[Any], Any], config: Any, _: torch.Tensor) -> Any:
-    return run(config)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,15 @@ from megatron_snip.quantizers import StochasticStream, StreamKey
 Shape = tuple[int, int, int]
 """M tokens, K in_features, N out_features."""
 
-GPU_SHAPES: tuple[Shape, ...] = ((4096, 4096, 4096), (16384, 4096, 4096), (8192, 8192, 8192))
+GPU_SHAPES: tuple[Shape, ...] = (
+    (8192, 4096, 4096),
+    (8192, 4096, 12288),
+    (8192, 4096, 22016),
+    (8192, 11008, 4096),
+    (8192, 8192, 8192),
+)
+"""The four linears of a Llama-7B layer, and the shape of the goal."""
+
 CPU_SHAPES: tuple[Shape, ...] = ((1024, 256, 256), (1024, 256, 1024), (1024, 1024, 256))
 STREAM = StochasticStream(StreamKey(0, "decoder.layers.0.mlp.linear_fc1", 0, 0))
 Run = Callable[[], Any]

@@ -1,8 +1,8 @@
 """Launching the kernels: when they can run, their compile-time numbers, block sizes, outputs.
 
 Block sizes are fixed. A run must not stop to compile when shapes change, and results do not depend
-on block sizes; `benchmarks.kernels --sweep` measures alternatives. Triton is imported only when a
-kernel runs. Functions take [rows, cols] matrices of any strides.
+on block sizes; `benchmarks.kernels --static` counts what they compile to. Triton is imported only
+when a kernel runs. Functions take [rows, cols] matrices of any strides.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class TileSpec(NamedTuple):
         largest: the element type's largest value.
         min_power_bits: FP32 bits of the smallest normal power of two.
         anchor: 1.5 * 2^(23 - mantissa bits).
-        noise: 2^(-16 - mantissa bits).
+        noise: 2^(-32 - mantissa bits).
         scale: 0 FP32, 1 E8M0, 2 E4M3.
         tile_rows: rows of a tile.
         tile_cols: columns of a tile.
@@ -141,7 +141,7 @@ def tile_spec(fmt: Format, block: Block) -> TileSpec:
         element.max_value,
         (element.min_exponent + 127) << 23,
         1.5 * 2.0 ** (23 - element.mantissa_bits),
-        2.0 ** (-16 - element.mantissa_bits),
+        2.0 ** (-32 - element.mantissa_bits),
         (ScaleType.FP32, ScaleType.E8M0, ScaleType.E4M3).index(fmt.scale),
         *block,
     )
@@ -181,16 +181,16 @@ COL_CONFIG = LaunchConfig(128, 64, 8)
 """Tiles along the column."""
 
 SQUARE_CONFIG = LaunchConfig(128, 128, 8)
-"""Square blocks of weights, one per program; and both directions at once."""
+"""Square blocks of weights, one per program."""
 
-ROW_STEP, COL_STEP = 32, 32
-"""Rows, and columns, of the slices in which a program of both directions works."""
+BOTH_CONFIG = LaunchConfig(128, 128, 16)
+"""Both directions from one read of x: 32 elements per thread."""
 
-NORMS_ROW_CONFIG, NORMS_COL_CONFIG = LaunchConfig(16, 128, 4), LaunchConfig(128, 32, 8)
-NORMS_SQUARE_CONFIG = LaunchConfig(128, 128, 16)
+NORMS_ROW_CONFIG, NORMS_COL_CONFIG = LaunchConfig(16, 128, 4), LaunchConfig(128, 32, 4)
+NORMS_SQUARE_CONFIG = LaunchConfig(128, 128, 8)
 """Error norms: few elements per thread, because each sum takes as many registers."""
 
-NORMS_STEPS = 8
+NORMS_STEPS = 32
 """Blocks that a program of error norms adds up, where x is that wide."""
 
 
@@ -242,7 +242,7 @@ def quantize_dequantize_both(
 
     out = [torch.empty(x.shape, dtype=dtype, device=x.device) for _ in range(2)]
     row, col = (tile_spec(fmt, block) for fmt, block in zip(formats, blocks, strict=True))
-    config = config or _config(ROW_CONFIG, COL_CONFIG, SQUARE_CONFIG, row, col)
+    config = config or _config(ROW_CONFIG, COL_CONFIG, BOTH_CONFIG, row, col)
     columns = (random[0] if random[0].mode else random[1]).columns
     if x.numel():
         with _on(x):
@@ -258,8 +258,6 @@ def quantize_dequantize_both(
                 COL_SPEC=col,
                 ROW_MODE=random[0].mode,
                 COL_MODE=random[1].mode,
-                ROW_STEP=max(ROW_STEP, row.tile_rows),
-                COL_STEP=max(COL_STEP, col.tile_cols),
                 NATIVE_CASTS=not interpreting(),
                 num_warps=config.num_warps,
             )
@@ -294,7 +292,8 @@ def _error_norms(
     second = others[0] if others else first
     standard = _config(NORMS_ROW_CONFIG, NORMS_COL_CONFIG, NORMS_SQUARE_CONFIG, first, second)
     config = config or standard
-    steps = NORMS_STEPS if min(config[:2]) < 128 and x.shape[1] >= NORMS_STEPS * config.cols else 1
+    fit = max(1, x.shape[1] // config.cols)
+    steps = min(NORMS_STEPS, 1 << fit.bit_length() - 1) if min(config[:2]) < 128 else 1
     programs = _programs(x, config._replace(cols=steps * config.cols))
     sums = torch.zeros((3, programs), dtype=torch.float32, device=x.device)
     if x.numel():

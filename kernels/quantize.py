@@ -36,6 +36,8 @@ _STORED_MAX = tl.constexpr(448.0)
 _STORED_MIN_BITS = tl.constexpr((-6 + 127) << 23)
 _STORED_ANCHOR = tl.constexpr(1.5 * 2.0**20)
 _ROUNDS = tl.constexpr(7)
+_MULTIPLIER_A, _MULTIPLIER_B = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
+_WEYL_0, _WEYL_1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 
 
 @triton.jit
@@ -56,10 +58,19 @@ def _offsets(at, row_stride, col_stride, R: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def load_block(x_ptr, row_stride, col_stride, at, R: tl.constexpr, C: tl.constexpr):
-    """Return a block of x in FP32 [R, C], with zeros beyond the tensor's edges."""
+def load_block(
+    x_ptr, row_stride, col_stride, at, R: tl.constexpr, C: tl.constexpr, HALVES: tl.constexpr
+):
+    """Return a block of x in FP32 [R, C], with zeros beyond the tensor's edges.
+
+    With HALVES a thread holds parts of both halves of a row, so fewer threads share a row.
+    """
     offsets, mask = _offsets(at, row_stride, col_stride, R, C)
-    return tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if HALVES:
+        offsets = offsets.reshape(R, 2, C // 2).permute(1, 0, 2)
+        mask = mask.reshape(R, 2, C // 2).permute(1, 0, 2)
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    return x.permute(1, 0, 2).reshape(R, C) if HALVES else x
 
 
 @triton.jit
@@ -74,53 +85,73 @@ def round_nearest(y, min_power_bits: tl.constexpr, anchor: tl.constexpr):
 def round_stochastic(
     y, bits16, min_power_bits: tl.constexpr, anchor: tl.constexpr, noise: tl.constexpr
 ):
-    """Round to a neighbor on the grid; bits16 [R, C] int32 in [-2^15, 2^15)."""
+    """Round to a neighbor on the grid; bits16 [R, C] int32, 2^16 * [-2^15, 2^15)."""
     bits = y.to(tl.int32, bitcast=True) & _EXPONENT
     power = tl.maximum(bits, min_power_bits).to(tl.float32, bitcast=True)
-    noisy = tl.fma(bits16.to(tl.float32) + 0.5, power * noise, y)
+    noisy = tl.fma(power, tl.fma(bits16.to(tl.float32), noise, 2.0**15 * noise), y)
     return tl.fma(power, -anchor, tl.fma(power, anchor, noisy))
 
 
 @triton.jit
-def tile_scales(amax, tensor_amax, SPEC: tl.constexpr):
-    """Return (encode, decode) of tiles with largest magnitude `amax`; NaN for NaN and Inf."""
-    amax = tl.where(amax < _INF, amax, float("nan"))
+def divide_by(x, largest: tl.constexpr):
+    """Return x / largest as `div_rn`: right for every FP32 mantissa and for 2^a - 2^b."""
+    quotient = x * (1.0 / largest)
+    return tl.fma(tl.fma(quotient, -largest, x), 1.0 / largest, quotient)
+
+
+@triton.jit
+def tile_scales(amax, tensor_amax, SPEC: tl.constexpr, EXACT: tl.constexpr):
+    """Return (encode, decode) of tiles with largest magnitude `amax`; NaN for NaN and Inf.
+
+    FP32 scales that are not EXACT are right to 2^-21, which is enough for the error's square.
+    """
+    if EXACT:  # else 0 * Inf is NaN soon enough
+        amax = tl.where(amax < _INF, amax, float("nan"))
     if SPEC.scale == 2:
         top = tl.where(tensor_amax < _INF, tl.maximum(tensor_amax, _FLOOR), float("nan"))
         tensor = tl.div_rn(top, _STORED_MAX * SPEC.largest)
-        ratio = tl.div_rn(tl.div_rn(amax, SPEC.largest), tensor)
+        ratio = tl.div_rn(divide_by(amax, SPEC.largest), tensor)
         ratio = tl.clamp(ratio, _STORED_MIN, _STORED_MAX, propagate_nan=tl.PropagateNan.ALL)
         stored = round_nearest(ratio, _STORED_MIN_BITS, _STORED_ANCHOR)
         encode = tl.div_rn(tl.div_rn(1.0, tensor), stored)
         decode = stored * tensor
     else:
         floored = tl.where(amax < _FLOOR, _FLOOR, amax)
-        decode = tl.div_rn(floored, SPEC.largest)
+        decode = divide_by(floored, SPEC.largest)
+        if not EXACT and SPEC.scale == 0:
+            decode = floored * (1.0 / SPEC.largest)
         if SPEC.scale == 1:
             up = ((decode.to(tl.int32, bitcast=True) + 0x007FFFFF) & _EXPONENT).to(tl.int32)
             finite = floored < _INF
             decode = tl.where(finite, up.to(tl.float32, bitcast=True), float("nan"))
             inverse = (0x7F000000 - up).to(tl.float32, bitcast=True)  # 2^-e from 2^e
             encode = tl.where(finite, inverse, float("nan"))
-        else:
+        elif EXACT:
             encode = tl.div_rn(SPEC.largest, floored)
+        else:
+            encode = SPEC.largest * (tl.rsqrt(floored) * tl.rsqrt(floored))  # cheaper than 1 / x
     return encode, decode
 
 
 @triton.jit
-def tile_amax(x, SPEC: tl.constexpr):
-    """Return the largest magnitude of each tile, [R / tile rows, C / tile cols], NaN included."""
+def tile_amax(x, SPEC: tl.constexpr, EXACT: tl.constexpr):
+    """Return the largest magnitude of each tile, [R / tile rows, C / tile cols].
+
+    NaN is found if EXACT; sums of error norms are NaN without that.
+    """
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    size = tl.abs(x)
+    if EXACT:
+        size = size.to(tl.int32, bitcast=True)
     if SPEC.tile_rows == 1:
-        amax = tl.max(bits.reshape(R, C // SPEC.tile_cols, SPEC.tile_cols), 2)
+        amax = tl.max(size.reshape(R, C // SPEC.tile_cols, SPEC.tile_cols), 2)
     elif SPEC.tile_cols == 1:
-        amax = tl.max(bits.reshape(R // SPEC.tile_rows, SPEC.tile_rows, C), 1)
+        amax = tl.max(size.reshape(R // SPEC.tile_rows, SPEC.tile_rows, C), 1)
     elif SPEC.tile_rows == R and SPEC.tile_cols == C:
-        amax = tl.full((1, 1), tl.max(bits), tl.int32)  # one tile: threads reduce their own first
+        amax = tl.full((1, 1), tl.max(size), size.dtype)  # one tile: threads reduce their own first
     else:
-        tiles = bits.reshape(
+        tiles = size.reshape(
             R // SPEC.tile_rows, SPEC.tile_rows, C // SPEC.tile_cols, SPEC.tile_cols
         )
         amax = tl.max(tl.max(tiles, 3), 1)
@@ -143,14 +174,16 @@ def expand_tiles(scale, R: tl.constexpr, C: tl.constexpr, SPEC: tl.constexpr):
 
 
 @triton.jit
-def quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC: tl.constexpr, STOCHASTIC: tl.constexpr):
+def quantize_dequantize_tiles(
+    x, bits16, amax_ptr, SPEC: tl.constexpr, STOCHASTIC: tl.constexpr, EXACT: tl.constexpr
+):
     """Return the dequantized block in FP32; `bits16` is read only if STOCHASTIC."""
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     tensor_amax = 0.0
     if SPEC.scale == 2:
         tensor_amax = tl.load(amax_ptr)
-    encode, decode = tile_scales(tile_amax(x, SPEC), tensor_amax, SPEC)
+    encode, decode = tile_scales(tile_amax(x, SPEC, EXACT), tensor_amax, SPEC, EXACT)
     y = x * expand_tiles(encode, R, C, SPEC)
     if SPEC.scale == 2:
         y = tl.clamp(y, -SPEC.largest, SPEC.largest, propagate_nan=tl.PropagateNan.ALL)
@@ -162,27 +195,43 @@ def quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC: tl.constexpr, STOCHASTI
 
 
 @triton.jit
+def philox(key, counter):
+    """Return the words of `tl.randint4x(key, counter, n_rounds=7)`: both halves by one product."""
+    c0, c1 = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
+    c2, c3 = tl.zeros_like(c0), tl.zeros_like(c0)
+    key0, key1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    for _ in tl.static_range(_ROUNDS):
+        a, b = c0.to(tl.uint64) * _MULTIPLIER_A, c2.to(tl.uint64) * _MULTIPLIER_B
+        c0 = (b >> 32).to(tl.uint32) ^ c1 ^ key0
+        c2 = (a >> 32).to(tl.uint32) ^ c3 ^ key1
+        c1, c3 = b.to(tl.uint32), a.to(tl.uint32)
+        key0, key1 = key0 + _WEYL_0, key1 + _WEYL_1
+    return c0, c1, c2, c3
+
+
+@triton.jit
 def random_bits16(key, at, layout, R: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr):
-    """Return the random numbers of a block: [R, C] int32 in [-2^15, 2^15)."""
+    """Return the random numbers of a block: [R, C] int32, 2^16 * [-2^15, 2^15)."""
     row0, col0, _, _ = at
     global_cols, local_chunk, global_chunk, col_start = layout
-    rows = (row0 + tl.arange(0, R)).to(tl.int64)
-    base = (rows * global_cols)[:, None]
+    rows = (row0 + tl.arange(0, R)).to(tl.int64)[:, None]
     cols = col0 + (tl.arange(0, C) if MODE == 3 else tl.arange(0, C // 8) * 8)
     if MODE != 1:
         cols = cols // local_chunk * global_chunk + col_start + cols % local_chunk
-    index = base + cols.to(tl.int64)[None, :]
-    w0, w1, w2, w3 = tl.randint4x(key, index >> 3, n_rounds=_ROUNDS)
+    cols = cols.to(tl.int64)[None, :]
     if MODE == 3:
+        index = rows * global_cols + cols
+        w0, w1, w2, w3 = philox(key, index >> 3)
         lane = (index & 7).to(tl.int32)
         word = tl.where(lane < 4, tl.where(lane < 2, w0, w1), tl.where(lane < 6, w2, w3))
         word = word.to(tl.int32, bitcast=True)
-        bits16 = tl.where((lane & 1) == 0, (word << 16) >> 16, word >> 16)
+        bits16 = tl.where((lane & 1) == 0, word << 16, word & -65536)
     else:
+        w0, w1, w2, w3 = philox(key, rows * (global_cols >> 3) + (cols >> 3))
         # lane = 4 * (word > 1) + 2 * (odd word) + (high half): join from the slowest bit on
         words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(R, C // 2)
         words = words.to(tl.int32, bitcast=True)
-        bits16 = tl.join((words << 16) >> 16, words >> 16).reshape(R, C)
+        bits16 = tl.join(words << 16, words & -65536).reshape(R, C)
     return bits16
 
 
@@ -215,7 +264,7 @@ def _quantize_block(
     bits16 = 0
     if MODE != 0:
         bits16 = random_bits16(key, at, layout, R, C, MODE)
-    value = quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC, MODE != 0)
+    value = quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC, MODE != 0, True)
     offsets, mask = _offsets(at, at[3], 1, R, C)
     tl.store(out_ptr + offsets, _narrow(value, out_ptr.dtype.element_ty, NATIVE_CASTS), mask=mask)
 
@@ -242,7 +291,7 @@ def quantize_kernel(
 ):
     """Quantize along one direction."""
     at = block_at(rows, cols, R, C)
-    x = load_block(x_ptr, x_row, x_col, at, R, C)
+    x = load_block(x_ptr, x_row, x_col, at, R, C, False)
     layout = (global_cols, local_chunk, global_chunk, col_start)
     _quantize_block(x, amax_ptr, key, layout, out_ptr, at, SPEC, MODE, NATIVE_CASTS)
 
@@ -269,30 +318,20 @@ def quantize_both_kernel(
     COL_SPEC: tl.constexpr,
     ROW_MODE: tl.constexpr,
     COL_MODE: tl.constexpr,
-    ROW_STEP: tl.constexpr,
-    COL_STEP: tl.constexpr,
     NATIVE_CASTS: tl.constexpr,
 ):
     """Quantize along the row and along the column from one read of x from memory.
 
-    The block holds complete tiles both ways, which is too much for registers. So it is processed
-    in slices of ROW_STEP rows, then in slices of COL_STEP columns. The second pass finds x in the
-    L1 cache (32 KiB of BF16), and small slices leave room for enough programs to hide latency.
+    The block holds complete tiles both ways. A thread holds few elements of it, which leaves room
+    for 512 threads on a multiprocessor.
     """
-    row0, col0, _, _ = block_at(rows, cols, R, C)
+    at = block_at(rows, cols, R, C)
     layout = (global_cols, local_chunk, global_chunk, col_start)
-    for step in range(0, R, ROW_STEP):
-        at = (row0 + step, col0, rows, cols)
-        x = load_block(x_ptr, x_row, x_col, at, ROW_STEP, C)
-        _quantize_block(
-            x, amax_ptr, row_key, layout, row_out_ptr, at, ROW_SPEC, ROW_MODE, NATIVE_CASTS
-        )
-    for step in range(0, C, COL_STEP):
-        at = (row0, col0 + step, rows, cols)
-        x = load_block(x_ptr, x_row, x_col, at, R, COL_STEP)
-        _quantize_block(
-            x, amax_ptr, col_key, layout, col_out_ptr, at, COL_SPEC, COL_MODE, NATIVE_CASTS
-        )
+    x = load_block(x_ptr, x_row, x_col, at, R, C, False)
+    _quantize_block(x, amax_ptr, row_key, layout, row_out_ptr, at, ROW_SPEC, ROW_MODE, NATIVE_CASTS)
+    if ROW_MODE or COL_MODE:  # from the L1 cache: random numbers need the registers
+        x = load_block(x_ptr, x_row, x_col, at, R, C, False)
+    _quantize_block(x, amax_ptr, col_key, layout, col_out_ptr, at, COL_SPEC, COL_MODE, NATIVE_CASTS)
 
 
 @triton.jit
@@ -322,11 +361,12 @@ def error_norms_kernel(
     first = tl.zeros((R, C), tl.float32)
     second = tl.zeros((R, C), tl.float32)
     for step in range(STEPS):
-        x = load_block(x_ptr, x_row, x_col, (row0, col0 + step * C, rows, cols), R, C)
+        at = (row0, col0 + step * C, rows, cols)
+        x = load_block(x_ptr, x_row, x_col, at, R, C, FIRST.tile_rows * SECOND.tile_rows == 1)
         square += x * x
-        error = x - quantize_dequantize_tiles(x, 0, amax_ptr, FIRST, False)
+        error = x - quantize_dequantize_tiles(x, 0, amax_ptr, FIRST, False, False)
         first += error * error
-        error = x - quantize_dequantize_tiles(x, 0, amax_ptr, SECOND, False)
+        error = x - quantize_dequantize_tiles(x, 0, amax_ptr, SECOND, False, False)
         second += error * error
     programs = tl.num_programs(0)
     tl.store(sums_ptr + tl.program_id(0), tl.sum(square))

@@ -14,19 +14,22 @@ LARGE_GEMM = 1 << 24
 """Multiply-adds from which a GPU's tensor cores pay, and FP32 operands are rounded to BF16."""
 
 
-def matmul_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return a @ b in FP32.
+def matmul_fp32(
+    a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Return a @ b, accumulated in FP32 and rounded once to `dtype`.
 
     Args:
         a: [rows, inner], BF16, FP16 or FP32.
         b: [inner, cols], the same device.
+        dtype: BF16 or FP32; a GPU's GEMM writes it itself.
 
     Returns:
-        [rows, cols], FP32.
+        [rows, cols].
     """
     if a.device.type != "cuda":
-        return a.float() @ b.float()
+        return (a.float() @ b.float()).to(dtype)
     small = a.shape[0] * a.shape[1] * b.shape[1] <= LARGE_GEMM
     if a.dtype == torch.float32 and b.dtype == torch.float32 and small:
-        return a @ b
-    return torch.mm(a.to(torch.bfloat16), b.to(torch.bfloat16), out_dtype=torch.float32)
+        return (a @ b).to(dtype)
+    return torch.mm(a.to(torch.bfloat16), b.to(torch.bfloat16), out_dtype=dtype)

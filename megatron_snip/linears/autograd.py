@@ -145,8 +145,10 @@ class QuantizedLinear(torch.autograd.Function):
         dw = None
         if x is not None and g_col is not None:
             flat = x.reshape(-1, x.shape[-1])
-            dw = simulated_gemm.wgrad(g_col, flat, call.option, fp32_output=call.fuse_wgrad)
-            dw = _accumulate(weight, ctx.main_grad, dw) if call.fuse_wgrad else dw.to(weight.dtype)
+            dtype = torch.float32 if call.fuse_wgrad else weight.dtype
+            dw = simulated_gemm.wgrad(g_col, flat, call.option, dtype)
+            if call.fuse_wgrad:
+                dw = _accumulate(weight, ctx.main_grad, dw)
         db = g.sum(dim=0) if ctx.use_bias else None
         if reducing is not None:
             reducing.wait()

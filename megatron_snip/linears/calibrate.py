@@ -263,7 +263,7 @@ def linear_gemms(
     return {
         Gemm.FPROP: lambda: simulated_gemm.fprop(x, w, option),
         Gemm.DGRAD: lambda: simulated_gemm.dgrad(quantized(Gemm.DGRAD), w, option, g.dtype),
-        Gemm.WGRAD: lambda: simulated_gemm.wgrad(quantized(Gemm.WGRAD), x, option),
+        Gemm.WGRAD: lambda: simulated_gemm.wgrad(quantized(Gemm.WGRAD), x, option, x.dtype),
     }
 
 

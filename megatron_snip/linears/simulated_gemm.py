@@ -52,7 +52,7 @@ def fprop(x: Tensor, w: Tensor, option: Option, cached: Cached = uncached) -> Te
         return torch.matmul(x, w.t())
     dtype = _operand_dtype(x, w.shape[0])
     x_q = quantize_dequantize_operand(x, name, Operand.INPUT, Gemm.FPROP, dtype=dtype)
-    return matmul_fp32(x_q, _weight(w, name, Gemm.FPROP, dtype, cached).t()).to(x.dtype)
+    return matmul_fp32(x_q, _weight(w, name, Gemm.FPROP, dtype, cached).t(), x.dtype)
 
 
 def quantize_grad_output(
@@ -105,23 +105,23 @@ def dgrad(
     if option.dgrad == "bf16":
         return g.matmul(w)
     w_q = _weight(w, option.dgrad, Gemm.DGRAD, _operand_dtype(g, w.shape[1]), cached)
-    return matmul_fp32(g, w_q).to(dtype)
+    return matmul_fp32(g, w_q, dtype)
 
 
-def wgrad(g: Tensor, x: Tensor, option: Option, fp32_output: bool = False) -> Tensor:
-    """Return dW [N, K]: FP32 if the option quantizes wgrad or it is asked for, else G's dtype.
+def wgrad(g: Tensor, x: Tensor, option: Option, dtype: torch.dtype) -> Tensor:
+    """Return dW [N, K] in `dtype`.
 
     Args:
         g: [M, N], from `quantize_grad_output`.
         x: [M, K].
         option: decides the format of both.
-        fp32_output: return the accumulator's FP32, as GEMMs that add into `main_grad` do.
+        dtype: of the result; FP32 for GEMMs that add into `main_grad`.
     """
     if option.wgrad == "bf16":
-        return matmul_fp32(g.t(), x) if fp32_output else g.t().matmul(x)
-    dtype = _operand_dtype(g, x.shape[1])
-    x_q = quantize_dequantize_operand(x, option.wgrad, Operand.INPUT, Gemm.WGRAD, dtype=dtype)
-    return matmul_fp32(g.t(), x_q)
+        return g.t().matmul(x) if dtype == g.dtype else matmul_fp32(g.t(), x, dtype)
+    operand = _operand_dtype(g, x.shape[1])
+    x_q = quantize_dequantize_operand(x, option.wgrad, Operand.INPUT, Gemm.WGRAD, dtype=operand)
+    return matmul_fp32(g.t(), x_q, dtype)
 
 
 def _weight(w: Tensor, name: str, gemm: Gemm, dtype: torch.dtype, cached: Cached) -> Tensor:

@@ -4,6 +4,10 @@ These tests run in a process of their own, in which the stand-in is found before
 imported (tests/unit/linears/test_te_stand_in.py starts it):
 
     SNIP_TE_STAND_IN=1 pytest tests/te
+
+Tests marked `real_te` need no stand-in. With Transformer Engine and a GPU (launch/te.sh):
+
+    SNIP_TE_REAL=1 pytest -m real_te tests/te
 """
 
 from __future__ import annotations
@@ -15,7 +19,24 @@ import pytest
 
 collect_ignore_glob = ["test_*.py"]
 
-if os.environ.get("SNIP_TE_STAND_IN") == "1":
+if os.environ.get("SNIP_TE_REAL") == "1":
+    collect_ignore_glob = [f"test_te_{name}.py" for name in ("model*", "quantizers", "times")]
+
+    @pytest.fixture(scope="session", autouse=True)
+    def megatron() -> Iterator[None]:
+        """Parallel state of size 1 on the GPU."""
+        import torch
+        import torch.distributed as dist
+        from megatron.core import parallel_state
+
+        torch.cuda.set_device(0)
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        yield
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+elif os.environ.get("SNIP_TE_STAND_IN") == "1":
     collect_ignore_glob = []
 
     import tests.stand_ins.on_path  # noqa: F401 - before anything that imports Megatron

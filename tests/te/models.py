@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.training_step import TrainingStep
 from megatron_snip.options import BF16, Option
 
+DEVICE = "cuda" if os.environ.get("SNIP_TE_REAL") == "1" else "cpu"
 SEQUENCE, BATCH = 16, 2
 """32 tokens a microbatch: what every recipe of Transformer Engine accepts."""
 
@@ -57,7 +59,7 @@ def build(te: bool = True, grouped: bool = False, **changes: Any) -> GPTModel:
     spec_of = get_gpt_layer_with_transformer_engine_spec if te else get_gpt_layer_local_spec
     extra = {} if te else {"normalization": config.normalization}
     spec = spec_of(num_experts=config.num_moe_experts, moe_grouped_gemm=grouped, **extra)
-    return GPTModel(
+    model = GPTModel(
         config,
         spec,
         vocab_size=32,
@@ -65,6 +67,7 @@ def build(te: bool = True, grouped: bool = False, **changes: Any) -> GPTModel:
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     )
+    return model.to(DEVICE)
 
 
 _FUSED = {
@@ -101,13 +104,13 @@ def copy_weights(te: GPTModel, local: GPTModel) -> None:
 def batches(seed: int = 3) -> Iterator[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     while True:
-        tokens = torch.randint(0, 32, (BATCH, SEQUENCE + 1), generator=generator)
+        tokens = torch.randint(0, 32, (BATCH, SEQUENCE + 1), generator=generator).to(DEVICE)
         yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
 def forward_step(data: Any, model: Any) -> Any:
     batch = next(data)
-    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+    positions = torch.arange(SEQUENCE, device=DEVICE).expand(BATCH, -1)
     output = model(batch["tokens"], positions, None, labels=batch["labels"])
 
     def loss(values: torch.Tensor) -> Any:

@@ -79,6 +79,7 @@ def test_observers_see_the_same() -> None:
     agree(*(observed(model, planned(model, "simulate", mixed)) for model in (te, local)))
 
 
+@pytest.mark.real_te
 @pytest.mark.parametrize("grouped", [False, True])
 def test_bf16_is_transformer_engine_bit_by_bit(grouped: bool) -> None:
     changes = {**EXPERTS, "grouped": grouped} if grouped else {}
@@ -96,6 +97,7 @@ def test_bf16_is_transformer_engine_bit_by_bit(grouped: bool) -> None:
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
+@pytest.mark.real_te
 def test_fused_weight_gradients_add_up_in_main_grad() -> None:
     for changes in ({}, {**EXPERTS, "grouped": True}):
         model = build(**changes)
@@ -114,6 +116,7 @@ def test_fused_weight_gradients_add_up_in_main_grad() -> None:
                 torch.testing.assert_close(weight.main_grad, separate[name], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.real_te
 def test_installing_twice_and_a_foreign_override() -> None:
     model = build()
     under = planned(model)
@@ -125,6 +128,7 @@ def test_installing_twice_and_a_foreign_override() -> None:
         under.install()
 
 
+@pytest.mark.real_te
 def test_a_measurement_under_the_plan_is_an_identity() -> None:
     model = build()
     under = planned(model, "simulate", mixed)

@@ -173,6 +173,6 @@ def test_an_expert_without_tokens_has_a_zero_gradient(name: str, dtype: torch.dt
 def test_a_fused_bf16_wgrad_keeps_its_fp32() -> None:
     x, _, _, g = tensors(torch.bfloat16)
     x, g = x.flatten(0, 1), g.flatten(0, 1)
-    exact = simulated_gemm.wgrad(g, x, Option.uniform("bf16"), fp32_output=True)
+    exact = simulated_gemm.wgrad(g, x, Option.uniform("bf16"), torch.float32)
     assert exact.dtype == torch.float32
     torch.testing.assert_close(exact.double(), g.double().t() @ x.double(), rtol=1e-5, atol=1e-4)

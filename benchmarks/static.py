@@ -1,0 +1,206 @@
+"""What the kernels compile to, without a GPU: instructions per element, registers, spills.
+
+`benchmarks.kernels --static` prints the table. Kernels are launched on CPU tensors against a
+driver that only compiles, so what is counted is what training launches. A count is the number of
+instructions that a warp issues for its block over the elements of a thread: the path from the
+first instruction to EXIT, without the slow path of divisions, each loop as often as it takes to
+load the block. A kernel reaches the copy's bandwidth if its count is below what the GPU issues
+while it moves an element: about 34 for 6 bytes on an H100 (an estimate, not measured).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+
+from megatron_snip.formats import FORMATS
+from megatron_snip.kernels import launch
+from megatron_snip.quantizers import StochasticStream, StreamKey
+from megatron_snip.quantizers.quantize import _philox_arguments
+
+ROW, COL, SQUARE = (1, 128), (128, 1), (128, 128)
+BF16, FP32 = torch.bfloat16, torch.float32
+KEY = StreamKey(0, "decoder.layers.0.mlp.linear_fc1", 0, 0)
+RANDOM = _philox_arguments(StochasticStream(KEY), 1024)
+KERNELS = ("quantize_kernel", "quantize_both_kernel", "error_norms_kernel")
+
+
+def one(fmt: str, block: tuple[int, int], dtype: torch.dtype = BF16, **options: Any) -> Any:
+    options.setdefault("tensor_amax", torch.ones(()))
+    return lambda x: launch.quantize_dequantize(x, FORMATS[fmt], block, dtype=dtype, **options)
+
+
+def both(fmt: str, **options: Any) -> Any:
+    formats, blocks = (FORMATS[fmt],) * 2, (ROW, COL)
+    return lambda x: launch.quantize_dequantize_both(x, formats, blocks, dtype=BF16, **options)
+
+
+def norms(block: tuple[int, int]) -> Any:
+    return lambda x: launch.error_norms(x, ((FORMATS["fp8"], block), (FORMATS["fp4"], block)))
+
+
+VARIANTS: dict[str, tuple[Callable[[torch.Tensor], Any], float | None]] = {
+    "fp8 1x128": (one("fp8", ROW), None),
+    "fp8 1x128 to fp32": (one("fp8", ROW, FP32), None),
+    "fp8 128x1": (one("fp8", COL), None),
+    "fp8 128x128": (one("fp8", SQUARE), None),
+    "fp4 1x128 stochastic": (one("fp4", ROW, random=RANDOM), None),
+    "fp4 1x128 stochastic, sharded": (one("fp4", ROW, random=RANDOM._replace(mode=2)), None),
+    "fp4 128x1 stochastic": (one("fp4", COL, random=RANDOM), None),
+    "mxfp8 1x32": (one("mxfp8", (1, 32)), None),
+    "nvfp4 1x16": (one("nvfp4", (1, 16)), None),
+    "fp8 both": (both("fp8"), 36),
+    "fp4 both stochastic": (both("fp4", random=(RANDOM, RANDOM)), 50),
+    "norms 1x128": (norms(ROW), 20),
+    "norms 128x1": (norms(COL), None),
+    "norms 128x128": (norms(SQUARE), None),
+}
+"""What is compiled, and the most instructions per element wanted of it."""
+
+
+class Compiled(NamedTuple):
+    """A compiled kernel.
+
+    Attributes:
+        kernel: Triton's.
+        elements: of x that a thread handles.
+    """
+
+    kernel: Any
+    elements: float
+
+
+@contextmanager
+def compiling(arch: int) -> Iterator[list[Compiled]]:
+    """Within, launches add compiled kernels to the list and run nothing."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from megatron_snip.kernels import quantize
+
+    compiled: list[Compiled] = []
+
+    class Recorder:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: Any) -> Any:
+            def launched(*args: Any, **named: Any) -> None:
+                kernel = self.kernel.warmup(*args, grid=grid, **named)
+                block = named["R"] * named["C"] * named.get("STEPS", 1)
+                compiled.append(Compiled(kernel, block / (32 * kernel.metadata.num_warps)))
+
+            return launched
+
+    recorders = {name: Recorder(getattr(quantize, name)) for name in KERNELS}
+    stand_in = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", arch, 32),
+        get_current_device=lambda: arch,  # kernels are cached per device
+        get_current_stream=lambda device: 0,
+    )
+    driving = patch.object(driver, "_active", stand_in)
+    with driving, patch.multiple(quantize, **recorders):
+        yield compiled
+
+
+def compiled(name: str, arch: int) -> Compiled:
+    """Return a variant compiled for an architecture (90, 100)."""
+    with compiling(arch) as kernels:
+        VARIANTS[name][0](torch.randn(256, 4096).bfloat16())
+    return kernels[0]
+
+
+def resources(kernel: Any, arch: int) -> tuple[int, int]:
+    """Return (registers per thread, bytes of spilled registers), from ptxas."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    ptx = kernel.asm["ptx"]
+    target = re.search(r"^\.target ([^\s,]+)", ptx, re.MULTILINE)
+    assert target
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
+        source.write(ptx)
+        source.flush()
+        command = [get_ptxas(arch).path, "-v", f"--gpu-name={target[1]}", source.name]
+        done = subprocess.run(
+            [*command, "-o", "/dev/null"], capture_output=True, text=True, check=True
+        )
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", done.stderr)
+    registers = re.search(r"Used (\d+) registers", done.stderr)
+    assert registers
+    return int(registers[1]), sum(map(int, spills))
+
+
+def instructions_per_element(compiled: Compiled) -> float:
+    """Return the instructions that a thread executes for each of its elements of BF16 x."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return executed(text, 2 * compiled.elements) / compiled.elements
+
+
+def table(arch: int) -> list[dict[str, Any]]:
+    """Return what each variant compiles to for an architecture."""
+    rows = []
+    for name, (_, goal) in VARIANTS.items():
+        made = compiled(name, arch)
+        registers, spilled = resources(made.kernel, arch)
+        row = {"name": name, "arch": arch, "warps": made.kernel.metadata.num_warps}
+        row |= {"instructions": instructions_per_element(made), "goal": goal}
+        rows.append({**row, "registers": registers, "spilled_bytes": spilled})
+    return rows
+
+
+_CODE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+ )?\s*([A-Z0-9.]+)(.*?);", re.MULTILINE)
+_LABEL = re.compile(r"^(\.L_x_\d+):", re.MULTILINE)
+
+
+def executed(sass: str, loaded_bytes: float) -> float:
+    """Return the instructions on the common path of a kernel as nvdisasm prints it.
+
+    Args:
+        sass: the code.
+        loaded_bytes: what a thread loads in all turns of a loop.
+    """
+    code = [(m.start(), bool(m[1]), m[2], m[3]) for m in _CODE.finditer(sass)]
+    at = [position for position, *_ in code]
+    labels = {m[1]: sum(p < m.start() for p in at) for m in _LABEL.finditer(sass)}
+    path: list[int] = []
+    loops: list[tuple[int, int]] = []
+    i = 0
+    while i < len(code):
+        _, guarded, name, rest = code[i]
+        path.append(i)
+        if name == "EXIT" and not guarded:
+            break
+        target = re.search(r"\((\.L_x_\d+)\)", rest) if name.startswith("BRA") else None
+        to = labels[target[1]] if target else 0
+        if target and to <= i:
+            loops.append((to, i))
+        elif target and (not guarded or any("CALL" in c[2] for c in code[i:to])):
+            i = to
+            continue
+        i += 1
+    count = float(len(path))
+    for first, last in loops:
+        body = [j for j in path if first <= j <= last]
+        count += (loaded_bytes / sum(_loaded(code[j][2]) for j in body) - 1) * len(body)
+    return count
+
+
+def _loaded(name: str) -> int:
+    if not name.startswith("LDG"):
+        return 0
+    width = re.search(r"\.(\d+|U16|U8)\b", name.replace(".E", "", 1))
+    return {"128": 16, "64": 8, "U16": 2, "U8": 1}[width[1]] if width else 4
