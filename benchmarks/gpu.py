@@ -68,7 +68,7 @@ PARTS = (
     Part("linear", "--json", 150.0),
     Part("step", "--json", 150.0),
     Part("refresh", "--output", 120.0, (), ("--rounds", "3")),
-    Part("kernels", "--json", 120.0, cpu_arguments=("--cpu",)),
+    Part("kernels", "--json", 120.0, cpu_arguments=("--static",)),
     Part("switch", "--json", 75.0, ("--rounds", "5"), ("--rounds", "2")),
     Part("curves", "--json", 470.0),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,25 +66,6 @@ def cases() -> list[Case]:
         Case("fp8 both directions", both("fp8", Operand.INPUT), 6, 0.8),
         Case("fp4 both directions, stochastic", both("fp4", Operand.GRAD_OUTPUT), 6),
         Case("error norms fp8+fp4 1x128", lambda x: error_norms(x, norms), 2, 0.8),
-    ]
-
-
-def torchao_cases(device: torch.device) -> list[Case]:
-    """The same work by torchao's FP8 kernels, where they can run."""
-    if device.type != "cuda":
-        return []
-    try:
-        kernels = importlib.import_module("torchao.prototype.blockwise_fp8_training.kernels")
-    except Exception:  # not installed, or made for another torch
-        return []
-    return [
-        Case("torchao fp8 1x128", kernels.triton_fp8_blockwise_act_quant_lhs, 3 + 4 / 128),
-        Case(
-            "torchao fp8 128x1, transposed",
-            kernels.triton_fp8_blockwise_act_quant_transposed_lhs,
-            3 + 4 / 128,
-        ),
-        Case("torchao fp8 128x128", kernels.triton_fp8_blockwise_weight_quant_rhs, 3),
     ]
 
 

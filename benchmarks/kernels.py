@@ -1,8 +1,7 @@
 """How close the quantization kernels come to the device's copy bandwidth.
 
-    python -m benchmarks.kernels [--json FILE]               on a GPU: kernels
-    python -m benchmarks.kernels --cpu                       anywhere: the reference path
-    python -m benchmarks.kernels --static                    anywhere: what the kernels compile to
+    python -m benchmarks.kernels [--json FILE]               on a GPU: time
+    python -m benchmarks.kernels --static [--json FILE]      anywhere: what the kernels compile to
 
 Every figure is a ratio measured in one run: bytes a kernel must move over its time, against bytes
 over time of a plain copy of the same tensor (`copy_`, one read and one write). Tensors are larger
@@ -12,17 +11,14 @@ with the CPU reference, bit for bit. A case that fails is named and left out.
 
 Goals (ratios): 1. quantize >= 0.85 of the copy's bandwidth; 2. both directions from one read
 >= 0.80, and >= 1.3 times faster than two kernels; 3. stochastic over nearest <= 1.4 in time;
-4. error norms >= 0.80 of the copy's bandwidth, counting the bytes read. Where torchao is
-installed, its FP8 kernels run beside ours on the same tensor.
+4. error norms >= 0.80 of the copy's bandwidth, counting the bytes read.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,253 +26,111 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.kernel_cases import (
-    Work,
-    cases,
-    check_bits,
-    torchao_cases,
-)
+from benchmarks import static
+from benchmarks.kernel_cases import cases, check_bits
 from benchmarks.machine import write_result
-from benchmarks.timing import said, sleep
+from benchmarks.timing import seconds_by_turns
+
+RATIOS = (
+    ("two kernels / both directions", ("fp8 1x128", "fp8 128x1"), "fp8 both directions", 1.3, None),
+    ("stochastic / nearest", ("fp4 1x128, stochastic",), "fp4 1x128", None, 1.4),
+)
+"""Name, numerator (a sum), denominator, least and most value wanted; of seconds."""
 
 
-@dataclass(frozen=True)
-class Result:
-    """A timed case.
-
-    Attributes:
-        name: the case's.
-        milliseconds: median time.
-        gigabytes_per_s: bytes that must be moved over that time.
-        copy_fraction: that over the copy's bandwidth in the same run.
-        goal: least copy_fraction, or None.
-    """
-
-    name: str
-    milliseconds: float
-    gigabytes_per_s: float
-    copy_fraction: float
-    goal: float | None
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """Two cases against each other.
-
-    Attributes:
-        name: what is compared.
-        value: the ratio of times.
-        least: goal from below, or None.
-        most: goal from above, or None.
-    """
-
-    name: str
-    value: float
-    least: float | None = None
-    most: float | None = None
-
-    @property
-    def met(self) -> bool:
-        """Whether the goal is reached."""
-        above = self.least is None or self.value >= self.least
-        return above and (self.most is None or self.value <= self.most)
-
-
-def ratios(results: dict[str, Result]) -> list[Ratio]:
-    """The comparisons that have goals of their own, of what was timed."""
-
-    def time_of(*names: str) -> float | None:
-        if any(name not in results for name in names):
-            return None
-        return sum(results[name].milliseconds for name in names)
-
-    wanted = (
-        ("two kernels / both directions", ("fp8 1x128", "fp8 128x1"), "fp8 both directions", 1.3),
-        ("stochastic / nearest", ("fp4 1x128, stochastic",), "fp4 1x128", None),
-    )
-    found = []
-    for name, above, below, least in wanted:
-        over, under = time_of(*above), time_of(below)
-        if over is not None and under is not None:
-            found.append(Ratio(name, over / under, least, 1.4 if least is None else None))
-    return found
-
-
-def goals(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Return what was wanted and what was found."""
-    bandwidths = [
-        {
-            "name": f"{result.name}, of the copy's bandwidth",
-            "value": result.copy_fraction,
-            "least": result.goal,
-            "most": None,
-            "met": result.copy_fraction >= result.goal,
-        }
-        for result in results
-        if result.goal is not None
+def goals(seconds: Mapping[str, float], fractions: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Return what was wanted and what was found, of what was timed."""
+    found: list[tuple[str, float, float | None, float | None]] = [
+        (f"{case.name}, of the copy's bandwidth", fractions[case.name], case.goal, None)
+        for case in cases()
+        if case.goal is not None and case.name in fractions
     ]
-    compared = ratios({result.name: result for result in results})
-    return bandwidths + [{**asdict(ratio), "met": ratio.met} for ratio in compared]
+    for name, above, below, least, most in RATIOS:
+        if all(n in seconds for n in (*above, below)):
+            found.append((name, sum(seconds[n] for n in above) / seconds[below], least, most))
+    return [
+        {"name": name, "value": value, "least": least, "most": most}
+        | {"met": (least is None or value >= least) and (most is None or value <= most)}
+        for name, value, least, most in found
+    ]
 
 
-def time_on_gpu(work: Work, inputs: list[torch.Tensor], repeats: int) -> float:
-    """Median seconds of `work` over rotating inputs, by CUDA events."""
-    make_event: Any = torch.cuda.Event
-    for x in inputs:
-        work(x)
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    work(inputs[0])
-    host_s = time.perf_counter() - begin  # to enqueue it
-    torch.cuda.synchronize()
-    spans = []
-    for i in range(repeats):
-        if i % HELD_RUNS == 0:
-            sleep(1.5 * HELD_RUNS * host_s)
-        start, stop = make_event(enable_timing=True), make_event(enable_timing=True)
-        start.record()
-        work(inputs[i % len(inputs)])
-        stop.record()
-        spans.append((start, stop))
-    torch.cuda.synchronize()
-    milliseconds: list[float] = [start.elapsed_time(stop) for start, stop in spans]
-    return statistics.median(milliseconds) / 1e3
+def measure(shape: tuple[int, int], repeats: int) -> dict[str, Any]:
+    """Return seconds, bandwidth over the copy's, goals and failures of every case."""
+    device = torch.device("cuda")
+    differing = check_bits(device)
+    inputs = itertools.cycle([torch.randn(shape, device=device).bfloat16() for _ in range(3)])
+    target = torch.empty_like(next(inputs))
 
+    def rotating(work: Callable[[torch.Tensor], Any]) -> Callable[[], Any]:
+        return lambda: work(next(inputs))
 
-HELD_RUNS = 10
-"""Runs that are enqueued while the GPU sleeps."""
-
-
-def time_on_cpu(work: Work, inputs: list[torch.Tensor], repeats: int) -> float:
-    """Median seconds of `work` over rotating inputs, by the clock."""
-    work(inputs[0])
-    spans = []
-    for i in range(repeats):
-        start = time.perf_counter()
-        work(inputs[i % len(inputs)])
-        spans.append(time.perf_counter() - start)
-    return statistics.median(spans)
-
-
-def measure(
-    inputs: list[torch.Tensor],
-    repeats: int,
-    timer: Callable[[Work, list[torch.Tensor], int], float],
-    failures: dict[str, str],
-) -> tuple[float, list[Result]]:
-    """Return the copy's bytes per second, and every case beside it.
-
-    Args:
-        inputs: what cases run on in turn.
-        repeats: timed runs of each.
-        timer: measures one.
-        failures: gets the reasons of what did not run.
-    """
-    target = torch.empty_like(inputs[0])
-    numel = inputs[0].numel()
-    copy_rate = 4 * numel / timer(target.copy_, inputs, repeats)
-    results = []
-    for case in cases() + torchao_cases(inputs[0].device):
-        try:
-            seconds = timer(case.work, inputs, repeats)
-        except Exception as error:  # the other cases go on
-            failures[case.name] = said(error)
-            continue
-        rate = case.bytes_per_element * numel / seconds
-        results.append(Result(case.name, seconds * 1e3, rate / 1e9, rate / copy_rate, case.goal))
-    return copy_rate, results
+    runs = {"copy": rotating(target.copy_), **{c.name: rotating(c.work) for c in cases()}}
+    times = seconds_by_turns(runs, repeats, True, ahead=True)
+    moved = {"copy": 4.0, **{c.name: c.bytes_per_element for c in cases()}}
+    rates = {name: moved[name] * target.numel() / s for name, s in times.seconds.items()}
+    fractions = {name: rate / rates["copy"] for name, rate in rates.items()}
+    return {
+        "device": torch.cuda.get_device_name(device),
+        "shape": list(shape),
+        "bits_differ": differing,
+        "failures": times.failed,
+        "seconds": times.seconds,
+        "gigabytes_per_s": {name: rate / 1e9 for name, rate in rates.items()},
+        "copy_fraction": fractions,
+        "goals": goals(times.seconds, fractions),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run on the GPU, or on the CPU if asked; 1 if bits differ."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cpu", action="store_true", help="time the reference path, small")
+    """Time or count, print, write; 1 if bits differ, something failed or registers spill."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--static", action="store_true", help="count instructions; no GPU needed")
-    parser.add_argument("--rows", type=int, help="rows of the matrix [16384; 2048 on the CPU]")
-    parser.add_argument("--cols", type=int, help="columns [8192; 1024 on the CPU]")
-    parser.add_argument("--repeats", type=int, help="timed runs a case [50; 3 on the CPU]")
+    parser.add_argument("--rows", type=int, default=16384, help="rows of the matrix")
+    parser.add_argument("--cols", type=int, default=8192, help="columns")
+    parser.add_argument("--repeats", type=int, default=50, help="timed runs of each case")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args(argv)
-    console = Console()
-    if options.static:
-        return _static(console, options.json)
-    if not torch.cuda.is_available() and not options.cpu:
-        console.print("No CUDA device here, so no kernel is timed; --cpu times the reference path.")
+    if not (options.static or torch.cuda.is_available()):
+        print("No CUDA device here, so no kernel is timed; --static counts instructions.")
         return 0
-    device = torch.device("cpu" if options.cpu else "cuda")
-    small = options.cpu
-    shape = (options.rows or (2048 if small else 16384), options.cols or (1024 if small else 8192))
-    repeats = options.repeats or (3 if small else 50)
-    differing = [] if small else check_bits(device)
-    inputs = [torch.randn(shape, device=device).bfloat16() for _ in range(1 if small else 3)]
-    failures: dict[str, str] = {}
-    timer = time_on_cpu if small else time_on_gpu
-    copy_rate, results = measure(inputs, repeats, timer, failures)
-    report = {
-        "device": torch.cuda.get_device_name(device) if not small else "the reference on the CPU",
-        "shape": list(shape),
-        "copy_gigabytes_per_s": copy_rate / 1e9,
-        "bits_differ": differing,
-        "failures": failures,
-        "results": [asdict(result) for result in results],
-        "ratios": [
-            {**asdict(r), "met": r.met} for r in ratios({result.name: result for result in results})
-        ],
-    }
-    report["goals"] = [] if small else goals(results)
+    if options.static:
+        rows = [row for arch in (90, 100) for row in static.table(arch)]
+        report = {"compiled": rows, "failures": {r["name"]: "spills" for r in rows if r["spilled"]}}
+        _show_static(rows)
+    else:
+        report = measure((options.rows, options.cols), options.repeats)
+        _show(report)
     if options.json:
         write_result(options.json, report)
-    _show(console, report, goals=not small)
-    ours = [name for name in failures if not name.startswith("torchao")]
-    return 1 if differing or ours else 0
+    return int(bool(report.get("bits_differ") or report["failures"]))
 
 
-def _static(console: Console, file: Path | None) -> int:
-    """Print instructions per element, registers and spills; 1 if registers spill."""
-    from benchmarks import static
-
-    rows = [row for arch in (90, 100) for row in static.table(arch)]
-    shown = Table("kernel", "GPU", "instructions/element", "goal", "registers", "spilled", "warps")
+def _show_static(rows: Sequence[dict[str, Any]]) -> None:
+    table = Table("kernel", "GPU", "instructions/element", "goal", "registers", "spilled", "warps")
     for row in rows:
         goal = row["goal"]
         style = "" if goal is None else "green" if row["instructions"] <= goal else "red"
-        shown.add_row(
-            row["name"],
-            f"sm_{row['arch']}",
-            f"{row['instructions']:.1f}",
-            "" if goal is None else f"<= {goal}",
-            *(str(row[key]) for key in ("registers", "spilled_bytes", "warps")),
-            style=style,
-        )
-    console.print(shown)
-    if file:
-        write_result(file, {"compiled": rows})
-    return int(any(row["spilled_bytes"] for row in rows))
+        cells = [row["name"], f"sm_{row['arch']}", f"{row['instructions']:.1f}"]
+        cells += ["" if goal is None else f"<= {goal}"]
+        cells += [str(row[key]) for key in ("registers", "spilled", "warps")]
+        table.add_row(*cells, style=style)
+    Console().print(table)
 
 
-def _show(console: Console, report: dict[str, Any], *, goals: bool) -> None:
-    rows, cols = report["shape"]
-    title = f"{report['device']}, {rows}x{cols} bf16"
-    table = Table(title=f"{title}, copy {report['copy_gigabytes_per_s']:.0f} GB/s")
-    for column in ("kernel", "ms", "ns/element", "GB/s", "of copy", "goal"):
-        table.add_column(column, justify="left" if column == "kernel" else "right")
-    for result in report["results"]:
-        goal = result["goal"] if goals else None
-        color = "" if goal is None else "green" if result["copy_fraction"] >= goal else "red"
+def _show(report: dict[str, Any]) -> None:
+    console = Console()
+    table = Table("kernel", "ms", "GB/s", "of copy", title=f"{report['device']}, {report['shape']}")
+    for name, seconds in report["seconds"].items():
+        fraction = f"{report['copy_fraction'][name]:.3f}"
         table.add_row(
-            result["name"],
-            f"{result['milliseconds']:.3f}",
-            f"{result['milliseconds'] * 1e6 / (rows * cols):.3f}",
-            f"{result['gigabytes_per_s']:.0f}",
-            f"{result['copy_fraction']:.3f}",
-            "" if goal is None else f">= {goal}",
-            style=color,
+            name, f"{seconds * 1e3:.3f}", f"{report['gigabytes_per_s'][name]:.0f}", fraction
         )
-    for ratio in report["ratios"]:
-        bound = f">= {ratio['least']}" if ratio["least"] else f"<= {ratio['most']}"
-        color = "" if not goals else "green" if ratio["met"] else "red"
-        table.add_row(ratio["name"], "", "", "", f"{ratio['value']:.3f}", bound, style=color)
     console.print(table)
+    for goal in report["goals"]:
+        bound = f">= {goal['least']}" if goal["least"] else f"<= {goal['most']}"
+        style = "green" if goal["met"] else "red"
+        console.print(f"{goal['name']}: {goal['value']:.3f} ({bound})", style=style)
     for name, why in report["failures"].items():
         console.print(f"{name} failed: {why}", markup=False, style="red")
     if report["bits_differ"]:

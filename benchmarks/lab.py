@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.machine import has_gpu
 from megatron_snip.config import SnipConfig
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
@@ -262,11 +263,6 @@ def fp32_logits(model: torch.nn.Module) -> Iterator[None]:
         handle.remove()
 
 
-def on_gpu() -> bool:
-    """Whether models train on a GPU; said by the build and the driver, not by what is patched."""
-    return bool(torch.version.cuda) and Path("/dev/nvidiactl").exists()
-
-
 @contextmanager
 def open_lab(values: Mapping[str, Any]) -> Iterator[Lab]:
     """Build a model in this process (a single rank); everything is undone at the end.
@@ -274,11 +270,11 @@ def open_lab(values: Mapping[str, Any]) -> Iterator[Lab]:
     Args:
         values: of `TrainConfig`, over `BASE`; `train_iters` bounds the data prepared.
     """
-    installed = False if on_gpu() else cpu.install()
+    installed = False if has_gpu() else cpu.install()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         config = make_train_config({**BASE, "run_dir": Path(folder), **values})
         dist.init_process_group(
-            "nccl" if on_gpu() else "gloo", store=dist.HashStore(), rank=0, world_size=1
+            "nccl" if has_gpu() else "gloo", store=dist.HashStore(), rank=0, world_size=1
         )
         stack.callback(dist.destroy_process_group)
         initialize_parallel_state(config)

@@ -31,8 +31,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.lab import Lab, on_gpu, open_lab
-from benchmarks.machine import RESULTS, append_row
+from benchmarks.lab import Lab, open_lab
+from benchmarks.machine import RESULTS, append_row, has_gpu
 from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.quality_loss import (
     QualitySettings,
@@ -77,7 +77,7 @@ def seconds(run: Callable[[], object]) -> float:
     The process's time does not count other programs on a busy machine.
     """
     _wait()
-    clock = time.perf_counter if on_gpu() else time.process_time
+    clock = time.perf_counter if has_gpu() else time.process_time
     begin = clock()
     run()
     _wait()
@@ -86,7 +86,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 def peak_bytes(run: Callable[[], object]) -> int:
     """Return the most memory that `run` holds above what was held when it began."""
-    if on_gpu():
+    if has_gpu():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run()
@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--fraction", type=float, default=1.0, help="of linears measured at once")
     parser.add_argument("--microbatches", type=int, default=1, help="of an iteration")
     parser.add_argument(
-        "--shape", choices=SHAPES, default="large" if on_gpu() else "small", help="of the model"
+        "--shape", choices=SHAPES, default="large" if has_gpu() else "small", help="of the model"
     )
     parser.add_argument("--output", type=Path, default=RESULTS / "refresh.jsonl", metavar="FILE")
     args = parser.parse_args(argv)
@@ -190,7 +190,7 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def _wait() -> None:
-    if on_gpu():
+    if has_gpu():
         torch.cuda.synchronize()
 
 

@@ -158,7 +158,7 @@ def table(arch: int) -> list[dict[str, Any]]:
         registers, spilled = resources(made.kernel, arch)
         row = {"name": name, "arch": arch, "warps": made.kernel.metadata.num_warps}
         row |= {"instructions": instructions_per_element(made), "goal": goal}
-        rows.append({**row, "registers": registers, "spilled_bytes": spilled})
+        rows.append({**row, "registers": registers, "spilled": spilled})
     return rows
 
 
