@@ -15,6 +15,7 @@ from megatron_snip.config import SnipConfig, make_config, read_yaml
 from megatron_snip.errors import UsageError
 from megatron_snip.flags import add_flags, flag_name, given_values
 from megatron_snip.options import Option
+from megatron_snip.planning.settings import PlanSettings
 
 OTHER: dict[str, Any] = {
     "enabled": True,
@@ -143,6 +144,13 @@ def test_what_follows_from_the_fields() -> None:
         ("a.*", Option.uniform("fp8")),
         ("b=c", Option.uniform("fp4")),
     )
+
+
+def test_the_planner_s_settings_are_the_run_s() -> None:
+    pins = (("decoder.layers.0.*", "fp8"), ("*.linear_fc2", "fp8-fp4-fp4"))
+    wanted = {"policy": "random", "target": 0.25, "pipeline_balance": "bottleneck", "pins": pins}
+    wanted |= {"change_penalty": 0.05, "cost": "time", "seed": 7}
+    assert PlanSettings.from_config(make_config(OTHER), seed=7) == PlanSettings(**wanted)
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "5", "{1: 2}", "a: b: c", "\x00"])

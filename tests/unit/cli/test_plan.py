@@ -123,6 +123,8 @@ def test_infeasible_constraints_exit_with_3_and_are_named(
         (["--first-layers", "x=fp8"], "--first-layers: 'x=fp8' is not N=OPTION"),
         (["--change-penalty", "2"], "needs --previous"),
         (["--workers", "0"], "--workers: "),
+        (["--pipeline-balance", "some"], "--pipeline-balance"),
+        (["--cost", "watts"], "--cost"),
         (["--policy", "snp"], "unknown policy 'snp' (did you mean 'snip'?)"),
         (["--calibration", "absent.json"], "--cost time"),
         (["--policy", "uniform-fp4", "--target", "0.5"], "does not use --target"),
