@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,6 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(complete: Path, tmp_path: Path) -> Path:
     """A copy to damage."""
     return shutil.copytree(complete, tmp_path / "run")
-
-
-def write_rows(path: Path, *rows: dict[str, Any]) -> None:
-    with path.open("a") as stream:
-        stream.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def test_the_record_has_what_the_run_wrote(complete: Path) -> None:
