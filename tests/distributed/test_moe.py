@@ -14,7 +14,7 @@ from tests.distributed.launch import run_ranks
 from tests.distributed.layouts import names, selected
 from tests.distributed.test_invariance import check_statistics
 
-WORKER = "tests.distributed.workers.moe:refresh_in"
+WORKER = "tests.distributed.workers.invariance:refresh_of_experts_in"
 EP = {"expert_model_parallel_size": 2}
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 DISTRIBUTED = {

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from megatron_snip.planning.problem import write_problem
 from megatron_snip.version import __version__
 from tests.unit.planning.build import problem_of
 
@@ -133,9 +134,7 @@ def test_the_version_is_stated_once(wheel: Path) -> None:
 def test_it_runs_from_outside_the_repository(site: Path, tmp_path: Path) -> None:
     command = str(site / "bin" / "megatron-snip")
     assert run(site, tmp_path, command, "--version").stdout.split()[-1] == __version__
-    (tmp_path / "problem.json").write_text(
-        json.dumps(problem_of([[0.0, 1.0], [0.0, 2.0]]).to_dict())
-    )
+    write_problem(problem_of([[0.0, 1.0], [0.0, 2.0]]), tmp_path / "problem.json")
     words = ["plan", "problem.json", "--output", "plan.json"]
     done = run(site, tmp_path, command, *words)
     assert done.returncode == 0, done.stderr
