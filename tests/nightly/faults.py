@@ -43,9 +43,9 @@ def check_phases(name: str, values: dict[str, Any]) -> list[str]:
         arguments = {"layouts": {name: values}, "folder": folder}
         results = run_ranks(4, "tests.distributed.workers.faults:every_phase", arguments)
     wrong = []
-    for (rank, result), check in itertools.product(enumerate(results), CHECKS):
+    for rank, check in itertools.product(range(1, 4), CHECKS):
         try:
-            check(copy.deepcopy([results[0], result]), name)
+            check(copy.deepcopy([results[0], results[rank]]), name)
         except AssertionError as error:
             wrong.append(f"{name}, rank {rank}, {check.__name__}: {error}")
     for rank, result in enumerate(r[name] for r in results):
