@@ -155,16 +155,6 @@ def test_the_same_input_gives_the_same_plan_in_any_process() -> None:
     assert there.stdout.split() == [here.digest, here.objective.hex(), here.bound.hex()]
 
 
-def test_a_plan_records_how_it_was_made() -> None:
-    problem = problem_of([[0.0, 1.0], [0.0, 3.0]], target=0.75, stages=[0, 1])
-    plan = make_plan(problem, PlanSettings(target=0.5), iteration=40)
-    assert (plan.iteration, plan.policy, plan.status, plan.target) == (40, "snip", "optimal", 0.5)
-    assert (plan.objective, plan.efficiency, plan.stages) == (1.0, 0.5, (1.0, 0.0))
-    assert plan.bound == pytest.approx(1.0)
-    assert plan.seconds > 0.0
-    assert options_of(plan) == ["fp4", "fp8"]
-
-
 def test_a_higher_change_penalty_gives_fewer_changes() -> None:
     random = np.random.default_rng(1)
     problem = problem_of([[0.0, float(x)] for x in random.random(20)], target=0.5)
