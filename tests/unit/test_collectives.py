@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_snip.collectives import (
+    RemoteFailure,
     attempt,
     broadcast_json,
     gather_json,
@@ -17,6 +18,16 @@ def test_values_take_the_way_through_json_even_alone() -> None:
         gather_json({1, 2}, None)
     with pytest.raises(TypeError):
         broadcast_json(object(), None)
+
+
+def test_one_rank_fails_as_many_do() -> None:
+    def fail() -> None:
+        raise KeyError("reason")
+
+    with pytest.raises(RemoteFailure, match="trying failed on rank 0: KeyError: 'reason'") as error:
+        attempt("trying", fail, None)
+    assert error.value.failures == {0: "KeyError: 'reason'"}
+    assert attempt("trying", lambda: 5, None) == 5
 
 
 def test_an_interrupt_is_not_a_failure() -> None:
