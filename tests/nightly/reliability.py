@@ -27,6 +27,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.distributed.test_checkpoints import flip_a_bit, truncate
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
 PATIENCE_S = 300.0
@@ -176,7 +178,7 @@ class Case:
     at: int = 14
     prefix: str = ""
     small: str = ""
-    damage: Callable[[Path], None] | None = None
+    damage: Callable[[Path], object] | None = None
     goes_on: bool = False
     kinds: tuple[str, ...] = ("train", "pretrain")
 
@@ -203,12 +205,11 @@ def _kill_solver(job: Job) -> None:
         process.kill()
 
 
-def _terminate(job: Job) -> None:
-    job.signal(signal.SIGTERM)
+def _sending(number: int) -> Fault:
+    return lambda job: job.signal(number)
 
 
-def _interrupt(job: Job) -> None:
-    job.signal(signal.SIGINT)
+_terminate, _interrupt = _sending(signal.SIGTERM), _sending(signal.SIGINT)
 
 
 def _stop_rank_and_interrupt_twice(job: Job) -> None:
@@ -238,22 +239,6 @@ def _nothing(job: Job) -> None:
     pass
 
 
-def _newest(save: Path) -> Path:
-    return max(save.glob("iter_*"))
-
-
-def _flip_a_bit(save: Path) -> None:
-    file = max(_newest(save).glob("*.distcp"), key=lambda f: f.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
-def _truncate(save: Path) -> None:
-    file = max(_newest(save).glob("*.distcp"), key=lambda f: f.stat().st_size)
-    file.write_bytes(file.read_bytes()[:1000])
-
-
 CASES = (
     Case("`kill -9` of a rank", _kill_rank),
     Case("`kill -STOP` of a rank, then Ctrl-C", _stop_rank_and_interrupt),
@@ -267,8 +252,8 @@ CASES = (
     Case("SNIP's folders cannot be written", _block_folders, goes_on=True),
     Case("disk full: SNIP's folder", _fill("run"), small="run", goes_on=True),
     Case("disk full: checkpoints", _fill("save"), small="save"),
-    Case("checkpoint: a bit flipped", _terminate, damage=_flip_a_bit),
-    Case("checkpoint: a file cut short", _terminate, damage=_truncate),
+    Case("checkpoint: a bit flipped", _terminate, damage=flip_a_bit),
+    Case("checkpoint: a file cut short", _terminate, damage=truncate),
     Case(
         "checkpoint: bad entry `snip`",
         _terminate,
@@ -322,7 +307,7 @@ def _resume(case: Case, kind: str, folder: Path) -> tuple[str, int]:
     if not saved:
         return "no checkpoint", 0
     if case.damage is not None:
-        case.damage(folder / "save")
+        case.damage(folder / "save" / saved[-1])
     shutil.rmtree(folder / "run" / "plans", ignore_errors=True)
     (folder / "second").mkdir()
     end = max(28, int(saved[-1].removeprefix("iter_")) + 4)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_snip.statistics.optimizer_state import AdamShard, adam_shards, is_sharded
+from megatron_snip.statistics.optimizer_state import AdamShard, adam_shards
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 
@@ -146,42 +145,3 @@ def test_the_state_of_fused_adam_counts_steps_in_the_group() -> None:
     assert torch.equal(found.sensitivity(), wanted.sensitivity())  # type: ignore[arg-type]
     optimizer.param_groups[0]["step"] = torch.tensor(4, dtype=torch.int32)  # capturable
     assert adam_shards(optimizer)[param].step == 4
-
-
-def test_half_precision_parameters_are_found_through_their_copies() -> None:
-    main, inner, _ = trained(3)
-    other, _, _ = trained(0)
-    model = torch.nn.Parameter(torch.zeros(6, 4, dtype=torch.bfloat16))
-    wrapped = SimpleNamespace(
-        optimizer=inner,
-        float16_groups=[[model]],
-        fp32_from_float16_groups=[[main]],
-        fp32_from_fp32_groups=[[other]],
-    )
-    shards = adam_shards(wrapped)
-    assert set(shards) == {model}  # the inner optimizer does not step `other`
-    assert shards[model].step == 3
-    assert not is_sharded(wrapped)
-
-
-def distributed(inner: Any, model: torch.Tensor, start: int, end: int) -> Any:
-    """What Megatron's distributed optimizer shows of one parameter's range on this rank."""
-    return SimpleNamespace(
-        optimizer=inner,
-        model_param_group_index_map={model: (0, 0)},
-        _get_model_param_range_map=lambda param: {"param": SimpleNamespace(start=start, end=end)},
-    )
-
-
-def test_chained_optimizers_are_looked_through() -> None:
-    param, plain, _ = trained(2)
-    _, inner, _ = trained(3, shape=(10,))
-    model = torch.nn.Parameter(torch.zeros(6, 4))
-    fp32 = SimpleNamespace(optimizer=plain)
-    chained = SimpleNamespace(chained_optimizers=[fp32, distributed(inner, model, 7, 17)])
-    shards = adam_shards(chained)
-    assert set(shards) == {param, model}
-    assert (shards[model].start, shards[model].end) == (7, 17)
-    assert shards[model].sensitivity().shape == (10,)  # type: ignore[union-attr]
-    assert is_sharded(chained)
-    assert not is_sharded(SimpleNamespace(chained_optimizers=[fp32]))
