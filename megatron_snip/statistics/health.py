@@ -96,9 +96,10 @@ def tile_counts(
     if fmt.scale is ScaleType.E4M3:  # other scales are rounded up, or not at all
         saturated = (tiles > scale * (fmt.element.max_value * _ULPS)).sum().float()
     bins = _log2_counts(scale, (amax > 0) & scale.isfinite())
-    zeros = (torch.count_nonzero(x) - torch.count_nonzero(quantized)).float()
+    zeros = quantized.eq(0).logical_and_(x).sum().float()
     largest = amax.max() if amax.numel() else amax.new_zeros(())
-    return torch.cat([zeros[None], saturated[None], bins]), largest.nan_to_num(nan=math.inf)
+    largest.nan_to_num_(nan=math.inf, posinf=math.inf)
+    return torch.cat([zeros[None], saturated[None], bins]), largest
 
 
 def magnitudes(x: Tensor, operand: Operand) -> Tensor:

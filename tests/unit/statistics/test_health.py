@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron_snip.formats import ScaleType, get_format
-from megatron_snip.quantizers import operand_block
-from megatron_snip.statistics.health import HealthTable, LinearHealth
+from megatron_snip.quantizers import operand_block, quantize_dequantize
+from megatron_snip.statistics.health import HealthTable, LinearHealth, tile_counts
 from megatron_snip.statistics.observer import MeasureSettings, StepObserver
 from megatron_snip.topology import Topology
 from megatron_snip.types import Gemm, Operand
@@ -138,3 +138,14 @@ def test_the_worst_expert_is_the_worst_of_experts_measured_alone() -> None:
             assert found.underflow == pytest.approx(mean, **near)
     worst = observer.health.findings("underflow", "fp4")[0]
     assert worst.tensor.endswith("of expert 3")
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("name", ["fp8", "mxfp4", "nvfp4"])
+def test_zeros_of_a_tile_that_is_not_finite_do_not_hide_underflow(name: str, bad: float) -> None:
+    """Q makes NaN of such a tile's zeros, too; E4M3 scales spread that over the tensor."""
+    fmt, x = get_format(name), torch.tensor([[1e-9] * 127 + [1.0], [0.0] * 127 + [bad]])
+    tensor_amax = x.abs().amax() if fmt.scale is ScaleType.E4M3 else None
+    quantized = quantize_dequantize(x, fmt, (1, fmt.tile))
+    counts, amax = tile_counts(x, quantized, fmt, (1, fmt.tile), tensor_amax)
+    assert counts[0] == ((quantized == 0) & (x != 0)).sum() and not amax.isfinite()
