@@ -42,7 +42,7 @@ HealthMeasure = Literal[
 ]
 """Measures of health; docs/glossary.md defines them."""
 _ALERT = re.compile(
-    rf"({'|'.join(get_args(HealthMeasure))})\s*([<>])\s*([-+]?\d+\.?\d*(?:[eE][-+]?\d+)?)"
+    rf"({'|'.join(get_args(HealthMeasure))})\s*([<>])\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
 )
 PipelineBalance = Literal["none", "stage", "bottleneck"]
 CostName = Literal["flops", "time"]

@@ -24,7 +24,7 @@ OTHER: dict[str, Any] = {
     "lag": 3,
     "collect_only": True,
     "eval_precision": "bf16",
-    "alert": ["underflow>0.3", "sqnr_db < 6"],
+    "alert": ["underflow>.3", "sqnr_db < 6"],
     "measure_fraction": 0.25,
     "stat_decay": 0.75,
     "loss_divergence": "first_plus_fisher",

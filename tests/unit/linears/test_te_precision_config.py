@@ -251,3 +251,6 @@ def test_layers_must_fit_the_stages() -> None:
         Stages(2, (1, 2, 3))
     with pytest.raises(UsageError, match="the pipeline holds 2 layers"):
         Stages(1, (2,)).local("decoder.layers.2.mlp.linear_fc1")
+    assert Stages(1, (0,)).local("encoder.layers.3.mlp.linear_fc1")[0] == 0
+    with pytest.raises(UsageError, match="which layers of an encoder"):
+        Stages(2, (0, 0)).local("encoder.layers.3.mlp.linear_fc1")
