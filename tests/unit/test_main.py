@@ -33,14 +33,14 @@ def test_a_stdout_that_takes_nothing_is_one_line(
     redirection: str, says: str, words: list[str], problem: str
 ) -> None:
     command = ["sh", "-c", f'"$@" {redirection}', "sh", *PLAN, problem, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1
     assert says in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_a_reader_that_has_gone_is_no_error(problem: str) -> None:
     command = ["sh", "-c", '{ "$@"; echo "status $?" >&2; } | true', "sh", *PLAN, problem]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.stderr.startswith("status ") and done.stderr.count("\n") == 1
 
 

@@ -42,7 +42,7 @@ def build(folder: Path, what: str, into: Path) -> Path:
     into.mkdir()
     code = f"from setuptools import build_meta; build_meta.build_{what}({str(into)!r})"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-3000:]
     (built,) = into.iterdir()
@@ -77,7 +77,7 @@ def wheel(sdist: Path) -> Path:
 
 def install(wheel: Path, folder: Path) -> Path:
     words = ["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(folder)]
-    subprocess.run([sys.executable, *words, str(wheel)], check=True, timeout=120)
+    subprocess.run([sys.executable, *words, str(wheel)], check=True, timeout=600)
     return folder
 
 
@@ -102,7 +102,7 @@ def run(site: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[st
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 

@@ -22,6 +22,10 @@ def test_versions_devices_formats_and_the_command_are_printed(
     monkeypatch.setattr(doctor, "versions", lambda: {"torch": hostile, "transformer-engine": None})
     machine = Machine((10, 0), te_version=hostile, te_unavailable={"mxfp8": hostile})
     monkeypatch.setattr(availability, "this_machine", lambda with_te: machine)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    assert main(["doctor"]) == 0
+    assert "megatron.training is not installed" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "find_spec", lambda name: name)
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     for word in ("not installed", "cores", "cuda", "compute capability 10.0", *FORMATS):
