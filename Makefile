@@ -102,10 +102,12 @@ distributed: $(STAMP)  ## tests of 2 and 4 gloo ranks
 	$(BIN)/pytest tests/distributed -n 2 --dist loadfile $(TIER) $(PYTEST_ARGS)
 
 .PHONY: test-megatron
-test-megatron:  ## train with Megatron's own pretrain (Python 3.12)
+test-megatron:  ## train with Megatron's own pretrain (Python 3.12; MEGATRON_MAIN=a clone of it)
 	@if [ -e $(MEGATRON_STAMP) ] || [ -n "$(MEGATRON_PYTHON)" ]; then \
 	  $(MAKE) --no-print-directory $(MEGATRON_STAMP) && \
-	  MEGATRON_RELEASES=$(abspath $(MEGATRON_VENV))/releases \
+	  [ -n "$(MEGATRON_MAIN)" ] || \
+	    echo "test-megatron: without MEGATRON_MAIN=CLONE, scripts of Megatron-LM are not run"; \
+	  MEGATRON_RELEASES=$(abspath $(MEGATRON_VENV))/releases MEGATRON_MAIN="$(MEGATRON_MAIN)" \
 	    $(MEGATRON_VENV)/bin/python -m pytest tests/megatron $(PYTEST_ARGS); \
 	else \
 	  echo "test-megatron: SKIPPED: found no Python 3.12 or later, on PATH or in pyenv"; \

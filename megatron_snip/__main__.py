@@ -32,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SnipError as error:
         print(f"megatron-snip: {shown(error)}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("megatron-snip: ended by SIGINT", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # the reader of our stdout has gone (| head)
         _drop_stdout()
         return 141

@@ -42,7 +42,7 @@ HealthMeasure = Literal[
 ]
 """Measures of health; docs/glossary.md defines them."""
 _ALERT = re.compile(
-    rf"({'|'.join(get_args(HealthMeasure))})\s*([<>])\s*([-+]?\d+\.?\d*(?:[eE][-+]?\d+)?)"
+    rf"({'|'.join(get_args(HealthMeasure))})\s*([<>])\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
 )
 PipelineBalance = Literal["none", "stage", "bottleneck"]
 CostName = Literal["flops", "time"]
@@ -81,8 +81,9 @@ class ScheduleFields(_Section):
     """Measure and write statistics at every refresh, and never change the plan: BF16, or the
     plan of --snip-plan-file."""
 
-    eval_precision: Literal["plan", "bf16"] = "plan"
-    """Precision of evaluations: the current plan, or BF16 throughout."""
+    eval_precision: Literal["plan", "bf16", "both"] = "plan"
+    """Precision of evaluations: the current plan, or BF16 throughout. `both` runs each microbatch
+    under the plan and again in BF16, and logs the paired difference of the losses."""
 
 
 class MeasureFields(_Section):
@@ -187,6 +188,9 @@ class OutputFields(_Section):
     output_dir: Path | None = None
     """Directory for plans, problems, divergences and metrics. Default: snip/ below --save."""
 
+    reference: Path | None = None
+    """A run, usually BF16, or its metrics.jsonl: the report takes this run's loss gap to it."""
+
 
 class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputFields):
     """All settings of SNIP; see the groups for the fields.
@@ -258,7 +262,8 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
     def targets(self, train_iters: int | None) -> TargetSchedule:
         """Return the target of every iteration; see `target_schedule.make_schedule`."""
         values = self.target_schedule, self.efficiency_target, self.heal_from
-        return make_schedule(*values, train_iters)
+        margin = 2 * self.lag + math.ceil(1 / self.measure_fraction - 1e-9)
+        return make_schedule(*values, train_iters, margin)
 
     @property
     def options(self) -> tuple[Option, ...]:

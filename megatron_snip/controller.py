@@ -13,8 +13,8 @@ every rank: keep the current plan, warn once, continue. A plan that breaks the l
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from megatron_snip.guard import Guard
 from megatron_snip.linears.availability import resolve_formats
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.paired_evaluation import PairedEvaluation
 from megatron_snip.linears.precision_log import precision_table
 from megatron_snip.linears.training_step import ForwardBackward, Results, TrainingStep
 from megatron_snip.options import BF16
@@ -120,28 +121,35 @@ class SnipController:
         self._reporter = Reporter(writers)
         self._plans = RunPlans(config, self.model, train_iters, calibration_cache)
         self._num_microbatches = 1
-        self._is_ordinary = False  # the first iteration warms up
+        self._is_timed = False  # whether the next iteration's time is that of the plan
         self._step_s: list[float] = []  # of ordinary iterations under the current plan
         available = self._plans.available
         for text in available.warnings:
             self._warn(text)
         self._refresher = Refresher(config, self.model, available, optimizer, topology, seed, state)
         self._schedule = self._refresher.schedule
-        self.plan = self._plans.first(state, seed, self._warn)
+        measures = config.plan_file is None and (config.collect_only or not self._schedule.static)
+        if measures and train_iters is not None and train_iters < config.start_step:
+            self._warn(
+                f"nothing will be measured: --snip-start-step is {config.start_step}, and the run "
+                f"has {train_iters} iterations"
+            )
+        self.plan = self._plans.first_plan(state, seed, self._warn)
         asked = self.plan.target if state is None or state.target is None else state.target
         can_replan = self._schedule.static or self._refresher.mean is not None
-        self._target = asked if can_replan else None
+        self._planned_target = asked if can_replan else None
         # The target of each problem is that of the schedule.
         settings = PlanSettings.from_config(config, seed).model_copy(update={"target": None})
         solves = self._is_rank_0 and self._schedule.replans
         solver = (solver or SolverProcess()) if solves else None
-        self._alerted: set[tuple[str, str]] = set()
+        self._evaluated: dict[str, Any] = {}  # by the evaluation after the current iteration
+        self._alerted: set[tuple[str, str]] = set(() if state is None else state.alerted)
         self._solve = PendingSolve(settings, self._control, solver)
         self._guard: Guard | None = None
         if config.guard and self._schedule.replans:
             guard_state = None if state is None else state.guard
             if guard_state is not None and guard_state.good is not None:
-                good = self._plans.adapted(guard_state.good, self._warn)
+                good = self._plans.runnable(guard_state.good, self._warn)
                 guard_state = guard_state.model_copy(update={"good": good})
             self._guard = Guard(config.guard_sigmas, topology, guard_state)
         self._start(state)
@@ -174,7 +182,7 @@ class SnipController:
         if part is None:
             self._follow_targets(iteration)
             return self._train(iteration, training)[0]
-        self._is_ordinary = False
+        self._is_timed = False
         results = self._refresher.measure(
             iteration, part, training, lambda: self._train(iteration, training)
         )
@@ -190,19 +198,31 @@ class SnipController:
         """
         if self._guard is not None:
             self._guard.finish_loss()
-        if not self._is_ordinary:
+        if not self._is_timed:
             metrics = {name: value for name, value in metrics.items() if name != "step_s"}
         elif "step_s" in metrics:
             self._step_s.append(metrics["step_s"])
-        self._is_ordinary = True
+        self._is_timed = True
         fraction = {"lowest_precision_fraction": self.lowest_precision_fraction}
-        self._report(iteration, Metrics(metrics | fraction))
+        self._report(iteration, Metrics(metrics | fraction | self._evaluated))
+        self._evaluated = {}
 
-    def evaluation(self) -> AbstractContextManager[None]:
-        """Return the context in which an evaluation runs: the plan's precision, or BF16."""
-        if self.config.eval_precision == "bf16":
-            return self.model.runtime.running_in_bf16()
-        return nullcontext()
+    @contextmanager
+    def evaluation(self) -> Iterator[Callable[..., Results] | None]:
+        """All ranks: the context in which an evaluation runs, in the plan's precision or BF16.
+
+        Where both are wanted it yields what takes the place of Megatron's forward-backward
+        function; that function is its first argument.
+        """
+        runtime = self.model.runtime
+        if self.config.eval_precision == "both":
+            paired = PairedEvaluation(runtime)
+            yield paired.run
+            self._report_increase(runtime.iteration, paired.increase())
+        else:
+            is_bf16 = self.config.eval_precision == "bf16"
+            with runtime.running_in_bf16() if is_bf16 else nullcontext():
+                yield None
 
     def state(self, iteration: int) -> ControllerState:
         """Return what a checkpoint after `iteration` keeps; the same on all ranks."""
@@ -215,7 +235,8 @@ class SnipController:
             guard=None if self._guard is None else self._guard.state,
             statistics=self._refresher.mean,
             settings=reported_settings(self.config, str(self.model.backend)),
-            target=self._target,
+            target=self._planned_target,
+            alerted=tuple(sorted(self._alerted)),
         )
 
     def close(self) -> None:
@@ -267,10 +288,10 @@ class SnipController:
     def _follow_targets(self, iteration: int) -> None:
         """All ranks: if the target is about to change, plan anew from the last measurement."""
         target = self._plans.targets.at(iteration + self.config.lag)
-        is_new = self._target not in (None, target) and self._solve.pending is None
+        is_new = self._planned_target not in (None, target) and self._solve.pending is None
         if not (is_new and self._schedule.may_replan(iteration)):
             return
-        self._target = target
+        self._planned_target = target
         make = self._plans.unmeasured if self._schedule.static else self._refresher.measurement
         try:
             found: Any = attempt("planning anew", partial(make, target), self._control)
@@ -278,11 +299,11 @@ class SnipController:
             self._keep_plan(iteration, str(failure))
         else:
             problem = found.problem if isinstance(found, Measurement) else found
-            self._submit(iteration, self._plans.here(problem))
+            self._submit(iteration, self._plans.for_this_run(problem))
 
     def _submit(self, iteration: int, problem: PlanningProblem) -> None:
         """All ranks: give a problem to the solver; its plan is due `lag` iterations later."""
-        apply_at, self._target = iteration + self.config.lag, problem.target
+        apply_at, self._planned_target = iteration + self.config.lag, problem.target
         problem = self._plans.healed(problem, self.plan, apply_at)
         self._solve.submit(Pending(iteration, apply_at, problem), self.plan)
 
@@ -334,7 +355,7 @@ class SnipController:
         self, iteration: int, training: TrainingStep, guard: Guard
     ) -> tuple[Results, bool]:
         """All ranks: run an iteration whose loss decides whether the current plan stays."""
-        self._is_ordinary = False
+        self._is_timed = False
 
         def run(plan: PrecisionPlan) -> Results:
             self.model.apply(plan.linears)
@@ -386,7 +407,9 @@ class SnipController:
         if changes:
             self._warn(f"this run resumes with other settings: {', '.join(changes)}")
         if state.pending is not None and self._schedule.replans:
-            pending = replace(state.pending, problem=self._plans.here(state.pending.problem))
+            pending = replace(
+                state.pending, problem=self._plans.for_this_run(state.pending.problem)
+            )
             self._solve.submit(pending, self.plan)
 
     # Logs and reports.
@@ -397,7 +420,21 @@ class SnipController:
         shares = self._plans.shares(self.plan)
         event = PlanApplied(self.plan, shares, num_changed, resolved=table, **more)
         self._report(iteration, event)
-        self._is_ordinary, self._step_s = False, []
+        self._is_timed, self._step_s = False, []
+
+    def _report_increase(self, iteration: int, found: tuple[float, float] | None) -> None:
+        """All ranks: log what the plan costs an evaluation; `end_iteration` reports it."""
+        if found is None:
+            return
+        predicted = None
+        if self._refresher.mean is not None:
+            table = self._refresher.measurement(0.0).divergences
+            predicted = table.loss_divergence(self.plan.linears)
+        names = ("eval/loss_increase", "eval/loss_increase_error", "eval/loss_divergence")
+        self._evaluated = dict(zip(names, (*found, predicted), strict=True))
+        text = f"{found[0]:+.4g} +- {found[1]:.2g} nat a token against bf16"
+        score = "" if predicted is None else f", loss divergence of the plan {predicted:.4g}"
+        self._log(f"iteration {iteration}: evaluation under {self.plan.label}: {text}{score}")
 
     def _notify(self, iteration: int, kind: NoticeKind, text: str) -> None:
         text = f"iteration {iteration}: {text}"

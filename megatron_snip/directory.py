@@ -30,29 +30,27 @@ from megatron_snip.errors import UsageError
 MARKER = ".megatron-snip"
 LOCK = ".megatron-snip.lock"
 
+OWN_FOLDERS = ("plans", "problems", "divergences", "health", "precision")
+"""Folders of a marked directory that hold one file per iteration."""
+
 OWN_FILES = re.compile(
     r"config\.yaml|versions\.json|data\.json|calibration\.json|metrics\.jsonl"
-    r"|(plans|problems|divergences|health|precision)/\d+\.json"
+    rf"|({'|'.join(OWN_FOLDERS)})/\d+\.json"
     r"|tensorboard/events\.out\.tfevents\.[^/]*"
     r"|report\.html|report/[a-z0-9-]+\.(png|svg|html|json)"
 )
 """Paths below a marked directory that SNIP writes."""
 
 _ATTEMPTS = 20
-_STALE_CLAIM_S = 60.0
 _MAX_LOCK_BYTES = 4096
 _SQUEUE_TIMEOUT_S = 10
 
 
 def own_files(directory: Path) -> Iterator[Path]:
     """Yield the files below `directory` whose paths match `OWN_FILES`; links are not followed."""
-    for entry in _entries(directory):
-        inner = _entries(Path(entry)) if entry.is_dir(follow_symlinks=False) else [entry]
-        for file in inner:
-            path = Path(file)
-            is_file = file.is_file(follow_symlinks=False)
-            if is_file and OWN_FILES.fullmatch(path.relative_to(directory).as_posix()):
-                yield path
+    for name, entry in _entries_below(directory):
+        if entry.is_file(follow_symlinks=False) and OWN_FILES.fullmatch(name):
+            yield Path(entry)
 
 
 def check_new_run(directory: Path, overwrite: bool) -> None:
@@ -64,8 +62,16 @@ def check_new_run(directory: Path, overwrite: bool) -> None:
 
     Raises:
         UsageError: if the directory holds another run and `overwrite` is not set, or holds files
-            with SNIP's names that SNIP did not write.
+            with SNIP's names that SNIP did not write: without the marker, or links and pipes.
     """
+    for name, entry in _entries_below(directory):
+        is_own = OWN_FILES.fullmatch(name) or name in OWN_FOLDERS
+        plain = entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)
+        if is_own and not plain:
+            raise UsageError(
+                f"'{directory / name}' is a link or a pipe, and SNIP's files would go through it; "
+                "remove it, or name another directory"
+            )
     present = next(own_files(directory), None)
     if present is None:
         return
@@ -154,13 +160,24 @@ def lock_directory(directory: Path) -> DirectoryLock:
                 f"directory (if that job has ended, delete '{path}')"
             )
         _remove_stale(path, holder)
-    raise UsageError(f"'{directory}' is contended: could not take '{path}'; try again")
+    raise UsageError(
+        f"'{directory}' is contended: could not take '{path}'; try again, or delete '{path}*' if "
+        "no job writes there"
+    )
 
 
 def _remove_if_empty(folder: Path, directory: Path) -> None:
     if folder != directory:
         with contextlib.suppress(OSError):  # it holds other files
             folder.rmdir()
+
+
+def _entries_below(directory: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Yield the entries of a directory and of its folders, with their paths below it."""
+    for entry in _entries(directory):
+        yield entry.name, entry
+        if entry.is_dir(follow_symlinks=False):
+            yield from ((f"{entry.name}/{inner.name}", inner) for inner in _entries(Path(entry)))
 
 
 def _entries(directory: Path) -> list[os.DirEntry[str]]:
@@ -172,13 +189,14 @@ def _entries(directory: Path) -> list[os.DirEntry[str]]:
 
 
 def _this_process() -> dict[str, Any]:
+    restarts = os.environ.get("SLURM_RESTART_COUNT", "")
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "started": _start_time(os.getpid()),
         "boot": _boot_and_namespace(),
         "job": os.environ.get("SLURM_JOB_ID"),
-        "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+        "restart": int(restarts) if restarts.isdecimal() else 0,
         "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "token": secrets.token_hex(8),
     }
@@ -201,6 +219,8 @@ def _create(path: Path, content: dict[str, Any]) -> bool:
 
 def _read(path: Path) -> dict[str, Any] | None:
     """Return a lock's content; {} if it cannot be understood, None if there is no lock."""
+    if path.is_fifo():  # to open it would wait
+        return {}
     try:
         with path.open("rb") as stream:
             value = json.loads(stream.read(_MAX_LOCK_BYTES))
@@ -218,13 +238,11 @@ def _remove_stale(path: Path, holder: dict[str, Any]) -> None:
     """
     name = hashlib.sha256(json.dumps(holder, sort_keys=True).encode()).hexdigest()[:16]
     claim = path.with_name(f"{path.name}.{name}.claim")
-    try:
-        claim.touch(exist_ok=False)
-    except FileExistsError:
-        with contextlib.suppress(FileNotFoundError):  # its process may have ended
-            if time.time() - claim.stat().st_mtime > _STALE_CLAIM_S:
-                claim.unlink(missing_ok=True)
-        time.sleep(0.05)
+    if not _create(claim, _this_process()):
+        time.sleep(0.05)  # the other process may be writing it
+        claimant = _read(claim)
+        if claimant and _is_gone(claimant):
+            claim.unlink(missing_ok=True)
         return
     try:
         if _read(path) == holder:
@@ -246,7 +264,8 @@ def _is_gone(holder: dict[str, Any]) -> bool:
     if not isinstance(job, str) or not job.isdecimal():
         return False
     if job == own["job"]:
-        return bool(own["restart"] > int(holder.get("restart") or 0))
+        before = holder.get("restart")
+        return isinstance(before, int) and bool(own["restart"] > before)
     return _slurm_job_has_ended(job)
 
 

@@ -71,7 +71,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ` (did you mean '...'?)` for the name in `known` nearest to `word`, or ''."""
     names = list(known)
     longer = [name for name in names if name.startswith(word)]
-    near = longer or difflib.get_close_matches(word, names, n=1)
+    near = longer or difflib.get_close_matches(word.lower(), names, n=1)
     return f" (did you mean '{near[0]}'?)" if near else ""
 
 

@@ -100,11 +100,13 @@ def write_atomic(path: Path, text: str) -> None:
     replaced, and its target stays as it is.
 
     Raises:
-        OSError: if the directory is missing or not writable; no file is left behind.
+        OSError: if the directory is missing or not writable, or nobody reads the pipe; no file is
+            left behind.
     """
     in_dev = path.absolute().parts[:2] == ("/", "dev")  # /dev/stdout is a link
     if path.exists() and (in_dev or not (path.is_file() or path.is_symlink())):
-        path.write_text(text, encoding="utf-8")
+        with open(path, "w", encoding="utf-8", opener=_open_without_waiting) as stream:
+            stream.write(text)
         return
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
@@ -126,6 +128,12 @@ def write_atomic(path: Path, text: str) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK)  # ENXIO for a pipe that nobody reads
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -49,23 +49,23 @@ class RunPlans:
         self._model = model
         self._control = model.runtime.topology.control
 
-    def first(
+    def first_plan(
         self, state: ControllerState | None, seed: int, warn: Callable[[str], None]
     ) -> PrecisionPlan:
         """All ranks: rank 0 makes the plan that the run starts with, or resumes with."""
-        resumed, done = (None, 0) if state is None else (state.plan, state.iteration)
+        resumed, num_done = (None, 0) if state is None else (state.plan, state.iteration)
         largest = max(point.target for point in self.targets.points)
         config = self._config.model_copy(update={"efficiency_target": largest})
 
         def make() -> PrecisionPlan:
-            problem, target = self.unmeasured(largest), self.targets.at(done + 1)
+            problem, target = self.unmeasured(largest), self.targets.at(num_done + 1)
             return initial_plan(problem, config, seed, resumed, target)
 
         is_rank_0 = self._model.runtime.topology.rank == 0
         plan = from_rank_0(make if is_rank_0 else None, self._control)
-        return self.adapted(PrecisionPlan.from_dict(plan), warn)
+        return self.runnable(PrecisionPlan.from_dict(plan), warn)
 
-    def adapted(self, plan: PrecisionPlan, warn: Callable[[str], None]) -> PrecisionPlan:
+    def runnable(self, plan: PrecisionPlan, warn: Callable[[str], None]) -> PrecisionPlan:
         """All ranks: return a plan as it can run here; `warn` gets a line for each change."""
         plan.check_against(self.work)
         options = (*plan.linears.values(), *self.available.options)
@@ -87,7 +87,7 @@ class RunPlans:
         problem = unmeasured_problem(linears, self.available.options, lowest, target)
         return self.available.restrict(problem)
 
-    def here(self, problem: PlanningProblem) -> PlanningProblem:
+    def for_this_run(self, problem: PlanningProblem) -> PlanningProblem:
         """All ranks: return a former run's problem with the stages and options of this run."""
         rows = tuple(
             row.model_copy(update={"stage": self.work[row.name][0]}) for row in problem.linears

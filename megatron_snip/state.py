@@ -7,7 +7,7 @@ checkpoints, which are read with `weights_only=True`. Schema version 2:
      "history": [[iteration, digest], ...], "refreshed": int | null,
      "statistics": null | {a StatisticsTable's}, "settings": {name: text},
      "pending": null | {"iteration": int, "apply_at": int, "problem": {a problem file's object}},
-     "guard": null | {a GuardState's}, "target": null | number}
+     "guard": null | {a GuardState's}, "target": null | number, "alerted": [[alert, linear], ...]}
 
 A plan that was being solved is kept as its problem: the resumed run solves it again and applies the
 plan at the same iteration.
@@ -65,6 +65,7 @@ class ControllerState:
         statistics: running mean of the measurements, or None.
         settings: settings and versions whose change a resumed run reports, as text.
         target: of the last problem that the solver got, or None.
+        alerted: (alert of --snip-alert, linear) that were reported.
     """
 
     iteration: int
@@ -76,6 +77,7 @@ class ControllerState:
     statistics: StatisticsTable | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
     target: float | None = None
+    alerted: tuple[tuple[str, str], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the dict described above."""
@@ -93,6 +95,7 @@ class ControllerState:
             "statistics": None if self.statistics is None else self.statistics.to_dict(),
             "settings": dict(self.settings),
             "target": self.target,
+            "alerted": [list(pair) for pair in self.alerted],
         }
 
     def restarted_at(self, iteration: int) -> ControllerState:
@@ -137,6 +140,7 @@ class ControllerState:
                 statistics=None if statistics is None else StatisticsTable.from_dict(statistics),
                 settings={str(k): str(v) for k, v in value.get("settings", {}).items()},
                 target=None if value.get("target") is None else float(value["target"]),
+                alerted=tuple((str(a), str(name)) for a, name in value.get("alerted", ())),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             detail = f"{type(error).__name__}: {error}"
@@ -152,6 +156,8 @@ def reported_settings(config: SnipConfig, backend: str) -> dict[str, str]:
         "target_schedule": ",".join(config.target_schedule),
         "heal_from": str(config.heal_from),
         "policy": config.policy,
+        "pins": ",".join(config.pins),
+        "pipeline_balance": config.pipeline_balance,
         "cost": config.cost,
         "backend": backend,
     }

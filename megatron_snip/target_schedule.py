@@ -4,8 +4,8 @@
                                       changes linearly over the iterations before it after a `~`
 
 Before the first point the target is `efficiency_target`. A linear ramp is made of equal steps of at
-most `RAMP_STEP`, since each change of the target makes a plan. Healing is a ramp to 0 at the last
-iteration.
+most `RAMP_STEP`, since each change of the target makes a plan. Healing is a ramp to 0 that
+ends so early that its last plan still trains.
 """
 
 from __future__ import annotations
@@ -78,7 +78,11 @@ def parse_points(texts: Iterable[str]) -> tuple[Point, ...]:
 
 
 def make_schedule(
-    texts: Iterable[str], target: float, heal_from: float | None, train_iters: int | None
+    texts: Iterable[str],
+    target: float,
+    heal_from: float | None,
+    train_iters: int | None,
+    margin: int = 0,
 ) -> TargetSchedule:
     """Return the schedule of a run.
 
@@ -87,6 +91,7 @@ def make_schedule(
         target: before the first point.
         heal_from: iteration, or below 1 fraction of the run, at which healing begins; or None.
         train_iters: the last iteration of the run; None if it is not known.
+        margin: iterations from a change of the target to the plan, at most.
 
     Raises:
         UsageError: if healing begins after the last iteration, or before a point of the schedule.
@@ -102,5 +107,6 @@ def make_schedule(
     if not points[-1].iteration < begin < train_iters:
         bounds = f"{points[-1].iteration} (end of target_schedule) and {train_iters} (of the run)"
         raise UsageError(f"got iteration {begin}, must be between {bounds}", field="heal_from")
-    healing = Point(begin, points[-1].target), Point(train_iters, 0.0, ramp=True)
+    end = max(begin + 1, train_iters - margin)
+    healing = Point(begin, points[-1].target), Point(end, 0.0, ramp=True)
     return TargetSchedule((*points, *healing), begin)

@@ -66,8 +66,7 @@ class Topology:
         expert_tensor: tensor-parallel axis of the experts' linears.
         data: ranks with the same dense weights and other tokens (DP x CP).
         expert_data: the same for experts' weights.
-        entangled: ranks that a forward and backward is made with, beside tensor and pipeline
-            ranks: those of context parallelism times those among which experts are divided.
+        context: ranks among which the tokens of each sequence are divided; `data` has them, too.
         places: (data rank, tensor rank) of every rank, by global rank.
         control: a CPU (gloo) group of all ranks for votes, plans and small tables, or None when
             there is one rank.
@@ -81,7 +80,7 @@ class Topology:
     expert_tensor: TensorAxis = TensorAxis()
     data: DataAxis = DataAxis()
     expert_data: DataAxis = DataAxis()
-    entangled: int = 1
+    context: int = 1
     places: tuple[tuple[int, int], ...] = ((0, 0),)
     control: ProcessGroup | None = None
 

@@ -70,11 +70,11 @@ def split_linear_name(name: str) -> tuple[str, int, str]:
     """Return (block, 0-based layer index, module) of a name made by `linear_name`.
 
     Raises:
-        ValueError: if `name` does not have that form.
+        UsageError: if `name` does not have that form.
     """
     match = _NAME.match(name)
     if match is None:
-        raise ValueError(
+        raise UsageError(  # names come from any file
             f"'{name}' is not a linear's name; expected e.g. 'decoder.layers.17.mlp.linear_fc1'"
         )
     return match["block"], int(match["layer"]), match["module"]

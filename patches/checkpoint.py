@@ -45,6 +45,7 @@ def save(call: Call, session: Session) -> Any:
     "megatron.training.checkpointing",
     "_load_base_checkpoint",
     needs=("args", "rank0"),
+    returns=3,
 )
 def load(call: Call, session: Session) -> Any:
     """Take SNIP's state from the checkpoint that Megatron reads.

@@ -11,12 +11,14 @@ under it too), except in an FP8 or FP4 run.
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megatron_snip.errors import UnsupportedError
+from megatron_snip.linears.te.modules import EXTENSION
 
 Namespace = argparse.Namespace
 
@@ -61,6 +63,11 @@ def _scaled_moments(args: Namespace) -> bool:
     return any(getattr(args, f"{name}_dtype", None) in scaled for name in ("exp_avg", "exp_avg_sq"))
 
 
+def _te_is_missing(args: Namespace) -> bool:
+    asked = getattr(args, "transformer_impl", None) == "transformer_engine"
+    return asked and not importlib.import_module(EXTENSION).HAVE_TE
+
+
 def _overlaps_in_low_precision(args: Namespace) -> bool:
     return _on("overlap_moe_expert_parallel_comm")(args) and _on("fp8", "fp4")(args)
 
@@ -72,6 +79,12 @@ _FSDP = {
 _DELAYED_WGRAD = "weight gradients move out of the backward pass, where simulated linears make them"
 
 INCOMPATIBLE_FLAGS: tuple[IncompatibleFlag, ...] = (
+    IncompatibleFlag(
+        "--transformer-impl transformer_engine (Megatron's default)",
+        _te_is_missing,
+        "Transformer Engine cannot be imported",
+        "install it, or give --transformer-impl local",
+    ),
     IncompatibleFlag(
         "--fp8-param-gather",
         _on("fp8_param_gather", "fp8_param"),
@@ -117,10 +130,18 @@ INCOMPATIBLE_FLAGS: tuple[IncompatibleFlag, ...] = (
         "drop it, or drop --fp8-format and --fp4-format",
     ),
     IncompatibleFlag(
-        "--gtp-weight-remat-size above 1",
-        lambda args: int(getattr(args, "gtp_weight_remat_size", None) or 1) > 1,
+        "--(expert-)tensor-parallel-num-weight-shards or --gtp-weight-remat-size above 1",
+        lambda args: any(
+            int(getattr(args, f"{of}gtp_weight_remat_size", None) or 1) > 1
+            for of in ("", "expert_")
+        ),
         "weights are gathered inside the GEMM, and SNIP sees only a shard",
         "set it to 1",
+    ),
+    IncompatibleFlag(
+        "--moe-use-grouped-tensor or --moe-single-grouped-weight",
+        _on("moe_use_grouped_tensor", "moe_single_grouped_weight"),
+        "the rows of experts are padded or their weights are one tensor",
     ),
     IncompatibleFlag(
         "--moe-expert-rank-capacity-factor",

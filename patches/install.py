@@ -25,6 +25,7 @@ PATCHES = (
     train_step.train_step,
     train_step.step_end,
     train_step.evaluation,
+    train_step.schedule,
     checkpoint.save,
     checkpoint.load,
     fused_kernels,

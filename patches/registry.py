@@ -32,8 +32,8 @@ if TYPE_CHECKING:  # the controller imports Megatron; without --snip nothing nee
 
 logger = logging.getLogger(__name__)
 
-TESTED = ">=0.16,<0.20"
-"""Releases of megatron-core in which all patches were tested."""
+TESTED = ">=0.16,<0.21"
+"""Releases of megatron-core that were tested; of 0.20 its development branch."""
 
 When = Literal["always", "--snip", "--cpu"]
 """What a patch is installed for."""
@@ -47,15 +47,19 @@ class Session:
 
     Attributes:
         given: `--snip-*` flags of the command line, by namespace attribute.
+        parsed: whether Megatron's parser was built.
         controller: attached to the model, or None.
         loaded: SNIP's state in the checkpoint that Megatron has loaded, or None.
         metrics: of the current iteration; None without a controller.
+        paired: takes the place of the schedule while an evaluation runs in two precisions.
     """
 
     given: dict[str, Any] = field(default_factory=dict)
+    parsed: bool = False
     controller: SnipController | None = None
     loaded: dict[str, Any] | None = None
     metrics: StepMetrics | None = None
+    paired: Callable[..., Any] | None = None
 
     def end(self) -> None:
         """Close the controller, if there is one, and forget the training run."""
@@ -95,6 +99,7 @@ class Patch:
         module: that holds it, e.g. `megatron.training.training`.
         attribute: its name there; `Class.method` for a method.
         needs: parameters that its signature must have.
+        returns: items that its result must have, where the handler reads them; 0 if it does not.
         when: what it is installed for.
         optional: some releases lack the function and do not need the patch.
         handler: runs in place of each call; None if SNIP patches instances, not the class.
@@ -104,6 +109,7 @@ class Patch:
     module: str
     attribute: str
     needs: tuple[str, ...]
+    returns: int = 0
     when: When = "--snip"
     optional: bool = False
     handler: Handler | None = None
@@ -126,14 +132,21 @@ class Patch:
                 owner = getattr(owner, part)
             function: Callable[..., Any] = getattr(owner, name)
         except (ImportError, AttributeError) as error:
-            no_module = isinstance(error, ModuleNotFoundError)
+            absent = error.name if isinstance(error, ModuleNotFoundError) else None
+            if absent is not None and absent.partition(".")[0] != "megatron":
+                raise UnsupportedError(
+                    f"cannot import {self.module} of megatron-core {core_version()} ({error}); "
+                    "run pip install 'megatron-snip[megatron]'"
+                ) from None
             hint = "; megatron.training is in a Megatron-LM checkout and in the wheel from 0.17 on"
-            raise self._unsupported(f"has no {self.target} ({error})", hint * no_module) from None
+            found = f"has no {self.target} ({error})"
+            raise self._unsupported(found, hint * (absent is not None)) from None
         parameters = inspect.signature(function).parameters
         any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         missing = [name for name in self.needs if name not in parameters and not any_keyword]
         if missing:
-            raise self._unsupported(f"has {self.target} without {', '.join(missing)}")
+            found = f"{self.target}({', '.join(parameters)})"
+            raise self._unsupported(f"has {found} without {', '.join(missing)}")
         return owner, function
 
     def problem(self) -> str | None:
@@ -150,8 +163,17 @@ class Patch:
         assert handler is not None
 
         @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            if self.returns > (len(result) if isinstance(result, tuple) else 0):
+                found = len(result) if isinstance(result, tuple) else type(result).__name__
+                found = f"has {self.target} that returns {found}, not {self.returns} items or more"
+                raise self._unsupported(found)
+            return result
+
+        @functools.wraps(function)
         def patched(*args: Any, **kwargs: Any) -> Any:
-            return handler(Call(function, args, kwargs), session)
+            return handler(Call(checked, args, kwargs), session)
 
         return patched
 

@@ -56,6 +56,7 @@ validation_before_0_18 = patch(
     "megatron.training.training",
     "setup_model_and_optimizer",
     needs=("model_type",),
+    returns=2,
 )
 def model_setup(call: Call, session: Session) -> Any:
     """Attach a controller to what Megatron has built and loaded."""

@@ -32,6 +32,7 @@ TRAINING = "megatron.training.training"
     TRAINING,
     "train_step",
     needs=("forward_backward_func", "iteration"),
+    returns=6,
 )
 def train_step(call: Call, session: Session) -> Any:
     """Run the schedule through the controller."""
@@ -78,15 +79,26 @@ def step_end(call: Call, session: Session) -> Any:
     TRAINING,
     "evaluate",
     needs=("forward_step_func",),
+    returns=1,
 )
 def evaluation(call: Call, session: Session) -> Any:
-    """Evaluate in the plan's precision or in BF16."""
+    """Evaluate in the plan's precision, in BF16, or in both."""
     if session.controller is None or session.metrics is None:
         return call.run()
-    with session.controller.evaluation():
-        result = call.run()
+    with session.controller.evaluation() as session.paired:
+        try:
+            result = call.run()
+        finally:
+            session.paired = None
     session.metrics.evaluated(result[0])
     return result
+
+
+@patch("schedule", TRAINING, "get_forward_backward_func")
+def schedule(call: Call, session: Session) -> Any:
+    """Return Megatron's schedule, or what runs it in two precisions."""
+    function = call.run()
+    return function if session.paired is None else partial(session.paired, function)
 
 
 class StepMetrics:

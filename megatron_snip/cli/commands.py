@@ -25,7 +25,7 @@ COMMANDS: dict[str, str] = {
     "report": "a run as an HTML page",
     "stats": "what a refresh measured, as a table",
     "calibrate": "measure seconds per GEMM and format",
-    "export": "a plan as Megatron's precision file",
+    "export": "a plan for Megatron without SNIP, torchtitan, ModelOpt, or as YAML",
     "import": "a plan from Megatron's precision file",
     "doctor": "what this machine can run, and which command line to use",
 }

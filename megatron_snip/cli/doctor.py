@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -31,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     machine, out = this_machine(with_te=True), console()
     _print_machine(out)
     _print_formats(out, machine)
+    _print_functions(out)
     out.print(f"Recommended on this machine:\n  {recommended_command(machine)}", soft_wrap=True)
     return 0
 
@@ -83,5 +85,25 @@ def _print_formats(out: Console, machine: Machine) -> None:
     out.print(table)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     why = launch.obstacle(device, (1, 128))
+    if why and device.type == "cpu":
+        why = "Triton's kernels are for GPUs"
     what = f"PyTorch operations quantize ({why})" if why else "Triton kernels quantize"
     out.print(f"With --snip-backend simulate, {what}")
+
+
+def _print_functions(out: Console) -> None:
+    from megatron_snip.patches.install import PATCHES
+
+    if find_spec("megatron.training") is None:
+        out.print(
+            "megatron.training is not installed, which scripts such as pretrain_gpt.py import: run "
+            "them in a Megatron-LM checkout, or take Python 3.12 and megatron-core 0.17 or later. "
+            "'megatron-snip train' needs neither"
+        )
+        return
+    needed = [patch for patch in PATCHES if not patch.optional]
+    problems = [problem for patch in needed if (problem := patch.problem()) is not None]
+    found = f"{len(needed) - len(problems)} of {len(needed)}"
+    out.print(f"Megatron has {found} functions that SNIP wraps, with the parameters it needs")
+    for problem in problems[:1]:
+        out.print(problem, markup=False)

@@ -1,16 +1,22 @@
-"""`megatron-snip export`: a plan as Megatron's own precision file.
+"""`megatron-snip export`: a plan for other programs.
 
-Megatron-LM reads the file with `--te-precision-config-file` and runs Transformer Engine's linears
-by it, without SNIP. Options become recipes as docs/backends.md lists them for the GPUs at hand.
+te-precision   what Megatron-LM reads with `--te-precision-config-file`: it runs Transformer
+Engine's linears by it, without SNIP; docs/backends.md has the recipes
+torchtitan     lists of fully qualified names for torchtitan's and torchao's filters (JSON)
+modelopt       `hf_quant_config.json` of ModelOpt, which vLLM and others serve by
+yaml           {linear: option}
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+import yaml
 
 from megatron_snip.cli.common import add_examples, integer, write_output
 from megatron_snip.errors import UsageError
@@ -27,34 +33,47 @@ from megatron_snip.linears.te.recipe import TERecipe, run_flags
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.planner import nearest_option
+from megatron_snip.planning.translate import modelopt_config, torchtitan_filters
+
+_TRANSLATIONS = {"torchtitan": torchtitan_filters, "modelopt": modelopt_config}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
+    plan = "megatron-snip export runs/demo/plans/21.json"
     add_examples(
         parser,
-        "megatron-snip export runs/demo/plans/21.json --capability 10.0 "
-        "--te-precision-config OUT.yaml",
+        f"{plan} --capability 10.0 --output OUT.yaml",
+        f"{plan} --to torchtitan --output filters.json",
     )
     parser.add_argument("plan", metavar="PLAN.json", type=Path, help="the plan")
     parser.add_argument(
-        "--te-precision-config",
-        metavar="OUT.yaml",
+        "--to",
+        choices=("te-precision", *_TRANSLATIONS, "yaml"),
+        default="te-precision",
+        help="who reads it: Megatron's --te-precision-config-file, torchtitan's and torchao's "
+        "filters, ModelOpt's serving configuration, or anybody (linear: option) [te-precision]",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="OUT",
         type=Path,
         required=True,
-        help="the file to write; OUT.stage0.yaml and so on if pipeline stages need different ones",
+        help="the file to write; with te-precision OUT.stage0.yaml and so on if pipeline stages "
+        "need different ones",
     )
     parser.add_argument(
         "--capability",
         metavar="X.Y",
         type=_capability,
-        help="compute capability of the GPUs that will train: 9.0 Hopper, 10.0 Blackwell "
-        "[this machine's]",
+        help="te-precision: compute capability of the GPUs that will train, 9.0 Hopper, 10.0 "
+        "Blackwell [this machine's]",
     )
     parser.add_argument(
         "--nearest",
         action="store_true",
-        help="give options that cannot run there the nearest precision that loses nothing",
+        help="give options that cannot run there the nearest precision that loses nothing, and "
+        "BF16 to linears that it does not know",
     )
     add_stage_flags(parser)
 
@@ -102,22 +121,44 @@ def run(args: argparse.Namespace) -> int:
         UsageError: for bad input, or options that cannot run on these GPUs.
     """
     plan = read_plan(args.plan)
+    about = f"The {plan.policy} plan of iteration {plan.iteration} (digest {plan.digest[:12]})"
+    if args.to == "te-precision":
+        return _export_precision_file(plan, about, args)
+    if args.to == "yaml":
+        options = {name: str(option) for name, option in plan.linears.items()}
+        text = f"# {about}\n{yaml.safe_dump(options, sort_keys=False)}"
+    else:
+        content, changes = _TRANSLATIONS[args.to](plan.linears)
+        _warn_of(changes, args)
+        text = json.dumps(content, indent=1) + "\n"
+    write_output(args.output, text)
+    print(f"wrote {args.output}: {len(plan.linears)} linears")
+    return 0
+
+
+def _warn_of(changes: Sequence[str], args: argparse.Namespace) -> None:
+    if changes and not args.nearest:
+        text = f"{args.to} cannot express the plan: {'; '.join(changes)}"
+        raise UsageError(f"{text}; give --nearest to accept that")
+    for line in changes:
+        print(f"warning: {line}")
+
+
+def _export_precision_file(plan: PrecisionPlan, about: str, args: argparse.Namespace) -> int:
     capability = args.capability or _this_capability()
-    recipes, changes = _recipes(plan, capability, args.nearest)
+    recipes, changes = _recipes(plan, capability)
     stages = stages_from(args, num_layers(plan.linears), known=len(plan.stages))
     configs = export_configs(plan.linears, recipes, stages)
-    paths = stage_paths(args.te_precision_config, len(configs))
+    _warn_of(changes, args)
+    paths = stage_paths(args.output, len(configs))
     shown = ".".join(map(str, capability))
     comment = (
-        f"The {plan.policy} plan of iteration {plan.iteration} (digest {plan.digest[:12]}) for\n"
-        f"Transformer Engine on compute capability {shown}; read by Megatron's\n"
+        f"{about} for\nTransformer Engine on compute capability {shown}; read by Megatron's\n"
         "--te-precision-config-file."
     )
     for path, config in zip(paths, configs, strict=True):
         write_output(path, config_text(config, comment))
         print(f"wrote {path}: {len(config['matchers'])} matchers")
-    for line in changes:
-        print(f"warning: {line}")
     for option, recipe in recipes.items():
         count = sum(other == option for other in plan.linears.values())
         print(f"  {option}: {recipe} ({count} linears)")
@@ -128,14 +169,12 @@ def run(args: argparse.Namespace) -> int:
             f"There is one file for each of {stages.num_stages} pipeline stages (change it with "
             "--pipeline-stages and --chunk-layers). Give each rank the file of its stage."
         )
-    print(_required_flags(plan, recipes, paths))
+    print(_required_flags(recipes.values(), paths))
     return 0
 
 
-def _required_flags(
-    plan: PrecisionPlan, recipes: Mapping[Option, TERecipe], paths: Sequence[Path]
-) -> str:
-    own = run_flags(recipes.values())
+def _required_flags(recipes: Iterable[TERecipe], paths: Sequence[Path]) -> str:
+    own = run_flags(recipes)
     file = shlex.quote(str(paths[0])) + ("  # of its stage" if len(paths) > 1 else "")
     flags = ["--transformer-impl transformer_engine", "--bf16", own]
     flags.append(f"--te-precision-config-file {file}")
@@ -146,12 +185,8 @@ def _required_flags(
             "Megatron-Core before 0.19 quantizes weights only in the first iteration, and does\n"
             "not pad the tokens of experts."
         )
-    bf16 = sum(recipes[option] == TERecipe() for option in plan.linears.values())
     others = "run in the run's own precision" if own else "stay in BF16"
-    lines.append(
-        f"{bf16} of {len(plan.linears)} linears of the plan run in BF16. Linears that the plan "
-        f"does not name {others}."
-    )
+    lines.append(f"Linears that the plan does not name {others}.")
     return "\n".join(lines)
 
 
@@ -174,26 +209,17 @@ def _capability(text: str) -> tuple[int, int]:
 
 
 def _recipes(
-    plan: PrecisionPlan, capability: tuple[int, int], nearest: bool
+    plan: PrecisionPlan, capability: tuple[int, int]
 ) -> tuple[dict[Option, TERecipe], list[str]]:
     """Return the recipe of every option of the plan, and what had to be exchanged."""
     machine = Machine(capability, te_version="any")
     uniform = [Option.uniform(name) for name in FORMATS]
     runnable = [option for option in uniform if te_refusal(option, machine) is None]
-    recipes, changes, refused = {}, [], {}
+    recipes, changes = {}, []
     for option in dict.fromkeys(plan.linears.values()):
         reason = te_refusal(option, machine)
-        if reason is None:
-            recipes[option] = te_recipe(option, machine)
-            continue
-        refused[option] = reason
-        instead = nearest_option(option, runnable)
+        instead = option if reason is None else nearest_option(option, runnable)
         recipes[option] = te_recipe(instead, machine)
-        changes.append(f"{option} becomes {instead}: {reason}")
-    if refused and not nearest:
-        reasons = "; ".join(dict.fromkeys(refused.values()))
-        raise UsageError(
-            f"Transformer Engine cannot run {reasons}; give --nearest to take the nearest "
-            "precision that it can"
-        )
+        if reason is not None:
+            changes.append(f"{option} becomes {instead}: {reason}")
     return recipes, changes

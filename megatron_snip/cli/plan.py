@@ -22,11 +22,7 @@ from megatron_snip.planning.calibration import read_calibration, with_seconds
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.policies import get_policy, policy_names
-from megatron_snip.planning.problem import (
-    OptionCost,
-    PlanningProblem,
-    read_problem,
-)
+from megatron_snip.planning.problem import OptionCost, PlanningProblem, read_problem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.reporting.text import SOLVER_NOISE, column, quality, seconds
 

@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reference",
         metavar="RUN",
         type=Path,
-        help="a run, usually BF16, or its metrics.jsonl: the loss gap is taken to it",
+        help="a run, usually BF16, or its metrics.jsonl: the loss gap is taken to it [the run's "
+        "--snip-reference]",
     )
     parser.add_argument(
         "--output",
@@ -58,7 +59,9 @@ def run(args: argparse.Namespace) -> int:
     from megatron_snip.reporting.run_record import read_run
 
     run = read_run(args.run)
-    reference = None if args.reference is None else read_reference(args.reference)
+    configured = None if run.snip is None else run.snip.reference
+    source = args.reference or configured
+    reference = None if source is None else read_reference(source)
     output = args.run / DIRECTORY if args.output is None else args.output
     try:
         output.mkdir(parents=True, exist_ok=True)

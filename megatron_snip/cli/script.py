@@ -23,7 +23,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import UsageError, shown
 
 CPU_FLAG = "--cpu"
 
@@ -35,13 +35,20 @@ def is_script(words: Sequence[str]) -> bool:
     """Whether the command line names a script to run and not a subcommand.
 
     Args:
-        words: the command line; a subcommand's name has been ruled out by the caller.
+        words: the command line, not empty; its first word is no subcommand.
+
+    Raises:
+        UsageError: if a script follows other words.
     """
-    rest = words[1:] if words[:1] == [CPU_FLAG] else words
-    if not rest:
-        return words[:1] == [CPU_FLAG]
-    first = rest[0]
-    return words[0] == CPU_FLAG or first.endswith(".py") or Path(first).is_file()
+    if words[0] == CPU_FLAG or words[0].endswith(".py") or Path(words[0]).is_file():
+        return True
+    for script in words:
+        if script.endswith(".py"):
+            raise UsageError(
+                f"'{words[0]}' comes before the script; the order is: torchrun ... -m "
+                f"megatron_snip [{CPU_FLAG}] {script} ARGS --snip"
+            )
+    return False
 
 
 def prepare_script(words: Sequence[str]) -> Path:
@@ -79,9 +86,33 @@ def prepare_script(words: Sequence[str]) -> Path:
 
 
 def run_script(script: Path) -> int:
-    """Run a prepared script as `__main__`; what it raises, `SystemExit` included, is its own."""
-    runpy.run_path(str(script), run_name="__main__")
+    """Run a prepared script as `__main__`; what it raises, `SystemExit` included, is its own.
+
+    Where it ends without Megatron's parser, or refuses its flags, one more line names the cause.
+    """
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        _explain(script, end.code == 2)
+        raise
+    _explain(script, refused=False)
     return 0
+
+
+def _explain(script: Path, refused: bool) -> None:
+    from megatron_snip.patches.install import REGISTRY
+
+    session = REGISTRY.session
+    if session.given and not session.parsed:
+        text = (
+            f"'{script}' parses its own flags and never called Megatron's parser, so SNIP did "
+            "nothing; a training loop of your own calls SnipController, see docs/extending.md"
+        )
+    elif refused and CPU_FLAG in sys.argv:
+        text = f"{CPU_FLAG} comes before the script: -m megatron_snip {CPU_FLAG} {script} ..."
+    else:
+        return
+    print(f"megatron-snip: error: {shown(text)}", file=sys.stderr)
 
 
 def expand(words: Sequence[str]) -> list[str]:

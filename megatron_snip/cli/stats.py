@@ -6,8 +6,10 @@ Works on any run with refreshes, also on one that only measures (--snip-collect-
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import math
+import sys
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from megatron_snip.errors import UsageError, shown
 from megatron_snip.files import read_json
 from megatron_snip.reporting.run_record import numbered_files, parse_divergences
 from megatron_snip.reporting.text import column, number
-from megatron_snip.statistics.health import HealthTable
+from megatron_snip.statistics.health import FINDING_COLUMNS, HealthTable
 
 COLUMNS = {
     "loss": "loss_divergence",
@@ -30,8 +32,8 @@ COLUMNS = {
 """Columns of the table, and where the file has them; `local` is the root of `local_square`."""
 
 HEADS = (
-    "loss: change of the loss. weight: relative change of the model's next update. local: the "
-    "same of the linear's own. error: relative quantization error."
+    "loss, weight: loss and weight divergence, scores that order the linears. local: relative "
+    "change of the linear's next update. error: relative quantization error."
 )
 
 
@@ -42,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "megatron-snip stats runs/demo",
         "megatron-snip stats runs/demo --iteration 56 --sort weight",
         "megatron-snip stats runs/demo --health",
+        "megatron-snip stats runs/demo --csv",
         "megatron-snip stats runs/demo --json | jq '.linears[0].statistics'",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's directory")
@@ -54,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--health", action="store_true", help="the worst linears by each measure of health"
     )
+    parser.add_argument(
+        "--csv", action="store_true", help="every value of health as CSV, worst first"
+    )
     parser.add_argument("--json", action="store_true", help="print the file that is read, only")
 
 
@@ -63,20 +69,20 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: if the run, the iteration or the file is missing or bad.
     """
-    kind = "health" if args.health else "divergences"
+    kind = "health" if args.health or args.csv else "divergences"
     path = _find(args.run / kind, args.iteration)
     value = read_json(path, f"{kind} file")
     source = f"{kind} file '{path}'"
-    if args.health:
-        health = HealthTable.from_dict(value, source)
-        if args.json:
-            print(json.dumps(value, indent=1))
-        else:
-            _print_health(health)
-        return 0
-    record = parse_divergences(value, source)
+    is_health = kind == "health"
+    record = (HealthTable.from_dict if is_health else parse_divergences)(value, source)
     if args.json:
         print(json.dumps(value, indent=1))
+        return 0
+    if isinstance(record, HealthTable) and args.csv:
+        csv.writer(sys.stdout).writerows([FINDING_COLUMNS, *record.worst(None)])
+        return 0
+    if isinstance(record, HealthTable):
+        _print_health(record)
         return 0
     try:
         rows = _rows(value)
@@ -125,7 +131,8 @@ def _rows(value: dict[str, Any]) -> list[dict[str, Any]]:
             if option == "bf16":
                 continue
             found = {**measured, **formats.get(option, {})}
-            row = {name: found.get(key) for name, key in COLUMNS.items()}
+            values = {name: found.get(key) for name, key in COLUMNS.items()}
+            row = {name: None if v is None else float(v) for name, v in values.items()}
             square = row["local"]
             row["local"] = None if square is None or square < 0 else math.sqrt(square)
             rows.append({"linear": linear["name"], "option": option, **row})

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +94,11 @@ class DivergenceTable:
 
     iteration: int
     linears: tuple[LinearDivergence, ...]
+
+    def loss_divergence(self, plan: Mapping[str, Option]) -> float:
+        """Return the sum over linears of a plan's loss divergences; BF16 has none."""
+        found = (row.options.get(plan.get(row.name, BF16)) for row in self.linears)
+        return sum(each.loss_divergence for each in found if each is not None)
 
     def of_lowest(self) -> list[OptionDivergence]:
         """Return each linear's divergences in the uniform lowest precision, in order.

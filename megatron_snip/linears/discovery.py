@@ -1,10 +1,10 @@
 """From Megatron's parallel state and model to our records: topology, placements, global order.
 
-A transformer layer is a module on a `....layers.<i>` path that has Megatron's global, 1-based
-`layer_number`. Every ColumnParallelLinear and RowParallelLinear below it is planned, Megatron's own
-or Transformer Engine's, and Transformer Engine's unsharded ones. Experts of a layer share one name;
-a grouped linear holds several. The output layer and embeddings are outside of the layers and stay
-BF16.
+A layer (a transformer's or Mamba's) is a module on a `....layers.<i>` path that has Megatron's
+global, 1-based `layer_number`. Every ColumnParallelLinear and RowParallelLinear below it is
+planned, Megatron's own or Transformer Engine's, and Transformer Engine's unsharded ones. Experts of
+a layer share one name; a grouped linear holds several. The output layer and embeddings are outside
+of the layers and stay BF16.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 _LAYER = re.compile(r"^(?:.*\.)?(?P<block>[A-Za-z_]\w*)\.layers\.\d+$")
 _EXPERT = re.compile(r"\.local_experts\.(?P<expert>\d+)\.")
 _USUAL = (
+    *("in_proj", "out_proj"),
     *("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj"),
     *("linear_qkv_down_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_proj"),
     *("linear_fc1", "linear_fc2"),
@@ -61,7 +62,6 @@ def current_topology() -> Topology:
     expert_data = parallel_state.get_expert_data_parallel_group(check_initialized=False)
     expert_tensor = parallel_state.get_expert_tensor_parallel_group(check_initialized=False)
     tensor = parallel_state.get_tensor_model_parallel_group()
-    context = parallel_state.get_context_parallel_world_size()
     world = dist.get_world_size()
     control = dist.new_group(backend="gloo") if world > 1 else None
     return Topology(
@@ -73,7 +73,7 @@ def current_topology() -> Topology:
         expert_tensor=_axis(TensorAxis, expert_tensor),
         data=_axis(DataAxis, data),
         expert_data=_axis(DataAxis, expert_data),
-        entangled=int(context) * int(parallel_state.get_expert_model_parallel_world_size()),
+        context=int(parallel_state.get_context_parallel_world_size()),
         places=tuple((d, t) for d, t in gather_json([data.rank(), tensor.rank()], control)),
         control=control,
     )

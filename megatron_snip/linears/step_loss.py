@@ -41,10 +41,10 @@ class StepLoss:
         self._topology = topology
         self._sums = torch.zeros(2, dtype=torch.float64)
         self._copied: torch.cuda.Event | None = None
-        reports = [next(iter(r.values())) for r in results if isinstance(r, dict) and r]
-        if not reports:
+        losses = microbatch_losses(results)
+        if losses is None:
             return
-        sums = torch.stack([_loss_and_tokens(report) for report in reports]).sum(dim=0)
+        sums = losses.sum(dim=0)
         sum_over(sums, topology.data.group)
         self._sums = sums.to("cpu", non_blocking=True)
         if sums.is_cuda:
@@ -85,6 +85,19 @@ def _finite_here(chunks: Sequence[torch.nn.Module]) -> bool:
         return True
     largest = torch.stack([torch.linalg.vector_norm(g, ord=math.inf).float() for g in grads])
     return bool(torch.isfinite(largest).all())
+
+
+def microbatch_losses(results: list[dict[str, Any]]) -> torch.Tensor | None:
+    """Return the sum of token losses and the number of tokens of each microbatch.
+
+    Args:
+        results: what the schedule returned on this rank.
+
+    Returns:
+        FP64 [microbatches, 2] on the device; None where the schedule reports no loss.
+    """
+    reports = [next(iter(r.values())) for r in results if isinstance(r, dict) and r]
+    return torch.stack([_loss_and_tokens(report) for report in reports]) if reports else None
 
 
 def _loss_and_tokens(reported: Any) -> torch.Tensor:

@@ -296,10 +296,7 @@ def _pin(table: CostTable, glob: str, option: str) -> FixedOption:
 def _edge_pin(table: CostTable, count: int, option: str, first: bool) -> FixedOption:
     """Fix the linears of the first or last `count` layers of every block."""
     label = f"{'first' if first else 'last'} {count} layers in {option}"
-    try:
-        places = [split_linear_name(name)[:2] for name in table.names]
-    except ValueError as error:
-        raise UsageError(f"{label}: {error}") from None
+    places = [split_linear_name(name)[:2] for name in table.names]
     edge = set()
     for block in {block for block, _ in places}:
         layers = sorted({layer for other, layer in places if other == block}, reverse=not first)

@@ -242,17 +242,27 @@ def healing_problem(
     if plan.efficiency < problem.target - float(TOLERANCE):
         return problem
     lowest, is_forward = get_format(config.lowest_format).bits, config.heal_order == "forward"
-    first = [(gemm == Gemm.FPROP) == is_forward for gemm in Gemm]
+    is_first = [(gemm == Gemm.FPROP) == is_forward for gemm in Gemm]
     bits = {name: _bits(option) for name, option in plan.linears.items()}
-    low = {n: sum(b == lowest and not f for b, f in zip(bits[n], first, strict=True)) for n in bits}
-    share = sum(row.flops * low[row.name] / 3 for row in problem.linears)
-    is_second = problem.target * sum(row.flops for row in problem.linears) < share
+    low_later = {
+        name: sum(b == lowest and not first for b, first in zip(found, is_first, strict=True))
+        for name, found in bits.items()
+    }
+    share = sum(row.flops * low_later[row.name] / 3 for row in problem.linears)
+    first_are_raised = problem.target * sum(row.flops for row in problem.linears) < share
+
+    def may_become(old: int, new: int, first: bool) -> bool:
+        if new < old:
+            return False
+        if first:
+            return new > lowest or not first_are_raised
+        return new == old or first_are_raised
 
     def is_left(name: str, text: str) -> bool:
-        return any(glob_matches(name, glob) for glob, _ in config.pin_pairs) or all(
-            new >= old and (new > lowest or not is_second if f else is_second or new == old)
-            for old, new, f in zip(bits[name], _bits(parse_option(text)), first, strict=True)
-        )
+        if any(glob_matches(name, glob) for glob, _ in config.pin_pairs):
+            return True
+        wanted = _bits(parse_option(text))
+        return all(map(may_become, bits[name], wanted, is_first))
 
     rows = []
     for row in problem.linears:

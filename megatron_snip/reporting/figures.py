@@ -24,6 +24,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
 from megatron_snip.config import HealthMeasure
+from megatron_snip.errors import UsageError
 from megatron_snip.formats import FORMATS
 from megatron_snip.options import Option
 from megatron_snip.reporting.run_record import (
@@ -151,7 +152,7 @@ def linear_grid(names: Iterable[str]) -> LinearGrid:
 def _split(name: str) -> tuple[str, int, str]:
     try:
         return split_linear_name(name)
-    except ValueError:
+    except UsageError:
         return name, -1, ""
 
 
@@ -245,21 +246,12 @@ def divergence_maps(record: Divergences) -> Figure:
     panels = figure.subplots(2, len(options), sharex=True, sharey=True, squeeze=False)
     for line, (kind, title) in zip(panels, DIVERGENCE_TITLES.items(), strict=True):
         tables = [grid.table(record.values(option, kind)) for option in options]
+        positive = [np.where(table > 0, table, np.nan) for table in tables]
+        titles = [f"{title}, {option}" for option in options]
         scale = _log_scale(tables)
-        for axes, option, table in zip(line, options, tables, strict=True):
-            edges = np.arange(len(grid.columns) + 1.0)
-            positive = np.where(table > 0, table, np.nan)
-            mesh = draw_cells(axes, edges, positive, cmap="viridis", norm=scale)
-            axes.set_title(f"{title}, {option}")
-            _name_rows(axes, grid)
-            axes.set_xticks(edges[:-1] + 0.5, grid.columns)
         # Three ticks of our own: matplotlib's are formulas, which `parse_math` leaves as TeX.
-        low, high = mesh.get_clim()
-        ticks = np.geomspace(low, high, 3)
-        bar = figure.colorbar(mesh, ax=list(line), pad=0.02, aspect=14, ticks=ticks, format="%.0e")
-        bar.minorticks_off()
-        bar.outline.set_visible(False)
-        line[0].set_ylabel("layer")
+        ticks = {"ticks": np.geomspace(scale.vmin, scale.vmax, 3), "format": "%.0e"}
+        _draw_line(figure, line, grid, positive, titles, scale, "viridis", **ticks).minorticks_off()
     return figure
 
 
@@ -274,20 +266,68 @@ def health_maps(tables: Sequence[HealthTable]) -> Figure:
     lines = [(measure, table) for measure in measures for table in tables]
     figure = new_figure(len(lines) * (_map_height(grid) + 0.6))
     panels = figure.subplots(len(lines), len(Operand), sharex=True, sharey=True, squeeze=False)
-    edges = np.arange(len(grid.columns) + 1.0)
     for line, (measure, table) in zip(panels, lines, strict=True):
         values = [each.value for t in tables for each in t.findings(measure, t.lowest)] or [0.0]
-        scale = Normalize(min(values), max(values))
+        findings = table.findings(measure, table.lowest)
+        cells = [
+            grid.table({each.linear: each.value for each in findings if each.tensor == operand})
+            for operand in Operand
+        ]
+        titles = [f"{measures[measure]}, {o}, iteration {table.iteration}" for o in Operand]
+        colors = "viridis" if measure == "underflow" else "viridis_r"
+        _draw_line(figure, line, grid, cells, titles, Normalize(min(values), max(values)), colors)
+    return figure
+
+
+def _draw_line(
+    figure: Figure,
+    line: Any,
+    grid: LinearGrid,
+    cells: Any,
+    titles: Any,
+    scale: Any,
+    colors: str,
+    **ticks: Any,
+) -> Any:
+    """Draw maps side by side on one scale; return its bar."""
+    edges = np.arange(len(grid.columns) + 1.0)
+    for axes, table, title in zip(line, cells, titles, strict=True):
+        mesh = draw_cells(axes, edges, table, cmap=colors, norm=scale)
+        axes.set_title(title)
+        _name_rows(axes, grid)
+        axes.set_xticks(edges[:-1] + 0.5, grid.columns)
+    bar = figure.colorbar(mesh, ax=list(line), pad=0.02, aspect=14, **ticks)
+    bar.outline.set_visible(False)
+    line[0].set_ylabel("layer")
+    return bar
+
+
+def health_histograms(tables: Sequence[HealthTable]) -> Figure:
+    """Draw how magnitudes are distributed in the three linears with the lowest SQNR.
+
+    Args:
+        tables: at most two; the linears are the last one's.
+    """
+    findings = tables[-1].findings("sqnr_db", tables[-1].lowest)
+    every = (*(each.linear for each in findings), tables[-1].linears[0].name)
+    names = list(dict.fromkeys(every))[:3]
+    figure = new_figure(1.5 * len(names) + 0.6)
+    panels = figure.subplots(len(names), len(Operand), sharey=True, squeeze=False)
+    for line, name in zip(panels, names, strict=True):
         for axes, operand in zip(line, Operand, strict=True):
-            findings = table.findings(measure, table.lowest)
-            cells = {each.linear: each.value for each in findings if each.tensor == operand}
-            colors = "viridis" if measure == "underflow" else "viridis_r"
-            mesh = draw_cells(axes, edges, grid.table(cells), cmap=colors, norm=scale)
-            axes.set_title(f"{measures[measure]}, {operand}, iteration {table.iteration}")
-            _name_rows(axes, grid)
-            axes.set_xticks(edges[:-1] + 0.5, grid.columns)
-        figure.colorbar(mesh, ax=list(line), pad=0.02, aspect=14).outline.set_visible(False)
-        line[0].set_ylabel("layer")
+            for table in tables:
+                color = LINE if table is tables[-1] else MUTED
+                linear = next((x for x in table.linears if x.name == name), None)
+                if linear is not None and operand in linear.histograms:
+                    first, shares = linear.histograms[operand]
+                    edges = first + np.arange(len(shares) + 1)
+                    axes.stairs(shares, edges, color=color, label=f"iteration {table.iteration}")
+            found = [each for each in findings if (each.linear, each.tensor) == (name, operand)]
+            axes.set_title(f"{name}\n{operand}" + "".join(f", {f.value:.3g} dB" for f in found))
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    handles = panels[0][0].get_legend_handles_labels()[0]
+    figure.legend(handles=handles, loc="outside upper right", ncols=2)
+    figure.supxlabel("log2 of the magnitude", fontsize="medium")
     return figure
 
 
@@ -296,7 +336,7 @@ def quantized_options(record: Divergences) -> tuple[str, ...]:
     return tuple(option for option in record.uniform_options if option != "bf16")
 
 
-def _log_scale(tables: Sequence[Floats]) -> LogNorm:
+def _log_scale(tables: Sequence[Floats]) -> Any:
     values = np.concatenate([table[table > 0] for table in tables])
     if values.size == 0:
         return LogNorm(0.1, 1.0)

@@ -296,9 +296,9 @@ def _divergences(run: RunRecord) -> Picture:
         name = max(values, key=lambda n: values[n], default=None)
         worst.append(f"{text} {'-' if name is None else f'{number(values[name], 3)} at {name}'}")
     caption = (
-        f"Predicted harm of each option at each linear, measured at iteration {record.iteration}: "
-        "the change of the loss, and the relative change of the next update. Bright cells are the "
-        f"most fragile linears. Largest under {options[-1]}: {'; '.join(worst)}."
+        f"Divergences of each option at each linear, measured at iteration {record.iteration}: "
+        "scores of how much its errors hurt the loss and change the next update. Bright cells are "
+        f"the most fragile linears. Largest under {options[-1]}: {'; '.join(worst)}."
     )
     draw = partial(figures.divergence_maps, record)
     return Picture("divergences", title, caption, draw)
@@ -313,8 +313,15 @@ def _health(run: RunRecord) -> list[Picture]:
         f"{': before the first plan and at the last refresh' if len(run.health) > 1 else ''}. "
         "Bright cells lose the most. Underflow is the share of elements that become zero."
     )
-    draw = partial(figures.health_maps, run.health)
-    return [Picture("health", "SQNR and underflow", caption, draw)]
+    text = (
+        "Shares of the elements by log2 of their magnitude, of the linears with the lowest SQNR "
+        f"in {run.health[-1].lowest}, at iteration {when}. The wider it is, the more underflows."
+    )
+    maps, histograms = figures.health_maps, figures.health_histograms
+    return [
+        Picture("health", "SQNR and underflow", caption, partial(maps, run.health)),
+        Picture("health-worst", "Three worst linears", text, partial(histograms, run.health)),
+    ]
 
 
 # Tables.

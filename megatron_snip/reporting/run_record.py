@@ -26,6 +26,9 @@ from megatron_snip.statistics.health import HealthTable
 
 MAX_ITERATION = 2**31 - 1
 
+MAX_NUMBER = 1e150
+"""Sums, and the axes of figures, must stay far from a double's overflow."""
+
 _COUNTS = ("iteration", "plan_iteration", "changed_linears")
 _NUMBERS = (
     *("loss", "validation_loss", "lowest_precision_fraction", "wall_s", "refresh_s", "wait_s"),
@@ -302,9 +305,7 @@ def parse_divergences(value: Any, source: str = "divergences") -> Divergences:
         iteration = int(value["step"]) + 1 if value["version"] == 1 else int(value["iteration"])
         linears = {
             str(linear["name"]): {
-                str(Option.parse(option)): {
-                    key: None if v is None else float(v) for key, v in measures.items()
-                }
+                str(Option.parse(option)): _numbers(measures)
                 for option, measures in linear["options"].items()
             }
             for linear in value["linears"]
@@ -316,6 +317,13 @@ def parse_divergences(value: Any, source: str = "divergences") -> Divergences:
     return Divergences(iteration, linears)
 
 
+def _numbers(measures: dict[str, Any]) -> dict[str, float | None]:
+    for name, value in measures.items():
+        if not _is_number(value):
+            raise ValueError(f"'{name}' is not a number up to {MAX_NUMBER:g}")
+    return measures
+
+
 def _row(line: str, source: str) -> dict[str, Any]:
     row = parse_json(line, source)
     row = row if isinstance(row, dict) else {}
@@ -325,8 +333,8 @@ def _row(line: str, source: str) -> dict[str, Any]:
         if row[name] is not None and not _is_count(row[name]):
             raise UsageError(f"{source}: '{name}' is not a number from 0 to {MAX_ITERATION}")
     for name in row.keys() & set(_NUMBERS):
-        if not isinstance(row[name], int | float | None) or isinstance(row[name], bool):
-            raise UsageError(f"{source}: '{name}' is not a number")
+        if not _is_number(row[name]):
+            raise UsageError(f"{source}: '{name}' is not a number up to {MAX_NUMBER:g}")
     notices = row.get("notices", [])
     if not isinstance(notices, list) or not all(map(_is_notice, notices)):
         raise UsageError(f"{source}: 'notices' is not a list of objects with kind and message")
@@ -335,6 +343,12 @@ def _row(line: str, source: str) -> dict[str, Any]:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_ITERATION
+
+
+def _is_number(value: Any) -> bool:
+    if value is None or isinstance(value, bool):
+        return value is None
+    return isinstance(value, int | float) and abs(value) <= MAX_NUMBER
 
 
 def _is_notice(value: Any) -> bool:

@@ -12,6 +12,9 @@ linears suffer:
     snip/5_fragile_linears           picture: divergences of each linear
     snip/6_plan                      picture: format of each linear
     snip/share/<format>              share of the linears' FLOPs in each format, at every plan
+    snip/eval/loss_increase          loss under the plan minus that in BF16, on the same samples
+    snip/eval/loss_increase_error    its standard error over microbatches
+    snip/eval/loss_divergence        of the plan, by the last measurement; a score
     snip/health/<measure>/<operand>/<worst or median>    over linears, in the lowest precision
     snip/divergence/..., snip/refresh/..., snip/training/...   details
 
@@ -80,7 +83,8 @@ class ScalarSeries:
                 found = self._counters()
             case Metrics(metrics):
                 wanted = {k: v for k, v in metrics.items() if k not in self._left_out}
-                names = {name: _METRIC_NAMES.get(name, f"training/{name}") for name in wanted}
+                own = {k: k if "/" in k else f"training/{k}" for k in wanted}
+                names = own | _METRIC_NAMES
                 found = {f"snip/{names[k]}": v for k, v in wanted.items()} | self._counters()
         return {
             name: float(value)

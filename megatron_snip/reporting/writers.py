@@ -29,36 +29,50 @@ from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, Payload, PlanApplied
 from megatron_snip.reporting.run_record import parse_divergences
 from megatron_snip.reporting.scalars import ScalarSeries
+from megatron_snip.statistics.health import FINDING_COLUMNS
 
 logger = logging.getLogger(__name__)
 
 MEGATRON_LOGS = frozenset({"loss", "grad_norm", "lr", "validation_loss"})
 """Metrics that Megatron logs itself."""
 
-HEALTH_COLUMNS = ("measure", "linear", "tensor", "format", "value")
 
-
-class TensorBoardWriter:
-    """Writes through a `torch.utils.tensorboard.SummaryWriter`, which its maker closes."""
-
+class _Dashboard:
     def __init__(
         self,
-        writer: Any,
+        board: Any,
         config: Mapping[str, Any],
         interval: int = 1,
         left_out: Collection[str] = (),
     ) -> None:
-        """Show `config` (plain values) as text; write metrics every `interval` iterations."""
-        self._writer = writer
+        """Show `config` (plain values); write metrics every `interval` iterations.
+
+        Args:
+            board: a `SummaryWriter`, which its maker closes, or the module `wandb`.
+            config: the run's settings.
+            interval: see above.
+            left_out: training metrics that are not wanted, by their names in `Metrics`.
+        """
+        self._board = board
         self._interval = max(1, interval)
         self._scalars = ScalarSeries(config, left_out)
-        self._add_text("snip/config", yaml.safe_dump(dict(config), sort_keys=False), 0)
+        self._show(dict(config))
+
+    def _show(self, config: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class TensorBoardWriter(_Dashboard):
+    """Writes through a `torch.utils.tensorboard.SummaryWriter`."""
+
+    def _show(self, config: dict[str, Any]) -> None:
+        self._add_text("snip/config", yaml.safe_dump(config, sort_keys=False), 0)
 
     def write(self, event: Event) -> None:
         """Write an event."""
         import numpy as np
 
-        iteration, payload, board = event.iteration, event.payload, self._writer
+        iteration, payload, board = event.iteration, event.payload, self._board
         values = self._scalars.values(event)
         if isinstance(payload, Metrics) and iteration % self._interval:
             return
@@ -68,7 +82,7 @@ class TensorBoardWriter:
             pixels = np.asarray(_opened(picture).convert("RGB"))
             board.add_image(name, pixels, iteration, dataformats="HWC")
         if isinstance(payload, Measurement) and payload.health is not None:
-            rows = (HEALTH_COLUMNS, *payload.health.worst())
+            rows = (FINDING_COLUMNS, *payload.health.worst())
             text = "\n".join("  ".join(map(str, row)) for row in rows)
             self._add_text("snip/health/worst", text, iteration)
         if isinstance(payload, Notice):
@@ -78,36 +92,26 @@ class TensorBoardWriter:
 
     def close(self) -> None:
         """Put on disk what was written."""
-        self._writer.flush()
+        self._board.flush()
 
     def _add_text(self, name: str, text: str, iteration: int) -> None:
         indented = "\n".join(f"    {line}" for line in text.splitlines())  # shown unchanged
-        self._writer.add_text(name, indented, iteration)
+        self._board.add_text(name, indented, iteration)
 
 
-class WandbWriter:
-    """Logs to the W&B run that is active.
+class WandbWriter(_Dashboard):
+    """Logs to the W&B run that is active; the settings are in its config as `snip`.
 
     W&B refuses rows of earlier steps. A W&B run that continues after training went back to a
     checkpoint has those rows already; they are left out, with one warning.
     """
 
-    def __init__(
-        self,
-        wandb: Any,
-        config: Mapping[str, Any],
-        interval: int = 1,
-        left_out: Collection[str] = (),
-    ) -> None:
-        """Use the module `wandb`; show `config` (plain values) in the run's config as `snip`."""
-        self._wandb = wandb
-        self._interval = max(1, interval)
-        self._scalars = ScalarSeries(config, left_out)
-        wandb.config.update({"snip": dict(config)}, allow_val_change=True)
+    def _show(self, config: dict[str, Any]) -> None:
+        self._board.config.update({"snip": config}, allow_val_change=True)
 
     def write(self, event: Event) -> None:
         """Log an event, in the row of its iteration."""
-        run, iteration, payload = self._wandb.run, event.iteration, event.payload
+        run, iteration, payload = self._board.run, event.iteration, event.payload
         row: dict[str, Any] = dict(self._scalars.values(event))
         if run is None or (isinstance(payload, Metrics) and iteration % self._interval):
             return
@@ -119,23 +123,30 @@ class WandbWriter:
             )
             return
         for name, picture in pictures(payload).items():
-            row[name] = self._wandb.Image(_opened(picture))
+            row[name] = self._board.Image(_opened(picture))
         if isinstance(payload, Measurement) and payload.health is not None:
-            worst = [list(each) for each in payload.health.worst()]
-            row["snip/health/worst"] = self._wandb.Table(columns=list(HEALTH_COLUMNS), data=worst)
+            # W&B has no documented address of a panel, so the table has the series' names.
+            named = {name.removesuffix("/worst"): name for name in row}
+            worst = [
+                [*each, named.get(f"snip/health/{each[0]}/{each[2]}", "")]
+                for each in payload.health.worst()
+            ]
+            row["snip/health/worst"] = self._board.Table(
+                columns=[*FINDING_COLUMNS, "series"], data=worst
+            )
         run.log(row, step=iteration)
         if isinstance(payload, PlanApplied):
             self._log_artifact(run, payload.plan)
         elif isinstance(payload, Notice):
             title = f"SNIP: {payload.kind} at iteration {iteration}"
-            run.alert(title=title, text=payload.message, level=self._wandb.AlertLevel.WARN)
+            run.alert(title=title, text=payload.message, level=self._board.AlertLevel.WARN)
 
     def close(self) -> None:
         """Leave the run to its maker."""
 
     def _log_artifact(self, run: Any, plan: PrecisionPlan) -> None:
         metadata = {"iteration": plan.iteration, "digest": plan.digest}
-        artifact = self._wandb.Artifact(f"plan-{run.id}", "snip-plan", metadata=metadata)
+        artifact = self._board.Artifact(f"plan-{run.id}", "snip-plan", metadata=metadata)
         with artifact.new_file(f"{plan.iteration}.json") as stream:
             stream.write(plan.to_json())
         run.log_artifact(artifact)

@@ -4,28 +4,28 @@ Of each operand and format an observed iteration adds up, over the sampled token
 
     |Q(x) - x|^2,  elements that become zero,  elements that saturate,  tiles by log2 of their scale
 
-`input` and `weight` as fprop quantizes them, `grad_output` as dgrad does. Sums are scaled to all
-tokens and add over shards, microbatches and ranks; amax is a maximum.
+`input` and `weight` as fprop quantizes them, `grad_output` as dgrad does. Of each operand alone it
+counts elements by log2 of their magnitude. Sums are scaled to all tokens and add over shards,
+microbatches and ranks; amax is a maximum. Experts have rows of their own beside their linear's.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate, compress
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from megatron_snip.config import HealthMeasure, explain
-from megatron_snip.errors import UsageError
+from megatron_snip.config import HealthMeasure
 from megatron_snip.formats import Format, ScaleType, lowest_precision
 from megatron_snip.quantizers.reference import Block, tile_amax, tile_scales
 from megatron_snip.statistics.optimizer_state import adam_shards, is_sharded, learning_rate
-from megatron_snip.statistics.records import LinearStatistics, StatisticsTable
+from megatron_snip.statistics.records import LinearStatistics, StatisticsTable, read_table
 from megatron_snip.statistics.sensitivity import PlannedWeight, Sensitivity
 from megatron_snip.topology import Topology
 from megatron_snip.types import Gemm, Operand
@@ -36,13 +36,23 @@ LOWEST_LOG2, NUM_BINS = -96, 128
 """Scales are counted by floor(log2(scale)), from 2^-96 to 2^31; others count at the ends."""
 
 OPERAND_SUMS = 3 + NUM_BINS
-"""Numbers of one operand in one format: error square, underflowed, saturated, then the bins."""
+"""Numbers of one operand in one format: error square, underflowed, saturated, then the bins. After
+the last format the same numbers of the operand itself: three zeros, then elements by magnitude."""
 
 NORMS = 3
 """Numbers of one linear: |gradient|^2, |W|^2 and |learning rate * update|^2."""
 
+FINDING_COLUMNS = ("measure", "linear", "tensor", "format", "value")
+"""Of a table of the worst linears, as `HealthTable.worst` has them."""
+
 NUM_WORST = 10
 """Rows of a table of the worst linears."""
+
+EXPERT_COLUMNS = ("microbatches", "tokens", "input_square", "weight_square", "grad_square")
+"""Columns of an expert's row; the first three numbers of each format and operand follow them."""
+
+HISTOGRAM_STRIDE = 8
+"""A histogram counts every eighth feature of the sampled tokens, and of W every eighth row too."""
 
 _ULPS = 1 + 2.0**-20  # a scale's own rounding is no saturation
 
@@ -51,7 +61,7 @@ class Sample(NamedTuple):
     """What an observer adds up beside the statistics.
 
     Attributes:
-        sums: [formats, 3 operands, OPERAND_SUMS], FP32; adds over shards.
+        sums: [formats + 1, 3 operands, OPERAND_SUMS], FP32; adds over shards.
         amax: [3], FP32, the largest magnitudes of this shard's X, W and G.
     """
 
@@ -85,12 +95,25 @@ def tile_counts(
     saturated = amax.new_zeros(())
     if fmt.scale is ScaleType.E4M3:  # other scales are rounded up, or not at all
         saturated = (tiles > scale * (fmt.element.max_value * _ULPS)).sum().float()
-    counted = ((amax > 0) & scale.isfinite()).float()
-    index = (torch.frexp(scale).exponent.long() - 1 - LOWEST_LOG2).clamp_(0, NUM_BINS - 1)
-    bins = amax.new_zeros(NUM_BINS).index_add_(0, index.flatten(), counted.flatten())
-    zeros = (torch.count_nonzero(x) - torch.count_nonzero(quantized)).float()
+    bins = _log2_counts(scale, (amax > 0) & scale.isfinite())
+    zeros = quantized.eq(0).logical_and_(x).sum().float()
     largest = amax.max() if amax.numel() else amax.new_zeros(())
-    return torch.cat([zeros[None], saturated[None], bins]), largest.nan_to_num(nan=math.inf)
+    largest.nan_to_num_(nan=math.inf, posinf=math.inf)
+    return torch.cat([zeros[None], saturated[None], bins]), largest
+
+
+def magnitudes(x: Tensor, operand: Operand) -> Tensor:
+    """Return counts [OPERAND_SUMS], FP32, of a matrix's elements by floor(log2(|x|))."""
+    rows = HISTOGRAM_STRIDE if operand is Operand.WEIGHT else 1
+    part = x[::rows, ::HISTOGRAM_STRIDE].float().abs()
+    counts = _log2_counts(part, (part > 0) & part.isfinite())
+    return torch.cat([counts.new_zeros(OPERAND_SUMS - NUM_BINS), counts])
+
+
+def _log2_counts(values: Tensor, counted: Tensor) -> Tensor:
+    index = (torch.frexp(values).exponent.long() - 1 - LOWEST_LOG2).clamp_(0, NUM_BINS - 1)
+    bins = values.new_zeros(NUM_BINS, dtype=torch.float32)
+    return bins.index_add_(0, index.flatten(), counted.float().flatten())
 
 
 @torch.no_grad()
@@ -140,12 +163,14 @@ class OperandHealth:
         underflow: share of the elements that are not zero and become zero.
         saturated: share of the elements that are larger than what their tile can hold.
         scale_log2: least, median and largest log2 of a tile's scale, rounded down.
+        worst_expert: (expert, value) by measure, of the expert of a layer with the worst value.
     """
 
     sqnr_db: float | None
     underflow: float | None
     saturated: float | None
     scale_log2: tuple[float, float, float] | None
+    worst_expert: dict[HealthMeasure, tuple[int, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -160,6 +185,7 @@ class LinearHealth:
         amax: by operand, over the sampled tokens.
         operands: by format and operand.
         gemm_sqnr_db: by format and GEMM: 10 log10(|Y|^2 / |eY|^2), also for dX and dW.
+        histograms: by operand: k and the shares of elements with floor(log2(|x|)) = k, k + 1, ...
     """
 
     name: str
@@ -169,6 +195,7 @@ class LinearHealth:
     amax: dict[Operand, float | None]
     operands: dict[str, dict[Operand, OperandHealth]]
     gemm_sqnr_db: dict[str, dict[Gemm, float | None]]
+    histograms: dict[Operand, tuple[float, list[float]]] = field(default_factory=dict)
 
 
 class Finding(NamedTuple):
@@ -202,15 +229,7 @@ class HealthTable:
         Raises:
             UsageError: one line that names `source`, for another version and for bad entries.
         """
-        version = value.get("version") if isinstance(value, dict) else None
-        if version != SCHEMA_VERSION:
-            raise UsageError(
-                f"{source}: version {version!r}; this megatron-snip reads version {SCHEMA_VERSION}"
-            )
-        try:
-            return TypeAdapter(cls).validate_python(value)
-        except ValidationError as error:
-            raise UsageError(f"{source}: {explain(error)}") from None
+        return read_table(cls, value, SCHEMA_VERSION, source)
 
     @property
     def lowest(self) -> str | None:
@@ -231,13 +250,16 @@ class HealthTable:
                     found[f"{measure}/{operand}/median"] = median(values)
         return found
 
-    def worst(self) -> list[tuple[str, str, str, str, float]]:
-        """Return (measure, linear, tensor, format, value): NUM_WORST of each measure, no zeros."""
+    def worst(self, most: int | None = NUM_WORST) -> list[tuple[str, str, str, str, float]]:
+        """Return (measure, linear, tensor, format, value): `most` of each measure, no zeros.
+
+        `most` None returns all, with zeros.
+        """
         return [
             (measure, each.linear, each.tensor, each.format, each.value)
             for measure in MEASURES
-            for each in self.findings(measure)[:NUM_WORST]
-            if each.value
+            for each in self.findings(measure)[:most]
+            if each.value or most is None
         ]
 
     def beyond(self, measure: HealthMeasure, sign: float, limit: float) -> list[Finding]:
@@ -260,18 +282,23 @@ class HealthTable:
         return sorted(found, key=lambda each: sign * each.value)
 
 
-def _of_operands(value: Callable[[OperandHealth], float | None]) -> Any:
+def _of_operands(
+    value: Callable[[OperandHealth], float | None], measure: HealthMeasure | None = None
+) -> Any:
     def read(linear: LinearHealth) -> Iterator[tuple[float | None, str, str]]:
         for name, operands in linear.operands.items():
             for operand, health in operands.items():
                 yield value(health), str(operand), name
+                if measure in health.worst_expert:
+                    expert, worst = health.worst_expert[measure]
+                    yield worst, f"{operand} of expert {expert}", name
 
     return read
 
 
 MEASURES: dict[HealthMeasure, tuple[Callable[[LinearHealth], Any], int]] = {
-    "sqnr_db": (_of_operands(lambda h: h.sqnr_db), 1),
-    "underflow": (_of_operands(lambda h: h.underflow), -1),
+    "sqnr_db": (_of_operands(lambda h: h.sqnr_db, "sqnr_db"), 1),
+    "underflow": (_of_operands(lambda h: h.underflow, "underflow"), -1),
     "saturated": (_of_operands(lambda h: h.saturated), -1),
     "scale_spread": (
         _of_operands(lambda h: h.scale_log2 and h.scale_log2[2] - h.scale_log2[0]),
@@ -288,34 +315,33 @@ MEASURES: dict[HealthMeasure, tuple[Callable[[LinearHealth], Any], int]] = {
 """How each measure is read, and 1 where a small value is bad, -1 where a large one is."""
 
 
-def linear_health(
-    statistics: LinearStatistics, sums: Sequence[float], amax: Sequence[float], grad_scale: float
+def _linear_health(
+    s: LinearStatistics, sums: list[float], amax: list[float], experts: Tensor, grad_scale: float
 ) -> LinearHealth:
-    """Return the health of one linear.
-
-    Args:
-        statistics: of the linear.
-        sums: over all ranks: NORMS numbers, then OPERAND_SUMS of each format and operand.
-        amax: of X, W and G over all ranks.
-        grad_scale: factor from G as the linear sees it to the gradient of the batch-mean loss.
-    """
-    s, (grad, weight, update) = statistics, sums[:NORMS]
+    grad, weight, update = sums[:NORMS]
     sizes = s.tokens * s.in_features, s.in_features * s.out_features, s.tokens * s.out_features
     squares = s.input_square, s.weight_square, s.grad_square
     observed = s.microbatches > 0
-    operands: dict[str, dict[Operand, OperandHealth]] = {}
-    for f, name in enumerate(s.formats):
-        operands[name] = {}
+    operands: dict[str, dict[Operand, OperandHealth]] = {name: {} for name in s.formats}
+    histograms: dict[Operand, tuple[float, list[float]]] = {}
+    worst = _worst_experts(experts, s)
+    for f, name in enumerate((*s.formats, None)):
         for o, operand in enumerate(Operand):
             first = NORMS + (len(Operand) * f + o) * OPERAND_SUMS
             count = s.microbatches or 1.0 if operand is Operand.WEIGHT else 1.0
             unit = grad_scale if operand is Operand.GRAD_OUTPUT else 1.0
-            error, zeros, saturated, *bins = (v / count for v in sums[first:][:OPERAND_SUMS])
+            bins = sums[first + 3 : first + OPERAND_SUMS]
+            error, zeros, saturated = (v / count for v in sums[first : first + 3])
+            if name is None:
+                if (histogram := _trimmed(bins, math.log2(unit))) is not None:
+                    histograms[operand] = histogram
+                continue
             operands[name][operand] = OperandHealth(
                 _db(squares[o], error * unit**2),
                 zeros / sizes[o] if observed and sizes[o] else None,
                 saturated / sizes[o] if observed and sizes[o] else None,
                 _spread(bins, math.log2(unit)),
+                {m: (e[f][o], v[f][o]) for m, (e, v) in worst.items() if math.isfinite(v[f][o])},
             )
     units = 1.0, 1.0, grad_scale
     known = [
@@ -336,15 +362,44 @@ def linear_health(
             }
             for name, f in s.formats.items()
         },
+        histograms,
     )
 
 
+def _worst_experts(experts: Tensor, s: LinearStatistics) -> dict[HealthMeasure, tuple[Any, Any]]:
+    """By measure the worst expert and its value, lists [formats][operands]."""
+    if not len(experts):
+        return {}
+    microbatches, tokens, *squares = experts[:, : len(EXPERT_COLUMNS)].unbind(1)
+    weights = microbatches * s.in_features * s.out_features
+    sizes = torch.stack([tokens * s.in_features, weights, tokens * s.out_features], 1)[:, None]
+    sums = experts[:, len(EXPERT_COLUMNS) :].view(len(experts), -1, len(Operand), 3)
+    error, zeros, _ = sums.unbind(-1)  # [experts, formats, operands]
+    sqnr = 10 * torch.log10(torch.stack(squares, 1)[:, None] / error)
+    measured: dict[HealthMeasure, Tensor] = {"sqnr_db": sqnr, "underflow": zeros / sizes}
+    found: dict[HealthMeasure, tuple[Any, Any]] = {}
+    for measure, values in measured.items():
+        sign = -MEASURES[measure][1]
+        worst = (sign * values).masked_fill(~values.isfinite(), -math.inf).max(0)
+        found[measure] = worst.indices.tolist(), (sign * worst.values).tolist()
+    return found
+
+
 def health_table(
-    table: StatisticsTable, sums: Tensor, amax: Tensor, grad_scale: float
+    table: StatisticsTable, rows: tuple[Tensor, Tensor, Sequence[Tensor]], grad_scale: float
 ) -> HealthTable:
-    """Return the health of the observed linears: `linear_health` of each row of sums and amax."""
-    rows = zip(table.linears, sums.tolist(), amax.tolist(), strict=True)
-    linears = (linear_health(*row, grad_scale) for row in rows if row[0].microbatches)
+    """Return the health of the observed linears.
+
+    Args:
+        table: their statistics.
+        rows: of each linear over all ranks: NORMS numbers, then OPERAND_SUMS of each format and
+            operand; amax of X, W and G; its experts' rows (EXPERT_COLUMNS), or none.
+        grad_scale: factor from G as the linear sees it to the gradient of the batch-mean loss.
+    """
+    (sums, amax, experts), linears = rows, []
+    for row in zip(table.linears, sums.tolist(), amax.tolist(), experts, strict=True):
+        if row[0].microbatches:
+            linears.append(_linear_health(*row, grad_scale))
     return HealthTable(table.iteration, tuple(linears))
 
 
@@ -353,14 +408,21 @@ def _db(signal: float, error: float) -> float | None:
     return 10 * math.log10(ratio) if 0 < ratio < math.inf else None
 
 
-def _spread(bins: Sequence[float], shift: float) -> tuple[float, float, float] | None:
+def _trimmed(bins: Sequence[float], shift: float) -> tuple[float, list[float]] | None:
     total = sum(bins)
     if not 0 < total < math.inf:
         return None
-    filled = [i for i, count in enumerate(bins) if count > 0]
-    middle = next(i for i in filled if sum(bins[: i + 1]) >= total / 2 * (1 - 1e-9))
-    low, mid, high = (i + LOWEST_LOG2 + shift for i in (filled[0], middle, filled[-1]))
-    return low, mid, high
+    filled = list(compress(range(len(bins)), bins))  # not zero
+    shares = [count / total for count in bins[filled[0] : filled[-1] + 1]]
+    return filled[0] + LOWEST_LOG2 + shift, shares
+
+
+def _spread(bins: Sequence[float], shift: float) -> tuple[float, float, float] | None:
+    if (histogram := _trimmed(bins, shift)) is None:
+        return None
+    low, shares = histogram
+    middle = next(i for i, below in enumerate(accumulate(shares)) if below >= 0.5 - 1e-9)
+    return low, low + middle, low + len(shares) - 1
 
 
 def _square(x: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from megatron_snip.quantizers import (
     quantize_dequantize_operand,
     rotated,
 )
-from megatron_snip.statistics.health import OPERAND_SUMS, Sample, tile_counts
+from megatron_snip.statistics.health import OPERAND_SUMS, Sample, magnitudes, tile_counts
 from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.topology import LinearKind
 from megatron_snip.types import Gemm, Operand
@@ -97,7 +97,7 @@ class PartialSums(NamedTuple):
             new((1 + num, num_tokens, rows if kind == "row" else cols)),
             new((2 + 2 * num, num_tokens)) if kind == "column" else None,
             new(len(_scalar_names(kind, formats))),
-            Sample(new((num, len(Operand), OPERAND_SUMS)), new(len(Operand))),
+            Sample(new((num + 1, len(Operand), OPERAND_SUMS)), new(len(Operand))),
         )
 
 
@@ -169,7 +169,8 @@ def partial_sums(
         for name, value in found.items()
     ]
     assert list(found) == _scalar_names(kind, formats)
-    sums = torch.stack(health) if health else x.new_zeros((0, len(Operand), OPERAND_SUMS))
+    own = zip((x, w, g), Operand, strict=True)
+    sums = torch.stack([*health, torch.stack([magnitudes(t, operand) for t, operand in own])])
     sums[:, 2 if kind == "row" else 0] /= num_shards
     sample = Sample(sums, torch.stack(amaxes))
     if kind == "row":

@@ -27,13 +27,14 @@ from torch import Tensor
 from megatron_snip.collectives import one_line, sum_over
 from megatron_snip.formats import Format
 from megatron_snip.quantizers import StreamKey, grad_output_stream, needs_tensor_amax
-from megatron_snip.statistics.health import NORMS, HealthTable, health_table
+from megatron_snip.statistics.health import EXPERT_COLUMNS, NORMS, HealthTable, health_table
 from megatron_snip.statistics.measure import Operands, PartialSums, partial_sums, totals
 from megatron_snip.statistics.records import COLUMNS, StatisticsTable
 from megatron_snip.statistics.reduce import num_columns, reduce_sums, table_columns
 from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.topology import LinearInfo, Placement, TensorAxis, Topology
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 SAMPLED_SHARE, LEAST_TOKENS, MOST_TOKENS = 16, 64, 512
@@ -166,6 +167,7 @@ class StepObserver:
         self._num_forwards: dict[str, int] = defaultdict(int)
         self._sums: dict[str, Tensor] = {}
         self._amax: dict[str, Tensor] = {}
+        self._experts: dict[tuple[str, int], Tensor] = {}
         self._seen: set[str] = set()
         self.health: HealthTable | None = None
 
@@ -230,11 +232,11 @@ class StepObserver:
                 self._add_norms(norms())
             except Exception as error:
                 self.failure = self.failure or f"{type(error).__name__}: {one_line(error)}"
-            own = self._sums, self._amax, self.failure
-            table, sums, amax = reduce_sums(
+            own = self._sums, self._amax, self._experts, self.failure
+            table, health = reduce_sums(
                 *own, s.formats, s.iteration, linears, grad_scale, loss, control
             )
-            self.health = health_table(table, sums, amax, grad_scale)
+            self.health = health_table(table, health, grad_scale)
         return table
 
     def _add_norms(self, norms: Mapping[str, Tensor]) -> None:
@@ -352,22 +354,25 @@ class StepObserver:
 
     def _add(self, call: _Call, sample: _Sample, found: dict[str, Tensor], health: Tensor) -> None:
         """Add one microbatch's sums to its linear's row."""
-        known = {"microbatches": 1.0, "tokens": float(sample.num_tokens)}
+        share = 1.0 / self._topology.context  # of a microbatch: context ranks divide its tokens
+        known = {"microbatches": share, "tokens": float(sample.num_tokens)}
         instance, name = call.placement.instance, call.placement.name
         if instance not in self._seen and self._topology.data_axis(call.placement).rank == 0:
             sensitivity = self._sensitivities.get(instance)
             known["update_square"] = 0.0 if sensitivity is None else sensitivity.update_square
         self._seen.add(instance)
         columns = table_columns(self._settings.formats)
-        numbers = [[_expansion(c, sample), known.get(c, 0.0)] for c in columns]
+        numbers = [[_expansion(c, sample, share), known.get(c, 0.0)] for c in columns]
         device = next(iter(found.values())).device
         factors, added = torch.tensor(numbers, dtype=torch.float64).to(device).unbind(1)
         zero = torch.zeros_like(added[0])
         row = torch.stack([found.get(c, zero) for c in columns]) * factors + added
         tokens = sample.expansions[0]
-        health = health.double() * health.new_tensor([tokens, 1.0, tokens])[:, None]
-        row = torch.cat([row, row.new_zeros(NORMS), health.flatten()])
-        self._sums[name] = self._sums[name] + row if name in self._sums else row
+        health = health.double() * health.new_tensor([tokens, share, tokens])[:, None]
+        if (expert := call.placement.expert) is not None:
+            own = torch.stack([row[columns.index(c)] for c in EXPERT_COLUMNS])
+            _add_to(self._experts, (name, expert), torch.cat([own, health[:-1, :, :3].flatten()]))
+        _add_to(self._sums, name, torch.cat([row, row.new_zeros(NORMS), health.flatten()]))
 
     def _shared_amax(self, call: _Call, sample: _Sample, grad: Tensor) -> Tensor | None:
         """All ranks of the tensor axis: largest magnitudes of X, W and G, where a format asks."""
@@ -380,10 +385,14 @@ class StepObserver:
         return amax
 
 
-def _expansion(name: str, sample: _Sample) -> float:
+def _add_to(sums: dict[K, Tensor], key: K, row: Tensor) -> None:
+    sums[key] = sums[key] + row if key in sums else row
+
+
+def _expansion(name: str, sample: _Sample, share: float) -> float:
     single, tiles = sample.expansions
     over = COLUMNS[name.rpartition(".")[2]].over
-    return {"tokens": single, "tiles": tiles}.get(over, 1.0)
+    return {"tokens": single, "tiles": tiles, "weight": share}.get(over, 1.0)
 
 
 def _rows_of(matrix: Tensor, rows: Tensor, is_split: bool, axis: TensorAxis) -> Tensor:

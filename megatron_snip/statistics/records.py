@@ -17,6 +17,8 @@ from pydantic import TypeAdapter, ValidationError
 from megatron_snip.config import explain
 from megatron_snip.errors import UsageError
 
+T = TypeVar("T")
+
 SCHEMA_VERSION = 2
 """Version 1 had other columns and cannot be continued."""
 
@@ -137,15 +139,22 @@ class StatisticsTable:
         Raises:
             UsageError: one line, for another version and for a missing or invalid entry.
         """
-        if value.get("version") != SCHEMA_VERSION:
-            raise UsageError(
-                f"statistics: version {value.get('version')!r}; this megatron-snip reads version "
-                f"{SCHEMA_VERSION}"
-            )
-        try:
-            return TypeAdapter(cls).validate_python(value)
-        except ValidationError as error:
-            raise UsageError(f"statistics: {explain(error)}") from None
+        return read_table(cls, value, SCHEMA_VERSION, "statistics")
+
+
+def read_table(cls: type[T], value: Any, version: int, source: str) -> T:
+    """Build a dataclass from plain values of a schema's version; `source` is for messages.
+
+    Raises:
+        UsageError: one line, for another version and for a missing or invalid entry.
+    """
+    found = value.get("version") if isinstance(value, dict) else None
+    if found != version:
+        raise UsageError(f"{source}: version {found!r}; this megatron-snip reads version {version}")
+    try:
+        return TypeAdapter(cls).validate_python(value)
+    except ValidationError as error:
+        raise UsageError(f"{source}: {explain(error)}") from None
 
 
 COLUMNS: dict[str, Column] = {

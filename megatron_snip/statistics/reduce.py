@@ -8,7 +8,7 @@ the loss of a microbatch by their number itself, but not by data ranks and loss 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_snip.collectives import RemoteFailure, gather_json, one_line, sum_over
-from megatron_snip.statistics.health import NORMS, OPERAND_SUMS
+from megatron_snip.statistics.health import EXPERT_COLUMNS, NORMS, OPERAND_SUMS
 from megatron_snip.statistics.records import (
     BASE_COLUMNS,
     COLUMNS,
@@ -28,6 +28,8 @@ from megatron_snip.statistics.records import (
 from megatron_snip.topology import LinearInfo
 from megatron_snip.types import Operand
 
+K = TypeVar("K")
+
 
 def table_columns(formats: Iterable[str]) -> list[str]:
     """Return the names of the table's columns; those of a format are `format.column`."""
@@ -36,13 +38,14 @@ def table_columns(formats: Iterable[str]) -> list[str]:
 
 def num_columns(formats: Collection[str]) -> int:
     """Return how many numbers a row has: the columns, then what health.py adds up."""
-    health = NORMS + len(formats) * len(Operand) * OPERAND_SUMS
+    health = NORMS + (1 + len(formats)) * len(Operand) * OPERAND_SUMS
     return len(table_columns(formats)) + health
 
 
 def reduce_sums(
     sums: Mapping[str, Tensor],
     amax: Mapping[str, Tensor],
+    experts: Mapping[tuple[str, int], Tensor],
     failure: str | None,
     formats: Collection[str],
     iteration: int,
@@ -50,12 +53,13 @@ def reduce_sums(
     grad_scale: float,
     loss: float | None,
     control: ProcessGroup | None,
-) -> tuple[StatisticsTable, Tensor, Tensor]:
+) -> tuple[StatisticsTable, tuple[Tensor, Tensor, Sequence[Tensor]]]:
     """All ranks: return the table of the model, the same on every rank.
 
     Args:
         sums: this rank's rows, by linear name; FP64 [num_columns], first those of `table_columns`.
         amax: this rank's largest magnitudes, by linear name; FP32 [3].
+        experts: this rank's rows of experts, by linear name and expert; FP64, see EXPERT_COLUMNS.
         failure: why this rank could not measure, or None.
         formats: the formats measured.
         iteration: Megatron's, 1-based.
@@ -65,17 +69,20 @@ def reduce_sums(
         control: a CPU group of all ranks, or None where there is one.
 
     Returns:
-        The table; the sums after its columns and amax over all ranks, a row for each linear.
+        The table; and for each linear the sums after its columns, amax, and its experts' rows.
 
     Raises:
         RemoteFailure: on every rank, if measuring failed on any.
     """
     columns = table_columns(formats)
+    names = [linear.name for linear in linears]
     table = torch.zeros((1 + len(linears), num_columns(formats)), dtype=torch.float64)
-    largest = torch.zeros((1 + len(linears), len(Operand)))
+    largest = torch.zeros((len(linears), len(Operand) + 1))  # the last: number of experts
     try:
-        _fill(table, sums, linears)
-        _fill(largest, amax, linears)
+        _fill(table[1:], sums, names)
+        _fill(largest[:, :-1], amax, names)
+        for name, expert in experts:
+            largest[names.index(name), -1].clamp_(min=1 + expert)
     except Exception as error:  # the other ranks wait in the sum
         failure = failure or f"{type(error).__name__}: {one_line(error)}"
     table[0, 0] = float(failure is not None)
@@ -86,21 +93,26 @@ def reduce_sums(
         raise RemoteFailure("measuring", failures)
     if control is not None:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=control)
+    counts = [int(count) for count in largest[:, -1].tolist()]
+    every = [(name, e) for name, count in zip(names, counts, strict=True) for e in range(count)]
+    numbers = len(EXPERT_COLUMNS) + 3 * len(Operand) * len(formats)
+    by_expert = torch.zeros((len(every), numbers), dtype=torch.float64)
+    _fill(by_expert, experts, every)
+    sum_over(by_expert, control if every else None)
     found = [dict(zip(columns, row, strict=True)) for row in table[1:, : len(columns)].tolist()]
     # An expert sees only the tokens that are sent to it, `num_active` experts each token.
     pairs = list(zip(linears, found, strict=True))
     batch_tokens = max((row["tokens"] / info.num_active for info, row in pairs), default=0.0)
     decoded = (_linear(info, row, formats, grad_scale, batch_tokens) for info, row in pairs)
     statistics = StatisticsTable(iteration, loss, tuple(decoded))
-    return statistics, table[1:, len(columns) :], largest[1:]
+    return statistics, (table[1:, len(columns) :], largest[:, :-1], torch.split(by_expert, counts))
 
 
-def _fill(table: Tensor, sums: Mapping[str, Tensor], linears: Sequence[LinearInfo]) -> None:
-    """Put this rank's rows into the table; waits for the device once."""
-    if sums:
-        index = {linear.name: 1 + i for i, linear in enumerate(linears)}
-        rows = torch.tensor([index[name] for name in sums])
-        table[rows] = torch.stack(list(sums.values())).cpu()
+def _fill(table: Tensor, rows: Mapping[K, Tensor], keys: Sequence[K]) -> None:
+    """Put this rank's rows where their keys are; waits for the device once."""
+    if rows:
+        index = {key: i for i, key in enumerate(keys)}
+        table[[index[key] for key in rows]] = torch.stack(list(rows.values())).cpu()
 
 
 def _linear(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_snip.collectives import attempt, sum_over
-from megatron_snip.statistics.optimizer_state import AdamShard, adam_shards, is_sharded
+from megatron_snip.statistics.optimizer_state import Shard, adam_shards, is_sharded
 from megatron_snip.topology import DataAxis, LinearKind, Placement, TensorAxis, Topology
 
 
@@ -107,7 +107,7 @@ class _ShardSums:
     scalars: Tensor
 
     @classmethod
-    def of(cls, weight: torch.nn.Parameter, shard: AdamShard | None) -> _ShardSums:
+    def of(cls, weight: torch.nn.Parameter, shard: Shard | None) -> _ShardSums:
         num_rows, num_cols = weight.shape
         new = weight.data.new_zeros
         rows, cols = (new(n, dtype=torch.float64) for n in (num_rows, num_cols))

@@ -27,6 +27,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import time
@@ -59,6 +60,8 @@ logger = logging.getLogger(__name__)
 POINTER = "latest_checkpointed_iteration.txt"
 SETTINGS = "run.json"
 SCHEMA_VERSION = 2
+
+_PARTIAL = re.compile(r"\.iter_\d{7,}(\.replaced)?\.partial")
 
 MODEL_FIELDS = (
     "num_layers",
@@ -251,7 +254,7 @@ class Checkpoints:
         path = checkpoint_path(self._config.save, progress.iteration)
         partial = path.with_name(f".{path.name}.partial")
         run = SavedRun(self._config.model_dump(mode="json"), dist.get_world_size())
-        self._on_rank_0("creating the checkpoint's folder", lambda: _make_partial(partial))
+        self._on_rank_0("creating the checkpoint's folder", lambda: make_partial(partial))
         with self._state.gathered():
             content = self._template(loading=False) | _random_streams()
             content |= {
@@ -359,10 +362,12 @@ class Checkpoints:
         attempt(what, action if self._is_rank_0 else lambda: None, self._group)
 
 
-def _make_partial(partial: Path) -> None:
+def make_partial(partial: Path) -> None:
+    """Make the folder of a new checkpoint; remove partial folders that killed runs left."""
     partial.parent.mkdir(parents=True, exist_ok=True)
     for stale in partial.parent.glob(".iter_*.partial"):
-        shutil.rmtree(stale)
+        if _PARTIAL.fullmatch(stale.name):
+            shutil.rmtree(stale)
     partial.mkdir()
 
 

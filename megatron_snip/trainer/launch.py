@@ -89,7 +89,8 @@ def launch(config: TrainConfig, num_ranks: int) -> int:
             except SignalException as error:
                 if not (folder / "stopped").exists():
                     text = f"ended by {signal.Signals(error.sigval).name}"
-                    if late := _unanswered(folder):
+                    late = _unanswered(folder)
+                    if late and (folder / "killed").exists():  # others ended before they answered
                         text += f"; no answer from rank {', '.join(map(str, sorted(late)))}"
                     print(f"megatron-snip: {text}", file=sys.stderr)
                     return 128 + int(error.sigval)
@@ -155,6 +156,7 @@ def _signal_watch(folder: Path) -> Iterator[None]:
             return
         second, _, _ = select.select([reader], [], [], ANSWER_S)
         if (not second and _unanswered(folder)) or reader.recv(1):
+            (folder / "killed").touch()
             _kill(folder)
 
     thread = threading.Thread(target=watch, daemon=True)

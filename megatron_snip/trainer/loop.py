@@ -15,9 +15,10 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -49,7 +50,7 @@ class PlainTraining:
         """Call Megatron's function."""
         return function(**kwargs)
 
-    def evaluation(self) -> AbstractContextManager[None]:
+    def evaluation(self) -> AbstractContextManager[Callable[..., Any] | None]:
         """Return a context that changes nothing."""
         return nullcontext()
 
@@ -157,8 +158,8 @@ def train(
     begin = time.perf_counter()
     state.defer_gathers()
     if start is None:
-        with hook.evaluation():
-            first = validation = evaluate(state, datasets.valid, config.eval_iters)
+        with hook.evaluation() as paired:
+            first = validation = evaluate(state, datasets.valid, config.eval_iters, paired)
         start = Progress()
     else:
         first, validation = start.first_validation_loss, start.validation_loss
@@ -172,8 +173,8 @@ def train(
         if iteration == 1 and first is not None:
             metrics["validation_loss"] = first
         if iteration % config.eval_interval == 0 or iteration == config.train_iters:
-            with hook.evaluation():
-                validation = evaluate(state, datasets.valid, config.eval_iters)
+            with hook.evaluation() as paired:
+                validation = evaluate(state, datasets.valid, config.eval_iters, paired)
             if iteration > 1 and validation is not None:
                 metrics["validation_loss"] = validation
         hook.end_iteration(iteration, metrics)
@@ -218,17 +219,26 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate(state: TrainingState, samples: Samples | None, eval_iters: int) -> float | None:
-    """All ranks: return the mean loss over `eval_iters` global batches; None without samples."""
+def evaluate(
+    state: TrainingState,
+    samples: Samples | None,
+    eval_iters: int,
+    paired: Callable[..., Any] | None = None,
+) -> float | None:
+    """All ranks: return the mean loss over `eval_iters` global batches; None without samples.
+
+    `paired` takes the place of Megatron's function (see `SnipController.evaluation`).
+    """
     if samples is None:
         return None
+    function = state.function if paired is None else partial(paired, state.function)
     for chunk in state.model:
         chunk.eval()
     losses = []
     with state.gathered():
         for iteration in range(1, eval_iters + 1):
             iterators = _iterators(state, samples, iteration)
-            losses.append(_mean_loss(state.function(**state.arguments(iterators, True))))
+            losses.append(_mean_loss(function(**state.arguments(iterators, True))))
     for chunk in state.model:
         chunk.train()
     return sum(losses) / len(losses)

@@ -40,9 +40,9 @@ from megatron_snip.planning.plan import read_plan
 from megatron_snip.planning.policies import get_policy
 from megatron_snip.reporting.events import Event, Metrics, Writer
 from megatron_snip.reporting.run_directory import RunDirectory
-from megatron_snip.reporting.summary import SummaryWriter
 from megatron_snip.reporting.writers import TensorBoardWriter, WandbWriter, start_wandb
 from megatron_snip.trainer.checkpoint import (
+    POINTER,
     Checkpoints,
     Progress,
     check_resume,
@@ -68,6 +68,8 @@ from megatron_snip.trainer.model import (
     transformer_config,
 )
 
+logger = logging.getLogger(__name__)
+
 PROGRESS_LINES = 20
 """Approximate number of progress lines per run."""
 
@@ -92,19 +94,28 @@ def check_run(config: TrainConfig, world_size: int) -> None:
     if config.load is not None and iteration:
         source = checkpoint_path(config.load, iteration)
         check_resume(config, read_saved_run(source), source)
-    if config.save is not None:
-        latest = latest_iteration(config.save)
-        if latest is not None and config.save != config.load:
-            raise UsageError(
-                f"save '{config.save}' holds checkpoints of another run, up to iteration {latest}; "
-                f"resume from them (--load {config.save}) or name another folder"
-            )
+    if config.save is not None and not (iteration and config.save == config.load):
+        _check_new_save(config.save)
     if config.snip.enabled:
         get_policy(config.snip.policy)
         config.snip.targets(config.train_iters)
         if config.snip.plan_file is not None:
             read_plan(config.snip.plan_file)
     _check_run_dir(config, iteration)
+
+
+def _check_new_save(save: Path) -> None:
+    latest, found = latest_iteration(save), next(save.glob("iter_*"), None)
+    if latest is not None:
+        raise UsageError(
+            f"save '{save}' holds checkpoints of another run, up to iteration {latest}; "
+            f"resume from them (--load {save}) or name another folder"
+        )
+    if found is not None:  # it would be replaced
+        raise UsageError(
+            f"save '{save}' holds '{found.name}' but no '{POINTER}'; resume from a checkpoint "
+            f"(--load {save} --ckpt-step N) or name another folder"
+        )
 
 
 def _check_run_dir(config: TrainConfig, iteration: int) -> None:
@@ -159,18 +170,14 @@ def run_session(config: TrainConfig, console: Console | None) -> TrainingResult:
         datasets = build_datasets(config, control)
         if directory is not None:
             write_atomic(directory.path / "data.json", json.dumps(datasets.source) + "\n")
-        summary = SummaryWriter()
         writers = make_writers(config, directory, done)
         if console is not None:
-            writers += [summary, ProgressWriter(config, console)]
+            writers.append(ProgressWriter(config, console))
         requests = None if config.save is None else StopRequests(control)
         saving = None if config.save is None else checkpoints
         with requests or nullcontext(), closing(make_hook(config, state, writers, start)) as hook:
             result = train(config, state, datasets, hook, start, saving, requests)
     if console is not None:
-        wide = console if console.is_terminal else Console(width=120, markup=False, emoji=False)
-        for table in summary.tables():
-            wide.print(table)
         _print_result(config, result, console)
     return result
 
@@ -262,7 +269,7 @@ def _directories(
         try:
             for path in dict.fromkeys(p for p in (config.run_dir, config.save) if p is not None):
                 locks.append(lock_directory(path))
-            directory = _start_run(config, done)
+            directory = start_run(config, done)
         except (UsageError, OSError) as error:
             failure = {"error": str(error)}
     try:
@@ -275,26 +282,37 @@ def _directories(
             lock.release()
 
 
-def _start_run(config: TrainConfig, done: int) -> RunDirectory:
+def start_run(config: TrainConfig, done: int) -> RunDirectory:
+    """Rank 0, under the lock: prepare run_dir.
+
+    Files of the run that continues stay up to iteration `done`. Those of another run are removed
+    with `overwrite`, else moved aside.
+    """
     _check_run_dir(config, done)  # again: under the lock
     mark(config.run_dir)
-    if done:
+    if done and _continues(config, done):
         drop_later_iterations(config.run_dir, done)
     elif config.overwrite:
         remove_run(config.run_dir)
-    else:
-        archive_run(config.run_dir)
+    elif (archive := archive_run(config.run_dir)) is not None:
+        logger.info("moved files of the run before to '%s'", archive)
     directory = RunDirectory(config.run_dir)
     directory.start(config.model_dump(mode="json"))
     return directory
 
 
+def _continues(config: TrainConfig, done: int) -> bool:
+    """Whether the run that wrote the checkpoint to load wrote its files to run_dir."""
+    assert config.load is not None, "a checkpoint is loaded"
+    saved = read_saved_run(checkpoint_path(config.load, done)).config
+    return Path(str(saved.get("run_dir"))).resolve() == config.run_dir.resolve()
+
+
 def drop_later_iterations(run_dir: Path, done: int) -> None:
     """Drop the rows and files of the iterations after `done`, which a resumed run repeats."""
-    for kind in ("plans", "problems", "divergences", "precision"):
-        for file in (run_dir / kind).glob("*.json"):
-            if file.stem.isdecimal() and int(file.stem) > done:
-                file.unlink()
+    for file in own_files(run_dir):
+        if file.stem.isdecimal() and int(file.stem) > done:
+            file.unlink()
     metrics = run_dir / "metrics.jsonl"
     if metrics.is_file():
         lines = metrics.read_bytes().decode(errors="replace").split("\n")

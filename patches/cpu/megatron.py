@@ -62,6 +62,7 @@ def megatron_replacements() -> Iterator[tuple[Any, str, Any]]:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random as tensor_parallel_random
+    from megatron.core.transformer import multi_token_prediction
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
@@ -77,6 +78,9 @@ def megatron_replacements() -> Iterator[tuple[Any, str, Any]]:
     if not hasattr(moe_utils, "te_general_gemm"):
         # 0.16.1 asks `te_general_gemm is not None` without defining it when TE is absent.
         yield moe_utils, "te_general_gemm", None
+    if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):
+        # 0.20 asks it of a class that does not exist when TE is absent.
+        yield multi_token_prediction, "is_inference_column_parallel_linear", constant(False)
     for name, wrapper in torch_adam.wrappers().items():
         yield DistributedOptimizer, name, wrapper(getattr(DistributedOptimizer, name))
     if _helpers_are_built():

@@ -14,7 +14,7 @@ from tests.distributed.launch import run_ranks
 from tests.distributed.layouts import names, selected
 from tests.distributed.test_invariance import check_statistics
 
-WORKER = "tests.distributed.workers.moe:refresh_in"
+WORKER = "tests.distributed.workers.invariance:refresh_of_experts_in"
 EP = {"expert_model_parallel_size": 2}
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 DISTRIBUTED = {
@@ -51,6 +51,16 @@ def four_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_ranks(4, WORKER, {"layouts": selected(request, FOUR)})
 
 
+def worst_experts(health: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return {linear, format and operand: the worst expert by measure}."""
+    return {
+        f"{row['name']} {fmt} {operand}": values["worst_expert"]
+        for row in health
+        for fmt, operands in row["operands"].items()
+        for operand, values in operands.items()
+    }
+
+
 def check(result: dict[str, Any], wanted: dict[str, Any]) -> None:
     # The plan is in force from the fifth step on, and rounds other tokens together.
     assert result["losses"][:4] == pytest.approx(wanted["losses"][:4], rel=1e-6)
@@ -60,6 +70,12 @@ def check(result: dict[str, Any], wanted: dict[str, Any]) -> None:
         for option, values in options.items():
             assert result["divergences"][name][option] == pytest.approx(values, rel=RTOL), name
     check_statistics(result["statistics"]["linears"], wanted["statistics"]["linears"])
+    found_worst = worst_experts(result["health"])
+    for name, worst in worst_experts(wanted["health"]).items():
+        found = found_worst[name]
+        assert found.keys() == worst.keys() and bool(worst) == ("experts" in name)
+        for measure, (expert, value) in worst.items():
+            assert found[measure] == [expert, pytest.approx(value, rel=RTOL, abs=5e-3)], name
     assert (result["plan"], result["history"]) == (wanted["plan"], wanted["history"])
     assert result["warnings"] == []
 

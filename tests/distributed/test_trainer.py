@@ -136,18 +136,6 @@ def test_recomputing_and_running_again_change_no_bit(two_ranks: list[Results]) -
         assert results["noisy other seed"]["weights"] != noisy["weights"]
 
 
-@pytest.mark.slow
-def test_a_pipeline_repeats_its_losses(tmp_path: Path) -> None:
-    """gloo sends a stage's output after `isend` returns, so Megatron must not free it before."""
-    short = {**DROPOUT, "bf16": True, "train_iters": 2, "eval_iters": 0}
-    layouts = {f"pp {i}": {**PP2, **short} for i in range(10)}
-    layouts |= {f"vpp {i}": {**VPP, **short} for i in range(10)}
-    for results in train_layouts(2, layouts, tmp_path):
-        for name in ("pp", "vpp"):
-            runs = [results[f"{name} {i}"] for i in range(10)]
-            assert all(run == runs[0] for run in runs)
-
-
 # ---- the command ------------------------------------------------------------------------------
 
 
@@ -301,6 +289,14 @@ def test_ranks_listen_on_the_loopback_interface_only(tmp_path: Path) -> None:
     assert front.returncode == 128 + signal.SIGTERM
     assert errors == "megatron-snip: ended by SIGTERM\n"
     assert_all_gone(processes)
+
+
+@pytest.mark.slow
+def test_ranks_that_a_signal_ends_at_once_count_as_answered(tmp_path: Path) -> None:
+    with training(command(tmp_path / "run", train_iters=5000), tmp_path) as front:
+        front.send_signal(signal.SIGHUP)  # ranks do not handle it
+        _, errors = front.communicate(timeout=TIMEOUT_S)
+    assert (front.returncode, errors) == (128 + signal.SIGHUP, "megatron-snip: ended by SIGHUP\n")
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ RANGES = [
 
 def run(database: Path) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, str(TOOL), str(database)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
 
 
 def write(database: Path, affected: dict[str, object]) -> None:

@@ -18,7 +18,6 @@ from megatron_snip.cli.script import read_argument_file
 from megatron_snip.config import make_config, read_yaml
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, UsageError
 from megatron_snip.files import MAX_BYTES, read_json
-from megatron_snip.guard import GuardState, LossMonitor
 from megatron_snip.linears.te.precision_config import Stages, import_option
 from megatron_snip.options import Option
 from megatron_snip.planning import solver_process
@@ -34,27 +33,14 @@ from megatron_snip.planning.problem import read_problem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import PlanRequest
 from megatron_snip.reporting.run_record import read_divergences, read_metrics
-from megatron_snip.state import ControllerState, Pending
+from megatron_snip.state import ControllerState
 from megatron_snip.trainer.config import load_train_config
 from tests.hostile.mutations import DEEP, mutants
 from tests.unit.planning.build import plan_of, problem_of
+from tests.unit.test_state import STATE
 
 PLAN = plan_of(["fp4", "fp8"], iteration=3, stages=(0.5,), objective=0.25)
 PROBLEM = problem_of([(0.1, 0.4), (0.2, 0.3)], scores=[{"abs_error": 0.1}] * 2)
-STATE = ControllerState(
-    7,
-    PLAN,
-    ((4, PLAN.digest),),
-    6,
-    Pending(6, 8, PROBLEM),
-    GuardState(
-        loss=LossMonitor(recent=(2.0, 1.9)).after_plan_change(6.0),
-        good=PLAN,
-        refused=(PLAN.digest,),
-        num_reverted=1,
-        refresh_at=9,
-    ),
-).to_dict()
 DIVERGENCES = {
     "version": 1,
     "step": 4,
@@ -167,7 +153,7 @@ def use_metrics(file: Path) -> None:
 READERS: dict[str, tuple[dict[str, Any], Callable[[Path], object]]] = {
     "plan": (PLAN.to_dict(), use_plan),
     "problem": (PROBLEM.to_dict(), use_problem),
-    "state of a checkpoint": (STATE, use_state),
+    "state of a checkpoint": (STATE.to_dict(), use_state),
     "divergences": (DIVERGENCES, read_divergences),
     "calibration": (CALIBRATION, use_calibration),
     "precision file": (TE_CONFIG, use_precision_file),  # JSON is YAML

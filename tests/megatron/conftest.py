@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.launch import ROOT
 from tests.megatron.fleet import Fleet
 from tests.megatron.lab import Lab
 
@@ -24,4 +25,12 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     fleet = Fleet()
     folder: Path = tmp_path_factory.mktemp("lab")
     yield Lab(fleet, folder)
+    fleet.close()
+
+
+@pytest.fixture(scope="session")
+def stand_in_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """Its ranks find the stand-ins of Transformer Engine and Mamba's kernels."""
+    fleet = Fleet(ROOT / "tests" / "stand_ins")
+    yield Lab(fleet, tmp_path_factory.mktemp("lab"))
     fleet.close()

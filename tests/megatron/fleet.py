@@ -10,12 +10,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import importlib.util
 import json
 import os
 import runpy
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import traceback
@@ -67,11 +69,15 @@ class Run:
 class Fleet:
     """The server, from this side of the pipe."""
 
-    def __init__(self) -> None:
+    def __init__(self, *first: Path) -> None:
+        """Start it; `first` are folders that its ranks import from before all others."""
         environment = {**os.environ, **RANK_ENVIRONMENT, "PYTHONWARNINGS": "ignore"}
         environment["PYTHONPATH"] = os.pathsep.join(
-            [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            filter(None, [*map(str, first), str(ROOT), os.environ.get("PYTHONPATH")])
         )
+        # Megatron-LM compiles a helper, and torch has the header files that it needs.
+        torch = Path(importlib.util.find_spec("torch").origin).with_name("include")
+        environment["CPATH"] = f"{sysconfig.get_path('include')}:{torch}"
         self._server = subprocess.Popen(
             [sys.executable, "-m", "tests.megatron.fleet"],
             stdin=subprocess.PIPE,

@@ -66,6 +66,20 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 }
 """Ranks and flags."""
 
+TE = ["--transformer-impl", "transformer_engine"]
+MAMBA = ["--mamba-num-groups", "2", "--mamba-state-dim", "16", "--mamba-head-dim", "32"]
+LATENT = ["--multi-latent-attention", "--q-lora-rank", "64", "--kv-lora-rank", "64"]
+LATENT += ["--v-head-dim", "32", "--qk-head-dim", "32", "--qk-pos-emb-head-dim", "32"]
+WITH_STAND_INS = {
+    "te": (1, TE),
+    "cp2": (2, [*TE, "--context-parallel-size", "2"]),
+    "hybrid": (2, [*LAYOUTS["tp2"][1], *TE, *MAMBA, "--hybrid-layer-pattern", "M*-M"]),
+    "hybrid-pp2": (2, [*LAYOUTS["pp2"][1], *TE, *MAMBA, "--hybrid-layer-pattern", "M*|-M"]),
+    "mtp": (2, [*LAYOUTS["pp2"][1], "--mtp-num-layers", "1", "--position-embedding-type", "rope"]),
+    "latent": (2, [*LAYOUTS["tp2"][1], *TE, *LATENT]),
+}
+"""Layouts and models that run with the stand-ins of `tests/stand_ins`."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -106,7 +120,7 @@ class Lab:
         variables = tuple(sorted((environment or {}).items()))
         case = Case(layout, tuple(flags), variables, plain, script)
         if case not in self._runs:
-            ranks, parallel = LAYOUTS[layout]
+            ranks, parallel = {**LAYOUTS, **WITH_STAND_INS}[layout]
             start = [script, *CPU.split()] if plain else ["--cpu", script]
             words = [*start, *MODEL.split(), *parallel, *flags]
             self._runs[case] = self._fleet.run(ranks, words, dict(case.environment), plain)

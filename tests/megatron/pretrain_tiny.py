@@ -1,15 +1,17 @@
-"""A pretraining script as a user of Megatron-LM would write it: a tiny GPT on made-up text.
+"""A pretraining script as a user of Megatron-LM would write it: a tiny model on made-up text.
 
 It does not use SNIP. Every rank writes its results to the folder in TINY_RESULTS. Variables:
 TINY_KILL_AFTER: SIGKILL in the iteration after this one, as on a lost machine.
 TINY_DOUBT: Megatron doubts the losses of this iteration (0-based) and repeats it.
-TINY_BAD_STATE: checkpoints hold a state of SNIP that is damaged.
+TINY_BAD_STATE: checkpoints hold a state of SNIP that is damaged, of this version.
+TINY_OWN_FLAGS: the script parses its own flags.
 TINY_EARLY: SNIP may measure before the optimizer has made ten steps.
 TINY_RESTART: a second training in the same process, as in-process restart does.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -19,11 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
@@ -37,7 +44,11 @@ if "TINY_EARLY" in os.environ:
 if "TINY_BAD_STATE" in os.environ:
     from megatron_snip.state import ControllerState
 
-    setattr(ControllerState, "to_dict", lambda self: {"version": 2, "plan": []})  # noqa: B010
+    bad = {"version": int(os.environ["TINY_BAD_STATE"]), "plan": []}
+    setattr(ControllerState, "to_dict", lambda self: bad)  # noqa: B010
+
+if "TINY_OWN_FLAGS" in os.environ:
+    argparse.ArgumentParser().parse_args()
 
 MODELS: list[torch.nn.Module] = []
 LOSSES: list[str] = []
@@ -74,24 +85,36 @@ def model_provider(
     vp_stage: int | None = None,
     config: Any = None,
     pg_collection: Any = None,
-) -> GPTModel:
+) -> torch.nn.Module:
     args = get_args()
     config = core_transformer_config_from_args(args) if config is None else config
-    spec = get_gpt_layer_local_spec(num_experts=args.num_experts, normalization=args.normalization)
-    model = GPTModel(
-        config,
-        spec,
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        pre_process=pre_process,
-        post_process=post_process,
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
-        vp_stage=vp_stage,
-        pg_collection=pg_collection,
-    )
-    MODELS.append(model)
-    return model
+    common = {
+        "vocab_size": args.padded_vocab_size,
+        "max_sequence_length": args.max_position_embeddings,
+        "pre_process": pre_process,
+        "post_process": post_process,
+        "share_embeddings_and_output_weights": False,
+        "position_embedding_type": "rope",
+        "vp_stage": vp_stage,
+        "pg_collection": pg_collection,
+    }
+    if args.hybrid_layer_pattern:
+        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        common["hybrid_layer_pattern"] = args.hybrid_layer_pattern
+        MODELS.append(HybridModel(config, hybrid_stack_spec, **common))
+        return MODELS[-1]
+    te, latent = args.transformer_impl == "transformer_engine", args.multi_latent_attention
+    if te:  # Megatron has drawn random tensors of a shape that depends on context parallelism
+        torch.manual_seed(args.seed)
+    make = get_gpt_layer_with_transformer_engine_spec if te else get_gpt_layer_local_spec
+    norm = {} if te else {"normalization": args.normalization}
+    spec = make(num_experts=args.num_experts, multi_latent_attention=latent, **norm)
+    if args.mtp_num_layers:
+        common["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, te, vp_stage=vp_stage)
+    MODELS.append(GPTModel(config, spec, **common))
+    return MODELS[-1]
 
 
 def loss_func(mask: torch.Tensor, output: torch.Tensor, training: bool) -> Any:
@@ -116,6 +139,8 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
     batch = next(data_iterator)
     for key in batch:  # as Megatron's own scripts do, into the very dict that was handed out
         batch[key] = batch[key].cuda(non_blocking=True)
+    cp_group = parallel_state.get_context_parallel_group()
+    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     training = get_attr_wrapped_model(model, "training")
     return output, partial(loss_func, batch["loss_mask"], training=training)

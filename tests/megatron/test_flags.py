@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,8 @@ from megatron.training import arguments
 from megatron_snip.config import SnipConfig
 from megatron_snip.flags import flag_name
 from megatron_snip.patches.install import REGISTRY, install_for
-from tests.megatron.lab import CPU, MODEL, SNIP, Lab
+from tests.distributed.launch import ROOT
+from tests.megatron.lab import CPU, MODEL, SCRIPT, SNIP, Lab, saving
 
 WORDS = [*MODEL.split(), *CPU.split()]
 
@@ -55,6 +59,11 @@ REFUSED = {
     "plan": (["--snip-plan-file", "none.json"], "--snip-plan-file: cannot read"),
     "typo": (["--snip-intervall", "4"], "did you mean '--snip-interval'?"),
     "cuda-graphs": (["--cuda-graph-impl", "local"], "--cuda-graph-impl none"),
+    "no-te": (
+        ["--transformer-impl", "transformer_engine"],
+        "Transformer Engine cannot be imported; install it, or give --transformer-impl local",
+    ),
+    "cpu-last": (["--cpu"], "--cpu comes before the script: -m megatron_snip --cpu "),
 }
 
 
@@ -73,3 +82,43 @@ def test_bad_input_ends_in_one_line(lab: Lab, name: str) -> None:
     assert "Traceback" not in run.logs[0]
     before_groups = "initializing torch distributed" not in run.logs[0]
     assert before_groups == (name not in BY_THE_MODEL), run.report
+
+
+def test_a_script_with_its_own_flags(lab: Lab) -> None:
+    run = lab.run("one", SNIP, {"TINY_OWN_FLAGS": "1"})
+    assert run.statuses == (2,), run.report
+    text = "parses its own flags and never called Megatron's parser, so SNIP did nothing; "
+    assert text in run.logs[0].splitlines()[-1]
+
+
+def test_a_checkpoint_of_another_version(lab: Lab) -> None:
+    save = str(lab.output("other-version"))
+    lab.run("one", [*SNIP, *saving(lab.output("other-version"))], {"TINY_BAD_STATE": "9"})
+    run = lab.run("one", [*SNIP, "--load", save, "--snip-output-dir", f"{save}-again"])
+    assert run.statuses == (2,), run.report
+    lines = [x for x in run.logs[0].splitlines() if x.startswith("megatron-snip: error:")]
+    assert len(lines) == 1 and "version 9; this megatron-snip reads version 2" in lines[0]
+    assert "(--finetune) with its last plan (--snip-plan-file)" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-m", "megatron_snip", "--snip", SCRIPT], "'--snip' comes before the script; the order"),
+        (["megatron_snip", SCRIPT, "--snip"], "can't open file '{folder}/megatron_snip'"),
+        ([SCRIPT, *CPU.split(), "--snip"], "unrecognized arguments: --snip"),
+    ],
+)
+def test_the_order_of_torchruns_words(words: list[str], message: str, tmp_path: Path) -> None:
+    """Without -m this package does not run; docs/troubleshooting.md has the messages of others."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *words],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert message.format(folder=tmp_path) in done.stderr

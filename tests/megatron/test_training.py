@@ -119,15 +119,26 @@ def test_a_repeated_iteration_measures_once_and_draws_the_same_numbers(lab: Lab)
     assert repeated == once + 4  # the iteration's microbatches again, and no measuring pass
 
 
-def test_evaluation_can_run_in_bf16(lab: Lab) -> None:
-    output = str(lab.output("eval-bf16"))
-    flags = [*SNIP, "--snip-eval-precision", "bf16", "--snip-output-dir", output]
-    run = lab.run("tp2", flags)
-    planned, _ = lab.planned("tp2")
-    assert weights(run) == weights(planned)
-    ours, theirs = run.finished()[0]["evaluated"], planned.finished()[0]["evaluated"]
-    assert len(ours) == len(theirs) > 0
-    assert all(a != b for a, b in zip(ours, theirs, strict=True))
+@pytest.mark.parametrize("layout", ["tp2", "vpp2"])
+def test_an_evaluation_in_both_precisions_is_one_under_the_plan_and_one_in_bf16(
+    lab: Lab, layout: str
+) -> None:
+    runs, outputs = {}, {}
+    for precision in ("plan", "bf16", "both"):
+        outputs[precision] = lab.output(f"eval-{precision}-{layout}")
+        flags = ["--snip-eval-precision", precision, "--snip-output-dir", str(outputs[precision])]
+        runs[precision] = lab.run(layout, [*SNIP, *flags])
+    assert weights(runs["plan"]) == weights(runs["bf16"]) == weights(runs["both"])
+    plan, bf16, both = (run.finished()[-1]["evaluated"] for run in runs.values())
+    pairs = [(plan[i : i + 4], bf16[i : i + 4]) for i in range(0, len(plan), 4)]  # microbatches
+    assert both == [loss for pair in pairs for part in pair for loss in part] != []
+    metrics = {name: read_lines(path / "metrics.jsonl") for name, path in outputs.items()}
+    plan, bf16, rows = ([m for m in metrics[p] if "validation_loss" in m] for p in metrics)
+    assert [row["iteration"] for row in rows] == [5, 10]
+    for under_plan, in_bf16, row in zip(plan, bf16, rows, strict=True):
+        increase = under_plan["validation_loss"] - in_bf16["validation_loss"]
+        assert row["eval/loss_increase"] == pytest.approx(increase, rel=1e-3, abs=1e-6) != 0
+        assert row["eval/loss_increase_error"] > 0 and row["eval/loss_divergence"] > 0
 
 
 def test_a_second_training_in_the_process_is_the_first_again(lab: Lab) -> None:

@@ -12,10 +12,7 @@ have changed. Exit status 1 for any reverted plan.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import random
 import sys
 from collections import Counter
@@ -24,11 +21,11 @@ from typing import Any
 
 import torch
 
-from megatron_snip.files import write_atomic
 from tests.distributed.launch import run_ranks
 from tests.distributed.workers import small_model
 from tests.distributed.workers.controller import MODEL
 from tests.distributed.workers.small_model import SyntheticTokens, layout
+from tests.nightly.results import parser, save
 
 STEPS = 84
 TIMEOUT_S = 20_000.0
@@ -112,29 +109,16 @@ def _run(seed: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0, help="of the first run")
-    parser.add_argument("--output", type=Path, default=None)
-    args = parser.parse_args()
+    flags = parser(__doc__)
+    flags.add_argument("--runs", type=int, default=20)
+    flags.add_argument("--seed", type=int, default=0, help="of the first run")
+    args = flags.parse_args()
     seeds = list(range(args.seed, args.seed + args.runs))
     (rows,) = run_ranks(1, "tests.nightly.alarms:runs", {"seeds": seeds}, timeout_s=TIMEOUT_S)
-    alarms = sum(row["reverted"] for row in rows)
-    plans = sum(row["plans"] for row in rows)
-    result = {
-        "version": 1,
-        "machine": f"{platform.machine()}, one rank",
-        "torch": torch.__version__,
-        "steps": STEPS,
-        "runs": len(rows),
-        "plans_applied": plans,
-        "reverted": alarms,
-        "each": rows,
-    }
-    print(json.dumps(result, indent=1))
+    plans, alarms = (sum(row[key] for row in rows) for key in ("plans", "reverted"))
+    counts = {"steps": STEPS, "runs": len(rows), "plans_applied": plans, "reverted": alarms}
+    print(save(args.output, "one rank", {**counts, "each": rows}))
     print(f"{len(rows)} runs, {plans} plans, {alarms} reverted")
-    if args.output is not None:
-        write_atomic(args.output, json.dumps(result, indent=1) + "\n")
     # A run in which no plan was ever applied would prove nothing.
     return 1 if alarms or any(row["plans"] == 0 for row in rows) else 0
 

@@ -11,19 +11,17 @@ Exit status 1 if anything is otherwise.
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
+import copy
+import itertools
 import sys
 import tempfile
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from megatron_snip.files import write_atomic
+from tests.distributed import test_faults
 from tests.distributed.launch import RankFailure, run_ranks
 from tests.distributed.workers.fault_places import PHASES, PLACES
+from tests.nightly.results import parser, save
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -31,11 +29,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 dp2": {TP: 2, "use_distributed_optimizer": True, "global_batch_size": 4},
     "dp4": {"use_distributed_optimizer": True, "global_batch_size": 4},
 }
-ALONE: dict[str, dict[str, Any]] = {
-    "tp": {TP: 2},
-    "pp": {PP: 2},
-    "dp": {"use_distributed_optimizer": True},
-}
+CHECKS: tuple[Callable[..., None], ...] = (
+    test_faults.test_training_is_bitwise_as_if_no_refresh_had_been_tried,
+    test_faults.test_the_next_refresh_succeeds,
+    test_faults.test_a_full_disk_costs_files_and_nothing_else,
+)
+"""They compare rank 0 with another one."""
 
 
 def check_phases(name: str, values: dict[str, Any]) -> list[str]:
@@ -44,14 +43,12 @@ def check_phases(name: str, values: dict[str, Any]) -> list[str]:
         arguments = {"layouts": {name: values}, "folder": folder}
         results = run_ranks(4, "tests.distributed.workers.faults:every_phase", arguments)
     wrong = []
+    for rank, check in itertools.product(range(1, 4), CHECKS):
+        try:
+            check(copy.deepcopy([results[0], results[rank]]), name)
+        except AssertionError as error:
+            wrong.append(f"{name}, rank {rank}, {check.__name__}: {error}")
     for rank, result in enumerate(r[name] for r in results):
-        run = result["run"]
-        if not run.pop("kept") or run != result["plain"]:
-            wrong.append(f"{name}, rank {rank}: training is not as if nothing had been tried")
-        if result["healed"] != results[0][name]["healed"] or not result["healed"]["history"]:
-            wrong.append(f"{name}, rank {rank}: the next refresh did not succeed")
-        if result["saved"]["last history"] != results[0][name]["saved"]["last history"]:
-            wrong.append(f"{name}, rank {rank}: a full disk led to different decisions")
         if set(result["outcomes"]) < set(PLACES):
             wrong.append(f"{name}, rank {rank}: not every fault was tried")
         for label, outcome in result["outcomes"].items():
@@ -76,23 +73,19 @@ def check_kills(values: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=None)
-    args = parser.parse_args()
+    args = parser(__doc__).parse_args()
     rows: dict[str, Any] = {"faults": sorted(PLACES), "phases": sorted(PHASES)}
+    failed = False
     for name, values in LAYOUTS.items():
-        rows[f"every fault on 4 ranks, {name}"] = check_phases(name, values) or "good"
-    for name, values in ALONE.items():
-        rows[f"a rank killed in each phase, {name}"] = check_kills(values) or "ends"
-    failed = any(
-        isinstance(row, list) and name.startswith(("every", "a rank")) for name, row in rows.items()
-    )
-    machine = f"{platform.machine()}, gloo"
-    result = {"version": 1, "machine": machine, "torch": torch.__version__, **rows}
-    print(json.dumps(result, indent=1))
-    if args.output is not None:
-        write_atomic(args.output, json.dumps(result, indent=1) + "\n")
-    return 1 if failed else 0
+        wrong = check_phases(name, values)
+        failed |= bool(wrong)
+        rows[f"every fault on 4 ranks, {name}"] = wrong or "good"
+    for name, values in test_faults.LAYOUTS.items():
+        wrong = check_kills(values)
+        failed |= bool(wrong)
+        rows[f"a rank killed in each phase, {name}"] = wrong or "ends"
+    print(save(args.output, "gloo", rows))
+    return int(failed)
 
 
 if __name__ == "__main__":

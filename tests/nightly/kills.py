@@ -11,9 +11,7 @@ and what became of it; it is written after every run.
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 import random
 import shutil
 import subprocess
@@ -26,12 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
-from megatron_snip.files import write_atomic
 from megatron_snip.planning.plan import read_plan
 from tests.distributed.launch import TIMEOUT_S
 from tests.distributed.test_trainer import command, environment
+from tests.nightly.results import parser, save
 
 STEPS = 22
 SETTINGS: dict[str, Any] = {
@@ -152,12 +149,11 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=0, help="of the first run")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=None)
-    args = parser.parse_args()
+    flags = parser(__doc__)
+    flags.add_argument("--runs", type=int, default=40)
+    flags.add_argument("--seed", type=int, default=0, help="of the first run")
+    flags.add_argument("--ranks", type=int, default=2)
+    args = flags.parse_args()
     rows: list[dict[str, Any]] = []
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
@@ -175,18 +171,14 @@ def main() -> int:
             rows.append({"seed": seed, "killed_after_steps": killed, "same": same})
             print(f"run {seed}: killed after {killed} steps: {'same' if same else 'DIFFERENT'}")
             sys.stdout.flush()
-            if args.output is not None:
-                write_atomic(args.output, _record(args.ranks, whole, rows, begin))
+            save(args.output, f"gloo, {args.ranks} ranks", _record(whole, rows, begin))
     failures = sum(not row["same"] for row in rows)
     print(f"{args.runs} runs, {failures} differ")
     return 1 if failures else 0
 
 
-def _record(ranks: int, whole: dict[str, Any], rows: list[dict[str, Any]], begin: float) -> str:
-    record = {
-        "version": 1,
-        "machine": f"{platform.machine()}, gloo, {ranks} ranks",
-        "torch": torch.__version__,
+def _record(whole: dict[str, Any], rows: list[dict[str, Any]], begin: float) -> dict[str, Any]:
+    return {
         "steps": STEPS,
         "plans": len(whole["plans"]),
         "runs": len(rows),
@@ -195,7 +187,6 @@ def _record(ranks: int, whole: dict[str, Any], rows: list[dict[str, Any]], begin
         "seconds": round(time.monotonic() - begin),
         "each": rows,
     }
-    return json.dumps(record, indent=1) + "\n"
 
 
 if __name__ == "__main__":

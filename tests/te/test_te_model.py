@@ -82,6 +82,14 @@ def test_a_missing_gpu_or_transformer_engine(monkeypatch: pytest.MonkeyPatch) ->
     assert this_machine(with_te=True) == this_machine(with_te=False) == Machine(BLACKWELL)
 
 
+def test_a_linear_without_what_changes_its_precision_is_named() -> None:
+    model = build()
+    del model.decoder.layers[1].mlp.linear_fc2._fp8_workspaces
+    wanted = r"layers\.1\.mlp\.linear_fc2: TERowParallelLinear has no _fp8_workspaces; SNIP needs"
+    with pytest.raises(UnsupportedError, match=wanted):
+        PlannedModel([model], Topology(), seed=0)
+
+
 def test_the_backend_must_fit_the_linears() -> None:
     with pytest.raises(UnsupportedError, match="use --transformer-impl transformer_engine"):
         PlannedModel([build(te=False)], Topology(), 0, "te")
@@ -168,6 +176,19 @@ def frozen(model: Any, folder: Path, option: str, **settings: Any) -> SnipContro
     config = SnipConfig(collect_only=True, start_step=1000, plan_file=path, **settings)
     writers = [RunDirectory(folder / "run")]
     return SnipController(config, [model], None, writers=writers, topology=Topology())
+
+
+def test_a_run_that_ends_before_its_first_refresh_warns(caplog: pytest.LogCaptureFixture) -> None:
+    config = SnipConfig(start_step=100, backend="simulate")
+    for train_iters in (99, 100):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "megatron_snip"):
+            run = SnipController(
+                config, [build()], None, topology=Topology(), train_iters=train_iters
+            )
+        run.close()
+        warned = "--snip-start-step is 100, and the run has 99" in caplog.text
+        assert warned == (train_iters < 100)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.statistics.observer import tap
 from megatron_snip.topology import Placement, Topology
-from tests.te.models import EXPERTS, build, copy_weights, losses, training
+from tests.te.models import EXPERTS, build, copy_weights, losses
 
 Seen = dict[str, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]
 """X [M, K], W and G [M, N] of every linear (of every expert), by instance, in order."""
@@ -146,32 +146,3 @@ def test_weight_gradients_flow_as_without_an_observer() -> None:
             if parameter.grad is not None:
                 assert torch.equal(parameter.grad, plain[name]), name
         under.uninstall()
-
-
-def equal(a: Seen, b: Seen) -> bool:
-    return set(a) == set(b) and all(
-        torch.equal(x, y)
-        for instance in a
-        for mine, theirs in zip(a[instance], b[instance], strict=True)
-        for x, y in zip(mine, theirs, strict=True)
-    )
-
-
-def test_recomputed_forwards_are_seen_once() -> None:
-    recompute = {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    }
-    assert equal(both()[0], both(**recompute)[0])
-
-
-def test_forwards_without_gradients_show_nothing() -> None:
-    model = build()
-    under = PlannedModel([model], Topology(), seed=0)
-    under.install()
-    keeper = Keeper()
-    with under.runtime.observed_by(keeper), torch.no_grad():
-        losses_of = training(model, forward_only=True).run()
-    assert len(losses_of) == 2 and not keeper.seen
-    under.uninstall()

@@ -74,6 +74,14 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     (run / "plans").symlink_to(elsewhere)
     (run / "metrics.jsonl").symlink_to(elsewhere / "20.json")
     assert list(own_files(run)) == []
+    for name in ("metrics.jsonl", "plans"):
+        with pytest.raises(UsageError, match=f"{name}' is a link or a pipe"):
+            check_new_run(run, overwrite=True)
+        (run / name).unlink()
+    (run / "report").symlink_to(elsewhere)  # written on request only
+    os.mkfifo(run / "config.yaml")
+    with pytest.raises(UsageError, match=r"config\.yaml' is a link or a pipe"):
+        check_new_run(run, overwrite=False)
 
 
 def test_an_earlier_attempt_is_moved_aside(tmp_path: Path) -> None:
@@ -153,6 +161,30 @@ def test_of_many_that_find_a_dead_holder_one_gets_the_lock(tmp_path: Path) -> No
     assert sorted(results) == [False] * 7 + [True]
 
 
+def test_who_ended_while_taking_over_is_not_waited_for_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = holding(tmp_path)
+    process.kill()
+    process.wait()
+    dead = (tmp_path / LOCK).read_text()
+
+    def end(self: Path, **_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", end)  # between the claim and the removal
+        with pytest.raises(KeyboardInterrupt):
+            lock_directory(tmp_path)
+    (claim,) = tmp_path.glob("*.claim")
+    with pytest.raises(UsageError, match="contended"):  # this process lives
+        lock_directory(tmp_path)
+    claim.write_text(dead)
+    os.utime(claim, (2**33, 2**33))
+    lock_directory(tmp_path).release()
+    assert not list(tmp_path.glob("*.claim"))
+
+
 def with_holder(directory: Path, **changes: Any) -> None:
     lock_directory(directory)
     held = json.loads((directory / LOCK).read_text())
@@ -201,6 +233,25 @@ def test_slurm_is_asked_whether_a_job_has_ended(
     else:
         with pytest.raises(UsageError, match="Slurm job 12"):
             lock_directory(tmp_path / "run")
+
+
+@pytest.mark.parametrize("restart", [None, "x", [1]])
+def test_an_attempt_of_unknown_number_is_respected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restart: Any
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    (tmp_path / LOCK).write_text(json.dumps({"host": "other", "job": "7", "restart": restart}))
+    with pytest.raises(UsageError, match=r"in use by .* Slurm job 7"):
+        lock_directory(tmp_path)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "x")
+    lock_directory(tmp_path / "free").release()
+
+
+def test_a_pipe_in_place_of_a_lock_is_respected(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / LOCK)
+    with pytest.raises(UsageError, match="its lock cannot be read"):
+        lock_directory(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", "[" * 5000, "\0"])

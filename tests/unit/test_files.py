@@ -72,6 +72,13 @@ def test_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:
     assert stat.S_ISFIFO(path.stat().st_mode)
 
 
+def test_a_pipe_that_nobody_reads_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="No such device or address"):
+        write_atomic(path, "text")
+
+
 def test_a_link_to_a_pipe_is_replaced(tmp_path: Path) -> None:
     pipe, link = tmp_path / "pipe", tmp_path / "plan.json"
     os.mkfifo(pipe)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.flags import add_flags, given_values
+from megatron_snip.flags import add_flags
 
 
 def parser() -> argparse.ArgumentParser:
@@ -24,10 +24,3 @@ def test_every_field_is_a_flag_with_help() -> None:
         words = str(action.help).replace("%%", "%").split("[default:")[0].split()
         assert words == field.description.split()
         assert "[default: " in str(action.help)
-
-
-def test_only_what_was_given_is_there() -> None:
-    namespace = parser().parse_args(["--snip-interval", "5", "--no-snip-collect-only"])
-    assert vars(namespace) == {"snip_interval": "5", "snip_collect_only": False}
-    assert given_values(namespace, SnipConfig, "snip_") == {"interval": "5", "collect_only": False}
-    assert given_values(argparse.Namespace(interval=3), SnipConfig, "snip_") == {}

@@ -116,7 +116,3 @@ def test_torch_stays_out_of_planning_and_settings(graph: dict[tuple[str, str], s
 
 def test_the_solver_is_known_to_planning_only(graph: dict[tuple[str, str], set[str]]) -> None:
     assert {package for package, target in graph if target == "ortools"} == WITH_ORTOOLS
-
-
-def test_nothing_is_pickled(graph: dict[tuple[str, str], set[str]]) -> None:
-    assert not {package for package, target in graph if target in ("pickle", "dill", "cloudpickle")}

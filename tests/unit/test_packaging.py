@@ -17,27 +17,13 @@ from typing import Any
 
 import pytest
 
+from megatron_snip.planning.problem import write_problem
 from megatron_snip.version import __version__
+from tests.unit.planning.build import problem_of
 
 ROOT = Path(__file__).parents[2]
 BESIDE = ("kernels", "patches")
 """Folders of the repository that are subpackages of `megatron_snip`."""
-PROBLEM = {
-    "version": 1,
-    "target": 0.5,
-    "linears": [
-        {
-            "name": f"decoder.layers.{layer}.mlp.linear_fc1",
-            "stage": 0,
-            "flops": 1.0,
-            "options": {
-                "fp8": {"quality_loss": 0.0, "saving": 0.0},
-                "fp4": {"quality_loss": 1.0 + layer, "saving": 1.0},
-            },
-        }
-        for layer in range(2)
-    ],
-}
 
 
 def package_files() -> dict[str, str]:
@@ -56,7 +42,7 @@ def build(folder: Path, what: str, into: Path) -> Path:
     into.mkdir()
     code = f"from setuptools import build_meta; build_meta.build_{what}({str(into)!r})"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-3000:]
     (built,) = into.iterdir()
@@ -91,7 +77,7 @@ def wheel(sdist: Path) -> Path:
 
 def install(wheel: Path, folder: Path) -> Path:
     words = ["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(folder)]
-    subprocess.run([sys.executable, *words, str(wheel)], check=True, timeout=120)
+    subprocess.run([sys.executable, *words, str(wheel)], check=True, timeout=600)
     return folder
 
 
@@ -116,7 +102,7 @@ def run(site: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[st
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 
@@ -148,7 +134,7 @@ def test_the_version_is_stated_once(wheel: Path) -> None:
 def test_it_runs_from_outside_the_repository(site: Path, tmp_path: Path) -> None:
     command = str(site / "bin" / "megatron-snip")
     assert run(site, tmp_path, command, "--version").stdout.split()[-1] == __version__
-    (tmp_path / "problem.json").write_text(json.dumps(PROBLEM))
+    write_problem(problem_of([[0.0, 1.0], [0.0, 2.0]]), tmp_path / "problem.json")
     words = ["plan", "problem.json", "--output", "plan.json"]
     done = run(site, tmp_path, command, *words)
     assert done.returncode == 0, done.stderr

@@ -11,15 +11,6 @@ def measured(config: SnipConfig, iterations: int, first_allowed: int = 0) -> dic
     return {i: part for i, part in parts.items() if part is not None}
 
 
-def test_a_refresh_begins_every_interval() -> None:
-    assert measured(SnipConfig(start_step=5, interval=10), 30) == {5: 0, 15: 0, 25: 0}
-
-
-def test_a_fraction_spreads_a_refresh_over_iterations() -> None:
-    config = SnipConfig(start_step=5, interval=10, measure_fraction=0.4)
-    assert measured(config, 16) == {5: 0, 6: 1, 7: 2, 15: 0, 16: 1}
-
-
 def test_young_moments_delay_a_refresh_and_not_the_next() -> None:
     config = SnipConfig(start_step=5, interval=10)
     assert measured(config, 30, first_allowed=12) == {12: 0, 15: 0, 25: 0}

@@ -13,26 +13,11 @@ import torch
 from megatron_snip.errors import UsageError
 from megatron_snip.guard import GuardState, LossMonitor
 from megatron_snip.log import forget_warnings
-from megatron_snip.options import Option
-from megatron_snip.planning.plan import PrecisionPlan, assignment_digest
 from megatron_snip.state import ControllerState, Pending
 from megatron_snip.statistics.records import StatisticsTable
-from tests.unit.planning.build import problem_of
+from tests.unit.planning.build import plan_of, problem_of
 
-LINEARS = {"decoder.layers.0.mlp.linear_fc1": Option.parse("fp4-fp8-bf16")}
-PLAN = PrecisionPlan(
-    iteration=2,
-    policy="snip",
-    status="feasible",
-    objective=None,
-    bound=None,
-    seconds=0.25,
-    target=0.5,
-    efficiency=1 / 3,
-    stages=(1 / 3,),
-    linears=LINEARS,
-    digest=assignment_digest(LINEARS),
-)
+PLAN = plan_of(["fp4-fp8-bf16"], iteration=2, objective=None, target=0.5)
 PENDING = Pending(6, 8, problem_of([[0.0, 1.0]]))
 GUARD = GuardState(
     loss=LossMonitor(recent=(2.0, 1.9)).after_plan_change(6.0),

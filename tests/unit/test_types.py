@@ -26,7 +26,7 @@ def test_names_come_apart_again(block: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "linear_fc1", "decoder.layers.x.mlp", "decoder.layers.3"])
 def test_what_is_no_name_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="is not a linear's name"):
+    with pytest.raises(UsageError, match="is not a linear's name"):
         split_linear_name(name)
 
 

@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 _PARAMS = "te_quant_params"
 _FIRST_MICROBATCH = "set_is_first_microbatch"
+_SET = (_PARAMS, "fp8_initialized", "fp8_meta_tensors_initialized", "_fp8_workspaces")
+"""Attributes of a module that change its precision."""
 
 
 class ObservedTELinear:
@@ -120,8 +122,15 @@ class PlannedTELinear(ObservedTELinear):
         runtime: Runtime,
         machine: Machine,
     ) -> None:
-        """Prepare; raises as `ObservedTELinear` does."""
+        """Prepare; raises as `ObservedTELinear` does, and where a module lacks an attribute."""
         super().__init__(module, placements, runtime)
+        missing = [name for name in _SET if not hasattr(module, name)]
+        if missing:
+            raise UnsupportedError(
+                f"{self.name}: {type(module).__name__} has no {', '.join(missing)}; SNIP needs "
+                f"{', '.join(_SET)} to change its precision (Transformer Engine 2.8 to 2.20 under "
+                "megatron-core 0.16 or later); use --snip-backend simulate"
+            )
         self._machine = machine
         self._option = BF16
         self._planned = self._bf16 = quant_params(TERecipe())

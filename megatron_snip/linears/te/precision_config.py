@@ -10,9 +10,9 @@ in every chunk. A plan's names are global; `Stages` knows which layers a chunk h
 stages need different recipes at the same local layer, each stage needs a file of its own; where two
 chunks of one stage do, no file can express it.
 
-Layers of another block than `decoder` (multi-token prediction) are all on the last chunk of the
-last stage and have the same numbers there. Experts are named with and without the index that
-Megatron's sequential experts have.
+Layers of multi-token prediction are all on the last chunk of the last stage and have the same
+numbers there. Layers of an encoder are known only without pipeline stages. Experts are named with
+and without the index that Megatron's sequential experts have.
 """
 
 from __future__ import annotations
@@ -82,9 +82,15 @@ class Stages:
         """Return (stage, the name that Megatron matches there) of a global name.
 
         Raises:
-            UsageError: if it is no linear's name, or the layer does not exist.
+            UsageError: if it is no linear's name, or the layer does not exist or is an encoder's
+                and there are several chunks.
         """
-        block, layer, module = _split(name)
+        block, layer, module = split_linear_name(name)
+        if block == "encoder" and len(self.chunks) > 1:
+            raise UsageError(
+                f"'{name}': which layers of an encoder a pipeline stage holds is not known here; "
+                "give --pipeline-stages 1, and train without pipeline stages"
+            )
         if block != "decoder":
             return (len(self.chunks) - 1) % self.num_stages, name
         ends = list(accumulate(self.chunks))
@@ -95,16 +101,9 @@ class Stages:
         return chunk % self.num_stages, f"{block}.layers.{local}.{module}"
 
 
-def _split(name: str) -> tuple[str, int, str]:
-    try:
-        return split_linear_name(name)
-    except ValueError as error:  # plans and problems may come from any file
-        raise UsageError(str(error)) from None
-
-
 def num_layers(names: Iterable[str]) -> int:
     """Return the number of decoder layers that the names imply."""
-    split = map(_split, names)
+    split = map(split_linear_name, names)
     return max((layer + 1 for block, layer, _ in split if block == "decoder"), default=0)
 
 
@@ -220,6 +219,8 @@ def evaluates_otherwise(config: Mapping[str, Any]) -> bool:
 
 def _parts(config: Mapping[str, Any], source: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Return the configs and the enabled matchers as (pattern, config)."""
+    if config and not config.keys() & {"configs", "matchers"}:
+        raise UsageError(f"{source} is no precision file of Megatron: no 'matchers'")
     configs, matchers = config.get("configs") or {}, config.get("matchers") or {}
     if not isinstance(configs, dict) or not isinstance(matchers, dict):
         raise UsageError(f"{source}: 'configs' and 'matchers' must be mappings")

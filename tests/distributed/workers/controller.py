@@ -19,7 +19,10 @@ from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.solver_process import SolverProcess, worker_command
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.state import ControllerState
+from megatron_snip.trainer.data import iteration_batches
+from megatron_snip.trainer.model import forward_step
 from megatron_snip.types import Gemm
+from tests.distributed.launch import ROOT
 from tests.distributed.workers.small_model import Trainer, layout
 
 MODEL: dict[str, Any] = {
@@ -190,19 +193,22 @@ def _plain(layout_values: dict[str, Any]) -> dict[str, Any]:
 
 def _resumed(layout_values: dict[str, Any]) -> dict[str, Any]:
     """Stop after iteration 2, while its problem is being solved, and again under its plan."""
-    applied = []
+    applied, alerts = [], []
     with layout({**MODEL, **layout_values}) as trainer:
-        controller = trainer.controller(SNIP)
+        snip = {**SNIP, "alert": "underflow>0.01"}
+        controller = trainer.controller(snip)
         for steps in (2, 2, 5):
             trainer.advance(steps, controller)
             text = json.dumps(controller.state(trainer.step).to_dict())
             controller.close()
+            alerts.append([i for i, n in trainer.events.notices if n.kind == "health"])
             applied.append([(i, a.plan.iteration, a.resumed) for i, a in trainer.events.applied])
             if trainer.step < 9:
                 state = ControllerState.from_dict(json.loads(text))
-                controller = trainer.controller(SNIP, state=state)
+                controller = trainer.controller(snip, state=state)
         plan, history = controller.plan.digest, controller.history
-        return {**trainer.digests(), "history": history, "digest": plan, "applied": applied}
+        return {**trainer.digests(), "history": history, "digest": plan, "applied": applied,
+                "alerts": alerts}  # fmt: skip
 
 
 SCHEDULED = {**SNIP, "interval": 50, "granularity": "gemm"}
@@ -213,9 +219,9 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 
 def schedules(layout_values: dict[str, Any]) -> dict[str, Any]:
-    """Fourteen iterations with one refresh under each schedule, at once and stopped twice."""
+    """Eighteen iterations with one refresh under each schedule, at once and stopped twice."""
     return {
-        name: [_scheduled(layout_values, snip, parts) for parts in ((14,), (4, 6, 4))]
+        name: [_scheduled(layout_values, snip, parts) for parts in ((18,), (4, 6, 8))]
         for name, snip in SCHEDULES.items()
     }
 
@@ -224,7 +230,7 @@ def _scheduled(
     layout_values: dict[str, Any], snip: dict[str, Any], parts: tuple[int, ...]
 ) -> dict[str, Any]:
     state, applied, measured = None, [], []
-    with layout({**MODEL, **layout_values, "train_iters": 14}) as trainer:
+    with layout({**MODEL, **layout_values, "train_iters": 18}) as trainer:
         for steps in parts:
             controller = trainer.controller({**SCHEDULED, **snip}, state=state)
             trainer.advance(steps, controller)
@@ -270,3 +276,33 @@ def _refusal(trainer: Trainer, snip: dict[str, Any]) -> tuple[str, str]:
     except SnipError as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+def own_loop() -> dict[str, Any]:
+    """The loop that docs/extending.md shows, and the trainer's on the same data."""
+    steady = {"lr_decay_style": "constant", "lr_warmup_iters": 0, "seq_length": 64}
+    values = {**MODEL, **steady, "global_batch_size": 4, "micro_batch_size": 1}
+    with layout(values) as trainer:
+        hook = trainer.run(30, {"start_step": 11, "interval": 10, "efficiency_target": 0.5})
+        expected = {"history": hook.history, "weights": trainer.digests()["weights"]}
+    text = (ROOT / "docs" / "extending.md").read_text().split("## A training loop of your own")[1]
+    code = text.split("```python\n")[1].split("```")[0]
+    with layout(values) as trainer:
+        data = (
+            batch
+            for iteration in range(1, 31)
+            for batch in iteration_batches(
+                trainer.samples, trainer.config, iteration, dist.get_rank(), 2
+            )
+        )
+        model, optimizer = list(trainer.state.model), trainer.state.optimizer
+        scope = {"model": model, "optimizer": optimizer, "data": data, "forward_step": forward_step}
+        exec(compile(code, "extending.md", "exec"), scope)
+        shown = {"history": scope["snip"].history, "weights": trainer.digests()["weights"]}
+    saved = ControllerState.from_dict(scope["saved"])
+    return {
+        "lines": len(code.splitlines()),
+        "trainer": expected,
+        "shown": shown,
+        "saved": [saved.iteration, saved.history],
+    }

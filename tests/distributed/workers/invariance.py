@@ -1,13 +1,17 @@
-"""What test_invariance.py runs on ranks: one refresh in each of several layouts."""
+"""What test_invariance.py and test_moe.py run on ranks: one refresh in each of several layouts."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tests.distributed.workers.small_model import layout, statistics_json
+from tests.distributed.workers.small_model import layout, refresh_json
 
 MODEL = {"num_layers": 4, "seq_length": 256, "global_batch_size": 8, "adam_eps": 1e-4}
 """Enough tokens, and D even enough, that no single element decides a sum (see the test)."""
+EXPERTS = {"num_experts": 4, "num_layers": 2, "ffn_hidden_size": 256, "seq_length": 512}
+EXPERTS |= {"global_batch_size": 4}
+"""The same for a mixture of experts."""
+FC1 = "decoder.layers.0.mlp.experts.linear_fc1"
 SNIP = {
     "interval": 100,
     "start_step": 4,
@@ -21,20 +25,18 @@ def refresh_in(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {name: _refresh({**MODEL, **values}) for name, values in layouts.items()}
 
 
+def refresh_of_experts_in(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The same of a mixture of experts."""
+    return {name: _refresh({**MODEL, **EXPERTS, **values}) for name, values in layouts.items()}
+
+
 def _refresh(values: dict[str, Any]) -> dict[str, Any]:
     with layout(values) as trainer:
         controller = trainer.run(5, SNIP)
-        refresh = trainer.measured
+        assert trainer.events.measured, trainer.warnings
+        mine = [x.placements[0].expert for x in controller.model.linears if x.name == FC1]
         return {
-            "losses": trainer.losses[:4],
-            "plan": {n: str(o) for n, o in controller.plan.linears.items()},
-            "history": controller.history,
-            "statistics": statistics_json(refresh.statistics),
-            "health": [] if refresh.health is None else refresh.health.to_dict()["linears"],
-            "divergences": {
-                linear.name: {str(o): vars(d) for o, d in linear.options.items()}
-                for linear in refresh.divergences.linears
-            },
-            "stages": {row.name: row.stage for row in refresh.problem.linears},
-            "warnings": trainer.warnings,
+            **refresh_json(trainer, controller),
+            "losses": trainer.losses,
+            "experts": sorted(expert for expert in mine if expert is not None),
         }

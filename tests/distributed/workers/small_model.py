@@ -233,6 +233,23 @@ def layout(values: dict[str, Any]) -> Iterator[Trainer]:
         destroy_parallel_state()
 
 
+def refresh_json(trainer: Trainer, controller: SnipController) -> dict[str, Any]:
+    """What the first refresh found and what was decided after it."""
+    refresh = trainer.measured
+    return {
+        "plan": {n: str(o) for n, o in controller.plan.linears.items()},
+        "history": controller.history,
+        "statistics": statistics_json(refresh.statistics),
+        "health": [] if refresh.health is None else refresh.health.to_dict()["linears"],
+        "divergences": {
+            linear.name: {str(o): vars(d) for o, d in linear.options.items()}
+            for linear in refresh.divergences.linears
+        },
+        "stages": {row.name: row.stage for row in refresh.problem.linears},
+        "warnings": trainer.warnings,
+    }
+
+
 def statistics_json(table: StatisticsTable) -> dict[str, Any]:
     """A table as {linear: {field or format.field: value}}."""
     rows: dict[str, Any] = {}

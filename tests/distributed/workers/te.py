@@ -37,7 +37,7 @@ from megatron_snip.linears.precision_log import precision_table
 from megatron_snip.patches import cpu
 from megatron_snip.planning.plan import write_plan
 from megatron_snip.trainer import model as trainer_model
-from tests.distributed.workers.small_model import layout, statistics_json
+from tests.distributed.workers.small_model import layout, refresh_json
 from tests.te.models import EXPERTS, build, copy_weights
 from tests.te.test_te_statistics import Seen, agree, observed
 
@@ -140,19 +140,10 @@ def _refresh(
             hook.model.linears, hook.plan, 3, hook.model.runtime.topology.control
         )
         hook.close()
-        refresh = trainer.measured
         names = [linear.name for linear in hook.model.linears]
         return {
+            **refresh_json(trainer, hook),
             "losses": trainer.losses[:3],
-            "plan": {n: str(o) for n, o in hook.plan.linears.items()},
-            "history": hook.history,
-            "statistics": statistics_json(refresh.statistics),
-            "health": refresh.health.to_dict()["linears"],
-            "divergences": {
-                linear.name: {str(o): vars(d) for o, d in linear.options.items()}
-                for linear in refresh.divergences.linears
-            },
-            "warnings": trainer.warnings,
             "ran": {n: sorted(set(m.seen)) for n, m in zip(names, modules, strict=True)}
             if te and backend == "auto"
             else {},

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_snip.patches import cpu
@@ -14,11 +12,11 @@ from megatron_snip.trainer.config import make_train_config
 from megatron_snip.trainer.data import build_datasets
 from megatron_snip.trainer.loop import PlainTraining, train
 from megatron_snip.trainer.model import (
-    TrainingState,
     build_training_state,
     destroy_parallel_state,
     initialize_parallel_state,
 )
+from tests.distributed.workers.small_model import digest
 
 
 def run_layouts(layouts: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
@@ -44,7 +42,7 @@ def run_layout(values: dict[str, Any], folder: Path) -> dict[str, Any]:
             "grad_norms": [row["grad_norm"] for row in hook.rows],
             "first_validation_loss": result.first_validation_loss,
             "validation_loss": result.validation_loss,
-            "weights": weights_digest(state),
+            "weights": digest([p for chunk in state.model for p in chunk.parameters()]),
         }
     finally:
         destroy_parallel_state()
@@ -59,12 +57,3 @@ class Metrics(PlainTraining):
 
     def end_iteration(self, iteration: int, metrics: dict[str, Any]) -> None:
         self.rows.append(metrics)
-
-
-def weights_digest(state: TrainingState) -> str:
-    """A hash of this rank's weights, bit by bit."""
-    total = hashlib.sha256()
-    for chunk in state.model:
-        for parameter in chunk.parameters():
-            total.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()

@@ -79,9 +79,7 @@ def test_shapes_come_from_a_training_config_as_a_rank_holds_them(tmp_path: Path)
     [
         ([], "nothing to measure"),
         (["--linear", "x=12"], "GLOB=OUTxIN"),
-        (["--linear", "x=0x5"], "GLOB=OUTxIN"),
         (["--linear", "x=8x8", "--tokens", "0"], "--tokens: must be an integer from 1"),
-        (["--linear", "x=8x8", "--tokens", "many"], "--tokens"),
         (["--linear", "x=99999999x99999999", "--formats", "bf16"], "does not fit into the memory"),
         (["--linear", "x=8x8", "--seconds", "nan"], "--seconds"),
         (["--linear", "x=8x8", "--formats", "fp5"], "unknown format 'fp5'"),

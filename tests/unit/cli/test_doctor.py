@@ -22,11 +22,16 @@ def test_versions_devices_formats_and_the_command_are_printed(
     monkeypatch.setattr(doctor, "versions", lambda: {"torch": hostile, "transformer-engine": None})
     machine = Machine((10, 0), te_version=hostile, te_unavailable={"mxfp8": hostile})
     monkeypatch.setattr(availability, "this_machine", lambda with_te: machine)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    assert main(["doctor"]) == 0
+    assert "megatron.training is not installed" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "find_spec", lambda name: name)
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     for word in ("not installed", "cores", "cuda", "compute capability 10.0", *FORMATS):
         assert word in text
     assert text.count(hostile) >= 2
+    assert "functions that SNIP wraps" in text
     assert text.endswith(f"  {recommended_command(machine)}\n")
     assert max(len(line) for line in text.splitlines()[:-1]) <= 100
 

@@ -1,8 +1,9 @@
-"""`megatron-snip export` and `import`: plans as precision files and back."""
+"""`megatron-snip export` and `import`: plans for other programs, and precision files back."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def export(*words: str) -> int:
-    return main(["export", "plan.json", "--te-precision-config", "out.yaml", *words])
+    return main(["export", "plan.json", "--output", "out.yaml", *words])
 
 
 def imported(*words: str) -> dict[str, str]:
@@ -78,25 +79,20 @@ def test_the_flags_that_the_run_needs_are_printed(
         "--te-precision-config-file out.yaml",
     ]
     assert "Without --fp4-format" in mixed and "not add --fp8-param-gather" in mixed
-    assert "1 of 4 linears of the plan run in BF16" in mixed
     assert "does not name run in the run's own precision" in mixed
     assert "  --fp8-format e4m3 --fp8-recipe mxfp8\n" in needs(capsys, "10.0", "fp8", "bf16")
     hopper = needs(capsys, "9.0", "fp4", "fp8", "fp8-fp8-bf16")
     assert "  --fp8-format e4m3 --fp8-recipe blockwise\n" in hopper
-    assert "0 of 3 linears" in hopper
     by_gemm = needs(capsys, "10.0", "bf16-fp4-bf16", "bf16")
-    assert "  --fp4-format e2m1\n" in by_gemm and "1 of 2 linears" in by_gemm
+    assert "  --fp4-format e2m1\n" in by_gemm
 
 
 def test_fp4_does_not_run_on_hopper(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["export", "plan.json", "--te-precision-config", "out.yaml", "--capability", "9.0"]
+    words = ["export", "plan.json", "--output", "out.yaml", "--capability", "9.0"]
     text = failure(words, capsys)
     reason = "NVFP4 GEMMs need a GPU of compute capability 10.0 or later"
     assert f"fp4 on compute capability 9.0: {reason}" in text and "--nearest" in text
     assert not Path("out.yaml").exists()
-    write_plan(plan_of(["fp4", "fp4-fp8-fp8"]), Path("plan.json"))
-    assert failure(words, capsys).count(reason) == 1
-    write_plan(plan_of(["fp4", "fp8", "bf16", "fp4"]), Path("plan.json"))
     assert export("--capability", "9.0", "--nearest") == 0
     text = capsys.readouterr().out
     assert "warning: fp4 becomes fp8: fp4 on compute capability 9.0" in text
@@ -152,7 +148,7 @@ def test_a_plan_of_several_stages_has_as_many_files(
 def test_bad_flags(
     folder: Path, words: list[str], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = ["export", "plan.json", "--te-precision-config", "out.yaml"]
+    base = ["export", "plan.json", "--output", "out.yaml"]
     assert why in failure([*base, *words], capsys)
 
 
@@ -160,7 +156,7 @@ def test_without_a_gpu_the_capability_is_asked_for(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    words = ["export", "plan.json", "--te-precision-config", "out.yaml"]
+    words = ["export", "plan.json", "--output", "out.yaml"]
     assert "--capability 9.0" in failure(words, capsys)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 3))
@@ -191,3 +187,97 @@ def test_a_file_written_by_hand(folder: Path, capsys: pytest.CaptureFixture[str]
     assert "nvfp4: 3 linears" in text and "precision: 0.9000" in text
     assert "warning: evaluation recipes are left out" in text
     assert read_plan(Path("back.json")).stages == (pytest.approx(0.9),)
+
+
+LAYERS = 12
+"""So that the name of layer 1 begins as those of layers 10 and 11 do."""
+
+
+def exported(to: str, module: str, options: list[str], *words: str) -> Any:
+    """Export a plan of one linear in each layer."""
+    plan = {name_of(layer, module): option for layer, option in enumerate(options)}
+    write_plan(plan_of(plan), Path("plan.json"))
+    assert main(["export", "plan.json", "--to", to, "--output", "out", *words]) == 0
+    return yaml.safe_load(Path("out").read_text())  # JSON is YAML
+
+
+TITAN = ("attention.qkv_linear.wq", "attention.wo", "feed_forward.w1", "feed_forward.w3")
+
+
+class Titan(torch.nn.Module):
+    """A model with the names of torchtitan's Llama 3, as large as its 8B, without storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            for name in [f"layers.{i}.{m}" for i in range(LAYERS) for m in TITAN] + ["lm_head"]:
+                *path, last = name.split(".")
+                module: torch.nn.Module = self
+                for part in path:
+                    if not hasattr(module, part):
+                        module.add_module(part, torch.nn.Module())
+                    module = getattr(module, part)
+                module.add_module(last, torch.nn.Linear(4096, 14336))
+
+
+@pytest.mark.parametrize("module", ["self_attention.linear_qkv", "mlp.linear_fc1"])
+def test_torchao_converts_the_linears_of_the_plan(folder: Path, module: str) -> None:
+    float8 = pytest.importorskip("torchao.float8")
+    utils = pytest.importorskip("torchao.float8.float8_linear_utils")
+    ours = TITAN[:1] if "qkv" in module else TITAN[2:]
+    options = [["bf16", "fp8", "fp4"][layer % 3] for layer in range(LAYERS)]
+    lists = exported("torchtitan", module, options)
+    plan = {f"layers.{i}.{m}": option for i, option in enumerate(options) for m in ours}
+    config = float8.Float8LinearConfig(emulate=True)
+    keep = utils._auto_filter_for_recipe("rowwise", **lists["float8"])
+    model = float8.convert_to_float8_training(Titan(), module_filter_fn=keep, config=config)
+    low = {n for n, m in model.named_modules() if type(m).__name__ == "Float8Linear"}
+    assert {n for n in low if n.split(".", 2)[-1] in ours} == {n for n in plan if plan[n] == "fp8"}
+    assert "lm_head" not in low
+    linears = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    low = {n for n in linears if any(entry in n for entry in lists["nvfp4"]["fqns"])}
+    assert low == {n for n in plan if plan[n] == "fp4"}
+    assert "mxfp8" not in lists  # an empty list would convert every linear
+
+
+def test_modelopt_gets_the_precision_of_the_forward_pass(folder: Path) -> None:
+    options = ["fp8", "nvfp4-fp8-bf16", "bf16", "mxfp8"]
+    config = exported("modelopt", "self_attention.linear_proj", options)
+    assert config["quantization"] == {
+        "quant_algo": "MIXED_PRECISION",
+        "kv_cache_quant_algo": None,
+        "quantized_layers": {
+            "model.layers.0.self_attn.o_proj": {"quant_algo": "FP8"},
+            "model.layers.1.self_attn.o_proj": {"quant_algo": "NVFP4", "group_size": 16},
+            "model.layers.3.self_attn.o_proj": {"quant_algo": "MXFP8", "group_size": 32},
+        },
+    }
+
+
+def test_yaml_is_the_plan(folder: Path) -> None:
+    options = ["fp8", "fp4-fp8-fp8"]
+    plan = {name_of(layer): option for layer, option in enumerate(options)}
+    assert exported("yaml", "mlp.linear_fc1", options) == plan
+
+
+@pytest.mark.parametrize(
+    ("to", "module", "option", "text"),
+    [
+        ("torchtitan", "mlp.linear_fc2", "fp4-fp8-fp8", "fp4-fp8-fp8 becomes fp8"),
+        ("modelopt", "mlp.linear_fc2", "fp3", "fp3 becomes fp4"),
+        (
+            "modelopt",
+            "mlp.experts.linear_fc1",
+            "fp8",
+            "fp8 of decoder mlp.experts.linear_fc1 becomes bf16",
+        ),
+    ],
+)
+def test_what_others_cannot_express_is_one_line(
+    folder: Path, to: str, module: str, option: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_plan(plan_of({name_of(0, module): option}), Path("plan.json"))
+    words = ["export", "plan.json", "--to", to, "--output", "out"]
+    assert f"{text}; give --nearest" in failure(words, capsys)
+    assert main([*words, "--nearest"]) == 0
+    assert f"{text}\nwrote out: 1 linears" in capsys.readouterr().out

@@ -66,7 +66,7 @@ def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
 
@@ -134,6 +134,8 @@ def test_bad_argument_files_are_one_line(
         (["none.py"], "cannot find the script 'none.py'"),
         (["--cpu"], "--cpu needs a script"),
         (["nonsense"], "unknown command 'nonsense'; commands are train, plan"),
+        (["--snip", "none.py"], "'--snip' comes before the script; the order is: torchrun"),
+        (["torchrun", "none.py", "--snip"], "-m megatron_snip [--cpu] none.py ARGS --snip"),
         (["plna", "x"], "unknown command 'plna' (did you mean 'plan'?)"),
         (["--verison"], "unknown flag '--verison' (did you mean '--version'?)"),
         (["train", "--snip-efficency-target", "1"], "did you mean '--snip-efficiency-target'?"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def test_the_last_refresh_is_a_table_of_100_columns_and_nothing_is_written(
     assert main(["stats", str(run)]) == 0
     text = capsys.readouterr().out
     assert "iteration 30, loss 2.5" in text and "decoder.layers.0.mlp.linear_fc2" in text
-    assert "loss: change of the loss." in text  # the heads are explained
+    assert "scores that order the linears" in text  # the heads are explained
     assert max(map(len, text.splitlines())) <= 100
     assert sorted(run.rglob("*")) == before
 
@@ -72,6 +73,10 @@ def test_health_has_the_worst_first_in_100_columns(
     assert [float(row[-1]) for row in rows] == [11.0 + k // 2 for k in range(10)]
     assert main(["stats", str(run), "--health", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads((run / "health/19.json").read_text())
+    assert main(["stats", str(run), "--csv"]) == 0
+    first, *lines = csv.reader(capsys.readouterr().out.splitlines())
+    assert first == ["measure", "linear", "tensor", "format", "value"]
+    assert len([line for line in lines if line[0] == "sqnr_db"]) == 20 * len(config().named_formats)
     (run / "health/19.json").write_text('{"version": 9}')
     assert main(["stats", str(run), "--health"]) == 2
     assert "version 9; this megatron-snip reads version 1" in capsys.readouterr().err
@@ -94,12 +99,16 @@ def test_names_are_printed_as_they_are(run: Path, capsys: pytest.CaptureFixture[
         (["RUN", "--iteration", "x"], "--iteration: must be an integer from 1"),
         (["RUN/divergences"], "no statistics"),
         (["RUN", "--iteration", "7"], "damaged"),
+        (["RUN", "--iteration", "8"], "damaged (ValueError: 'rel_error' is not a number"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
     run: Path, capsys: pytest.CaptureFixture[str], words: list[str], complaint: str
 ) -> None:
     (run / "divergences" / "7.json").write_text('{"version": 1}')
+    linear = {"name": "a", "options": {"fp4": {"rel_error": "inf"}}}
+    table = {"version": 2, "iteration": 8, "linears": [linear]}
+    (run / "divergences" / "8.json").write_text(json.dumps(table))
     assert main(["stats", *(word.replace("RUN", str(run)) for word in words)]) == 2
     error = capsys.readouterr().err
     assert complaint in error and error.count("\n") == 1

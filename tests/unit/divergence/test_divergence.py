@@ -38,14 +38,6 @@ def test_every_gemm_counts_its_two_operands() -> None:
     assert relative_error(zeros, FP8) == 0.0
 
 
-def test_a_format_that_was_not_measured_is_an_error() -> None:
-    only_fp8 = linear(fp8=errors(1.0))
-    with pytest.raises(KeyError):
-        loss_divergence(only_fp8, FP4, "fisher")
-    with pytest.raises(KeyError):
-        weight_divergence(only_fp8, Option("fp8", "fp8", "fp4"), 1.0)
-
-
 @pytest.mark.parametrize(
     ("option", "square"),
     [

@@ -25,7 +25,7 @@ def run_script(
         env=variables,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=600,
     )
 
 

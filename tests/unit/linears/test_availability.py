@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.errors import UnsupportedError, UsageError
 from megatron_snip.formats import FORMATS
 from megatron_snip.linears.availability import (
     AvailableOptions,
@@ -77,11 +76,6 @@ def test_transformer_engine_s_own_refusal_counts() -> None:
     assert te_refusal(BF16, te(BLACKWELL, te_version=None)) is None
 
 
-def test_an_unknown_format_is_refused() -> None:
-    with pytest.raises(UsageError, match="unknown format 'fp5'"):
-        te_refusal(Option.uniform("fp5"), te(HOPPER))
-
-
 class Linear:
     """A linear that refuses some options."""
 
@@ -117,11 +111,6 @@ def test_an_option_that_some_linears_run_stays_with_few_of_the_reasons() -> None
     assert warning == (
         "fp8 is not available to 10 linears: reason 0; reason 1; reason 2 and 2 other reasons"
     )
-
-
-def test_a_lowest_precision_that_no_linear_runs_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"no linear .* fp4.*--snip-formats: needs 10\.0"):
-        available([Linear(A, fp4="needs 10.0")])
 
 
 def test_runs_that_only_measure_have_all_options() -> None:

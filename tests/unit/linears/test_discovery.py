@@ -19,15 +19,6 @@ IN_LAYER = (
 )
 
 
-def test_one_rank_stands_alone(megatron: None) -> None:
-    topology = current_topology()
-    assert (topology.rank, topology.world_size, topology.num_stages) == (0, 1, 1)
-    assert topology.control is None
-    assert topology.tensor == TensorAxis()
-    assert topology.data.group is None
-    assert (topology.entangled, topology.places) == (1, ((0, 0),))
-
-
 def test_without_megatron_s_groups_there_is_no_topology(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
     with pytest.raises(UnsupportedError, match="parallel state is not initialized"):

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+from megatron.core.models.bert.bert_model import BertModel
+from megatron.core.models.T5.t5_model import T5Model
+from megatron.core.models.T5.t5_spec import (
+    decoder_model_with_local_spec,
+    encoder_model_with_local_spec,
+)
 
 from megatron_snip.errors import UnsupportedError
+from megatron_snip.formats import get_format
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import BF16, Option
+from megatron_snip.statistics.observer import MeasureSettings, StepObserver
 from megatron_snip.topology import Topology
 from tests.unit.linears.conftest import MakeModel
 
@@ -52,3 +61,40 @@ def test_weights_are_the_trained_ones_of_the_names(make_model: MakeModel) -> Non
 def test_a_model_without_linears_is_refused() -> None:
     with pytest.raises(UnsupportedError):
         PlannedModel([torch.nn.Linear(2, 2)], Topology(), seed=0)
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_encoders_are_measured_and_run_their_plan(make_model: MakeModel, kind: str) -> None:
+    config = make_model(hidden_dropout=0.0, normalization="LayerNorm").config
+    size, blocks = {"vocab_size": 32, "max_sequence_length": 16}, ["encoder"]
+    tokens, mask = torch.arange(32).view(2, 16), torch.ones(2, 16, dtype=torch.bool)
+    if kind == "bert":
+        built = BertModel(config, 0, bert_layer_local_spec, **size)
+        inputs = (tokens, mask)
+    else:
+        specs = encoder_model_with_local_spec(), decoder_model_with_local_spec()
+        built, blocks = T5Model(config, config, *specs, **size), ["encoder", "decoder"]
+        seen = torch.zeros(2, 1, 16, 8, dtype=torch.bool)  # the decoder's sequence is shorter
+        masks = seen[..., :1].mT | seen[..., :1], seen[:, :, :8], seen.mT
+        inputs = (tokens, tokens[:, :8], *masks)
+
+    def loss() -> torch.Tensor:
+        output = built(*inputs)
+        return (output[0] if kind == "bert" else output).float().square().sum()
+
+    wanted = loss()
+    model = PlannedModel([built], Topology(), seed=0)
+    model.install()
+    assert {info.name.split(".")[0] for info in model.all_linears} == set(blocks)
+    assert len(model.all_linears) == (8 if kind == "bert" else 8 + 14)
+    observer = StepObserver(MeasureSettings({"fp8": get_format("fp8")}, 1, 0), Topology(), {})
+    with model.runtime.observed_by(observer):
+        measured = loss()
+        measured.backward()
+    table = observer.table(model.all_linears, 1.0, None)
+    assert measured == wanted and all(row.microbatches == 1 for row in table.linears)
+    assert all(row.formats["fp8"].fisher > 0 for row in table.linears)
+    model.apply({info.name: FP8 for info in model.all_linears})
+    assert loss() != wanted and loss().item() == pytest.approx(wanted.item(), rel=0.2)
+    model.apply({info.name: BF16 for info in model.all_linears})
+    assert loss() == wanted

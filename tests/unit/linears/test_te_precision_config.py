@@ -184,7 +184,6 @@ def glob(pattern: str, config: str, **changes: Any) -> dict[str, Any]:
 
 
 MX = {"fp8_quantization_recipe": "mxfp8", "override_nonquantized_autocast": True}
-NV = {"fp4_quantization_recipe": "nvfp4", "override_nonquantized_autocast": True}
 NAMES = ["decoder.layers.0.mlp.linear_fc1", "decoder.layers.0.mlp.linear_fc2"]
 ONE = Stages.even(1, 1)
 
@@ -192,15 +191,6 @@ ONE = Stages.even(1, 1)
 def read(config: dict[str, Any], base: str = "bf16") -> list[str]:
     found = (import_option(config, name, ONE, Option.uniform(base), "FILE") for name in NAMES)
     return [str(option) for option in found]
-
-
-def test_the_first_enabled_match_decides() -> None:
-    file = a_file(glob("*fc1", "mx"), glob("*", "nv"), mx=MX, nv=NV)
-    assert read(file) == ["mxfp8", "nvfp4"]
-    file["matchers"] = dict(reversed(file["matchers"].items()))
-    assert read(file) == ["nvfp4", "nvfp4"]
-    file = a_file(glob("*", "nv", enabled=False), glob("*fc1", "mx"), mx=MX, nv=NV)
-    assert read(file) == ["mxfp8", "bf16"]
 
 
 def test_what_does_not_match_or_does_not_apply_stays_at_the_base() -> None:
@@ -224,6 +214,7 @@ PARAMS = {"transformer_engine_config_type": "TEQuantizationParams"}
 @pytest.mark.parametrize(
     ("config", "why"),
     [
+        ({"decoder.layers.0.mlp.linear_fc1": "fp8"}, "no precision file of Megatron"),
         ({"configs": [], "matchers": 3}, "must be mappings"),
         ({"matchers": {"a": 3}}, "matcher 'a' must be a mapping"),
         (a_file(glob("*", "mx", type="regex"), mx=MX), "has type 'regex'"),
@@ -260,3 +251,6 @@ def test_layers_must_fit_the_stages() -> None:
         Stages(2, (1, 2, 3))
     with pytest.raises(UsageError, match="the pipeline holds 2 layers"):
         Stages(1, (2,)).local("decoder.layers.2.mlp.linear_fc1")
+    assert Stages(1, (0,)).local("encoder.layers.3.mlp.linear_fc1")[0] == 0
+    with pytest.raises(UsageError, match="which layers of an encoder"):
+        Stages(2, (0, 0)).local("encoder.layers.3.mlp.linear_fc1")

@@ -41,11 +41,6 @@ def test_megatron_reads_every_recipe() -> None:
         assert recipe_from_fields(recipe.fields(), "x") == recipe
 
 
-def test_recipes_are_labeled() -> None:
-    assert str(TERecipe("mxfp8", "mxfp8", "mxfp8")) == "mxfp8"
-    assert str(TERecipe("nvfp4", "mxfp8", "bf16")) == "custom(nvfp4, mxfp8, bf16)"
-
-
 @pytest.mark.parametrize(
     ("fields", "why"),
     [

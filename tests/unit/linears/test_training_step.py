@@ -30,16 +30,6 @@ def step(data: Any, num_microbatches: int = 2) -> TrainingStep:
     return TrainingStep(schedule, kwargs)
 
 
-def test_a_repeated_step_reads_the_same_microbatches_and_no_more() -> None:
-    taken: list[int] = []
-    source = counting(taken)
-    training = step(source)
-    assert taken == []
-    assert training.run() == training.run() == [[0, 1]]
-    assert taken == [0, 1]
-    assert next(source) == {"number": 2}  # the next step continues behind them
-
-
 def test_ranks_without_data_and_several_chunks() -> None:
     assert step(None).run() == []
     training = step([counting([]), None, counting([])])

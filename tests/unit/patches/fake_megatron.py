@@ -95,6 +95,9 @@ class FakeMegatron:
         def evaluate(forward_step_func: Any, data_iterator: Any, model: Any) -> Any:
             return {"lm loss": 1.5}, None, False
 
+        def get_forward_backward_func() -> Any:
+            return None
+
         def generate_state_dict(args: Any, model: Any, iteration: Any = None) -> dict[str, Any]:
             return {"model": model}
 
@@ -112,6 +115,7 @@ class FakeMegatron:
             train_step,
             post_training_step_callbacks,
             evaluate,
+            get_forward_backward_func,
         )
         self._set(self.checkpointing, generate_state_dict, _load_base_checkpoint)
         self._set(self.global_vars, lambda: self.args, name="get_args")

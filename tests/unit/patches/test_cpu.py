@@ -14,7 +14,6 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 from megatron.core.transformer import torch_norm
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_snip.patches import cpu
 
@@ -128,21 +127,3 @@ def test_a_bf16_product_is_the_fp32_product_rounded_once() -> None:
     out = torch.empty(64, 32, dtype=torch.bfloat16)
     assert torch.matmul(x, w.t(), out=out) is out and torch.equal(out, x @ w.t())
     assert (x.float() @ w.float().t()).dtype is torch.float32
-
-
-@pytest.mark.usefixtures("patched")
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_the_norm_allows_sequence_parallelism_and_marks_its_parameters(
-    sequence_parallel: bool,
-) -> None:
-    config = TransformerConfig(
-        num_layers=1, hidden_size=8, num_attention_heads=2, normalization="RMSNorm"
-    )
-    config.sequence_parallel = sequence_parallel
-    norm = torch_norm.WrappedTorchNorm(config, 8, eps=1e-5)
-    assert isinstance(norm, torch.nn.RMSNorm)
-    assert getattr(norm.weight, "sequence_parallel", False) is sequence_parallel
-    assert config.sequence_parallel is sequence_parallel
-    config.memory_efficient_layer_norm = True
-    with pytest.raises(AssertionError):  # Megatron's own checks still hold
-        torch_norm.WrappedTorchNorm(config, 8)

@@ -12,6 +12,9 @@ from megatron_snip.errors import UnsupportedError
 from megatron_snip.patches.incompatible import INCOMPATIBLE_FLAGS, check_flags, check_modules
 
 ACTIVE: dict[str, dict[str, Any]] = {
+    "--transformer-impl transformer_engine (Megatron's default)": {
+        "transformer_impl": "transformer_engine"
+    },
     "--fp8-param-gather": {"fp8_param_gather": True},
     "--fp4-param-gather": {"fp4_param": True},
     "--fp16": {"fp16": True},
@@ -28,7 +31,10 @@ ACTIVE: dict[str, dict[str, Any]] = {
         "overlap_moe_expert_parallel_comm": True,
         "fp8": "e4m3",
     },
-    "--gtp-weight-remat-size above 1": {"gtp_weight_remat_size": 2},
+    "--(expert-)tensor-parallel-num-weight-shards or --gtp-weight-remat-size above 1": {
+        "expert_gtp_weight_remat_size": 2
+    },
+    "--moe-use-grouped-tensor or --moe-single-grouped-weight": {"moe_single_grouped_weight": True},
     "--moe-expert-rank-capacity-factor": {"moe_expert_rank_capacity_factor": 1.5},
     "--hybrid-context-parallel": {"hybrid_context_parallel": True},
     "kitchen (--kitchen-config-file, --kitchen-recipe-number)": {"kitchen_recipe_number": 0},

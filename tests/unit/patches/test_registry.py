@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,18 +74,29 @@ def test_a_missing_function_is_one_error_and_changes_nothing(
 
 def test_a_changed_signature_names_the_parameters(fake: FakeMegatron, registry: Registry) -> None:
     fake.training.train_step = lambda data_iterator, model: None
-    with pytest.raises(UnsupportedError, match="without forward_backward_func, iteration"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"train_step\(data_iterator, model\) without forward_backward_func, iteration",
+    ):
         registry.install(ALL)
-    fake.training.train_step = lambda **kwargs: None  # takes everything
+    fake.training.train_step = lambda **kwargs: ({}, 0)  # takes everything
     registry.install(ALL)
+    with pytest.raises(UnsupportedError, match="train_step that returns 2, not 6 items"):
+        fake.training.train_step()
     registry.uninstall()
+
+
+def test_a_package_that_megatron_lacks_is_named(fake: FakeMegatron, registry: Registry) -> None:
+    patch = replace(registry.patches[0], module="colorsys.no_module")
+    assert "No module named" in (patch.problem() or "")
+    assert "pip install 'megatron-snip[megatron]'" in (patch.problem() or "")
 
 
 @pytest.mark.parametrize(
     ("version", "tested"),
     [
-        *[(v, True) for v in ("0.16.0", "0.16.1", "0.17.1", "0.19.2", "0.19.0rc1+local")],
-        *[(v, False) for v in ("0.15.9", "0.20.0", "1.16.1")],
+        *[(v, True) for v in ("0.16.0", "0.16.1", "0.17.1", "0.19.2", "0.20.0rc1+local")],
+        *[(v, False) for v in ("0.15.9", "0.21.0", "1.16.1")],
     ],
 )
 def test_pre_releases_of_tested_releases_count_as_tested(version: str, tested: bool) -> None:

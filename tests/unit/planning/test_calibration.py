@@ -51,13 +51,6 @@ def table(tmp_path: Path, value: dict[str, Any]) -> CalibrationTable:
     return read_calibration(tmp_path / "t.json")
 
 
-def test_a_table_comes_back_as_it_was(tmp_path: Path) -> None:
-    first = table(tmp_path, TABLE)
-    (tmp_path / "again.json").write_text(first.model_dump_json(exclude_unset=True))
-    assert read_calibration(tmp_path / "again.json") == first
-    assert json.loads((tmp_path / "again.json").read_text()) == TABLE
-
-
 def test_seconds_come_from_the_first_match_and_scale_with_flops(tmp_path: Path) -> None:
     measured = table(tmp_path, TABLE)
     first, second = PROBLEM.linears
@@ -81,9 +74,7 @@ def test_planning_by_time_follows_the_measured_seconds(tmp_path: Path) -> None:
     ("changes", "word"),
     [
         ({"version": 2}, "version 1"),
-        ({"extra": 1}, "unknown key 'extra'"),
         ({"tokens": 0}, "tokens"),
-        ({"linears": []}, "linears"),
         ({"linears": [TABLE["linears"][0] | {"seconds": {"fp9": {}}}]}, "fp9"),
         ({"linears": [TABLE["linears"][0] | {"seconds": {"fp8": {"fprop": 1.0}}}]}, "dgrad"),
     ],

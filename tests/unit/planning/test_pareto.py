@@ -22,18 +22,3 @@ def test_every_point_is_what_planning_for_its_target_gives(balance: str) -> None
         assert (point.status, point.gap) == ("optimal", pytest.approx(0.0, abs=1e-9))
         assert point.efficiency >= point.target
         assert sum(point.options.values()) == 20
-
-
-def test_the_frontier_rises_with_the_target() -> None:
-    points = frontier(PROBLEM, PlanSettings(), [k / 20 for k in range(21)])
-    losses = [point.objective for point in points]
-    assert losses == sorted(losses)
-    assert losses[0] == 0.0
-    assert losses[-1] == pytest.approx(sum(row[2] for row in LOSSES))
-
-
-def test_targets_out_of_reach_are_marked() -> None:
-    problem = problem_of([[0.0, 1.0], [0.0, None]])
-    points = frontier(problem, PlanSettings(), [0.25, 0.75])
-    assert [point.status for point in points] == ["optimal", None]
-    assert points[1].objective is points[1].efficiency is points[1].gap is None

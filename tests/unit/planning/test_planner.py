@@ -18,8 +18,9 @@ from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from tests.unit.planning.build import name_of, options_of, plan_of, problem_of
+from tests.unit.planning.highs import highs_model
 from tests.unit.planning.instances import OPTIONS, Instance, random_instance
-from tests.unit.planning.oracle import brute_force, highs_model, num_changes
+from tests.unit.planning.oracle import brute_force, num_changes
 
 LOSS = st.one_of(
     st.none(),
@@ -86,6 +87,24 @@ def check_against_enumeration(instance: Instance) -> None:
     assert find_violations(plan, problem, rules) == []
 
 
+def check_against_highs(instance: Instance) -> bool:
+    """Return whether there was a plan to compare."""
+    problem, rules, previous = instance.problem, instance.settings, instance.previous
+    model = highs_model(problem, rules, previous)
+    wanted = None if model is None else model.solve()
+    if model is None or wanted is None:
+        with pytest.raises(InfeasiblePlanError):
+            make_plan(problem, rules, previous)
+        return False
+    plan = make_plan(problem, rules, previous)
+    paid = rules.change_penalty * num_changes(plan, problem, previous)
+    # HiGHS stops at an absolute gap of 1e-6 of the largest loss, and may miss by as much.
+    slack = 2e-6 * model.scale
+    assert wanted - 2e-2 * abs(wanted) - slack <= plan.objective + paid <= wanted + slack
+    assert plan.bound + paid <= wanted + slack
+    return True
+
+
 @settings(max_examples=300, deadline=None)
 @given(small_instances())
 def test_small_problems_are_solved_as_enumeration_solves_them(instance: Instance) -> None:
@@ -100,24 +119,8 @@ def test_adversarial_problems_are_solved_as_enumeration_solves_them(chunk: int) 
 
 @pytest.mark.parametrize("num_linears", [30, 90])
 def test_medium_problems_are_solved_at_least_as_well_as_by_highs(num_linears: int) -> None:
-    compared = 0
-    for seed in range(20):
-        instance = random_instance(seed, num_linears=num_linears)
-        problem, rules, previous = instance.problem, instance.settings, instance.previous
-        model = highs_model(problem, rules, previous)
-        wanted = None if model is None else model.solve()
-        if wanted is None:
-            with pytest.raises(InfeasiblePlanError):
-                make_plan(problem, rules, previous)
-            continue
-        plan = make_plan(problem, rules, previous)
-        paid = rules.change_penalty * num_changes(plan, problem, previous)
-        # HiGHS stops at an absolute gap of 1e-6 of the largest loss, and may miss by as much.
-        slack = 2e-6 * model.scale
-        assert wanted - 2e-2 * abs(wanted) - slack <= plan.objective + paid <= wanted + slack
-        assert plan.bound + paid <= wanted + slack
-        compared += 1
-    assert compared >= 8
+    instances = (random_instance(seed, num_linears=num_linears) for seed in range(20))
+    assert sum(map(check_against_highs, instances)) >= 8
 
 
 def test_stages_with_a_bottleneck_and_a_target_are_solved_to_the_optimum() -> None:
@@ -147,19 +150,9 @@ def test_the_same_input_gives_the_same_plan_in_any_process() -> None:
     )
     here = make_plan(instance.problem, instance.settings, instance.previous)
     there = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=600
     )
     assert there.stdout.split() == [here.digest, here.objective.hex(), here.bound.hex()]
-
-
-def test_a_plan_records_how_it_was_made() -> None:
-    problem = problem_of([[0.0, 1.0], [0.0, 3.0]], target=0.75, stages=[0, 1])
-    plan = make_plan(problem, PlanSettings(target=0.5), iteration=40)
-    assert (plan.iteration, plan.policy, plan.status, plan.target) == (40, "snip", "optimal", 0.5)
-    assert (plan.objective, plan.efficiency, plan.stages) == (1.0, 0.5, (1.0, 0.0))
-    assert plan.bound == pytest.approx(1.0)
-    assert plan.seconds > 0.0
-    assert options_of(plan) == ["fp4", "fp8"]
 
 
 def test_a_higher_change_penalty_gives_fewer_changes() -> None:
@@ -216,6 +209,6 @@ def test_the_planner_needs_neither_torch_nor_megatron() -> None:
         "print([m for m in ('torch', 'megatron', 'matplotlib', 'scipy') if m in sys.modules])\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=600
     )
     assert json.loads(done.stdout.replace("'", '"')) == []

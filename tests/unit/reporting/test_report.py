@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import shutil
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_snip.__main__ import main
 from megatron_snip.reporting.events import Notice
@@ -72,9 +74,17 @@ def one(folder: Path) -> str:
 def test_every_figure_has_a_title_a_caption_and_an_alternative_text(one: str) -> None:
     page = Elements(one)
     slugs = {figure["id"] for figure in page.all("figure")}
-    assert slugs == {"loss", "frontier", "plan", "plan-history", "divergences", "health"}
+    assert slugs == {
+        "loss",
+        "frontier",
+        "plan",
+        "plan-history",
+        "divergences",
+        "health",
+        "health-worst",
+    }
     assert all(len(image["alt"] or "") > 30 for image in page.all("img"))
-    assert len(page.all("figcaption")) == len(page.all("img")) == 6
+    assert len(page.all("figcaption")) == len(page.all("img")) == 7
     for image in page.all("img"):
         kind, data = (image["src"] or "").split(",", 1)
         assert kind == "data:image/svg+xml;base64"
@@ -149,6 +159,16 @@ def test_the_command_writes_one_file_and_prints_its_path(
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.html"]
     assert main(words) == 0
     assert (folder / "off" / "report" / "report.html").stat().st_size > 10_000
+
+
+def test_a_run_names_its_reference(folder: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(folder / "off", tmp_path / "run")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["snip"]["reference"] = str(folder / "a<b>&\"'run")
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    assert main(["report", str(run)]) == 0
+    page = (run / "report" / "report.html").read_text()
+    assert "loss gap to a&lt;b&gt;" in page and "give --reference" not in page
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,6 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(complete: Path, tmp_path: Path) -> Path:
     """A copy to damage."""
     return shutil.copytree(complete, tmp_path / "run")
-
-
-def write_rows(path: Path, *rows: dict[str, Any]) -> None:
-    with path.open("a") as stream:
-        stream.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def test_the_record_has_what_the_run_wrote(complete: Path) -> None:
@@ -99,16 +93,13 @@ def test_settings_that_cannot_be_read_are_no_error(run: Path, snip: Any) -> None
     [
         ('{"loss": 1.0}', "is not an object with an 'iteration'"),
         ('{"iteration": -1}', "is not an object with an 'iteration'"),
-        ('{"iteration": true}', "is not an object with an 'iteration'"),
         ('{"iteration": 1e200}', "is not an object with an 'iteration'"),
-        ('{"step": 9223372036854775807}', "is not an object with an 'iteration'"),
         ("[1]", "is not an object with an 'iteration'"),
         ('{"iteration": 1, "loss": "x"}', "'loss' is not a number"),
         ('{"iteration": 1, "wall_s": true}', "'wall_s' is not a number"),
+        ('{"iteration": 1, "loss": -1e308}', "'loss' is not a number up to 1e"),
         ('{"iteration": 1, "notices": [{"kind": "refresh_failed"}]}', "'notices' is not a list"),
-        ('{"iteration": 1, "notices": 5}', "'notices' is not a list"),
         ('{"iteration": 1', "is not valid JSON"),
-        ('{"iteration": 1, "loss": NaN}', "NaN"),
     ],
 )
 def test_a_bad_row_is_named_with_its_line(tmp_path: Path, line: str, complaint: str) -> None:

@@ -93,6 +93,7 @@ def test_wandb_has_rows_plans_divergences_and_alerts() -> None:
     assert run.rows[11]["snip/5_fragile_linears"].image.width >= 1000
     assert run.rows[11]["snip/health/maps"].image.width >= 1000
     worst = ["underflow", "decoder.layers.2.mlp.linear_fc2", "input", "fp4", 0.11]
+    worst.append("snip/health/underflow/input/worst")
     assert worst in run.rows[11]["snip/health/worst"].data
     assert len([name for name in run.rows[11] if "/health/" in name]) <= 14
     assert [(a.type, a.name) for a in run.artifacts] == [("snip-plan", "plan-abc")] * 2

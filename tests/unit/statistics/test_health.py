@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megatron_snip.formats import ScaleType, get_format
-from megatron_snip.quantizers import operand_block
-from megatron_snip.statistics.health import HealthTable
-from megatron_snip.statistics.observer import MeasureSettings
+from megatron_snip.quantizers import operand_block, quantize_dequantize
+from megatron_snip.statistics.health import HealthTable, LinearHealth, tile_counts
+from megatron_snip.statistics.observer import MeasureSettings, StepObserver
 from megatron_snip.topology import Topology
 from megatron_snip.types import Gemm, Operand
 from tests.unit.statistics import equations
@@ -37,6 +37,12 @@ def check_health(found: dict[str, Any], toy: Toy, unit: float = 1.0) -> None:
         factor = unit if operand is Operand.GRAD_OUTPUT else 1.0
         amax = max(part.abs().max().item() for part in parts)
         assert found["amax"][operand] == pytest.approx(amax * factor, rel=1e-6)
+        step = 8 if operand is Operand.WEIGHT else 1
+        part = np.concatenate([p.double().numpy()[::step, ::8].ravel() for p in parts])
+        first, shares = found["histograms"][operand]
+        exponents = np.floor(np.log2(np.abs(part[part != 0]))) + math.log2(factor)
+        counts = [(exponents == first + k).mean() for k in range(len(shares))]
+        assert shares == pytest.approx(counts, rel=1e-6) and sum(shares) == pytest.approx(1.0)
         for name, fmt in equations.FORMATS.items():
             x = np.concatenate([part.double().numpy() for part in parts])
             q = np.concatenate(
@@ -99,3 +105,47 @@ def test_every_value_is_what_its_definition_says(
     (row,) = toy.health.to_dict()["linears"]
     check_health(row, toy, grad_scale)
     assert HealthTable.from_dict(toy.health.to_dict()) == toy.health
+
+
+def test_the_worst_expert_is_the_worst_of_experts_measured_alone() -> None:
+    toys = {expert: Toy.make("column", microbatches=2) for expert in (1, 3)}
+    for part in (*toys[3].inputs, *toys[3].grads, toys[3].weight):
+        part *= torch.exp2(torch.linspace(-30.0, 0.0, part.shape[1]))  # underflows in every tile
+    settings = MeasureSettings(equations.FORMATS, STEP, SEED, all_tokens=True)
+    observer = StepObserver(settings, Topology(), {})
+    alone: dict[int, LinearHealth] = {}
+    for expert, toy in toys.items():
+        toy.observed(Topology(), settings)
+        assert toy.health is not None
+        (alone[expert],) = toy.health.linears
+        place = replace(toy.placement(Topology()), expert=expert)
+        for x, g in zip(toy.inputs, toy.grads, strict=True):
+            weight = toy.weight.clone().requires_grad_()
+            observer.observe(place, x, weight, torch.nn.functional.linear(x, weight)).backward(g)
+    observer.table([toys[1].placement(Topology()).info], 1.0, None)
+    assert observer.health is not None
+    (pooled,) = observer.health.linears
+    for name, operands in pooled.operands.items():
+        for operand, found in operands.items():
+            each = {expert: linear.operands[name][operand] for expert, linear in alone.items()}
+            sqnr = min((h.sqnr_db, expert) for expert, h in each.items() if h.sqnr_db is not None)
+            underflow = max((h.underflow or 0.0, expert) for expert, h in each.items())
+            is_random = operand is Operand.GRAD_OUTPUT and name == "fp4"  # by expert
+            near = {"rel": 0.1 if is_random else 1e-5}
+            assert found.worst_expert["sqnr_db"] == (sqnr[1], pytest.approx(sqnr[0], **near))
+            assert found.worst_expert["underflow"] == (3, pytest.approx(underflow[0], **near))
+            mean = sum(h.underflow or 0.0 for h in each.values()) / 2
+            assert found.underflow == pytest.approx(mean, **near)
+    worst = observer.health.findings("underflow", "fp4")[0]
+    assert worst.tensor.endswith("of expert 3")
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("name", ["fp8", "mxfp4", "nvfp4"])
+def test_zeros_of_a_tile_that_is_not_finite_do_not_hide_underflow(name: str, bad: float) -> None:
+    """Q makes NaN of such a tile's zeros, too; E4M3 scales spread that over the tensor."""
+    fmt, x = get_format(name), torch.tensor([[1e-9] * 127 + [1.0], [0.0] * 127 + [bad]])
+    tensor_amax = x.abs().amax() if fmt.scale is ScaleType.E4M3 else None
+    quantized = quantize_dequantize(x, fmt, (1, fmt.tile))
+    counts, amax = tile_counts(x, quantized, fmt, (1, fmt.tile), tensor_amax)
+    assert counts[0] == ((quantized == 0) & (x != 0)).sum() and not amax.isfinite()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_snip.__main__ import main
+from megatron_snip.directory import OWN_FOLDERS, mark
 from megatron_snip.errors import UsageError
 from megatron_snip.trainer.checkpoint import (
     POINTER,
@@ -19,10 +20,11 @@ from megatron_snip.trainer.checkpoint import (
     checkpoint_path,
     finish_checkpoint,
     latest_iteration,
+    make_partial,
     resume_iteration,
 )
 from megatron_snip.trainer.config import TrainConfig
-from megatron_snip.trainer.session import check_run, drop_later_iterations
+from megatron_snip.trainer.session import check_run, drop_later_iterations, start_run
 
 
 def check(path: Path, **values: Any) -> None:
@@ -101,6 +103,36 @@ def test_checkpoint_folders_are_checked(
         check(tmp_path / "run", **placed)
 
 
+def test_checkpoints_without_a_pointer_are_not_replaced(tmp_path: Path) -> None:
+    save = write_checkpoint(tmp_path / "save", 20)
+    (save / POINTER).write_text("40")  # a checkpoint that was deleted
+    check(tmp_path / "run", save=save, load=save, ckpt_step=20)
+    (save / POINTER).unlink()
+    check(tmp_path / "run", save=save, load=save, ckpt_step=20)
+    for load in (None, save):
+        with pytest.raises(UsageError, match=r"holds 'iter_0000020' but no .*--ckpt-step N"):
+            check(tmp_path / "run", save=save, load=load)
+
+
+def test_only_partial_checkpoints_are_removed(tmp_path: Path) -> None:
+    for name in (".iter_0000009.partial", ".iter_0000009.replaced.partial", ".iter_mine.partial"):
+        (tmp_path / name).mkdir()
+    make_partial(tmp_path / ".iter_0000010.partial")
+    assert {p.name for p in tmp_path.iterdir()} == {".iter_mine.partial", ".iter_0000010.partial"}
+
+
+def test_the_files_of_another_run_than_the_checkpoints_are_moved_aside(tmp_path: Path) -> None:
+    load = write_checkpoint(tmp_path / "save", 5, run_dir=tmp_path / "one")
+    for name in ("one", "two"):
+        mark(tmp_path / name)
+        (tmp_path / name / "metrics.jsonl").write_text('{"iteration": 5}\n{"iteration": 9}\n')
+        start_run(TrainConfig(run_dir=tmp_path / name, load=load), 5)
+    assert (tmp_path / "one" / "metrics.jsonl").read_text() == '{"iteration": 5}\n'
+    archived = tmp_path / "two" / "previous-1" / "metrics.jsonl"
+    assert archived.read_text() == '{"iteration": 5}\n{"iteration": 9}\n'
+    assert not (tmp_path / "two" / "metrics.jsonl").exists()
+
+
 def test_a_run_resumes_from_the_latest_checkpoint(tmp_path: Path) -> None:
     there = write_checkpoint(tmp_path / "there", 20)
     assert resume_iteration(TrainConfig()) == 0
@@ -171,9 +203,10 @@ def test_experts_keep_their_distribution(ep: int) -> None:
 
 def test_a_resumed_run_drops_rows_and_files_of_later_iterations(tmp_path: Path) -> None:
     drop_later_iterations(tmp_path / "absent", 5)
-    (tmp_path / "plans").mkdir()
-    for name in ("3", "5", "6", "\u00b25"):
-        (tmp_path / "plans" / f"{name}.json").write_text("{}")
+    for folder in OWN_FOLDERS:
+        (tmp_path / folder).mkdir()
+        for name in ("3", "5", "6", "\u00b25"):
+            (tmp_path / folder / f"{name}.json").write_text("{}")
     good = [json.dumps({"iteration": i, "text": "\u2028 is not an end of line"}) for i in (1, 5)]
     damaged = ['{"iteration": 1e999}', "[" * 10**5, "[1]", '{"iteration": 0}', '{"iteration": 6}']
     data = "\n".join([*good, *damaged]).encode() + b'\n{"iteration": 1, "x": "\xff\xfe'
@@ -181,4 +214,5 @@ def test_a_resumed_run_drops_rows_and_files_of_later_iterations(tmp_path: Path) 
     drop_later_iterations(tmp_path, 5)
     text = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")
     assert text == "".join(f"{line}\n" for line in good)
-    assert sorted(p.stem for p in (tmp_path / "plans").iterdir()) == ["3", "5", "\u00b25"]
+    for folder in OWN_FOLDERS:
+        assert sorted(p.stem for p in (tmp_path / folder).iterdir()) == ["3", "5", "\u00b25"]

@@ -1,0 +1,79 @@
+"""Beside a plain GPT: hybrid models with Mamba, MTP, latent attention, context parallelism.
+
+Attention, Transformer Engine's linears and Mamba's fused scan are stand-ins (`tests/stand_ins`).
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.megatron import lab as settings
+from tests.megatron.lab import Lab, applied_plans, logged, weights
+
+SIMULATE = ["--snip-backend", "simulate"]  # the machine has no tensor cores
+SNIP, COLLECT_ONLY = [*settings.SNIP, *SIMULATE], [*settings.COLLECT_ONLY, *SIMULATE]
+
+MIXER = ["mixer.in_proj", "mixer.out_proj"]
+ATTENTION = ["self_attention.linear_qkv", "self_attention.linear_proj"]
+MLP = ["mlp.linear_fc1", "mlp.linear_fc2"]
+DENSE = [f"decoder.layers.{i}.{name}" for i in range(4) for name in ATTENTION + MLP]
+HYBRID = [
+    f"decoder.layers.{i}.{name}"
+    for i, layer in enumerate((MIXER, ATTENTION, MLP, MIXER))
+    for name in layer
+]
+LATENT = ["linear_q_down_proj", "linear_kv_down_proj", "linear_q_up_proj", "linear_kv_up_proj"]
+LINEARS = {
+    "cp2": DENSE,
+    "hybrid": HYBRID,
+    "hybrid-pp2": HYBRID,
+    "mtp": DENSE + [f"mtp.layers.0.mtp_model_layer.{name}" for name in ATTENTION + MLP],
+    "latent": [
+        f"decoder.layers.{i}.{name}"
+        for i in range(4)
+        for name in [*(f"self_attention.{n}" for n in [*LATENT, "linear_proj"]), *MLP]
+    ],
+}
+
+
+@pytest.mark.parametrize("layout", LINEARS)
+def test_all_linears_are_planned_and_measuring_changes_no_bit(
+    stand_in_lab: Lab, layout: str
+) -> None:
+    lab = stand_in_lab
+    plain = lab.run(layout, plain=True)
+    collected, planned = lab.output(f"c-{layout}"), lab.output(f"p-{layout}")
+    measured = lab.run(layout, [*COLLECT_ONLY, "--snip-output-dir", str(collected)])
+    assert weights(measured) == weights(plain)
+    assert [r["losses"] for r in measured.finished()] == [r["losses"] for r in plain.finished()]
+    run = lab.run(layout, [*SNIP, "--snip-output-dir", str(planned)])
+    assert applied_plans(run) == [5, 9], run.report
+    assert logged(run)[4] == logged(measured)[4] and logged(run)[5] != logged(measured)[5]
+    plan = json.loads((planned / "plans" / "3.json").read_text())["linears"]
+    assert list(plan) == LINEARS[layout]
+    assert {gemms["fprop"] for gemms in plan.values()} == {"fp4", "fp8"}
+
+
+def test_context_parallel_ranks_add_up_to_the_statistics_of_one(stand_in_lab: Lab) -> None:
+    """wgrad alone differs: its tiles hold a rank's own tokens, and sums are over ranks' parts."""
+    tables = []
+    for layout in ("te", "cp2"):
+        output = stand_in_lab.output(f"collected-{layout}")
+        flags = [*COLLECT_ONLY, "--snip-start-step", "1", "--snip-output-dir", str(output)]
+        stand_in_lab.run(layout, flags).finished()
+        linears = json.loads((output / "divergences" / "1.json").read_text())["linears"]
+        tables.append({linear["name"]: linear for linear in linears})
+    one, two = tables
+    for name, wanted in one.items():
+        a, b = two[name]["statistics"], wanted["statistics"]
+        assert (a["microbatches"], a["tokens"]) == (b["microbatches"], b["tokens"]) == (4.0, 256.0)
+        for key in ("input_square", "weight_square", "output_square", "grad_square"):
+            assert a[key] == pytest.approx(b[key], rel=2e-3), (name, key)
+        for form, errors in b["formats"].items():
+            for key in ("fisher", "aligned_fisher", "output_error_square", "weight_error_square"):
+                assert a["formats"][form][key] == pytest.approx(errors[key], rel=5e-3), (name, key)
+        for option, values in wanted["options"].items():
+            found = two[name]["options"][option]["quality_loss"]
+            assert found == pytest.approx(values["quality_loss"], rel=0.1)

@@ -1,0 +1,106 @@
+"""Unmodified scripts of Megatron-LM, of releases and of its development branch, on two CPU ranks.
+
+MEGATRON_MAIN is a clone of Megatron-LM; its branch (main) and the tags of releases are unpacked
+from it. Hybrid models find the stand-ins of Transformer Engine and of Mamba's kernels. When all of
+them have passed, the table of docs/backends.md is written.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import ROOT
+from tests.megatron.fleet import Fleet
+from tests.megatron.lab import MAMBA, Lab, applied_plans, logged
+
+CLONE = os.environ.get("MEGATRON_MAIN")
+RELEASES = {v: f"core_v{v}" for v in ("0.16.1", "0.17.1", "0.18.2", "0.19.0")} | {"main": "HEAD"}
+SCRIPT = {
+    "pretrain_gpt.py": [],
+    "pretrain_hybrid.py": [
+        *("--hybrid-override-pattern", "M*-M", *MAMBA, "--transformer-impl", "transformer_engine"),
+        *("--spec", "megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"),
+    ],
+}
+BEFORE_0_18 = {"hybrid": "mamba"}
+CASES = [("pretrain_gpt.py", "tp2"), ("pretrain_gpt.py", "pp2"), ("pretrain_hybrid.py", "tp2")]
+TRAINING = ["--mock-data", "--train-iters", "14", "--position-embedding-type", "rope"]
+SNIP = ["--snip", "--snip-start-step", "11", "--snip-lag", "1", "--snip-interval", "100"]
+SNIP += ["--snip-efficiency-target", "0.5", "--snip-backend", "simulate"]
+
+pytestmark = pytest.mark.skipif(
+    not CLONE, reason="MEGATRON_MAIN is not set: the scripts of a clone of Megatron-LM"
+)
+
+
+def git(*words: str) -> bytes:
+    return subprocess.run(
+        ["git", "-C", CLONE or "", *words], check=True, capture_output=True
+    ).stdout
+
+
+@pytest.fixture(scope="module")
+def passed() -> Iterator[dict[tuple[str, str, str], str]]:
+    """{(release, script, layout): version}; at the end it becomes the table."""
+    found: dict[tuple[str, str, str], str] = {}
+    yield found
+    if len(found) == len(RELEASES) * len(CASES):
+        page = ROOT / "docs" / "backends.md"
+        begin, end = "<!-- releases -->\n", "<!-- end of releases -->"
+        head, _, rest = page.read_text().partition(begin)
+        page.write_text(head + begin + table(found) + end + rest.partition(end)[2])
+
+
+def table(found: dict[tuple[str, str, str], str]) -> str:
+    lines = ["| Megatron-LM | " + " | ".join(f"`{s}`, {layout}" for s, layout in CASES) + " |"]
+    lines += ["| --- " * (1 + len(CASES)) + "|"]
+    for release, ref in RELEASES.items():
+        commit = git("log", "-1", "--format=%h of %cs", ref).decode().strip()
+        names = [f"{release} ({commit})"] + [found[release, *case] for case in CASES]
+        lines.append(f"| {' | '.join(names)} |")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.fixture(scope="module", params=RELEASES)
+def release(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Path, Lab]]:
+    """A release, its checkout and runs whose ranks import Megatron from there."""
+    if not git("tag", "-l", RELEASES[request.param]) and request.param != "main":
+        pytest.skip(f"the clone has no tag {RELEASES[request.param]}")
+    folder = tmp_path_factory.mktemp("megatron")
+    archive = git("archive", RELEASES[request.param])
+    subprocess.run(["tar", "x", "-C", str(folder)], input=archive, check=True)
+    fleet = Fleet(folder, ROOT / "tests" / "stand_ins")
+    yield request.param, folder, Lab(fleet, folder)
+    fleet.close()
+
+
+@pytest.mark.parametrize(("script", "layout"), CASES)
+def test_a_run_is_megatrons_own_until_its_first_plan(
+    release: tuple[str, Path, Lab],
+    passed: dict[tuple[str, str, str], str],
+    script: str,
+    layout: str,
+) -> None:
+    version, folder, lab = release
+    path, flags = folder / script, [*TRAINING, *SCRIPT[script]]
+    if not path.exists():
+        path = folder / script.replace("hybrid", "mamba")
+        flags = [flag.replace("hybrid_", "mamba_").replace(".hybrid", ".mamba") for flag in flags]
+    plain = lab.run(layout, flags, plain=True, script=str(path))
+    output = lab.output(f"snip-{path.stem}-{layout}")
+    run = lab.run(layout, [*flags, *SNIP, "--snip-output-dir", str(output)], script=str(path))
+    assert run.statuses == plain.statuses == (0, 0), plain.report + run.report
+    assert applied_plans(run) == [12], run.report
+    for what in ("lm loss", "grad norm"):
+        before, after = logged(plain, what), logged(run, what)
+        assert len(before) == 14 and [after[i] for i in range(1, 12)] == [*before.values()][:11]
+    assert logged(run)[12] != logged(plain)[12]
+    assert "was not tested with SNIP" not in run.logs[0]  # the range of versions is right
+    passed[version, script, layout] = "passed"
