@@ -100,8 +100,8 @@ def write_atomic(path: Path, text: str) -> None:
     replaced, and its target stays as it is.
 
     Raises:
-        OSError: if the directory is missing or not writable, or nobody reads the pipe; no file is
-            left behind.
+        OSError: if the directory is missing or not writable, or if a pipe has no reader; no file
+            is left behind.
     """
     in_dev = path.absolute().parts[:2] == ("/", "dev")  # /dev/stdout is a link
     if path.exists() and (in_dev or not (path.is_file() or path.is_symlink())):
@@ -131,7 +131,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
-    descriptor = os.open(path, flags | os.O_NONBLOCK)  # ENXIO for a pipe that nobody reads
+    descriptor = os.open(path, flags | os.O_NONBLOCK)  # ENXIO if a pipe has no reader
     os.set_blocking(descriptor, True)
     return descriptor
 

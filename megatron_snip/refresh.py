@@ -29,7 +29,8 @@ from megatron_snip.linears.training_step import Results, TrainingStep
 from megatron_snip.planning.policies import get_policy
 from megatron_snip.reporting.events import Measurement
 from megatron_snip.state import ControllerState
-from megatron_snip.statistics.health import HealthTable, LinearHealth, weight_norms
+from megatron_snip.statistics.health import weight_norms
+from megatron_snip.statistics.health_table import HealthTable, LinearHealth
 from megatron_snip.statistics.observer import MeasureSettings, StepObserver
 from megatron_snip.statistics.optimizer_state import steps_of_moments
 from megatron_snip.statistics.records import running_mean

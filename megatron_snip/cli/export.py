@@ -124,6 +124,9 @@ def run(args: argparse.Namespace) -> int:
     about = f"The {plan.policy} plan of iteration {plan.iteration} (digest {plan.digest[:12]})"
     if args.to == "te-precision":
         return _export_precision_file(plan, about, args)
+    for flag in ("capability", "pipeline_stages", "chunk_layers"):
+        if getattr(args, flag) is not None:
+            raise UsageError(f"--{flag.replace('_', '-')} is for --to te-precision; leave it out")
     if args.to == "yaml":
         options = {name: str(option) for name, option in plan.linears.items()}
         text = f"# {about}\n{yaml.safe_dump(options, sort_keys=False)}"

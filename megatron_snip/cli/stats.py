@@ -21,7 +21,7 @@ from megatron_snip.errors import UsageError, shown
 from megatron_snip.files import read_json
 from megatron_snip.reporting.run_record import numbered_files, parse_divergences
 from megatron_snip.reporting.text import column, number
-from megatron_snip.statistics.health import FINDING_COLUMNS, HealthTable
+from megatron_snip.statistics.health_table import FINDING_COLUMNS, HealthTable
 
 COLUMNS = {
     "loss": "loss_divergence",

@@ -16,7 +16,7 @@ from megatron_snip.divergence.quality_loss import DivergenceTable
 from megatron_snip.log import warn_once
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.problem import PlanningProblem
-from megatron_snip.statistics.health import HealthTable
+from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.records import StatisticsTable
 
 logger = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ from megatron_snip.reporting.run_record import (
     RunRecord,
 )
 from megatron_snip.reporting.text import label
-from megatron_snip.statistics.health import HealthTable
+from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.types import Gemm, Operand, split_linear_name
 
 WIDTH_IN = 10.0

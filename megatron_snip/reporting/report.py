@@ -185,7 +185,7 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _sim(run: RunRecord) -> str:
-    return " (simulated)" if run.simulated else ""
+    return " (simulated)" if run.simulated and not only_bf16(run.plans) else ""
 
 
 def _subtitle(run: RunRecord) -> str:
@@ -196,7 +196,7 @@ def _subtitle(run: RunRecord) -> str:
         parts.append(f"formats {', '.join(run.snip.formats)} per {run.snip.granularity}{_sim(run)}")
         parts.append(f"a refresh every {run.snip.interval} iterations")
     text = ", ".join(parts) + "."
-    if run.simulated:
+    if _sim(run):
         text += " Simulated: losses are those of the formats, times are not."
     return text
 
@@ -225,8 +225,8 @@ def _tiles(run: RunRecord, reference: Reference | None) -> list[Tile]:
     wall = metrics.column("wall_s")[1]
     if np.nansum(wall) > 0:
         note = f"{percent(metrics.total('refresh_s') / np.nansum(wall))} of all time in refreshes"
-        title = "time of an iteration" + ("" if only_bf16(run.plans) else _sim(run))
-        tiles.append((title, seconds(float(np.nanmedian(wall))), note))
+        time = seconds(float(np.nanmedian(wall)))
+        tiles.append((f"time of an iteration{_sim(run)}", time, note))
     return tiles
 
 

@@ -22,7 +22,7 @@ from megatron_snip.files import parse_json, read_json, read_text
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.problem import PlanningProblem, read_problem
-from megatron_snip.statistics.health import HealthTable
+from megatron_snip.statistics.health_table import HealthTable
 
 MAX_ITERATION = 2**31 - 1
 

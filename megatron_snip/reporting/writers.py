@@ -15,6 +15,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +30,7 @@ from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, Payload, PlanApplied
 from megatron_snip.reporting.run_record import parse_divergences
 from megatron_snip.reporting.scalars import ScalarSeries
-from megatron_snip.statistics.health import FINDING_COLUMNS
+from megatron_snip.statistics.health_table import FINDING_COLUMNS
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ MEGATRON_LOGS = frozenset({"loss", "grad_norm", "lr", "validation_loss"})
 """Metrics that Megatron logs itself."""
 
 
-class _Dashboard:
+class _Dashboard(ABC):
     def __init__(
         self,
         board: Any,
@@ -58,8 +59,8 @@ class _Dashboard:
         self._scalars = ScalarSeries(config, left_out)
         self._show(dict(config))
 
-    def _show(self, config: dict[str, Any]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _show(self, config: dict[str, Any]) -> None: ...
 
 
 class TensorBoardWriter(_Dashboard):

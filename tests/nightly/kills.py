@@ -60,12 +60,12 @@ def result(run_dir: Path) -> dict[str, Any]:
 
 def undisturbed(folder: Path, ranks: int) -> dict[str, Any]:
     """Run to the end; return the result."""
-    (folder / "whole").mkdir()
-    words = command(folder / "whole" / "run", **settings(ranks))
+    (folder / "undisturbed").mkdir()
+    words = command(folder / "undisturbed" / "run", **settings(ranks))
     subprocess.run(
         words, env=_environment(folder), check=True, capture_output=True, timeout=TIMEOUT_S
     )
-    return result(folder / "whole" / "run")
+    return result(folder / "undisturbed" / "run")
 
 
 def disturbed(folder: Path, seed: int, ranks: int, kills: int | None = None) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def main() -> int:
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        whole = undisturbed(folder, args.ranks)
+        expected = undisturbed(folder, args.ranks)
         seed = args.seed - 1
         while len(rows) < args.runs:
             seed += 1
@@ -167,20 +167,20 @@ def main() -> int:
             shutil.rmtree(folder / f"killed-{seed}")
             if not killed:  # it was through before
                 continue
-            same = found == whole
+            same = found == expected
             rows.append({"seed": seed, "killed_after_steps": killed, "same": same})
             print(f"run {seed}: killed after {killed} steps: {'same' if same else 'DIFFERENT'}")
             sys.stdout.flush()
-            save(args.output, f"gloo, {args.ranks} ranks", _record(whole, rows, begin))
+            save(args.output, f"gloo, {args.ranks} ranks", _record(expected, rows, begin))
     failures = sum(not row["same"] for row in rows)
     print(f"{args.runs} runs, {failures} differ")
     return 1 if failures else 0
 
 
-def _record(whole: dict[str, Any], rows: list[dict[str, Any]], begin: float) -> dict[str, Any]:
+def _record(expected: dict[str, Any], rows: list[dict[str, Any]], begin: float) -> dict[str, Any]:
     return {
         "steps": STEPS,
-        "plans": len(whole["plans"]),
+        "plans": len(expected["plans"]),
         "runs": len(rows),
         "kills": sum(len(row["killed_after_steps"]) for row in rows),
         "differ": sum(not row["same"] for row in rows),

@@ -279,5 +279,7 @@ def test_what_others_cannot_express_is_one_line(
     write_plan(plan_of({name_of(0, module): option}), Path("plan.json"))
     words = ["export", "plan.json", "--to", to, "--output", "out"]
     assert f"{text}; give --nearest" in failure(words, capsys)
+    unused = "--capability is for --to te-precision; leave it out"
+    assert unused in failure([*words, "--capability", "9.0"], capsys)
     assert main([*words, "--nearest"]) == 0
     assert f"{text}\nwrote out: 1 linears" in capsys.readouterr().out

@@ -29,7 +29,7 @@ from megatron_snip.reporting.events import (
     Writer,
 )
 from megatron_snip.reporting.run_directory import RunDirectory
-from megatron_snip.statistics.health import HealthTable, LinearHealth, OperandHealth
+from megatron_snip.statistics.health_table import HealthTable, LinearHealth, OperandHealth
 from megatron_snip.statistics.records import FormatStatistics, LinearStatistics, StatisticsTable
 from megatron_snip.types import Gemm, Operand
 

@@ -14,7 +14,7 @@ import torch
 
 from megatron_snip.formats import get_format
 from megatron_snip.quantizers import grad_output_stream, quantize_dequantize_operand
-from megatron_snip.statistics.health import HealthTable
+from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.observer import MeasureSettings, StepObserver
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.sensitivity import Sensitivity

@@ -1,0 +1,182 @@
+"""What is known of the observed linears' health: values, their order, and a file's schema."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any, NamedTuple
+
+from megatron_snip.config import HealthMeasure
+from megatron_snip.formats import lowest_precision
+from megatron_snip.statistics.records import read_table
+from megatron_snip.types import Gemm, Operand
+
+SCHEMA_VERSION = 1
+
+FINDING_COLUMNS = ("measure", "linear", "tensor", "format", "value")
+"""Of a table of the worst linears, as `HealthTable.worst` has them."""
+
+NUM_WORST = 10
+"""Rows of a table of the worst linears."""
+
+
+@dataclass(frozen=True)
+class OperandHealth:
+    """One operand in one format; None where nothing was observed, or where the value is infinite.
+
+    Attributes:
+        sqnr_db: 10 log10(|x|^2 / |Q(x) - x|^2).
+        underflow: share of the elements that are not zero and become zero.
+        saturated: share of the elements that are larger than what their tile can hold.
+        scale_log2: least, median and largest log2 of a tile's scale, rounded down.
+        worst_expert: (expert, value) by measure, of the expert of a layer with the worst value.
+    """
+
+    sqnr_db: float | None
+    underflow: float | None
+    saturated: float | None
+    scale_log2: tuple[float, float, float] | None
+    worst_expert: dict[HealthMeasure, tuple[int, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LinearHealth:
+    """One linear; experts of a layer together. None: not observed, or infinite.
+
+    Attributes:
+        name: layout-independent name.
+        stage: pipeline stage.
+        gradient_norm: |dL/dW| of the batch, before clipping.
+        update_ratio: |learning rate * update| / |W|, without weight decay.
+        amax: by operand, over the sampled tokens.
+        operands: by format and operand.
+        gemm_sqnr_db: by format and GEMM: 10 log10(|Y|^2 / |eY|^2), also for dX and dW.
+        histograms: by operand: k and the shares of elements with floor(log2(|x|)) = k, k + 1, ...
+    """
+
+    name: str
+    stage: int
+    gradient_norm: float | None
+    update_ratio: float | None
+    amax: dict[Operand, float | None]
+    operands: dict[str, dict[Operand, OperandHealth]]
+    gemm_sqnr_db: dict[str, dict[Gemm, float | None]]
+    histograms: dict[Operand, tuple[float, list[float]]] = field(default_factory=dict)
+
+
+class Finding(NamedTuple):
+    """One value of a measure; `tensor` is an operand, a GEMM or empty, as is `format`."""
+
+    value: float
+    linear: str
+    tensor: str
+    format: str
+
+    def __str__(self) -> str:
+        """Return `decoder.layers.3.mlp.linear_fc2 input fp4 0.31`."""
+        return " ".join(filter(None, (*self[1:], f"{self.value:.4g}")))
+
+
+@dataclass(frozen=True)
+class HealthTable:
+    """health/<iteration>.json: the observed linears in model order, the same on every rank."""
+
+    iteration: int
+    linears: tuple[LinearHealth, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain built-in types, with the schema's version."""
+        return {"version": SCHEMA_VERSION, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, value: Any, source: str = "health file") -> HealthTable:
+        """Build from what `to_dict` returned.
+
+        Raises:
+            UsageError: one line that names `source`, for another version and for bad entries.
+        """
+        return read_table(cls, value, SCHEMA_VERSION, source)
+
+    @property
+    def lowest(self) -> str | None:
+        """The format with the fewest bits; None if no linear was observed."""
+        names = tuple(dict.fromkeys(name for linear in self.linears for name in linear.operands))
+        return lowest_precision(names).name if names else None
+
+    def summary(self) -> dict[str, float]:
+        """Return {`underflow/input/worst`: value, ...}, twelve numbers of the lowest format."""
+        found = {}
+        measures: tuple[HealthMeasure, ...] = ("sqnr_db", "underflow")
+        for measure in measures:
+            findings = self.findings(measure, self.lowest)
+            for operand in Operand:
+                values = [each.value for each in findings if each.tensor == operand]
+                if values:
+                    found[f"{measure}/{operand}/worst"] = values[0]
+                    found[f"{measure}/{operand}/median"] = median(values)
+        return found
+
+    def worst(self, most: int | None = NUM_WORST) -> list[tuple[str, str, str, str, float]]:
+        """Return (measure, linear, tensor, format, value): `most` of each measure, no zeros.
+
+        `most` None returns all, with zeros.
+        """
+        return [
+            (measure, each.linear, each.tensor, each.format, each.value)
+            for measure in MEASURES
+            for each in self.findings(measure)[:most]
+            if each.value or most is None
+        ]
+
+    def beyond(self, measure: HealthMeasure, sign: float, limit: float) -> list[Finding]:
+        """Return each linear's worst value above `limit` (`sign` 1) or below it (-1)."""
+        found: dict[str, Finding] = {}
+        for each in self.findings(measure):
+            if sign * (each.value - limit) > 0:
+                found.setdefault(each.linear, each)
+        return list(found.values())
+
+    def findings(self, measure: HealthMeasure, fmt: str | None = None) -> list[Finding]:
+        """Return a measure's known values, worst first; `fmt` leaves out other formats'."""
+        read, sign = MEASURES[measure]
+        found = [
+            Finding(value, linear.name, tensor, name)
+            for linear in self.linears
+            for value, tensor, name in read(linear)
+            if value is not None and fmt in (None, name)
+        ]
+        return sorted(found, key=lambda each: sign * each.value)
+
+
+def _of_operands(
+    value: Callable[[OperandHealth], float | None], measure: HealthMeasure | None = None
+) -> Any:
+    def read(linear: LinearHealth) -> Iterator[tuple[float | None, str, str]]:
+        for name, operands in linear.operands.items():
+            for operand, health in operands.items():
+                yield value(health), str(operand), name
+                if measure in health.worst_expert:
+                    expert, worst = health.worst_expert[measure]
+                    yield worst, f"{operand} of expert {expert}", name
+
+    return read
+
+
+MEASURES: dict[HealthMeasure, tuple[Callable[[LinearHealth], Any], int]] = {
+    "sqnr_db": (_of_operands(lambda h: h.sqnr_db, "sqnr_db"), 1),
+    "underflow": (_of_operands(lambda h: h.underflow, "underflow"), -1),
+    "saturated": (_of_operands(lambda h: h.saturated), -1),
+    "scale_spread": (
+        _of_operands(lambda h: h.scale_log2 and h.scale_log2[2] - h.scale_log2[0]),
+        -1,
+    ),
+    "gemm_sqnr_db": (
+        lambda h: ((v, str(g), f) for f, gemms in h.gemm_sqnr_db.items() for g, v in gemms.items()),
+        1,
+    ),
+    "amax": (lambda h: ((v, str(operand), "") for operand, v in h.amax.items()), -1),
+    "gradient_norm": (lambda h: [(h.gradient_norm, "", "")], -1),
+    "update_ratio": (lambda h: [(h.update_ratio, "", "")], -1),
+}
+"""How each measure is read, and 1 where a small value is bad, -1 where a large one is."""
