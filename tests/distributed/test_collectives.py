@@ -21,5 +21,8 @@ def test_small_sums_are_right_and_the_same_bits_on_any_number_of_ranks() -> None
             assert one["flags"] == size * (size - 1) // 2
             assert one["ring"] == pytest.approx(one["sum"], rel=1e-14)
     assert all(result["large"] == 6 * 15.0 for result in results)
-    # Whoever is ahead is not heard for another: no sum at all, and no hang.
-    assert all("imed out" in result["out of step"] for result in results[:2])
+    # Whoever is ahead is not heard for another: no sum at all, and no hang. The rank that times out
+    # first closes its connection; the other may see that before its own limit.
+    said = [result["out of step"] for result in results[:2]]
+    assert not any(one.isdigit() for one in said), said
+    assert any("imed out" in one for one in said), said
