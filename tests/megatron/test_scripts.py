@@ -120,6 +120,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.parametrize("release", ["main"], indirect=True)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_first_mistake_under_the_real_script(
     release: tuple[str, Path, Lab], mistake: str, tmp_path: Path
@@ -149,6 +150,7 @@ def test_a_first_mistake_under_the_real_script(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("release", ["main"], indirect=True)
 def test_a_checkpoint_of_another_version_under_the_real_script(
     release: tuple[str, Path, Lab],
 ) -> None:
