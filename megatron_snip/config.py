@@ -321,6 +321,7 @@ def first_problem(error: ValidationError, known: Iterable[str] = ()) -> UsageErr
     if kind == "extra_forbidden":
         return UsageError(f"unknown key {_short(repr(place), 120)}{did_you_mean(place, known)}")
     text = str(first["msg"]).replace("Input should be", "must be").partition(", unable to ")[0]
+    text = re.sub(r"\d{16,}", lambda number: f"{float(number[0]):g}", text)
     if kind not in ("missing", "value_error"):
         text += f", got {_short(repr(value), 120)}"
     if kind == "literal_error":

@@ -9,20 +9,20 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from jinja2 import Environment, StrictUndefined
+from matplotlib.figure import Figure
 
 from megatron_snip.errors import SnipError
 from megatron_snip.planning.pareto import frontier
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.reporting import figures
-from megatron_snip.reporting.figures import DIVERGENCE_TITLES, loss_gap, quantized_options
 from megatron_snip.reporting.run_record import (
+    DivergenceKind,
     MetricRows,
     RunRecord,
     only_bf16,
@@ -76,19 +76,19 @@ class Picture:
         title: a few words.
         caption: what it shows, also the text for readers who do not see it; where there is no
             figure, why.
-        draw: draws the figure; None where there is none.
+        figure: None where there is none.
     """
 
     slug: str
     title: str
     caption: str
-    draw: figures.Draw | None = None
+    figure: Figure | None = None
 
     @property
     def source(self) -> str:
         """The figure as an address that holds its data."""
-        assert self.draw is not None
-        data = base64.b64encode(figures.svg(self.draw)).decode("ascii")
+        assert self.figure is not None
+        data = base64.b64encode(figures.svg(self.figure)).decode("ascii")
         return f"data:image/svg+xml;base64,{data}"
 
 
@@ -143,7 +143,7 @@ def make_report(run: RunRecord, reference: Reference | None = None) -> str:
 
 def last_gap(metrics: MetricRows, reference: Reference) -> tuple[float | None, int]:
     """Return the mean loss gap over the last tenth of the common iterations, and their number."""
-    _, gap = loss_gap(metrics, reference[1])
+    _, gap = metrics.gap_to(reference[1])
     count = -(-len(gap) // 10)
     return (float(np.mean(gap[-count:])) if count else None), count
 
@@ -220,7 +220,7 @@ def _tiles(run: RunRecord, reference: Reference | None) -> list[Tile]:
     loss = None if plan is None else run.quality_share(plan.objective)
     note = f"100%: all linears in {run.lowest_formats}; 0%: BF16"
     tiles.append(("quality loss of the plan", percent(loss), note))
-    failed = sum(notice.kind == "refresh_failed" for notice in metrics.notices)
+    failed = sum(kind == "refresh_failed" for _, kind, _ in metrics.notices)
     tiles.append(("refreshes", str(len(metrics.column("refresh_s")[0])), f"{failed} failed"))
     wall = metrics.column("wall_s")[1]
     if np.nansum(wall) > 0:
@@ -238,7 +238,7 @@ def _loss(run: RunRecord, reference: Reference | None) -> Picture:
     caption = f"Training loss, {end} at the end. Dotted lines: plan changes. Red lines: failures."
     if reference is not None:
         caption += f" Below: loss minus that of {reference[0]}; above zero is worse."
-    return Picture("loss", "Loss", caption, partial(figures.loss_curves, run, reference))
+    return Picture("loss", "Loss", caption, figures.loss_curves(run, reference))
 
 
 def _frontier(run: RunRecord) -> Picture:
@@ -252,8 +252,8 @@ def _frontier(run: RunRecord) -> Picture:
         f"as share of the quality loss with all linears in {run.lowest_formats}. Where the curve "
         "becomes steep, more low precision is expensive. The star is the current plan."
     )
-    draw = partial(figures.frontier_curve, points, current, run.lowest_formats)
-    return Picture("frontier", title, caption, draw)
+    figure = figures.frontier_curve(points, current, run.lowest_formats)
+    return Picture("frontier", title, caption, figure)
 
 
 def _plan_pictures(run: RunRecord) -> list[Picture]:
@@ -272,14 +272,14 @@ def _plan_pictures(run: RunRecord) -> list[Picture]:
             f"Planned at iteration {plan.iteration}, applied at iteration {run.plans[-1].start}: "
             f"{option_counts(plan.linears)}. Efficiency {percent(plan.efficiency)}, policy "
             f"{plan.policy}, {plan.status}. In higher precision: {listing(high) or 'none'}.",
-            partial(figures.plan_map, plan.linears),
+            figures.plan_map(plan.linears),
         ),
         Picture(
             "plan-history",
             "Plans over the iterations",
             "The format of each layer, for every kind of linear. Where it stays the same, "
             "refreshes agree. Where it changes often, two options cost almost the same.",
-            partial(figures.plan_history, run.plans),
+            figures.plan_history(run.plans),
         ),
         _divergences(run),
     ]
@@ -287,21 +287,20 @@ def _plan_pictures(run: RunRecord) -> list[Picture]:
 
 def _divergences(run: RunRecord) -> Picture:
     title, record = "Divergences", run.divergences
-    options = () if record is None else quantized_options(record)
-    if record is None or not options:
+    if record is None or not record.quantized_options:
         return Picture("", title, "The run has measured none.")
-    worst = []
-    for kind, text in DIVERGENCE_TITLES.items():
-        values = {n: v for n, v in record.values(options[-1], kind).items() if v is not None}
+    option, worst = record.quantized_options[-1], []
+    for kind in get_args(DivergenceKind):
+        values = {n: v for n, v in record.values(option, kind).items() if v is not None}
         name = max(values, key=lambda n: values[n], default=None)
-        worst.append(f"{text} {'-' if name is None else f'{number(values[name], 3)} at {name}'}")
+        value = "-" if name is None else f"{number(values[name], 3)} at {name}"
+        worst.append(f"{kind.replace('_', ' ')} {value}")
     caption = (
         f"Divergences of each option at each linear, measured at iteration {record.iteration}: "
         "scores of how much its errors hurt the loss and change the next update. Bright cells are "
-        f"the most fragile linears. Largest under {options[-1]}: {'; '.join(worst)}."
+        f"the most fragile linears. Largest under {option}: {'; '.join(worst)}."
     )
-    draw = partial(figures.divergence_maps, record)
-    return Picture("divergences", title, caption, draw)
+    return Picture("divergences", title, caption, figures.divergence_maps(record))
 
 
 def _health(run: RunRecord) -> list[Picture]:
@@ -317,10 +316,10 @@ def _health(run: RunRecord) -> list[Picture]:
         "Shares of the elements by log2 of their magnitude, of the linears with the lowest SQNR "
         f"in {run.health[-1].lowest}, at iteration {when}. The wider it is, the more underflows."
     )
-    maps, histograms = figures.health_maps, figures.health_histograms
+    histograms = figures.health_histograms(run.health)
     return [
-        Picture("health", "SQNR and underflow", caption, partial(maps, run.health)),
-        Picture("health-worst", "Three worst linears", text, partial(histograms, run.health)),
+        Picture("health", "SQNR and underflow", caption, figures.health_maps(run.health)),
+        Picture("health-worst", "Three worst linears", text, histograms),
     ]
 
 
@@ -328,9 +327,8 @@ def _health(run: RunRecord) -> list[Picture]:
 
 
 def _failures(run: RunRecord) -> Table:
-    rows = tuple(
-        (str(n.iteration), FAILURES.get(n.kind, n.kind), n.message) for n in run.metrics.notices
-    )
+    notices = run.metrics.notices
+    rows = tuple((str(at), FAILURES.get(kind, kind), text) for at, kind, text in notices)
     columns = ("iteration", "what failed", "message")
     return Table("Failures", columns, rows, text_columns=3, folded=False)
 

@@ -12,7 +12,6 @@ left out with one warning.
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 from abc import ABC, abstractmethod
@@ -71,8 +70,6 @@ class TensorBoardWriter(_Dashboard):
 
     def write(self, event: Event) -> None:
         """Write an event."""
-        import numpy as np
-
         iteration, payload, board = event.iteration, event.payload, self._board
         values = self._scalars.values(event)
         if isinstance(payload, Metrics) and iteration % self._interval:
@@ -80,8 +77,7 @@ class TensorBoardWriter(_Dashboard):
         for name, value in values.items():
             board.add_scalar(name, value, iteration)
         for name, picture in pictures(payload).items():
-            pixels = np.asarray(_opened(picture).convert("RGB"))
-            board.add_image(name, pixels, iteration, dataformats="HWC")
+            board.add_figure(name, picture, iteration, close=False)
         if isinstance(payload, Measurement) and payload.health is not None:
             rows = (FINDING_COLUMNS, *payload.health.worst())
             text = "\n".join("  ".join(map(str, row)) for row in rows)
@@ -124,7 +120,7 @@ class WandbWriter(_Dashboard):
             )
             return
         for name, picture in pictures(payload).items():
-            row[name] = self._board.Image(_opened(picture))
+            row[name] = self._board.Image(picture)
         if isinstance(payload, Measurement) and payload.health is not None:
             # W&B has no documented address of a panel, so the table has the series' names.
             named = {name.removesuffix("/worst"): name for name in row}
@@ -179,8 +175,8 @@ def start_wandb(project: str, directory: Path, config: Mapping[str, Any]) -> Any
     return wandb
 
 
-def pictures(payload: Payload) -> dict[str, bytes]:
-    """Return {name: PNG} of a measurement, or of a plan that is new here; empty without matplotlib.
+def pictures(payload: Payload) -> dict[str, Any]:
+    """Return {name: figure} of a measurement, or of a plan that is new; empty without matplotlib.
 
     A plan is new if it changes a linear, or if a resumed run continues with it.
     """
@@ -192,20 +188,16 @@ def pictures(payload: Payload) -> dict[str, bytes]:
         extra = "pip install 'megatron-snip[report]' for matplotlib"
         warn_once(logger, f"no pictures are logged: {extra}")
         return {}
+    import matplotlib.pyplot  # noqa: F401  # with which both dashboards handle figures
+
     from megatron_snip.reporting import figures
 
-    if isinstance(payload, Measurement):
-        record = parse_divergences(divergences_dict(payload.divergences, payload.statistics))
-        found = {}
-        if figures.quantized_options(record):
-            found["snip/5_fragile_linears"] = figures.png(lambda: figures.divergence_maps(record))
-        if (health := payload.health) is not None and health.lowest is not None:
-            found["snip/health/maps"] = figures.png(lambda: figures.health_maps([health]))
-        return found
-    return {"snip/6_plan": figures.png(lambda: figures.plan_map(payload.plan.linears))}
-
-
-def _opened(picture: bytes) -> Any:
-    from PIL import Image
-
-    return Image.open(io.BytesIO(picture))
+    if isinstance(payload, PlanApplied):
+        return {"snip/6_plan": figures.plan_map(payload.plan.linears)}
+    record = parse_divergences(divergences_dict(payload.divergences, payload.statistics))
+    found = {}
+    if record.quantized_options:
+        found["snip/5_fragile_linears"] = figures.divergence_maps(record)
+    if (health := payload.health) is not None and health.lowest is not None:
+        found["snip/health/maps"] = figures.health_maps([health])
+    return found
