@@ -44,20 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "megatron-snip stats runs/demo --csv",
         "megatron-snip stats runs/demo --json | jq '.linears[0].statistics'",
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run's directory")
-    parser.add_argument(
-        "--iteration", metavar="N", type=integer, help="iteration of the refresh [the last]"
-    )
-    parser.add_argument(
-        "--sort", choices=("model", *COLUMNS), default="model", help="order of the rows [model]"
-    )
-    parser.add_argument(
-        "--health", action="store_true", help="the worst linears by each measure of health"
-    )
-    parser.add_argument(
-        "--csv", action="store_true", help="every value of health as CSV, worst first"
-    )
-    parser.add_argument("--json", action="store_true", help="print the file that is read, only")
+    add = parser.add_argument
+    add("run", metavar="RUN", type=Path, help="a run's directory")
+    add("--iteration", metavar="N", type=integer, help="iteration of the refresh [the last]")
+    text = "order of the rows [model]"
+    add("--sort", choices=("model", *COLUMNS), default="model", help=text)
+    add("--health", action="store_true", help="the worst linears by each measure of health")
+    add("--csv", action="store_true", help="every value of health as CSV, worst first")
+    add("--json", action="store_true", help="print the file that is read, only")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ escapes all text, since names and settings come from files.
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -30,6 +30,7 @@ from megatron_snip.reporting.run_record import (
     read_metrics,
 )
 from megatron_snip.reporting.text import listing, number, option_counts, percent, quality, seconds
+from megatron_snip.statistics.health_table import FINDING_COLUMNS
 from megatron_snip.version import __version__
 
 TEMPLATE = "report.html.j2"
@@ -54,16 +55,14 @@ class Table:
 
     Attributes:
         title: a few words.
-        columns: headings.
-        rows: one cell per column.
+        rows: a cell by column.
         text_columns: how many columns, from the left, are left-aligned; numbers follow.
         folded: whether the table is shown only on demand.
     """
 
     title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    text_columns: int = 1
+    rows: Sequence[Mapping[str, str]]
+    text_columns: int = 0
     folded: bool = True
 
 
@@ -83,13 +82,6 @@ class Picture:
     title: str
     caption: str
     figure: Figure | None = None
-
-    @property
-    def source(self) -> str:
-        """The figure as an address that holds its data."""
-        assert self.figure is not None
-        data = base64.b64encode(figures.svg(self.figure)).decode("ascii")
-        return f"data:image/svg+xml;base64,{data}"
 
 
 Reference = tuple[str, MetricRows]
@@ -120,17 +112,19 @@ def make_report(run: RunRecord, reference: Reference | None = None) -> str:
         run: the run.
         reference: the run that gaps are taken to, or None.
     """
-    settings = tuple(flatten(run.config | {"versions": run.versions}).items())
+    flat = flatten(run.config | {"versions": run.versions})
+    settings = [{"setting": name, "value": text} for name, text in flat.items()]
     sections: list[tuple[str, Sequence[Picture], Sequence[Table]]] = [
         ("", (), [_failures(run)]),
         ("Training", (_loss(run, reference), _frontier(run)), ()),
         ("Plans", _plan_pictures(run), [_plans_table(run)]),
         ("Health", _health(run), [_worst(run)] if run.health else ()),
-        ("Settings and versions", (), [Table("All settings", ("setting", "value"), settings, 2)]),
+        ("Settings and versions", (), [Table("All settings", settings, 2)]),
     ]
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters["address"] = _address
     source = files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
     return environment.from_string(source).render(
         title=run.name,
@@ -139,6 +133,11 @@ def make_report(run: RunRecord, reference: Reference | None = None) -> str:
         sections=sections,
         version=__version__,
     )
+
+
+def _address(figure: Figure) -> str:
+    data = base64.b64encode(figures.svg(figure)).decode("ascii")
+    return f"data:image/svg+xml;base64,{data}"
 
 
 def last_gap(metrics: MetricRows, reference: Reference) -> tuple[float | None, int]:
@@ -327,42 +326,41 @@ def _health(run: RunRecord) -> list[Picture]:
 
 
 def _failures(run: RunRecord) -> Table:
-    notices = run.metrics.notices
-    rows = tuple((str(at), FAILURES.get(kind, kind), text) for at, kind, text in notices)
-    columns = ("iteration", "what failed", "message")
-    return Table("Failures", columns, rows, text_columns=3, folded=False)
+    rows = [
+        {"iteration": str(at), "what failed": FAILURES.get(kind, kind), "message": text}
+        for at, kind, text in run.metrics.notices
+    ]
+    return Table("Failures", rows, text_columns=3, folded=False)
 
 
 def _worst(run: RunRecord) -> Table:
-    rows = tuple((*texts, number(value)) for *texts, value in run.health[-1].worst())
-    title = f"Worst linears by each measure, iteration {run.health[-1].iteration}"
-    return Table(title, ("measure", "linear", "tensor", "format", "value"), rows, 4)
+    table = run.health[-1]
+    rows = [
+        dict(zip(FINDING_COLUMNS, (*texts, number(value)), strict=True))
+        for *texts, value in table.worst()
+    ]
+    return Table(f"Worst linears by each measure, iteration {table.iteration}", rows, 4)
 
 
 def _plans_table(run: RunRecord) -> Table:
-    columns = (
-        *("applied", "planned", "policy", "status", "target", "efficiency", "quality loss"),
-        *(f"of uniform {run.lowest_formats}'s", "gap", "changed", "solver", "waited"),
-        *("predicted saving of a step", "mean step"),
-    )
-    rows = tuple(
-        (
-            str(span.start),
-            str(plan.iteration),
-            plan.policy,
-            plan.status,
-            percent(plan.target),
-            percent(plan.efficiency),
-            quality(plan.objective),
-            percent(run.quality_share(plan.objective)),
-            quality(plan.gap, 2),
-            f"{span.num_changed} of {len(plan.linears)}",
-            seconds(plan.seconds),
-            seconds(span.wait_s),
-            seconds(span.saving_s),
-            seconds(span.step_s),
-        )
+    rows = [
+        {
+            "applied": str(span.start),
+            "planned": str(plan.iteration),
+            "policy": plan.policy,
+            "status": plan.status,
+            "target": percent(plan.target),
+            "efficiency": percent(plan.efficiency),
+            "quality loss": quality(plan.objective),
+            f"of uniform {run.lowest_formats}'s": percent(run.quality_share(plan.objective)),
+            "gap": quality(plan.gap, 2),
+            "changed": f"{span.num_changed} of {len(plan.linears)}",
+            "solver": seconds(plan.seconds),
+            "waited": seconds(span.wait_s),
+            "predicted saving of a step": seconds(span.saving_s),
+            "mean step": seconds(span.step_s),
+        }
         for span in run.plans
         for plan in [span.plan]
-    )
-    return Table("All plans", columns, rows, text_columns=0)
+    ]
+    return Table("All plans", rows)
