@@ -183,7 +183,7 @@ def _directory(config: SnipConfig, args: argparse.Namespace) -> Path:
 
 
 def _run_directory(config: SnipConfig, args: argparse.Namespace) -> RunDirectory:
-    from megatron_snip.directory import archive_run, check_new_run, lock_directory, mark
+    from megatron_snip.directory import check_new_run, clear_run, lock_directory, mark
     from megatron_snip.reporting.run_directory import RunDirectory
 
     path = _directory(config, args)
@@ -191,7 +191,7 @@ def _run_directory(config: SnipConfig, args: argparse.Namespace) -> RunDirectory
     check_new_run(path, overwrite=True)  # files without our marker are not touched
     mark(path)
     if not getattr(args, "iteration", 0):
-        archive = archive_run(path)
+        archive = clear_run(path, archive=True)
         if archive is not None:
             logger.info("snip: moved files of the run before to '%s'", archive)
     megatron = {k: v for k, v in sorted(vars(args).items()) if type(v) in _YAML_TYPES}

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from megatron_snip.cli.common import add_examples, write_output
 from megatron_snip.cli.export import add_stage_flags, stages_from
-from megatron_snip.config import read_yaml
 from megatron_snip.errors import UsageError
+from megatron_snip.files import read_yaml
 from megatron_snip.formats import lowest_precision
 from megatron_snip.linears.te.precision_config import (
     evaluates_otherwise,

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from megatron_snip.config import SnipConfig, explain, make_config, read_yaml
+from megatron_snip.config import SnipConfig, explain, make_config
 from megatron_snip.errors import UsageError
-from megatron_snip.files import parse_json, read_json, read_text
+from megatron_snip.files import parse_json, read_json, read_text, read_yaml
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.problem import PlanningProblem, parse_option, read_problem, read_record
 from megatron_snip.statistics.health_table import HealthTable

@@ -25,12 +25,11 @@ from megatron_snip.collectives import broadcast_json, one_line
 from megatron_snip.controller import SnipController
 from megatron_snip.directory import (
     DirectoryLock,
-    archive_run,
     check_new_run,
+    clear_run,
     lock_directory,
     mark,
     own_files,
-    remove_run,
 )
 from megatron_snip.errors import UsageError
 from megatron_snip.files import parse_json, write_atomic
@@ -292,9 +291,7 @@ def start_run(config: TrainConfig, done: int) -> RunDirectory:
     mark(config.run_dir)
     if done and _continues(config, done):
         drop_later_iterations(config.run_dir, done)
-    elif config.overwrite:
-        remove_run(config.run_dir)
-    elif (archive := archive_run(config.run_dir)) is not None:
+    elif (archive := clear_run(config.run_dir, archive=not config.overwrite)) is not None:
         logger.info("moved files of the run before to '%s'", archive)
     directory = RunDirectory(config.run_dir)
     directory.start(config.model_dump(mode="json"))

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_snip.cli.script import expand
-from megatron_snip.config import SnipConfig, make_config, read_yaml
+from megatron_snip.config import SnipConfig, make_config
+from megatron_snip.files import read_yaml
 from megatron_snip.trainer.config import make_train_config
 from megatron_snip.trainer.session import check_run
 

@@ -16,12 +16,11 @@ import pytest
 from megatron_snip.__main__ import main
 from megatron_snip.directory import (
     LOCK,
-    archive_run,
     check_new_run,
+    clear_run,
     lock_directory,
     mark,
     own_files,
-    remove_run,
 )
 from megatron_snip.errors import UsageError
 
@@ -51,7 +50,7 @@ def test_foreign_files_do_not_keep_a_run_from_starting_and_are_never_removed(
     with pytest.raises(UsageError, match="holds another run"):
         check_new_run(tmp_path, overwrite=False)
     check_new_run(tmp_path, overwrite=True)
-    remove_run(tmp_path)
+    clear_run(tmp_path, archive=False)
     assert files(tmp_path) == {*FOREIGN, ".megatron-snip"}
     assert not (tmp_path / "tensorboard").exists()
 
@@ -86,10 +85,10 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
 
 def test_an_earlier_attempt_is_moved_aside(tmp_path: Path) -> None:
     mark(tmp_path)
-    assert archive_run(tmp_path) is None
+    assert clear_run(tmp_path, archive=True) is None
     for attempt in (1, 2):
         fill(tmp_path, *OWN, "plans/best.json")
-        assert archive_run(tmp_path) == tmp_path / f"previous-{attempt}"
+        assert clear_run(tmp_path, archive=True) == tmp_path / f"previous-{attempt}"
         kept = files(tmp_path / f"previous-{attempt}")
         assert kept == {*OWN, ".megatron-snip"}
     assert (tmp_path / "plans" / "best.json").exists()
