@@ -46,7 +46,7 @@ SIMULATED_FORMATS = ("fp8", "fp4")
 """What `auto` means where GEMMs are simulated."""
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
     """Base of a group of fields: frozen, unknown keys refused, field docstrings are the help."""
 
     model_config = ConfigDict(
@@ -54,7 +54,7 @@ class _Section(BaseModel):
     )
 
 
-class ScheduleFields(_Section):
+class ScheduleFields(Section):
     """When SNIP measures and plans."""
 
     enabled: bool = False
@@ -80,7 +80,7 @@ class ScheduleFields(_Section):
     under the plan and again in BF16, and logs the paired difference of the losses."""
 
 
-class MeasureFields(_Section):
+class MeasureFields(Section):
     """What a refresh measures."""
 
     measure_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -98,7 +98,7 @@ class MeasureFields(_Section):
     """Weight of the normalized weight divergence relative to the loss divergence."""
 
 
-class PlanFields(_Section):
+class PlanFields(Section):
     """What the planner may choose and must reach."""
 
     policy: str = "snip"
@@ -159,7 +159,7 @@ class PlanFields(_Section):
     the plan stays until the run ends."""
 
 
-class GuardFields(_Section):
+class GuardFields(Section):
     """Protection of training against a bad plan."""
 
     guard: bool = True
@@ -171,7 +171,7 @@ class GuardFields(_Section):
     iteration to iteration. A rise below 20 % of the loss is never a jump."""
 
 
-class OutputFields(_Section):
+class OutputFields(Section):
     """Output."""
 
     alert: tuple[str, ...] = ()

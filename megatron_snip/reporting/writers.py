@@ -25,7 +25,6 @@ import yaml
 from megatron_snip.divergence.quality_loss import divergences_dict
 from megatron_snip.errors import UsageError
 from megatron_snip.log import warn_once
-from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, Payload, PlanApplied
 from megatron_snip.reporting.run_record import parse_divergences
 from megatron_snip.reporting.scalars import ScalarSeries
@@ -58,8 +57,17 @@ class _Dashboard(ABC):
         self._scalars = ScalarSeries(config, left_out)
         self._show(dict(config))
 
+    def write(self, event: Event) -> None:
+        """Write an event."""
+        scalars = self._scalars.values(event)
+        if not isinstance(event.payload, Metrics) or event.iteration % self._interval == 0:
+            self._log(event.iteration, event.payload, scalars)
+
     @abstractmethod
     def _show(self, config: dict[str, Any]) -> None: ...
+
+    @abstractmethod
+    def _log(self, iteration: int, payload: Payload, scalars: dict[str, float]) -> None: ...
 
 
 class TensorBoardWriter(_Dashboard):
@@ -68,13 +76,9 @@ class TensorBoardWriter(_Dashboard):
     def _show(self, config: dict[str, Any]) -> None:
         self._add_text("snip/config", yaml.safe_dump(config, sort_keys=False), 0)
 
-    def write(self, event: Event) -> None:
-        """Write an event."""
-        iteration, payload, board = event.iteration, event.payload, self._board
-        values = self._scalars.values(event)
-        if isinstance(payload, Metrics) and iteration % self._interval:
-            return
-        for name, value in values.items():
+    def _log(self, iteration: int, payload: Payload, scalars: dict[str, float]) -> None:
+        board = self._board
+        for name, value in scalars.items():
             board.add_scalar(name, value, iteration)
         for name, picture in pictures(payload).items():
             board.add_figure(name, picture, iteration, close=False)
@@ -106,11 +110,9 @@ class WandbWriter(_Dashboard):
     def _show(self, config: dict[str, Any]) -> None:
         self._board.config.update({"snip": config}, allow_val_change=True)
 
-    def write(self, event: Event) -> None:
-        """Log an event, in the row of its iteration."""
-        run, iteration, payload = self._board.run, event.iteration, event.payload
-        row: dict[str, Any] = dict(self._scalars.values(event))
-        if run is None or (isinstance(payload, Metrics) and iteration % self._interval):
+    def _log(self, iteration: int, payload: Payload, scalars: dict[str, float]) -> None:
+        run, row = self._board.run, dict[str, Any](scalars)
+        if run is None:
             return
         if iteration < run.step:
             warn_once(
@@ -124,29 +126,24 @@ class WandbWriter(_Dashboard):
         if isinstance(payload, Measurement) and payload.health is not None:
             # W&B has no documented address of a panel, so the table has the series' names.
             named = {name.removesuffix("/worst"): name for name in row}
-            worst = [
-                [*each, named.get(f"snip/health/{each[0]}/{each[2]}", "")]
-                for each in payload.health.worst()
-            ]
-            row["snip/health/worst"] = self._board.Table(
-                columns=[*FINDING_COLUMNS, "series"], data=worst
-            )
+            table = self._board.Table(columns=[*FINDING_COLUMNS, "series"])
+            for each in payload.health.worst():
+                table.add_data(*each, named.get(f"snip/health/{each[0]}/{each[2]}", ""))
+            row["snip/health/worst"] = table
         run.log(row, step=iteration)
         if isinstance(payload, PlanApplied):
-            self._log_artifact(run, payload.plan)
+            plan = payload.plan
+            metadata = {"iteration": plan.iteration, "digest": plan.digest}
+            artifact = self._board.Artifact(f"plan-{run.id}", "snip-plan", metadata=metadata)
+            with artifact.new_file(f"{plan.iteration}.json") as stream:
+                stream.write(plan.to_json())
+            run.log_artifact(artifact)
         elif isinstance(payload, Notice):
             title = f"SNIP: {payload.kind} at iteration {iteration}"
             run.alert(title=title, text=payload.message, level=self._board.AlertLevel.WARN)
 
     def close(self) -> None:
         """Leave the run to its maker."""
-
-    def _log_artifact(self, run: Any, plan: PrecisionPlan) -> None:
-        metadata = {"iteration": plan.iteration, "digest": plan.digest}
-        artifact = self._board.Artifact(f"plan-{run.id}", "snip-plan", metadata=metadata)
-        with artifact.new_file(f"{plan.iteration}.json") as stream:
-            stream.write(plan.to_json())
-        run.log_artifact(artifact)
 
 
 def start_wandb(project: str, directory: Path, config: Mapping[str, Any]) -> Any:
@@ -163,13 +160,8 @@ def start_wandb(project: str, directory: Path, config: Mapping[str, Any]) -> Any
         ) from None
     mode: Any = os.environ.get("WANDB_MODE", "offline")
     try:
-        wandb.init(
-            project=project,
-            dir=directory,
-            config=dict(config),
-            mode=mode,
-            settings=wandb.Settings(silent=True),
-        )
+        quiet = wandb.Settings(silent=True)
+        wandb.init(project=project, dir=directory, config=dict(config), mode=mode, settings=quiet)
     except (wandb.errors.Error, ValueError) as error:
         raise UsageError(f"wandb cannot start (WANDB_MODE is '{mode}'): {error}") from None
     return wandb

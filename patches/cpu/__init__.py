@@ -69,7 +69,7 @@ def install(claim_cuda: bool = False, capability: tuple[int, int] = (8, 0)) -> b
     with ExitStack() as undo:  # an error undoes what was replaced before it
         found = _torch_replacements(claim_cuda, capability)
         for owner, name, value in chain(found, megatron_replacements()):
-            undo.callback(replace_attribute(owner, name, value).undo)
+            undo.callback(replace_attribute(owner, name, value))
         undo.callback(_set_compile_off, _set_compile_off(True))
         tracker = logging.getLogger(_TRACKER_LOGGER)
         tracker.addFilter(is_news)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,16 +47,6 @@ class _Timeline:
         return None
 
 
-class _Generators(Sequence[torch.Generator]):
-    """`torch.cuda.default_generators`: the CPU's generator for every device."""
-
-    def __getitem__(self, index: Any) -> Any:
-        return torch.default_generator
-
-    def __len__(self) -> int:
-        return local_ranks()
-
-
 def is_news(record: logging.LogRecord) -> bool:
     """Filter the RNG tracker's warning that the CPU state moved: here both states are one."""
     return "CPU RNG state changed" not in record.getMessage()
@@ -84,7 +74,7 @@ def cuda_answers(capability: tuple[int, int]) -> dict[str, Any]:
         "current_stream": constant(stream),
         "default_stream": constant(stream),
         "is_current_stream_capturing": constant(False),
-        "default_generators": _Generators(),
+        "default_generators": [torch.default_generator] * local_ranks(),
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "manual_seed": _seed,
