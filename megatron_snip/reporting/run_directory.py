@@ -49,7 +49,15 @@ from megatron_snip.planning.problem import write_problem
 from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, PlanApplied
 from megatron_snip.version import installed_version
 
-PACKAGES = ["megatron-snip", "megatron-core", "torch", "transformer-engine", "ortools", "numpy", "wandb"]
+PACKAGES = (
+    "megatron-snip",
+    "megatron-core",
+    "torch",
+    "transformer-engine",
+    "ortools",
+    "numpy",
+    "wandb",
+)
 """Distributions whose versions a run records."""
 
 
