@@ -89,7 +89,7 @@ def make_schedule(
     Args:
         texts: the points; see `parse_points`.
         target: before the first point.
-        heal_from: iteration, or below 1 fraction of the run, at which healing begins; or None.
+        heal_from: iteration, or up to 1 fraction of the run, at which healing begins; or None.
         train_iters: the last iteration of the run; None if it is not known.
         margin: iterations from a change of the target to the plan, at most.
 
@@ -103,7 +103,7 @@ def make_schedule(
         return TargetSchedule(points)
     if train_iters is None:
         raise UsageError("the number of iterations is not known", field="heal_from")
-    begin = math.ceil(heal_from * (train_iters if heal_from < 1 else 1))
+    begin = math.ceil(heal_from * (train_iters if heal_from <= 1 else 1))
     if not points[-1].iteration < begin < train_iters:
         bounds = f"{points[-1].iteration} (end of target_schedule) and {train_iters} (of the run)"
         raise UsageError(f"got iteration {begin}, must be between {bounds}", field="heal_from")

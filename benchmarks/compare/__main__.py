@@ -98,9 +98,9 @@ def run_policies(store: ResultStore, options: argparse.Namespace, low: str, seed
         table = warm.measure((HIGH, low))
         plans = make_plans(table, formats, seed, [n for n in names if n != "bf16"])
         for name in names:
-            plan = plans.get(name)
-            share = share_of(low_items(plan, formats), table.linears) if plan else 0.0
-            result = warm.branch(plan, 0)
+            branch = plans.get(name, [None])
+            share = share_of(low_items(branch[0] or {}, formats), table.linears)
+            result = warm.branch(branch, 0)
             store.add({**key, "variant": name, "share": round(share, 4), **_rounded(result)})
 
 
@@ -129,7 +129,7 @@ def _run_pairs(
     pairs = range(first, first + options.pairs)
     for name, plan in _fork_plans(table, Formats(low, HIGH, FORK_TARGET), pairs):
         if not store.has({**key, "variant": name}):
-            store.add({**key, "variant": name, **_rounded(warm.branch(plan, data_seed))})
+            store.add({**key, "variant": name, **_rounded(warm.branch([plan], data_seed))})
 
 
 def _fork_plans(

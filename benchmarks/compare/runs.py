@@ -7,7 +7,7 @@ zero, and is evaluated on the same held-out text. So two branches differ in thei
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -84,11 +84,12 @@ class WarmModel:
         batches = self._lab.microbatches(self._setup.measured)
         return self._lab.statistics(batches, SnipConfig(formats=formats), all_tokens=True)
 
-    def branch(self, plan: Plan | None, data_seed: int) -> dict[str, Any]:
+    def branch(self, plans: Sequence[Plan | None], data_seed: int) -> dict[str, Any]:
         """Train one branch; return its losses.
 
         Args:
-            plan: of all linears; None for BF16.
+            plans: each holds for an equal part of the iterations, in this order, and the last one
+                also for the evaluation; None for BF16.
             data_seed: which continuation of the data.
         """
         lab, setup = self._lab, self._setup
@@ -98,10 +99,10 @@ class WarmModel:
         for k in range(setup.length):
             for group in _groups(lab):
                 group["lr"] = self._rate * (1 - k / setup.length)
-            losses += lab.train(1, plan)
+            losses += lab.train(1, plans[k * len(plans) // setup.length])
         batches = lab.microbatches(setup.held_out, held_out=True)
         return {
-            "loss": float(lab.losses(batches, plan).mean()),
+            "loss": float(lab.losses(batches, plans[-1]).mean()),
             "loss_bf16": float(lab.losses(batches).mean()),
             "training_loss": sum(losses) / len(losses),
             "tokens": setup.length * lab.config.global_batch_size * lab.config.seq_length,

@@ -17,7 +17,7 @@ from megatron_snip.divergence.quality_loss import (
     planning_problem,
 )
 from megatron_snip.options import Granularity, Option, enumerate_options
-from megatron_snip.planning.planner import make_plan
+from megatron_snip.planning.planner import healing_problem, make_plan
 from megatron_snip.planning.policies import POLICIES
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
@@ -26,6 +26,11 @@ from megatron_snip.types import Gemm
 
 RULES = tuple(name for name in POLICIES if name not in ("snip", "greedy", "none"))
 """The policies that SNIP is compared with."""
+
+HEALING = ("heal-plan", "heal-forward", "heal-backward")
+"""SNIP per GEMM with healing, in each --snip-heal-order."""
+
+HEALING_PARTS = 50
 
 Item = tuple[str, Gemm]
 Plan = Mapping[str, Option]
@@ -67,25 +72,46 @@ def share_of(low: set[Item], linears: Sequence[LinearStatistics]) -> float:
 
 def make_plans(
     table: StatisticsTable, formats: Formats, seed: int, names: Sequence[str]
-) -> dict[str, Plan]:
-    """Return the plan of each variant, from one measurement.
+) -> dict[str, list[Plan]]:
+    """Return the plans of each variant, from one measurement.
+
+    A variant has one plan, or with healing one for each `HEALING_PARTS`-th of a branch.
 
     Args:
         table: statistics of the checkpoint that the runs start from.
         formats: what the plans choose from.
         seed: of the random policies.
-        names: of policies, `snip-linear` or `snip-gemm`.
+        names: of policies, `snip-linear`, `snip-gemm` or `heal-ORDER`.
 
     Raises:
         UsageError: if a name is unknown.
     """
     problems = {g: _problem(table, formats, g) for g in ("linear", "gemm")}
-    plans: dict[str, Plan] = {}
+    plans: dict[str, list[Plan]] = {}
     for name in names:
+        if name in HEALING:
+            plans[name] = _healing_plans(problems["gemm"], formats, name.removeprefix("heal-"))
+            continue
         is_snip = name in ("snip-linear", "snip-gemm")
         problem = problems["linear" if name == "snip-linear" else "gemm"]
         settings = PlanSettings(policy="snip" if is_snip else name, seed=0 if is_snip else seed)
-        plans[name] = make_plan(problem, settings).linears
+        plans[name] = [make_plan(problem, settings).linears]
+    return plans
+
+
+def _healing_plans(problem: PlanningProblem, formats: Formats, order: str) -> list[Plan]:
+    """SNIP's plan for 70 % of the parts; then the target falls to 0 in equal steps."""
+    names = (formats.high, formats.low)
+    config = SnipConfig(formats=names, granularity="gemm", heal_order=order)
+    first = HEALING_PARTS * 7 // 10
+    plan = make_plan(problem, PlanSettings(policy="snip"))
+    plans: list[Plan] = [plan.linears] * first
+    for left in reversed(range(HEALING_PARTS - first)):
+        target = formats.target * left / (HEALING_PARTS - first)
+        wanted = problem.model_copy(update={"target": target})
+        left_over = wanted if order == "plan" else healing_problem(wanted, plan, config)
+        plan = make_plan(left_over, PlanSettings(policy="snip"))
+        plans.append(plan.linears)
     return plans
 
 

@@ -36,7 +36,7 @@ def recursive_doubling_checks() -> dict[str, Any]:
     assert not recursive_doubling.suits(large, dist.group.WORLD)
     results["large"] = float(sum_over(large, dist.group.WORLD)[-1]) * world
     dist.barrier()
-    pair = dist.new_group([0, 1], backend="gloo", timeout=timedelta(seconds=4))
+    pair = dist.new_group([0, 1], backend="gloo", timeout=timedelta(seconds=10))
     results["out of step"] = _out_of_step(pair) if rank < 2 else None
     dist.barrier()
     return results
