@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,27 +29,17 @@ _YAML_TYPES = (bool, int, float, str, type(None))
 """Exact types of Megatron's arguments that YAML can hold; enums are left out."""
 
 
-def _validate(call: Call, session: Session) -> Any:
+@patch("validation", "megatron.training.arguments", "validate_args", needs=("args",))
+def validation(call: Call, session: Session) -> Any:
     """Check SNIP's settings after Megatron has validated its own."""
     result = call.run()
     checked_config(call.arguments["args"], session)
     return result
 
 
-validation = patch(
-    "validation",
-    "megatron.training.arguments",
-    "validate_args",
-    needs=("args",),
-)(_validate)
-
-validation_before_0_18 = patch(
-    "validation-initialize",
-    "megatron.training.initialize",
-    "validate_args",
-    needs=("args",),
-    optional=True,
-)(_validate)
+validation_before_0_18 = replace(
+    validation, name="validation-initialize", module="megatron.training.initialize", optional=True
+)
 
 
 @patch(

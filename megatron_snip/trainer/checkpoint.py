@@ -22,7 +22,6 @@ The state dict holds (tensors as global tensors, so that other layouts can read 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -176,18 +175,17 @@ def resume_iteration(config: TrainConfig) -> int:
     return latest or 0
 
 
-def check_resume(config: TrainConfig, saved: SavedRun, source: Path) -> None:
+def check_resume(config: TrainConfig, source: Path) -> None:
     """Refuse a checkpoint of another model, or one that Megatron cannot convert to the layout.
 
     Args:
         config: this run's settings.
-        saved: the run that wrote the checkpoint.
-        source: the checkpoint, for messages.
+        source: the checkpoint.
 
     Raises:
         UsageError: names the first setting that does not fit.
     """
-    old, new = saved.config, config.model_dump(mode="json")
+    old, new = read_saved_run(source).config, config.model_dump(mode="json")
     for change in _changes(MODEL_FIELDS, old, new):
         raise UsageError(f"load: '{source}' is of another model: {change}")
     name = "expert_model_parallel_size"
@@ -380,23 +378,17 @@ def _sha256(file: Path) -> str:
 
 def _reason(error: BaseException) -> str:
     """Return the cause of an error in one line; torch's CheckpointException lists it by rank."""
-    failures = getattr(error, "failures", None)
-    if isinstance(failures, dict) and failures:
-        with contextlib.suppress(TypeError, IndexError):
-            error = next(iter(failures.values()))[0]
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
     return f"{type(error).__name__}: {one_line(error)}"
 
 
 def _random_streams() -> dict[str, Any]:
-    rank = dist.get_rank()
     streams = {"cpu": torch.get_rng_state(), **get_cuda_rng_tracker().get_states()}
     if torch.cuda.is_available():
         streams["cuda"] = torch.cuda.get_rng_state()
-    keys = {name: f"random.{rank}.{name}" for name in streams}
-    return {
-        keys[name]: ShardedTensor.from_rank_offsets(keys[name], stream)
-        for name, stream in streams.items()
-    }
+    named = {f"random.{dist.get_rank()}.{name}": stream for name, stream in streams.items()}
+    return {key: ShardedTensor.from_rank_offsets(key, stream) for key, stream in named.items()}
 
 
 def _set_random_streams(loaded: dict[str, Any]) -> None:

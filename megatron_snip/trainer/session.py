@@ -91,8 +91,7 @@ def check_run(config: TrainConfig, world_size: int) -> None:
             raise UsageError(f"{name} needs {needed}, a folder of checkpoints")
     iteration = resume_iteration(config)
     if config.load is not None and iteration:
-        source = checkpoint_path(config.load, iteration)
-        check_resume(config, read_saved_run(source), source)
+        check_resume(config, checkpoint_path(config.load, iteration))
     if config.save is not None and not (iteration and config.save == config.load):
         _check_new_save(config.save)
     if config.snip.enabled:
