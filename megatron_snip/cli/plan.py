@@ -58,10 +58,10 @@ def add_planning_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--pipeline-balance", choices=get_args(Balance), help=text)
     text = "fix the option of these linears, e.g. 'decoder.layers.0.*=fp8'; may be repeated"
-    add("--pin", metavar="GLOB=OPTION", type=_pin, dest="pins", action="append", help=text)
+    add("--pin", metavar="GLOB=OPTION", type=_pair, dest="pins", action="append", help=text)
     for which in ("first", "last"):
         text = f"fix the option of each block's {which} N layers"
-        add(f"--{which}-layers", metavar="N=OPTION", type=_layers, help=text)
+        add(f"--{which}-layers", metavar="N=OPTION", type=_pair, help=text)
     text = "what efficiency counts: FLOPs in the lowest precision, or seconds saved [flops]"
     add("--cost", choices=get_args(CostName), help=text)
     text = "seconds for --cost time, from 'megatron-snip calibrate'"
@@ -137,18 +137,11 @@ def settings_from(args: argparse.Namespace) -> PlanSettings:
     return settings
 
 
-def _pin(text: str) -> tuple[str, str]:
-    glob, _, option = text.rpartition("=")
-    if not glob or not option:
-        raise argparse.ArgumentTypeError(f"'{text}' is not GLOB=OPTION")
-    return glob, option
-
-
-def _layers(text: str) -> tuple[str, str]:
-    count, _, option = text.rpartition("=")
-    if not count.isdecimal() or not option:
-        raise argparse.ArgumentTypeError(f"'{text}' is not N=OPTION, with N a number of layers")
-    return count, option
+def _pair(text: str) -> tuple[str, str]:
+    which, _, option = text.rpartition("=")
+    if not which or not option:
+        raise argparse.ArgumentTypeError(f"'{text}' is not of the form ...=OPTION; see --help")
+    return which, option
 
 
 def _check_used(args: argparse.Namespace, settings: PlanSettings) -> None:

@@ -6,9 +6,8 @@ The CUDA generator *is* the CPU generator, so that Megatron's RNG tracker forks 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,9 +46,14 @@ class _Timeline:
         return None
 
 
-def is_news(record: logging.LogRecord) -> bool:
-    """Filter the RNG tracker's warning that the CPU state moved: here both states are one."""
-    return "CPU RNG state changed" not in record.getMessage()
+class _Generators(Sequence[torch.Generator]):
+    """`torch.cuda.default_generators`: the CPU's generator for every device or index."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return torch.default_generator
+
+    def __len__(self) -> int:
+        return local_ranks()
 
 
 def local_ranks() -> int:
@@ -74,7 +78,7 @@ def cuda_answers(capability: tuple[int, int]) -> dict[str, Any]:
         "current_stream": constant(stream),
         "default_stream": constant(stream),
         "is_current_stream_capturing": constant(False),
-        "default_generators": [torch.default_generator] * local_ranks(),
+        "default_generators": _Generators(),
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "manual_seed": _seed,
