@@ -163,6 +163,4 @@ def _iterations_done(passed: Any) -> int:
 
 def _first(losses: Any) -> Any:
     """Return the first loss of {name: loss}; Megatron's training loss comes first."""
-    if isinstance(losses, Mapping) and losses:
-        return next(iter(losses.values()))
-    return None
+    return next(iter(losses.values()), None) if isinstance(losses, Mapping) else None

@@ -13,7 +13,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,7 +24,6 @@ from rich.console import Console
 from megatron_snip.collectives import broadcast_json, one_line
 from megatron_snip.controller import SnipController
 from megatron_snip.directory import (
-    DirectoryLock,
     check_new_run,
     clear_run,
     lock_directory,
@@ -260,24 +259,19 @@ def _directories(
     Raises:
         UsageError: on every rank, if another job writes there.
     """
-    locks: list[DirectoryLock] = []
-    directory: RunDirectory | None = None
-    failure = {}
-    if dist.get_rank() == 0:
-        try:
-            for path in dict.fromkeys(p for p in (config.run_dir, config.save) if p is not None):
-                locks.append(lock_directory(path))
-            directory = start_run(config, done)
-        except (UsageError, OSError) as error:
-            failure = {"error": str(error)}
-    try:
+    directory, failure = None, {}
+    with ExitStack() as locks:
+        if dist.get_rank() == 0:
+            try:
+                for path in filter(None, dict.fromkeys((config.run_dir, config.save))):
+                    locks.callback(lock_directory(path).release)
+                directory = start_run(config, done)
+            except (UsageError, OSError) as error:
+                failure = {"error": str(error)}
         failure = broadcast_json(failure, control)
         if failure:
             raise UsageError(failure["error"])
         yield directory
-    finally:
-        for lock in locks:
-            lock.release()
 
 
 def start_run(config: TrainConfig, done: int) -> RunDirectory:
