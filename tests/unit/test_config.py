@@ -11,8 +11,9 @@ import pytest
 import yaml
 from pydantic.fields import FieldInfo
 
-from megatron_snip.config import SnipConfig, make_config, read_yaml
+from megatron_snip.config import SnipConfig, make_config
 from megatron_snip.errors import UsageError
+from megatron_snip.files import read_yaml
 from megatron_snip.flags import add_flags, flag_name, given_values
 from megatron_snip.options import Option
 from megatron_snip.planning.settings import PlanSettings
