@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_snip.collectives import attempt, sum_over
 from megatron_snip.statistics.optimizer_state import Shard, adam_shards, is_sharded
-from megatron_snip.topology import DataAxis, LinearKind, Placement, TensorAxis, Topology
+from megatron_snip.topology import Axis, LinearKind, Placement, Topology
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ def gather_sensitivities(
         "reading the optimizer's state", lambda: _own_sums(weights, optimizer), topology.control
     )
     sharded = is_sharded(optimizer)
-    by_axes: dict[tuple[DataAxis, TensorAxis], list[str]] = defaultdict(list)
+    by_axes: dict[tuple[Axis, Axis], list[str]] = defaultdict(list)
     for instance, planned in weights.items():
-        data = topology.data_axis(planned.placement) if sharded else DataAxis()
+        data = topology.data_axis(planned.placement) if sharded else Axis()
         by_axes[data, planned.placement.tensor].append(instance)
     for (data, tensor), instances in by_axes.items():
         _add([part for i in instances for part in sums[i].all_parts], data.group)
