@@ -31,7 +31,7 @@ from megatron_snip.linears.simulated_gemm import Cached, uncached
 from megatron_snip.linears.weight_cache import QuantizedWeightCache
 from megatron_snip.options import Option
 from megatron_snip.patches import cpu
-from megatron_snip.quantizers import StochasticStream, StreamKey
+from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
 
 Shape = tuple[int, int, int]
 """M tokens, K in_features, N out_features."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from megatron_snip.linears.weight_cache import QuantizedWeightCache
-from megatron_snip.quantizers import StochasticStream, grad_output_stream
+from megatron_snip.quantizers.stochastic import StochasticStream, grad_output_stream
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.topology import Placement, Topology
 

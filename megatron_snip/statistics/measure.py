@@ -25,12 +25,8 @@ from torch.distributed import ProcessGroup
 from megatron_snip.collectives import sum_over
 from megatron_snip.formats import Format
 from megatron_snip.matmul import matmul_fp32
-from megatron_snip.quantizers import (
-    StochasticStream,
-    operand_block,
-    quantize_dequantize_operand,
-    rotated,
-)
+from megatron_snip.quantizers.quantize import operand_block, quantize_dequantize_operand, rotated
+from megatron_snip.quantizers.stochastic import StochasticStream
 from megatron_snip.statistics.health import OPERAND_SUMS, magnitudes, tile_counts
 from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.topology import LinearKind

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from megatron_snip.collectives import one_line, sum_over
 from megatron_snip.formats import Format
-from megatron_snip.quantizers import StreamKey, grad_output_stream, needs_tensor_amax
+from megatron_snip.quantizers.quantize import needs_tensor_amax
+from megatron_snip.quantizers.stochastic import StreamKey, grad_output_stream
 from megatron_snip.statistics.health import EXPERT_COLUMNS, NORMS
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.measure import Operands, PartialSums, partial_sums, totals

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_snip.quantizers import grad_output_stream
 from megatron_snip.quantizers.stochastic import (
     StochasticStream,
     StreamKey,
+    grad_output_stream,
     random_bits16,
 )
 from megatron_snip.topology import Axis, LinearKind, Placement

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from megatron_snip.formats import get_format
-from megatron_snip.quantizers import grad_output_stream, quantize_dequantize_operand
+from megatron_snip.quantizers.quantize import quantize_dequantize_operand
+from megatron_snip.quantizers.stochastic import grad_output_stream
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.observer import MeasureSettings, StepObserver
 from megatron_snip.statistics.records import StatisticsTable
