@@ -36,7 +36,7 @@ from megatron_snip.linears.precision_log import precision_table
 from megatron_snip.linears.training_step import ForwardBackward, Results, TrainingStep
 from megatron_snip.options import BF16
 from megatron_snip.pending_solve import PendingSolve
-from megatron_snip.planning.plan import PrecisionPlan, changed_linears
+from megatron_snip.planning.plan import PrecisionPlan, changed_linears, format_shares
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
@@ -249,7 +249,7 @@ class SnipController:
     def lowest_precision_fraction(self) -> float:
         """Share of the linears' FLOPs in the lowest precision under the current plan."""
         bits = get_format(self.config.lowest_format).bits
-        shares = self._plans.shares(self.plan)
+        shares = format_shares(self.plan.linears, self._plans.work)
         return sum(share for name, share in shares.items() if get_format(name).bits == bits)
 
     # A refresh, from measuring to the plan.
@@ -330,7 +330,7 @@ class SnipController:
             self._guard.plan_changed(self.plan)
         self.plan = plan
         self.history.append((iteration, plan.digest))
-        found = self._plans.shares(plan)
+        found = format_shares(plan.linears, self._plans.work)
         shares = ", ".join(f"{share:.1%} {name}" for name, share in found.items())
         times = ""
         if saving_s is not None:
@@ -417,7 +417,7 @@ class SnipController:
     def _report_plan(self, iteration: int, num_changed: int, **more: Any) -> None:
         """All ranks: report the current plan and what every linear runs under it."""
         table = precision_table(self.model.linears, self.plan, iteration, self._control)
-        shares = self._plans.shares(self.plan)
+        shares = format_shares(self.plan.linears, self._plans.work)
         event = PlanApplied(self.plan, shares, num_changed, resolved=table, **more)
         self._report(iteration, event)
         self._is_timed, self._step_s = False, []

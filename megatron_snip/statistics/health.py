@@ -120,7 +120,7 @@ def weight_norms(
     shards = adam_shards(optimizer)
     sharded, rate = is_sharded(optimizer), learning_rate(optimizer) or 0.0
     found: dict[str, Tensor] = {}
-    for instance, (placement, weight) in ((i, (p.placement, p.weight)) for i, p in weights.items()):
+    for instance, (placement, weight) in weights.items():
         rank, shard = topology.data_axis(placement).rank, shards.get(weight)
         if placement.tensor.size == 1 and placement.tensor.rank:  # a replicated weight
             continue
