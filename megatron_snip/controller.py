@@ -145,13 +145,12 @@ class SnipController:
         self._evaluated: dict[str, Any] = {}  # by the evaluation after the current iteration
         self._alerted: set[tuple[str, str]] = set(() if state is None else state.alerted)
         self._solve = PendingSolve(settings, self._control, solver)
-        self._guard: Guard | None = None
-        if config.guard and self._schedule.replans:
-            guard_state = None if state is None else state.guard
-            if guard_state is not None and guard_state.good is not None:
-                good = self._plans.runnable(guard_state.good, self._warn)
-                guard_state = guard_state.model_copy(update={"good": good})
-            self._guard = Guard(config.guard_sigmas, topology, guard_state)
+        self._guarded = config.guard and self._schedule.replans
+        guard_state = state.guard if state is not None and self._guarded else None
+        if guard_state is not None and guard_state.good is not None:
+            good = self._plans.runnable(guard_state.good, self._warn)
+            guard_state = guard_state.model_copy(update={"good": good})
+        self._guard = Guard(config.guard_sigmas, topology, guard_state)
         self._start(state)
 
     # What a training loop calls.
@@ -171,14 +170,13 @@ class SnipController:
             What `function` returns.
         """
         self._num_microbatches = kwargs.get("num_microbatches", 1)
-        if self._guard is not None:
-            self._guard.finish_loss()
+        self._guard.finish_loss()
         if self._solve.is_due(iteration):
             self._apply_solved(iteration)
         training = TrainingStep(function, kwargs)
-        wanted_at = None if self._guard is None else self._guard.state.refresh_at
         # A refresh out of turn may still be with the solver; its plan comes first.
-        part = self._schedule.part(iteration, wanted_at, may_begin=self._solve.pending is None)
+        may_begin, wanted_at = self._solve.pending is None, self._guard.state.refresh_at
+        part = self._schedule.part(iteration, wanted_at, may_begin)
         if part is None:
             self._follow_targets(iteration)
             return self._train(iteration, training)[0]
@@ -196,8 +194,7 @@ class SnipController:
         `step_s` is left out of an iteration that measured, was watched by the guard, or was the
         first under its plan or in this process.
         """
-        if self._guard is not None:
-            self._guard.finish_loss()
+        self._guard.finish_loss()
         if not self._is_timed:
             metrics = {name: value for name, value in metrics.items() if name != "step_s"}
         elif "step_s" in metrics:
@@ -232,7 +229,7 @@ class SnipController:
             history=tuple(self.history),
             refreshed=self._schedule.refreshed,
             pending=self._solve.pending,
-            guard=None if self._guard is None else self._guard.state,
+            guard=self._guard.state if self._guarded else None,
             statistics=self._refresher.mean,
             settings=reported_settings(self.config, str(self.model.backend)),
             target=self._planned_target,
@@ -256,11 +253,11 @@ class SnipController:
 
     def _train(self, iteration: int, training: TrainingStep) -> tuple[Results, bool]:
         """All ranks: run the forward-backward; return its results and whether it ran once only."""
-        if self._guard is not None and self._guard.is_watching:
-            return self._train_watched(iteration, training, self._guard)
+        if self._guard.is_watching:
+            return self._train_watched(iteration, training)
         self.model.runtime.begin_pass(iteration)
         results = training.run()
-        if self._guard is not None:
+        if self._guarded:
             self._guard.start_loss(results)
         return results, True
 
@@ -316,7 +313,7 @@ class SnipController:
         except (PlanningError, UsageError) as failure:  # the same on all ranks
             self._keep_plan(iteration, str(failure))
             return
-        if self._guard is not None and self._guard.refuses(plan):
+        if self._guard.refuses(plan):
             self._keep_plan(iteration, f"the guard reverted {plan.label} before")
             return
         num_changed = len(changed_linears(self.plan, plan))
@@ -326,7 +323,7 @@ class SnipController:
             self.model.apply(self.plan.linears)
             self._keep_plan(iteration, str(failure))
             return
-        if self._guard is not None and num_changed:
+        if num_changed and self._guarded:
             self._guard.plan_changed(self.plan)
         self.plan = plan
         self.history.append((iteration, plan.digest))
@@ -351,9 +348,7 @@ class SnipController:
 
     # A plan that the guard judges.
 
-    def _train_watched(
-        self, iteration: int, training: TrainingStep, guard: Guard
-    ) -> tuple[Results, bool]:
+    def _train_watched(self, iteration: int, training: TrainingStep) -> tuple[Results, bool]:
         """All ranks: run an iteration whose loss decides whether the current plan stays."""
         self._is_timed = False
 
@@ -363,21 +358,21 @@ class SnipController:
             return training.run()
 
         safe = self._plans.fallback(self.plan, iteration)
-        judged = guard.run_watched(training, self.plan, safe, run, self._optimizer)
+        judged = self._guard.run_watched(training, self.plan, safe, run, self._optimizer)
         if judged.message is not None:
             self._notify(iteration, "guard", judged.message)
         if judged.fallback is None:
             self.model.apply(self.plan.linears)
         else:
-            self._revert(iteration, judged.fallback, guard)
+            self._revert(iteration, judged.fallback)
         return judged.results, judged.message is None
 
-    def _revert(self, iteration: int, fallback: PrecisionPlan, guard: Guard) -> None:
+    def _revert(self, iteration: int, fallback: PrecisionPlan) -> None:
         """All ranks: the iteration ran under `fallback`, which is the plan from now on."""
         self._solve.drop()
         # A plan's iteration names its file; that of the plan it repeats is taken.
         plan = fallback.model_copy(update={"iteration": iteration})
-        guard.reverted(self.plan, plan, iteration)
+        self._guard.reverted(self.plan, plan, iteration)
         num_changed = len(changed_linears(self.plan, plan))
         before, self.plan = self.plan, plan
         self.history.append((iteration, plan.digest))
