@@ -32,7 +32,6 @@ from megatron_snip.linears.availability import resolve_formats
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.paired_evaluation import PairedEvaluation
-from megatron_snip.linears.precision_log import precision_table
 from megatron_snip.linears.training_step import ForwardBackward, Results, TrainingStep
 from megatron_snip.options import BF16
 from megatron_snip.pending_solve import PendingSolve
@@ -200,7 +199,10 @@ class SnipController:
         elif "step_s" in metrics:
             self._step_s.append(metrics["step_s"])
         self._is_timed = True
-        fraction = {"lowest_precision_fraction": self.lowest_precision_fraction}
+        bits = get_format(self.config.lowest_format).bits
+        shares = format_shares(self.plan.linears, self._plans.work).items()
+        lowest = sum(share for name, share in shares if get_format(name).bits == bits)
+        fraction = {"lowest_precision_fraction": lowest}
         self._report(iteration, Metrics(metrics | fraction | self._evaluated))
         self._evaluated = {}
 
@@ -241,13 +243,6 @@ class SnipController:
         self.model.uninstall()
         self._solve.close()
         self._reporter.close()
-
-    @property
-    def lowest_precision_fraction(self) -> float:
-        """Share of the linears' FLOPs in the lowest precision under the current plan."""
-        bits = get_format(self.config.lowest_format).bits
-        shares = format_shares(self.plan.linears, self._plans.work)
-        return sum(share for name, share in shares.items() if get_format(name).bits == bits)
 
     # A refresh, from measuring to the plan.
 
@@ -411,7 +406,7 @@ class SnipController:
 
     def _report_plan(self, iteration: int, num_changed: int, **more: Any) -> None:
         """All ranks: report the current plan and what every linear runs under it."""
-        table = precision_table(self.model.linears, self.plan, iteration, self._control)
+        table = self.model.resolved(self.plan, iteration)
         shares = format_shares(self.plan.linears, self._plans.work)
         event = PlanApplied(self.plan, shares, num_changed, resolved=table, **more)
         self._report(iteration, event)
