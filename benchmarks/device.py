@@ -33,7 +33,7 @@ from benchmarks.linear import forwards
 from benchmarks.machine import has_gpu, write_result
 from benchmarks.timing import said, seconds_by_turns
 from megatron_snip.matmul import matmul_fp32
-from megatron_snip.quantizers import error_norms
+from megatron_snip.quantizers.error_norms import error_norms
 
 GPU_SIDE, CPU_SIDE = 8192, 512
 """Rows and columns of what the ceilings are measured with."""

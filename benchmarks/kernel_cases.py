@@ -11,14 +11,10 @@ import torch
 
 from benchmarks.timing import said
 from megatron_snip.formats import FORMATS, Format
-from megatron_snip.quantizers import (
-    StochasticStream,
-    StreamKey,
-    error_norms,
-    quantize_dequantize,
-    quantize_dequantize_pair,
-)
+from megatron_snip.quantizers.error_norms import error_norms
+from megatron_snip.quantizers.quantize import quantize_dequantize, quantize_dequantize_pair
 from megatron_snip.quantizers.reference import Block
+from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
 from megatron_snip.types import Operand
 
 FP8, FP4 = FORMATS["fp8"], FORMATS["fp4"]

@@ -27,11 +27,11 @@ from rich.table import Table
 from benchmarks.machine import has_gpu, write_result
 from benchmarks.timing import seconds_by_turns
 from megatron_snip.linears.autograd import LinearCall, QuantizedLinear
+from megatron_snip.linears.runtime import QuantizedWeightCache
 from megatron_snip.linears.simulated_gemm import Cached, uncached
-from megatron_snip.linears.weight_cache import QuantizedWeightCache
 from megatron_snip.options import Option
 from megatron_snip.patches import cpu
-from megatron_snip.quantizers import StochasticStream, StreamKey
+from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
 
 Shape = tuple[int, int, int]
 """M tokens, K in_features, N out_features."""

@@ -35,7 +35,6 @@ from benchmarks.lab import Lab, open_lab
 from benchmarks.machine import RESULTS, append_row, has_gpu
 from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.quality_loss import (
-    QualitySettings,
     divergence_table,
     planning_problem,
 )
@@ -63,10 +62,8 @@ def iterate(lab: Lab, config: SnipConfig | None = None, part: int = 0) -> None:
         names = frozenset(linear.name for linear in linears[part % stride :: stride])
         table = lab.observed(arguments, config, names)
         lowest = config.lowest_format
-        quality = QualitySettings(
-            config.options, lowest, config.loss_divergence, config.weight_lambda
-        )
-        planning_problem(divergence_table(table, quality, warn=False), lowest, 0.75)
+        divergences = divergence_table(table, config.options, lowest, config, warn=False)
+        planning_problem(divergences, lowest, 0.75)
     lab.state.optimizer.step()
     lab.step += 1
 

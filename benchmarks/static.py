@@ -23,8 +23,8 @@ import torch
 
 from megatron_snip.formats import FORMATS
 from megatron_snip.kernels import launch
-from megatron_snip.quantizers import StochasticStream, StreamKey
 from megatron_snip.quantizers.quantize import _philox_arguments
+from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
 
 ROW, COL, SQUARE = (1, 128), (128, 1), (128, 128)
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -32,11 +32,10 @@ from megatron_snip.linears.availability import resolve_formats
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.paired_evaluation import PairedEvaluation
-from megatron_snip.linears.precision_log import precision_table
 from megatron_snip.linears.training_step import ForwardBackward, Results, TrainingStep
 from megatron_snip.options import BF16
 from megatron_snip.pending_solve import PendingSolve
-from megatron_snip.planning.plan import PrecisionPlan, changed_linears
+from megatron_snip.planning.plan import PrecisionPlan, changed_linears, format_shares
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
@@ -145,13 +144,12 @@ class SnipController:
         self._evaluated: dict[str, Any] = {}  # by the evaluation after the current iteration
         self._alerted: set[tuple[str, str]] = set(() if state is None else state.alerted)
         self._solve = PendingSolve(settings, self._control, solver)
-        self._guard: Guard | None = None
-        if config.guard and self._schedule.replans:
-            guard_state = None if state is None else state.guard
-            if guard_state is not None and guard_state.good is not None:
-                good = self._plans.runnable(guard_state.good, self._warn)
-                guard_state = guard_state.model_copy(update={"good": good})
-            self._guard = Guard(config.guard_sigmas, topology, guard_state)
+        self._guarded = config.guard and self._schedule.replans
+        guard_state = state.guard if state is not None and self._guarded else None
+        if guard_state is not None and guard_state.good is not None:
+            good = self._plans.runnable(guard_state.good, self._warn)
+            guard_state = guard_state.model_copy(update={"good": good})
+        self._guard = Guard(config.guard_sigmas, topology, guard_state)
         self._start(state)
 
     # What a training loop calls.
@@ -171,14 +169,13 @@ class SnipController:
             What `function` returns.
         """
         self._num_microbatches = kwargs.get("num_microbatches", 1)
-        if self._guard is not None:
-            self._guard.finish_loss()
+        self._guard.finish_loss()
         if self._solve.is_due(iteration):
             self._apply_solved(iteration)
         training = TrainingStep(function, kwargs)
-        wanted_at = None if self._guard is None else self._guard.state.refresh_at
         # A refresh out of turn may still be with the solver; its plan comes first.
-        part = self._schedule.part(iteration, wanted_at, may_begin=self._solve.pending is None)
+        may_begin, wanted_at = self._solve.pending is None, self._guard.state.refresh_at
+        part = self._schedule.part(iteration, wanted_at, may_begin)
         if part is None:
             self._follow_targets(iteration)
             return self._train(iteration, training)[0]
@@ -196,14 +193,16 @@ class SnipController:
         `step_s` is left out of an iteration that measured, was watched by the guard, or was the
         first under its plan or in this process.
         """
-        if self._guard is not None:
-            self._guard.finish_loss()
+        self._guard.finish_loss()
         if not self._is_timed:
             metrics = {name: value for name, value in metrics.items() if name != "step_s"}
         elif "step_s" in metrics:
             self._step_s.append(metrics["step_s"])
         self._is_timed = True
-        fraction = {"lowest_precision_fraction": self.lowest_precision_fraction}
+        bits = get_format(self.config.lowest_format).bits
+        shares = format_shares(self.plan.linears, self._plans.work).items()
+        lowest = sum(share for name, share in shares if get_format(name).bits == bits)
+        fraction = {"lowest_precision_fraction": lowest}
         self._report(iteration, Metrics(metrics | fraction | self._evaluated))
         self._evaluated = {}
 
@@ -232,7 +231,7 @@ class SnipController:
             history=tuple(self.history),
             refreshed=self._schedule.refreshed,
             pending=self._solve.pending,
-            guard=None if self._guard is None else self._guard.state,
+            guard=self._guard.state if self._guarded else None,
             statistics=self._refresher.mean,
             settings=reported_settings(self.config, str(self.model.backend)),
             target=self._planned_target,
@@ -245,22 +244,15 @@ class SnipController:
         self._solve.close()
         self._reporter.close()
 
-    @property
-    def lowest_precision_fraction(self) -> float:
-        """Share of the linears' FLOPs in the lowest precision under the current plan."""
-        bits = get_format(self.config.lowest_format).bits
-        shares = self._plans.shares(self.plan)
-        return sum(share for name, share in shares.items() if get_format(name).bits == bits)
-
     # A refresh, from measuring to the plan.
 
     def _train(self, iteration: int, training: TrainingStep) -> tuple[Results, bool]:
         """All ranks: run the forward-backward; return its results and whether it ran once only."""
-        if self._guard is not None and self._guard.is_watching:
-            return self._train_watched(iteration, training, self._guard)
+        if self._guard.is_watching:
+            return self._train_watched(iteration, training)
         self.model.runtime.begin_pass(iteration)
         results = training.run()
-        if self._guard is not None:
+        if self._guarded:
             self._guard.start_loss(results)
         return results, True
 
@@ -316,7 +308,7 @@ class SnipController:
         except (PlanningError, UsageError) as failure:  # the same on all ranks
             self._keep_plan(iteration, str(failure))
             return
-        if self._guard is not None and self._guard.refuses(plan):
+        if self._guard.refuses(plan):
             self._keep_plan(iteration, f"the guard reverted {plan.label} before")
             return
         num_changed = len(changed_linears(self.plan, plan))
@@ -326,11 +318,11 @@ class SnipController:
             self.model.apply(self.plan.linears)
             self._keep_plan(iteration, str(failure))
             return
-        if self._guard is not None and num_changed:
+        if num_changed and self._guarded:
             self._guard.plan_changed(self.plan)
         self.plan = plan
         self.history.append((iteration, plan.digest))
-        found = self._plans.shares(plan)
+        found = format_shares(plan.linears, self._plans.work)
         shares = ", ".join(f"{share:.1%} {name}" for name, share in found.items())
         times = ""
         if saving_s is not None:
@@ -351,9 +343,7 @@ class SnipController:
 
     # A plan that the guard judges.
 
-    def _train_watched(
-        self, iteration: int, training: TrainingStep, guard: Guard
-    ) -> tuple[Results, bool]:
+    def _train_watched(self, iteration: int, training: TrainingStep) -> tuple[Results, bool]:
         """All ranks: run an iteration whose loss decides whether the current plan stays."""
         self._is_timed = False
 
@@ -363,21 +353,21 @@ class SnipController:
             return training.run()
 
         safe = self._plans.fallback(self.plan, iteration)
-        judged = guard.run_watched(training, self.plan, safe, run, self._optimizer)
+        judged = self._guard.run_watched(training, self.plan, safe, run, self._optimizer)
         if judged.message is not None:
             self._notify(iteration, "guard", judged.message)
         if judged.fallback is None:
             self.model.apply(self.plan.linears)
         else:
-            self._revert(iteration, judged.fallback, guard)
+            self._revert(iteration, judged.fallback)
         return judged.results, judged.message is None
 
-    def _revert(self, iteration: int, fallback: PrecisionPlan, guard: Guard) -> None:
+    def _revert(self, iteration: int, fallback: PrecisionPlan) -> None:
         """All ranks: the iteration ran under `fallback`, which is the plan from now on."""
         self._solve.drop()
         # A plan's iteration names its file; that of the plan it repeats is taken.
         plan = fallback.model_copy(update={"iteration": iteration})
-        guard.reverted(self.plan, plan, iteration)
+        self._guard.reverted(self.plan, plan, iteration)
         num_changed = len(changed_linears(self.plan, plan))
         before, self.plan = self.plan, plan
         self.history.append((iteration, plan.digest))
@@ -416,8 +406,8 @@ class SnipController:
 
     def _report_plan(self, iteration: int, num_changed: int, **more: Any) -> None:
         """All ranks: report the current plan and what every linear runs under it."""
-        table = precision_table(self.model.linears, self.plan, iteration, self._control)
-        shares = self._plans.shares(self.plan)
+        table = self.model.resolved(self.plan, iteration)
+        shares = format_shares(self.plan.linears, self._plans.work)
         event = PlanApplied(self.plan, shares, num_changed, resolved=table, **more)
         self._report(iteration, event)
         self._is_timed, self._step_s = False, []

@@ -15,11 +15,7 @@ from typing import Any
 
 from megatron_snip.collectives import RemoteFailure, any_rank
 from megatron_snip.config import SnipConfig
-from megatron_snip.divergence.quality_loss import (
-    QualitySettings,
-    divergence_table,
-    planning_problem,
-)
+from megatron_snip.divergence.quality_loss import divergence_table, planning_problem
 from megatron_snip.formats import lowest_precision
 from megatron_snip.linears.availability import AvailableOptions
 from megatron_snip.linears.model import PlannedModel
@@ -125,6 +121,7 @@ class Refresher:
     Attributes:
         mean: running mean of the statistics, or None before the first measurement.
         schedule: which iterations measure what.
+        failure: why a part of the current refresh was not measured; the same on all ranks.
     """
 
     def __init__(
@@ -151,13 +148,8 @@ class Refresher:
         self._seed = seed
         self._dispatch = ExpertDispatch(model.chunks, topology)
         self._seconds = 0.0
-        self._failure: str | None = None
+        self.failure: str | None = None
         self._health: dict[str, LinearHealth] = {}
-
-    @property
-    def failure(self) -> str | None:
-        """Why a part of the current refresh was not measured; the same on all ranks."""
-        return self._failure
 
     def measure(
         self,
@@ -175,14 +167,14 @@ class Refresher:
             run: runs it; returns its results, and False if it had to run twice.
         """
         if part == 0:
-            self._seconds, self._failure, self._health = 0.0, None, {}
+            self._seconds, self.failure, self._health = 0.0, None, {}
         linears = self._model.all_linears
         names = frozenset(linear.name for linear in linears[part :: self.schedule.num_parts])
         try:
             weights = self._model.weights(names)
             sensitivities = gather_sensitivities(weights, self._optimizer, self._topology)
         except RemoteFailure as failure:
-            self._failure = self._failure or str(failure)
+            self.failure = self.failure or str(failure)
             return run()[0]
         formats = self._model.measured_formats(self._formats)
         settings = MeasureSettings(formats, iteration, self._seed, names)
@@ -201,7 +193,7 @@ class Refresher:
             )
             table = observer.table(linears, training.grad_scale(self._topology), loss, norms)
         except RemoteFailure as failure:
-            self._failure = self._failure or str(failure)
+            self.failure = self.failure or str(failure)
             return results
         if ran_once:
             self._seconds += observer.seconds
@@ -209,7 +201,7 @@ class Refresher:
             assert observer.health is not None
             self._health |= {linear.name: linear for linear in observer.health.linears}
         else:
-            self._failure = self._failure or "the guard ran this iteration twice"
+            self.failure = self.failure or "the guard ran this iteration twice"
         return results
 
     def measurement(self, target: float) -> Measurement:
@@ -218,8 +210,8 @@ class Refresher:
         c, options = self._config, self._available.options
         # Another format of as few bits stands in for a lowest precision that no linear can run.
         lowest = lowest_precision(self._formats).name
-        quality = QualitySettings(options, lowest, c.loss_divergence, c.weight_lambda)
-        divergences = divergence_table(self.mean, quality, warn=self._topology.rank == 0)
+        warn = self._topology.rank == 0
+        divergences = divergence_table(self.mean, options, lowest, c, warn)
         problem = planning_problem(divergences, lowest, target)
         problem = self._available.restrict(problem)
         linears = (self._health.get(linear.name) for linear in self.mean.linears)

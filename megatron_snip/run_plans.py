@@ -17,10 +17,11 @@ from megatron_snip.linears.calibrate import timed_options
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import BF16, Option
 from megatron_snip.pending_solve import from_rank_0
-from megatron_snip.planning.plan import PrecisionPlan, format_shares
-from megatron_snip.planning.planner import adapt_plan, bf16_plan, healing_problem, initial_plan
+from megatron_snip.planning.plan import PrecisionPlan, assigned_plan
+from megatron_snip.planning.planner import adapt_plan, healing_problem, initial_plan
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.state import ControllerState
+from megatron_snip.types import glob_matches
 
 
 class RunPlans:
@@ -77,9 +78,11 @@ class RunPlans:
         return found
 
     def fallback(self, plan: PrecisionPlan, iteration: int) -> PrecisionPlan:
-        """Return the plan that is BF16 but for pinned linears, which stay as in `plan`."""
-        pins = [glob for glob, _ in self._config.pin_pairs]
-        return bf16_plan(plan, pins, self.work, self._config.lowest_format, iteration)
+        """Return the guard's last resort: BF16 but for pinned linears, which stay as in `plan`."""
+        c, names = self._config, plan.linears
+        pinned = {name for glob, _ in c.pin_pairs for name in names if glob_matches(name, glob)}
+        linears = {name: o if name in pinned else BF16 for name, o in plan.linears.items()}
+        return assigned_plan(linears, self.work, c.lowest_format, "guard", iteration)
 
     def unmeasured(self, target: float) -> PlanningProblem:
         """Return the problem without quality losses, for policies that need none."""
@@ -111,10 +114,6 @@ class RunPlans:
         if heal_from is None or apply_at < heal_from or self._config.heal_order == "plan":
             return problem
         return healing_problem(problem, plan, self._config)
-
-    def shares(self, plan: PrecisionPlan) -> dict[str, float]:
-        """Return each format's share of the linears' FLOPs."""
-        return format_shares(plan.linears, self.work)
 
     def saving_s(self, plan: PrecisionPlan, num_microbatches: int) -> float | None:
         """Return the seconds that a plan saves of a step against BF16.

@@ -16,15 +16,17 @@ LinearKind = Literal["column", "row"]
 
 
 @dataclass(frozen=True)
-class TensorAxis:
-    """One tensor-parallel dimension: of the dense linears, or of the experts (ETP).
+class Axis:
+    """Ranks along one dimension of the layout.
 
-    A weight that is replicated on the tensor-parallel ranks has an axis of one shard. Its ranks
-    still differ: only rank 0 counts the weight.
+    Tensor axis (of the dense linears, or ETP of the experts): ranks that hold shards of a weight. A
+    weight that is replicated on them has an axis of one shard. Its ranks still differ: only rank 0
+    counts the weight. Data axis (DP x CP, or expert DP): ranks that hold the same weights and see
+    different tokens.
 
     Attributes:
-        rank: this rank's index among the tensor-parallel ranks.
-        size: number of shards; ranks are 0 .. size - 1 unless it is 1.
+        rank: this rank's index.
+        size: number of shards or replicas; ranks are 0 .. size - 1 unless it is 1.
         group: the process group, or None at size 1.
     """
 
@@ -36,21 +38,6 @@ class TensorAxis:
     def shard(self) -> int:
         """Index of the shard that is here, 0 .. size - 1."""
         return self.rank % self.size
-
-
-@dataclass(frozen=True)
-class DataAxis:
-    """Ranks that hold the same weights and see different tokens (DP x CP, or expert DP).
-
-    Attributes:
-        rank: this rank's index, 0 .. size - 1.
-        size: number of replicas.
-        group: the process group, or None at size 1.
-    """
-
-    rank: int = 0
-    size: int = 1
-    group: ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -76,15 +63,15 @@ class Topology:
     world_size: int = 1
     stage: int = 0
     num_stages: int = 1
-    tensor: TensorAxis = TensorAxis()
-    expert_tensor: TensorAxis = TensorAxis()
-    data: DataAxis = DataAxis()
-    expert_data: DataAxis = DataAxis()
+    tensor: Axis = Axis()
+    expert_tensor: Axis = Axis()
+    data: Axis = Axis()
+    expert_data: Axis = Axis()
     context: int = 1
     places: tuple[tuple[int, int], ...] = ((0, 0),)
     control: ProcessGroup | None = None
 
-    def data_axis(self, placement: Placement) -> DataAxis:
+    def data_axis(self, placement: Placement) -> Axis:
         """Ranks that hold the same weight as `placement` and see other tokens."""
         return self.data if placement.expert is None else self.expert_data
 
@@ -135,7 +122,7 @@ class Placement:
     kind: LinearKind
     in_features: int
     out_features: int
-    tensor: TensorAxis = TensorAxis()
+    tensor: Axis = Axis()
     num_chunks: int = 1
     expert: int | None = None
     num_active: float = 1.0

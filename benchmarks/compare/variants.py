@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.quality_loss import (
-    QualitySettings,
     divergence_table,
     planning_problem,
 )
@@ -118,8 +117,8 @@ def _healing_plans(problem: PlanningProblem, formats: Formats, order: str) -> li
 def snip_costs(table: StatisticsTable, formats: Formats) -> dict[Item, float]:
     """Return the quality loss of each item alone in the low format, all others in BF16."""
     single = {g: Option(*(formats.low if g == k else "bf16" for k in Gemm)) for g in Gemm}
-    settings = _quality((*single.values(), Option.uniform(formats.low)), formats)
-    rows = divergence_table(table, settings).linears
+    options = (*single.values(), Option.uniform(formats.low))
+    rows = divergence_table(table, options, formats.low, SnipConfig()).linears
     return {
         (row.name, g): math.inf if (loss := row.options[single[g]].quality_loss) is None else loss
         for row in rows
@@ -127,12 +126,7 @@ def snip_costs(table: StatisticsTable, formats: Formats) -> dict[Item, float]:
     }
 
 
-def _quality(options: tuple[Option, ...], formats: Formats) -> QualitySettings:
-    snip = SnipConfig(formats=(formats.high, formats.low))
-    return QualitySettings(options, formats.low, snip.loss_divergence, snip.weight_lambda)
-
-
 def _problem(table: StatisticsTable, formats: Formats, granularity: Granularity) -> PlanningProblem:
     options = enumerate_options((formats.high, formats.low), granularity)
-    divergences = divergence_table(table, _quality(options, formats))
+    divergences = divergence_table(table, options, formats.low, SnipConfig())
     return planning_problem(divergences, formats.low, formats.target)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_snip.config import LossDivergence
+from megatron_snip.config import LossDivergence, SnipConfig
 from megatron_snip.divergence.divergence import (
     absolute_error,
     finite_sum,
@@ -32,23 +32,6 @@ from megatron_snip.statistics.records import LinearStatistics, StatisticsTable
 from megatron_snip.topology import LinearInfo
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class QualitySettings:
-    """How the two divergences are combined.
-
-    Attributes:
-        options: what every linear may choose.
-        lowest_format: the lowest precision among the formats.
-        loss_estimator: see divergence.py.
-        weight_lambda: lambda.
-    """
-
-    options: tuple[Option, ...]
-    lowest_format: str
-    loss_estimator: LossDivergence
-    weight_lambda: float
 
 
 @dataclass(frozen=True)
@@ -76,7 +59,7 @@ class LinearDivergence:
 
     Attributes:
         statistics: of the linear.
-        options: by option, in the order of the settings.
+        options: by option, in the order of the options asked for.
     """
 
     statistics: LinearStatistics
@@ -114,35 +97,41 @@ class DivergenceTable:
 
 
 def divergence_table(
-    table: StatisticsTable, settings: QualitySettings, warn: bool = True
+    table: StatisticsTable,
+    options: Sequence[Option],
+    lowest_format: str,
+    config: SnipConfig,
+    warn: bool = True,
 ) -> DivergenceTable:
     """Compute every option's divergences and quality loss at every linear.
 
     Args:
         table: the statistics.
-        settings: how the two divergences are combined.
+        options: what every linear may choose.
+        lowest_format: the lowest precision among the formats.
+        config: `loss_divergence` and `weight_lambda` say how the divergences are combined.
         warn: whether to log what is forbidden; one rank of many is enough.
     """
-    lowest = Option.uniform(settings.lowest_format)
-    loss_sum = finite_sum(_loss(linear, lowest, settings) for linear in table.linears)
-    kappa = fprop_scale(table.linears, settings.lowest_format)
+    lowest, estimator = Option.uniform(lowest_format), config.loss_divergence
+    loss_sum = finite_sum(_loss(linear, lowest, estimator) for linear in table.linears)
+    kappa = fprop_scale(table.linears, lowest_format)
     weight_sum = finite_sum(_weight(linear, lowest, kappa) for linear in table.linears)
     rows = []
     for linear in table.linears:
-        options = {}
-        for option in settings.options:
-            loss, weight = _loss(linear, option, settings), _weight(linear, option, kappa)
+        found = {}
+        for option in options:
+            loss, weight = _loss(linear, option, estimator), _weight(linear, option, kappa)
             quality = _share(loss, loss_sum)
-            if settings.weight_lambda > 0:  # what does not count cannot forbid
-                quality += settings.weight_lambda * _share(weight, weight_sum)
-            options[option] = OptionDivergence(
+            if config.weight_lambda > 0:  # what does not count cannot forbid
+                quality += config.weight_lambda * _share(weight, weight_sum)
+            found[option] = OptionDivergence(
                 loss,
                 weight,
                 _allowed(quality, linear.name, option, warn),
                 _or_nan(absolute_error, linear, option),
                 _or_nan(relative_error, linear, option),
             )
-        rows.append(LinearDivergence(linear, options))
+        rows.append(LinearDivergence(linear, found))
     return DivergenceTable(table.iteration, tuple(rows))
 
 
@@ -211,8 +200,8 @@ def divergences_dict(table: DivergenceTable, statistics: StatisticsTable) -> dic
     return {**_without_nan(head), "linears": _without_nan(linears)}
 
 
-def _loss(linear: LinearStatistics, option: Option, settings: QualitySettings) -> float:
-    return _or_nan(loss_divergence, linear, option, settings.loss_estimator)
+def _loss(linear: LinearStatistics, option: Option, estimator: LossDivergence) -> float:
+    return _or_nan(loss_divergence, linear, option, estimator)
 
 
 def _weight(linear: LinearStatistics, option: Option, kappa: float) -> float:

@@ -21,7 +21,7 @@ from megatron_snip.linears import simulated_gemm
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.simulated_gemm import Cached, uncached
 from megatron_snip.options import Option
-from megatron_snip.quantizers import StochasticStream
+from megatron_snip.quantizers.stochastic import StochasticStream
 from megatron_snip.topology import Placement
 
 

@@ -46,7 +46,7 @@ from megatron_snip.planning.calibration import (
     CalibrationTable,
     read_calibration,
 )
-from megatron_snip.quantizers import StochasticStream, StreamKey
+from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
 from megatron_snip.types import Gemm, glob_matches, split_linear_name
 from megatron_snip.version import installed_version
 

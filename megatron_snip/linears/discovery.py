@@ -29,7 +29,7 @@ from megatron_snip.linears.te.modules import (
     weights_of,
 )
 from megatron_snip.log import warn_once, warn_once_per_job
-from megatron_snip.topology import DataAxis, LinearInfo, LinearKind, Placement, TensorAxis, Topology
+from megatron_snip.topology import Axis, LinearInfo, LinearKind, Placement, Topology
 from megatron_snip.types import linear_name, split_linear_name
 
 logger = logging.getLogger(__name__)
@@ -69,20 +69,20 @@ def current_topology() -> Topology:
         world_size=world,
         stage=parallel_state.get_pipeline_model_parallel_rank(),
         num_stages=parallel_state.get_pipeline_model_parallel_world_size(),
-        tensor=_axis(TensorAxis, tensor),
-        expert_tensor=_axis(TensorAxis, expert_tensor),
-        data=_axis(DataAxis, data),
-        expert_data=_axis(DataAxis, expert_data),
+        tensor=_axis(tensor),
+        expert_tensor=_axis(expert_tensor),
+        data=_axis(data),
+        expert_data=_axis(expert_data),
         context=int(parallel_state.get_context_parallel_world_size()),
         places=tuple((d, t) for d, t in gather_json([data.rank(), tensor.rank()], control)),
         control=control,
     )
 
 
-def _axis(kind: type[Any], group: dist.ProcessGroup | None) -> Any:
+def _axis(group: dist.ProcessGroup | None) -> Axis:
     if group is None or group.size() == 1:
-        return kind()
-    return kind(rank=group.rank(), size=group.size(), group=group)
+        return Axis()
+    return Axis(rank=group.rank(), size=group.size(), group=group)
 
 
 def find_linears(
@@ -162,7 +162,7 @@ def _placements(
     is_expert = experts[0] is not None
     tensor = topology.expert_tensor if is_expert else topology.tensor
     if is_replicated(module):
-        tensor = TensorAxis(rank=tensor.rank)  # one shard, which several ranks hold
+        tensor = Axis(rank=tensor.rank)  # one shard, which several ranks hold
     rows, cols = weights[0].shape
     gated = bool(config.gated_linear_unit) and name.endswith("linear_fc1")
     _warn_of_short_tiles((rows // 2 if gated else rows, cols), name, tensor)
@@ -189,7 +189,7 @@ def _first_local_expert(config: Any) -> int:
     return rank * (int(config.num_moe_experts) // size)
 
 
-def _warn_of_short_tiles(shape: tuple[int, int], name: str, tensor: TensorAxis) -> None:
+def _warn_of_short_tiles(shape: tuple[int, int], name: str, tensor: Axis) -> None:
     """Warn where tiles of 128 straddle shards: results then depend slightly on the layout."""
     if any(size % 128 for size in shape) and tensor.size > 1:
         warn_once_per_job(

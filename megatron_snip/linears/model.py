@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core.utils import get_model_config
 
+from megatron_snip.collectives import gather_json
 from megatron_snip.config import Backend
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import Format
@@ -19,8 +20,12 @@ from megatron_snip.linears.te.linear import FreshWeights, PlannedTELinear
 from megatron_snip.linears.te.modules import te_kind
 from megatron_snip.linears.te.simulated import SimulatedTELinear
 from megatron_snip.options import Option
+from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.statistics.sensitivity import PlannedWeight
 from megatron_snip.topology import LinearInfo, Placement, Topology
+
+PRECISION_VERSION = 2
+"""Of the schema of precision/<iteration>.json."""
 
 AnyLinear = PlannedLinear | PlannedTELinear | SimulatedTELinear
 
@@ -108,6 +113,47 @@ class PlannedModel:
             if name != "bf16"
         }
 
+    def resolved(self, plan: PrecisionPlan, iteration: int) -> dict[str, Any]:
+        """All ranks, after a plan was applied: return what all linears of the model resolved to.
+
+        It is the content of precision/<iteration>.json, with the linears in the plan's order. A
+        plan names options; the backend, the machine and Transformer Engine decide what runs:
+
+            option          what the plan gives the linear
+            recipe          what runs it: `megatron` (its own BF16 GEMMs), `simulated`, or
+                            Transformer Engine's recipe
+            backend         simulate or te
+            weight_storage  dtype of the parameter between steps, or the class of a quantized one
+
+        If the ranks or experts that hold a linear report different values, they are joined by
+        ` / `.
+
+        Args:
+            plan: the current one.
+            iteration: the first that runs under it.
+        """
+        own = [
+            [linear.name, str(linear.option), linear.recipe, linear.backend, _storage(weight)]
+            for linear in self.linears
+            for weight in linear.weights
+        ]
+        by_name: dict[str, list[list[str]]] = {}
+        for rank in gather_json(own, self.runtime.topology.control):
+            for name, *values in rank:
+                by_name.setdefault(name, []).append(values)
+        columns = ("option", "recipe", "backend", "weight_storage")
+        rows = []
+        for name in plan.linears:
+            values = (" / ".join(dict.fromkeys(each)) for each in zip(*by_name[name], strict=True))
+            rows.append({"name": name, **dict(zip(columns, values, strict=True))})
+        return {
+            "version": PRECISION_VERSION,
+            "iteration": iteration,
+            "plan_iteration": plan.iteration,
+            "plan_digest": plan.digest,
+            "linears": rows,
+        }
+
     def weights(self, names: frozenset[str] | None = None) -> dict[str, PlannedWeight]:
         """Return this rank's trained weights of the named linears, by instance, in model order."""
         return {
@@ -142,3 +188,9 @@ def _planned(
             "use --transformer-impl transformer_engine, or --snip-backend simulate"
         )
     return PlannedLinear(module, placements[0], runtime)
+
+
+def _storage(weight: torch.nn.Parameter) -> str:
+    """A parameter that Transformer Engine stores quantized is of a class of its own."""
+    kind = type(weight.data)
+    return str(weight.dtype).removeprefix("torch.") if kind is torch.Tensor else kind.__name__

@@ -21,12 +21,12 @@ from torch import Tensor
 from megatron_snip.formats import get_format
 from megatron_snip.matmul import LARGE_GEMM, matmul_fp32
 from megatron_snip.options import Option
-from megatron_snip.quantizers import (
-    StochasticStream,
+from megatron_snip.quantizers.quantize import (
     operand_block,
     quantize_dequantize_operand,
     quantize_dequantize_pair,
 )
+from megatron_snip.quantizers.stochastic import StochasticStream
 from megatron_snip.types import Gemm, Operand
 
 Cached = Callable[[Hashable, Callable[[], Tensor]], Tensor]

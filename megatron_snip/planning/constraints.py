@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_snip.config import PipelineBalance
 from megatron_snip.errors import InfeasiblePlanError, UsageError
 from megatron_snip.planning.cost import NOISE, CostTable, Floats, Ints, Mask, as_fraction
 from megatron_snip.planning.problem import parse_option
-from megatron_snip.planning.settings import Balance, PlanSettings
+from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.types import glob_matches, split_linear_name
 
 FORBIDDEN = "forbidden options"
@@ -134,7 +135,7 @@ class Constraints:
     table: CostTable
     cost: Floats
     target: float
-    balance: Balance
+    balance: PipelineBalance
     fixed: tuple[FixedOption, ...] = ()
 
     @cached_property

@@ -3,7 +3,6 @@
 make_plan         problem -> table -> constraints -> policy -> checked plan
 initial_plan      the plan that a run starts with
 adapt_plan        a plan of another machine or run, changed to what the linears can run
-bf16_plan         BF16 except for pinned linears: the guard's last resort
 restrict_problem  a problem without the options that linears cannot run
 healing_problem   a problem whose plans raise some GEMMs of a plan before the others
 """
@@ -200,15 +199,6 @@ def nearest_option(option: Option, candidates: Iterable[Option]) -> Option:
         return option
     fits = [o for o in options if all(a >= b for a, b in zip(_bits(o), _bits(option), strict=True))]
     return min(fits, key=lambda other: sum(_bits(other)))
-
-
-def bf16_plan(
-    plan: PrecisionPlan, pins: Iterable[str], work: Work, lowest_format: str, iteration: int
-) -> PrecisionPlan:
-    """Return `plan` with BF16 for every linear except those whose names match a glob of `pins`."""
-    pinned = {name for glob in pins for name in plan.linears if glob_matches(name, glob)}
-    linears = {name: o if name in pinned else BF16 for name, o in plan.linears.items()}
-    return assigned_plan(linears, work, lowest_format, "guard", iteration)
 
 
 def restrict_problem(problem: PlanningProblem, refusals: Refusals) -> PlanningProblem:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from megatron_snip.config import CostName, SnipConfig, explain
+from megatron_snip.config import CostName, PipelineBalance, SnipConfig, explain
 from megatron_snip.errors import UsageError
-
-Balance = Literal["none", "stage", "bottleneck"]
 
 _Count = Annotated[int, Field(ge=0)]
 
@@ -33,7 +31,7 @@ class PlanSettings(BaseModel):
     """Least efficiency; None takes the problem's target. The policies `uniform-OPTION` and `none`
     ignore target and balance."""
 
-    pipeline_balance: Balance = "none"
+    pipeline_balance: PipelineBalance = "none"
     """`none`: the target holds for the model. `stage`: the target holds in every pipeline stage.
     `bottleneck`: the slowest stage is made as fast as its pins allow, then the quality loss is
     minimized without making it slower. The target holds for the model. Stages with less work

@@ -51,7 +51,7 @@ class PlanApplied:
         num_changed: linears whose option changed.
         waited_s: seconds that training waited for the solver.
         resumed: whether a resumed run continues with its plan.
-        resolved: what every linear runs ({linear: ...}, see `linears/precision_log.py`).
+        resolved: what every linear runs ({linear: ...}, see `PlannedModel.resolved`).
         saving_s: seconds of a step that it is predicted to save against BF16, or None.
     """
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,18 +51,6 @@ HISTOGRAM_STRIDE = 8
 """A histogram counts every eighth feature of the sampled tokens, and of W every eighth row too."""
 
 _ULPS = 1 + 2.0**-20  # a scale's own rounding is no saturation
-
-
-class Sample(NamedTuple):
-    """What an observer adds up beside the statistics.
-
-    Attributes:
-        sums: [formats + 1, 3 operands, OPERAND_SUMS], FP32; adds over shards.
-        amax: [3], FP32, the largest magnitudes of this shard's X, W and G.
-    """
-
-    sums: Tensor
-    amax: Tensor
 
 
 def tile_counts(
@@ -132,7 +120,7 @@ def weight_norms(
     shards = adam_shards(optimizer)
     sharded, rate = is_sharded(optimizer), learning_rate(optimizer) or 0.0
     found: dict[str, Tensor] = {}
-    for instance, (placement, weight) in ((i, (p.placement, p.weight)) for i, p in weights.items()):
+    for instance, (placement, weight) in weights.items():
         rank, shard = topology.data_axis(placement).rank, shards.get(weight)
         if placement.tensor.size == 1 and placement.tensor.rank:  # a replicated weight
             continue
@@ -222,20 +210,24 @@ def _worst_experts(experts: Tensor, s: LinearStatistics) -> dict[HealthMeasure, 
 
 
 def health_table(
-    table: StatisticsTable, rows: tuple[Tensor, Tensor, Sequence[Tensor]], grad_scale: float
+    table: StatisticsTable,
+    sums: Tensor,
+    amax: Tensor,
+    experts: Sequence[Tensor],
+    grad_scale: float,
 ) -> HealthTable:
     """Return the health of the observed linears.
 
     Args:
         table: their statistics.
-        rows: of each linear over all ranks: NORMS numbers, then OPERAND_SUMS of each format and
-            operand; amax of X, W and G; its experts' rows (EXPERT_COLUMNS), or none.
+        sums: of each linear over all ranks: NORMS numbers, then OPERAND_SUMS of each format and
+            operand.
+        amax: likewise, of X, W and G.
+        experts: rows of each linear's experts (EXPERT_COLUMNS), or none.
         grad_scale: factor from G as the linear sees it to the gradient of the batch-mean loss.
     """
-    (sums, amax, experts), linears = rows, []
-    for row in zip(table.linears, sums, amax.tolist(), experts, strict=True):
-        if row[0].microbatches:
-            linears.append(_linear_health(*row, grad_scale))
+    rows = zip(table.linears, sums, amax.tolist(), experts, strict=True)
+    linears = (_linear_health(*row, grad_scale) for row in rows if row[0].microbatches)
     return HealthTable(table.iteration, tuple(linears))
 
 

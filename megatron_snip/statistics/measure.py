@@ -25,13 +25,9 @@ from torch.distributed import ProcessGroup
 from megatron_snip.collectives import sum_over
 from megatron_snip.formats import Format
 from megatron_snip.matmul import matmul_fp32
-from megatron_snip.quantizers import (
-    StochasticStream,
-    operand_block,
-    quantize_dequantize_operand,
-    rotated,
-)
-from megatron_snip.statistics.health import OPERAND_SUMS, Sample, magnitudes, tile_counts
+from megatron_snip.quantizers.quantize import operand_block, quantize_dequantize_operand, rotated
+from megatron_snip.quantizers.stochastic import StochasticStream
+from megatron_snip.statistics.health import OPERAND_SUMS, magnitudes, tile_counts
 from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.topology import LinearKind
 from megatron_snip.types import Gemm, Operand
@@ -66,24 +62,23 @@ class PartialSums(NamedTuple):
             and each eX of a column-parallel one: sums over the shards' part of the contraction.
         tokens: [2 + 2 F, S] |G_t|^2, |Y_t|^2, |eY_t|^2 and <G_t, eY_t>; column-parallel only.
         scalars: squared norms, in the order of `_scalar_names`.
-        health: its `sums` add over shards; its `amax` stays this shard's.
+        health: [1 + F, 3 operands, OPERAND_SUMS], see health.py; the operand itself comes last.
+        amax: [3] the largest magnitudes of this shard's X, W and G; they do not add.
     """
 
     products: Tensor
     tokens: Tensor | None
     scalars: Tensor
-    health: Sample
+    health: Tensor
+    amax: Tensor
 
     def summed(self, group: ProcessGroup) -> PartialSums:
         """All ranks of `group`: return the sums over the shards, in one exchange."""
-        own = [t for t in (*self[:3], self.health.sums) if t is not None]
+        own = [t for t in self[:4] if t is not None]
         flat = sum_over(torch.cat([t.reshape(-1) for t in own]), group)
-        pieces = torch.split(flat, [t.numel() for t in own])
-        products, *tokens, scalars, health = (
-            piece.view_as(t) for piece, t in zip(pieces, own, strict=True)
-        )
-        sample = Sample(health, self.health.amax)
-        return PartialSums(products, tokens[0] if tokens else None, scalars, sample)
+        pieces = iter(torch.split(flat, [t.numel() for t in own]))
+        summed = (None if t is None else next(pieces).view_as(t) for t in self[:4])
+        return PartialSums._make((*summed, self.amax))
 
     @classmethod
     def zeros(
@@ -97,7 +92,8 @@ class PartialSums(NamedTuple):
             new((1 + num, num_tokens, rows if kind == "row" else cols)),
             new((2 + 2 * num, num_tokens)) if kind == "column" else None,
             new(len(_scalar_names(kind, formats))),
-            Sample(new((num + 1, len(Operand), OPERAND_SUMS)), new(len(Operand))),
+            new((num + 1, len(Operand), OPERAND_SUMS)),
+            new(len(Operand)),
         )
 
 
@@ -172,9 +168,9 @@ def partial_sums(
     own = zip((x, w, g), Operand, strict=True)
     sums = torch.stack([*health, torch.stack([magnitudes(t, operand) for t, operand in own])])
     sums[:, 2 if kind == "row" else 0] /= num_shards
-    sample = Sample(sums, torch.stack(amaxes))
+    rest = torch.stack(scalars), sums, torch.stack(amaxes)
     if kind == "row":
-        return PartialSums(torch.stack(outputs), None, torch.stack(scalars), sample)
+        return PartialSums(torch.stack(outputs), None, *rest)
     tokens = torch.stack(
         [
             _token_squares(g),
@@ -182,7 +178,7 @@ def partial_sums(
             *(_token_products(g, error) for error in outputs[1:]),
         ]
     )
-    return PartialSums(torch.stack(input_grads), tokens, torch.stack(scalars), sample)
+    return PartialSums(torch.stack(input_grads), tokens, *rest)
 
 
 def totals(

@@ -26,14 +26,15 @@ from torch import Tensor
 
 from megatron_snip.collectives import one_line, sum_over
 from megatron_snip.formats import Format
-from megatron_snip.quantizers import StreamKey, grad_output_stream, needs_tensor_amax
-from megatron_snip.statistics.health import EXPERT_COLUMNS, NORMS, health_table
+from megatron_snip.quantizers.quantize import needs_tensor_amax
+from megatron_snip.quantizers.stochastic import StreamKey, grad_output_stream
+from megatron_snip.statistics.health import EXPERT_COLUMNS, NORMS
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.measure import Operands, PartialSums, partial_sums, totals
 from megatron_snip.statistics.records import COLUMNS, StatisticsTable
 from megatron_snip.statistics.reduce import num_columns, reduce_sums, table_columns
 from megatron_snip.statistics.sensitivity import Sensitivity
-from megatron_snip.topology import LinearInfo, Placement, TensorAxis, Topology
+from megatron_snip.topology import Axis, LinearInfo, Placement, Topology
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -105,7 +106,7 @@ class _Call:
 
     placement: Placement
     weight: Tensor
-    axis: TensorAxis
+    axis: Axis
     input_is_split: bool
     output_is_split: bool
 
@@ -160,6 +161,7 @@ class StepObserver:
         """
         self.failure: str | None = None
         self.seconds = 0.0
+        self.health: HealthTable | None = None
         self._settings = settings
         self._topology = topology
         self._sensitivities = sensitivities
@@ -170,7 +172,6 @@ class StepObserver:
         self._amax: dict[str, Tensor] = {}
         self._experts: dict[tuple[str, int], Tensor] = {}
         self._seen: set[str] = set()
-        self.health: HealthTable | None = None
 
     def observe(
         self,
@@ -226,28 +227,21 @@ class StepObserver:
 
         `norms` returns this rank's `health.weight_norms`.
         """
-        s = self._settings
-        control = self._topology.control
+        s, control = self._settings, self._topology.control
+        first = len(table_columns(s.formats))
         with self._timed():
             try:
-                self._add_norms(norms())
+                for name, values in norms().items():
+                    row = values.new_zeros(num_columns(s.formats))
+                    row[first : first + NORMS] = values
+                    _add_to(self._sums, name, row)
             except Exception as error:
                 self.failure = self.failure or f"{type(error).__name__}: {one_line(error)}"
             own = self._sums, self._amax, self._experts, self.failure
-            table, health = reduce_sums(
+            table, self.health = reduce_sums(
                 *own, s.formats, s.iteration, linears, grad_scale, loss, control
             )
-            self.health = health_table(table, health, grad_scale)
         return table
-
-    def _add_norms(self, norms: Mapping[str, Tensor]) -> None:
-        for name, values in norms.items():
-            row = self._sums.get(name)
-            if row is None:
-                row = values.new_zeros(num_columns(self._settings.formats))
-            first = len(table_columns(self._settings.formats))
-            row[first : first + NORMS] += values
-            self._sums[name] = row
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -307,31 +301,28 @@ class StepObserver:
     def _measure(self, call: _Call, sample: _Sample, grad: Tensor) -> None:
         """All ranks of the tensor axis: measure one linear on one microbatch."""
         placement, weight, formats = call.placement, call.weight, self._settings.formats
-        single, count = sample.num_single, len(sample.rows)
-        x = sample.input
-        g = self._try(
-            placement, lambda: _rows_of(grad, sample.rows, call.output_is_split, call.axis)
-        )
+        single, count, x = sample.num_single, len(sample.rows), sample.input
+        split = call.output_is_split
+        g = self._try(placement, lambda: _rows_of(grad, sample.rows, split, call.axis))
         # A rank that fails takes part in what its peers exchange, with zeros.
         x = weight.new_zeros((count, weight.shape[1])) if x is None else x
         g = weight.new_zeros((count, weight.shape[0])) if g is None else g
         if call.input_is_split:
             x = sum_over(x, call.axis.group)
-        if call.output_is_split:
+        if split:
             g = sum_over(g, call.axis.group)
         amax = self._shared_amax(call, sample, grad)
         operands = Operands(x[:single], weight, g[:single], x[single:], g[single:], amax)
         sums = self._try(placement, lambda: self._partial_sums(call, sample, operands))
         if sums is not None:
-            amax, name = sums.health.amax, placement.name
-            self._amax[name] = torch.maximum(self._amax[name], amax) if name in self._amax else amax
+            own = self._amax.get(placement.name, sums.amax)
+            self._amax[placement.name] = torch.maximum(own, sums.amax)
         if placement.tensor.group is not None:
             if sums is None:
                 sums = PartialSums.zeros(placement.kind, single, weight, formats)
             sums = sums.summed(placement.tensor.group)
         if sums is not None and placement.tensor.rank == 0:
-            found = totals(sums, placement.kind, g[:single], formats)
-            health = sums.health.sums
+            found, health = totals(sums, placement.kind, g[:single], formats), sums.health
             self._try(placement, lambda: self._add(call, sample, found, health))
 
     def _partial_sums(self, call: _Call, sample: _Sample, operands: Operands) -> PartialSums:
@@ -363,12 +354,15 @@ class StepObserver:
             known["update_square"] = 0.0 if sensitivity is None else sensitivity.update_square
         self._seen.add(instance)
         columns = table_columns(self._settings.formats)
-        numbers = [[_expansion(c, sample, share), known.get(c, 0.0)] for c in columns]
+        tokens, tiles = sample.expansions
+        expansion = {"tokens": tokens, "tiles": tiles, "weight": share, "all": 1.0}
+        numbers = [
+            [expansion[COLUMNS[c.rpartition(".")[2]].over], known.get(c, 0.0)] for c in columns
+        ]
         device = next(iter(found.values())).device
         factors, added = torch.tensor(numbers, dtype=torch.float64).to(device).unbind(1)
         zero = torch.zeros_like(added[0])
         row = torch.stack([found.get(c, zero) for c in columns]) * factors + added
-        tokens = sample.expansions[0]
         health = health.double() * health.new_tensor([tokens, share, tokens])[:, None]
         if (expert := call.placement.expert) is not None:
             own = torch.stack([row[columns.index(c)] for c in EXPERT_COLUMNS])
@@ -390,13 +384,7 @@ def _add_to(sums: dict[K, Tensor], key: K, row: Tensor) -> None:
     sums[key] = sums[key] + row if key in sums else row
 
 
-def _expansion(name: str, sample: _Sample, share: float) -> float:
-    single, tiles = sample.expansions
-    over = COLUMNS[name.rpartition(".")[2]].over
-    return {"tokens": single, "tiles": tiles, "weight": share}.get(over, 1.0)
-
-
-def _rows_of(matrix: Tensor, rows: Tensor, is_split: bool, axis: TensorAxis) -> Tensor:
+def _rows_of(matrix: Tensor, rows: Tensor, is_split: bool, axis: Axis) -> Tensor:
     """Return rows of a matrix; zeros for those of other ranks, where its rows are split."""
     if not is_split:
         return matrix[rows.to(matrix.device)]

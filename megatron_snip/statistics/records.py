@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from megatron_snip.config import explain
 from megatron_snip.errors import UsageError
+from megatron_snip.topology import LinearInfo
 
 T = TypeVar("T")
 
@@ -70,15 +71,10 @@ class FormatStatistics:
 
 
 @dataclass(frozen=True)
-class LinearStatistics:
+class LinearStatistics(LinearInfo):
     """Statistics of one linear (of all experts of a layer together, for a mixture of experts).
 
     Attributes:
-        name: layout-independent name.
-        stage: pipeline stage that holds it.
-        in_features: K, global.
-        out_features: N, global.
-        flops_per_token: FLOPs of its three GEMMs for one token.
         microbatches: microbatches observed, over all data ranks; 0 if none was.
         tokens: tokens in them.
         input_square: sum |X|^2.
@@ -91,11 +87,6 @@ class LinearStatistics:
         formats: by format name.
     """
 
-    name: str
-    stage: int
-    in_features: int
-    out_features: int
-    flops_per_token: float
     microbatches: float = _column("all")
     tokens: float = _column("all")
     input_square: float = _column()

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_snip.collectives import RemoteFailure, gather_json, one_line, sum_over
-from megatron_snip.statistics.health import EXPERT_COLUMNS, NORMS, OPERAND_SUMS
+from megatron_snip.statistics.health import EXPERT_COLUMNS, NORMS, OPERAND_SUMS, health_table
+from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.records import (
     BASE_COLUMNS,
     COLUMNS,
@@ -53,8 +54,8 @@ def reduce_sums(
     grad_scale: float,
     loss: float | None,
     control: ProcessGroup | None,
-) -> tuple[StatisticsTable, tuple[Tensor, Tensor, Sequence[Tensor]]]:
-    """All ranks: return the table of the model, the same on every rank.
+) -> tuple[StatisticsTable, HealthTable]:
+    """All ranks: return statistics and health of the model, the same on every rank.
 
     Args:
         sums: this rank's rows, by linear name; FP64 [num_columns], first those of `table_columns`.
@@ -67,9 +68,6 @@ def reduce_sums(
         grad_scale: factor from G as the linears see it to the gradient of the batch-mean loss.
         loss: of the iteration, the same on all ranks.
         control: a CPU group of all ranks, or None where there is one.
-
-    Returns:
-        The table; and for each linear the sums after its columns, amax, and its experts' rows.
 
     Raises:
         RemoteFailure: on every rank, if measuring failed on any.
@@ -105,7 +103,8 @@ def reduce_sums(
     batch_tokens = max((row["tokens"] / info.num_active for info, row in pairs), default=0.0)
     decoded = (_linear(info, row, formats, grad_scale, batch_tokens) for info, row in pairs)
     statistics = StatisticsTable(iteration, loss, tuple(decoded))
-    return statistics, (table[1:, len(columns) :], largest[:, :-1], torch.split(by_expert, counts))
+    rows = table[1:, len(columns) :], largest[:, :-1], torch.split(by_expert, counts)
+    return statistics, health_table(statistics, *rows, grad_scale)
 
 
 def _fill(table: Tensor, rows: Mapping[K, Tensor], keys: Sequence[K]) -> None:

@@ -16,18 +16,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_snip.collectives import attempt, sum_over
 from megatron_snip.statistics.optimizer_state import Shard, adam_shards, is_sharded
-from megatron_snip.topology import DataAxis, LinearKind, Placement, TensorAxis, Topology
+from megatron_snip.topology import Axis, LinearKind, Placement, Topology
 
 
-@dataclass(frozen=True)
-class PlannedWeight:
+class PlannedWeight(NamedTuple):
     """A weight of this rank that SNIP plans for.
 
     Attributes:
@@ -75,12 +74,12 @@ def gather_sensitivities(
         "reading the optimizer's state", lambda: _own_sums(weights, optimizer), topology.control
     )
     sharded = is_sharded(optimizer)
-    by_axes: dict[tuple[DataAxis, TensorAxis], list[str]] = defaultdict(list)
+    by_axes: dict[tuple[Axis, Axis], list[str]] = defaultdict(list)
     for instance, planned in weights.items():
-        data = topology.data_axis(planned.placement) if sharded else DataAxis()
+        data = topology.data_axis(planned.placement) if sharded else Axis()
         by_axes[data, planned.placement.tensor].append(instance)
     for (data, tensor), instances in by_axes.items():
-        _add([part for i in instances for part in sums[i].all_parts], data.group)
+        _add([part for i in instances for part in sums[i]], data.group)
         kinds = [weights[i].placement.kind for i in instances]
         parts = [p for i, kind in zip(instances, kinds, strict=True) for p in sums[i].shared(kind)]
         _add(parts, tensor.group)
@@ -92,8 +91,7 @@ def _own_sums(weights: Mapping[str, PlannedWeight], optimizer: Any) -> dict[str,
     return {i: _ShardSums.of(w.weight, shards.get(w.weight)) for i, w in weights.items()}
 
 
-@dataclass(frozen=True)
-class _ShardSums:
+class _ShardSums(NamedTuple):
     """Sums of 1 / D^2 over the elements whose moments are here, FP64.
 
     Attributes:
@@ -128,10 +126,6 @@ class _ShardSums:
                 cols[offset : offset + part.shape[1]] += part.sum(0, dtype=torch.float64)
                 at += part.numel()
         return cls(rows, cols, scalars)
-
-    @property
-    def all_parts(self) -> list[Tensor]:
-        return [self.rows, self.cols, self.scalars]
 
     def shared(self, kind: LinearKind) -> list[Tensor]:
         """What the shards of a linear have in common and must be added over them."""

@@ -19,7 +19,7 @@ from megatron_snip.linears.te.modules import (
     te_kind,
     weights_of,
 )
-from megatron_snip.topology import Placement, TensorAxis, Topology
+from megatron_snip.topology import Axis, Placement, Topology
 from tests.te.models import EXPERTS, build, ours
 
 IN_LAYER = {
@@ -28,7 +28,7 @@ IN_LAYER = {
     "mlp.linear_fc1": ("column", "TELayerNormColumnParallelLinear"),
     "mlp.linear_fc2": ("row", "TERowParallelLinear"),
 }
-SECOND_OF_TWO = Topology(rank=1, world_size=2, tensor=TensorAxis(1, 2))
+SECOND_OF_TWO = Topology(rank=1, world_size=2, tensor=Axis(1, 2))
 
 
 def found(**changes: Any) -> list[tuple[Any, list[Placement]]]:
@@ -128,7 +128,7 @@ def test_replicated_linears(caplog: pytest.LogCaptureFixture) -> None:
             prefix = f"decoder.layers.{i}"
             place = places[f"{prefix}.self_attention.linear_q_down_proj"]
             assert (place.in_features, place.out_features) == (64, 32)
-            assert (place.tensor, place.tensor.shard) == (TensorAxis(rank=1), 0)
+            assert (place.tensor, place.tensor.shard) == (Axis(rank=1), 0)
             assert places[f"{prefix}.mlp.linear_fc1"].tensor == SECOND_OF_TWO.tensor
             assert f"{prefix}.self_attention.linear_wk" in text
             for split in (False, True):

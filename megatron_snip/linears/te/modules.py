@@ -16,7 +16,7 @@ of the tokens, and Megatron adds the weight's gradients; else every rank does th
     Y_r = X_r W^T,  dW = sum_r G_r^T X_r        X = [X_0; X_1; ...], rows in the ranks' order
 
 An observer gathers the sampled tokens of X and G from all ranks, so that every rank measures the
-same, and rank 0 reports it (`topology.TensorAxis`). (Without sequence parallelism Megatron leaves
+same, and rank 0 reports it (`topology.Axis`). (Without sequence parallelism Megatron leaves
 the positional columns of latent attention's G unreduced over these ranks: rank 0's stand for them,
 as for its own gradient.)
 """

@@ -25,7 +25,8 @@ from megatron_snip.linears.megatron_linear import PlannedLinear
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.options import Option
 from megatron_snip.patches import cpu
-from megatron_snip.quantizers import StochasticStream, StreamKey, quantize_dequantize
+from megatron_snip.quantizers.quantize import quantize_dequantize
+from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
 from megatron_snip.topology import Placement, Topology
 from megatron_snip.types import Gemm, Operand
 from tests.distributed.workers.small_model import layout

@@ -33,7 +33,6 @@ from megatron_snip.formats import Format
 from megatron_snip.linears.availability import measured_format, this_machine
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.linears.precision_log import precision_table
 from megatron_snip.patches import cpu
 from megatron_snip.planning.plan import write_plan
 from megatron_snip.trainer import model as trainer_model
@@ -136,9 +135,7 @@ def _refresh(
         for module in modules if te else []:
             module.seen.clear()
         trainer.advance(2, hook)
-        table = precision_table(
-            hook.model.linears, hook.plan, 3, hook.model.runtime.topology.control
-        )
+        table = hook.model.resolved(hook.plan, 3)
         hook.close()
         names = [linear.name for linear in hook.model.linears]
         return {

@@ -12,7 +12,7 @@ from megatron_snip.options import Option
 from megatron_snip.planning.calibration import read_calibration
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.problem import write_problem
-from megatron_snip.quantizers import StochasticStream, StreamKey
+from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
 from megatron_snip.types import Gemm
 from tests.unit.planning.build import problem_of
 

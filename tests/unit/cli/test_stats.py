@@ -11,7 +11,6 @@ import pytest
 from megatron_snip.__main__ import main
 from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.quality_loss import (
-    QualitySettings,
     divergence_table,
     divergences_dict,
 )
@@ -23,12 +22,12 @@ from tests.unit.reporting.runs import Shape, config, write_run
 def run(tmp_path: Path) -> Path:
     """A run with refreshes at iterations 10 and 30, as the package itself writes them."""
     config = SnipConfig(formats=("fp8", "fp4"))
-    settings = QualitySettings(config.options, "fp4", "fisher", 0.1)
     statistics = table(linear(0), linear(1))
+    found = divergence_table(statistics, config.options, "fp4", config)
     folder = tmp_path / "run" / "divergences"
     folder.mkdir(parents=True)
     for iteration in (10, 30):
-        value = divergences_dict(divergence_table(statistics, settings), statistics)
+        value = divergences_dict(found, statistics)
         text = json.dumps({**value, "iteration": iteration})
         (folder / f"{iteration}.json").write_text(text)
     return tmp_path / "run"

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from megatron_snip.config import LossDivergence
+from megatron_snip.config import LossDivergence, SnipConfig
 from megatron_snip.divergence.quality_loss import (
-    QualitySettings,
+    DivergenceTable,
     divergence_table,
     divergences_dict,
     planning_problem,
     unmeasured_problem,
 )
-from megatron_snip.options import Option, enumerate_options
+from megatron_snip.options import Granularity, Option, enumerate_options
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.statistics.records import LinearStatistics
 from megatron_snip.topology import LinearInfo
@@ -26,13 +26,15 @@ from tests.unit.divergence.build import errors, linear, table
 FP8, FP4, BF16 = (Option.uniform(name) for name in ("fp8", "fp4", "bf16"))
 
 
-def settings(
+def divergences(
+    *rows: LinearStatistics,
     formats: tuple[str, ...] = ("fp8", "fp4"),
-    loss_divergence: LossDivergence = "fisher",
-    weight_lambda: float = 0.1,
-) -> QualitySettings:
-    options = enumerate_options(formats, "linear")
-    return QualitySettings(options, "fp4", loss_divergence, weight_lambda)
+    granularity: Granularity = "linear",
+    warn: bool = True,
+    **config: Any,
+) -> DivergenceTable:
+    options = enumerate_options(formats, granularity)
+    return divergence_table(table(*rows), options, "fp4", SnipConfig(**config), warn)
 
 
 def two() -> list[LinearStatistics]:
@@ -43,7 +45,7 @@ def two() -> list[LinearStatistics]:
 
 
 def test_q_is_each_part_over_its_sum_under_the_lowest_precision() -> None:
-    found = divergence_table(table(*two()), settings())
+    found = divergences(*two())
     first, second = found.linears
     each = math.sqrt(4 * math.sqrt(2) * 64 + 64 / 8 + 64)
     loss_sum, weight_sum = 7.0 * (16 + 48), each * (16 + 48)
@@ -60,9 +62,7 @@ def test_q_is_each_part_over_its_sum_under_the_lowest_precision() -> None:
 def test_the_uniform_lowest_plan_costs_one_plus_lambda(
     loss_divergence: LossDivergence, weight_lambda: float
 ) -> None:
-    found = divergence_table(
-        table(*two()), settings(("fp8", "fp4"), loss_divergence, weight_lambda)
-    )
+    found = divergences(*two(), loss_divergence=loss_divergence, weight_lambda=weight_lambda)
     total = sum(row.options[FP4].quality_loss or math.nan for row in found.linears)
     assert total == pytest.approx(1.0 + weight_lambda)
 
@@ -70,7 +70,7 @@ def test_the_uniform_lowest_plan_costs_one_plus_lambda(
 def test_units_of_loss_and_gradients_do_not_matter() -> None:
     def scaled(factor: float) -> list[float | None]:
         rows = [linear(i, fp8=errors(factor), fp4=errors((4 + i) * factor)) for i in range(3)]
-        found = divergence_table(table(*rows), settings())
+        found = divergences(*rows)
         return [d.quality_loss for row in found.linears for d in row.options.values()]
 
     assert scaled(1.0) == pytest.approx(scaled(1e-9))
@@ -85,32 +85,32 @@ def test_what_is_not_finite_is_forbidden_by_name(
     rows = two()
     rows[0] = linear(0, fp8=errors(1.0, **bad), fp4=errors(16.0))
     with caplog.at_level(logging.WARNING):
-        found = divergence_table(table(*rows), settings())
+        found = divergences(*rows)
     assert found.linears[0].options[FP8].quality_loss is None
     others = [found.linears[0].options[FP4], *found.linears[1].options.values()]
     assert all(d.quality_loss is not None and math.isfinite(d.quality_loss) for d in others)
     (record,) = caplog.records
     assert "option fp8 is forbidden for decoder.layers.0.mlp.linear_fc2" in record.getMessage()
-    divergence_table(table(*rows), settings(), warn=False)
+    divergences(*rows, warn=False)
     assert len(caplog.records) == 1  # one rank warns
 
 
 def test_formats_and_linears_that_were_not_measured_are_forbidden() -> None:
     never = LinearStatistics("decoder.layers.7.mlp.linear_fc1", 0, 128, 128, 1.0)
     rows = [linear(0, fp8=errors(1.0)), two()[1], never]
-    found = divergence_table(table(*rows), settings(("bf16", "fp8", "fp4")))
+    found = divergences(*rows, formats=("bf16", "fp8", "fp4"))
     assert found.linears[0].options[FP4].quality_loss is None
     assert found.linears[0].options[FP8].quality_loss is not None
     measured = dict.fromkeys(("fp8", "fp4"), errors(0.0))
     zeros = LinearStatistics("decoder.layers.8.mlp.linear_fc1", 0, 128, 128, 1.0, formats=measured)
-    found = divergence_table(table(*two(), zeros), settings(("bf16", "fp8", "fp4")))
+    found = divergences(*two(), zeros, formats=("bf16", "fp8", "fp4"))
     unseen = found.linears[2].options  # no backward reached it: zeros are no measurement
     assert [unseen[o].quality_loss for o in (BF16, FP8, FP4)] == [0.0, None, None]
 
 
 def test_where_nothing_is_hurt_everything_is_free() -> None:
     rows = [linear(i, fp8=errors(0.0), fp4=errors(0.0)) for i in range(2)]
-    found = divergence_table(table(*rows), settings(("bf16", "fp8", "fp4")))
+    found = divergences(*rows, formats=("bf16", "fp8", "fp4"))
     values = [d.quality_loss for row in found.linears for d in row.options.values()]
     assert values == [0.0] * 6
 
@@ -119,15 +119,13 @@ def test_where_nothing_is_hurt_everything_is_free() -> None:
 def test_the_planner_accepts_the_problem(granularity: Any) -> None:
     rows = two()
     rows[0] = linear(0, fp8=errors(1.0, fisher=math.nan), fp4=errors(16.0))
-    options = enumerate_options(("fp8", "fp4"), granularity)
-    chosen = QualitySettings(options, "fp4", "fisher", 0.1)
-    found = divergence_table(table(*rows), chosen)
+    found = divergences(*rows, granularity=granularity)
     problem = planning_problem(found, "fp4", target=0.75)
     assert PlanningProblem.from_dict(json.loads("".join(problem.json_lines()))) == problem
     assert problem.names == tuple(row.name for row in rows)
     assert [row.stage for row in problem.linears] == [0, 1]
     first = problem.linears[0].options
-    assert list(first) == [str(option) for option in options]
+    assert list(first) == list(map(str, enumerate_options(("fp8", "fp4"), granularity)))
     assert first["fp8"].quality_loss is None
     assert (first["fp8"].saving, first["fp4"].saving) == (0.0, 1.0)
     if granularity == "gemm":
@@ -147,7 +145,7 @@ def test_before_anything_is_measured_all_is_free() -> None:
 def test_the_record_holds_divergences_and_statistics_without_nan() -> None:
     rows = [linear(0, fp8=errors(1.0, fisher=math.nan), fp4=errors(16.0))]
     statistics = table(*rows)
-    found = divergences_dict(divergence_table(statistics, settings(), warn=False), statistics)
+    found = divergences_dict(divergences(*rows, warn=False), statistics)
     again = json.loads(json.dumps(found, allow_nan=False))
     assert (again["version"], again["iteration"], again["loss"]) == (2, 30, 2.5)
     (row,) = again["linears"]
@@ -162,9 +160,8 @@ def test_the_record_holds_divergences_and_statistics_without_nan() -> None:
 
 def test_a_weight_divergence_that_does_not_count_forbids_nothing() -> None:
     found = linear(fp4=errors(1.0, local_square=math.nan), fp8=errors(1.0))
-    settings = QualitySettings((Option.uniform("fp4"),), "fp4", "fisher", 0.0)
-    (row,) = divergence_table(table(found), settings).linears
-    assert row.options[Option.uniform("fp4")].quality_loss == 1.0
+    (row,) = divergences(found, weight_lambda=0.0).linears
+    assert row.options[FP4].quality_loss == 1.0
 
 
 def test_of_formats_with_as_few_bits_the_first_is_the_lowest() -> None:
@@ -172,8 +169,8 @@ def test_of_formats_with_as_few_bits_the_first_is_the_lowest() -> None:
         linear(i, fp8=errors(1.0), fp4=errors(4.0 + i), mxfp4=errors(2.0), nvfp4=errors(3.0))
         for i in (0, 1)
     ]
-    found = divergence_table(table(*rows), settings(("fp8", "fp4", "mxfp4", "nvfp4")))
+    found = divergences(*rows, formats=("fp8", "fp4", "mxfp4", "nvfp4"))
     assert found.of_lowest() == [one.options[FP4] for one in found.linears]
-    by_gemm = QualitySettings((Option.parse("fp8-fp4-fp4"),), "fp4", "fisher", 0.1)
-    (only, _) = divergence_table(table(*rows), by_gemm).linears
-    assert divergence_table(table(*rows), by_gemm).of_lowest()[0] in only.options.values()
+    mixed = Option.parse("fp8-fp4-fp4")
+    by_gemm = divergence_table(table(*rows), (mixed,), "fp4", SnipConfig())
+    assert by_gemm.of_lowest()[0] == by_gemm.linears[0].options[mixed]

@@ -9,15 +9,13 @@ import torch
 
 from megatron_snip.formats import FORMATS
 from megatron_snip.kernels import launch
-from megatron_snip.quantizers import (
-    ColumnMap,
-    StochasticStream,
-    StreamKey,
-    error_norms,
+from megatron_snip.quantizers.error_norms import error_norms
+from megatron_snip.quantizers.quantize import (
+    _philox_arguments,
     quantize_dequantize,
     quantize_dequantize_pair,
 )
-from megatron_snip.quantizers.quantize import _philox_arguments
+from megatron_snip.quantizers.stochastic import ColumnMap, StochasticStream, StreamKey
 from megatron_snip.types import Operand
 from tests.unit.quantizers.oracle import SCALED
 

@@ -28,8 +28,8 @@ from benchmarks.static import (
     table,
 )
 from megatron_snip.kernels import launch
-from megatron_snip.quantizers import StochasticStream
 from megatron_snip.quantizers.quantize import _philox_arguments
+from megatron_snip.quantizers.stochastic import StochasticStream
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

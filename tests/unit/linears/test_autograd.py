@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from megatron_snip.linears.autograd import LinearCall, QuantizedLinear
 from megatron_snip.matmul import matmul_fp32
 from megatron_snip.options import Option
-from megatron_snip.quantizers import StochasticStream, StreamKey, quantize_dequantize_operand
+from megatron_snip.quantizers.quantize import quantize_dequantize_operand
+from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
 from megatron_snip.types import Gemm, Operand
 
 STREAM = StochasticStream(StreamKey(0, "linear", 0, 0))

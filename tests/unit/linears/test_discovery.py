@@ -8,7 +8,7 @@ import torch
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.discovery import current_topology, find_linears, global_linears
 from megatron_snip.log import forget_warnings
-from megatron_snip.topology import Placement, TensorAxis, Topology
+from megatron_snip.topology import Axis, Placement, Topology
 from tests.unit.linears.conftest import MakeModel
 
 IN_LAYER = (
@@ -99,7 +99,7 @@ def test_a_linear_that_is_claimed_twice_is_refused() -> None:
 def test_shards_that_cut_tiles_are_warned_of_once(
     make_model: MakeModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    two = Topology(tensor=TensorAxis(0, 2))
+    two = Topology(tensor=Axis(0, 2))
     forget_warnings()
     find_linears([make_model(hidden_size=128, ffn_hidden_size=128)], two)
     assert caplog.records == []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
@@ -19,6 +22,7 @@ from megatron_snip.options import BF16, Option
 from megatron_snip.statistics.observer import MeasureSettings, StepObserver
 from megatron_snip.topology import Topology
 from tests.unit.linears.conftest import MakeModel
+from tests.unit.planning.build import plan_of
 
 FP8 = Option.uniform("fp8")
 
@@ -98,3 +102,30 @@ def test_encoders_are_measured_and_run_their_plan(make_model: MakeModel, kind: s
     assert loss() != wanted and loss().item() == pytest.approx(wanted.item(), rel=0.2)
     model.apply({info.name: BF16 for info in model.all_linears})
     assert loss() == wanted
+
+
+class Stored(torch.Tensor):
+    """As Transformer Engine's tensors that are stored quantized."""
+
+
+def test_what_linears_resolved_to_follows_the_plan(make_model: MakeModel) -> None:
+    model = PlannedModel([make_model()], Topology(), seed=0)
+    names = [info.name for info in model.all_linears]
+    plan = plan_of({name: "fp4" if name.endswith("fc1") else "bf16" for name in names})
+    model.apply(plan.linears)
+    model.linears.reverse()
+    table = model.resolved(plan, 7)
+    rows = table.pop("linears")
+    header = {"version": 2, "iteration": 7, "plan_iteration": 0, "plan_digest": plan.digest}
+    assert table == header and [row["name"] for row in rows] == names
+    for row in rows:
+        expected = ("fp4", "simulated") if row["name"].endswith("fc1") else ("bf16", "megatron")
+        assert (row["option"], row["recipe"]) == expected
+        assert (row["backend"], row["weight_storage"]) == ("simulate", "float32")
+    other: Any = SimpleNamespace(name=names[0], option=BF16, recipe="mxfp8")
+    weights = (torch.zeros(1), torch.zeros(1).as_subclass(Stored))
+    other.backend, other.weights = "te", [SimpleNamespace(data=w, dtype=w.dtype) for w in weights]
+    model.linears.append(other)  # another rank's or expert's differs
+    row = model.resolved(plan, 7)["linears"][0]
+    assert (row["recipe"], row["backend"]) == ("megatron / mxfp8", "simulate / te")
+    assert row["weight_storage"] == "float32 / Stored"

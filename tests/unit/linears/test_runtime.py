@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_snip.linears.runtime import Runtime
-from megatron_snip.topology import DataAxis, Placement, Topology
+from megatron_snip.topology import Axis, Placement, Topology
 
 PLACEMENT = Placement("decoder.layers.0.mlp.linear_fc2", 0, "row", 64, 48)
 OBSERVER: Any = object()
@@ -28,7 +28,7 @@ def test_an_observer_watches_within_its_block_whatever_happens() -> None:
 
 def test_streams_count_microbatches_over_data_ranks() -> None:
     def key(rank: int, microbatch: int, step: int = 4) -> Any:
-        runtime = Runtime(Topology(data=DataAxis(rank, 3), expert_data=DataAxis(rank, 2)), seed=9)
+        runtime = Runtime(Topology(data=Axis(rank, 3), expert_data=Axis(rank, 2)), seed=9)
         runtime.begin_pass(step)
         return runtime.stream(PLACEMENT, microbatch).key
 
@@ -37,6 +37,6 @@ def test_streams_count_microbatches_over_data_ranks() -> None:
 
 
 def test_experts_count_over_their_own_data_ranks() -> None:
-    topology = Topology(data=DataAxis(2, 4), expert_data=DataAxis(1, 2))
+    topology = Topology(data=Axis(2, 4), expert_data=Axis(1, 2))
     expert = Placement("decoder.layers.0.mlp.experts.linear_fc2", 0, "row", 64, 48, expert=5)
     assert Runtime(topology, seed=0).stream(expert, 3).key.microbatch == 7

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_snip.linears.weight_cache import QuantizedWeightCache
+from megatron_snip.linears.runtime import QuantizedWeightCache
 
 
 class Used:

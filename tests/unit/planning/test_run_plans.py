@@ -1,6 +1,7 @@
 """The first plan of a run, and plans and problems changed to what the linears can run."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +13,12 @@ from megatron_snip.options import BF16, Option, enumerate_options
 from megatron_snip.planning.plan import write_plan
 from megatron_snip.planning.planner import (
     adapt_plan,
-    bf16_plan,
     initial_plan,
     nearest_option,
     restrict_problem,
 )
+from megatron_snip.run_plans import RunPlans
+from megatron_snip.topology import LinearInfo, Topology
 from tests.unit.planning.build import name_of, options_of, plan_of, problem_of
 
 FP8, FP4, NVFP4, MXFP8 = map(Option.uniform, ("fp8", "fp4", "nvfp4", "mxfp8"))
@@ -86,8 +88,14 @@ def test_the_nearest_option_has_the_fewest_bits_with_enough_in_every_gemm() -> N
     assert nearest_option(MXFP8, (FP8, BF16)) == FP8
 
 
-def test_the_bf16_plan_leaves_pinned_linears() -> None:
-    plan = bf16_plan(plan_of(["fp4", "fp8", "fp4"]), ["*.layers.[12].*"], WORK, "fp4", 9)
+def test_the_guards_last_resort_leaves_pinned_linears() -> None:
+    infos = [LinearInfo(name, stage, 1, 1, flops) for name, (stage, flops) in WORK.items()]
+    model: Any = SimpleNamespace(
+        all_linears=infos, runtime=SimpleNamespace(topology=Topology()), backend="simulate"
+    )
+    config = SnipConfig(pins=("*.layers.[12].*=fp8",), collect_only=True)
+    plans = RunPlans(config, model, None, None)
+    plan = plans.fallback(plan_of(["fp4", "fp8", "fp4"]), 9)
     assert options_of(plan) == ["bf16", "fp8", "fp4"]
     assert (plan.policy, plan.iteration, plan.efficiency) == ("guard", 9, 0.5)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_snip.formats import FORMATS
-from megatron_snip.quantizers import quantize_dequantize
+from megatron_snip.quantizers.quantize import quantize_dequantize
 
 mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
 nvfp4_tensor = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron_snip.formats import FORMATS
-from megatron_snip.quantizers import error_norms, quantize_dequantize
+from megatron_snip.quantizers.error_norms import error_norms
+from megatron_snip.quantizers.quantize import quantize_dequantize
 
 SPECS = ((FORMATS["fp8"], (1, 128)), (FORMATS["fp4"], (128, 1)), (FORMATS["nvfp4"], (1, 16)))
 

@@ -7,9 +7,7 @@ import torch
 from scipy.linalg import hadamard
 
 from megatron_snip.formats import FORMATS
-from megatron_snip.quantizers import (
-    rotated,
-)
+from megatron_snip.quantizers.quantize import rotated
 from megatron_snip.types import Gemm
 
 

@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from megatron_snip.formats import FORMATS
-from megatron_snip.quantizers import (
-    StochasticStream,
-    StreamKey,
+from megatron_snip.quantizers.quantize import (
     is_stochastic,
     operand_block,
     quantize_dequantize,
@@ -17,6 +15,7 @@ from megatron_snip.quantizers import (
     quantize_dequantize_pair,
     rotated,
 )
+from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
 from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand
 from tests.unit.quantizers import oracle
 from tests.unit.quantizers.oracle import SCALED

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_snip.quantizers import grad_output_stream
 from megatron_snip.quantizers.stochastic import (
     StochasticStream,
     StreamKey,
+    grad_output_stream,
     random_bits16,
 )
-from megatron_snip.topology import LinearKind, Placement, TensorAxis
+from megatron_snip.topology import Axis, LinearKind, Placement
 from megatron_snip.types import Gemm, Operand
 
 KEY = StreamKey(seed=1, linear="decoder.layers.3.mlp.linear_fc1", iteration=7, microbatch=2)
@@ -87,7 +87,7 @@ def test_any_part_of_the_tensor_draws_the_same(cols):
         assert torch.equal(part, full[rows.start : rows.stop, span.start : span.stop])
 
 
-def grad_bits(kind: LinearKind, axis: TensorAxis, num_chunks: int, features: int) -> torch.Tensor:
+def grad_bits(kind: LinearKind, axis: Axis, num_chunks: int, features: int) -> torch.Tensor:
     name = "decoder.layers.1.mlp.linear_fc1"
     place = Placement(name, 0, kind, 64, features, axis, num_chunks)
     cols = features // axis.size if kind == "column" else features
@@ -99,10 +99,10 @@ def grad_bits(kind: LinearKind, axis: TensorAxis, num_chunks: int, features: int
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("num_chunks", [1, 2])
 def test_tensor_parallel_shards_draw_their_part_of_the_tensor(features, size, num_chunks):
-    full = grad_bits("column", TensorAxis(), num_chunks, features)
+    full = grad_bits("column", Axis(), num_chunks, features)
     for rank in range(size):
         wanted = torch.cat([c.chunk(size, 1)[rank] for c in full.chunk(num_chunks, 1)], 1)
-        axis = TensorAxis(rank, size)
+        axis = Axis(rank, size)
         assert torch.equal(grad_bits("column", axis, num_chunks, features), wanted)
         assert torch.equal(grad_bits("row", axis, num_chunks, features), full)
-    assert torch.equal(grad_bits("column", TensorAxis(rank=1), num_chunks, features), full)
+    assert torch.equal(grad_bits("column", Axis(rank=1), num_chunks, features), full)

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from megatron_snip.formats import get_format
-from megatron_snip.quantizers import grad_output_stream, quantize_dequantize_operand
+from megatron_snip.quantizers.quantize import quantize_dequantize_operand
+from megatron_snip.quantizers.stochastic import grad_output_stream
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.observer import MeasureSettings, StepObserver
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.sensitivity import Sensitivity
-from megatron_snip.topology import DataAxis, Placement, TensorAxis, Topology
+from megatron_snip.topology import Axis, Placement, Topology
 from megatron_snip.types import Gemm, Operand
 
 FORMATS = {name: get_format(name) for name in ("fp8", "fp4")}
@@ -200,5 +201,5 @@ def axis_topology(rank: int, size: int, group: Any, axis: str) -> Topology:
     """A topology of `size` ranks along one axis."""
     common: dict[str, Any] = {"rank": rank, "world_size": size, "control": group}
     if axis == "tensor":
-        return Topology(tensor=TensorAxis(rank, size, group), **common)
-    return Topology(data=DataAxis(rank, size, group), **common)
+        return Topology(tensor=Axis(rank, size, group), **common)
+    return Topology(data=Axis(rank, size, group), **common)

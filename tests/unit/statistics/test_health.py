@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_snip.formats import ScaleType, get_format
-from megatron_snip.quantizers import operand_block, quantize_dequantize
+from megatron_snip.quantizers.quantize import operand_block, quantize_dequantize
 from megatron_snip.statistics.health import tile_counts
 from megatron_snip.statistics.health_table import HealthTable, LinearHealth
 from megatron_snip.statistics.observer import MeasureSettings, StepObserver

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_snip.collectives import RemoteFailure
 from megatron_snip.statistics import observer as observer_module
 from megatron_snip.statistics.observer import MeasureSettings, StepObserver, TokenPart
-from megatron_snip.topology import DataAxis, Placement, Topology
+from megatron_snip.topology import Axis, Placement, Topology
 from tests.unit.statistics.equations import FORMATS, NAME, SEED, STEP, Toy, largest_error, row_of
 
 ALL = MeasureSettings(FORMATS, STEP, SEED, all_tokens=True)
@@ -137,7 +137,7 @@ def test_tokens_of_several_senders_are_measured_as_microbatches_of_their_own() -
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
     place_of = order.argsort()
     parts = [TokenPart(0, place_of[:128]), TokenPart(1, place_of[128:])]
-    topology = Topology(data=DataAxis(0, 2))
+    topology = Topology(data=Axis(0, 2))
     place = Placement(NAME, 0, "column", 256, 512, expert=3)
     observer = StepObserver(ALL, topology, {}, lambda placement, rows: parts)
     weight = toy.weight.clone().requires_grad_()

@@ -36,7 +36,7 @@ def gathered(
 ) -> Any:
     """Add the sums of several ranks' shards, as a distributed optimizer's data ranks do."""
     parts = [module._ShardSums.of(planned.weight, each) for each in shards]
-    sums = [sum(tensors) for tensors in zip(*(p.all_parts for p in parts), strict=True)]
+    sums = [sum(tensors) for tensors in zip(*parts, strict=True)]
     total = module._ShardSums(*sums)
     monkeypatch.setattr(module, "_own_sums", lambda *_: {planned.placement.instance: total})
     weights = {planned.placement.instance: planned}
