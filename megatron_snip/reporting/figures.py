@@ -262,7 +262,7 @@ def health_maps(tables: Sequence[HealthTable]) -> Figure:
         tables: with at least one linear each; panels of a measure share one scale.
     """
     grid = linear_grid(linear.name for linear in tables[-1].linears)
-    measures: dict[HealthMeasure, str] = {"sqnr_db": "SQNR, dB", "underflow": "underflow"}
+    measures: dict[HealthMeasure, str] = {"sqnr_db": "SQNR in dB", "underflow": "underflow"}
     lines = [(measure, table) for measure in measures for table in tables]
     figure = new_figure(len(lines) * (_map_height(grid) + 0.6))
     panels = figure.subplots(len(lines), len(Operand), sharex=True, sharey=True, squeeze=False)
@@ -312,7 +312,7 @@ def health_histograms(tables: Sequence[HealthTable]) -> Figure:
     every = (*(each.linear for each in findings), tables[-1].linears[0].name)
     names = list(dict.fromkeys(every))[:3]
     figure = new_figure(1.5 * len(names) + 0.6)
-    panels = figure.subplots(len(names), len(Operand), sharey=True, squeeze=False)
+    panels = figure.subplots(len(names), len(Operand), sharex="col", sharey=True, squeeze=False)
     for line, name in zip(panels, names, strict=True):
         for axes, operand in zip(line, Operand, strict=True):
             for table in tables:
@@ -323,8 +323,10 @@ def health_histograms(tables: Sequence[HealthTable]) -> Figure:
                     edges = first + np.arange(len(shares) + 1)
                     axes.stairs(shares, edges, color=color, label=f"iteration {table.iteration}")
             found = [each for each in findings if (each.linear, each.tensor) == (name, operand)]
-            axes.set_title(f"{name}\n{operand}" + "".join(f", {f.value:.3g} dB" for f in found))
+            first = f"{name}\n" if operand is Operand.INPUT else ""  # a long one needs all panels
+            axes.set_title(f"{first}{operand}" + "".join(f", {f.value:.3g} dB" for f in found))
             axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+            axes.xaxis.set_major_locator(_iteration_ticks(6))
     handles = panels[0][0].get_legend_handles_labels()[0]
     figure.legend(handles=handles, loc="outside upper right", ncols=2)
     figure.supxlabel("log2 of the magnitude", fontsize="medium")
@@ -393,7 +395,8 @@ def loss_curves(run: RunRecord, reference: tuple[str, MetricRows] | None = None)
         lower.grid(axis="y")
         lower.plot(*loss_gap(run.metrics, metrics), color=LINE, linewidth=1.4)
     changes = [span.start for span in run.plans if span.num_changed]
-    failures = sorted({notice.iteration for notice in run.metrics.notices})
+    notices = (notice for notice in run.metrics.notices if notice.kind != "health")
+    failures = sorted({notice.iteration for notice in notices})
     for text, iterations, style in (
         ("plan changed", changes, {"color": MUTED, "linewidth": 1.0, "linestyle": ":"}),
         ("failure", failures, {"color": WARNING, "linewidth": 1.2}),

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from megatron_snip.reporting.run_record import (
     read_metrics,
 )
 from megatron_snip.reporting.text import listing, number, option_counts, percent, quality, seconds
+from megatron_snip.statistics.health_table import FINDING_COLUMNS, MEANINGS
 from megatron_snip.version import __version__
 
 TEMPLATE = "report.html.j2"
@@ -125,7 +127,7 @@ def make_report(run: RunRecord, reference: Reference | None = None) -> str:
         ("", (), [_failures(run)]),
         ("Training", (_loss(run, reference), _frontier(run)), ()),
         ("Plans", _plan_pictures(run), [_plans_table(run)]),
-        ("Health", _health(run), [_worst(run)] if run.health else ()),
+        ("Health", _health(run), _worst(run) if run.health else ()),
         ("Settings and versions", (), [Table("All settings", ("setting", "value"), settings, 2)]),
     ]
     environment = Environment(
@@ -311,11 +313,13 @@ def _health(run: RunRecord) -> list[Picture]:
     caption = (
         f"What {run.health[-1].lowest} does to each operand, at iteration {when}"
         f"{': before the first plan and at the last refresh' if len(run.health) > 1 else ''}. "
-        "Bright cells lose the most. Underflow is the share of elements that become zero."
+        "Bright cells lose the most. SQNR is the signal over the quantization error: 6 dB less is "
+        "twice the error. Underflow is the share of elements that become zero."
     )
     text = (
-        "Shares of the elements by log2 of their magnitude, of the linears with the lowest SQNR "
-        f"in {run.health[-1].lowest}, at iteration {when}. The wider it is, the more underflows."
+        "Shares of the elements by log2 of their magnitude, of the linears with the lowest SQNR of "
+        f"an operand in {run.health[-1].lowest}, at iteration {when}; SQNR in dB at the last of "
+        "them. The wider it is within a tile, the more underflows."
     )
     maps, histograms = figures.health_maps, figures.health_histograms
     return [
@@ -331,14 +335,17 @@ def _failures(run: RunRecord) -> Table:
     rows = tuple(
         (str(n.iteration), FAILURES.get(n.kind, n.kind), n.message) for n in run.metrics.notices
     )
-    columns = ("iteration", "what failed", "message")
-    return Table("Failures", columns, rows, text_columns=3, folded=False)
+    columns = ("iteration", "what happened", "message")
+    return Table("Failures and alerts", columns, rows, text_columns=3, folded=False)
 
 
-def _worst(run: RunRecord) -> Table:
-    rows = tuple((*texts, number(value)) for *texts, value in run.health[-1].worst())
-    title = f"Worst linears by each measure, iteration {run.health[-1].iteration}"
-    return Table(title, ("measure", "linear", "tensor", "format", "value"), rows, 4)
+def _worst(run: RunRecord) -> list[Table]:
+    tables = []
+    for measure, rows in groupby(run.health[-1].worst(), key=lambda row: row[0]):
+        cells = tuple((*texts, number(value)) for _, *texts, value in rows)
+        title = f"Worst {measure} at iteration {run.health[-1].iteration}: {MEANINGS[measure]}"
+        tables.append(Table(title, FINDING_COLUMNS[1:], cells, 3))
+    return tables
 
 
 def _plans_table(run: RunRecord) -> Table:

@@ -20,6 +20,7 @@ from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import yaml
 
@@ -126,10 +127,9 @@ class WandbWriter(_Dashboard):
         for name, picture in pictures(payload).items():
             row[name] = self._board.Image(_opened(picture))
         if isinstance(payload, Measurement) and payload.health is not None:
-            # W&B has no documented address of a panel, so the table has the series' names.
-            named = {name.removesuffix("/worst"): name for name in row}
+            links = {name.removesuffix("/worst"): _panel(run, name) for name in row}
             worst = [
-                [*each, named.get(f"snip/health/{each[0]}/{each[2]}", "")]
+                [*each, links.get(f"snip/health/{each[0]}/{each[2]}", "")]
                 for each in payload.health.worst()
             ]
             row["snip/health/worst"] = self._board.Table(
@@ -203,6 +203,16 @@ def pictures(payload: Payload) -> dict[str, bytes]:
             found["snip/health/maps"] = figures.png(lambda: figures.health_maps([health]))
         return found
     return {"snip/6_plan": figures.png(lambda: figures.plan_map(payload.plan.linears))}
+
+
+def _panel(run: Any, name: str) -> str:
+    """Return the address of a series' panel, or its name: offline, W&B knows no address.
+
+    Source: https://docs.wandb.ai/models/app/features/panels, "Compose a panel's full-screen link".
+    """
+    project = run.settings.project_url
+    query = urlencode({"panelDisplayName": name, "panelSectionName": name.partition("/")[0]})
+    return f"{project}?{query}" if project else name
 
 
 def _opened(picture: bytes) -> Any:
