@@ -323,8 +323,8 @@ def health_histograms(tables: Sequence[HealthTable]) -> Figure:
                     edges = first + np.arange(len(shares) + 1)
                     axes.stairs(shares, edges, color=color, label=f"iteration {table.iteration}")
             found = [each for each in findings if (each.linear, each.tensor) == (name, operand)]
-            first = f"{name}\n" if operand is Operand.INPUT else ""  # a long one needs all panels
-            axes.set_title(f"{first}{operand}" + "".join(f", {f.value:.3g} dB" for f in found))
+            heading = f"{name}\n" if operand is Operand.INPUT else ""  # may be three panels wide
+            axes.set_title(f"{heading}{operand}" + "".join(f", {f.value:.3g} dB" for f in found))
             axes.yaxis.set_major_formatter(PercentFormatter(1.0))
             axes.xaxis.set_major_locator(_iteration_ticks(6))
     handles = panels[0][0].get_legend_handles_labels()[0]
