@@ -283,18 +283,22 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
 
     @property
     def alerts(self) -> tuple[tuple[str, HealthMeasure, float, float], ...]:
-        """`alert` as (text, measure, 1 for above or -1 for below, threshold)."""
-        found = []
+        """`alert` as (text, measure, 1 for above or -1 for below, threshold).
+
+        The same alert has the same text, however it was written: `underflow>0.3`.
+        """
+        found, known = {}, get_args(HealthMeasure)
         for text in self.alert:
             match = _ALERT.fullmatch(text)
             if match is None:
-                known = ", ".join(get_args(HealthMeasure))
-                raise UsageError(f"'{text}' is not MEASURE>X or MEASURE<X; measures: {known}")
-            measure, sign, number = match.groups()
-            found.append(
-                (text, cast(HealthMeasure, measure), 1.0 if sign == ">" else -1.0, float(number))
-            )
-        return tuple(found)
+                name = re.split(r"\W", text)[0]
+                hint = did_you_mean(name, known) if name and name not in known else ""
+                kinds = ", ".join(known)
+                raise UsageError(f"'{text}' is not MEASURE>X or MEASURE<X{hint}; measures: {kinds}")
+            measure, sign, limit = match[1], match[2], float(match[3])
+            name = f"{measure}{sign}{str(limit).removesuffix('.0')}"
+            found[name] = name, cast(HealthMeasure, measure), 1.0 if sign == ">" else -1.0, limit
+        return tuple(found.values())
 
 
 def explain(error: ValidationError) -> str:

@@ -24,7 +24,7 @@ from megatron_snip.reporting.run_record import (
     parse_divergences,
 )
 from megatron_snip.reporting.text import column, number
-from megatron_snip.statistics.health_table import FINDING_COLUMNS, HealthTable
+from megatron_snip.statistics.health_table import FINDING_COLUMNS, MEANINGS, HealthTable
 
 COLUMNS = ("loss", "weight", "local", "error")
 
@@ -113,6 +113,7 @@ def _print_health(health: HealthTable) -> None:
     out = console()
     out.print(f"iteration {health.iteration}: the worst by each measure (docs/glossary.md)")
     for measure, rows in groupby(health.worst(), key=lambda row: row[0]):
+        out.print(f"{measure}: {MEANINGS[measure]}")
         table = new_table(("linear", "tensor", "format"), (measure,))
         worst = list(rows)
         values = column([value for *_, value in worst])

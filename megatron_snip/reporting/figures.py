@@ -239,7 +239,7 @@ def health_maps(tables: Sequence[HealthTable]) -> Figure:
         tables: with at least one linear each; panels of a measure share one scale.
     """
     grid = LinearGrid(linear.name for linear in tables[-1].linears)
-    measures: dict[HealthMeasure, str] = {"sqnr_db": "SQNR, dB", "underflow": "underflow"}
+    measures: dict[HealthMeasure, str] = {"sqnr_db": "SQNR in dB", "underflow": "underflow"}
     lines = [(measure, table) for measure in measures for table in tables]
     figure = _new_figure(len(lines) * (grid.height_in + 0.6))
     panels = figure.subplots(len(lines), len(Operand), sharex=True, sharey=True, squeeze=False)
@@ -282,7 +282,7 @@ def health_histograms(tables: Sequence[HealthTable]) -> Figure:
     every = (*(each.linear for each in findings), tables[-1].linears[0].name)
     names = list(dict.fromkeys(every))[:3]
     figure = _new_figure(1.5 * len(names) + 0.6)
-    panels = figure.subplots(len(names), len(Operand), sharey=True, squeeze=False)
+    panels = figure.subplots(len(names), len(Operand), sharex="col", sharey=True, squeeze=False)
     for line, name in zip(panels, names, strict=True):
         for axes, operand in zip(line, Operand, strict=True):
             for table in tables:
@@ -293,8 +293,10 @@ def health_histograms(tables: Sequence[HealthTable]) -> Figure:
                     edges = first + np.arange(len(shares) + 1)
                     axes.stairs(shares, edges, color=color, label=f"iteration {table.iteration}")
             found = [each for each in findings if (each.linear, each.tensor) == (name, operand)]
-            axes.set_title(f"{name}\n{operand}" + "".join(f", {f.value:.3g} dB" for f in found))
+            heading = f"{name}\n" if operand is Operand.INPUT else ""  # may be three panels wide
+            axes.set_title(f"{heading}{operand}" + "".join(f", {f.value:.3g} dB" for f in found))
             axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+            axes.xaxis.set_major_locator(_iteration_ticks(6))
     handles = panels[0][0].get_legend_handles_labels()[0]
     figure.legend(handles=handles, loc="outside upper right", ncols=2)
     figure.supxlabel("log2 of the magnitude", fontsize="medium")
@@ -348,7 +350,7 @@ def loss_curves(run: RunRecord, reference: tuple[str, MetricRows] | None = None)
         lower.grid(axis="y")
         lower.plot(*run.metrics.gap_to(metrics), color=LINE, linewidth=1.4)
     changes = [span.start for span in run.plans if span.num_changed]
-    failures = sorted({at for at, _, _ in run.metrics.notices})
+    failures = sorted({at for at, kind, _ in run.metrics.notices if kind != "health"})
     for text, iterations, style in (
         ("plan changed", changes, {"color": MUTED, "linewidth": 1.0, "linestyle": ":"}),
         ("failure", failures, {"color": WARNING, "linewidth": 1.2}),

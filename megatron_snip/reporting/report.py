@@ -28,6 +28,7 @@ from megatron_snip.reporting.run_record import (
     plan_spans,
     read_metrics,
 )
+from megatron_snip.statistics.health_table import MEANINGS
 from megatron_snip.version import __version__
 
 TEMPLATE = "report.html.j2"
@@ -91,6 +92,7 @@ def make_report(run: RunRecord, reference: Reference | None = None) -> str:
         frontier=frontier_of(run),
         figures=figures,
         option_counts=text.option_counts,
+        meanings=MEANINGS,
         largest="" if run.divergences is None else _largest(run.divergences),
         notices=NOTICES,
         settings=flatten(run.config | {"versions": run.versions}),

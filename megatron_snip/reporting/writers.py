@@ -19,6 +19,7 @@ from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import yaml
 
@@ -124,11 +125,10 @@ class WandbWriter(_Dashboard):
         for name, picture in pictures(payload).items():
             row[name] = self._board.Image(picture)
         if isinstance(payload, Measurement) and payload.health is not None:
-            # W&B has no documented address of a panel, so the table has the series' names.
-            named = {name.removesuffix("/worst"): name for name in row}
+            links = {name.removesuffix("/worst"): _panel(run, name) for name in row}
             table = self._board.Table(columns=[*FINDING_COLUMNS, "series"])
             for each in payload.health.worst():
-                table.add_data(*each, named.get(f"snip/health/{each[0]}/{each[2]}", ""))
+                table.add_data(*each, links.get(f"snip/health/{each[0]}/{each[2]}", ""))
             row["snip/health/worst"] = table
         run.log(row, step=iteration)
         if isinstance(payload, PlanApplied):
@@ -193,3 +193,13 @@ def pictures(payload: Payload) -> dict[str, Any]:
     if (health := payload.health) is not None and health.lowest is not None:
         found["snip/health/maps"] = figures.health_maps([health])
     return found
+
+
+def _panel(run: Any, name: str) -> str:
+    """Return the address of a series' panel, or its name: offline, W&B knows no address.
+
+    Source: https://docs.wandb.ai/models/app/features/panels, "Compose a panel's full-screen link".
+    """
+    project = run.settings.project_url
+    query = urlencode({"panelDisplayName": name, "panelSectionName": name.partition("/")[0]})
+    return f"{project}?{query}" if project else name
