@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from rich.table import Table
 
 from megatron_snip.cli.common import add_examples, console, new_table, write_output
-from megatron_snip.config import CostName, first_problem
+from megatron_snip.config import CostName, PipelineBalance, first_problem
 from megatron_snip.errors import InfeasiblePlanError, UsageError
 from megatron_snip.options import Option
 from megatron_snip.planning.calibration import read_calibration, with_seconds
@@ -24,7 +24,7 @@ from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.policies import get_policy, policy_names
 from megatron_snip.planning.problem import OptionCost, PlanningProblem, read_problem
-from megatron_snip.planning.settings import Balance, PlanSettings
+from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.reporting.text import SOLVER_NOISE, column, quality, seconds
 
 INFEASIBLE = 3
@@ -56,7 +56,7 @@ def add_planning_flags(parser: argparse.ArgumentParser) -> None:
         "where the target holds. none: over the model. stage: in every pipeline stage. "
         "bottleneck: over the model, with the slowest stage as fast as possible [none]"
     )
-    add("--pipeline-balance", choices=get_args(Balance), help=text)
+    add("--pipeline-balance", choices=get_args(PipelineBalance), help=text)
     text = "fix the option of these linears, e.g. 'decoder.layers.0.*=fp8'; may be repeated"
     add("--pin", metavar="GLOB=OPTION", type=_pair, dest="pins", action="append", help=text)
     for which in ("first", "last"):
