@@ -211,7 +211,7 @@ def policy_table(rows: list[dict[str, Any]], name: tuple[str, ...]) -> str:
                 str(analysis.mean_of(list(bf16[variant].values()))),
                 str(analysis.mean_of(list(training[variant].values()))),
                 "" if same else str(analysis.mean_of(against)),
-                "" if same else f"{analysis.p_value(against):.3f}",
+                "" if same else analysis.p_text(against),
             )
         )
     pairs = max(len(values) for values in found.values()) if found else 0
