@@ -106,7 +106,7 @@ class SnipController:
             UsageError: on every rank, if the policy is unknown, a pin or the plan file does not
                 fit the model, healing does not fit the run, or no plan reaches the target.
             UnsupportedError: on every rank, if the backend cannot run the model's linears or the
-                lowest precision among the formats, or time cannot be the objective.
+                lowest precision among the formats, or the target cannot count seconds.
         """
         topology = current_topology() if topology is None else topology
         config = resolve_formats(config, model, topology.control)
@@ -119,7 +119,7 @@ class SnipController:
         self._reporter = Reporter(writers)
         self._plans = RunPlans(config, self.model, train_iters, calibration_cache)
         self._num_microbatches = 1
-        self._is_timed = False  # whether the next iteration's time is that of the plan
+        self._is_timed = False  # whether the iteration is ordinary, so that `step_s` is reported
         self._step_s: list[float] = []  # of ordinary iterations under the current plan
         available = self._plans.available
         for text in available.warnings:
@@ -133,10 +133,10 @@ class SnipController:
                 f"has {train_iters} iterations"
             )
         self.plan = self._plans.first_plan(state, seed, self._warn)
-        asked = self.plan.target if state is None or state.target is None else state.target
+        target = self.plan.target if state is None or state.target is None else state.target
         can_replan = self._schedule.static or self._refresher.mean is not None
-        self._planned_target = asked if can_replan else None
-        # The target of each problem is that of the schedule.
+        self._planned_target = target if can_replan else None
+        # None: each problem brings the schedule's target.
         settings = PlanSettings.from_config(config, seed).model_copy(update={"target": None})
         solves = self._is_rank_0 and self._schedule.replans
         solver = (solver or SolverProcess()) if solves else None
@@ -364,7 +364,7 @@ class SnipController:
     def _revert(self, iteration: int, fallback: PrecisionPlan) -> None:
         """All ranks: the iteration ran under `fallback`, which is the plan from now on."""
         self._solve.drop()
-        # A plan's iteration names its file; that of the plan it repeats is taken.
+        # Its iteration names its file; under the fallback's own it would replace that plan's file.
         plan = fallback.model_copy(update={"iteration": iteration})
         self._guard.reverted(self.plan, plan, iteration)
         num_changed = len(changed_linears(self.plan, plan))

@@ -1,7 +1,8 @@
 """The plans that are compared, all with the same share of FLOPs in the low format.
 
-An item is one GEMM of one linear. The plans are those of the policies. All but `snip-linear` and
-`uniform-FORMAT` choose from options per GEMM, so that their shares are equal to within one GEMM.
+An item is one GEMM of one linear. The plans are those of the policies. All but `snip-linear` choose
+from options per GEMM, so that their shares are equal to within one GEMM; those of `uniform-OPTION`,
+which ignores the target, and of healing are not.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from megatron_snip.statistics.records import LinearStatistics, StatisticsTable
 from megatron_snip.types import Gemm
 
 RULES = tuple(name for name in POLICIES if name not in ("snip", "greedy", "none"))
-"""The policies that SNIP is compared with."""
+"""The policies that SNIP is compared with; `norms` and `min-*-err` measure, too."""
 
 HEALING = ("heal-plan", "heal-forward", "heal-backward")
 """SNIP per GEMM with healing, in each --snip-heal-order."""
 
 HEALING_PARTS = 50
+"""Equal parts of a branch with healing; each has its own plan."""
 
 Item = tuple[str, Gemm]
 Plan = Mapping[str, Option]
@@ -108,8 +110,9 @@ def _healing_plans(problem: PlanningProblem, formats: Formats, order: str) -> li
     for left in reversed(range(HEALING_PARTS - first)):
         target = formats.target * left / (HEALING_PARTS - first)
         wanted = problem.model_copy(update={"target": target})
-        left_over = wanted if order == "plan" else healing_problem(wanted, plan, config)
-        plan = make_plan(left_over, PlanSettings(policy="snip"))
+        if order != "plan":
+            wanted = healing_problem(wanted, plan, config)
+        plan = make_plan(wanted, PlanSettings(policy="snip"))
         plans.append(plan.linears)
     return plans
 

@@ -1,4 +1,4 @@
-"""What subcommands share: tables for terminals, numbers from flags, files for results."""
+"""What subcommands share: tables for terminals, parsers of numeric flags, files for results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_snip.errors import UsageError
 from megatron_snip.files import write_atomic
 
 LARGEST = 2**31 - 1
-"""No size, count or iteration is larger."""
+"""Limit of flags that take a number: no size, count or iteration is larger."""
 
 WIDTH = 100
 """Characters per line where the output is not a terminal."""
@@ -47,7 +47,7 @@ def integer(text: str, least: int = 1) -> int:
     """Return the integer of a flag, for argparse.
 
     Raises:
-        argparse.ArgumentTypeError: if it is something else, below `least` or beyond `LARGEST`.
+        argparse.ArgumentTypeError: if it is no integer, below `least` or above `LARGEST`.
     """
     with contextlib.suppress(ValueError):
         if least <= int(text) <= LARGEST:
@@ -56,10 +56,10 @@ def integer(text: str, least: int = 1) -> int:
 
 
 def positive(text: str) -> float:
-    """Return the number above 0 of a flag, for argparse.
+    """Return the number of a flag, above 0 and below `LARGEST`, for argparse.
 
     Raises:
-        argparse.ArgumentTypeError: if it is something else.
+        argparse.ArgumentTypeError: if it is no such number.
     """
     with contextlib.suppress(ValueError):
         if 0.0 < float(text) < LARGEST:
@@ -68,7 +68,7 @@ def positive(text: str) -> float:
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write a result.
+    """Write a result to a file, atomically.
 
     Raises:
         UsageError: if it cannot be written.

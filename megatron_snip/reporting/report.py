@@ -76,7 +76,7 @@ def make_report(run: RunRecord, reference: Reference | None = None) -> str:
     )
     formats = (text.number, text.percent, text.quality, text.seconds, text.listing)
     environment.filters |= {function.__name__: function for function in formats}
-    environment.filters["address"] = _address
+    environment.filters["data_uri"] = _data_uri
     source = files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
     is_bf16 = only_bf16(run.plans)
     return environment.from_string(source).render(
@@ -101,7 +101,7 @@ def make_report(run: RunRecord, reference: Reference | None = None) -> str:
 
 
 def last_gap(metrics: MetricRows, reference: Reference) -> tuple[float | None, int]:
-    """Return the mean loss gap over the last tenth of the common iterations, and their number."""
+    """Return the mean loss gap over the last tenth of the common iterations, and its length."""
     _, gap = metrics.gap_to(reference[1])
     count = -(-len(gap) // 10)
     return (float(np.mean(gap[-count:])) if count else None), count
@@ -123,8 +123,8 @@ def frontier_of(run: RunRecord) -> figures.Points | str:
         points = frontier(run.problem, settings, TARGETS)
     except SnipError as error:
         return f"It cannot be computed: {error}"
-    known = [(p.efficiency, run.quality_share(p.objective)) for p in points]
-    reached = [(e, share) for e, share in known if e is not None and share is not None]
+    curve = [(p.efficiency, run.quality_share(p.objective)) for p in points]
+    reached = [(e, share) for e, share in curve if e is not None and share is not None]
     return reached or "No plan satisfies the run's pins and balance."
 
 
@@ -140,7 +140,7 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def _address(figure: Figure) -> str:
+def _data_uri(figure: Figure) -> str:
     data = base64.b64encode(figures.svg(figure)).decode("ascii")
     return f"data:image/svg+xml;base64,{data}"
 
@@ -152,7 +152,7 @@ def _in_higher_precision(run: RunRecord) -> list[str]:
 
 
 def _largest(record: Divergences) -> str:
-    """Return both divergences of the lowest uniform option where they are largest."""
+    """Return, as text, the largest loss and weight divergence of the lowest format, and where."""
     found = []
     for kind in get_args(DivergenceKind) if record.quantized_options else ():
         by_linear = record.values(record.quantized_options[-1], kind)

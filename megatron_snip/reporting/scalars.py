@@ -1,16 +1,16 @@
 """Events as scalars, with the same names in TensorBoard and W&B.
 
-Dashboards sort by name. The first six panels are numbered: is training safe, is it faster, which
-linears suffer:
+Dashboards sort by name. The most important panels are numbered: is training safe, how much runs in
+the lowest precision and at what cost, which linears suffer:
 
     snip/1_guard_events              since the job started: bad losses and plans reverted
     snip/1_loss                      training loss (Megatron's own run has it as `lm loss`)
     snip/2_quality_loss_share        of the plan; 1 is the uniform lowest precision, 0 is BF16
     snip/3_lowest_precision_share    share of the linears' FLOPs in the lowest precision
-    snip/refresh/target              efficiency target of the plan
     snip/4_refresh_overhead_percent  time that a refresh added, of the time since the last refresh
     snip/5_fragile_linears           picture: divergences of each linear
     snip/6_plan                      picture: format of each linear
+    snip/refresh/target              efficiency target of the plan
     snip/share/<format>              share of the linears' FLOPs in each format, at every plan
     snip/eval/loss_increase          loss under the plan minus that in BF16, on the same samples
     snip/eval/loss_increase_error    its standard error over microbatches

@@ -42,7 +42,7 @@ class Operands(NamedTuple):
         input: X [S, K], single tokens.
         weight: W [N, K].
         grad_output: G [S, N], the same tokens.
-        input_runs: X [R, K], the tokens of complete tiles.
+        input_runs: X [R, K], runs of consecutive tokens that are complete tiles of wgrad.
         grad_output_runs: G [R, N], the same tokens.
         amax: FP32 [3], the largest magnitudes of all of X, W and G over all tokens and shards; None
             where no format has a scale per tensor.
@@ -118,7 +118,7 @@ def partial_sums(
         sensitivity: D of the shard; None takes D = 1.
     """
     if not operands.weight.is_cuda:
-        # Once, and not for each product and norm.
+        # Each product and norm would convert them again.
         operands = Operands._make(None if t is None else t.float() for t in operands)
     x, w, g = operands.input, operands.weight, operands.grad_output
     outputs, input_grads = [matmul_fp32(x, w.t())], [matmul_fp32(g, w)]
@@ -143,7 +143,7 @@ def partial_sums(
             health.append(_health(operands, fmt, operand, q, maxima[operand]))
         found[f"{name}.input_error_square"] = health[-3][0]
         found[f"{name}.weight_error_square"] = health[-2][0]
-        del x_q, w_q, w_t  # a weight's worth of FP32 at a time
+        del x_q, w_q, w_t  # before wgrad's error takes as much FP32 as a weight
         g_q = _quantized(operands, fmt, Operand.GRAD_OUTPUT, Gemm.WGRAD, stream)
         x_q = _quantized(operands, fmt, Operand.INPUT, Gemm.WGRAD)
         error = matmul_fp32(g_q.t(), x_q).sub_(wgrad)
@@ -164,7 +164,7 @@ def partial_sums(
     assert list(found) == _scalar_names(kind, formats)
     health += map(magnitudes, (x, w, g), Operand)
     sums = torch.stack(health).view(-1, len(Operand), OPERAND_SUMS)
-    sums[:, 2 if kind == "row" else 0] /= num_shards
+    sums[:, 2 if kind == "row" else 0] /= num_shards  # grad_output or input, as above
     zero = x.new_zeros(1, dtype=torch.float32)
     amaxes = [torch.cat([zero, *map(torch.flatten, m.values())]).max() for m in maxima.values()]
     amax = torch.stack(amaxes).nan_to_num_(nan=math.inf, posinf=math.inf)
@@ -194,7 +194,7 @@ def totals(
 
     Returns:
         By column of `records.py`, those of a format as `format.column`. `fisher` lacks its factor
-        T / N and `aligned_fisher` its factor T, with T the tokens of the batch.
+        T / N and `aligned_fisher` its factor T, with T the tokens of the batch and N as above.
     """
     found = dict(zip(_scalar_names(kind, formats), sums.scalars.double(), strict=True))
     if kind == "row":

@@ -1,7 +1,7 @@
 """A run: checks before it starts, then process group, model, data, hook, loop and files.
 
 Without a GPU the CPU patch is installed first and gloo carries the collectives. With GPUs the same
-code runs on NCCL, unpatched.
+code runs on NCCL; the one patch (`torch_adam`) does nothing where Transformer Engine or Apex is.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def check_run(config: TrainConfig, world_size: int) -> None:
         check_resume(config, checkpoint_path(config.load, iteration))
     if config.save is not None and not (iteration and config.save == config.load):
         _check_new_save(config.save)
-    if config.snip.enabled:
+    if config.snip.enabled:  # each call raises what the run would raise later
         get_policy(config.snip.policy)
         config.snip.targets(config.train_iters)
         if config.snip.plan_file is not None:
@@ -141,7 +141,7 @@ def run_rank(config: TrainConfig) -> TrainingResult:
         torch_adam.install()
     with _process_group(on_cpu):
         initialize_parallel_state(config)
-        # A folder may be called `[/runs]` or `:smile:`.
+        # No markup: a folder may be called `[/runs]` or `:smile:`.
         console = None if rank else Console(markup=False, emoji=False)
         result = run_session(config, console)
         destroy_parallel_state()
@@ -229,7 +229,7 @@ def _set_up_logging(level: int) -> None:
     logging.basicConfig(level=level, format="%(levelname)s %(message)s", force=True)
     for name in ("megatron", "torch"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    # Megatron logs what it raises as well.
+    # It logs an error, and then raises it.
     logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.CRITICAL)
 
 
