@@ -86,7 +86,9 @@ def main() -> None:
         run_forks(store, options)
     print(tables(store.rows, options.results))
     if options.figure:
-        draw_gaps([row for row in store.rows if row["kind"] == "policies"], options.figure)
+        wanted = {"kind": "policies", "setup": options.setup, "scenario": options.scenario}
+        rows = [row for row in store.rows if wanted.items() <= row.items()]
+        draw_gaps(rows, options.figure)
 
 
 def run_policies(store: ResultStore, options: argparse.Namespace, low: str, seed: int) -> None:
@@ -198,7 +200,10 @@ def policy_table(rows: list[dict[str, Any]], name: tuple[str, ...]) -> str:
     """Return gaps to BF16 and to snip-gemm, best first."""
     found, bf16 = analysis.gaps(rows), analysis.gaps(rows, "loss_bf16")
     training = analysis.gaps(rows, "training_loss")
-    share = {row["variant"]: row["share"] for row in rows}
+    share = {
+        variant: float(np.mean([row["share"] for row in rows if row["variant"] == variant]))
+        for variant in found
+    }
     lines = []
     for variant in sorted(found, key=lambda v: float(np.mean(list(found[v].values())))):
         against = analysis.paired(found[variant], found.get("snip-gemm", {}))
@@ -221,26 +226,25 @@ def policy_table(rows: list[dict[str, Any]], name: tuple[str, ...]) -> str:
 
 
 def draw_gaps(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw each variant's gap to BF16 with its 95 % interval, a panel for each scenario and format.
+    """Draw each variant's gap to BF16 with its 95 % interval, a panel for each format.
 
     Args:
-        rows: of `policies`.
+        rows: of `policies`, of one setup and scenario.
         path: of the picture; its ending gives the type.
     """
-    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[k] for k in KEY[1:4]), []).append(row)
-    figure = Figure(figsize=(4.5 * len(groups), 4), layout="constrained")
-    panels = figure.subplots(1, len(groups), squeeze=False)[0]
-    for panel, (name, group) in zip(panels, sorted(groups.items()), strict=True):
-        found = {v: list(gaps.values()) for v, gaps in analysis.gaps(group).items()}
+    formats = sorted({row["low"] for row in rows})
+    figure = Figure(figsize=(6 * len(formats), 4), layout="constrained")
+    panels = figure.subplots(1, len(formats), squeeze=False)[0]
+    for panel, low in zip(panels, formats, strict=True):
+        gaps = analysis.gaps(row for row in rows if row["low"] == low)
+        found = {variant: list(values.values()) for variant, values in gaps.items()}
         order = sorted(found, key=lambda v: -float(np.mean(found[v])))
         for k, variant in enumerate(order):
             mean = analysis.mean_of(found[variant])
             panel.plot(found[variant], [k] * len(found[variant]), "o", ms=3, color="0.7")
             panel.errorbar(mean.mean, k, xerr=mean.half, fmt="o", color="C0", capsize=3)
         panel.set_yticks(range(len(order)), order)
-        panel.set_title(", ".join(name[1:]))
+        panel.set_title(low)
         panel.set_xlabel("held-out loss over BF16 (1e-3 nat)")
         panel.grid(axis="x", alpha=0.3)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
@@ -308,7 +312,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--data-seeds", type=int, default=2, help="continuations of `forks`")
     parser.add_argument("--results", type=Path, default=RESULTS / "compare.jsonl")
-    parser.add_argument("--figure", type=Path, help="draw the gaps of all policies into this file")
+    parser.add_argument("--figure", type=Path, help="draw the gaps of a scenario here")
     return parser.parse_args()
 
 
