@@ -69,7 +69,6 @@ STYLE: dict[str, Any] = {
     "svg.fonttype": "path",
     "svg.hashsalt": "megatron-snip",  # the same figure is the same file
 }
-_MAX_SHAPES = 600  # cells of a map that are drawn as shapes; more are stored as pixels
 
 
 @contextmanager
@@ -138,7 +137,7 @@ class LinearGrid:
             colors: how `pcolormesh` colors the values.
         """
         style: dict[str, Any] = {"edgecolors": SURFACE, "linewidth": 1.0}
-        if cells.size > _MAX_SHAPES:
+        if cells.size > 600:  # as shapes they would make a large file; these are pixels
             style = {"rasterized": True}
         axes.set_facecolor(FAINT)
         heights = np.arange(cells.shape[0] + 1)
