@@ -295,7 +295,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
                 hint = did_you_mean(name, known) if name and name not in known else ""
                 kinds = ", ".join(known)
                 raise UsageError(f"'{text}' is not MEASURE>X or MEASURE<X{hint}; measures: {kinds}")
-            measure, sign, limit = match[1], match[2], float(match[3])
+            measure, sign, limit = match[1], match[2], float(match[3]) + 0.0  # no -0
             name = f"{measure}{sign}{str(limit).removesuffix('.0')}"
             found[name] = name, cast(HealthMeasure, measure), 1.0 if sign == ">" else -1.0, limit
         return tuple(found.values())

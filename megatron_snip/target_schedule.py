@@ -103,7 +103,7 @@ def make_schedule(
         return TargetSchedule(points)
     if train_iters is None:
         raise UsageError("the number of iterations is not known", field="heal_from")
-    begin = math.ceil(heal_from * (train_iters if heal_from <= 1 else 1))
+    begin = math.ceil(heal_from if heal_from > 1 else round(heal_from * train_iters, 6))
     if not points[-1].iteration < begin < train_iters:
         bounds = f"{points[-1].iteration} (end of target_schedule) and {train_iters} (of the run)"
         raise UsageError(f"got iteration {begin}, must be between {bounds}", field="heal_from")

@@ -15,7 +15,7 @@ import numpy as np
 from jinja2 import Environment, StrictUndefined
 from matplotlib.figure import Figure
 
-from megatron_snip.errors import SnipError
+from megatron_snip.errors import SnipError, UsageError
 from megatron_snip.planning.pareto import frontier
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.reporting import figures, text
@@ -56,6 +56,8 @@ def read_reference(path: Path) -> Reference:
     Raises:
         UsageError: if there are no metrics, or a plan's file is bad; one line.
     """
+    if not path.exists():
+        raise UsageError(f"cannot find the reference '{path}'; give a run or its metrics.jsonl")
     metrics = read_metrics(path / "metrics.jsonl" if path.is_dir() else path)
     name = (path if path.is_dir() else path.parent).resolve().name
     bf16 = metrics.total("lowest_precision_fraction") == 0

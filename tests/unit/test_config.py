@@ -60,6 +60,7 @@ def test_an_alert_is_known_by_its_meaning_and_a_wrong_measure_gets_a_hint() -> N
     assert {make_config({"alert": text}).alerts for text in written} == {
         (("underflow>0.3", "underflow", 1.0, 0.3),)
     }
+    assert [alert[0] for alert in make_config({"alert": "amax>-0,amax>0"}).alerts] == ["amax>0"]
     for text, hint in (("undrflow>1", "underflow"), ("SQNR<9", "sqnr_db"), ("sqnr<9", "sqnr_db")):
         with pytest.raises(UsageError, match=rf"did you mean '{hint}'\?\); measures: sqnr_db, "):
             make_config({"alert": text})

@@ -175,7 +175,7 @@ def test_a_run_names_its_reference(folder: Path, tmp_path: Path) -> None:
     ("words", "complaint"),
     [
         (["none"], "cannot find the run directory 'none'"),
-        (["RUN", "--reference", "none"], "has no metrics yet"),
+        (["RUN", "--reference", "none"], "cannot find the reference 'none'"),
         (["RUN", "--output", "RUN/config.yaml"], "cannot write"),
         ([], "the following arguments are required: RUN"),
     ],
