@@ -194,6 +194,10 @@ def _be_rank(rank: int, job: Mapping[str, Any]) -> None:
         TINY_RESULTS=job["folder"],
         TINY_EARLY="1",
     )
+    if "wandb" in sys.modules:  # a rank that ended has removed what all inherit
+        from wandb.sdk.data_types._private import MEDIA_TMP
+
+        Path(MEDIA_TMP.name).mkdir(exist_ok=True)
     status = 1
     try:
         status = _run_plainly(job["words"]) if job["plain"] else main(job["words"])
