@@ -12,20 +12,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from megatron_snip.errors import UsageError, did_you_mean, naming_field
-from megatron_snip.files import read_text
+from megatron_snip.errors import UsageError, did_you_mean, naming_field, shortened
 from megatron_snip.formats import get_format, lowest_precision
 from megatron_snip.options import Granularity, Option, enumerate_options
 from megatron_snip.target_schedule import TargetSchedule, make_schedule, parse_points
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-
-_MAX_YAML_BYTES = 1 << 20
-_MAX_DEPTH = 32
-_MAX_ALIASES = 8
 
 Backend = Literal["auto", "simulate", "te"]
 HealOrder = Literal["plan", "forward", "backward"]
@@ -52,7 +46,7 @@ SIMULATED_FORMATS = ("fp8", "fp4")
 """What `auto` means where GEMMs are simulated."""
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
     """Base of a group of fields: frozen, unknown keys refused, field docstrings are the help."""
 
     model_config = ConfigDict(
@@ -60,7 +54,7 @@ class _Section(BaseModel):
     )
 
 
-class ScheduleFields(_Section):
+class ScheduleFields(Section):
     """When SNIP measures and plans."""
 
     enabled: bool = False
@@ -86,7 +80,7 @@ class ScheduleFields(_Section):
     under the plan and again in BF16, and logs the paired difference of the losses."""
 
 
-class MeasureFields(_Section):
+class MeasureFields(Section):
     """What a refresh measures."""
 
     measure_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -104,7 +98,7 @@ class MeasureFields(_Section):
     """Weight of the normalized weight divergence relative to the loss divergence."""
 
 
-class PlanFields(_Section):
+class PlanFields(Section):
     """What the planner may choose and must reach."""
 
     policy: str = "snip"
@@ -165,7 +159,7 @@ class PlanFields(_Section):
     the plan stays until the run ends."""
 
 
-class GuardFields(_Section):
+class GuardFields(Section):
     """Protection of training against a bad plan."""
 
     guard: bool = True
@@ -177,7 +171,7 @@ class GuardFields(_Section):
     iteration to iteration. A rise below 20 % of the loss is never a jump."""
 
 
-class OutputFields(_Section):
+class OutputFields(Section):
     """Output."""
 
     alert: tuple[str, ...] = ()
@@ -197,7 +191,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
 
     Raises:
         pydantic.ValidationError: on an unknown key or a value out of range;
-            `load_config` and `make_config` turn it into a one-line `UsageError`.
+            `make_config` turns it into a one-line `UsageError`.
     """
 
     @field_validator("formats", "pins", "target_schedule", "alert", mode="before")
@@ -289,18 +283,22 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
 
     @property
     def alerts(self) -> tuple[tuple[str, HealthMeasure, float, float], ...]:
-        """`alert` as (text, measure, 1 for above or -1 for below, threshold)."""
-        found = []
+        """`alert` as (text, measure, 1 for above or -1 for below, threshold).
+
+        The same alert has the same text, however it was written: `underflow>0.3`.
+        """
+        found, known = {}, get_args(HealthMeasure)
         for text in self.alert:
             match = _ALERT.fullmatch(text)
             if match is None:
-                known = ", ".join(get_args(HealthMeasure))
-                raise UsageError(f"'{text}' is not MEASURE>X or MEASURE<X; measures: {known}")
-            measure, sign, number = match.groups()
-            found.append(
-                (text, cast(HealthMeasure, measure), 1.0 if sign == ">" else -1.0, float(number))
-            )
-        return tuple(found)
+                name = re.split(r"\W", text)[0]
+                hint = did_you_mean(name, known) if name and name not in known else ""
+                kinds = ", ".join(known)
+                raise UsageError(f"'{text}' is not MEASURE>X or MEASURE<X{hint}; measures: {kinds}")
+            measure, sign, limit = match[1], match[2], float(match[3])
+            name = f"{measure}{sign}{str(limit).removesuffix('.0')}"
+            found[name] = name, cast(HealthMeasure, measure), 1.0 if sign == ">" else -1.0, limit
+        return tuple(found.values())
 
 
 def explain(error: ValidationError) -> str:
@@ -319,13 +317,14 @@ def first_problem(error: ValidationError, known: Iterable[str] = ()) -> UsageErr
     place = ".".join(str(part) for part in first["loc"])
     kind, value = first["type"], first["input"]
     if kind == "extra_forbidden":
-        return UsageError(f"unknown key {_short(repr(place), 120)}{did_you_mean(place, known)}")
+        return UsageError(f"unknown key {shortened(repr(place), 120)}{did_you_mean(place, known)}")
     text = str(first["msg"]).replace("Input should be", "must be").partition(", unable to ")[0]
+    text = re.sub(r"\d{16,}", lambda number: f"{float(number[0]):g}", text)
     if kind not in ("missing", "value_error"):
-        text += f", got {_short(repr(value), 120)}"
+        text += f", got {shortened(repr(value), 120)}"
     if kind == "literal_error":
         text += did_you_mean(str(value), re.findall(r"'(.*?)'", first["ctx"]["expected"]))
-    return UsageError(_short(" ".join(text.split()), 500), field=place or None)
+    return UsageError(shortened(" ".join(text.split()), 500), field=place or None)
 
 
 def make_config(values: dict[str, Any]) -> SnipConfig:
@@ -339,72 +338,3 @@ def make_config(values: dict[str, Any]) -> SnipConfig:
     except ValidationError as error:
         problem = first_problem(error, SnipConfig.model_fields)
         raise UsageError(f"snip settings: {problem}") from None
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML mapping safely.
-
-    Raises:
-        UsageError: if the file is missing, is not YAML, holds a key twice, is nested or aliased
-            beyond what settings need, or does not hold a mapping.
-    """
-    loaded = parse_yaml(read_text(path, f"'{path}'", _MAX_YAML_BYTES), f"'{path}'")
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
-        raise UsageError(f"'{path}' must hold a mapping of settings, got {type(loaded).__name__}")
-    return loaded
-
-
-def parse_yaml(text: str, source: str) -> Any:
-    """Return the value of a YAML document, plain types only.
-
-    Args:
-        text: the document.
-        source: how error messages call it.
-
-    Raises:
-        UsageError: as `read_yaml` does.
-    """
-    try:
-        _check_shape(text, source)
-        return yaml.load(text, Loader=_UniqueKeys)
-    except yaml.YAMLError as error:
-        detail = " ".join(str(error).split())
-        raise UsageError(f"{source} is not valid YAML: {_short(detail, 500)}") from None
-    except (ValueError, RecursionError) as error:  # a 13th month, a number of 5000 digits
-        raise UsageError(f"{source} is not valid YAML: {_short(str(error), 200)}") from None
-
-
-def _check_shape(text: str, source: str) -> None:
-    """Refuse what costs far more time or memory than its length says, before it is built."""
-    depth = aliases = 0
-    for event in yaml.parse(text, Loader=_UniqueKeys):
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-        elif isinstance(event, yaml.AliasEvent):
-            aliases += 1
-        if depth > _MAX_DEPTH:
-            raise UsageError(f"{source} is nested deeper than {_MAX_DEPTH} levels")
-        if aliases > _MAX_ALIASES:
-            raise UsageError(f"{source} has more than {_MAX_ALIASES} aliases")
-
-
-class _UniqueKeys(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Refuses a key that is given twice, of which YAML would silently take the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                text = f"duplicate key '{_short(key.value, 80)}'"
-                raise yaml.constructor.ConstructorError(None, None, text, key.start_mark)
-            seen.add(getattr(key, "value", None) if isinstance(key, yaml.ScalarNode) else id(key))
-        found: dict[Any, Any] = super().construct_mapping(node, deep=deep)
-        return found
-
-
-def _short(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -51,7 +51,6 @@ from megatron_snip.reporting.events import (
     Reporter,
     Writer,
 )
-from megatron_snip.reporting.text import listing
 from megatron_snip.run_plans import RunPlans
 from megatron_snip.state import ControllerState, Pending, reported_settings
 from megatron_snip.topology import Topology
@@ -427,20 +426,22 @@ class SnipController:
         self._log(f"iteration {iteration}: evaluation under {self.plan.label}: {text}{score}")
 
     def _notify(self, iteration: int, kind: NoticeKind, text: str) -> None:
-        text = f"iteration {iteration}: {text}"
-        self._warn(text)
+        self._warn(f"iteration {iteration}: {text}")
         self._report(iteration, Notice(kind, text))
 
     def _alert(self, iteration: int, measured: Measurement) -> None:
         """All ranks: notify of linears beyond the thresholds of --snip-alert, each once."""
         if measured.health is None:
             return
+        found = []
         for text, measure, sign, limit in self.config.alerts:
             beyond = measured.health.beyond(measure, sign, limit)
             new = [each for each in beyond if (text, each.linear) not in self._alerted]
             self._alerted |= {(text, each.linear) for each in new}
             if new:
-                self._notify(iteration, "health", f"alert {text}: {listing(map(str, new))}")
+                found.append(f"alert {text}: {', '.join(map(str, new))}")
+        if found:  # one notice: W&B drops a second alert with the same title within a minute
+            self._notify(iteration, "health", "; ".join(found))
 
     def _log(self, text: str, level: int = logging.INFO) -> None:
         if self._is_rank_0:

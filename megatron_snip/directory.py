@@ -22,8 +22,11 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from megatron_snip.errors import UsageError
 
@@ -94,34 +97,34 @@ def mark(directory: Path) -> None:
     (directory / MARKER).touch()
 
 
-def remove_run(directory: Path) -> None:
-    """Delete the files of a former run from a marked directory, and folders left empty by that."""
-    assert (directory / MARKER).is_file(), "only a marked directory holds files of SNIP"
-    for path in list(own_files(directory)):
-        path.unlink(missing_ok=True)
-        _remove_if_empty(path.parent, directory)
+def clear_run(directory: Path, archive: bool) -> Path | None:
+    """Take the files of a former run out of a marked directory, and folders left empty by that.
 
-
-def archive_run(directory: Path) -> Path | None:
-    """Move the files of a former run in a marked directory to `previous-N` below it.
+    Args:
+        directory: the run's.
+        archive: whether they move to a new folder `previous-N` below it, or are deleted.
 
     Returns:
-        The new folder, or None if there was nothing to move.
+        The new folder; None if there is none.
     """
     assert (directory / MARKER).is_file(), "only a marked directory holds files of SNIP"
+    names = (directory / f"previous-{number}" for number in count(1))
+    target = next(path for path in names if not path.exists())
     files = list(own_files(directory))
-    if not files:
-        return None
-    number = 1
-    while (archive := directory / f"previous-{number}").exists():
-        number += 1
     for path in files:
-        target = archive / path.relative_to(directory)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        path.rename(target)
-        _remove_if_empty(path.parent, directory)
-    mark(archive)
-    return archive
+        if archive:
+            moved = target / path.relative_to(directory)
+            moved.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(moved)
+        else:
+            path.unlink(missing_ok=True)
+        if path.parent != directory:
+            with contextlib.suppress(OSError):  # it holds other files
+                path.parent.rmdir()
+    if not (archive and files):
+        return None
+    mark(target)
+    return target
 
 
 class DirectoryLock:
@@ -164,12 +167,6 @@ def lock_directory(directory: Path) -> DirectoryLock:
         f"'{directory}' is contended: could not take '{path}'; try again, or delete '{path}*' if "
         "no job writes there"
     )
-
-
-def _remove_if_empty(folder: Path, directory: Path) -> None:
-    if folder != directory:
-        with contextlib.suppress(OSError):  # it holds other files
-            folder.rmdir()
 
 
 def _entries_below(directory: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
@@ -294,19 +291,10 @@ def _start_time(pid: int) -> str | None:
     try:
         status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
-        return None if Path("/proc/self/stat").exists() else _alive_without_proc(pid)
+        has_proc = Path("/proc/self/stat").exists()
+        return "unknown" if not has_proc and psutil.pid_exists(pid) else None
     fields = status.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else fields[19]
-
-
-def _alive_without_proc(pid: int) -> str | None:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except OSError:
-        pass
-    return "unknown"
 
 
 def _boot_and_namespace() -> str:

@@ -75,6 +75,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" (did you mean '{near[0]}'?)" if near else ""
 
 
+def shortened(text: str, limit: int) -> str:
+    """Return at most `limit` characters of a text."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
 def shown(error: BaseException | str) -> str:
     """Return an error as one line that any terminal may show.
 

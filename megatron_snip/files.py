@@ -1,4 +1,4 @@
-"""Strict JSON in, atomic files out.
+"""Strict JSON and YAML in, atomic files out.
 
 Reading refuses NaN, Infinity, duplicate keys, numbers that do not fit a double, deep nesting,
 devices, pipes, and files above `MAX_BYTES`. Writing goes to a temporary file in the same
@@ -17,10 +17,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_snip.errors import UsageError
+import yaml
+
+from megatron_snip.errors import UsageError, shortened
 
 MAX_BYTES = 1 << 28
 """256 MiB; a problem with a million options is smaller."""
+
+_MAX_YAML_BYTES = 1 << 20
+_MAX_DEPTH = 32
+_MAX_ALIASES = 8
 
 
 def read_text(path: Path, source: str, max_bytes: int = MAX_BYTES) -> str:
@@ -91,6 +97,71 @@ def parse_json(text: str, source: str) -> Any:
         raise UsageError(f"{source}: {error}") from None
     except RecursionError:
         raise UsageError(f"{source} is nested too deeply") from None
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML mapping safely.
+
+    Raises:
+        UsageError: if the file is missing, is not YAML, holds a key twice, is nested or aliased
+            beyond what settings need, or does not hold a mapping.
+    """
+    loaded = parse_yaml(read_text(path, f"'{path}'", _MAX_YAML_BYTES), f"'{path}'")
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
+        raise UsageError(f"'{path}' must hold a mapping of settings, got {type(loaded).__name__}")
+    return loaded
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """Return the value of a YAML document, plain types only.
+
+    Args:
+        text: the document.
+        source: how error messages call it.
+
+    Raises:
+        UsageError: as `read_yaml` does.
+    """
+    try:
+        _check_shape(text, source)
+        return yaml.load(text, Loader=_UniqueKeys)
+    except yaml.YAMLError as error:
+        detail = " ".join(str(error).split())
+        raise UsageError(f"{source} is not valid YAML: {shortened(detail, 500)}") from None
+    except (ValueError, RecursionError) as error:  # a 13th month, a number of 5000 digits
+        raise UsageError(f"{source} is not valid YAML: {shortened(str(error), 200)}") from None
+
+
+def _check_shape(text: str, source: str) -> None:
+    """Refuse what costs far more time or memory than its length says, before it is built."""
+    depth = aliases = 0
+    for event in yaml.parse(text, Loader=_UniqueKeys):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        elif isinstance(event, yaml.AliasEvent):
+            aliases += 1
+        if depth > _MAX_DEPTH:
+            raise UsageError(f"{source} is nested deeper than {_MAX_DEPTH} levels")
+        if aliases > _MAX_ALIASES:
+            raise UsageError(f"{source} has more than {_MAX_ALIASES} aliases")
+
+
+class _UniqueKeys(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Refuses a key that is given twice, of which YAML would silently take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                text = f"duplicate key '{shortened(key.value, 80)}'"
+                raise yaml.constructor.ConstructorError(None, None, text, key.start_mark)
+            seen.add(getattr(key, "value", None) if isinstance(key, yaml.ScalarNode) else id(key))
+        found: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+        return found
 
 
 def write_atomic(path: Path, text: str) -> None:

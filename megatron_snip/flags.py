@@ -44,11 +44,8 @@ def given_values(
     namespace: argparse.Namespace, model: type[BaseModel], dest: str = ""
 ) -> dict[str, Any]:
     """Return the fields of `model` that were given on the command line, by field name."""
-    return {
-        name: getattr(namespace, dest + name)
-        for name in model.model_fields
-        if hasattr(namespace, dest + name)
-    }
+    given = vars(namespace)
+    return {name: given[dest + name] for name in model.model_fields if dest + name in given}
 
 
 def _sections(model: type[BaseModel]) -> list[type[BaseModel]]:
@@ -71,12 +68,8 @@ def _add_flag(
     }
     kind = _core_type(field.annotation)
     if kind is bool:
-        # A plain on-switch reads better where the default is off and is what users expect.
-        action = argparse.BooleanOptionalAction
-        names = [flag]
-        if name == "enabled":
-            names = ["--" + prefix.rstrip("-")]
-        group.add_argument(*names, action=action, **common)
+        flag = "--" + prefix.rstrip("-") if name == "enabled" else flag
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
         return
     choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else None
     metavar = "{" + ",".join(map(str, choices)) + "}" if choices else _metavar(kind)

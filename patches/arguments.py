@@ -9,23 +9,27 @@ here. A flag that is not given leaves nothing in the namespace.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
 
-from megatron_snip.config import SnipConfig, first_problem, make_config, read_yaml
+from megatron_snip.config import SnipConfig, first_problem, make_config
 from megatron_snip.errors import SnipError, UsageError, did_you_mean, naming_field, shown
+from megatron_snip.files import read_yaml
 from megatron_snip.flags import add_flags, flag_name, given_values
+from megatron_snip.log import warn_once_per_job
 from megatron_snip.options import Option
 from megatron_snip.patches import cpu
 from megatron_snip.patches.cpu.megatron import set_cpu_defaults
 from megatron_snip.patches.registry import Call, Session, patch
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -35,26 +39,6 @@ DEST = "snip_"
 
 _CONFIG = f"{DEST}config"
 _OURS = re.compile(r"--(no-)?snip[-_]")
-
-
-@dataclass(frozen=True)
-class SnipCliArgs:
-    """SNIP's flags on a command line.
-
-    Attributes:
-        enabled: whether `--snip`, or `enabled` in the YAML file, turns SNIP on.
-        given: the flags, by namespace attribute.
-    """
-
-    enabled: bool
-    given: dict[str, Any]
-
-    @property
-    def without_effect(self) -> list[str]:
-        """Flags that were given without `--snip` and without `--no-snip`."""
-        if self.enabled or f"{DEST}enabled" in self.given:
-            return []
-        return [_flag(name.removeprefix(DEST)) for name in self.given]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -93,11 +77,14 @@ def arguments(call: Call, session: Session) -> Any:
     return parser
 
 
-def read_cli_args(words: Sequence[str]) -> SnipCliArgs:
+def read_cli_args(words: Sequence[str]) -> tuple[dict[str, Any], bool]:
     """Read SNIP's flags among a script's arguments.
 
     Args:
         words: the command line without the script's name.
+
+    Returns:
+        The flags, by namespace attribute, and whether they or the YAML file turn SNIP on.
 
     Raises:
         UsageError: on an unknown `--snip-*` flag, a flag without a value, or a bad YAML file.
@@ -111,7 +98,11 @@ def read_cli_args(words: Sequence[str]) -> SnipCliArgs:
             near = did_you_mean(flag, parser._option_string_actions)
             raise UsageError(f"unknown flag {flag}{near or '; --help lists the flags'}")
     given = vars(namespace)
-    return SnipCliArgs(bool(_values(given).get("enabled", False)), given)
+    enabled = bool(_values(given).get("enabled", False))
+    if given and not enabled and f"{DEST}enabled" not in given:
+        flags = ", ".join(_flag(name.removeprefix(DEST)) for name in given)
+        warn_once_per_job(logger, f"without --snip these flags have no effect: {flags}")
+    return given, enabled
 
 
 def snip_config(args: argparse.Namespace, given: Mapping[str, Any]) -> SnipConfig:

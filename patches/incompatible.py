@@ -45,22 +45,21 @@ class IncompatibleFlag:
         return f"--snip cannot run with {self.flag}: {self.reason}; {self.remedy}"
 
 
-def _on(*names: str) -> Callable[[Namespace], bool]:
-    return lambda args: any(bool(getattr(args, name, None)) for name in names)
-
-
 def _given(*names: str) -> Callable[[Namespace], bool]:
-    return lambda args: any(getattr(args, name, None) is not None for name in names)
+    values = (None, False)
+    return lambda args: any(all(getattr(args, n, None) is not v for v in values) for n in names)
 
 
 def _cuda_graphs(args: Namespace) -> bool:
     has_impl = getattr(args, "cuda_graph_impl", None) not in (None, "none")
-    return has_impl or _on("enable_cuda_graph", "external_cuda_graph")(args)
+    return has_impl or _given("enable_cuda_graph", "external_cuda_graph")(args)
 
 
 def _scaled_moments(args: Namespace) -> bool:
     scaled = ("fp16", "fp8", torch.float16, torch.uint8)
-    return any(getattr(args, f"{name}_dtype", None) in scaled for name in ("exp_avg", "exp_avg_sq"))
+    return any(
+        getattr(args, name, None) in scaled for name in ("exp_avg_dtype", "exp_avg_sq_dtype")
+    )
 
 
 def _te_is_missing(args: Namespace) -> bool:
@@ -69,14 +68,13 @@ def _te_is_missing(args: Namespace) -> bool:
 
 
 def _overlaps_in_low_precision(args: Namespace) -> bool:
-    return _on("overlap_moe_expert_parallel_comm")(args) and _on("fp8", "fp4")(args)
+    return _given("overlap_moe_expert_parallel_comm")(args) and _given("fp8", "fp4")(args)
 
 
-_FSDP = {
-    "reason": "it moves parameters and gradients out of the modules between layers",
-    "remedy": "use --use-distributed-optimizer instead",
-}
-_DELAYED_WGRAD = "weight gradients move out of the backward pass, where simulated linears make them"
+def _shards_weights(args: Namespace) -> bool:
+    names = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+    return any(int(getattr(args, name, None) or 1) > 1 for name in names)
+
 
 INCOMPATIBLE_FLAGS: tuple[IncompatibleFlag, ...] = (
     IncompatibleFlag(
@@ -86,26 +84,21 @@ INCOMPATIBLE_FLAGS: tuple[IncompatibleFlag, ...] = (
         "install it, or give --transformer-impl local",
     ),
     IncompatibleFlag(
-        "--fp8-param-gather",
-        _on("fp8_param_gather", "fp8_param"),
-        "weights are stored in FP8, so a plan cannot raise their precision",
+        "--fp8-param-gather or --fp4-param-gather",
+        _given("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param"),
+        "weights are stored in that format, so a plan cannot raise their precision",
     ),
     IncompatibleFlag(
-        "--fp4-param-gather",
-        _on("fp4_param_gather", "fp4_param"),
-        "weights are stored in FP4, so a plan cannot raise their precision",
-    ),
-    IncompatibleFlag(
-        "--fp16", _on("fp16"), "SNIP measures and quantizes BF16 and FP32 tensors", "use --bf16"
+        "--fp16", _given("fp16"), "SNIP measures and quantizes BF16 and FP32 tensors", "use --bf16"
     ),
     IncompatibleFlag(
         "--use-transformer-engine-op-fuser",
-        _on("use_transformer_engine_op_fuser"),
+        _given("use_transformer_engine_op_fuser"),
         "fused operations do not call the linears",
     ),
     IncompatibleFlag(
         "--tp-comm-overlap",
-        _on("tp_comm_overlap"),
+        _given("tp_comm_overlap"),
         "its communication buffers have one precision for the complete run",
     ),
     IncompatibleFlag(
@@ -114,58 +107,52 @@ INCOMPATIBLE_FLAGS: tuple[IncompatibleFlag, ...] = (
         "a captured graph repeats the plan under which it was captured",
         "use --cuda-graph-impl none",
     ),
-    IncompatibleFlag("--use-megatron-fsdp", _on("use_megatron_fsdp", "use_custom_fsdp"), **_FSDP),
-    IncompatibleFlag("--use-torch-fsdp2", _on("use_torch_fsdp2"), **_FSDP),
-    IncompatibleFlag("--delay-wgrad-compute", _on("delay_wgrad_compute"), _DELAYED_WGRAD),
     IncompatibleFlag(
-        "--overlap-dispatch-backward-with-experts-wgrad",
-        _on("overlap_dispatch_backward_with_experts_wgrad"),
-        _DELAYED_WGRAD,
+        "--use-megatron-fsdp or --use-torch-fsdp2",
+        _given("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2"),
+        "it moves parameters and gradients out of the modules between layers",
+        "use --use-distributed-optimizer instead",
+    ),
+    IncompatibleFlag(
+        "--delay-wgrad-compute or --overlap-dispatch-backward-with-experts-wgrad",
+        _given("delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"),
+        "weight gradients move out of the backward pass, where simulated linears make them",
     ),
     IncompatibleFlag(
         "--overlap-moe-expert-parallel-comm in an FP8 or FP4 run",
         _overlaps_in_low_precision,
-        "Megatron frees the experts' BF16 inputs after the forward pass, and a plan may keep an "
-        "expert in BF16",
+        "Megatron frees the experts' BF16 inputs after forward, and a plan may run one in BF16",
         "drop it, or drop --fp8-format and --fp4-format",
     ),
     IncompatibleFlag(
         "--(expert-)tensor-parallel-num-weight-shards or --gtp-weight-remat-size above 1",
-        lambda args: any(
-            int(getattr(args, f"{of}gtp_weight_remat_size", None) or 1) > 1
-            for of in ("", "expert_")
-        ),
+        _shards_weights,
         "weights are gathered inside the GEMM, and SNIP sees only a shard",
         "set it to 1",
     ),
     IncompatibleFlag(
         "--moe-use-grouped-tensor or --moe-single-grouped-weight",
-        _on("moe_use_grouped_tensor", "moe_single_grouped_weight"),
+        _given("moe_use_grouped_tensor", "moe_single_grouped_weight"),
         "the rows of experts are padded or their weights are one tensor",
     ),
     IncompatibleFlag(
         "--moe-expert-rank-capacity-factor",
         _given("moe_expert_rank_capacity_factor"),
-        "when experts overflow, Megatron runs forward and backward again, and a measurement would "
-        "count both",
+        "when experts overflow, Megatron repeats forward and backward, and both would be measured",
     ),
     IncompatibleFlag(
         "--hybrid-context-parallel",
-        _on("hybrid_context_parallel"),
-        "microbatches differ in length and number, so SNIP cannot scale their gradients to the "
-        "gradient of the batch",
+        _given("hybrid_context_parallel"),
+        "microbatches differ in length and number, so gradients cannot be scaled to the batch's",
     ),
     IncompatibleFlag(
-        "kitchen (--kitchen-config-file, --kitchen-recipe-number)",
-        _given("kitchen_config_file", "kitchen_recipe_number"),
-        "its layers choose their own precision",
-    ),
-    IncompatibleFlag(
-        "ModelOpt (--modelopt-enabled)", _on("modelopt_enabled"), "it quantizes the same linears"
+        "kitchen (--kitchen-config-file, --kitchen-recipe-number) or ModelOpt (--modelopt-enabled)",
+        _given("kitchen_config_file", "kitchen_recipe_number", "modelopt_enabled"),
+        "it chooses the precision of the same linears",
     ),
     IncompatibleFlag(
         "--perform-rl-step",
-        _on("perform_rl_step"),
+        _given("perform_rl_step"),
         "rollouts and training would run the same model under different plans",
         "train without RL",
     ),

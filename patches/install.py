@@ -7,15 +7,11 @@
 from __future__ import annotations
 
 import atexit
-import logging
 from collections.abc import Sequence
 
-from megatron_snip.log import warn_once_per_job
 from megatron_snip.patches import arguments, checkpoint, cpu, setup, train_step
 from megatron_snip.patches.cpu.megatron import fused_kernels
 from megatron_snip.patches.registry import Patch, Registry, When
-
-logger = logging.getLogger(__name__)
 
 PATCHES = (
     arguments.arguments,
@@ -60,13 +56,9 @@ def install_for(words: Sequence[str]) -> None:
     """
 
     def install() -> None:
-        args = arguments.read_cli_args(words)
-        if args.without_effect:
-            flags = ", ".join(args.without_effect)
-            warn_once_per_job(logger, f"without --snip these flags have no effect: {flags}")
-        REGISTRY.session.given = args.given
+        REGISTRY.session.given, enabled = arguments.read_cli_args(words)
         asked: set[When] = {"always"}
-        if args.enabled:
+        if enabled:
             asked.add("--snip")
         if cpu.is_installed():
             asked.add("--cpu")

@@ -191,30 +191,24 @@ def patch(
     return lambda handler: Patch(name, module, attribute, needs, handler=handler, **fields)
 
 
-@dataclass(frozen=True)
-class Replacement:
-    """An attribute that was replaced, with the very object that was there before."""
+def replace_attribute(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Set an attribute of a module or class.
 
-    owner: Any
-    name: str
-    before: Any
-    value: Any
-
-    def undo(self) -> None:
-        """Put the former object back, unless the attribute was replaced again since."""
-        if vars(self.owner).get(self.name) is not self.value:
-            return
-        if self.before is _ABSENT:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, self.before)
-
-
-def replace_attribute(owner: Any, name: str, value: Any) -> Replacement:
-    """Set an attribute of a module or class; `undo` takes it back."""
-    replacement = Replacement(owner, name, vars(owner).get(name, _ABSENT), value)
+    Returns:
+        A function that puts the former object back, unless the attribute was replaced again.
+    """
+    before = vars(owner).get(name, _ABSENT)
     setattr(owner, name, value)
-    return replacement
+
+    def undo() -> None:
+        if vars(owner).get(name) is not value:
+            return
+        if before is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+    return undo
 
 
 class Registry:
@@ -228,7 +222,7 @@ class Registry:
     def __init__(self, patches: Sequence[Patch]) -> None:
         self.patches = tuple(patches)
         self.session = Session()
-        self._installed: dict[str, Replacement] = {}
+        self._installed: dict[str, Callable[[], None]] = {}
 
     def install(self, asked: Collection[When]) -> None:
         """Install the patches that are asked for; those that are installed stay as they are.
@@ -248,8 +242,8 @@ class Registry:
     def uninstall(self) -> None:
         """End the session and put back the very objects that `install` replaced."""
         self.session.end()
-        for replacement in reversed(self._installed.values()):
-            replacement.undo()
+        for undo in reversed(self._installed.values()):
+            undo()
         self._installed.clear()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,27 +29,17 @@ _YAML_TYPES = (bool, int, float, str, type(None))
 """Exact types of Megatron's arguments that YAML can hold; enums are left out."""
 
 
-def _validate(call: Call, session: Session) -> Any:
+@patch("validation", "megatron.training.arguments", "validate_args", needs=("args",))
+def validation(call: Call, session: Session) -> Any:
     """Check SNIP's settings after Megatron has validated its own."""
     result = call.run()
     checked_config(call.arguments["args"], session)
     return result
 
 
-validation = patch(
-    "validation",
-    "megatron.training.arguments",
-    "validate_args",
-    needs=("args",),
-)(_validate)
-
-validation_before_0_18 = patch(
-    "validation-initialize",
-    "megatron.training.initialize",
-    "validate_args",
-    needs=("args",),
-    optional=True,
-)(_validate)
+validation_before_0_18 = replace(
+    validation, name="validation-initialize", module="megatron.training.initialize", optional=True
+)
 
 
 @patch(
@@ -183,7 +174,7 @@ def _directory(config: SnipConfig, args: argparse.Namespace) -> Path:
 
 
 def _run_directory(config: SnipConfig, args: argparse.Namespace) -> RunDirectory:
-    from megatron_snip.directory import archive_run, check_new_run, lock_directory, mark
+    from megatron_snip.directory import check_new_run, clear_run, lock_directory, mark
     from megatron_snip.reporting.run_directory import RunDirectory
 
     path = _directory(config, args)
@@ -191,7 +182,7 @@ def _run_directory(config: SnipConfig, args: argparse.Namespace) -> RunDirectory
     check_new_run(path, overwrite=True)  # files without our marker are not touched
     mark(path)
     if not getattr(args, "iteration", 0):
-        archive = archive_run(path)
+        archive = clear_run(path, archive=True)
         if archive is not None:
             logger.info("snip: moved files of the run before to '%s'", archive)
     megatron = {k: v for k, v in sorted(vars(args).items()) if type(v) in _YAML_TYPES}

@@ -28,11 +28,7 @@ TRAINING = "megatron.training.training"
 
 
 @patch(
-    "train-step",
-    TRAINING,
-    "train_step",
-    needs=("forward_backward_func", "iteration"),
-    returns=6,
+    "train-step", TRAINING, "train_step", needs=("forward_backward_func", "iteration"), returns=6
 )
 def train_step(call: Call, session: Session) -> Any:
     """Run the schedule through the controller."""
@@ -50,12 +46,7 @@ def train_step(call: Call, session: Session) -> Any:
     return result
 
 
-@patch(
-    "step-end",
-    TRAINING,
-    "post_training_step_callbacks",
-    needs=("optimizer", "iteration"),
-)
+@patch("step-end", TRAINING, "post_training_step_callbacks", needs=("optimizer", "iteration"))
 def step_end(call: Call, session: Session) -> Any:
     """All ranks: report an iteration, after Megatron's log and evaluation."""
     result = call.run()  # a count of FLOPs that the training loop goes on with
@@ -74,13 +65,7 @@ def step_end(call: Call, session: Session) -> Any:
     return result
 
 
-@patch(
-    "evaluation",
-    TRAINING,
-    "evaluate",
-    needs=("forward_step_func",),
-    returns=1,
-)
+@patch("evaluation", TRAINING, "evaluate", needs=("forward_step_func",), returns=1)
 def evaluation(call: Call, session: Session) -> Any:
     """Evaluate in the plan's precision, in BF16, or in both."""
     if session.controller is None or session.metrics is None:
@@ -178,6 +163,4 @@ def _iterations_done(passed: Any) -> int:
 
 def _first(losses: Any) -> Any:
     """Return the first loss of {name: loss}; Megatron's training loss comes first."""
-    if isinstance(losses, Mapping) and losses:
-        return next(iter(losses.values()))
-    return None
+    return next(iter(losses.values()), None) if isinstance(losses, Mapping) else None

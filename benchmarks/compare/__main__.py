@@ -2,7 +2,7 @@
 
     python -m benchmarks.compare policies [--formats fp3,fp4] [--seeds 6] [--variants A,B,...]
     python -m benchmarks.compare forks [--formats fp3,fp4] [--pairs 48] [--data-seeds 2]
-    python -m benchmarks.compare table
+    python -m benchmarks.compare table [--figure FILE.svg]
     (each with --setup quick, which takes ten minutes, --scenario outliers, --results FILE)
 
 `policies`: from a BF16 warm-up of each seed, one branch a variant; all plans have equal shares of
@@ -26,6 +26,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
+from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 
 from benchmarks.compare import analysis
@@ -84,6 +85,8 @@ def main() -> None:
     elif options.command == "forks":
         run_forks(store, options)
     print(tables(store.rows, options.results))
+    if options.figure:
+        draw_gaps([row for row in store.rows if row["kind"] == "policies"], options.figure)
 
 
 def run_policies(store: ResultStore, options: argparse.Namespace, low: str, seed: int) -> None:
@@ -208,13 +211,39 @@ def policy_table(rows: list[dict[str, Any]], name: tuple[str, ...]) -> str:
                 str(analysis.mean_of(list(bf16[variant].values()))),
                 str(analysis.mean_of(list(training[variant].values()))),
                 "" if same else str(analysis.mean_of(against)),
-                "" if same else f"{analysis.p_value(against):.3f}",
+                "" if same else analysis.p_text(against),
             )
         )
     pairs = max(len(values) for values in found.values()) if found else 0
     head = ("variant", f"{name[3]} FLOPs", "gap", "gap, evaluated in BF16", "training gap")
     head = (*head, "over snip-gemm", "p")
     return f"### {' '.join(name)}, {pairs} seeds\n\n" + analysis.markdown(head, lines)
+
+
+def draw_gaps(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw each variant's gap to BF16 with its 95 % interval, a panel for each scenario and format.
+
+    Args:
+        rows: of `policies`.
+        path: of the picture; its ending gives the type.
+    """
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[k] for k in KEY[1:4]), []).append(row)
+    figure = Figure(figsize=(4.5 * len(groups), 4), layout="constrained")
+    panels = figure.subplots(1, len(groups), squeeze=False)[0]
+    for panel, (name, group) in zip(panels, sorted(groups.items()), strict=True):
+        found = {v: list(gaps.values()) for v, gaps in analysis.gaps(group).items()}
+        order = sorted(found, key=lambda v: -float(np.mean(found[v])))
+        for k, variant in enumerate(order):
+            mean = analysis.mean_of(found[variant])
+            panel.plot(found[variant], [k] * len(found[variant]), "o", ms=3, color="0.7")
+            panel.errorbar(mean.mean, k, xerr=mean.half, fmt="o", color="C0", capsize=3)
+        panel.set_yticks(range(len(order)), order)
+        panel.set_title(", ".join(name[1:]))
+        panel.set_xlabel("held-out loss over BF16 (1e-3 nat)")
+        panel.grid(axis="x", alpha=0.3)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def fork_table(rows: list[dict[str, Any]], name: tuple[str, ...], results: Path) -> str:
@@ -279,6 +308,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--data-seeds", type=int, default=2, help="continuations of `forks`")
     parser.add_argument("--results", type=Path, default=RESULTS / "compare.jsonl")
+    parser.add_argument("--figure", type=Path, help="draw the gaps of all policies into this file")
     return parser.parse_args()
 
 

@@ -60,9 +60,10 @@ def paired(a: Mapping[tuple[int, int], float], b: Mapping[tuple[int, int], float
     return [a[pair] - b[pair] for pair in a if pair in b]
 
 
-def p_value(differences: Sequence[float]) -> float:
-    """Return the two-sided p of a paired t-test; NaN for fewer than two pairs."""
-    return float(stats.ttest_1samp(differences, 0.0).pvalue) if len(differences) > 1 else np.nan
+def p_text(differences: Sequence[float]) -> str:
+    """Return the two-sided p of a paired t-test as text; "-" for fewer than two pairs."""
+    p = float(stats.ttest_1samp(differences, 0.0).pvalue) if len(differences) > 1 else np.nan
+    return "-" if np.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.utils import unwrap_model
 
 from benchmarks.compare.variants import Plan
 from benchmarks.lab import Lab, open_lab
@@ -138,12 +139,16 @@ def _tensors(lab: Lab) -> Iterator[torch.Tensor]:
                 yield from (v for v in state.values() if isinstance(v, torch.Tensor))
 
 
+def _middle_layer(lab: Lab) -> Any:
+    return unwrap_model(lab.state.model[0]).decoder.layers[lab.config.num_layers // 2]
+
+
 def _outliers(lab: Lab) -> None:
     """Give the middle layer's fc1 outlier activations; the function stays the same.
 
     Four channels of its norm's weight are 30 times larger, their columns of fc1 30 times smaller.
     """
-    layer = lab.state.model[0].module.decoder.layers[lab.config.num_layers // 2]
+    layer = _middle_layer(lab)
     channels = slice(0, lab.config.hidden_size, lab.config.hidden_size // 4)
     with torch.no_grad():
         layer.pre_mlp_layernorm.weight[channels] *= 30
@@ -153,7 +158,7 @@ def _outliers(lab: Lab) -> None:
 
 def _fresh_block(lab: Lab) -> None:
     """Draw the weights of the middle layer anew."""
-    layer = lab.state.model[0].module.decoder.layers[lab.config.num_layers // 2]
+    layer = _middle_layer(lab)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for weight in layer.parameters():

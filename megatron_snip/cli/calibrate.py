@@ -39,39 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "megatron-snip calibrate --config configs/demo.yaml --output demo-seconds.json",
         "megatron-snip calibrate --linear '*.mlp.linear_fc1=28672x8192' --output t.json",
     )
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        type=Path,
-        help="a training config; its linears are measured as one tensor-parallel rank holds them",
-    )
-    parser.add_argument(
-        "--linear",
-        metavar="GLOB=OUTxIN",
-        type=_shape,
-        action="append",
-        default=[],
-        help="a shape to measure and the linears it stands for; may be repeated",
-    )
-    parser.add_argument(
-        "--tokens",
-        metavar="M",
-        type=integer,
-        help="tokens in a GEMM [a microbatch of --config, else 1024]",
-    )
-    parser.add_argument(
-        "--formats", metavar="A,B,...", default=",".join(FORMATS), help="formats to measure [all]"
-    )
-    parser.add_argument(
-        "--seconds",
-        metavar="S",
-        type=positive,
-        default=0.5,
-        help="time to spend on each GEMM and format [0.5]",
-    )
-    parser.add_argument(
-        "--output", metavar="TABLE.json", type=Path, required=True, help="where the table goes"
-    )
+    add = parser.add_argument
+    text = "a training config; its linears are measured as one tensor-parallel rank holds them"
+    add("--config", metavar="FILE", type=Path, help=text)
+    text = "a shape to measure and the linears it stands for; may be repeated"
+    add("--linear", metavar="GLOB=OUTxIN", type=_shape, action="append", default=[], help=text)
+    text = "tokens in a GEMM [a microbatch of --config, else 1024]"
+    add("--tokens", metavar="M", type=integer, help=text)
+    add("--formats", metavar="A,B,...", default=",".join(FORMATS), help="what to measure [all]")
+    text = "time to spend on each GEMM and format [0.5]"
+    add("--seconds", metavar="S", type=positive, default=0.5, help=text)
+    add("--output", metavar="TABLE.json", type=Path, required=True, help="where the table goes")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -44,6 +44,10 @@ examples:
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line and name the flag that was probably meant."""
 
+    def __init__(self, **settings: Any) -> None:
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(allow_abbrev=False, formatter_class=form, **settings)
+
     def error(self, message: str) -> None:  # type: ignore[override]
         """Raise instead of printing the usage and exiting."""
         raise UsageError(f"{message}; see '{self.prog} --help'")
@@ -75,21 +79,11 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
         prog="megatron-snip",
         description="SNIP: adaptive per-linear precision for LLM pretraining with Megatron.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    subparsers = parser.add_subparsers(
-        dest="command", metavar="COMMAND", required=True, parser_class=Parser
-    )
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, text in COMMANDS.items():
-        sub = subparsers.add_parser(
-            name,
-            help=text,
-            description=text,
-            allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        sub = subparsers.add_parser(name, help=text, description=text)
         if name == chosen:
             load(name).add_arguments(sub)
     return parser

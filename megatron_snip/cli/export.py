@@ -46,35 +46,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{plan} --capability 10.0 --output OUT.yaml",
         f"{plan} --to torchtitan --output filters.json",
     )
-    parser.add_argument("plan", metavar="PLAN.json", type=Path, help="the plan")
-    parser.add_argument(
-        "--to",
-        choices=("te-precision", *_TRANSLATIONS, "yaml"),
-        default="te-precision",
-        help="who reads it: Megatron's --te-precision-config-file, torchtitan's and torchao's "
-        "filters, ModelOpt's serving configuration, or anybody (linear: option) [te-precision]",
+    add = parser.add_argument
+    add("plan", metavar="PLAN.json", type=Path, help="the plan")
+    text = "te-precision: for Megatron's --te-precision-config-file. yaml: {linear: option}"
+    formats = ("te-precision", *_TRANSLATIONS, "yaml")
+    add("--to", choices=formats, default="te-precision", help=f"{text} [te-precision]")
+    text = "the file to write; OUT.stage0.yaml and so on if pipeline stages need different ones"
+    add("--output", metavar="OUT", type=Path, required=True, help=text)
+    text = "te-precision: compute capability of the GPUs, such as 9.0 (Hopper) [this machine's]"
+    add("--capability", metavar="X.Y", type=_capability, help=text)
+    text = (
+        "give options that cannot run there the nearest precision that loses nothing, and BF16 to "
+        "linears that it does not know"
     )
-    parser.add_argument(
-        "--output",
-        metavar="OUT",
-        type=Path,
-        required=True,
-        help="the file to write; with te-precision OUT.stage0.yaml and so on if pipeline stages "
-        "need different ones",
-    )
-    parser.add_argument(
-        "--capability",
-        metavar="X.Y",
-        type=_capability,
-        help="te-precision: compute capability of the GPUs that will train, 9.0 Hopper, 10.0 "
-        "Blackwell [this machine's]",
-    )
-    parser.add_argument(
-        "--nearest",
-        action="store_true",
-        help="give options that cannot run there the nearest precision that loses nothing, and "
-        "BF16 to linears that it does not know",
-    )
+    add("--nearest", action="store_true", help=text)
     add_stage_flags(parser)
 
 
@@ -83,13 +68,8 @@ def add_stage_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("pipeline")
     text = "pipeline-parallel size [that of the plan or problem]"
     group.add_argument("--pipeline-stages", metavar="P", type=integer, help=text)
-    group.add_argument(
-        "--chunk-layers",
-        metavar="N,N,...",
-        type=lambda text: tuple(integer(part, least=0) for part in text.split(",")),
-        help="layers of each model chunk in the order of the data, if a stage holds several or "
-        "they are uneven",
-    )
+    text = "layers of each model chunk, in the order of the data"
+    group.add_argument("--chunk-layers", metavar="N,N,...", type=_counts, help=text)
 
 
 def stages_from(args: argparse.Namespace, num_layers: int, known: int) -> Stages:
@@ -202,6 +182,10 @@ def _this_capability() -> tuple[int, int]:
             "(Blackwell)"
         )
     return torch.cuda.get_device_capability()
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(integer(part, least=0) for part in text.split(","))
 
 
 def _capability(text: str) -> tuple[int, int]:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from megatron_snip.cli.common import add_examples, write_output
 from megatron_snip.cli.export import add_stage_flags, stages_from
-from megatron_snip.config import read_yaml
 from megatron_snip.errors import UsageError
+from megatron_snip.files import read_yaml
 from megatron_snip.formats import lowest_precision
 from megatron_snip.linears.te.precision_config import (
     evaluates_otherwise,
@@ -32,35 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "megatron-snip import OUT.yaml --problem runs/demo/problems/21.json --output plan.json",
         "megatron-snip import A.stage0.yaml A.stage1.yaml --problem P.json --output plan.json",
     )
-    parser.add_argument(
-        "files",
-        metavar="FILE.yaml",
-        type=Path,
-        nargs="+",
-        help="what --te-precision-config-file takes: one file, or one a pipeline stage in order",
-    )
-    parser.add_argument(
-        "--problem",
-        metavar="PROBLEM.json",
-        type=Path,
-        required=True,
-        help="names and sizes of the model's linears: problems/<step>.json of a run",
-    )
-    parser.add_argument(
-        "--base",
-        metavar="OPTION",
-        default="bf16",
-        help="what the run does by default: bf16, or fp8, mxfp8, nvfp4 where it has --fp8-format "
-        "or --fp4-format; it stays where the file does not override it [bf16]",
-    )
-    parser.add_argument(
-        "--sequential-experts",
-        action="store_true",
-        help="experts are modules of their own (no --moe-grouped-gemm)",
-    )
-    parser.add_argument(
-        "--output", metavar="PLAN.json", type=Path, required=True, help="where the plan goes"
-    )
+    add = parser.add_argument
+    text = "what --te-precision-config-file takes: one file, or one a pipeline stage in order"
+    add("files", metavar="FILE.yaml", type=Path, nargs="+", help=text)
+    text = "names and sizes of the model's linears: problems/<iteration>.json of a run"
+    add("--problem", metavar="PROBLEM.json", type=Path, required=True, help=text)
+    text = "what linears run that the file does not override: bf16, fp8, mxfp8 or nvfp4 [bf16]"
+    add("--base", metavar="OPTION", default="bf16", help=text)
+    text = "experts are modules of their own (no --moe-grouped-gemm)"
+    add("--sequential-experts", action="store_true", help=text)
+    add("--output", metavar="PLAN.json", type=Path, required=True, help="where the plan goes")
     add_stage_flags(parser)
 
 

@@ -10,12 +10,13 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import get_args
 
 from pydantic import ValidationError
 from rich.table import Table
 
 from megatron_snip.cli.common import add_examples, console, new_table, write_output
-from megatron_snip.config import explain
+from megatron_snip.config import CostName, PipelineBalance, first_problem
 from megatron_snip.errors import InfeasiblePlanError, UsageError
 from megatron_snip.options import Option
 from megatron_snip.planning.calibration import read_calibration, with_seconds
@@ -39,56 +40,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "megatron-snip plan problem.json --previous plan.json --output next.json",
     )
     add_planning_flags(parser)
-    parser.add_argument("--target", metavar="T", help="least efficiency, 0 to 1 [the problem's]")
-    changes = parser.add_argument_group("changes of the current plan")
-    changes.add_argument("--previous", metavar="PLAN.json", type=Path, help="the current plan")
-    changes.add_argument(
-        "--change-penalty", metavar="X", help="quality loss that each changed linear costs [0]"
-    )
-    parser.add_argument("--output", metavar="FILE", type=Path, help="write the plan to this file")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON, nothing else")
+    add = parser.add_argument
+    add("--target", metavar="T", help="least efficiency, 0 to 1 [the problem's]")
+    add("--previous", metavar="PLAN.json", type=Path, help="the current plan")
+    add("--change-penalty", metavar="X", help="quality loss that each changed linear costs [0]")
+    add("--output", metavar="FILE", type=Path, help="write the plan to this file")
+    add("--json", action="store_true", help="print the plan as JSON, nothing else")
 
 
 def add_planning_flags(parser: argparse.ArgumentParser) -> None:
     """Add the problem and the flags that set fields of `PlanSettings`."""
     parser.add_argument("problem", metavar="PROBLEM.json", type=Path, help="the problem file")
-    group = parser.add_argument_group("constraints")
-    group.add_argument(
-        "--pipeline-balance",
-        choices=("none", "stage", "bottleneck"),
-        help="where the target holds. none: over the model. stage: in every pipeline stage. "
-        "bottleneck: over the model, and the slowest stage becomes as fast as possible first "
-        "[none]",
+    add = parser.add_argument_group("constraints").add_argument
+    text = (
+        "where the target holds. none: over the model. stage: in every pipeline stage. "
+        "bottleneck: over the model, with the slowest stage as fast as possible [none]"
     )
-    group.add_argument(
-        "--pin",
-        metavar="GLOB=OPTION",
-        type=_pin,
-        dest="pins",
-        action="append",
-        help="fix the option of these linears, e.g. 'decoder.layers.0.*=fp8'; may be repeated",
-    )
+    add("--pipeline-balance", choices=get_args(PipelineBalance), help=text)
+    text = "fix the option of these linears, e.g. 'decoder.layers.0.*=fp8'; may be repeated"
+    add("--pin", metavar="GLOB=OPTION", type=_pair, dest="pins", action="append", help=text)
     for which in ("first", "last"):
         text = f"fix the option of each block's {which} N layers"
-        group.add_argument(f"--{which}-layers", metavar="N=OPTION", type=_layers, help=text)
-    group.add_argument(
-        "--cost",
-        choices=("flops", "time"),
-        help="what efficiency counts: FLOPs in the lowest precision, or seconds saved [flops]",
-    )
-    group.add_argument(
-        "--calibration",
-        metavar="TABLE.json",
-        type=Path,
-        help="seconds for --cost time, from 'megatron-snip calibrate'",
-    )
-    solver = parser.add_argument_group("solver")
-    solver.add_argument("--policy", metavar="NAME", help=f"{', '.join(policy_names())} [snip]")
+        add(f"--{which}-layers", metavar="N=OPTION", type=_pair, help=text)
+    text = "what efficiency counts: FLOPs in the lowest precision, or seconds saved [flops]"
+    add("--cost", choices=get_args(CostName), help=text)
+    text = "seconds for --cost time, from 'megatron-snip calibrate'"
+    add("--calibration", metavar="TABLE.json", type=Path, help=text)
+    add = parser.add_argument_group("solver").add_argument
+    add("--policy", metavar="NAME", help=f"{', '.join(policy_names())} [snip]")
     text = "most seconds that solving takes [30]"
-    solver.add_argument("--time-limit", metavar="S", dest="time_limit_s", help=text)
-    solver.add_argument("--gap", metavar="F", help="relative gap at which solving stops [0.001]")
-    solver.add_argument("--workers", metavar="N", help="threads; 1 is deterministic [1]")
-    solver.add_argument("--seed", metavar="N", help="seed of the solver and of 'random' [0]")
+    add("--time-limit", metavar="S", dest="time_limit_s", help=text)
+    add("--gap", metavar="F", help="relative gap at which solving stops [0.001]")
+    add("--workers", metavar="N", help="threads; 1 is deterministic [1]")
+    add("--seed", metavar="N", help="seed of the solver and of 'random' [0]")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -144,26 +128,20 @@ def settings_from(args: argparse.Namespace) -> PlanSettings:
     try:
         settings = PlanSettings(**{k: v for k, v in values.items() if v is not None})
     except ValidationError as error:
-        field = str(error.errors()[0]["loc"][0])
+        problem = first_problem(error)
+        field = str(problem.field).partition(".")[0]
         flag = "--" + field.removesuffix("_s").replace("_", "-")
-        reason = explain(error).partition(": ")[2]
-        raise UsageError(f"{flag}: {reason}; see 'megatron-snip {args.command} --help'") from None
+        text = f"{flag}: {problem.message}; see 'megatron-snip {args.command} --help'"
+        raise UsageError(text) from None
     get_policy(settings.policy)  # an unknown name is an error before any file is read
     return settings
 
 
-def _pin(text: str) -> tuple[str, str]:
-    glob, _, option = text.rpartition("=")
-    if not glob or not option:
-        raise argparse.ArgumentTypeError(f"'{text}' is not GLOB=OPTION")
-    return glob, option
-
-
-def _layers(text: str) -> tuple[str, str]:
-    count, _, option = text.rpartition("=")
-    if not count.isdecimal() or not option:
-        raise argparse.ArgumentTypeError(f"'{text}' is not N=OPTION, with N a number of layers")
-    return count, option
+def _pair(text: str) -> tuple[str, str]:
+    which, _, option = text.rpartition("=")
+    if not which or not option:
+        raise argparse.ArgumentTypeError(f"'{text}' is not of the form ...=OPTION; see --help")
+    return which, option
 
 
 def _check_used(args: argparse.Namespace, settings: PlanSettings) -> None:
@@ -205,14 +183,11 @@ def _print(
         found = ", ".join(f"stage {k} {plan.stages[k]:.4f}" for k in stages)
         out.print(f"efficiency by pipeline stage: {found}")
     target = f"target {plan.target:g}" if get_policy(plan.policy).heeds_target else "no target"
-    for line in (
-        f"policy        {plan.policy}, {plan.status}, {seconds(plan.seconds)}",
-        f"quality loss  {quality(plan.objective, 6)}, lower bound {quality(plan.bound, 6)}, "
-        f"gap {quality(plan.gap, 2)}",
-        f"efficiency    {plan.efficiency:.6f} of {settings.cost} ({target})",
-        f"digest        {plan.digest}",
-    ):
-        out.print(line)
+    out.print(f"policy        {plan.policy}, {plan.status}, {seconds(plan.seconds)}")
+    losses = f"{quality(plan.objective, 6)}, lower bound {quality(plan.bound, 6)}"
+    out.print(f"quality loss  {losses}, gap {quality(plan.gap, 2)}")
+    out.print(f"efficiency    {plan.efficiency:.6f} of {settings.cost} ({target})")
+    out.print(f"digest        {plan.digest}")
 
 
 def _table(plan: PrecisionPlan, problem: PlanningProblem, previous: PrecisionPlan | None) -> Table:

@@ -22,26 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "megatron-snip report runs/demo --reference runs/bf16",
         "megatron-snip report runs/demo --output demo-report",
     )
-    parser.add_argument(
-        "run",
-        metavar="RUN",
-        type=Path,
-        help="a run's directory: --run-dir of 'megatron-snip train', --snip-output-dir of a "
-        "Megatron job (snip/ below --save)",
-    )
-    parser.add_argument(
-        "--reference",
-        metavar="RUN",
-        type=Path,
-        help="a run, usually BF16, or its metrics.jsonl: the loss gap is taken to it [the run's "
-        "--snip-reference]",
-    )
-    parser.add_argument(
-        "--output",
-        metavar="DIR",
-        type=Path,
-        help=f"where report.html goes [{DIRECTORY}/ in RUN]",
-    )
+    add = parser.add_argument
+    text = "--run-dir of 'megatron-snip train', or --snip-output-dir of a Megatron job"
+    add("run", metavar="RUN", type=Path, help=text)
+    text = "a run, usually BF16, or its metrics.jsonl, to which the loss gap is taken"
+    add("--reference", metavar="RUN", type=Path, help=f"{text} [the run's --snip-reference]")
+    text = f"where {FILE} goes [{DIRECTORY}/ in RUN]"
+    add("--output", metavar="DIR", type=Path, help=text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -71,7 +71,9 @@ def prepare_script(words: Sequence[str]) -> Path:
     script = Path(rest[0])
     if not script.is_file():
         raise UsageError(f"cannot find the script '{script}'")
-    _stand_in_for_python(script, rest)
+    sys.argv = rest  # as `python SCRIPT` would set both
+    if not sys.flags.safe_path:  # python -P keeps scripts' directories out
+        sys.path[0] = str(script.resolve().parent)
     _show_our_log()
     if on_cpu:
         from megatron_snip.patches import cpu
@@ -148,13 +150,6 @@ def read_argument_file(path: Path) -> list[str]:
             text = f"the argument file '{path}' has an open quote in '{line.strip()}'"
             raise UsageError(text) from None
     return words
-
-
-def _stand_in_for_python(script: Path, argv: list[str]) -> None:
-    """Set what `python SCRIPT` would have set."""
-    sys.argv = argv
-    if not sys.flags.safe_path:  # python -P keeps scripts' directories out
-        sys.path[0] = str(script.resolve().parent)
 
 
 def _show_our_log() -> None:

@@ -14,22 +14,19 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from megatron_snip.cli.common import add_examples, console, integer, new_table
 from megatron_snip.errors import UsageError, shown
 from megatron_snip.files import read_json
-from megatron_snip.reporting.run_record import numbered_files, parse_divergences
+from megatron_snip.reporting.run_record import (
+    Divergences,
+    LinearRecord,
+    numbered_files,
+    parse_divergences,
+)
 from megatron_snip.reporting.text import column, number
-from megatron_snip.statistics.health_table import FINDING_COLUMNS, HealthTable
+from megatron_snip.statistics.health_table import FINDING_COLUMNS, MEANINGS, HealthTable
 
-COLUMNS = {
-    "loss": "loss_divergence",
-    "weight": "weight_divergence",
-    "local": "local_square",
-    "error": "rel_error",
-}
-"""Columns of the table, and where the file has them; `local` is the root of `local_square`."""
+COLUMNS = ("loss", "weight", "local", "error")
 
 HEADS = (
     "loss, weight: loss and weight divergence, scores that order the linears. local: relative "
@@ -47,20 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "megatron-snip stats runs/demo --csv",
         "megatron-snip stats runs/demo --json | jq '.linears[0].statistics'",
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run's directory")
-    parser.add_argument(
-        "--iteration", metavar="N", type=integer, help="iteration of the refresh [the last]"
-    )
-    parser.add_argument(
-        "--sort", choices=("model", *COLUMNS), default="model", help="order of the rows [model]"
-    )
-    parser.add_argument(
-        "--health", action="store_true", help="the worst linears by each measure of health"
-    )
-    parser.add_argument(
-        "--csv", action="store_true", help="every value of health as CSV, worst first"
-    )
-    parser.add_argument("--json", action="store_true", help="print the file that is read, only")
+    add = parser.add_argument
+    add("run", metavar="RUN", type=Path, help="a run's directory")
+    add("--iteration", metavar="N", type=integer, help="iteration of the refresh [the last]")
+    text = "order of the rows [model]"
+    add("--sort", choices=("model", *COLUMNS), default="model", help=text)
+    add("--health", action="store_true", help="the worst linears by each measure of health")
+    add("--csv", action="store_true", help="every value of health as CSV, worst first")
+    add("--json", action="store_true", help="print the file that is read, only")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,36 +62,58 @@ def run(args: argparse.Namespace) -> int:
     """
     kind = "health" if args.health or args.csv else "divergences"
     path = _find(args.run / kind, args.iteration)
-    value = read_json(path, f"{kind} file")
-    source = f"{kind} file '{path}'"
-    is_health = kind == "health"
-    record = (HealthTable.from_dict if is_health else parse_divergences)(value, source)
+    value, source = read_json(path, f"{kind} file"), f"{kind} file '{path}'"
+    if kind == "health":
+        health = HealthTable.from_dict(value, source)
+    else:
+        divergences = parse_divergences(value, source)
     if args.json:
         print(json.dumps(value, indent=1))
-        return 0
-    if isinstance(record, HealthTable) and args.csv:
-        csv.writer(sys.stdout).writerows([FINDING_COLUMNS, *record.worst(None)])
-        return 0
-    if isinstance(record, HealthTable):
-        _print_health(record)
-        return 0
-    try:
-        rows = _rows(value)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"{source} is damaged ({type(error).__name__}: {error})") from None
-    if args.sort != "model":
-        rows.sort(key=lambda row: math.inf if row[args.sort] is None else -row[args.sort])
-    out, loss = console(), value.get("loss")
-    out.print(f"iteration {record.iteration}, loss {number(loss)}")
-    out.print(_table(rows))
-    out.print(HEADS)
+    elif args.csv:
+        csv.writer(sys.stdout).writerows([FINDING_COLUMNS, *health.worst(None)])
+    elif args.health:
+        _print_health(health)
+    else:
+        _print_divergences(divergences, args.sort)
     return 0
+
+
+def _print_divergences(record: Divergences, sort: str) -> None:
+    rows = [
+        (linear.name, option, _values(linear, option))
+        for linear in record.linears
+        for option in linear.options
+        if option != "bf16"
+    ]
+    if sort != "model":
+        rows.sort(key=lambda row: math.inf if row[2][sort] is None else -row[2][sort])
+    table = new_table(("linear", "option"), COLUMNS)
+    columns = [column([values[name] for *_, values in rows]) for name in COLUMNS]
+    for (name, option, _), *numbers in zip(rows, *columns, strict=True):
+        table.add_row(shown(name), option, *numbers)
+    out = console()
+    out.print(f"iteration {record.iteration}, loss {number(record.loss)}")
+    out.print(table)
+    out.print(HEADS)
+
+
+def _values(linear: LinearRecord, option: str) -> dict[str, Any]:
+    """Return the table's values of an option; None where one is unknown."""
+    measured = linear.options[option]
+    square = linear.statistics.formats.get(option, {}).get("local_square")
+    return {
+        "loss": measured.get("loss_divergence"),
+        "weight": measured.get("weight_divergence"),
+        "local": None if square is None or square < 0 else math.sqrt(square),
+        "error": measured.get("rel_error"),
+    }
 
 
 def _print_health(health: HealthTable) -> None:
     out = console()
     out.print(f"iteration {health.iteration}: the worst by each measure (docs/glossary.md)")
     for measure, rows in groupby(health.worst(), key=lambda row: row[0]):
+        out.print(f"{measure}: {MEANINGS[measure]}")
         table = new_table(("linear", "tensor", "format"), (measure,))
         worst = list(rows)
         values = column([value for *_, value in worst])
@@ -120,28 +133,3 @@ def _find(folder: Path, iteration: int | None) -> Path:
         known = ", ".join(map(str, list(files)[:20])) + (", ..." if len(files) > 20 else "")
         raise UsageError(f"--iteration: no refresh at {iteration} in '{run}'; there are {known}")
     return files[iteration]
-
-
-def _rows(value: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row per linear and quantized option; None where a value is unknown."""
-    rows = []
-    for linear in value["linears"]:
-        formats = linear.get("statistics", {}).get("formats", {})
-        for option, measured in linear["options"].items():
-            if option == "bf16":
-                continue
-            found = {**measured, **formats.get(option, {})}
-            values = {name: found.get(key) for name, key in COLUMNS.items()}
-            row = {name: None if v is None else float(v) for name, v in values.items()}
-            square = row["local"]
-            row["local"] = None if square is None or square < 0 else math.sqrt(square)
-            rows.append({"linear": linear["name"], "option": option, **row})
-    return rows
-
-
-def _table(rows: list[dict[str, Any]]) -> Table:
-    table = new_table(("linear", "option"), tuple(COLUMNS))
-    columns = [column([row[name] for row in rows]) for name in COLUMNS]
-    for row, *numbers in zip(rows, *columns, strict=True):
-        table.add_row(shown(row["linear"]), shown(row["option"]), *numbers)
-    return table

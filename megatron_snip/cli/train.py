@@ -28,7 +28,6 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the launcher, the trainer and SNIP, by group."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "%(prog)s [--config FILE] [--nproc-per-node N] [--SETTING VALUE ...]"
     parser.epilog = EPILOG
     group = parser.add_argument_group("Settings files and ranks")
@@ -48,11 +47,17 @@ def run(args: argparse.Namespace) -> int:
         UsageError: for bad input; nothing is written then.
     """
     config = read_settings(args)
-    if under_torchrun():
-        return _run_as_rank(config)
-    ranks = args.nproc_per_node or default_num_ranks(config)
-    check_ranks(config, ranks)
-    return launch(config, ranks)
+    if not under_torchrun():
+        ranks = args.nproc_per_node or default_num_ranks(config)
+        check_ranks(config, ranks)
+        return launch(config, ranks)
+    try:
+        train_as_rank(config)
+    except UsageError:
+        if os.environ["RANK"] == "0":
+            raise
+        return 2  # every rank refuses the same input; rank 0 prints it
+    return 0
 
 
 def read_settings(args: argparse.Namespace) -> TrainConfig:
@@ -61,19 +66,5 @@ def read_settings(args: argparse.Namespace) -> TrainConfig:
     Raises:
         UsageError: one line naming the file, field or flag and what is wrong.
     """
-    return load_train_config(
-        args.config,
-        given_values(args, TrainFields),
-        given_values(args, SnipConfig, "snip_"),
-        snip_file=args.snip_config,
-    )
-
-
-def _run_as_rank(config: TrainConfig) -> int:
-    try:
-        train_as_rank(config)
-    except UsageError:
-        if os.environ["RANK"] == "0":
-            raise
-        return 2  # every rank refuses the same input; rank 0 prints it
-    return 0
+    values, snip = given_values(args, TrainFields), given_values(args, SnipConfig, "snip_")
+    return load_train_config(args.config, values, snip, args.snip_config)

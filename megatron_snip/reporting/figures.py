@@ -1,7 +1,6 @@
 """Figures of runs, drawn with matplotlib in one style and one width.
 
-Each function draws one figure; call it through `svg` (the report) or `png` (W&B, TensorBoard,
-docs), which set the style: `png(lambda: plan_map(linears))`. Text is drawn as shapes, so a figure
+Each function returns one figure; `svg` makes a file of it. Text is drawn as shapes, so a figure
 looks the same with any fonts. `$` in a name starts no formula.
 
 In maps, rows are layers and columns are kinds of linears: `decoder.layers.17.mlp.linear_fc1` is in
@@ -11,9 +10,9 @@ row 17, column fc1. Names of another form get a row of their own.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, get_args
 
 import matplotlib
 import numpy as np
@@ -38,9 +37,6 @@ from megatron_snip.reporting.text import label
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.types import Gemm, Operand, split_linear_name
 
-WIDTH_IN = 10.0
-DPI = 144
-
 SURFACE, MUTED, FAINT, WARNING = "#ffffff", "#6b7685", "#e3e7ec", "#c2251c"
 LINE = "#1f6fd1"
 
@@ -55,18 +51,13 @@ FORMAT_COLORS = {
 }
 """16 bits gray, 8 bits blue, 4 bits orange, 3 bits red."""
 
-DIVERGENCE_TITLES: dict[DivergenceKind, str] = {
-    "loss_divergence": "loss divergence",
-    "weight_divergence": "weight divergence",
-}
-
 Floats = NDArray[np.float64]
-Draw = Callable[[], Figure]
 Points = Sequence[tuple[float, float]]
 
 STYLE: dict[str, Any] = {
     "font.size": 9.0,
     "axes.titlesize": 9.0,
+    "figure.dpi": 144,
     "axes.titlelocation": "left",
     "axes.axisbelow": True,
     "axes.linewidth": 0.6,
@@ -78,75 +69,87 @@ STYLE: dict[str, Any] = {
     "svg.fonttype": "path",
     "svg.hashsalt": "megatron-snip",  # the same figure is the same file
 }
-_MAX_SHAPES = 600  # cells of a map drawn as shapes; more are stored as pixels
+_MAX_SHAPES = 600  # cells of a map that are drawn as shapes; more are stored as pixels
 
 
-def svg(draw: Draw) -> bytes:
-    """Return a figure as SVG."""
-    return _save(draw, format="svg", metadata={"Date": None})
-
-
-def png(draw: Draw) -> bytes:
-    """Return a figure as PNG."""
-    return _save(draw, format="png", dpi=DPI)
-
-
-def _save(draw: Draw, **options: Any) -> bytes:
-    stream = io.BytesIO()
+@contextmanager
+def _styled() -> Iterator[None]:
     with matplotlib.rc_context(STYLE):
-        draw().savefig(stream, **options)
+        yield
+
+
+@_styled()
+def svg(figure: Figure) -> bytes:
+    """Return a figure as SVG."""
+    stream = io.BytesIO()
+    figure.savefig(stream, format="svg", metadata={"Date": None})
     return stream.getvalue()
 
 
-def new_figure(height_in: float) -> Figure:
-    """Return an empty figure of the common width."""
-    return Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+def _new_figure(height_in: float) -> Figure:
+    return Figure(figsize=(10.0, height_in), layout="constrained")
 
 
-# Maps: a cell per linear.
-
-
-@dataclass(frozen=True)
 class LinearGrid:
     """Where each linear is in a map.
 
     Attributes:
         rows: labels of the layers.
         columns: labels of the kinds of linears, in the model's order.
-        cells: (row, column) of each linear.
     """
 
-    rows: tuple[str, ...]
-    columns: tuple[str, ...]
-    cells: dict[str, tuple[int, int]]
+    def __init__(self, names: Iterable[str]) -> None:
+        """Place the linears with these names."""
+        split = {name: _split(name) for name in names}
+        blocks = list(dict.fromkeys(block for block, _, _ in split.values()))
+        modules = list(dict.fromkeys(module for _, _, module in split.values()))
+        layers = sorted({(blocks.index(block), layer) for block, layer, _ in split.values()})
+        self._cells = {
+            name: (layers.index((blocks.index(block), layer)), modules.index(module))
+            for name, (block, layer, module) in split.items()
+        }
+        self.rows = [
+            label(blocks[b]) if n < 0 else f"{label(blocks[b])} {n}" if len(blocks) > 1 else str(n)
+            for b, n in layers
+        ]
+        short = [module.rpartition(".")[2].removeprefix("linear_") for module in modules]
+        self.columns = [*map(label, short if len(set(short)) == len(short) else modules)]
+
+    @property
+    def height_in(self) -> float:
+        """Inches of a map."""
+        return float(np.clip(len(self.rows) * (0.3 if len(self.rows) <= 8 else 0.2), 0.9, 4.5))
 
     def table(self, values: Mapping[str, float | None]) -> Floats:
         """Return [rows, columns]; NaN where there is no linear or no value."""
         table = np.full((len(self.rows), len(self.columns)), np.nan)
         for name, value in values.items():
-            if value is not None and name in self.cells:
-                table[self.cells[name]] = value
+            if value is not None and name in self._cells:
+                table[self._cells[name]] = value
         return table
 
+    def draw(self, axes: Any, edges: Floats, cells: Floats, **colors: Any) -> Any:
+        """Draw a map; return matplotlib's mesh.
 
-def linear_grid(names: Iterable[str]) -> LinearGrid:
-    """Return the grid of these linears."""
-    split = {name: _split(name) for name in names}
-    blocks = list(dict.fromkeys(block for block, _, _ in split.values()))
-    modules = list(dict.fromkeys(module for _, _, module in split.values()))
-    layers = sorted({(blocks.index(block), layer) for block, layer, _ in split.values()})
-    cells = {
-        name: (layers.index((blocks.index(block), layer)), modules.index(module))
-        for name, (block, layer, module) in split.items()
-    }
-    rows = [
-        label(blocks[b]) if n < 0 else f"{label(blocks[b])} {n}" if len(blocks) > 1 else str(n)
-        for b, n in layers
-    ]
-    columns = [module.rpartition(".")[2].removeprefix("linear_") for module in modules]
-    if len(set(columns)) < len(columns):
-        columns = modules
-    return LinearGrid(tuple(rows), tuple(map(label, columns)), cells)
+        Args:
+            axes: where.
+            edges: [columns + 1], x of the cells' edges.
+            cells: [rows, columns]; NaN has no color. The first row is at the top.
+            colors: how `pcolormesh` colors the values.
+        """
+        style: dict[str, Any] = {"edgecolors": SURFACE, "linewidth": 1.0}
+        if cells.size > _MAX_SHAPES:
+            style = {"rasterized": True}
+        axes.set_facecolor(FAINT)
+        heights = np.arange(cells.shape[0] + 1)
+        mesh = axes.pcolormesh(edges, heights, np.ma.masked_invalid(cells), **style, **colors)
+        axes.set_ylim(cells.shape[0], 0)
+        axes.set_xlim(edges[0], edges[-1])
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0)
+        named = range(0, len(self.rows), max(1, -(-len(self.rows) // 20)))
+        axes.set_yticks([k + 0.5 for k in named], [self.rows[k] for k in named])
+        return mesh
 
 
 def _split(name: str) -> tuple[str, int, str]:
@@ -156,47 +159,16 @@ def _split(name: str) -> tuple[str, int, str]:
         return name, -1, ""
 
 
-def draw_cells(axes: Any, edges: Floats, cells: Floats, **colors: Any) -> Any:
-    """Draw a map; return matplotlib's mesh.
-
-    Args:
-        axes: where.
-        edges: [columns + 1], x of the cells' edges.
-        cells: [rows, columns]; NaN has no color. The first row is at the top.
-        colors: how `pcolormesh` colors the values.
-    """
-    style: dict[str, Any] = {"edgecolors": SURFACE, "linewidth": 1.0}
-    if cells.size > _MAX_SHAPES:
-        style = {"rasterized": True}
-    axes.set_facecolor(FAINT)
-    heights = np.arange(cells.shape[0] + 1)
-    mesh = axes.pcolormesh(edges, heights, np.ma.masked_invalid(cells), **style, **colors)
-    axes.set_ylim(cells.shape[0], 0)
-    axes.set_xlim(edges[0], edges[-1])
-    axes.spines[:].set_visible(False)
-    axes.tick_params(length=0)
-    return mesh
-
-
-def _name_rows(axes: Any, grid: LinearGrid) -> None:
-    shown = range(0, len(grid.rows), max(1, -(-len(grid.rows) // 20)))
-    axes.set_yticks([k + 0.5 for k in shown], [grid.rows[k] for k in shown])
-
-
-def _map_height(grid: LinearGrid) -> float:
-    return float(np.clip(len(grid.rows) * (0.3 if len(grid.rows) <= 8 else 0.2), 0.9, 4.5))
-
-
+@_styled()
 def plan_map(linears: Mapping[str, Option]) -> Figure:
     """Draw a plan: a cell per linear, or three (fprop, dgrad, wgrad) where options are mixed."""
-    grid, gemms = linear_grid(linears), _gemms(linears.values())
+    grid, gemms = LinearGrid(linears), _gemms(linears.values())
     cells = np.full((len(grid.rows), len(grid.columns) * len(gemms)), np.nan)
     for k, gemm in enumerate(gemms):
         cells[:, k :: len(gemms)] = _format_table(grid, linears, gemm)
-    figure = new_figure(_map_height(grid) + 0.8)
+    figure = _new_figure(grid.height_in + 0.8)
     axes = figure.subplots()
-    draw_cells(axes, np.arange(cells.shape[1] + 1) / len(gemms), cells, **_format_scale())
-    _name_rows(axes, grid)
+    grid.draw(axes, np.arange(cells.shape[1] + 1) / len(gemms), cells, **_format_scale())
     axes.set_ylabel("layer")
     axes.set_xticks(np.arange(len(grid.columns)) + 0.5, grid.columns)
     for column in range(1, len(grid.columns) if len(gemms) > 1 else 0):
@@ -206,24 +178,24 @@ def plan_map(linears: Mapping[str, Option]) -> Figure:
     return figure
 
 
+@_styled()
 def plan_history(spans: Sequence[PlanSpan]) -> Figure:
     """Draw the plans over the iterations: a panel per kind of linear and GEMM."""
-    grid = linear_grid(dict.fromkeys(name for span in spans for name in span.plan.linears))
+    grid = LinearGrid(dict.fromkeys(name for span in spans for name in span.plan.linears))
     options = {option for span in spans for option in span.plan.linears.values()}
     gemms = _gemms(options)
     panels = [(column, gemm) for gemm in gemms for column in range(len(grid.columns))]
     across = min(len(grid.columns), 4)
     down = -(-len(panels) // across)
-    figure = new_figure(down * (_map_height(grid) + 0.45) + 0.5)
+    figure = _new_figure(down * (grid.height_in + 0.45) + 0.5)
     axes_of = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flat
     edges = np.array([span.start for span in spans] + [spans[-1].end], np.float64)
     for axes, (column, gemm) in zip(axes_of, panels, strict=False):
         tables = [_format_table(grid, span.plan.linears, gemm) for span in spans]
         cells = np.stack([table[:, column] for table in tables], axis=1)
-        draw_cells(axes, edges, cells, **_format_scale())
+        grid.draw(axes, edges, cells, **_format_scale())
         name = grid.columns[column]
         axes.set_title(name if len(gemms) == 1 else f"{name}, {gemm}")
-        _name_rows(axes, grid)
         axes.xaxis.set_major_locator(_iteration_ticks(5))
         axes.label_outer()
     for axes in list(axes_of)[len(panels) :]:
@@ -234,74 +206,72 @@ def plan_history(spans: Sequence[PlanSpan]) -> Figure:
     return figure
 
 
+@_styled()
 def divergence_maps(record: Divergences) -> Figure:
     """Draw both divergences of the quantized uniform options, each on one logarithmic scale.
 
     Args:
         record: with at least one quantized uniform option.
     """
-    options = quantized_options(record)
-    grid = linear_grid(record.linears)
-    figure = new_figure(2 * (_map_height(grid) + 0.6))
+    options = record.quantized_options
+    grid = LinearGrid(linear.name for linear in record.linears)
+    figure = _new_figure(2 * (grid.height_in + 0.6))
     panels = figure.subplots(2, len(options), sharex=True, sharey=True, squeeze=False)
-    for line, (kind, title) in zip(panels, DIVERGENCE_TITLES.items(), strict=True):
-        tables = [grid.table(record.values(option, kind)) for option in options]
-        positive = [np.where(table > 0, table, np.nan) for table in tables]
-        titles = [f"{title}, {option}" for option in options]
-        scale = _log_scale(tables)
+    for line, kind in zip(panels, get_args(DivergenceKind), strict=True):
+        text = kind.replace("_", " ")
+        tables = {f"{text}, {o}": grid.table(record.values(o, kind)) for o in options}
+        positive = {title: np.where(table > 0, table, np.nan) for title, table in tables.items()}
+        values = np.concatenate([table[table > 0] for table in tables.values()])
+        low, high = (values.min(), values.max()) if values.size else (0.1, 1.0)
+        high = high if high > low else low * 10
+        scale = LogNorm(low, high)
         # Three ticks of our own: matplotlib's are formulas, which `parse_math` leaves as TeX.
-        ticks = {"ticks": np.geomspace(scale.vmin, scale.vmax, 3), "format": "%.0e"}
-        _draw_line(figure, line, grid, positive, titles, scale, "viridis", **ticks).minorticks_off()
+        ticks = {"ticks": np.geomspace(low, high, 3), "format": "%.0e"}
+        _draw_line(line, grid, positive, "viridis", scale, **ticks).minorticks_off()
     return figure
 
 
+@_styled()
 def health_maps(tables: Sequence[HealthTable]) -> Figure:
     """Draw SQNR and underflow of each operand in the lowest precision, two rows for each table.
 
     Args:
         tables: with at least one linear each; panels of a measure share one scale.
     """
-    grid = linear_grid(linear.name for linear in tables[-1].linears)
-    measures: dict[HealthMeasure, str] = {"sqnr_db": "SQNR, dB", "underflow": "underflow"}
+    grid = LinearGrid(linear.name for linear in tables[-1].linears)
+    measures: dict[HealthMeasure, str] = {"sqnr_db": "SQNR in dB", "underflow": "underflow"}
     lines = [(measure, table) for measure in measures for table in tables]
-    figure = new_figure(len(lines) * (_map_height(grid) + 0.6))
+    figure = _new_figure(len(lines) * (grid.height_in + 0.6))
     panels = figure.subplots(len(lines), len(Operand), sharex=True, sharey=True, squeeze=False)
     for line, (measure, table) in zip(panels, lines, strict=True):
         values = [each.value for t in tables for each in t.findings(measure, t.lowest)] or [0.0]
         findings = table.findings(measure, table.lowest)
-        cells = [
-            grid.table({each.linear: each.value for each in findings if each.tensor == operand})
-            for operand in Operand
-        ]
-        titles = [f"{measures[measure]}, {o}, iteration {table.iteration}" for o in Operand]
+        cells = {}
+        for operand in Operand:
+            found = {each.linear: each.value for each in findings if each.tensor == operand}
+            title = f"{measures[measure]}, {operand}, iteration {table.iteration}"
+            cells[title] = grid.table(found)
         colors = "viridis" if measure == "underflow" else "viridis_r"
-        _draw_line(figure, line, grid, cells, titles, Normalize(min(values), max(values)), colors)
+        _draw_line(line, grid, cells, colors, Normalize(min(values), max(values)))
     return figure
 
 
 def _draw_line(
-    figure: Figure,
-    line: Any,
-    grid: LinearGrid,
-    cells: Any,
-    titles: Any,
-    scale: Any,
-    colors: str,
-    **ticks: Any,
+    line: Any, grid: LinearGrid, tables: dict[str, Floats], colors: str, scale: Any, **ticks: Any
 ) -> Any:
-    """Draw maps side by side on one scale; return its bar."""
+    """Draw maps side by side, by title, on one scale; return its bar."""
     edges = np.arange(len(grid.columns) + 1.0)
-    for axes, table, title in zip(line, cells, titles, strict=True):
-        mesh = draw_cells(axes, edges, table, cmap=colors, norm=scale)
+    for axes, (title, table) in zip(line, tables.items(), strict=True):
+        mesh = grid.draw(axes, edges, table, cmap=colors, norm=scale)
         axes.set_title(title)
-        _name_rows(axes, grid)
         axes.set_xticks(edges[:-1] + 0.5, grid.columns)
-    bar = figure.colorbar(mesh, ax=list(line), pad=0.02, aspect=14, **ticks)
-    bar.outline.set_visible(False)
     line[0].set_ylabel("layer")
+    bar = line[0].figure.colorbar(mesh, ax=list(line), pad=0.02, aspect=14, **ticks)
+    bar.outline.set_visible(False)
     return bar
 
 
+@_styled()
 def health_histograms(tables: Sequence[HealthTable]) -> Figure:
     """Draw how magnitudes are distributed in the three linears with the lowest SQNR.
 
@@ -311,8 +281,8 @@ def health_histograms(tables: Sequence[HealthTable]) -> Figure:
     findings = tables[-1].findings("sqnr_db", tables[-1].lowest)
     every = (*(each.linear for each in findings), tables[-1].linears[0].name)
     names = list(dict.fromkeys(every))[:3]
-    figure = new_figure(1.5 * len(names) + 0.6)
-    panels = figure.subplots(len(names), len(Operand), sharey=True, squeeze=False)
+    figure = _new_figure(1.5 * len(names) + 0.6)
+    panels = figure.subplots(len(names), len(Operand), sharex="col", sharey=True, squeeze=False)
     for line, name in zip(panels, names, strict=True):
         for axes, operand in zip(line, Operand, strict=True):
             for table in tables:
@@ -323,25 +293,14 @@ def health_histograms(tables: Sequence[HealthTable]) -> Figure:
                     edges = first + np.arange(len(shares) + 1)
                     axes.stairs(shares, edges, color=color, label=f"iteration {table.iteration}")
             found = [each for each in findings if (each.linear, each.tensor) == (name, operand)]
-            axes.set_title(f"{name}\n{operand}" + "".join(f", {f.value:.3g} dB" for f in found))
+            heading = f"{name}\n" if operand is Operand.INPUT else ""  # may be three panels wide
+            axes.set_title(f"{heading}{operand}" + "".join(f", {f.value:.3g} dB" for f in found))
             axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+            axes.xaxis.set_major_locator(_iteration_ticks(6))
     handles = panels[0][0].get_legend_handles_labels()[0]
     figure.legend(handles=handles, loc="outside upper right", ncols=2)
     figure.supxlabel("log2 of the magnitude", fontsize="medium")
     return figure
-
-
-def quantized_options(record: Divergences) -> tuple[str, ...]:
-    """Return the uniform options other than bf16, which diverges by 0."""
-    return tuple(option for option in record.uniform_options if option != "bf16")
-
-
-def _log_scale(tables: Sequence[Floats]) -> Any:
-    values = np.concatenate([table[table > 0] for table in tables])
-    if values.size == 0:
-        return LogNorm(0.1, 1.0)
-    low, high = float(values.min()), float(values.max())
-    return LogNorm(low, high if high > low else low * 10)
 
 
 def _gemms(options: Iterable[Option]) -> tuple[Gemm, ...]:
@@ -366,13 +325,11 @@ def _format_legend(figure: Figure, options: Iterable[Option], title: str | None 
     figure.legend(handles=entries, loc="outside upper right", ncols=len(entries), title=title)
 
 
-# Curves over iterations.
-
-
 def _iteration_ticks(most: int) -> MaxNLocator:
     return MaxNLocator(most, integer=True, steps=[1, 2, 5, 10])
 
 
+@_styled()
 def loss_curves(run: RunRecord, reference: tuple[str, MetricRows] | None = None) -> Figure:
     """Draw training and validation losses, and the gap to a reference below.
 
@@ -381,7 +338,7 @@ def loss_curves(run: RunRecord, reference: tuple[str, MetricRows] | None = None)
         reference: name and metrics of the run that the gap is taken to.
     """
     panels = 1 if reference is None else 2
-    figure = new_figure(2.3 + 1.5 * panels)
+    figure = _new_figure(2.3 + 1.5 * panels)
     ratios = (3.2, 1.5)[:panels]
     all_axes = figure.subplots(panels, 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
     axes, lower = all_axes[0], all_axes[-1]
@@ -391,9 +348,9 @@ def loss_curves(run: RunRecord, reference: tuple[str, MetricRows] | None = None)
         lower.axhline(0.0, color=MUTED, linewidth=1.2)
         lower.set_ylabel("gap")
         lower.grid(axis="y")
-        lower.plot(*loss_gap(run.metrics, metrics), color=LINE, linewidth=1.4)
+        lower.plot(*run.metrics.gap_to(metrics), color=LINE, linewidth=1.4)
     changes = [span.start for span in run.plans if span.num_changed]
-    failures = sorted({notice.iteration for notice in run.metrics.notices})
+    failures = sorted({at for at, kind, _ in run.metrics.notices if kind != "health"})
     for text, iterations, style in (
         ("plan changed", changes, {"color": MUTED, "linewidth": 1.0, "linestyle": ":"}),
         ("failure", failures, {"color": WARNING, "linewidth": 1.2}),
@@ -412,14 +369,6 @@ def loss_curves(run: RunRecord, reference: tuple[str, MetricRows] | None = None)
     return figure
 
 
-def loss_gap(metrics: MetricRows, reference: MetricRows) -> tuple[NDArray[np.int64], Floats]:
-    """Return (iterations, loss minus the reference's) of common iterations with finite losses."""
-    (at, losses), (base_at, base) = metrics.column("loss"), reference.column("loss")
-    common, first, second = np.intersect1d(at, base_at, return_indices=True)
-    gap = losses[first] - base[second]
-    return common[np.isfinite(gap)], gap[np.isfinite(gap)]
-
-
 def _finish(figure: Figure, axes: Any, ylabel: str) -> None:
     axes.set_ylabel(ylabel)
     axes.grid(axis="y")
@@ -427,9 +376,7 @@ def _finish(figure: Figure, axes: Any, ylabel: str) -> None:
     figure.legend(loc="outside upper right", ncols=min(count, 5))
 
 
-# A plan among others.
-
-
+@_styled()
 def frontier_curve(points: Points, plan: tuple[float, float] | None, lowest: str) -> Figure:
     """Draw the least quality loss at each efficiency; a star marks the current plan.
 
@@ -439,7 +386,7 @@ def frontier_curve(points: Points, plan: tuple[float, float] | None, lowest: str
         plan: the same of the current plan, or None.
         lowest: names of the formats of the lowest precision.
     """
-    figure = new_figure(3.0)
+    figure = _new_figure(3.0)
     axes = figure.subplots()
     dots: dict[str, Any] = {"marker": "o", "markersize": 3, "color": LINE}
     axes.plot(*zip(*points, strict=True), **dots, label="best plan")

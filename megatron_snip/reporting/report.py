@@ -1,4 +1,4 @@
-"""The report of one run as one HTML file.
+"""The report of one run as one HTML file; the template has the page and its text.
 
 The file needs no network and runs no script; its Content-Security-Policy forbids both. The template
 escapes all text, since names and settings come from files.
@@ -7,33 +7,32 @@ escapes all text, since names and settings come from files.
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from jinja2 import Environment, StrictUndefined
+from matplotlib.figure import Figure
 
 from megatron_snip.errors import SnipError
 from megatron_snip.planning.pareto import frontier
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.reporting import figures
-from megatron_snip.reporting.figures import DIVERGENCE_TITLES, loss_gap, quantized_options
+from megatron_snip.reporting import figures, text
 from megatron_snip.reporting.run_record import (
+    DivergenceKind,
+    Divergences,
     MetricRows,
     RunRecord,
     only_bf16,
     plan_spans,
     read_metrics,
 )
-from megatron_snip.reporting.text import listing, number, option_counts, percent, quality, seconds
+from megatron_snip.statistics.health_table import MEANINGS
 from megatron_snip.version import __version__
 
 TEMPLATE = "report.html.j2"
-FAILURES = {
+NOTICES = {
     "refresh_failed": "refresh failed, plan unchanged",
     "guard": "guard: bad loss",
     "reverted": "plan reverted",
@@ -43,54 +42,6 @@ FAILURES = {
 
 TARGETS = tuple(k / 20 for k in range(21))
 TIME_LIMIT_S = 2.0  # per target of the frontier
-
-Tile = tuple[str, str, str]
-"""Label, value and note of a large number at the top."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """Cells of text.
-
-    Attributes:
-        title: a few words.
-        columns: headings.
-        rows: one cell per column.
-        text_columns: how many columns, from the left, are left-aligned; numbers follow.
-        folded: whether the table is shown only on demand.
-    """
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    text_columns: int = 1
-    folded: bool = True
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A figure with its text.
-
-    Attributes:
-        slug: unique on the page.
-        title: a few words.
-        caption: what it shows, also the text for readers who do not see it; where there is no
-            figure, why.
-        draw: draws the figure; None where there is none.
-    """
-
-    slug: str
-    title: str
-    caption: str
-    draw: figures.Draw | None = None
-
-    @property
-    def source(self) -> str:
-        """The figure as an address that holds its data."""
-        assert self.draw is not None
-        data = base64.b64encode(figures.svg(self.draw)).decode("ascii")
-        return f"data:image/svg+xml;base64,{data}"
-
 
 Reference = tuple[str, MetricRows]
 """Name and metrics of the run that a run is compared with, usually BF16."""
@@ -120,30 +71,38 @@ def make_report(run: RunRecord, reference: Reference | None = None) -> str:
         run: the run.
         reference: the run that gaps are taken to, or None.
     """
-    settings = tuple(flatten(run.config | {"versions": run.versions}).items())
-    sections: list[tuple[str, Sequence[Picture], Sequence[Table]]] = [
-        ("", (), [_failures(run)]),
-        ("Training", (_loss(run, reference), _frontier(run)), ()),
-        ("Plans", _plan_pictures(run), [_plans_table(run)]),
-        ("Health", _health(run), [_worst(run)] if run.health else ()),
-        ("Settings and versions", (), [Table("All settings", ("setting", "value"), settings, 2)]),
-    ]
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    formats = (text.number, text.percent, text.quality, text.seconds, text.listing)
+    environment.filters |= {function.__name__: function for function in formats}
+    environment.filters["address"] = _address
     source = files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
+    is_bf16 = only_bf16(run.plans)
     return environment.from_string(source).render(
-        title=run.name,
-        subtitle=_subtitle(run),
-        tiles=_tiles(run, reference),
-        sections=sections,
+        run=run,
+        metrics=run.metrics,
+        wall_s=run.metrics.column("wall_s")[1],
+        nanmedian=np.nanmedian,
+        sim=" (simulated)" if run.simulated and not is_bf16 else "",
+        is_bf16=is_bf16,
+        in_higher_precision=_in_higher_precision(run),
+        reference=reference,
+        gap=(None, 0) if reference is None else last_gap(run.metrics, reference),
+        frontier=frontier_of(run),
+        figures=figures,
+        option_counts=text.option_counts,
+        meanings=MEANINGS,
+        largest="" if run.divergences is None else _largest(run.divergences),
+        notices=NOTICES,
+        settings=flatten(run.config | {"versions": run.versions}),
         version=__version__,
     )
 
 
 def last_gap(metrics: MetricRows, reference: Reference) -> tuple[float | None, int]:
     """Return the mean loss gap over the last tenth of the common iterations, and their number."""
-    _, gap = loss_gap(metrics, reference[1])
+    _, gap = metrics.gap_to(reference[1])
     count = -(-len(gap) // 10)
     return (float(np.mean(gap[-count:])) if count else None), count
 
@@ -176,195 +135,29 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, dict):
             flat |= flatten(value, f"{prefix}{key}.")
         else:
-            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-            flat[f"{prefix}{key}"] = "none" if value is None else text
+            shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            flat[f"{prefix}{key}"] = "none" if value is None else shown
     return flat
 
 
-# Text and numbers at the top.
+def _address(figure: Figure) -> str:
+    data = base64.b64encode(figures.svg(figure)).decode("ascii")
+    return f"data:image/svg+xml;base64,{data}"
 
 
-def _sim(run: RunRecord) -> str:
-    return " (simulated)" if run.simulated and not only_bf16(run.plans) else ""
+def _in_higher_precision(run: RunRecord) -> list[str]:
+    lowest = "fp4" if run.snip is None else run.snip.lowest_format
+    linears = {} if run.plan is None else run.plan.linears
+    return [name for name, option in linears.items() if option.share_in(lowest) < 1.0]
 
 
-def _subtitle(run: RunRecord) -> str:
-    of = "" if run.train_iters is None else f" of {run.train_iters}"
-    parts = [f"{run.metrics.last_iteration}{of} iterations"]
-    if run.snip is not None and run.snip.enabled:
-        parts.append(f"policy {run.snip.policy}")
-        parts.append(f"formats {', '.join(run.snip.formats)} per {run.snip.granularity}{_sim(run)}")
-        parts.append(f"a refresh every {run.snip.interval} iterations")
-    text = ", ".join(parts) + "."
-    if _sim(run):
-        text += " Simulated: losses are those of the formats, times are not."
-    return text
-
-
-def _tiles(run: RunRecord, reference: Reference | None) -> list[Tile]:
-    metrics, plan = run.metrics, run.plan
-    at, _ = metrics.column("validation_loss")
-    tiles = [("training loss", number(metrics.last("loss")), "last iteration")]
-    if reference is not None:
-        gap, count = last_gap(metrics, reference)
-        shown = "-" if gap is None else f"{gap:+.4f}"
-        note = f"mean of the last {count} common iterations"
-        tiles.append((f"loss gap to {reference[0]}", shown, note))
-    elif not only_bf16(run.plans):
-        tiles.append(("loss gap to BF16", "-", "unknown: give --reference, a run in BF16"))
-    note = f"at iteration {at[-1]}" if at.size else "not measured"
-    tiles.append(("validation loss", number(metrics.last("validation_loss")), note))
-    share = percent(metrics.last("lowest_precision_fraction"))
-    note = f"{run.lowest_formats}{_sim(run)}, target {percent(run.target)}"
-    tiles.append(("FLOPs in lowest precision", share, note))
-    loss = None if plan is None else run.quality_share(plan.objective)
-    note = f"100%: all linears in {run.lowest_formats}; 0%: BF16"
-    tiles.append(("quality loss of the plan", percent(loss), note))
-    failed = sum(notice.kind == "refresh_failed" for notice in metrics.notices)
-    tiles.append(("refreshes", str(len(metrics.column("refresh_s")[0])), f"{failed} failed"))
-    wall = metrics.column("wall_s")[1]
-    if np.nansum(wall) > 0:
-        note = f"{percent(metrics.total('refresh_s') / np.nansum(wall))} of all time in refreshes"
-        time = seconds(float(np.nanmedian(wall)))
-        tiles.append((f"time of an iteration{_sim(run)}", time, note))
-    return tiles
-
-
-# Pictures.
-
-
-def _loss(run: RunRecord, reference: Reference | None) -> Picture:
-    end = number(run.metrics.last("loss"))
-    caption = f"Training loss, {end} at the end. Dotted lines: plan changes. Red lines: failures."
-    if reference is not None:
-        caption += f" Below: loss minus that of {reference[0]}; above zero is worse."
-    return Picture("loss", "Loss", caption, partial(figures.loss_curves, run, reference))
-
-
-def _frontier(run: RunRecord) -> Picture:
-    title, points = "Quality loss against efficiency", frontier_of(run)
-    if isinstance(points, str):
-        return Picture("frontier", title, points)
-    loss = None if run.plan is None else run.quality_share(run.plan.objective)
-    current = None if run.plan is None or loss is None else (run.plan.efficiency, loss)
-    caption = (
-        "The least predicted quality loss of any plan at each efficiency, from the last refresh, "
-        f"as share of the quality loss with all linears in {run.lowest_formats}. Where the curve "
-        "becomes steep, more low precision is expensive. The star is the current plan."
-    )
-    draw = partial(figures.frontier_curve, points, current, run.lowest_formats)
-    return Picture("frontier", title, caption, draw)
-
-
-def _plan_pictures(run: RunRecord) -> list[Picture]:
-    if run.plan is None:
-        if run.snip is not None and not run.snip.enabled:
-            return [Picture("", "No plans", "SNIP was off in this run.")]
-        collects = run.snip is not None and run.snip.collect_only
-        reason = "The run only measures (collect_only)." if collects else "No plan was applied yet."
-        return [Picture("", "No plans", reason), _divergences(run)]
-    plan, lowest = run.plan, "fp4" if run.snip is None else run.snip.lowest_format
-    high = [name for name, option in plan.linears.items() if option.share_in(lowest) < 1.0]
-    return [
-        Picture(
-            "plan",
-            f"Current plan{_sim(run)}",
-            f"Planned at iteration {plan.iteration}, applied at iteration {run.plans[-1].start}: "
-            f"{option_counts(plan.linears)}. Efficiency {percent(plan.efficiency)}, policy "
-            f"{plan.policy}, {plan.status}. In higher precision: {listing(high) or 'none'}.",
-            partial(figures.plan_map, plan.linears),
-        ),
-        Picture(
-            "plan-history",
-            "Plans over the iterations",
-            "The format of each layer, for every kind of linear. Where it stays the same, "
-            "refreshes agree. Where it changes often, two options cost almost the same.",
-            partial(figures.plan_history, run.plans),
-        ),
-        _divergences(run),
-    ]
-
-
-def _divergences(run: RunRecord) -> Picture:
-    title, record = "Divergences", run.divergences
-    options = () if record is None else quantized_options(record)
-    if record is None or not options:
-        return Picture("", title, "The run has measured none.")
-    worst = []
-    for kind, text in DIVERGENCE_TITLES.items():
-        values = {n: v for n, v in record.values(options[-1], kind).items() if v is not None}
+def _largest(record: Divergences) -> str:
+    """Return both divergences of the lowest uniform option where they are largest."""
+    found = []
+    for kind in get_args(DivergenceKind) if record.quantized_options else ():
+        by_linear = record.values(record.quantized_options[-1], kind)
+        values = {name: value for name, value in by_linear.items() if value is not None}
         name = max(values, key=lambda n: values[n], default=None)
-        worst.append(f"{text} {'-' if name is None else f'{number(values[name], 3)} at {name}'}")
-    caption = (
-        f"Divergences of each option at each linear, measured at iteration {record.iteration}: "
-        "scores of how much its errors hurt the loss and change the next update. Bright cells are "
-        f"the most fragile linears. Largest under {options[-1]}: {'; '.join(worst)}."
-    )
-    draw = partial(figures.divergence_maps, record)
-    return Picture("divergences", title, caption, draw)
-
-
-def _health(run: RunRecord) -> list[Picture]:
-    if not run.health or run.health[-1].lowest is None:
-        return []
-    when = " and ".join(str(table.iteration) for table in run.health)
-    caption = (
-        f"What {run.health[-1].lowest} does to each operand, at iteration {when}"
-        f"{': before the first plan and at the last refresh' if len(run.health) > 1 else ''}. "
-        "Bright cells lose the most. Underflow is the share of elements that become zero."
-    )
-    text = (
-        "Shares of the elements by log2 of their magnitude, of the linears with the lowest SQNR "
-        f"in {run.health[-1].lowest}, at iteration {when}. The wider it is, the more underflows."
-    )
-    maps, histograms = figures.health_maps, figures.health_histograms
-    return [
-        Picture("health", "SQNR and underflow", caption, partial(maps, run.health)),
-        Picture("health-worst", "Three worst linears", text, partial(histograms, run.health)),
-    ]
-
-
-# Tables.
-
-
-def _failures(run: RunRecord) -> Table:
-    rows = tuple(
-        (str(n.iteration), FAILURES.get(n.kind, n.kind), n.message) for n in run.metrics.notices
-    )
-    columns = ("iteration", "what failed", "message")
-    return Table("Failures", columns, rows, text_columns=3, folded=False)
-
-
-def _worst(run: RunRecord) -> Table:
-    rows = tuple((*texts, number(value)) for *texts, value in run.health[-1].worst())
-    title = f"Worst linears by each measure, iteration {run.health[-1].iteration}"
-    return Table(title, ("measure", "linear", "tensor", "format", "value"), rows, 4)
-
-
-def _plans_table(run: RunRecord) -> Table:
-    columns = (
-        *("applied", "planned", "policy", "status", "target", "efficiency", "quality loss"),
-        *(f"of uniform {run.lowest_formats}'s", "gap", "changed", "solver", "waited"),
-        *("predicted saving of a step", "mean step"),
-    )
-    rows = tuple(
-        (
-            str(span.start),
-            str(plan.iteration),
-            plan.policy,
-            plan.status,
-            percent(plan.target),
-            percent(plan.efficiency),
-            quality(plan.objective),
-            percent(run.quality_share(plan.objective)),
-            quality(plan.gap, 2),
-            f"{span.num_changed} of {len(plan.linears)}",
-            seconds(plan.seconds),
-            seconds(span.wait_s),
-            seconds(span.saving_s),
-            seconds(span.step_s),
-        )
-        for span in run.plans
-        for plan in [span.plan]
-    )
-    return Table("All plans", columns, rows, text_columns=0)
+        worst = "-" if name is None else f"{text.number(values[name], 3)} at {name}"
+        found.append(f"{kind.replace('_', ' ')} {worst}")
+    return "; ".join(found)

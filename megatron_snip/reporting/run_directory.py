@@ -97,8 +97,7 @@ class RunDirectory:
                 self._write_json("divergences", event.iteration, table)
                 if measured.health is not None:
                     self._write_json("health", event.iteration, measured.health.to_dict())
-                path = self._folder("problems") / f"{event.iteration}.json"
-                write_problem(measured.problem, path)
+                write_problem(measured.problem, self._path("problems", event.iteration))
             case PlanApplied() as applied:
                 self._plan(event.iteration, applied)
             case Notice(kind, message):
@@ -130,7 +129,7 @@ class RunDirectory:
         plan = applied.plan
         if applied.resolved is not None:
             self._write_json("precision", iteration, applied.resolved)
-        path = self._folder("plans") / f"{plan.iteration}.json"
+        path = self._path("plans", plan.iteration)
         if applied.resumed and path.is_file():
             return  # its first application is in the metrics
         self._row |= {
@@ -149,13 +148,13 @@ class RunDirectory:
             os.fsync(self._metrics.fileno())
 
     def _write_json(self, folder: str, iteration: int, value: dict[str, Any]) -> None:
-        path = self._folder(folder) / f"{iteration}.json"
-        write_atomic(path, json.dumps(value, allow_nan=False) + "\n")
+        text = json.dumps(value, allow_nan=False) + "\n"
+        write_atomic(self._path(folder, iteration), text)
 
-    def _folder(self, name: str) -> Path:
-        folder = self.path / name
-        folder.mkdir(exist_ok=True)
-        return folder
+    def _path(self, folder: str, iteration: int) -> Path:
+        path = self.path / folder / f"{iteration}.json"
+        path.parent.mkdir(exist_ok=True)
+        return path
 
 
 def _finite(value: Any) -> Any:

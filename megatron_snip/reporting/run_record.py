@@ -11,40 +11,48 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from megatron_snip.config import SnipConfig, make_config, read_yaml
+from megatron_snip.config import SnipConfig, explain, make_config
 from megatron_snip.errors import UsageError
-from megatron_snip.files import parse_json, read_json, read_text
-from megatron_snip.options import Option
+from megatron_snip.files import parse_json, read_json, read_text, read_yaml
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
-from megatron_snip.planning.problem import PlanningProblem, read_problem
+from megatron_snip.planning.problem import PlanningProblem, parse_option, read_problem, read_record
 from megatron_snip.statistics.health_table import HealthTable
 
-MAX_ITERATION = 2**31 - 1
-
-MAX_NUMBER = 1e150
-"""Sums, and the axes of figures, must stay far from a double's overflow."""
-
-_COUNTS = ("iteration", "plan_iteration", "changed_linears")
-_NUMBERS = (
-    *("loss", "validation_loss", "lowest_precision_fraction", "wall_s", "refresh_s", "wait_s"),
-    *("step_s", "predicted_saving_s"),
-)
+# Sums, and the axes of figures, must stay far from a double's overflow.
+_Number = Annotated[float, Field(ge=-1e150, le=1e150)] | None
+_Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 DivergenceKind = Literal["loss_divergence", "weight_divergence"]
 
 
-@dataclass(frozen=True)
-class RecordedNotice:
-    """A notice, as `events.Notice`, with its iteration."""
+class _Checked(BaseModel):
+    model_config = ConfigDict(strict=True)
 
-    iteration: int
+
+class _Notice(_Checked):
     kind: str
     message: str
+
+
+class _Row(_Checked):
+    iteration: Annotated[_Count, Field(ge=1)]
+    plan_iteration: _Count | None = None
+    changed_linears: _Count | None = None
+    loss: _Number = None
+    validation_loss: _Number = None
+    lowest_precision_fraction: _Number = None
+    wall_s: _Number = None
+    refresh_s: _Number = None
+    wait_s: _Number = None
+    step_s: _Number = None
+    predicted_saving_s: _Number = None
+    notices: list[_Notice] = []
 
 
 @dataclass(frozen=True)
@@ -83,37 +91,65 @@ class MetricRows:
         found = values[(at >= start) & (at < end) & ~np.isnan(values)]
         return float(found.mean()) if found.size else None
 
+    def gap_to(self, reference: MetricRows) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return (iterations, loss minus the reference's) where both losses are finite."""
+        (at, losses), (base_at, base) = self.column("loss"), reference.column("loss")
+        common, first, second = np.intersect1d(at, base_at, return_indices=True)
+        gap = losses[first] - base[second]
+        return common[np.isfinite(gap)], gap[np.isfinite(gap)]
+
     @property
-    def notices(self) -> list[RecordedNotice]:
-        """Every notice, in order."""
+    def notices(self) -> list[tuple[int, str, str]]:
+        """(iteration, kind, message) of every notice, in order."""
         return [
-            RecordedNotice(row["iteration"], notice["kind"], notice["message"])
+            (row["iteration"], notice["kind"], notice["message"])
             for row in self.rows
             for notice in row.get("notices", ())
         ]
 
 
-@dataclass(frozen=True)
-class Divergences:
+class _Statistics(_Checked):
+    formats: dict[str, dict[str, _Number]] = {}
+
+
+class LinearRecord(_Checked):
+    """One linear of a divergences file.
+
+    Attributes:
+        name: of the linear.
+        options: {option: {measure: value}}; None where a value could not be measured.
+        statistics: sums behind them; `formats` has them by format.
+    """
+
+    name: str
+    options: dict[
+        Annotated[str, AfterValidator(lambda text: str(parse_option(text)))], dict[str, _Number]
+    ]
+    statistics: _Statistics = _Statistics()
+
+
+class Divergences(_Checked):
     """divergences/<iteration>.json.
 
     Attributes:
         iteration: that was measured.
-        linears: {linear: {option: {measure: value}}}; None where a value could not be measured.
+        loss: of that iteration.
+        linears: in the model's order.
     """
 
-    iteration: int
-    linears: dict[str, dict[str, dict[str, float | None]]]
+    iteration: _Count
+    loss: _Number = None
+    linears: Annotated[tuple[LinearRecord, ...], Field(strict=False)]
 
     @property
-    def uniform_options(self) -> tuple[str, ...]:
-        """Options with one format in all three GEMMs, in the file's order."""
-        first = next(iter(self.linears.values()), {})
-        return tuple(name for name in first if len(set(Option.parse(name).formats)) == 1)
+    def quantized_options(self) -> tuple[str, ...]:
+        """Options with one format in all three GEMMs, but for bf16, which diverges by 0."""
+        names = self.linears[0].options if self.linears else ()
+        return tuple(n for n in names if n != "bf16" and len(set(parse_option(n).formats)) == 1)
 
     def values(self, option: str, kind: DivergenceKind) -> dict[str, float | None]:
         """Return {linear: value} of one option."""
-        return {name: each.get(option, {}).get(kind) for name, each in self.linears.items()}
+        return {each.name: each.options.get(option, {}).get(kind) for each in self.linears}
 
 
 @dataclass(frozen=True)
@@ -133,10 +169,10 @@ class PlanSpan:
     start: int
     end: int
     plan: PrecisionPlan
-    num_changed: int = 0
-    wait_s: float = 0.0
-    saving_s: float | None = None
-    step_s: float | None = None
+    num_changed: int
+    wait_s: float
+    saving_s: float | None
+    step_s: float | None
 
 
 @dataclass(frozen=True)
@@ -147,7 +183,7 @@ class RunRecord:
         path: its directory.
         config: config.yaml as plain values.
         snip: SNIP's settings; None where this version cannot read them.
-        versions: versions.json; empty if there is none.
+        versions: versions.json, as it is; empty if there is none.
         metrics: every iteration.
         plans: in order; empty for a run without plans.
         divergences: of the last refresh, or None.
@@ -159,7 +195,7 @@ class RunRecord:
     path: Path
     config: dict[str, Any]
     snip: SnipConfig | None
-    versions: dict[str, str | None]
+    versions: Any
     metrics: MetricRows
     plans: tuple[PlanSpan, ...]
     divergences: Divergences | None
@@ -183,7 +219,7 @@ class RunRecord:
         megatron = self.config.get("megatron")
         values = megatron if isinstance(megatron, dict) else self.config
         total = values.get("train_iters")
-        return total if _is_count(total) else None
+        return total if type(total) is int and total >= 0 else None
 
     @property
     def lowest_formats(self) -> str:
@@ -214,30 +250,21 @@ def only_bf16(spans: Iterable[PlanSpan]) -> bool:
     return all(set(option.formats) == {"bf16"} for option in options)
 
 
-def check_run_directory(path: Path) -> None:
-    """Refuse a path that is not a run directory.
-
-    Raises:
-        UsageError: one line that says what is missing.
-    """
-    if not path.exists():
-        raise UsageError(f"cannot find the run directory '{path}'")
-    if not path.is_dir():
-        raise UsageError(f"'{path}' is a file; give the run's directory")
-    if not (path / "config.yaml").is_file():
-        inside = path / "snip"
-        hint = f"; did you mean '{inside}'?" if (inside / "config.yaml").is_file() else ""
-        raise UsageError(f"'{path}' is not a run directory: it has no config.yaml{hint}")
-
-
 def read_run(path: Path) -> RunRecord:
     """Read a run's directory.
 
     Raises:
         UsageError: if it is not a run directory, no iteration has ended, or a file is damaged.
     """
-    check_run_directory(path)
-    config = read_yaml(path / "config.yaml")
+    if not path.exists():
+        raise UsageError(f"cannot find the run directory '{path}'")
+    if not path.is_dir():
+        raise UsageError(f"'{path}' is a file; give the run's directory")
+    settings, versions, inside = path / "config.yaml", path / "versions.json", path / "snip"
+    if not settings.is_file():
+        hint = f"; did you mean '{inside}'?" if (inside / "config.yaml").is_file() else ""
+        raise UsageError(f"'{path}' is not a run directory: it has no config.yaml{hint}")
+    config = read_yaml(settings)
     metrics = read_metrics(path / "metrics.jsonl")  # first: its plans were written before
     snip = _snip_config(config)
     last, plans = metrics.last_iteration, plan_spans(path, metrics)
@@ -246,7 +273,7 @@ def read_run(path: Path) -> RunRecord:
         path=path,
         config=config,
         snip=snip,
-        versions=_versions(path / "versions.json"),
+        versions=read_json(versions, "versions file") if versions.is_file() else {},
         metrics=metrics,
         plans=plans,
         divergences=None if measured is None else read_divergences(measured),
@@ -293,68 +320,23 @@ def read_divergences(path: Path) -> Divergences:
 
 
 def parse_divergences(value: Any, source: str = "divergences") -> Divergences:
-    """Build from the file's JSON object.
+    """Build from the file's JSON object, of version 1 or 2.
 
     Raises:
         UsageError: one line that names `source`.
     """
-    if not isinstance(value, dict) or value.get("version") not in (1, 2):
-        raise UsageError(f"{source} is not a divergences file of version 1 or 2")
-    try:
-        # Version 1 counted steps from 0.
-        iteration = int(value["step"]) + 1 if value["version"] == 1 else int(value["iteration"])
-        linears = {
-            str(linear["name"]): {
-                str(Option.parse(option)): _numbers(measures)
-                for option, measures in linear["options"].items()
-            }
-            for linear in value["linears"]
-        }
-    except UsageError as error:
-        raise UsageError(f"{source}: {error}") from None
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise UsageError(f"{source} is damaged ({type(error).__name__}: {error})") from None
-    return Divergences(iteration, linears)
-
-
-def _numbers(measures: dict[str, Any]) -> dict[str, float | None]:
-    for name, value in measures.items():
-        if not _is_number(value):
-            raise ValueError(f"'{name}' is not a number up to {MAX_NUMBER:g}")
-    return measures
+    if isinstance(value, dict) and value.get("version") == 1 and isinstance(value.get("step"), int):
+        value = value | {"version": 2, "iteration": value["step"] + 1}  # it counted from 0
+    return read_record(Divergences, value, source, version=2, readable="versions 1 and 2")
 
 
 def _row(line: str, source: str) -> dict[str, Any]:
-    row = parse_json(line, source)
-    row = row if isinstance(row, dict) else {}
-    if not _is_count(row.get("iteration")) or not row["iteration"]:
-        raise UsageError(f"{source} is not an object with an 'iteration' from 1")
-    for name in row.keys() & set(_COUNTS):
-        if row[name] is not None and not _is_count(row[name]):
-            raise UsageError(f"{source}: '{name}' is not a number from 0 to {MAX_ITERATION}")
-    for name in row.keys() & set(_NUMBERS):
-        if not _is_number(row[name]):
-            raise UsageError(f"{source}: '{name}' is not a number up to {MAX_NUMBER:g}")
-    notices = row.get("notices", [])
-    if not isinstance(notices, list) or not all(map(_is_notice, notices)):
-        raise UsageError(f"{source}: 'notices' is not a list of objects with kind and message")
+    row: dict[str, Any] = parse_json(line, source)
+    try:
+        _Row.model_validate(row)
+    except ValidationError as error:
+        raise UsageError(f"{source}: {explain(error)}") from None
     return row
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_ITERATION
-
-
-def _is_number(value: Any) -> bool:
-    if value is None or isinstance(value, bool):
-        return value is None
-    return isinstance(value, int | float) and abs(value) <= MAX_NUMBER
-
-
-def _is_notice(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(value.get(key), str) for key in ("kind", "message")
-    )
 
 
 def _snip_config(config: dict[str, Any]) -> SnipConfig | None:
@@ -397,21 +379,9 @@ def _simulated(folder: Path, last_iteration: int, snip: SnipConfig | None) -> bo
         return True if snip is not None and snip.backend == "simulate" else None
     value = read_json(path, "precision file")
     try:
-        backends = {str(linear["backend"]) for linear in value["linears"]}
+        return any("simulate" in linear["backend"] for linear in value["linears"])
     except (KeyError, TypeError) as error:
-        raise UsageError(
-            f"precision file '{path}' is damaged ({type(error).__name__}: {error})"
-        ) from None
-    return any("simulate" in backend for backend in backends)
-
-
-def _versions(path: Path) -> dict[str, str | None]:
-    if not path.is_file():
-        return {}
-    value = read_json(path, "versions file")
-    if not isinstance(value, dict):
-        raise UsageError(f"versions file '{path}' must hold a JSON object")
-    return {str(k): None if v is None else str(v) for k, v in value.items()}
+        raise UsageError(f"precision file '{path}' is damaged ({error!r})") from None
 
 
 def numbered_files(folder: Path) -> dict[int, Path]:

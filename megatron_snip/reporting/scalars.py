@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from megatron_snip.divergence.quality_loss import DivergenceTable
 from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, PlanApplied
 
 _METRIC_NAMES = {"loss": "1_loss", "lowest_precision_fraction": "3_lowest_precision_share"}
@@ -61,7 +60,10 @@ class ScalarSeries:
         overhead = self._overhead_percent(event)
         match event.payload:
             case Measurement() as measured:
-                found = _divergence_totals(measured.divergences) | {
+                lowest = measured.divergences.of_lowest()
+                found = {
+                    "snip/divergence/loss_total": sum(d.loss_divergence for d in lowest),
+                    "snip/divergence/weight_total": sum(d.weight_divergence for d in lowest),
                     "snip/4_refresh_overhead_percent": overhead,
                     "snip/refresh/measure_s": measured.seconds,
                 }
@@ -103,11 +105,3 @@ class ScalarSeries:
 
     def _counters(self) -> dict[str, Any]:
         return {"snip/refresh/failed": self._failed, "snip/1_guard_events": self._guarded}
-
-
-def _divergence_totals(table: DivergenceTable) -> dict[str, Any]:
-    lowest = table.of_lowest()
-    return {
-        "snip/divergence/loss_total": sum(d.loss_divergence for d in lowest),
-        "snip/divergence/weight_total": sum(d.weight_divergence for d in lowest),
-    }

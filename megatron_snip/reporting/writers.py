@@ -12,7 +12,6 @@ left out with one warning.
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 from abc import ABC, abstractmethod
@@ -20,13 +19,13 @@ from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import yaml
 
 from megatron_snip.divergence.quality_loss import divergences_dict
 from megatron_snip.errors import UsageError
 from megatron_snip.log import warn_once
-from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, Payload, PlanApplied
 from megatron_snip.reporting.run_record import parse_divergences
 from megatron_snip.reporting.scalars import ScalarSeries
@@ -59,8 +58,17 @@ class _Dashboard(ABC):
         self._scalars = ScalarSeries(config, left_out)
         self._show(dict(config))
 
+    def write(self, event: Event) -> None:
+        """Write an event."""
+        scalars = self._scalars.values(event)
+        if not isinstance(event.payload, Metrics) or event.iteration % self._interval == 0:
+            self._log(event.iteration, event.payload, scalars)
+
     @abstractmethod
     def _show(self, config: dict[str, Any]) -> None: ...
+
+    @abstractmethod
+    def _log(self, iteration: int, payload: Payload, scalars: dict[str, float]) -> None: ...
 
 
 class TensorBoardWriter(_Dashboard):
@@ -69,19 +77,12 @@ class TensorBoardWriter(_Dashboard):
     def _show(self, config: dict[str, Any]) -> None:
         self._add_text("snip/config", yaml.safe_dump(config, sort_keys=False), 0)
 
-    def write(self, event: Event) -> None:
-        """Write an event."""
-        import numpy as np
-
-        iteration, payload, board = event.iteration, event.payload, self._board
-        values = self._scalars.values(event)
-        if isinstance(payload, Metrics) and iteration % self._interval:
-            return
-        for name, value in values.items():
+    def _log(self, iteration: int, payload: Payload, scalars: dict[str, float]) -> None:
+        board = self._board
+        for name, value in scalars.items():
             board.add_scalar(name, value, iteration)
         for name, picture in pictures(payload).items():
-            pixels = np.asarray(_opened(picture).convert("RGB"))
-            board.add_image(name, pixels, iteration, dataformats="HWC")
+            board.add_figure(name, picture, iteration, close=False)
         if isinstance(payload, Measurement) and payload.health is not None:
             rows = (FINDING_COLUMNS, *payload.health.worst())
             text = "\n".join("  ".join(map(str, row)) for row in rows)
@@ -110,11 +111,9 @@ class WandbWriter(_Dashboard):
     def _show(self, config: dict[str, Any]) -> None:
         self._board.config.update({"snip": config}, allow_val_change=True)
 
-    def write(self, event: Event) -> None:
-        """Log an event, in the row of its iteration."""
-        run, iteration, payload = self._board.run, event.iteration, event.payload
-        row: dict[str, Any] = dict(self._scalars.values(event))
-        if run is None or (isinstance(payload, Metrics) and iteration % self._interval):
+    def _log(self, iteration: int, payload: Payload, scalars: dict[str, float]) -> None:
+        run, row = self._board.run, dict[str, Any](scalars)
+        if run is None:
             return
         if iteration < run.step:
             warn_once(
@@ -124,33 +123,27 @@ class WandbWriter(_Dashboard):
             )
             return
         for name, picture in pictures(payload).items():
-            row[name] = self._board.Image(_opened(picture))
+            row[name] = self._board.Image(picture)
         if isinstance(payload, Measurement) and payload.health is not None:
-            # W&B has no documented address of a panel, so the table has the series' names.
-            named = {name.removesuffix("/worst"): name for name in row}
-            worst = [
-                [*each, named.get(f"snip/health/{each[0]}/{each[2]}", "")]
-                for each in payload.health.worst()
-            ]
-            row["snip/health/worst"] = self._board.Table(
-                columns=[*FINDING_COLUMNS, "series"], data=worst
-            )
+            links = {name.removesuffix("/worst"): _panel(run, name) for name in row}
+            table = self._board.Table(columns=[*FINDING_COLUMNS, "series"])
+            for each in payload.health.worst():
+                table.add_data(*each, links.get(f"snip/health/{each[0]}/{each[2]}", ""))
+            row["snip/health/worst"] = table
         run.log(row, step=iteration)
         if isinstance(payload, PlanApplied):
-            self._log_artifact(run, payload.plan)
+            plan = payload.plan
+            metadata = {"iteration": plan.iteration, "digest": plan.digest}
+            artifact = self._board.Artifact(f"plan-{run.id}", "snip-plan", metadata=metadata)
+            with artifact.new_file(f"{plan.iteration}.json") as stream:
+                stream.write(plan.to_json())
+            run.log_artifact(artifact)
         elif isinstance(payload, Notice):
             title = f"SNIP: {payload.kind} at iteration {iteration}"
             run.alert(title=title, text=payload.message, level=self._board.AlertLevel.WARN)
 
     def close(self) -> None:
         """Leave the run to its maker."""
-
-    def _log_artifact(self, run: Any, plan: PrecisionPlan) -> None:
-        metadata = {"iteration": plan.iteration, "digest": plan.digest}
-        artifact = self._board.Artifact(f"plan-{run.id}", "snip-plan", metadata=metadata)
-        with artifact.new_file(f"{plan.iteration}.json") as stream:
-            stream.write(plan.to_json())
-        run.log_artifact(artifact)
 
 
 def start_wandb(project: str, directory: Path, config: Mapping[str, Any]) -> Any:
@@ -167,20 +160,15 @@ def start_wandb(project: str, directory: Path, config: Mapping[str, Any]) -> Any
         ) from None
     mode: Any = os.environ.get("WANDB_MODE", "offline")
     try:
-        wandb.init(
-            project=project,
-            dir=directory,
-            config=dict(config),
-            mode=mode,
-            settings=wandb.Settings(silent=True),
-        )
+        quiet = wandb.Settings(silent=True)
+        wandb.init(project=project, dir=directory, config=dict(config), mode=mode, settings=quiet)
     except (wandb.errors.Error, ValueError) as error:
         raise UsageError(f"wandb cannot start (WANDB_MODE is '{mode}'): {error}") from None
     return wandb
 
 
-def pictures(payload: Payload) -> dict[str, bytes]:
-    """Return {name: PNG} of a measurement, or of a plan that is new here; empty without matplotlib.
+def pictures(payload: Payload) -> dict[str, Any]:
+    """Return {name: figure} of a measurement, or of a plan that is new; empty without matplotlib.
 
     A plan is new if it changes a linear, or if a resumed run continues with it.
     """
@@ -192,20 +180,26 @@ def pictures(payload: Payload) -> dict[str, bytes]:
         extra = "pip install 'megatron-snip[report]' for matplotlib"
         warn_once(logger, f"no pictures are logged: {extra}")
         return {}
+    import matplotlib.pyplot  # noqa: F401  # with which both dashboards handle figures
+
     from megatron_snip.reporting import figures
 
-    if isinstance(payload, Measurement):
-        record = parse_divergences(divergences_dict(payload.divergences, payload.statistics))
-        found = {}
-        if figures.quantized_options(record):
-            found["snip/5_fragile_linears"] = figures.png(lambda: figures.divergence_maps(record))
-        if (health := payload.health) is not None and health.lowest is not None:
-            found["snip/health/maps"] = figures.png(lambda: figures.health_maps([health]))
-        return found
-    return {"snip/6_plan": figures.png(lambda: figures.plan_map(payload.plan.linears))}
+    if isinstance(payload, PlanApplied):
+        return {"snip/6_plan": figures.plan_map(payload.plan.linears)}
+    record = parse_divergences(divergences_dict(payload.divergences, payload.statistics))
+    found = {}
+    if record.quantized_options:
+        found["snip/5_fragile_linears"] = figures.divergence_maps(record)
+    if (health := payload.health) is not None and health.lowest is not None:
+        found["snip/health/maps"] = figures.health_maps([health])
+    return found
 
 
-def _opened(picture: bytes) -> Any:
-    from PIL import Image
+def _panel(run: Any, name: str) -> str:
+    """Return the address of a series' panel, or its name: offline, W&B knows no address.
 
-    return Image.open(io.BytesIO(picture))
+    Source: https://docs.wandb.ai/models/app/features/panels, "Compose a panel's full-screen link".
+    """
+    project = run.settings.project_url
+    query = urlencode({"panelDisplayName": name, "panelSectionName": name.partition("/")[0]})
+    return f"{project}?{query}" if project else name

@@ -54,9 +54,14 @@ _ULPS = 1 + 2.0**-20  # a scale's own rounding is no saturation
 
 
 def tile_counts(
-    x: Tensor, quantized: Tensor, fmt: Format, block: Block, tensor_amax: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return counts [2 + NUM_BINS] and amax [], FP32, of a matrix and what is left of it.
+    x: Tensor,
+    quantized: Tensor,
+    fmt: Format,
+    block: Block,
+    tensor_amax: Tensor | None,
+    maxima: dict[Block, Tensor],
+) -> Tensor:
+    """Return counts [2 + NUM_BINS], FP32, of a matrix and what is left of it.
 
     The counts are of elements that become zero, of elements beyond the largest value of their
     tile, and of tiles by their scale; tiles of zeros and tiles with NaN or Inf have none.
@@ -67,37 +72,41 @@ def tile_counts(
         fmt: the format of Q.
         block: (rows, cols) of its tiles.
         tensor_amax: for E4M3 scales.
+        maxima: the largest magnitude of each tile, FP32, by `block`; added where it is missing.
     """
     assert fmt.element is not None
+    if block not in maxima:
+        maxima[block] = tile_amax(_tiles(x, block)).float().contiguous()
+    amax = maxima[block]
+    scale = tile_scales(amax, fmt, tensor_amax)[1]
+    saturated = amax.new_zeros(())
+    if fmt.scale is ScaleType.E4M3:  # other scales are rounded up, or not at all
+        saturated = (_tiles(x, block) > scale * (fmt.element.max_value * _ULPS)).sum().float()
+    zeros = (x.bool() & ~quantized.bool()).sum().float()  # bool() is much faster than eq(0)
+    return torch.cat([torch.stack([zeros, saturated]), _log2_counts(scale, amax > 0)])
+
+
+def _tiles(x: Tensor, block: Block) -> Tensor:
     (rows, cols), (tall, wide) = x.shape, block
     magnitude, missing = x.abs(), (0, -cols % wide, 0, -rows % tall)
     if any(missing):
         magnitude = torch.nn.functional.pad(magnitude, missing)
-    tiles = magnitude.view(-(-rows // tall), tall, -(-cols // wide), wide)
-    amax = tile_amax(tiles).float().contiguous()
-    scale = tile_scales(amax, fmt, tensor_amax)[1]
-    saturated = amax.new_zeros(())
-    if fmt.scale is ScaleType.E4M3:  # other scales are rounded up, or not at all
-        saturated = (tiles > scale * (fmt.element.max_value * _ULPS)).sum().float()
-    bins = _log2_counts(scale, (amax > 0) & scale.isfinite())
-    zeros = quantized.eq(0).logical_and_(x).sum().float()
-    largest = amax.max() if amax.numel() else amax.new_zeros(())
-    largest.nan_to_num_(nan=math.inf, posinf=math.inf)
-    return torch.cat([zeros[None], saturated[None], bins]), largest
+    return magnitude.view(-(-rows // tall), tall, -(-cols // wide), wide)
 
 
 def magnitudes(x: Tensor, operand: Operand) -> Tensor:
     """Return counts [OPERAND_SUMS], FP32, of a matrix's elements by floor(log2(|x|))."""
     rows = HISTOGRAM_STRIDE if operand is Operand.WEIGHT else 1
     part = x[::rows, ::HISTOGRAM_STRIDE].float().abs()
-    counts = _log2_counts(part, (part > 0) & part.isfinite())
+    counts = _log2_counts(part, part > 0)
     return torch.cat([counts.new_zeros(OPERAND_SUMS - NUM_BINS), counts])
 
 
 def _log2_counts(values: Tensor, counted: Tensor) -> Tensor:
-    index = (torch.frexp(values).exponent.long() - 1 - LOWEST_LOG2).clamp_(0, NUM_BINS - 1)
+    counted = counted & (values < math.inf)
+    index = torch.frexp(values).exponent.sub_(1 + LOWEST_LOG2).clamp_(0, NUM_BINS - 1)
     bins = values.new_zeros(NUM_BINS, dtype=torch.float32)
-    return bins.index_add_(0, index.flatten(), counted.float().flatten())
+    return bins.index_add_(0, index.flatten(), counted.flatten().float())
 
 
 @torch.no_grad()

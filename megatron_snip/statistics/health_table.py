@@ -180,3 +180,15 @@ MEASURES: dict[HealthMeasure, tuple[Callable[[LinearHealth], Any], int]] = {
     "update_ratio": (lambda h: [(h.update_ratio, "", "")], -1),
 }
 """How each measure is read, and 1 where a small value is bad, -1 where a large one is."""
+
+MEANINGS: dict[HealthMeasure, str] = {
+    "sqnr_db": "signal over quantization error of an operand, dB; 6 dB less is twice the error",
+    "underflow": "share of the elements that become zero",
+    "saturated": "share of the elements that are larger than what their tile can hold",
+    "scale_spread": "log2 of the largest over the least scale of a tile",
+    "gemm_sqnr_db": "signal over error of what a GEMM returns, dB",
+    "amax": "largest magnitude",
+    "gradient_norm": "norm of the weight's gradient, before clipping",
+    "update_ratio": "norm of the optimizer's step over that of the weight",
+}
+"""Each measure in a few words; docs/glossary.md defines it."""

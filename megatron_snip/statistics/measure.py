@@ -14,6 +14,7 @@ shards, and `totals` turns the sums into statistics.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from megatron_snip.collectives import sum_over
 from megatron_snip.formats import Format
 from megatron_snip.matmul import matmul_fp32
 from megatron_snip.quantizers.quantize import operand_block, quantize_dequantize_operand, rotated
+from megatron_snip.quantizers.reference import Block
 from megatron_snip.quantizers.stochastic import StochasticStream
 from megatron_snip.statistics.health import OPERAND_SUMS, magnitudes, tile_counts
 from megatron_snip.statistics.sensitivity import Sensitivity
@@ -129,7 +131,7 @@ def partial_sums(
         "wgrad_square": _square(wgrad),
     }
     health: list[Tensor] = []
-    amaxes = [x.new_zeros((), dtype=torch.float32)] * len(Operand)
+    maxima: dict[Operand, dict[Block, Tensor]] = {operand: {} for operand in Operand}
     for name, fmt in formats.items():
         x_q = _quantized(operands, fmt, Operand.INPUT, Gemm.FPROP)
         w_q = _quantized(operands, fmt, Operand.WEIGHT, Gemm.FPROP)
@@ -137,15 +139,10 @@ def partial_sums(
         w_t = w_q if _is_symmetric(fmt) else _quantized(operands, fmt, Operand.WEIGHT, Gemm.DGRAD)
         g_q = _quantized(operands, fmt, Operand.GRAD_OUTPUT, Gemm.DGRAD, stream)
         input_grads.append(matmul_fp32(g_q, w_t).sub_(input_grads[0]))
-        each = [
-            _health(operands, fmt, Operand.INPUT, x_q),
-            _health(operands, fmt, Operand.WEIGHT, w_q),
-            _health(operands, fmt, Operand.GRAD_OUTPUT, g_q),
-        ]
-        health.append(torch.stack([sums for sums, _ in each]))
-        amaxes = [amax for _, amax in each]
-        found[f"{name}.input_error_square"] = health[-1][0, 0]
-        found[f"{name}.weight_error_square"] = health[-1][1, 0]
+        for operand, q in zip(Operand, (x_q, w_q, g_q), strict=True):
+            health.append(_health(operands, fmt, operand, q, maxima[operand]))
+        found[f"{name}.input_error_square"] = health[-3][0]
+        found[f"{name}.weight_error_square"] = health[-2][0]
         del x_q, w_q, w_t  # a weight's worth of FP32 at a time
         g_q = _quantized(operands, fmt, Operand.GRAD_OUTPUT, Gemm.WGRAD, stream)
         x_q = _quantized(operands, fmt, Operand.INPUT, Gemm.WGRAD)
@@ -165,10 +162,13 @@ def partial_sums(
         for name, value in found.items()
     ]
     assert list(found) == _scalar_names(kind, formats)
-    own = zip((x, w, g), Operand, strict=True)
-    sums = torch.stack([*health, torch.stack([magnitudes(t, operand) for t, operand in own])])
+    health += map(magnitudes, (x, w, g), Operand)
+    sums = torch.stack(health).view(-1, len(Operand), OPERAND_SUMS)
     sums[:, 2 if kind == "row" else 0] /= num_shards
-    rest = torch.stack(scalars), sums, torch.stack(amaxes)
+    zero = x.new_zeros(1, dtype=torch.float32)
+    amaxes = [torch.cat([zero, *map(torch.flatten, m.values())]).max() for m in maxima.values()]
+    amax = torch.stack(amaxes).nan_to_num_(nan=math.inf, posinf=math.inf)
+    rest = torch.stack(scalars).float(), sums, amax
     if kind == "row":
         return PartialSums(torch.stack(outputs), None, *rest)
     tokens = torch.stack(
@@ -206,7 +206,7 @@ def totals(
         num = len(formats)
         grads, *rest = sums.tokens
         output_squares, products = rest[: 1 + num], rest[1 + num :]
-        squares = (_square(x).double() for x in sums.products)
+        squares = (_square(x).float().double() for x in sums.products)
         found |= zip(_squares_of("input_grad", formats), squares, strict=True)
     sums_of_squares = (square.double().sum() for square in output_squares)
     found |= zip(_squares_of("output", formats), sums_of_squares, strict=True)
@@ -238,17 +238,17 @@ def _quantized(
 
 
 def _health(
-    operands: Operands, fmt: Format, operand: Operand, quantized: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return an operand's OPERAND_SUMS and amax, FP32; `quantized` is overwritten."""
+    operands: Operands, fmt: Format, operand: Operand, q: Tensor, maxima: dict[Block, Tensor]
+) -> Tensor:
+    """Return an operand's OPERAND_SUMS, FP32; `q` is what the GEMM sees of it, overwritten."""
     index = list(Operand).index(operand)
     x = operands[index]
     assert x is not None
     gemm = Gemm.DGRAD if operand is Operand.GRAD_OUTPUT else Gemm.FPROP
     tensor_amax = None if operands.amax is None else operands.amax[index]
     block = operand_block(fmt, operand, gemm)
-    counts, amax = tile_counts(x, quantized, fmt, block, tensor_amax)
-    return torch.cat([_square(quantized.sub_(x))[None], counts]), amax
+    counts = tile_counts(x, q, fmt, block, tensor_amax, maxima)
+    return torch.cat([_square(q.sub_(x)).float()[None], counts])
 
 
 def _is_symmetric(fmt: Format) -> bool:
@@ -270,8 +270,8 @@ def _squares_of(tensor: str, formats: Iterable[str]) -> list[str]:
 
 
 def _square(tensor: Tensor) -> Tensor:
-    """Return the sum of squares, FP32 (each row summed in FP32, rows in FP64)."""
-    return _token_squares(tensor.reshape(-1, tensor.shape[-1])).double().sum().float()
+    """Return the sum of squares, FP64 (each row summed in FP32)."""
+    return _token_squares(tensor.reshape(-1, tensor.shape[-1])).sum(dtype=torch.float64)
 
 
 def _token_squares(tensor: Tensor) -> Tensor:

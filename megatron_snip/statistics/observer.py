@@ -172,6 +172,7 @@ class StepObserver:
         self._amax: dict[str, Tensor] = {}
         self._experts: dict[tuple[str, int], Tensor] = {}
         self._seen: set[str] = set()
+        self._chosen: dict[tuple[int, int], tuple[Tensor, int, tuple[float, float]]] = {}
 
     def observe(
         self,
@@ -281,7 +282,15 @@ class StepObserver:
 
     def _choose(self, part: TokenPart, microbatch: int) -> _Sample:
         """Choose tokens by (seed, iteration, microbatch) alone, so in all layouts alike."""
-        s, num_tokens = self._settings, len(part.rows)
+        key = len(part.rows), microbatch
+        if key not in self._chosen:  # by another linear
+            self._chosen[key] = self._draw(*key)
+        rows, num_single, expansions = self._chosen[key]
+        return _Sample(microbatch, len(part.rows), part.rows[rows], num_single, expansions)
+
+    def _draw(self, num_tokens: int, microbatch: int) -> tuple[Tensor, int, tuple[float, float]]:
+        """Return which of the tokens, how many of them are single ones, and the expansions."""
+        s = self._settings
         tile = max((fmt.tile for fmt in s.formats.values()), default=1)
         wanted = min(max(num_tokens // SAMPLED_SHARE, LEAST_TOKENS), MOST_TOKENS)
         num_tiles, num_chosen = math.ceil(num_tokens / tile), math.ceil(wanted / tile)
@@ -295,8 +304,7 @@ class StepObserver:
             runs = (chosen[:, None] * tile + torch.arange(tile)).reshape(-1)
             runs = runs[runs < num_tokens]
             expansions = num_tokens / wanted, num_tiles / num_chosen
-        rows = part.rows[torch.cat([single, runs])]
-        return _Sample(microbatch, num_tokens, rows, len(single), expansions)
+        return torch.cat([single, runs]), len(single), expansions
 
     def _measure(self, call: _Call, sample: _Sample, grad: Tensor) -> None:
         """All ranks of the tensor axis: measure one linear on one microbatch."""
@@ -322,8 +330,7 @@ class StepObserver:
                 sums = PartialSums.zeros(placement.kind, single, weight, formats)
             sums = sums.summed(placement.tensor.group)
         if sums is not None and placement.tensor.rank == 0:
-            found, health = totals(sums, placement.kind, g[:single], formats), sums.health
-            self._try(placement, lambda: self._add(call, sample, found, health))
+            self._try(placement, lambda: self._add(call, sample, sums, g[:single]))
 
     def _partial_sums(self, call: _Call, sample: _Sample, operands: Operands) -> PartialSums:
         s, placement = self._settings, call.placement
@@ -344,8 +351,11 @@ class StepObserver:
                 self.failure = f"{placement.name}: {type(error).__name__}: {one_line(error)}"
         return None
 
-    def _add(self, call: _Call, sample: _Sample, found: dict[str, Tensor], health: Tensor) -> None:
-        """Add one microbatch's sums to its linear's row."""
+    def _add(self, call: _Call, sample: _Sample, sums: PartialSums, grad: Tensor) -> None:
+        """Add one microbatch's sums to its linear's row; `grad` is G of the sample."""
+        with torch._C.DisableTorchFunction():
+            found = totals(sums, call.placement.kind, grad, self._settings.formats)
+        health = sums.health
         share = 1.0 / self._topology.context  # of a microbatch: context ranks divide its tokens
         known = {"microbatches": share, "tokens": float(sample.num_tokens)}
         instance, name = call.placement.instance, call.placement.name

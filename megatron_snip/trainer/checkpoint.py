@@ -22,7 +22,6 @@ The state dict holds (tensors as global tensors, so that other layouts can read 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -33,7 +32,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.utils import unwrap_model
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -52,6 +52,7 @@ from megatron_snip.errors import SnipError, UsageError
 from megatron_snip.files import read_json, read_text, write_atomic
 from megatron_snip.reporting.run_directory import versions
 from megatron_snip.state import ControllerState
+from megatron_snip.statistics.records import read_table
 from megatron_snip.trainer.config import TrainConfig
 from megatron_snip.trainer.model import TrainingState
 
@@ -116,7 +117,7 @@ class SavedRun:
 
     config: dict[str, Any]
     world_size: int
-    files: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str]
 
 
 def checkpoint_path(folder: Path, iteration: int) -> Path:
@@ -150,18 +151,8 @@ def read_saved_run(path: Path) -> SavedRun:
         if not (path / name).is_file():
             raise UsageError(f"'{path}' is not a complete checkpoint of this trainer: no '{name}'")
     file = path / SETTINGS
-    value = read_json(file, "checkpoint settings")
-    version = value.get("version") if isinstance(value, dict) else None
-    if version != SCHEMA_VERSION:
-        raise UsageError(
-            f"checkpoint settings '{file}': version {version!r}; this megatron-snip reads version "
-            f"{SCHEMA_VERSION}"
-        )
-    try:
-        return SavedRun(dict(value["config"]), int(value["world_size"]), dict(value["files"]))
-    except (KeyError, TypeError, ValueError) as error:
-        detail = f"{type(error).__name__}: {error}"
-        raise UsageError(f"checkpoint settings '{file}' are damaged ({detail})") from None
+    value, source = read_json(file, "checkpoint settings"), f"checkpoint settings '{file}'"
+    return read_table(SavedRun, value, SCHEMA_VERSION, source)
 
 
 def resume_iteration(config: TrainConfig) -> int:
@@ -184,18 +175,17 @@ def resume_iteration(config: TrainConfig) -> int:
     return latest or 0
 
 
-def check_resume(config: TrainConfig, saved: SavedRun, source: Path) -> None:
+def check_resume(config: TrainConfig, source: Path) -> None:
     """Refuse a checkpoint of another model, or one that Megatron cannot convert to the layout.
 
     Args:
         config: this run's settings.
-        saved: the run that wrote the checkpoint.
-        source: the checkpoint, for messages.
+        source: the checkpoint.
 
     Raises:
         UsageError: names the first setting that does not fit.
     """
-    old, new = saved.config, config.model_dump(mode="json")
+    old, new = read_saved_run(source).config, config.model_dump(mode="json")
     for change in _changes(MODEL_FIELDS, old, new):
         raise UsageError(f"load: '{source}' is of another model: {change}")
     name = "expert_model_parallel_size"
@@ -253,7 +243,6 @@ class Checkpoints:
             return
         path = checkpoint_path(self._config.save, progress.iteration)
         partial = path.with_name(f".{path.name}.partial")
-        run = SavedRun(self._config.model_dump(mode="json"), dist.get_world_size())
         self._on_rank_0("creating the checkpoint's folder", lambda: make_partial(partial))
         with self._state.gathered():
             content = self._template(loading=False) | _random_streams()
@@ -278,9 +267,9 @@ class Checkpoints:
         content = {
             "version": SCHEMA_VERSION,
             "iteration": progress.iteration,
-            "world_size": run.world_size,
+            "world_size": dist.get_world_size(),
             "versions": versions(),
-            "config": run.config,
+            "config": self._config.model_dump(mode="json"),
             "files": self._digests(partial, names),
         }
         text = json.dumps(content, indent=1) + "\n"
@@ -344,11 +333,7 @@ class Checkpoints:
 
     def _chunks(self) -> dict[str, Any]:
         """Return the GPTModels of this rank by Megatron's names."""
-        chunks: list[Any] = list(self._state.model)
-        for index, chunk in enumerate(chunks):
-            while hasattr(chunk, "module"):
-                chunk = chunk.module
-            chunks[index] = chunk
+        chunks = unwrap_model(list(self._state.model))
         names = ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
         return dict(zip(names, chunks, strict=True))
 
@@ -393,23 +378,17 @@ def _sha256(file: Path) -> str:
 
 def _reason(error: BaseException) -> str:
     """Return the cause of an error in one line; torch's CheckpointException lists it by rank."""
-    failures = getattr(error, "failures", None)
-    if isinstance(failures, dict) and failures:
-        with contextlib.suppress(TypeError, IndexError):
-            error = next(iter(failures.values()))[0]
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
     return f"{type(error).__name__}: {one_line(error)}"
 
 
 def _random_streams() -> dict[str, Any]:
-    rank = dist.get_rank()
     streams = {"cpu": torch.get_rng_state(), **get_cuda_rng_tracker().get_states()}
     if torch.cuda.is_available():
         streams["cuda"] = torch.cuda.get_rng_state()
-    keys = {name: f"random.{rank}.{name}" for name in streams}
-    return {
-        keys[name]: ShardedTensor.from_rank_offsets(keys[name], stream)
-        for name, stream in streams.items()
-    }
+    named = {f"random.{dist.get_rank()}.{name}": stream for name, stream in streams.items()}
+    return {key: ShardedTensor.from_rank_offsets(key, stream) for key, stream in named.items()}
 
 
 def _set_random_streams(loaded: dict[str, Any]) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 
 from pydantic import ValidationError, model_validator
 
-from megatron_snip.config import SnipConfig, explain, read_yaml
+from megatron_snip.config import SnipConfig, explain
 from megatron_snip.errors import UsageError
+from megatron_snip.files import read_yaml
 from megatron_snip.trainer.fields import TrainFields
 
 BYTE_VOCABULARY = 257

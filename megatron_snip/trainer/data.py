@@ -85,7 +85,13 @@ def build_datasets(config: TrainConfig, group: ProcessGroup | None) -> Datasets:
     Raises:
         SnipError: on every rank, if the data cannot be prepared.
     """
-    source = _built_in_text(config, group)
+    folder = (config.run_dir / "data").resolve()
+
+    def prepare() -> dict[str, Any] | None:
+        leads = group is None or torch.distributed.get_rank(group) == 0
+        return prepare_corpus(folder, config.max_corpus_bytes) if leads else None
+
+    source = broadcast_json(attempt("preparing the built-in text", prepare, group), group)
     blends = [([str(Path(source["path"]) / part)], None) for part in ("train", "valid")]
     num_train = config.train_iters * config.global_batch_size
     num_valid = config.eval_iters * config.global_batch_size
@@ -117,20 +123,6 @@ def iteration_batches(
     for first in range(end - config.global_batch_size + rank * size, end, num_ranks * size):
         rows = [samples[index] for index in range(first, first + size)]
         yield {key: torch.stack([row[key] for row in rows]) for key in _KEYS}
-
-
-def _built_in_text(config: TrainConfig, group: ProcessGroup | None) -> dict[str, Any]:
-    leader = group is None or torch.distributed.get_rank(group) == 0
-
-    def prepare() -> dict[str, Any] | None:
-        if not leader:
-            return None
-        return prepare_corpus((config.run_dir / "data").resolve(), config.max_corpus_bytes)
-
-    source: dict[str, Any] = broadcast_json(
-        attempt("preparing the built-in text", prepare, group), group
-    )
-    return source
 
 
 def prepare_corpus(parent: Path, max_bytes: int, library: Path | None = None) -> dict[str, Any]:

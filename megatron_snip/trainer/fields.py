@@ -8,7 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from megatron_snip.config import Section
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -16,15 +18,7 @@ Positive = Annotated[float, Field(gt=0.0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
 
 
-class _Section(BaseModel):
-    """Base of a group of fields: frozen, no unknown keys, field docstrings are the help."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
-    )
-
-
-class ModelFields(_Section):
+class ModelFields(Section):
     """The model: a Llama-style GPT (RMSNorm, SwiGLU, RoPE, no biases), dense or with experts."""
 
     num_layers: Annotated[int, Field(ge=1, le=10_000)] = 4
@@ -70,7 +64,7 @@ class ModelFields(_Section):
     """Collective that sends tokens to experts on other ranks."""
 
 
-class ParallelFields(_Section):
+class ParallelFields(Section):
     """Parallel layout."""
 
     tensor_model_parallel_size: Count = 1
@@ -102,7 +96,7 @@ class ParallelFields(_Section):
     use_distributed_optimizer and overlap_grad_reduce."""
 
 
-class TrainingFields(_Section):
+class TrainingFields(Section):
     """Training: AdamW, its schedule, data and evaluation."""
 
     train_iters: Count = 150
@@ -168,7 +162,7 @@ class TrainingFields(_Section):
     """Global batches per evaluation, the same ones each time; 0 turns evaluation off."""
 
 
-class OutputFields(_Section):
+class OutputFields(Section):
     """Output files and checkpoints."""
 
     save: Path | None = None

@@ -7,6 +7,7 @@ Megatron's `SequentialMLP`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,17 +49,6 @@ LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[s
 
 LOSS = "lm loss"
 """Megatron's name of the language-model loss."""
-
-_TRANSFORMER_FIELDS = (
-    *("num_layers", "hidden_size", "num_attention_heads", "attention_dropout", "hidden_dropout"),
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "bf16"),
-    *("recompute_granularity", "recompute_method", "recompute_num_layers"),
-    "expert_model_parallel_size",
-)
-_OPTIMIZER_FIELDS = (
-    *("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "bf16"),
-    *("use_distributed_optimizer", "overlap_param_gather"),
-)
 
 
 @dataclass(frozen=True)
@@ -213,35 +203,38 @@ def transformer_config(config: TrainConfig) -> TransformerConfig:
     """
     compute = torch.bfloat16 if config.bf16 else torch.float32
     interleaved = config.virtual_pipeline_size is not None
-    settings = {name: getattr(config, name) for name in _TRANSFORMER_FIELDS}
+    settings = _same_names(config, TransformerConfig) | {
+        "ffn_hidden_size": config.ffn_width,
+        "num_query_groups": config.query_groups,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "init_method": _keep,
+        "output_layer_init_method": _keep,
+        "virtual_pipeline_model_parallel_size": config.virtual_pipeline_size,
+        "sequence_parallel": config.sequence_parallel and config.tensor_model_parallel_size > 1,
+        "params_dtype": compute,
+        "pipeline_dtype": compute,
+        # In an interleaved pipeline of two stages a batch would hold two messages between the same
+        # ranks, and they could be exchanged. Without batching Megatron orders them.
+        "batch_p2p_comm": not interleaved,
+        "overlap_p2p_comm": interleaved,
+    }
     if config.num_experts is not None:
         settings |= {
             "num_moe_experts": config.num_experts,
-            "moe_router_topk": config.moe_router_topk,
             "moe_aux_loss_coeff": 0.01,
-            "moe_token_dispatcher_type": config.moe_token_dispatcher_type,
             "moe_ffn_hidden_size": config.expert_ffn_width,
             "expert_tensor_parallel_size": config.expert_tensor_size,
         }
-    return TransformerConfig(
-        **settings,
-        ffn_hidden_size=config.ffn_width,
-        num_query_groups=config.query_groups,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        init_method=_keep,
-        output_layer_init_method=_keep,
-        virtual_pipeline_model_parallel_size=config.virtual_pipeline_size,
-        sequence_parallel=config.sequence_parallel and config.tensor_model_parallel_size > 1,
-        params_dtype=compute,
-        pipeline_dtype=compute,
-        # In an interleaved pipeline of two stages a batch would hold two messages between the same
-        # ranks, and they could be exchanged. Without batching Megatron orders them.
-        batch_p2p_comm=not interleaved,
-        overlap_p2p_comm=interleaved,
-    )
+    return TransformerConfig(**settings)
+
+
+def _same_names(config: TrainConfig, record: type[Any]) -> dict[str, Any]:
+    """Return the settings that a dataclass of Megatron's has by the same name."""
+    names = [field.name for field in dataclasses.fields(record)]
+    return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
 
 def _build_chunks(
@@ -251,10 +244,7 @@ def _build_chunks(
     stages = range(virtual) if virtual else [None]
     chunks = [_build_chunk(config, transformer, stage) for stage in stages]
     settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=config.bf16,
-        overlap_grad_reduce=config.overlap_grad_reduce,
-        overlap_param_gather=config.overlap_param_gather,
-        use_distributed_optimizer=config.use_distributed_optimizer,
+        grad_reduce_in_fp32=config.bf16, **_same_names(config, DistributedDataParallelConfig)
     )
     return [
         DistributedDataParallel(
@@ -305,7 +295,7 @@ def _build_optimizer(
     settings = OptimizerConfig(
         optimizer="adam",
         params_dtype=torch.bfloat16 if config.bf16 else torch.float32,
-        **{name: getattr(config, name) for name in _OPTIMIZER_FIELDS},
+        **_same_names(config, OptimizerConfig),
     )
     # megatron-core 0.16 excludes norms from weight decay only if asked to.
     standard = getattr(optimizer, "get_standard_config_overrides", None)

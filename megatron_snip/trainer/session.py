@@ -13,7 +13,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,13 +24,11 @@ from rich.console import Console
 from megatron_snip.collectives import broadcast_json, one_line
 from megatron_snip.controller import SnipController
 from megatron_snip.directory import (
-    DirectoryLock,
-    archive_run,
     check_new_run,
+    clear_run,
     lock_directory,
     mark,
     own_files,
-    remove_run,
 )
 from megatron_snip.errors import UsageError
 from megatron_snip.files import parse_json, write_atomic
@@ -92,8 +90,7 @@ def check_run(config: TrainConfig, world_size: int) -> None:
             raise UsageError(f"{name} needs {needed}, a folder of checkpoints")
     iteration = resume_iteration(config)
     if config.load is not None and iteration:
-        source = checkpoint_path(config.load, iteration)
-        check_resume(config, read_saved_run(source), source)
+        check_resume(config, checkpoint_path(config.load, iteration))
     if config.save is not None and not (iteration and config.save == config.load):
         _check_new_save(config.save)
     if config.snip.enabled:
@@ -262,24 +259,19 @@ def _directories(
     Raises:
         UsageError: on every rank, if another job writes there.
     """
-    locks: list[DirectoryLock] = []
-    directory: RunDirectory | None = None
-    failure = {}
-    if dist.get_rank() == 0:
-        try:
-            for path in dict.fromkeys(p for p in (config.run_dir, config.save) if p is not None):
-                locks.append(lock_directory(path))
-            directory = start_run(config, done)
-        except (UsageError, OSError) as error:
-            failure = {"error": str(error)}
-    try:
+    directory, failure = None, {}
+    with ExitStack() as locks:
+        if dist.get_rank() == 0:
+            try:
+                for path in filter(None, dict.fromkeys((config.run_dir, config.save))):
+                    locks.callback(lock_directory(path).release)
+                directory = start_run(config, done)
+            except (UsageError, OSError) as error:
+                failure = {"error": str(error)}
         failure = broadcast_json(failure, control)
         if failure:
             raise UsageError(failure["error"])
         yield directory
-    finally:
-        for lock in locks:
-            lock.release()
 
 
 def start_run(config: TrainConfig, done: int) -> RunDirectory:
@@ -292,9 +284,7 @@ def start_run(config: TrainConfig, done: int) -> RunDirectory:
     mark(config.run_dir)
     if done and _continues(config, done):
         drop_later_iterations(config.run_dir, done)
-    elif config.overwrite:
-        remove_run(config.run_dir)
-    elif (archive := archive_run(config.run_dir)) is not None:
+    elif (archive := clear_run(config.run_dir, archive=not config.overwrite)) is not None:
         logger.info("moved files of the run before to '%s'", archive)
     directory = RunDirectory(config.run_dir)
     directory.start(config.model_dump(mode="json"))

@@ -27,13 +27,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_snip.patches.cpu import collectives
-from megatron_snip.patches.cpu.device import constant, cuda_answers, is_news, local_ranks
+from megatron_snip.patches.cpu.device import constant, cuda_answers, local_ranks
 from megatron_snip.patches.cpu.megatron import megatron_replacements
 from megatron_snip.patches.cpu.tensors import CudaOnCpu, active_modes, in_backward
 from megatron_snip.patches.registry import replace_attribute
-
-_TRACKER_LOGGER = "megatron.core.tensor_parallel.random"
-
 
 _MODE = CudaOnCpu()
 _installed: ExitStack | None = None
@@ -69,11 +66,11 @@ def install(claim_cuda: bool = False, capability: tuple[int, int] = (8, 0)) -> b
     with ExitStack() as undo:  # an error undoes what was replaced before it
         found = _torch_replacements(claim_cuda, capability)
         for owner, name, value in chain(found, megatron_replacements()):
-            undo.callback(replace_attribute(owner, name, value).undo)
+            undo.callback(replace_attribute(owner, name, value))
         undo.callback(_set_compile_off, _set_compile_off(True))
-        tracker = logging.getLogger(_TRACKER_LOGGER)
-        tracker.addFilter(is_news)
-        undo.callback(tracker.removeFilter, is_news)
+        tracker = logging.getLogger("megatron.core.tensor_parallel.random")
+        tracker.addFilter(_is_news)
+        undo.callback(tracker.removeFilter, _is_news)
         undo.enter_context(_MODE)
         _installed = undo.pop_all()
     return True
@@ -92,6 +89,11 @@ def uninstall() -> None:
         raise RuntimeError("leave the torch function modes entered after cpu.install() first")
     _installed.close()
     _installed = None
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    # Megatron's tracker warns that the CPU's state moved; here the CPU's and CUDA's are one.
+    return "CPU RNG state changed" not in record.getMessage()
 
 
 def _set_compile_off(off: bool) -> bool:

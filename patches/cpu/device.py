@@ -6,7 +6,6 @@ The CUDA generator *is* the CPU generator, so that Megatron's RNG tracker forks 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -48,18 +47,13 @@ class _Timeline:
 
 
 class _Generators(Sequence[torch.Generator]):
-    """`torch.cuda.default_generators`: the CPU's generator for every device."""
+    """`torch.cuda.default_generators`: the CPU's generator for every device or index."""
 
     def __getitem__(self, index: Any) -> Any:
         return torch.default_generator
 
     def __len__(self) -> int:
         return local_ranks()
-
-
-def is_news(record: logging.LogRecord) -> bool:
-    """Filter the RNG tracker's warning that the CPU state moved: here both states are one."""
-    return "CPU RNG state changed" not in record.getMessage()
 
 
 def local_ranks() -> int:

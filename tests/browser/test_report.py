@@ -45,10 +45,10 @@ def test_every_figure_is_drawn_within_the_screen(
     shot = browser.screenshot()
     assert browser.evaluate("document.documentElement.scrollWidth") == width == shot.width
     boxes = browser.evaluate(BOXES)
-    assert len(boxes) == 5
+    assert len(boxes) == 7
     for x, y, box_width, box_height in boxes:
         assert x >= 0 and x + box_width <= width
-        assert box_width > 0.75 * min(width, 460) and box_height > 50
+        assert box_width > 0.75 * min(width, 460) and box_height > 40
         drawn = shot.crop((round(x), round(y), round(x + box_width), round(y + box_height)))
         assert colors(drawn) >= 4  # ground, text, lines, something shown
     assert browser.complaints() == []
@@ -68,7 +68,7 @@ def test_every_picture_has_an_alternative_text(browser: Chromium, page: Path) ->
     browser.open(page, *SCREENS["phone"], dark=False)
     tree = browser.call("Accessibility.getFullAXTree")["nodes"]
     images = [node for node in tree if node.get("role", {}).get("value") == "image"]
-    assert len(images) == 5
+    assert len(images) == 7
     assert all(len(node["name"]["value"]) > 30 for node in images)
 
 
@@ -81,6 +81,19 @@ def test_wide_tables_scroll_within_their_card(browser: Chromium, page: Path) -> 
     assert browser.evaluate("document.documentElement.scrollWidth") == width
     wide = "[...document.querySelectorAll('.scroll')].some(s => s.scrollWidth > s.clientWidth)"
     assert browser.evaluate(wide)
+
+
+def test_tables_of_health_fit_a_desk_and_alerts_are_not_cut_off(
+    browser: Chromium, page: Path
+) -> None:
+    browser.open(page, *SCREENS["desk"], dark=False)
+    browser.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    tables = """[...document.querySelectorAll('.scroll')].map(s =>
+      [s.getAttribute('aria-label'), s.scrollWidth <= s.clientWidth])"""
+    health = {name: fits for name, fits in browser.evaluate(tables) if name.startswith("Worst ")}
+    assert len(health) == 7 and all(health.values())
+    cut = "[...document.querySelectorAll('td')].filter(c => c.scrollWidth > c.clientWidth).length"
+    assert browser.evaluate(cut) == 0
 
 
 def test_text_has_enough_contrast(browser: Chromium, page: Path) -> None:

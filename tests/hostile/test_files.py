@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_snip.cli.script import read_argument_file
-from megatron_snip.config import make_config, read_yaml
+from megatron_snip.config import make_config
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, UsageError
-from megatron_snip.files import MAX_BYTES, read_json
+from megatron_snip.files import MAX_BYTES, read_json, read_yaml
 from megatron_snip.linears.te.precision_config import Stages, import_option
 from megatron_snip.options import Option
 from megatron_snip.planning import solver_process

@@ -11,8 +11,9 @@ import pytest
 import yaml
 from pydantic.fields import FieldInfo
 
-from megatron_snip.config import SnipConfig, make_config, read_yaml
+from megatron_snip.config import SnipConfig, make_config
 from megatron_snip.errors import UsageError
+from megatron_snip.files import read_yaml
 from megatron_snip.flags import add_flags, flag_name, given_values
 from megatron_snip.options import Option
 from megatron_snip.planning.settings import PlanSettings
@@ -52,6 +53,20 @@ def from_flags(*words: str) -> SnipConfig:
     parser = argparse.ArgumentParser()
     add_flags(parser, SnipConfig, "snip-", "snip_")
     return make_config(given_values(parser.parse_args(words), SnipConfig, "snip_"))
+
+
+def test_an_alert_is_known_by_its_meaning_and_a_wrong_measure_gets_a_hint() -> None:
+    written = "underflow>0.3", "underflow > 0.30", "underflow>3e-1,underflow>.3"
+    assert {make_config({"alert": text}).alerts for text in written} == {
+        (("underflow>0.3", "underflow", 1.0, 0.3),)
+    }
+    for text, hint in (("undrflow>1", "underflow"), ("SQNR<9", "sqnr_db"), ("sqnr<9", "sqnr_db")):
+        with pytest.raises(UsageError, match=rf"did you mean '{hint}'\?\); measures: sqnr_db, "):
+            make_config({"alert": text})
+    for text in ("underflow>=1", ">1", "amax"):
+        with pytest.raises(UsageError, match="MEASURE<X; measures: ") as caught:
+            make_config({"alert": text})
+        assert "\n" not in str(caught.value)
 
 
 def as_words(values: dict[str, Any]) -> list[str]:

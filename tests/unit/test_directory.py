@@ -16,12 +16,11 @@ import pytest
 from megatron_snip.__main__ import main
 from megatron_snip.directory import (
     LOCK,
-    archive_run,
     check_new_run,
+    clear_run,
     lock_directory,
     mark,
     own_files,
-    remove_run,
 )
 from megatron_snip.errors import UsageError
 
@@ -51,7 +50,7 @@ def test_foreign_files_do_not_keep_a_run_from_starting_and_are_never_removed(
     with pytest.raises(UsageError, match="holds another run"):
         check_new_run(tmp_path, overwrite=False)
     check_new_run(tmp_path, overwrite=True)
-    remove_run(tmp_path)
+    clear_run(tmp_path, archive=False)
     assert files(tmp_path) == {*FOREIGN, ".megatron-snip"}
     assert not (tmp_path / "tensorboard").exists()
 
@@ -86,10 +85,10 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
 
 def test_an_earlier_attempt_is_moved_aside(tmp_path: Path) -> None:
     mark(tmp_path)
-    assert archive_run(tmp_path) is None
+    assert clear_run(tmp_path, archive=True) is None
     for attempt in (1, 2):
         fill(tmp_path, *OWN, "plans/best.json")
-        assert archive_run(tmp_path) == tmp_path / f"previous-{attempt}"
+        assert clear_run(tmp_path, archive=True) == tmp_path / f"previous-{attempt}"
         kept = files(tmp_path / f"previous-{attempt}")
         assert kept == {*OWN, ".megatron-snip"}
     assert (tmp_path / "plans" / "best.json").exists()
@@ -191,28 +190,38 @@ def with_holder(directory: Path, **changes: Any) -> None:
     (directory / LOCK).write_text(json.dumps({**held, **changes}))
 
 
-def test_a_holder_on_another_host_is_not_presumed_dead(tmp_path: Path) -> None:
-    with_holder(tmp_path, host="node7", pid=2**22 - 1, job="12")
-    with pytest.raises(UsageError, match="on host node7, Slurm job 12, since"):
-        lock_directory(tmp_path)
+OTHER_HOST = {"host": "node7", "pid": 2**22 - 1, "job": "12", "restart": 0}
 
 
-def test_a_reboot_ends_a_holder_and_a_recycled_pid_is_another_process(tmp_path: Path) -> None:
-    with_holder(tmp_path, boot="another boot")
-    lock_directory(tmp_path).release()
-    with_holder(tmp_path, started="1")
-    lock_directory(tmp_path).release()
-
-
-def test_a_requeued_slurm_job_takes_over_from_its_former_attempt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("holder", "job", "restarts", "gone"),
+    [
+        (OTHER_HOST, "", "", False),  # not presumed dead
+        ({"boot": "another boot"}, "", "", True),
+        ({"started": "1"}, "", "", True),  # its PID is another process now
+        (OTHER_HOST, "12", "", False),
+        (OTHER_HOST, "12", "x", False),
+        (OTHER_HOST, "12", "1", True),  # a requeued job and its former attempt
+        *(({**OTHER_HOST, "restart": bad}, "12", "2", False) for bad in (None, "x", [1])),
+    ],
+)
+def test_only_a_holder_that_is_provably_gone_loses_the_lock(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    holder: dict[str, Any],
+    job: str,
+    restarts: str,
+    gone: bool,
 ) -> None:
-    with_holder(tmp_path, host="node7", job="12", restart=0)
-    monkeypatch.setenv("SLURM_JOB_ID", "12")
-    with pytest.raises(UsageError, match="in use"):
-        lock_directory(tmp_path)
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    lock_directory(tmp_path)
+    with_holder(tmp_path, **holder)
+    for name, value in (("SLURM_JOB_ID", job), ("SLURM_RESTART_COUNT", restarts)):
+        if value:
+            monkeypatch.setenv(name, value)
+    if gone:
+        lock_directory(tmp_path).release()
+    else:
+        with pytest.raises(UsageError, match=r"in use by .* on host node7, Slurm job 12, since"):
+            lock_directory(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -235,27 +244,11 @@ def test_slurm_is_asked_whether_a_job_has_ended(
             lock_directory(tmp_path / "run")
 
 
-@pytest.mark.parametrize("restart", [None, "x", [1]])
-def test_an_attempt_of_unknown_number_is_respected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restart: Any
-) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-    (tmp_path / LOCK).write_text(json.dumps({"host": "other", "job": "7", "restart": restart}))
-    with pytest.raises(UsageError, match=r"in use by .* Slurm job 7"):
-        lock_directory(tmp_path)
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "x")
-    lock_directory(tmp_path / "free").release()
-
-
-def test_a_pipe_in_place_of_a_lock_is_respected(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / LOCK)
-    with pytest.raises(UsageError, match="its lock cannot be read"):
-        lock_directory(tmp_path)
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", "[" * 5000, "\0"])
-def test_a_lock_that_cannot_be_read_is_respected(tmp_path: Path, content: str) -> None:
-    (tmp_path / LOCK).write_text(content)
-    with pytest.raises(UsageError, match="in use by"):
+@pytest.mark.parametrize("content", ["", "[]", "{}", "[" * 5000, "\0", None])
+def test_a_lock_that_cannot_be_read_is_respected(tmp_path: Path, content: str | None) -> None:
+    if content is None:
+        os.mkfifo(tmp_path / LOCK)
+    else:
+        (tmp_path / LOCK).write_text(content)
+    with pytest.raises(UsageError, match=r"in use by another job \(its lock cannot be read\)"):
         lock_directory(tmp_path)

@@ -10,8 +10,6 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
-from email.message import Message
-from email.parser import Parser
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +85,6 @@ def site(wheel: Path) -> Path:
     return install(wheel, wheel.parent.parent / "site")
 
 
-def metadata(wheel: Path) -> Message:
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-        return Parser().parsestr(archive.read(name).decode())
-
-
 def run(site: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run Python with the installed wheel, outside of the repository."""
     environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONWARNINGS": "ignore"}
@@ -121,14 +113,6 @@ def test_the_wheel_holds_every_file_and_nothing_else(wheel: Path) -> None:
     assert names == set(package_files())
     assert {"megatron_snip/py.typed", "megatron_snip/kernels/quantize.py"} <= names
     assert "megatron_snip/patches/cpu/tensors.py" in names
-
-
-def test_the_version_is_stated_once(wheel: Path) -> None:
-    assert metadata(wheel)["Version"] == __version__
-    assert wheel.name.startswith(f"megatron_snip-{__version__}-py3-none-any")
-    stated = f'"{__version__}"'
-    files = [ROOT / "setup.py", ROOT / "pyproject.toml", *(ROOT / "megatron_snip").glob("*.py")]
-    assert [f.name for f in files if stated in f.read_text()] == ["version.py"]
 
 
 def test_it_runs_from_outside_the_repository(site: Path, tmp_path: Path) -> None:

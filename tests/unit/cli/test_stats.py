@@ -97,8 +97,8 @@ def test_names_are_printed_as_they_are(run: Path, capsys: pytest.CaptureFixture[
         (["RUN", "--iteration", "20"], "no refresh at 20 in"),
         (["RUN", "--iteration", "x"], "--iteration: must be an integer from 1"),
         (["RUN/divergences"], "no statistics"),
-        (["RUN", "--iteration", "7"], "damaged"),
-        (["RUN", "--iteration", "8"], "damaged (ValueError: 'rel_error' is not a number"),
+        (["RUN", "--iteration", "7"], "7.json': version 1"),
+        (["RUN", "--iteration", "8"], "options.fp4.rel_error: must be a valid number, got 'inf'"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(

@@ -74,8 +74,9 @@ def test_a_cpu_run_has_defaults_that_flags_override(
 
 def test_flags_of_the_command_line_count_without_megatrons_namespace() -> None:
     """Megatron's --yaml-cfg makes a namespace of its own."""
-    args = read_cli_args(["--lr", "1", "--snip", "--snip-interval", "7", "--snip-lag", "1"])
-    assert args.enabled and snip_config(argparse.Namespace(), args.given).interval == 7
+    words = ["--lr", "1", "--snip", "--snip-interval", "7", "--snip-lag", "1"]
+    given, enabled = read_cli_args(words)
+    assert enabled and snip_config(argparse.Namespace(), given).interval == 7
 
 
 @pytest.mark.parametrize(

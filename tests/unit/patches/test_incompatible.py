@@ -15,16 +15,13 @@ ACTIVE: dict[str, dict[str, Any]] = {
     "--transformer-impl transformer_engine (Megatron's default)": {
         "transformer_impl": "transformer_engine"
     },
-    "--fp8-param-gather": {"fp8_param_gather": True},
-    "--fp4-param-gather": {"fp4_param": True},
+    "--fp8-param-gather or --fp4-param-gather": {"fp4_param": True},
     "--fp16": {"fp16": True},
     "--use-transformer-engine-op-fuser": {"use_transformer_engine_op_fuser": True},
     "--tp-comm-overlap": {"tp_comm_overlap": True},
     "CUDA graphs (--cuda-graph-impl)": {"cuda_graph_impl": "full_iteration"},
-    "--use-megatron-fsdp": {"use_megatron_fsdp": True},
-    "--use-torch-fsdp2": {"use_torch_fsdp2": True},
-    "--delay-wgrad-compute": {"delay_wgrad_compute": True},
-    "--overlap-dispatch-backward-with-experts-wgrad": {
+    "--use-megatron-fsdp or --use-torch-fsdp2": {"use_torch_fsdp2": True},
+    "--delay-wgrad-compute or --overlap-dispatch-backward-with-experts-wgrad": {
         "overlap_dispatch_backward_with_experts_wgrad": True
     },
     "--overlap-moe-expert-parallel-comm in an FP8 or FP4 run": {
@@ -37,8 +34,9 @@ ACTIVE: dict[str, dict[str, Any]] = {
     "--moe-use-grouped-tensor or --moe-single-grouped-weight": {"moe_single_grouped_weight": True},
     "--moe-expert-rank-capacity-factor": {"moe_expert_rank_capacity_factor": 1.5},
     "--hybrid-context-parallel": {"hybrid_context_parallel": True},
-    "kitchen (--kitchen-config-file, --kitchen-recipe-number)": {"kitchen_recipe_number": 0},
-    "ModelOpt (--modelopt-enabled)": {"modelopt_enabled": True},
+    "kitchen (--kitchen-config-file, --kitchen-recipe-number) or ModelOpt (--modelopt-enabled)": {
+        "kitchen_recipe_number": 0
+    },
     "--perform-rl-step": {"perform_rl_step": True},
     "--exp-avg-dtype or --exp-avg-sq-dtype fp16 or fp8": {"exp_avg_dtype": torch.float16},
 }

@@ -49,7 +49,10 @@ def test_a_controller_is_attached_to_what_megatron_built(
     ("setting", "named"),
     [
         ({"snip_interval": "often"}, "--snip-interval: "),
-        ({"use_torch_fsdp2": True}, "--snip cannot run with --use-torch-fsdp2: "),
+        (
+            {"use_torch_fsdp2": True},
+            "--snip cannot run with --use-megatron-fsdp",
+        ),
     ],
 )
 def test_bad_input_ends_once_per_host_before_the_model_is_built(

@@ -89,7 +89,7 @@ def measurement_at(shape: Shape, iteration: int) -> Measurement:
 
 
 def health_of(shape: Shape, iteration: int) -> HealthTable:
-    """The k-th linear has 30 - k dB and underflow of k percent in its input, and nothing else."""
+    """The k-th linear has 30 - k dB and underflow of k percent in its input."""
     nothing = OperandHealth(None, None, None, None)
     linears = []
     for k, name in enumerate(shape.names):
@@ -99,7 +99,8 @@ def health_of(shape: Shape, iteration: int) -> HealthTable:
         amax: dict[Operand, float | None] = dict.fromkeys(Operand, 1.5)
         formats = shape.config.named_formats
         found = dict.fromkeys(formats, operands), dict.fromkeys(formats, gemms)
-        linears.append(LinearHealth(name, 0, 1.0, 1e-3, amax, *found))
+        histograms = dict.fromkeys(Operand, (-3.0, [0.2, 0.5, 0.3]))
+        linears.append(LinearHealth(name, 0, 1.0, 1e-3, amax, *found, histograms))
     return HealthTable(iteration, tuple(linears))
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import pytest
 from matplotlib.collections import QuadMesh
-from PIL import Image
 
 from megatron_snip.formats import FORMATS
 from megatron_snip.options import Option
@@ -38,11 +34,6 @@ def by_gemm(tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
     return read_run(write_run(tmp_path_factory.mktemp("runs") / "gemm", shape))
 
 
-def draw(function: Callable[..., Any], *arguments: Any) -> Any:
-    with matplotlib.rc_context(figures.STYLE):
-        return function(*arguments)
-
-
 def meshes(figure: Any) -> list[np.ndarray]:
     """Return the values of every map, in the order of panels, without color bars."""
     found = []
@@ -60,23 +51,23 @@ def index(option: Option, gemm: Gemm = Gemm.FPROP) -> int:
 
 def test_a_plan_has_a_cell_per_linear_or_per_gemm(run: RunRecord, by_gemm: RunRecord) -> None:
     assert run.plan is not None and by_gemm.plan is not None
-    (cells,) = meshes(draw(figures.plan_map, run.plan.linears))
+    (cells,) = meshes(figures.plan_map(run.plan.linears))
     wanted = [index(option) for option in run.plan.linears.values()]
     assert np.array_equal(cells, np.array(wanted).reshape(3, 4))
-    (cells,) = meshes(draw(figures.plan_map, by_gemm.plan.linears))
+    (cells,) = meshes(figures.plan_map(by_gemm.plan.linears))
     wanted = [index(o, gemm) for o in by_gemm.plan.linears.values() for gemm in Gemm]
     assert np.array_equal(cells, np.array(wanted).reshape(3, 12))
 
 
 def test_the_history_has_a_panel_per_kind_and_gemm(run: RunRecord, by_gemm: RunRecord) -> None:
-    figure = draw(figures.plan_history, run.plans)
+    figure = figures.plan_history(run.plans)
     panels = meshes(figure)
     assert len(panels) == 4 and figure.axes[0].get_xlim() == (5, 25)
     for column, cells in enumerate(panels):
         for k, span in enumerate(run.plans):
             options = list(span.plan.linears.values())[column::4]
             assert cells[:, k].tolist() == [index(option) for option in options]
-    figure = draw(figures.plan_history, by_gemm.plans)
+    figure = figures.plan_history(by_gemm.plans)
     titles = [axes.get_title("left") for axes in figure.axes]
     assert len(set(titles)) == 12
     options = list(by_gemm.plans[-1].plan.linears.values())[3::4]
@@ -86,7 +77,7 @@ def test_the_history_has_a_panel_per_kind_and_gemm(run: RunRecord, by_gemm: RunR
 
 def test_divergences_share_one_logarithmic_scale(run: RunRecord) -> None:
     assert run.divergences is not None
-    figure = draw(figures.divergence_maps, run.divergences)
+    figure = figures.divergence_maps(run.divergences)
     drawn = [axes for axes in figure.axes if axes.collections and axes.get_title("left")]
     assert [axes.get_title("left") for axes in drawn] == [
         f"{kind} divergence, {option}" for kind in ("loss", "weight") for option in ("fp8", "fp4")
@@ -100,7 +91,7 @@ def test_divergences_share_one_logarithmic_scale(run: RunRecord) -> None:
 
 
 def test_losses_show_plan_changes_failures_and_the_gap(run: RunRecord, by_gemm: RunRecord) -> None:
-    axes = draw(figures.loss_curves, run).axes[0]
+    axes = figures.loss_curves(run).axes[0]
     lines = {line.get_label(): line for line in axes.lines}
     iterations, losses = run.metrics.column("loss")
     assert np.array_equal(lines["training"].get_xdata(), iterations)
@@ -109,7 +100,7 @@ def test_losses_show_plan_changes_failures_and_the_gap(run: RunRecord, by_gemm: 
     changes = [span.start for span in run.plans if span.num_changed]
     marked = [line.get_xdata()[0] for line in axes.lines if len(set(line.get_xdata())) == 1]
     assert sorted(marked) == sorted([*changes, 13]) and changes
-    _, lower = draw(figures.loss_curves, run, ("BF16", by_gemm.metrics)).axes
+    _, lower = figures.loss_curves(run, ("BF16", by_gemm.metrics)).axes
     gap = lower.lines[-1]
     assert gap.get_xdata().tolist() == list(range(1, 17))  # iterations that both have
     assert np.allclose(gap.get_ydata(), 0.0)
@@ -120,7 +111,7 @@ def test_the_star_is_on_the_frontier(run: RunRecord) -> None:
     points = frontier_of(run)
     assert not isinstance(points, str)
     star = (run.plan.efficiency, run.quality_share(run.plan.objective))
-    curve, marker = draw(figures.frontier_curve, points, star, "fp4").axes[0].lines
+    curve, marker = figures.frontier_curve(points, star, "fp4").axes[0].lines
     assert all(np.diff(curve.get_ydata()) >= -1e-12)
     on_curve = np.interp(star[0], curve.get_xdata(), curve.get_ydata())
     assert marker.get_ydata()[0] == pytest.approx(on_curve)
@@ -130,7 +121,7 @@ def test_the_star_is_on_the_frontier(run: RunRecord) -> None:
 def test_small_and_large_models_are_drawn(tmp_path: Path, layers: int) -> None:
     names = [f"decoder.layers.{k}.mlp.linear_fc1" for k in range(layers)] + ["$odd$ name"]
     linears = dict.fromkeys(names, Option.uniform("fp4"))
-    picture = figures.png(lambda: figures.plan_map(linears))
-    with Image.open(io.BytesIO(picture)) as image:
-        assert image.width == 1440 and len(image.convert("L").getcolors() or []) > 5
-    assert figures.svg(lambda: figures.plan_map(linears)).startswith(b"<?xml")
+    figure = figures.plan_map(linears)
+    (cells,) = meshes(figure)
+    assert np.isfinite(cells).sum() == layers + 1
+    assert figures.svg(figure).startswith(b"<?xml")

@@ -53,6 +53,7 @@ class Run:
 
     def __init__(self, step: int) -> None:
         self.step, self.id = step, "abc"
+        self.settings = SimpleNamespace(project_url="https://wandb.ai/team/demo")
         self.rows: dict[int, dict[str, Any]] = {}
         self.artifacts: list[Any] = []
         self.alerts: list[tuple[str, str]] = []
@@ -93,8 +94,8 @@ def test_wandb_has_rows_plans_divergences_and_alerts() -> None:
     assert run.rows[11]["snip/5_fragile_linears"].image.width >= 1000
     assert run.rows[11]["snip/health/maps"].image.width >= 1000
     worst = ["underflow", "decoder.layers.2.mlp.linear_fc2", "input", "fp4", 0.11]
-    worst.append("snip/health/underflow/input/worst")
-    assert worst in run.rows[11]["snip/health/worst"].data
+    panel = "panelDisplayName=snip%2Fhealth%2Funderflow%2Finput%2Fworst&panelSectionName=snip"
+    assert [*worst, f"https://wandb.ai/team/demo?{panel}"] in run.rows[11]["snip/health/worst"].data
     assert len([name for name in run.rows[11] if "/health/" in name]) <= 14
     assert [(a.type, a.name) for a in run.artifacts] == [("snip-plan", "plan-abc")] * 2
     assert run.alerts == [("SNIP: reverted at iteration 7", "back to <fp8>")]
