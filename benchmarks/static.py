@@ -30,7 +30,7 @@ ROW, COL, SQUARE = (1, 128), (128, 1), (128, 128)
 BF16, FP32 = torch.bfloat16, torch.float32
 KEY = StreamKey(0, "decoder.layers.0.mlp.linear_fc1", 0, 0)
 RANDOM = _philox_arguments(StochasticStream(KEY), 1024)
-KERNELS = ("quantize_kernel", "quantize_both_kernel", "error_norms_kernel")
+KERNELS = ("quantize_kernel", "quantize_both_kernel")
 
 
 def one(fmt: str, block: tuple[int, int], dtype: torch.dtype = BF16, **options: Any) -> Any:
@@ -41,10 +41,6 @@ def one(fmt: str, block: tuple[int, int], dtype: torch.dtype = BF16, **options: 
 def both(fmt: str, **options: Any) -> Any:
     formats, blocks = (FORMATS[fmt],) * 2, (ROW, COL)
     return lambda x: launch.quantize_dequantize_both(x, formats, blocks, dtype=BF16, **options)
-
-
-def norms(block: tuple[int, int]) -> Any:
-    return lambda x: launch.error_norms(x, ((FORMATS["fp8"], block), (FORMATS["fp4"], block)))
 
 
 VARIANTS: dict[str, tuple[Callable[[torch.Tensor], Any], float | None]] = {
@@ -59,9 +55,6 @@ VARIANTS: dict[str, tuple[Callable[[torch.Tensor], Any], float | None]] = {
     "nvfp4 1x16": (one("nvfp4", (1, 16)), None),
     "fp8 both": (both("fp8"), 36),
     "fp4 both stochastic": (both("fp4", random=(RANDOM, RANDOM)), 50),
-    "norms 1x128": (norms(ROW), 20),
-    "norms 128x1": (norms(COL), None),
-    "norms 128x128": (norms(SQUARE), None),
 }
 """What is compiled, and the most instructions per element wanted of it."""
 

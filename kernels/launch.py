@@ -186,13 +186,6 @@ SQUARE_CONFIG = LaunchConfig(128, 128, 8)
 BOTH_CONFIG = LaunchConfig(128, 128, 16)
 """Both directions from one read of x: 32 elements per thread."""
 
-NORMS_ROW_CONFIG, NORMS_COL_CONFIG = LaunchConfig(16, 128, 4), LaunchConfig(128, 32, 4)
-NORMS_SQUARE_CONFIG = LaunchConfig(128, 128, 8)
-"""Error norms: few elements per thread, because each sum takes as many registers."""
-
-NORMS_STEPS = 32
-"""Blocks that a program of error norms adds up, where x is that wide."""
-
 
 def quantize_dequantize(
     x: Tensor,
@@ -262,53 +255,6 @@ def quantize_dequantize_both(
                 num_warps=config.num_warps,
             )
     return out[0], out[1]
-
-
-def error_norms(
-    x: Tensor,
-    specs: tuple[tuple[Format, Block], ...],
-    *,
-    tensor_amax: Tensor | None = None,
-    config: LaunchConfig | None = None,
-) -> Tensor:
-    """Return FP64 [1 + len(specs)]: sum x^2, and sum (x - Q(x))^2 for each (format, tile).
-
-    One read of x serves two formats; rounding is to nearest even.
-    """
-    pairs = [specs[i : i + 2] for i in range(0, len(specs), 2)]
-    sums = [_error_norms(x, pair, tensor_amax, config) for pair in pairs]
-    return torch.cat([sums[0], *(part[1:] for part in sums[1:])])
-
-
-def _error_norms(
-    x: Tensor,
-    specs: tuple[tuple[Format, Block], ...],
-    tensor_amax: Tensor | None,
-    config: LaunchConfig | None,
-) -> Tensor:
-    from megatron_snip.kernels.quantize import error_norms_kernel
-
-    first, *others = (tile_spec(fmt, block) for fmt, block in specs)
-    second = others[0] if others else first
-    standard = _config(NORMS_ROW_CONFIG, NORMS_COL_CONFIG, NORMS_SQUARE_CONFIG, first, second)
-    config = config or standard
-    fit = max(1, x.shape[1] // config.cols)
-    steps = min(NORMS_STEPS, 1 << fit.bit_length() - 1) if min(config[:2]) < 128 else 1
-    programs = _programs(x, config._replace(cols=steps * config.cols))
-    sums = torch.zeros((3, programs), dtype=torch.float32, device=x.device)
-    if x.numel():
-        with _on(x):
-            error_norms_kernel[(programs,)](
-                *_source(x, tensor_amax),
-                sums,
-                R=config.rows,
-                C=config.cols,
-                STEPS=steps,
-                FIRST=first,
-                SECOND=second,
-                num_warps=config.num_warps,
-            )
-    return sums[: 1 + len(specs)].sum(1, dtype=torch.float64)
 
 
 def _config(

@@ -1,6 +1,4 @@
-"""Kernels that quantize and dequantize a matrix, and one that sums the squares of its errors.
-
-The references are `quantizers.reference` and `quantizers.error_norms`.
+"""Kernels that quantize and dequantize a matrix; the reference is `quantizers.reference`.
 
     amax' = max(amax, 2^-100); encode and decode as in the reference
     p = max(2^exponent(y), smallest normal power of two);  c = anchor * p
@@ -58,19 +56,10 @@ def _offsets(at, row_stride, col_stride, R: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def load_block(
-    x_ptr, row_stride, col_stride, at, R: tl.constexpr, C: tl.constexpr, HALVES: tl.constexpr
-):
-    """Return a block of x in FP32 [R, C], with zeros beyond the tensor's edges.
-
-    With HALVES a thread holds parts of both halves of a row, so fewer threads share a row.
-    """
+def load_block(x_ptr, row_stride, col_stride, at, R: tl.constexpr, C: tl.constexpr):
+    """Return a block of x in FP32 [R, C], with zeros beyond the tensor's edges."""
     offsets, mask = _offsets(at, row_stride, col_stride, R, C)
-    if HALVES:
-        offsets = offsets.reshape(R, 2, C // 2).permute(1, 0, 2)
-        mask = mask.reshape(R, 2, C // 2).permute(1, 0, 2)
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    return x.permute(1, 0, 2).reshape(R, C) if HALVES else x
+    return tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -100,13 +89,9 @@ def divide_by(x, largest: tl.constexpr):
 
 
 @triton.jit
-def tile_scales(amax, tensor_amax, SPEC: tl.constexpr, EXACT: tl.constexpr):
-    """Return (encode, decode) of tiles with largest magnitude `amax`; NaN for NaN and Inf.
-
-    FP32 scales that are not EXACT are right to 2^-21, which is enough for the error's square.
-    """
-    if EXACT:  # else 0 * Inf is NaN soon enough
-        amax = tl.where(amax < _INF, amax, float("nan"))
+def tile_scales(amax, tensor_amax, SPEC: tl.constexpr):
+    """Return (encode, decode) of tiles with largest magnitude `amax`; NaN for NaN and Inf."""
+    amax = tl.where(amax < _INF, amax, float("nan"))
     if SPEC.scale == 2:
         top = tl.where(tensor_amax < _INF, tl.maximum(tensor_amax, _FLOOR), float("nan"))
         tensor = tl.div_rn(top, _STORED_MAX * SPEC.largest)
@@ -118,32 +103,23 @@ def tile_scales(amax, tensor_amax, SPEC: tl.constexpr, EXACT: tl.constexpr):
     else:
         floored = tl.where(amax < _FLOOR, _FLOOR, amax)
         decode = divide_by(floored, SPEC.largest)
-        if not EXACT and SPEC.scale == 0:
-            decode = floored * (1.0 / SPEC.largest)
         if SPEC.scale == 1:
             up = ((decode.to(tl.int32, bitcast=True) + 0x007FFFFF) & _EXPONENT).to(tl.int32)
             finite = floored < _INF
             decode = tl.where(finite, up.to(tl.float32, bitcast=True), float("nan"))
             inverse = (0x7F000000 - up).to(tl.float32, bitcast=True)  # 2^-e from 2^e
             encode = tl.where(finite, inverse, float("nan"))
-        elif EXACT:
-            encode = tl.div_rn(SPEC.largest, floored)
         else:
-            encode = SPEC.largest * (tl.rsqrt(floored) * tl.rsqrt(floored))  # cheaper than 1 / x
+            encode = tl.div_rn(SPEC.largest, floored)
     return encode, decode
 
 
 @triton.jit
-def tile_amax(x, SPEC: tl.constexpr, EXACT: tl.constexpr):
-    """Return the largest magnitude of each tile, [R / tile rows, C / tile cols].
-
-    NaN is found if EXACT; sums of error norms are NaN without that.
-    """
+def tile_amax(x, SPEC: tl.constexpr):
+    """Return the largest magnitude of each tile, [R / tile rows, C / tile cols]; NaN is found."""
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
-    size = tl.abs(x)
-    if EXACT:
-        size = size.to(tl.int32, bitcast=True)
+    size = tl.abs(x).to(tl.int32, bitcast=True)
     if SPEC.tile_rows == 1:
         amax = tl.max(size.reshape(R, C // SPEC.tile_cols, SPEC.tile_cols), 2)
     elif SPEC.tile_cols == 1:
@@ -174,16 +150,14 @@ def expand_tiles(scale, R: tl.constexpr, C: tl.constexpr, SPEC: tl.constexpr):
 
 
 @triton.jit
-def quantize_dequantize_tiles(
-    x, bits16, amax_ptr, SPEC: tl.constexpr, STOCHASTIC: tl.constexpr, EXACT: tl.constexpr
-):
+def quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Return the dequantized block in FP32; `bits16` is read only if STOCHASTIC."""
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     tensor_amax = 0.0
     if SPEC.scale == 2:
         tensor_amax = tl.load(amax_ptr)
-    encode, decode = tile_scales(tile_amax(x, SPEC, EXACT), tensor_amax, SPEC, EXACT)
+    encode, decode = tile_scales(tile_amax(x, SPEC), tensor_amax, SPEC)
     y = x * expand_tiles(encode, R, C, SPEC)
     if SPEC.scale == 2:
         y = tl.clamp(y, -SPEC.largest, SPEC.largest, propagate_nan=tl.PropagateNan.ALL)
@@ -264,7 +238,7 @@ def _quantize_block(
     bits16 = 0
     if MODE != 0:
         bits16 = random_bits16(key, at, layout, R, C, MODE)
-    value = quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC, MODE != 0, True)
+    value = quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC, MODE != 0)
     offsets, mask = _offsets(at, at[3], 1, R, C)
     tl.store(out_ptr + offsets, _narrow(value, out_ptr.dtype.element_ty, NATIVE_CASTS), mask=mask)
 
@@ -291,7 +265,7 @@ def quantize_kernel(
 ):
     """Quantize along one direction."""
     at = block_at(rows, cols, R, C)
-    x = load_block(x_ptr, x_row, x_col, at, R, C, False)
+    x = load_block(x_ptr, x_row, x_col, at, R, C)
     layout = (global_cols, local_chunk, global_chunk, col_start)
     _quantize_block(x, amax_ptr, key, layout, out_ptr, at, SPEC, MODE, NATIVE_CASTS)
 
@@ -327,48 +301,8 @@ def quantize_both_kernel(
     """
     at = block_at(rows, cols, R, C)
     layout = (global_cols, local_chunk, global_chunk, col_start)
-    x = load_block(x_ptr, x_row, x_col, at, R, C, False)
+    x = load_block(x_ptr, x_row, x_col, at, R, C)
     _quantize_block(x, amax_ptr, row_key, layout, row_out_ptr, at, ROW_SPEC, ROW_MODE, NATIVE_CASTS)
     if ROW_MODE or COL_MODE:  # from the L1 cache: random numbers need the registers
-        x = load_block(x_ptr, x_row, x_col, at, R, C, False)
+        x = load_block(x_ptr, x_row, x_col, at, R, C)
     _quantize_block(x, amax_ptr, col_key, layout, col_out_ptr, at, COL_SPEC, COL_MODE, NATIVE_CASTS)
-
-
-@triton.jit
-def error_norms_kernel(
-    x_ptr,  # [rows, cols] BF16 or FP32
-    x_row,
-    x_col,
-    amax_ptr,  # FP32 scalar, read by E4M3 scales
-    rows,
-    cols,
-    sums_ptr,  # [3, programs] FP32: squares, errors of FIRST, errors of SECOND
-    R: tl.constexpr,
-    C: tl.constexpr,
-    STEPS: tl.constexpr,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-):
-    """Sum x^2 and (x - Q(x))^2 for two formats over STEPS blocks side by side.
-
-    Sums stay per element until the end: threads exchange numbers once per program, which
-    would cost more than the rounding if they did it after every block. Each program writes one
-    number per sum, and the caller adds them up in FP64. There are no atomics, so results are
-    reproducible; they differ from the reference in the last bits (order, fused multiply-adds).
-    """
-    row0, col0, _, _ = block_at(rows, cols, R, C * STEPS)
-    square = tl.zeros((R, C), tl.float32)
-    first = tl.zeros((R, C), tl.float32)
-    second = tl.zeros((R, C), tl.float32)
-    for step in range(STEPS):
-        at = (row0, col0 + step * C, rows, cols)
-        x = load_block(x_ptr, x_row, x_col, at, R, C, FIRST.tile_rows * SECOND.tile_rows == 1)
-        square += x * x
-        error = x - quantize_dequantize_tiles(x, 0, amax_ptr, FIRST, False, False)
-        first += error * error
-        error = x - quantize_dequantize_tiles(x, 0, amax_ptr, SECOND, False, False)
-        second += error * error
-    programs = tl.num_programs(0)
-    tl.store(sums_ptr + tl.program_id(0), tl.sum(square))
-    tl.store(sums_ptr + programs + tl.program_id(0), tl.sum(first))
-    tl.store(sums_ptr + 2 * programs + tl.program_id(0), tl.sum(second))
