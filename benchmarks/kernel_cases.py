@@ -18,7 +18,7 @@ from megatron_snip.types import Operand
 
 FP8, FP4 = FORMATS["fp8"], FORMATS["fp4"]
 ROW, TOKENS, SQUARE = (1, 128), (128, 1), (128, 128)
-STREAM = StochasticStream(StreamKey(0, "decoder.layers.0.mlp.linear_fc1", 0, 0, "benchmark"))
+STREAM = StochasticStream(StreamKey(0, "decoder.layers.0.mlp.linear_fc1", 0, 0))
 
 Work = Callable[[torch.Tensor], Any]
 

@@ -155,11 +155,13 @@ class PhiloxArguments(NamedTuple):
         columns: the four integers of a `ColumnMap`.
         mode: 0 round to nearest even; 1 eight neighbors share a counter and no column is sharded;
             2 they share one and columns are sharded; 3 any layout.
+        neighbor: whether each element takes its neighbor's number.
     """
 
     key: int
     columns: tuple[int, int, int, int]
     mode: int
+    neighbor: bool = False
 
 
 NO_RANDOM = PhiloxArguments(0, (1, 1, 1, 0), 0)
@@ -214,6 +216,7 @@ def quantize_dequantize(
                 C=config.cols,
                 SPEC=spec,
                 MODE=random.mode,
+                NEIGHBOR=random.neighbor,
                 NATIVE_CASTS=not interpreting(),
                 num_warps=config.num_warps,
             )
@@ -230,21 +233,23 @@ def quantize_dequantize_both(
     tensor_amax: Tensor | None = None,
     config: LaunchConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantize and dequantize x two ways from one read; each result as `quantize_dequantize`'s."""
+    """Quantize and dequantize x two ways from one read; each result as `quantize_dequantize`'s.
+
+    The two share a key and columns, and the second takes its neighbors' numbers.
+    """
     from megatron_snip.kernels.quantize import quantize_both_kernel
 
     out = [torch.empty(x.shape, dtype=dtype, device=x.device) for _ in range(2)]
     row, col = (tile_spec(fmt, block) for fmt, block in zip(formats, blocks, strict=True))
     config = config or _config(ROW_CONFIG, COL_CONFIG, BOTH_CONFIG, row, col)
-    columns = (random[0] if random[0].mode else random[1]).columns
+    drawn = random[0] if random[0].mode else random[1]
     if x.numel():
         with _on(x):
             quantize_both_kernel[(_programs(x, config),)](
                 *_source(x, tensor_amax),
                 *out,
-                random[0].key,
-                random[1].key,
-                *columns,
+                drawn.key,
+                *drawn.columns,
                 R=config.rows,
                 C=config.cols,
                 ROW_SPEC=row,

@@ -184,7 +184,15 @@ def philox(key, counter):
 
 
 @triton.jit
-def random_bits16(key, at, layout, R: tl.constexpr, C: tl.constexpr, MODE: tl.constexpr):
+def random_bits16(
+    key,
+    at,
+    layout,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    MODE: tl.constexpr,
+    NEIGHBOR: tl.constexpr,
+):
     """Return the random numbers of a block: [R, C] int32, 2^16 * [-2^15, 2^15)."""
     row0, col0, _, _ = at
     global_cols, local_chunk, global_chunk, col_start = layout
@@ -196,7 +204,7 @@ def random_bits16(key, at, layout, R: tl.constexpr, C: tl.constexpr, MODE: tl.co
     if MODE == 3:
         index = rows * global_cols + cols
         w0, w1, w2, w3 = philox(key, index >> 3)
-        lane = (index & 7).to(tl.int32)
+        lane = (index & 7).to(tl.int32) ^ NEIGHBOR
         word = tl.where(lane < 4, tl.where(lane < 2, w0, w1), tl.where(lane < 6, w2, w3))
         word = word.to(tl.int32, bitcast=True)
         bits16 = tl.where((lane & 1) == 0, word << 16, word & -65536)
@@ -205,7 +213,8 @@ def random_bits16(key, at, layout, R: tl.constexpr, C: tl.constexpr, MODE: tl.co
         # lane = 4 * (word > 1) + 2 * (odd word) + (high half): join from the slowest bit on
         words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(R, C // 2)
         words = words.to(tl.int32, bitcast=True)
-        bits16 = tl.join(words << 16, words & -65536).reshape(R, C)
+        low, high = words << 16, words & -65536
+        bits16 = (tl.join(high, low) if NEIGHBOR else tl.join(low, high)).reshape(R, C)
     return bits16
 
 
@@ -230,6 +239,7 @@ def _quantize_block(
     at,
     SPEC: tl.constexpr,
     MODE: tl.constexpr,
+    NEIGHBOR: tl.constexpr,
     NATIVE_CASTS: tl.constexpr,
 ):
     """Quantize and dequantize a block, and write it to `out_ptr`, [rows, cols] contiguous."""
@@ -237,7 +247,7 @@ def _quantize_block(
     C: tl.constexpr = x.shape[1]
     bits16 = 0
     if MODE != 0:
-        bits16 = random_bits16(key, at, layout, R, C, MODE)
+        bits16 = random_bits16(key, at, layout, R, C, MODE, NEIGHBOR)
     value = quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC, MODE != 0)
     offsets, mask = _offsets(at, at[3], 1, R, C)
     tl.store(out_ptr + offsets, _narrow(value, out_ptr.dtype.element_ty, NATIVE_CASTS), mask=mask)
@@ -261,16 +271,17 @@ def quantize_kernel(
     C: tl.constexpr,
     SPEC: tl.constexpr,
     MODE: tl.constexpr,
+    NEIGHBOR: tl.constexpr,
     NATIVE_CASTS: tl.constexpr,
 ):
     """Quantize along one direction."""
     at = block_at(rows, cols, R, C)
     x = load_block(x_ptr, x_row, x_col, at, R, C)
     layout = (global_cols, local_chunk, global_chunk, col_start)
-    _quantize_block(x, amax_ptr, key, layout, out_ptr, at, SPEC, MODE, NATIVE_CASTS)
+    _quantize_block(x, amax_ptr, key, layout, out_ptr, at, SPEC, MODE, NEIGHBOR, NATIVE_CASTS)
 
 
-@triton.jit(do_not_specialize=["row_key", "col_key", "col_start"])
+@triton.jit(do_not_specialize=["key", "col_start"])
 def quantize_both_kernel(
     x_ptr,  # [rows, cols] BF16 or FP32
     x_row,
@@ -280,8 +291,7 @@ def quantize_both_kernel(
     cols,
     row_out_ptr,  # [rows, cols] BF16 or FP32, contiguous; tiles along the row
     col_out_ptr,  # the same; tiles along the column (tokens)
-    row_key: tl.int64,
-    col_key: tl.int64,
+    key: tl.int64,
     global_cols,
     local_chunk,
     global_chunk,
@@ -302,7 +312,11 @@ def quantize_both_kernel(
     at = block_at(rows, cols, R, C)
     layout = (global_cols, local_chunk, global_chunk, col_start)
     x = load_block(x_ptr, x_row, x_col, at, R, C)
-    _quantize_block(x, amax_ptr, row_key, layout, row_out_ptr, at, ROW_SPEC, ROW_MODE, NATIVE_CASTS)
+    _quantize_block(
+        x, amax_ptr, key, layout, row_out_ptr, at, ROW_SPEC, ROW_MODE, False, NATIVE_CASTS
+    )
     if ROW_MODE or COL_MODE:  # from the L1 cache: random numbers need the registers
         x = load_block(x_ptr, x_row, x_col, at, R, C)
-    _quantize_block(x, amax_ptr, col_key, layout, col_out_ptr, at, COL_SPEC, COL_MODE, NATIVE_CASTS)
+    _quantize_block(
+        x, amax_ptr, key, layout, col_out_ptr, at, COL_SPEC, COL_MODE, True, NATIVE_CASTS
+    )

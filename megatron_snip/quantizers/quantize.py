@@ -109,8 +109,9 @@ def quantize_dequantize(
     reference.check(x, fmt, block)
     amax = reference.tensor_amax_of(x, tensor_amax, fmt)
     if not launch.use_kernels(x.device, block):
+        bits16 = None if stream is None else stream.bits16(x.shape[0], x.shape[1], x.device)
         return reference.quantize_dequantize(
-            x, fmt, block, stream=stream, tensor_amax=amax, dtype=dtype
+            x, fmt, block, bits16=bits16, tensor_amax=amax, dtype=dtype
         )
     random = _philox_arguments(stream, x.shape[1])
     return launch.quantize_dequantize(x, fmt, block, dtype=dtype, random=random, tensor_amax=amax)
@@ -133,7 +134,7 @@ def quantize_dequantize_operand(
         fmt: the format or its name; bf16 returns x itself (detached, cast to `dtype`).
         operand: what x is.
         gemm: what it enters.
-        stream: the tensor's random numbers; its role is set here. Needed for stochastic rounding.
+        stream: the tensor's random numbers, needed for stochastic rounding; `gemm` says which copy.
         tensor_amax: FP32 scalar, see `needs_tensor_amax`; None takes x's own.
         dtype: of the result; None is x's own.
 
@@ -164,7 +165,7 @@ def quantize_dequantize_pair(
     tensor_amax: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what two GEMMs see of `operand`; kernels read it once for both.
+    """Return what two GEMMs see of `operand`; kernels read it once, and draw once, for both.
 
     The results are bit for bit those of two calls of `quantize_dequantize_operand`, whose
     arguments these are.
@@ -217,7 +218,7 @@ def _stream_of(
         return None
     if stream is None:
         raise ValueError(f"{operand} in {fmt.name} is rounded stochastically and needs a stream")
-    return stream.for_role(operand, gemm)
+    return stream.for_gemm(gemm)
 
 
 def _philox_arguments(stream: StochasticStream | None, cols: int) -> PhiloxArguments:
@@ -226,4 +227,5 @@ def _philox_arguments(stream: StochasticStream | None, cols: int) -> PhiloxArgum
     columns, word = stream.column_map(cols), stream.key.word
     sharded = columns.local_chunk != columns.global_cols
     mode = (2 if sharded else 1) if columns.aligned else 3
-    return PhiloxArguments(word - 2**64 if word >= 2**63 else word, columns, mode)
+    signed = word - 2**64 if word >= 2**63 else word
+    return PhiloxArguments(signed, columns, mode, stream.neighbor)

@@ -6,9 +6,8 @@ A tile is a (rows, cols) block of the matrix, so one function serves 1 x 128 til
 128 x 1 tiles along tokens and 128 x 128 blocks of weights, without transposes; the last tile of a
 dimension may be short.
 
-The matrix is processed in pieces of complete tiles that fit into a cache. Quantizing a piece takes
-about ten passes over it, and drawing its random numbers about eighty passes over an eighth of it.
-The order of work and the shape of pieces change no bit.
+The matrix is processed in pieces of complete tiles that fit into a cache. The order of work and
+the shape of pieces change no bit.
 
 SCALES. With `amax` the largest |x| of a tile and `max` the element type's largest value, all in
 FP32, each `/` one correctly rounded division:
@@ -67,7 +66,6 @@ import torch
 from torch import Tensor
 
 from megatron_snip.formats import E4M3, ElementType, Format, ScaleType
-from megatron_snip.quantizers.stochastic import StochasticStream
 
 Block = tuple[int, int]
 """(rows, cols) of a tile in the tensor's own two dims."""
@@ -112,7 +110,7 @@ def quantize_dequantize(
     fmt: Format,
     block: Block,
     *,
-    stream: StochasticStream | None = None,
+    bits16: Tensor | None = None,
     tensor_amax: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
@@ -122,7 +120,8 @@ def quantize_dequantize(
         x: [rows, cols], BF16 or FP32, any strides, may be empty.
         fmt: a quantized format; its `tile` and `weight_block` are not read.
         block: (rows, cols) of a tile.
-        stream: round stochastically with these numbers; None rounds to nearest even.
+        bits16: x's shape, int16, uniform over all 65536 values: round stochastically with these
+            numbers (`StochasticStream.bits16`); None rounds to nearest even.
         tensor_amax: FP32 scalar, needed by E4M3 scales: the largest magnitude over all shards.
         dtype: of the result: FP32 (exact up to one rounding of q * scale) or BF16 (rounded a
             second time, to nearest even).
@@ -131,14 +130,14 @@ def quantize_dequantize(
         [rows, cols], contiguous.
 
     Raises:
-        ValueError: on a dtype, shape, block, format or stream that does not fit.
+        ValueError: on a dtype, shape, block or format that does not fit.
     """
     check(x, fmt, block)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     # The CPU patch inspects every torch call in Python, to redirect CUDA calls. There is nothing
     # to redirect here, and a piece takes some hundred calls.
     with torch._C.DisableTorchFunction():
-        _run(x, fmt, block, stream, tensor_amax, out)
+        _run(x, fmt, block, bits16, tensor_amax, out)
     return out
 
 
@@ -184,16 +183,16 @@ def _run(
     x: Tensor,
     fmt: Format,
     block: Block,
-    stream: StochasticStream | None,
+    bits16: Tensor | None,
     tensor_amax: Tensor | None,
     out: Tensor,
 ) -> None:
-    element, num_cols = fmt.element, x.shape[1]
+    element = fmt.element
     assert element is not None
     size = min(x.numel(), max(PIECE_ELEMENTS, block[0] * block[1]))
     floats = torch.empty(size, dtype=torch.float32, device=x.device)
     ints = torch.empty(size, dtype=torch.int32, device=x.device)
-    for piece in pieces((x.shape[0], num_cols), block):
+    for piece in pieces((x.shape[0], x.shape[1]), block):
         count = len(piece.rows) * len(piece.cols)
         y, scratch = piece.split(floats[:count]), piece.split(ints[:count])
         source = piece.of(x)
@@ -203,10 +202,7 @@ def _run(
         encode, decode = tile_scales(tile_amax(magnitude), fmt, tensor_amax)
         torch.mul(source, encode, out=y)
         y.clamp_(-element.max_value, element.max_value)
-        bits16 = None
-        if stream is not None:
-            bits16 = piece.split(stream.bits16(piece.rows, piece.cols, num_cols, x.device))
-        round_in_place(y, element, scratch, bits16)
+        round_in_place(y, element, scratch, None if bits16 is None else piece.of(bits16))
         if out.dtype == torch.float32:
             torch.mul(y, decode, out=piece.of(out))
         else:

@@ -6,6 +6,9 @@ index in the GLOBAL tensor, and on nothing else:
     index   = row * global_cols + global_col
     counter = index // 8,  lane = index % 8
 
+grad_output is rounded twice, for dgrad and for wgrad, from one draw and yet independently: dgrad's
+copy of an element takes the number of `index`, wgrad's copy that of the neighbor `index ^ 1`.
+
 So results do not depend on block shape, on the order of work or on tensor-parallel sharding, and
 recomputing a tensor draws the same numbers. A sharded linear's grad_output holds some of the global
 columns: columns [rank * cols, (rank + 1) * cols), or, in a gated fc1 whose local columns are
@@ -27,7 +30,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -35,11 +38,14 @@ import torch
 from torch import Tensor
 
 from megatron_snip.topology import Placement
-from megatron_snip.types import Gemm, Operand
+from megatron_snip.types import Gemm
 
 NUM_ROUNDS = 7
 LANES = 8
 """Elements that share a counter: four 32-bit words of two halves each."""
+
+_COUNTERS = 1 << 14
+"""Counters drawn at once: their products fit into a cache."""
 
 _MULTIPLIER_A = 0xD2511F53
 _MULTIPLIER_B = 0xCD9E8D57
@@ -61,25 +67,20 @@ class StreamKey:
         microbatch: the microbatch's index within the iteration over ALL data- and context-parallel
             ranks, e.g. local_index * dp_size + dp_rank; these ranks hold different tokens and
             must not share numbers.
-        role: which copy of the tensor, e.g. `grad_output.wgrad`; the copies of grad_output for
-            dgrad and for wgrad round independently. `StochasticStream.for_role` sets it.
     """
 
     seed: int
     linear: str
     iteration: int
     microbatch: int
-    role: str = ""
 
     @property
     def word(self) -> int:
         """The 64-bit Philox key.
 
-        It is BLAKE2b-64 of `seed|linear|iteration|microbatch|role` in ASCII, read little-endian.
+        It is BLAKE2b-64 of `seed|linear|iteration|microbatch` in ASCII, read little-endian.
         """
-        return _hash_word(
-            f"{self.seed}|{self.linear}|{self.iteration}|{self.microbatch}|{self.role}"
-        )
+        return _hash_word(f"{self.seed}|{self.linear}|{self.iteration}|{self.microbatch}")
 
 
 @lru_cache(maxsize=4096)
@@ -136,14 +137,17 @@ class StochasticStream:
     Attributes:
         key: names the tensor and the time.
         columns: of the global tensor; None means all of them.
+        neighbor: whether the element `index` takes the number of `index ^ 1`.
     """
 
     key: StreamKey
     columns: ColumnMap | None = None
+    neighbor: bool = False
+    _drawn: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False, compare=False)
 
-    def for_role(self, operand: Operand, gemm: Gemm) -> StochasticStream:
-        """Return the stream of `operand`'s copy that enters `gemm`."""
-        return replace(self, key=replace(self.key, role=f"{operand}.{gemm}"))
+    def for_gemm(self, gemm: Gemm) -> StochasticStream:
+        """Return the stream of the copy that enters `gemm`; both share what is drawn."""
+        return replace(self, neighbor=gemm is Gemm.WGRAD)
 
     def column_map(self, cols: int) -> ColumnMap:
         """Return the columns of a local tensor that has `cols` of them."""
@@ -151,30 +155,30 @@ class StochasticStream:
         assert cols * columns.global_chunk == columns.local_chunk * columns.global_cols
         return columns
 
-    def bits16(
-        self, rows: range, cols: range, num_cols: int, device: torch.device | None = None
-    ) -> Tensor:
-        """Draw for the elements at `rows` x `cols` of a local [*, num_cols] tensor.
-
-        Args:
-            rows: rows, step 1.
-            cols: local columns, step 1.
-            num_cols: columns of the entire local tensor.
-            device: where to draw; the numbers are the same everywhere.
+    @torch.no_grad()
+    def bits16(self, rows: int, cols: int, device: torch.device | None = None) -> Tensor:
+        """Draw for a local [rows, cols] tensor; the numbers are the same on every device.
 
         Returns:
-            [len(rows), len(cols)], int16.
+            [rows, cols], int16.
         """
-        columns = self.column_map(num_cols)
-        first = torch.arange(rows.start, rows.stop, device=device)
-        base = first.mul_(columns.global_cols).unsqueeze(1)  # [rows, 1]
-        if columns.aligned and cols.start % LANES == 0 and len(cols) % LANES == 0:
-            local = torch.arange(cols.start, cols.stop, LANES, device=device)
-            counters = (base + columns.columns(local)) >> 3
-            return random_bits16(counters, self.key.word).view(len(rows), len(cols))
-        index = base + columns.columns(torch.arange(cols.start, cols.stop, device=device))
-        lanes = random_bits16(index >> 3, self.key.word)
-        return lanes.gather(-1, (index & 7).unsqueeze(-1)).squeeze(-1)
+        columns = self.column_map(cols)
+        first = torch.arange(rows, device=device).mul_(columns.global_cols).unsqueeze(1)
+        local = columns.columns(torch.arange(cols, device=device))
+        if not columns.aligned:
+            index = first + local
+            lanes = random_bits16(index >> 3, self.key.word)
+            return lanes.gather(-1, (index & 7 ^ int(self.neighbor)).unsqueeze(-1)).squeeze(-1)
+        if (rows, cols) not in self._drawn:
+            counters = ((first + local[::LANES]) >> 3).flatten()
+            parts = [
+                random_bits16(part, self.key.word) for part in torch.split(counters, _COUNTERS)
+            ]
+            self._drawn[rows, cols] = torch.cat(parts)
+        drawn = self._drawn[rows, cols]
+        if self.neighbor:
+            drawn = drawn.view(-1, 2).flip(1)
+        return drawn.view(rows, cols)
 
 
 def grad_output_stream(

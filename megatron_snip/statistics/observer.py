@@ -297,7 +297,7 @@ class StepObserver:
         single = runs = torch.arange(num_tokens)
         expansions = 1.0, 1.0
         if not s.all_tokens and num_chosen < num_tiles:
-            word = StreamKey(s.seed, "", s.iteration, microbatch, "sampled tokens").word
+            word = StreamKey(s.seed, "sampled tokens", s.iteration, microbatch).word
             generator = torch.Generator().manual_seed(word >> 1)  # a seed has 63 bits
             single = torch.randperm(num_tokens, generator=generator)[:wanted]
             chosen = torch.randperm(num_tiles, generator=generator)[:num_chosen].sort().values

@@ -28,7 +28,7 @@ from megatron_snip.patches import cpu
 from megatron_snip.quantizers.quantize import quantize_dequantize
 from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
 from megatron_snip.topology import Placement, Topology
-from megatron_snip.types import Gemm, Operand
+from megatron_snip.types import Gemm
 from tests.distributed.workers.small_model import layout
 from tests.unit.quantizers import oracle
 
@@ -249,7 +249,7 @@ def _truth(case: Case, option: Option, tensors: Tensors, microbatch: int) -> dic
         fmt = FORMATS[option[gemm]]
         if not fmt.stochastic_grad:
             return nearest(g, gemm, block)
-        stream = stream.for_role(Operand.GRAD_OUTPUT, gemm)
+        stream = stream.for_gemm(gemm)
         return quantize_dequantize(g.float(), fmt, block, stream=stream).double().numpy()
 
     def nearest(tensor: torch.Tensor, gemm: Gemm, block: tuple[int, int]) -> np.ndarray:

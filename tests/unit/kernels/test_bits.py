@@ -26,7 +26,7 @@ if DEVICE == "cpu" and not launch.interpreting():
 # NumPy on NaN, in the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-KEY = StreamKey(5, "decoder.layers.1.mlp.linear_fc1", 3, 1, "grad_output.dgrad")
+KEY = StreamKey(5, "decoder.layers.1.mlp.linear_fc1", 3, 1)
 STREAM = StochasticStream(KEY)
 
 

@@ -109,7 +109,7 @@ def test_tiles_run_along_the_contraction(operand, gemm, fp4, mxfp4):
 @pytest.mark.parametrize(("gemm", "operand"), ENTRIES)
 def test_operands_are_quantized_in_their_tiles(fmt, gemm, operand):
     x = torch.randn(3, 50, 96, requires_grad=True)
-    stream = STREAM.for_role(operand, gemm) if is_stochastic(fmt, operand) else None
+    stream = STREAM.for_gemm(gemm) if is_stochastic(fmt, operand) else None
     source = rotated(x.detach().view(150, 96), fmt, gemm)
     wanted = quantize_dequantize(source, fmt, operand_block(fmt, operand, gemm), stream=stream)
     got = quantize_dequantize_operand(x, fmt, operand, gemm, stream=STREAM)
