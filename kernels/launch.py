@@ -155,13 +155,13 @@ class PhiloxArguments(NamedTuple):
         columns: the four integers of a `ColumnMap`.
         mode: 0 round to nearest even; 1 eight neighbors share a counter and no column is sharded;
             2 they share one and columns are sharded; 3 any layout.
-        neighbor: whether each element takes its neighbor's number.
+        swapped: whether the element `index` takes the number of `index ^ 4`.
     """
 
     key: int
     columns: tuple[int, int, int, int]
     mode: int
-    neighbor: bool = False
+    swapped: bool = False
 
 
 NO_RANDOM = PhiloxArguments(0, (1, 1, 1, 0), 0)
@@ -216,7 +216,7 @@ def quantize_dequantize(
                 C=config.cols,
                 SPEC=spec,
                 MODE=random.mode,
-                NEIGHBOR=random.neighbor,
+                SWAPPED=random.swapped,
                 NATIVE_CASTS=not interpreting(),
                 num_warps=config.num_warps,
             )
@@ -235,7 +235,7 @@ def quantize_dequantize_both(
 ) -> tuple[Tensor, Tensor]:
     """Quantize and dequantize x two ways from one read; each result as `quantize_dequantize`'s.
 
-    The two share a key and columns, and the second takes its neighbors' numbers.
+    The two share a key and columns, and the second takes swapped numbers.
     """
     from megatron_snip.kernels.quantize import quantize_both_kernel
 

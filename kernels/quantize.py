@@ -191,7 +191,7 @@ def random_bits16(
     R: tl.constexpr,
     C: tl.constexpr,
     MODE: tl.constexpr,
-    NEIGHBOR: tl.constexpr,
+    SWAPPED: tl.constexpr,
 ):
     """Return the random numbers of a block: [R, C] int32, 2^16 * [-2^15, 2^15)."""
     row0, col0, _, _ = at
@@ -204,17 +204,18 @@ def random_bits16(
     if MODE == 3:
         index = rows * global_cols + cols
         w0, w1, w2, w3 = philox(key, index >> 3)
-        lane = (index & 7).to(tl.int32) ^ NEIGHBOR
+        lane = (index & 7).to(tl.int32) ^ (4 if SWAPPED else 0)
         word = tl.where(lane < 4, tl.where(lane < 2, w0, w1), tl.where(lane < 6, w2, w3))
         word = word.to(tl.int32, bitcast=True)
         bits16 = tl.where((lane & 1) == 0, word << 16, word & -65536)
     else:
         w0, w1, w2, w3 = philox(key, rows * (global_cols >> 3) + (cols >> 3))
+        if SWAPPED:
+            w0, w1, w2, w3 = w2, w3, w0, w1
         # lane = 4 * (word > 1) + 2 * (odd word) + (high half): join from the slowest bit on
         words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(R, C // 2)
         words = words.to(tl.int32, bitcast=True)
-        low, high = words << 16, words & -65536
-        bits16 = (tl.join(high, low) if NEIGHBOR else tl.join(low, high)).reshape(R, C)
+        bits16 = tl.join(words << 16, words & -65536).reshape(R, C)
     return bits16
 
 
@@ -239,7 +240,7 @@ def _quantize_block(
     at,
     SPEC: tl.constexpr,
     MODE: tl.constexpr,
-    NEIGHBOR: tl.constexpr,
+    SWAPPED: tl.constexpr,
     NATIVE_CASTS: tl.constexpr,
 ):
     """Quantize and dequantize a block, and write it to `out_ptr`, [rows, cols] contiguous."""
@@ -247,7 +248,7 @@ def _quantize_block(
     C: tl.constexpr = x.shape[1]
     bits16 = 0
     if MODE != 0:
-        bits16 = random_bits16(key, at, layout, R, C, MODE, NEIGHBOR)
+        bits16 = random_bits16(key, at, layout, R, C, MODE, SWAPPED)
     value = quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC, MODE != 0)
     offsets, mask = _offsets(at, at[3], 1, R, C)
     tl.store(out_ptr + offsets, _narrow(value, out_ptr.dtype.element_ty, NATIVE_CASTS), mask=mask)
@@ -271,14 +272,14 @@ def quantize_kernel(
     C: tl.constexpr,
     SPEC: tl.constexpr,
     MODE: tl.constexpr,
-    NEIGHBOR: tl.constexpr,
+    SWAPPED: tl.constexpr,
     NATIVE_CASTS: tl.constexpr,
 ):
     """Quantize along one direction."""
     at = block_at(rows, cols, R, C)
     x = load_block(x_ptr, x_row, x_col, at, R, C)
     layout = (global_cols, local_chunk, global_chunk, col_start)
-    _quantize_block(x, amax_ptr, key, layout, out_ptr, at, SPEC, MODE, NEIGHBOR, NATIVE_CASTS)
+    _quantize_block(x, amax_ptr, key, layout, out_ptr, at, SPEC, MODE, SWAPPED, NATIVE_CASTS)
 
 
 @triton.jit(do_not_specialize=["key", "col_start"])

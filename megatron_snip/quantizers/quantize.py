@@ -187,6 +187,8 @@ def quantize_dequantize_pair(
     blocks = operand_block(row, operand, row_gemm), operand_block(col, operand, Gemm.WGRAD)
     together = row.quantized and col.quantized and not col.wgrad_hadamard
     if not (together and launch.use_kernels(x.device, *blocks)):
+        if stream is not None and all(is_stochastic(fmt, operand) for fmt in (row, col)):
+            stream = stream.draw(x[..., 0].numel(), x.shape[-1], x.device)
         first, second = (
             quantize_dequantize_operand(
                 x, fmt, operand, gemm, stream=stream, tensor_amax=tensor_amax, dtype=dtype
@@ -228,4 +230,4 @@ def _philox_arguments(stream: StochasticStream | None, cols: int) -> PhiloxArgum
     sharded = columns.local_chunk != columns.global_cols
     mode = (2 if sharded else 1) if columns.aligned else 3
     signed = word - 2**64 if word >= 2**63 else word
-    return PhiloxArguments(signed, columns, mode, stream.neighbor)
+    return PhiloxArguments(signed, columns, mode, stream.swapped)

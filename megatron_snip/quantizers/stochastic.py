@@ -7,7 +7,7 @@ index in the GLOBAL tensor, and on nothing else:
     counter = index // 8,  lane = index % 8
 
 grad_output is rounded twice, for dgrad and for wgrad, from one draw and yet independently: dgrad's
-copy of an element takes the number of `index`, wgrad's copy that of the neighbor `index ^ 1`.
+copy of an element takes the number of `index`, wgrad's copy that of `index ^ 4`.
 
 So results do not depend on block shape, on the order of work or on tensor-parallel sharding, and
 recomputing a tensor draws the same numbers. A sharded linear's grad_output holds some of the global
@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -137,17 +137,18 @@ class StochasticStream:
     Attributes:
         key: names the tensor and the time.
         columns: of the global tensor; None means all of them.
-        neighbor: whether the element `index` takes the number of `index ^ 1`.
+        swapped: whether the element `index` takes the number of `index ^ 4`.
+        drawn: the numbers of all counters of a tensor, see `draw`; None draws them when asked.
     """
 
     key: StreamKey
     columns: ColumnMap | None = None
-    neighbor: bool = False
-    _drawn: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False, compare=False)
+    swapped: bool = False
+    drawn: Tensor | None = None
 
     def for_gemm(self, gemm: Gemm) -> StochasticStream:
-        """Return the stream of the copy that enters `gemm`; both share what is drawn."""
-        return replace(self, neighbor=gemm is Gemm.WGRAD)
+        """Return the stream of the copy that enters `gemm`."""
+        return replace(self, swapped=gemm is Gemm.WGRAD)
 
     def column_map(self, cols: int) -> ColumnMap:
         """Return the columns of a local tensor that has `cols` of them."""
@@ -155,30 +156,33 @@ class StochasticStream:
         assert cols * columns.global_chunk == columns.local_chunk * columns.global_cols
         return columns
 
-    @torch.no_grad()
-    def bits16(self, rows: int, cols: int, device: torch.device | None = None) -> Tensor:
-        """Draw for a local [rows, cols] tensor; the numbers are the same on every device.
+    def draw(self, rows: int, cols: int, device: torch.device | None = None) -> StochasticStream:
+        """Return the stream with the numbers of a local [rows, cols] tensor drawn, for both copies.
 
-        Returns:
-            [rows, cols], int16.
+        They are drawn when asked for if columns that share a counter lie on different shards.
         """
-        columns = self.column_map(cols)
-        first = torch.arange(rows, device=device).mul_(columns.global_cols).unsqueeze(1)
-        local = columns.columns(torch.arange(cols, device=device))
-        if not columns.aligned:
-            index = first + local
+        if not self.column_map(cols).aligned:
+            return self
+        counters = (self._index(rows, cols, LANES, device) >> 3).flatten()
+        parts = torch.split(counters, _COUNTERS)
+        drawn = torch.cat([random_bits16(part, self.key.word) for part in parts])
+        return replace(self, drawn=drawn)
+
+    def bits16(self, rows: int, cols: int, device: torch.device | None = None) -> Tensor:
+        """Return the numbers of a local [rows, cols] tensor, int16, the same on every device."""
+        drawn = (self if self.drawn is not None else self.draw(rows, cols, device)).drawn
+        if drawn is None:
+            index = self._index(rows, cols, 1, device)
             lanes = random_bits16(index >> 3, self.key.word)
-            return lanes.gather(-1, (index & 7 ^ int(self.neighbor)).unsqueeze(-1)).squeeze(-1)
-        if (rows, cols) not in self._drawn:
-            counters = ((first + local[::LANES]) >> 3).flatten()
-            parts = [
-                random_bits16(part, self.key.word) for part in torch.split(counters, _COUNTERS)
-            ]
-            self._drawn[rows, cols] = torch.cat(parts)
-        drawn = self._drawn[rows, cols]
-        if self.neighbor:
-            drawn = drawn.view(-1, 2).flip(1)
+            return lanes.gather(-1, (index & 7 ^ 4 * self.swapped).unsqueeze(-1)).squeeze(-1)
+        if self.swapped:
+            drawn = drawn.view(torch.int64).flip(1).view(torch.int16)
         return drawn.view(rows, cols)
+
+    def _index(self, rows: int, cols: int, step: int, device: torch.device | None) -> Tensor:
+        columns = self.column_map(cols)
+        local = columns.columns(torch.arange(0, cols, step, device=device))
+        return torch.arange(rows, device=device).mul_(columns.global_cols).unsqueeze(1) + local
 
 
 def grad_output_stream(

@@ -90,11 +90,13 @@ def test_a_number_depends_on_the_index_in_the_tensor_alone(cols, monkeypatch):
 
 
 @pytest.mark.parametrize("cols", [64, 20])
-def test_wgrad_s_copy_takes_the_neighbors_numbers(cols):
+@pytest.mark.parametrize("draw_first", [True, False])
+def test_wgrad_s_copy_takes_swapped_numbers(cols, draw_first):
     stream = StochasticStream(KEY)
-    dgrad, wgrad = (stream.for_gemm(g).bits16(9, cols) for g in (Gemm.DGRAD, Gemm.WGRAD))
-    assert torch.equal(dgrad, stream.bits16(9, cols))
-    assert torch.equal(wgrad, dgrad[:, [j ^ 1 for j in range(cols)]])
+    stream = stream.draw(8, cols) if draw_first else stream
+    dgrad, wgrad = (stream.for_gemm(g).bits16(8, cols).flatten() for g in (Gemm.DGRAD, Gemm.WGRAD))
+    assert torch.equal(dgrad, StochasticStream(KEY).bits16(8, cols).flatten())
+    assert torch.equal(wgrad, dgrad[torch.arange(8 * cols) ^ 4])
 
 
 def grad_bits(kind: LinearKind, axis: Axis, num_chunks: int, features: int) -> torch.Tensor:
