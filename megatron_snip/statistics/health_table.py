@@ -8,8 +8,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from megatron_snip.config import HealthMeasure
+from megatron_snip.files import read_record
 from megatron_snip.formats import lowest_precision
-from megatron_snip.statistics.records import read_table
 from megatron_snip.types import Gemm, Operand
 
 SCHEMA_VERSION = 1
@@ -96,7 +96,7 @@ class HealthTable:
         Raises:
             UsageError: one line that names `source`, for another version and for bad entries.
         """
-        return read_table(cls, value, SCHEMA_VERSION, source)
+        return read_record(cls, value, source, SCHEMA_VERSION)
 
     @property
     def lowest(self) -> str | None:
