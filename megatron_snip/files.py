@@ -239,6 +239,17 @@ def first_problem(error: ValidationError, known: Iterable[str] = ()) -> UsageErr
     return UsageError(shortened(" ".join(text.split()), 500), field=place or None)
 
 
+def without_nan(value: Any) -> Any:
+    """Return plain values with None in place of floats that are not finite, which JSON lacks."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: without_nan(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(v) for v in value]
+    return value
+
+
 def write_atomic(path: Path, text: str) -> None:
     """Write a text file that is never seen incomplete.
 

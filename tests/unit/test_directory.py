@@ -133,9 +133,9 @@ def test_the_second_writer_is_refused_with_the_holders_name(tmp_path: Path) -> N
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    lock = lock_directory(tmp_path)  # its holder is dead
-    lock.release()
-    lock.release()
+    release = lock_directory(tmp_path)  # its holder is dead
+    release()
+    release()
     assert files(tmp_path) == set()
 
 
@@ -180,7 +180,7 @@ def test_who_ended_while_taking_over_is_not_waited_for_whatever_the_clock_says(
         lock_directory(tmp_path)
     claim.write_text(dead)
     os.utime(claim, (2**33, 2**33))
-    lock_directory(tmp_path).release()
+    lock_directory(tmp_path)()
     assert not list(tmp_path.glob("*.claim"))
 
 
@@ -218,7 +218,7 @@ def test_only_a_holder_that_is_provably_gone_loses_the_lock(
         if value:
             monkeypatch.setenv(name, value)
     if gone:
-        lock_directory(tmp_path).release()
+        lock_directory(tmp_path)()
     else:
         with pytest.raises(UsageError, match=r"in use by .* on host node7, Slurm job 12, since"):
             lock_directory(tmp_path)
