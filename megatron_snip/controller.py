@@ -431,8 +431,6 @@ class SnipController:
 
     def _alert(self, iteration: int, measured: Measurement) -> None:
         """All ranks: notify of linears beyond the thresholds of --snip-alert, each once."""
-        if measured.health is None:
-            return
         found = []
         for text, measure, sign, limit in self.config.alerts:
             beyond = measured.health.beyond(measure, sign, limit)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from megatron_snip.config import CostName, PipelineBalance, SnipConfig, explain
-from megatron_snip.errors import UsageError
+from megatron_snip.config import CostName, PipelineBalance, SnipConfig
+from megatron_snip.files import checked
 
 _Count = Annotated[int, Field(ge=0)]
 
@@ -79,10 +79,7 @@ class PlanSettings(BaseModel):
         Raises:
             UsageError: one line with the field, what was got and what is wanted.
         """
-        try:
-            return cls(**value)
-        except ValidationError as error:
-            raise UsageError(f"plan settings: {explain(error)}") from None
+        return checked(cls, value, "plan settings")
 
     @classmethod
     def from_config(cls, config: SnipConfig, seed: int = 0) -> PlanSettings:

@@ -38,7 +38,7 @@ class Measurement:
     divergences: DivergenceTable
     problem: PlanningProblem
     seconds: float
-    health: HealthTable | None = None
+    health: HealthTable
 
 
 @dataclass(frozen=True)
