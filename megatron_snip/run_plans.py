@@ -56,11 +56,10 @@ class RunPlans:
         """All ranks: rank 0 makes the plan that the run starts with, or resumes with."""
         resumed, num_done = (None, 0) if state is None else (state.plan, state.iteration)
         largest = max(point.target for point in self.targets.points)
-        config = self._config.model_copy(update={"efficiency_target": largest})
 
         def make() -> PrecisionPlan:
             problem, target = self.unmeasured(largest), self.targets.at(num_done + 1)
-            return initial_plan(problem, config, seed, resumed, target)
+            return initial_plan(problem, self._config, seed, resumed, target)
 
         is_rank_0 = self._model.runtime.topology.rank == 0
         plan = from_rank_0(make if is_rank_0 else None, self._control)

@@ -95,8 +95,7 @@ class RunDirectory:
                 self._row["refresh_s"] = measured.seconds
                 table = divergences_dict(measured.divergences, measured.statistics)
                 self._write_json("divergences", event.iteration, table)
-                if measured.health is not None:
-                    self._write_json("health", event.iteration, measured.health.to_dict())
+                self._write_json("health", event.iteration, measured.health.to_dict())
                 write_problem(measured.problem, self._path("problems", event.iteration))
             case PlanApplied() as applied:
                 self._plan(event.iteration, applied)

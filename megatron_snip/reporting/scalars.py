@@ -67,7 +67,7 @@ class ScalarSeries:
                     "snip/4_refresh_overhead_percent": overhead,
                     "snip/refresh/measure_s": measured.seconds,
                 }
-                summary = measured.health.summary() if measured.health is not None else {}
+                summary = measured.health.summary()
                 found |= {f"snip/health/{name}": value for name, value in summary.items()}
             case PlanApplied() as applied:
                 loss = applied.plan.objective

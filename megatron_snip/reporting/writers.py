@@ -83,7 +83,7 @@ class TensorBoardWriter(_Dashboard):
             board.add_scalar(name, value, iteration)
         for name, picture in pictures(payload).items():
             board.add_figure(name, picture, iteration, close=False)
-        if isinstance(payload, Measurement) and payload.health is not None:
+        if isinstance(payload, Measurement):
             rows = (FINDING_COLUMNS, *payload.health.worst())
             text = "\n".join("  ".join(map(str, row)) for row in rows)
             self._add_text("snip/health/worst", text, iteration)
@@ -124,7 +124,7 @@ class WandbWriter(_Dashboard):
             return
         for name, picture in pictures(payload).items():
             row[name] = self._board.Image(picture)
-        if isinstance(payload, Measurement) and payload.health is not None:
+        if isinstance(payload, Measurement):
             links = {name.removesuffix("/worst"): _panel(run, name) for name in row}
             table = self._board.Table(columns=[*FINDING_COLUMNS, "series"])
             for each in payload.health.worst():
@@ -190,7 +190,7 @@ def pictures(payload: Payload) -> dict[str, Any]:
     found = {}
     if record.quantized_options:
         found["snip/5_fragile_linears"] = figures.divergence_maps(record)
-    if (health := payload.health) is not None and health.lowest is not None:
+    if (health := payload.health).lowest is not None:
         found["snip/health/maps"] = figures.health_maps([health])
     return found
 

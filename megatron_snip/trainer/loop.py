@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_snip.controller import SnipController
 from megatron_snip.errors import SnipError
-from megatron_snip.reporting.events import Event, Metrics, Reporter, Writer
+from megatron_snip.reporting.events import Metrics, Reporter, Writer
 from megatron_snip.trainer.checkpoint import Checkpoints, Progress
 from megatron_snip.trainer.config import TrainConfig
 from megatron_snip.trainer.data import Datasets, Samples, iteration_batches
@@ -56,8 +56,8 @@ class PlainTraining:
 
     def end_iteration(self, iteration: int, metrics: dict[str, Any]) -> None:
         """Report the metrics."""
-        payload = Metrics({**metrics, "lowest_precision_fraction": 0.0})
-        self._reporter.write(Event(iteration, payload))
+        values = Metrics({**metrics, "lowest_precision_fraction": 0.0})
+        self._reporter.write(iteration, values)
 
     def state(self, iteration: int) -> None:
         """Return None: there is no state to save."""
