@@ -25,7 +25,6 @@ import torch
 from megatron_snip.collectives import RemoteFailure, attempt
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import PlanningError, SnipError
-from megatron_snip.formats import get_format
 from megatron_snip.guard import Guard
 from megatron_snip.linears.availability import resolve_formats
 from megatron_snip.linears.discovery import current_topology
@@ -39,13 +38,7 @@ from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.refresh import Refresher
-from megatron_snip.reporting.events import (
-    Measurement,
-    Metrics,
-    PlanApplied,
-    Reporter,
-    Writer,
-)
+from megatron_snip.reporting.events import Measurement, Metrics, PlanApplied, Reporter, Writer
 from megatron_snip.run_plans import RunPlans
 from megatron_snip.state import ControllerState, Pending, reported_settings
 from megatron_snip.topology import Topology
@@ -108,8 +101,7 @@ class SnipController:
         self.history: list[tuple[int, str]] = [] if state is None else list(state.history)
         self._optimizer = optimizer
         self._control = topology.control
-        self._is_rank_0 = topology.rank == 0
-        self._reporter = Reporter(writers, logs=self._is_rank_0)
+        self._reporter = Reporter(writers, logs=topology.rank == 0)
         self._plans = RunPlans(config, self.model, train_iters, calibration_cache)
         self._is_timed = False  # whether the iteration is ordinary, so that `step_s` is reported
         self._step_s: list[float] = []  # of ordinary iterations under the current plan
@@ -128,17 +120,15 @@ class SnipController:
         target = self.plan.target if state is None or state.target is None else state.target
         can_replan = self._schedule.static or self._refresher.mean is not None
         self._planned_target = target if can_replan else None
-        solves = self._is_rank_0 and self._schedule.replans
+        solves = topology.rank == 0 and self._schedule.replans
         solver = (solver or SolverProcess()) if solves else None
         self._evaluated: dict[str, Any] = {}  # by the evaluation after the current iteration
         self._alerted: set[tuple[str, str]] = set(() if state is None else state.alerted)
         self._solve = PendingSolve(PlanSettings.from_config(config, seed), self._control, solver)
         self._guarded = config.guard and self._schedule.replans
-        guard_state = state.guard if state is not None and self._guarded else None
-        if guard_state is not None and guard_state.good is not None:
-            good = self._plans.runnable(guard_state.good, self._reporter.warn)
-            guard_state = guard_state.model_copy(update={"good": good})
-        self._guard = Guard(config.guard_sigmas, topology, guard_state)
+        former = None if state is None or not self._guarded else state.guard
+        former = self._plans.guard_state(former, self._reporter.warn)
+        self._guard = Guard(config.guard_sigmas, topology, former)
         self._start(state)
 
     # What a training loop calls.
@@ -190,10 +180,7 @@ class SnipController:
         elif "step_s" in metrics:
             self._step_s.append(metrics["step_s"])
         self._is_timed = True
-        bits = get_format(self.config.lowest_format).bits
-        shares = format_shares(self.plan.linears, self._plans.work).items()
-        lowest = sum(share for name, share in shares if get_format(name).bits == bits)
-        fraction = {"lowest_precision_fraction": lowest}
+        fraction = {"lowest_precision_fraction": self._plans.lowest_share(self.plan)}
         self._reporter.write(iteration, Metrics(metrics | fraction | self._evaluated))
         self._evaluated = {}
 
@@ -271,13 +258,8 @@ class SnipController:
         if not (is_new and self._schedule.may_replan(iteration)):
             return
         self._planned_target = target
-
-        def make() -> PlanningProblem:
-            if self._schedule.static:
-                return self._plans.unmeasured(target)
-            return self._refresher.measurement(target).problem
-
-        problem = attempt("planning anew", make, self._control)
+        make = self._plans.unmeasured if self._schedule.static else self._refresher.problem
+        problem = attempt("planning anew", partial(make, target), self._control)
         self._submit(iteration, self._plans.for_this_run(problem))
 
     def _submit(self, iteration: int, problem: PlanningProblem) -> None:
@@ -396,17 +378,13 @@ class SnipController:
 
     def _report_increase(self, iteration: int, increase: float, error: float) -> None:
         """All ranks: log what the plan costs an evaluation; `end_iteration` reports it."""
-        predicted = None
-        if self._refresher.mean is not None:
-            table = self._refresher.measurement(0.0).divergences
-            predicted = table.loss_divergence(self.plan.linears)
+        predicted = self._refresher.loss_divergence(self.plan)
         names = ("eval/loss_increase", "eval/loss_increase_error", "eval/loss_divergence")
         self._evaluated = dict(zip(names, (increase, error, predicted), strict=True))
         text = f"{increase:+.4g} +- {error:.2g} nat a token against bf16"
         score = "" if predicted is None else f", loss divergence of the plan {predicted:.4g}"
-        self._reporter.log(
-            f"iteration {iteration}: evaluation under {self.plan.label}: {text}{score}"
-        )
+        label = f"evaluation under {self.plan.label}"
+        self._reporter.log(f"iteration {iteration}: {label}: {text}{score}")
 
     def _alert(self, iteration: int, measured: Measurement) -> None:
         """All ranks: notify of linears beyond the thresholds of --snip-alert, each once."""
