@@ -193,15 +193,16 @@ class Refresher:
                 self._topology,
                 training.loss_scale(),
             )
-            table = observer.table(linears, training.grad_scale(self._topology), loss, norms)
+            table, health = observer.table(
+                linears, training.grad_scale(self._topology), loss, norms
+            )
         except RemoteFailure as failure:
             self.failure = self.failure or str(failure)
             return results
         if ran_once:
             self._seconds += observer.seconds
             self.mean = running_mean(self.mean, table, self._config.stat_decay)
-            assert observer.health is not None
-            self._health |= {linear.name: linear for linear in observer.health.linears}
+            self._health |= {linear.name: linear for linear in health.linears}
         else:
             self.failure = self.failure or "the guard ran this iteration twice"
         return results
