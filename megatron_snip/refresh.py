@@ -193,9 +193,8 @@ class Refresher:
                 self._topology,
                 training.loss_scale(),
             )
-            table, health = observer.table(
-                linears, training.grad_scale(self._topology), loss, norms
-            )
+            scale = training.grad_scale(self._topology)
+            table, health = observer.table(linears, scale, loss, norms)
         except RemoteFailure as failure:
             self.failure = self.failure or str(failure)
             return results

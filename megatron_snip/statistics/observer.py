@@ -194,11 +194,10 @@ class StepObserver:
             output_is_split: likewise of the output's rows.
             prepare_input: gives what the GEMM multiplies from rows of `input` (a fused norm).
         """
-        names = self._settings.names
-        is_skipped = names is not None and placement.name not in names
-        # Without gradients it is an evaluation, or a forward that is recomputed later.
-        if is_skipped or not (torch.is_grad_enabled() and output.requires_grad):
+        if (names := self._settings.names) is not None and placement.name not in names:
             return output
+        if not (torch.is_grad_enabled() and output.requires_grad):
+            return output  # an evaluation, or a forward that is recomputed later
         axis = placement.tensor
         if input_is_split and axis.size == 1:  # every rank holds the weight and its own tokens
             axis = self._topology.tensor
