@@ -21,16 +21,12 @@ T = TypeVar("T")
 
 
 class RemoteFailure(SnipError):
-    """At least one rank failed; every rank raises this with the same message.
-
-    Attributes:
-        failures: {rank: message} of the ranks that failed.
-    """
+    """At least one rank failed; every rank raises this with the same message."""
 
     def __init__(self, what: str, failures: dict[int, str]) -> None:
+        """`failures` is {rank: message} of the ranks that failed."""
         detail = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
         super().__init__(f"{what} failed on {detail}")
-        self.failures = failures
 
 
 def gather_json(value: Any, group: ProcessGroup | None) -> list[Any]:

@@ -389,8 +389,8 @@ class SnipController:
     def _alert(self, iteration: int, measured: Measurement) -> None:
         """All ranks: notify of linears beyond the thresholds of --snip-alert, each once."""
         found = []
-        for text, *threshold in self.config.alerts:
-            beyond = measured.health.beyond(*threshold)
+        for text, measure, sign, limit in self.config.alerts:
+            beyond = measured.health.beyond(measure, sign, limit)
             new = [each for each in beyond if (text, each.linear) not in self._alerted]
             self._alerted |= {(text, each.linear) for each in new}
             if new:
