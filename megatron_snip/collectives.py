@@ -90,6 +90,16 @@ def attempt(what: str, action: Callable[[], T], group: ProcessGroup | None) -> T
     return result  # type: ignore[return-value]  # no rank failed
 
 
+def on_rank_0(what: str, action: Callable[[], Any], group: ProcessGroup | None) -> Any:
+    """All ranks: run `action` on the group's first rank; return its result, JSON, on every rank.
+
+    Raises:
+        RemoteFailure: on every rank, if `action` raised an Exception.
+    """
+    is_first = group is None or dist.get_rank(group) == 0
+    return broadcast_json(attempt(what, action if is_first else lambda: None, group), group)
+
+
 def one_line(error: BaseException) -> str:
     """Return an error's message as one line of at most 500 characters."""
     text = " ".join(str(error).split())
