@@ -11,11 +11,9 @@ import pytest
 from megatron_snip.planning.plan import read_plan
 from megatron_snip.planning.problem import read_problem
 from tests.distributed.launch import run_ranks
-from tests.distributed.layouts import names, selected
+from tests.distributed.layouts import TP2, names, selected
 
 WORKERS = "tests.distributed.workers.controller"
-TP = {"tensor_model_parallel_size": 2}
-PP = {"pipeline_model_parallel_size": 2}
 REASONS = {
     "crash": "ended without an answer",
     "infeasible": "target",
@@ -29,7 +27,7 @@ def faults(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
     folder = str(tmp_path_factory.mktemp("faults"))
-    arguments = {"values": TP, "faults": list(selected(request, REASONS)), "folder": folder}
+    arguments = {"values": TP2, "faults": list(selected(request, REASONS)), "folder": folder}
     return run_ranks(2, f"{WORKERS}:solver_faults", arguments)
 
 
@@ -63,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cycles(folder: Path) -> list[dict[str, Any]]:
-    arguments = {"layout_values": TP, "folder": str(folder)}
+    arguments = {"layout_values": TP2, "folder": str(folder)}
     return run_ranks(2, f"{WORKERS}:cycles", arguments)
 
 
@@ -97,10 +95,8 @@ def test_a_resumed_run_tells_at_once_which_plan_it_goes_on_with(
         assert result["resumed"]["alerts"] == [[2], [], []]  # each linear is named once
 
 
-def test_collecting_changes_nothing(cycles: list[dict[str, Any]]) -> None:
-    for result in cycles:
-        watched, plain = result["collect only"], result["plain"]
-        assert {key: watched[key] for key in plain} == plain
+def test_collecting_makes_no_plan(cycles: list[dict[str, Any]]) -> None:
+    for watched in (result["collect only"] for result in cycles):
         assert watched["refreshes"] == [2, 6]
         assert watched["history"] == []
         assert set(watched["fractions"]) == {0.0}
@@ -134,7 +130,7 @@ def test_the_run_directory_holds_what_was_decided(
 
 
 def test_targets_follow_a_schedule_without_measuring_and_resume() -> None:
-    first, second = run_ranks(2, f"{WORKERS}:schedules", {"layout_values": TP})
+    first, second = run_ranks(2, f"{WORKERS}:schedules", {"layout_values": TP2})
     for name, measured in (("healed", [2]), ("static", [])):
         straight, resumed = first[name]
         assert straight == resumed and second[name][0] == second[name][1]
@@ -158,7 +154,7 @@ def test_targets_follow_a_schedule_without_measuring_and_resume() -> None:
 
 
 def test_what_cannot_work_is_refused_on_every_rank(tmp_path: Path) -> None:
-    arguments = {"layout_values": TP, "folder": str(tmp_path)}
+    arguments = {"layout_values": TP2, "folder": str(tmp_path)}
     first, second = run_ranks(2, f"{WORKERS}:refusals", arguments)
     assert first == second
     wanted = {

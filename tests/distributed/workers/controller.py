@@ -152,7 +152,6 @@ def cycles(layout_values: dict[str, Any], folder: str) -> dict[str, Any]:
         "collect only": _run(
             layout_values, {**SNIP, "collect_only": True, "alert": "underflow>0.01"}, None
         ),
-        "plain": _plain(layout_values),
     }
 
 
@@ -183,12 +182,6 @@ def _run(
 def planned(trainer: Trainer) -> list[tuple[int, int, int]]:
     """(iteration, measured iteration, linears changed) of every plan applied."""
     return [(i, a.plan.iteration, a.num_changed) for i, a in trainer.events.applied]
-
-
-def _plain(layout_values: dict[str, Any]) -> dict[str, Any]:
-    with layout({**MODEL, **layout_values}) as trainer:
-        trainer.advance(9, trainer.plain())
-        return trainer.digests()
 
 
 def _resumed(layout_values: dict[str, Any]) -> dict[str, Any]:

@@ -240,7 +240,7 @@ def refresh_json(trainer: Trainer, controller: SnipController) -> dict[str, Any]
         "plan": {n: str(o) for n, o in controller.plan.linears.items()},
         "history": controller.history,
         "statistics": statistics_json(refresh.statistics),
-        "health": [] if refresh.health is None else refresh.health.to_dict()["linears"],
+        "health": refresh.health.to_dict()["linears"],
         "divergences": {
             linear.name: {str(o): vars(d) for o, d in linear.options.items()}
             for linear in refresh.divergences.linears

@@ -130,7 +130,7 @@ def test_encoders_are_measured_and_run_their_plan(make_model: MakeModel, kind: s
     with model.runtime.observed_by(observer):
         measured = loss()
         measured.backward()
-    table = observer.table(model.all_linears, 1.0, None)
+    table, _ = observer.table(model.all_linears, 1.0, None)
     assert measured == wanted and all(row.microbatches == 1 for row in table.linears)
     assert all(row.formats["fp8"].fisher > 0 for row in table.linears)
     model.apply({info.name: FP8 for info in model.all_linears})

@@ -147,7 +147,7 @@ def test_no_linear_is_lowered_without_need(policy: str) -> None:
         )
         with contextlib.suppress(InfeasiblePlanError):
             made = make_plan(problem, chosen)
-            task = constraints_of(problem, **chosen.to_dict()).checked_task()
+            task = constraints_of(problem, **chosen.model_dump()).checked_task()
             table, gains = task.table, task.table.overall_row.coefficients
             columns = table.columns_of(options_of(made))
             needed: dict[int, list[bool]] = {}
