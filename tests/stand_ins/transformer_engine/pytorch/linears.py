@@ -68,7 +68,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def backward_dw(self) -> None:
         pass
 
-    def prepare(self, num_gemms: int) -> None:
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """Follow the autocast: rebuild quantizers where Transformer Engine would."""
         self.fp8 = FP8GlobalStateManager.is_fp8_enabled()
         self.fp8_meta["fp8_checkpoint"] = self.fp8
@@ -206,7 +206,7 @@ class Linear(TransformerEngineBaseModule):
             self.bias = torch.nn.Parameter(torch.zeros(self.out_features, dtype=dtype))
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
-        self.prepare(1)
+        self.init_fp8_metadata(1)
         out = self.gemms(inp, self.weight, 0, is_first_microbatch)
         if self.use_bias and not self.return_bias:
             out = out + self.bias
@@ -226,6 +226,7 @@ class LayerNormLinear(Linear):
     ) -> None:
         super().__init__(in_features, out_features, **others)
         assert not return_layernorm_output
+        del self.save_original_input
         self.eps, self.normalization = eps, normalization
         self.zero_centered_gamma = zero_centered_gamma
         start = torch.zeros if zero_centered_gamma else torch.ones
@@ -298,7 +299,7 @@ class GroupedLinear(TransformerEngineBaseModule):
     ) -> Any:
         sizes = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
         assert len(sizes) == self.num_gemms
-        self.prepare(self.num_gemms)
+        self.init_fp8_metadata(self.num_gemms)
         pieces = torch.split(inp, sizes)
         outs = [
             self.gemms(piece, getattr(self, f"weight{i}"), i, is_first_microbatch, False)
