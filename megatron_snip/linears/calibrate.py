@@ -35,9 +35,10 @@ from megatron_snip.config import AUTO, SnipConfig
 from megatron_snip.errors import UnsupportedError, UsageError
 from megatron_snip.files import write_atomic
 from megatron_snip.linears import simulated_gemm
-from megatron_snip.linears.availability import AvailableOptions, Machine, te_recipe
+from megatron_snip.linears.availability import AvailableOptions
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.te.linear import quant_params
+from megatron_snip.linears.te.machine import Machine, te_recipe
 from megatron_snip.linears.te.modules import EXTENSION
 from megatron_snip.linears.training_state import TrainingStateSnapshot
 from megatron_snip.options import BF16, Option

@@ -30,9 +30,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from megatron_snip.formats import Format
-from megatron_snip.linears.availability import measured_format, this_machine
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.te.machine import measured_format, this_machine
 from megatron_snip.patches import cpu
 from megatron_snip.planning.plan import write_plan
 from megatron_snip.trainer import model as trainer_model
