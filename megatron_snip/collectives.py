@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_snip import recursive_doubling
-from megatron_snip.errors import SnipError
+from megatron_snip.errors import SnipError, shortened
 
 T = TypeVar("T")
 
@@ -102,8 +102,7 @@ def on_rank_0(what: str, action: Callable[[], Any], group: ProcessGroup | None) 
 
 def one_line(error: BaseException) -> str:
     """Return an error's message as one line of at most 500 characters."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= 500 else text[:497] + "..."
+    return shortened(" ".join(str(error).split()), 500)
 
 
 def sum_over(tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 LONGEST = 2000
@@ -73,6 +73,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     longer = [name for name in names if name.startswith(word)]
     near = longer or difflib.get_close_matches(word.lower(), names, n=1)
     return f" (did you mean '{near[0]}'?)" if near else ""
+
+
+def listing(names: Sequence[str], most: int = 6) -> str:
+    """Return `a, b, c and 12 more`: at most `most` names."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def shortened(text: str, limit: int) -> str:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_snip.config import PipelineBalance
-from megatron_snip.errors import InfeasiblePlanError, UsageError
+from megatron_snip.errors import InfeasiblePlanError, UsageError, listing
 from megatron_snip.planning.cost import NOISE, CostTable, Floats, Ints, Mask, as_fraction
 from megatron_snip.planning.problem import parse_option
 from megatron_snip.planning.settings import PlanSettings
@@ -199,8 +199,7 @@ class Constraints:
     def _infeasible(self) -> InfeasiblePlanError:
         core = self._conflicting()
         names = [self.table.names[r] for r in np.flatnonzero(~self._allowed(set(core)).any(axis=1))]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        left = f"; no option is left for {', '.join(names[:3])}{more}" if names else ""
+        left = f"; no option is left for {listing(names, 3)}" if names else ""
         texts = [f"{c} (null quality_loss{left})" if c == FORBIDDEN else c for c in core]
         best, reachable = self._best_target(), "no target can be reached with the other constraints"
         if best is not None:

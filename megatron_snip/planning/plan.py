@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import UsageError, listing
 from megatron_snip.files import read_json, read_record, write_atomic
 from megatron_snip.formats import get_format
 from megatron_snip.options import Option
@@ -38,8 +38,6 @@ distance from the best plan; fixed: the policy does not optimize (`uniform-OPTIO
 
 Work = Mapping[str, tuple[int, float]]
 """Pipeline stage and FLOPs of each linear; of the FLOPs only ratios matter."""
-
-_LISTED = 8
 
 
 class PrecisionPlan(BaseModel):
@@ -109,7 +107,7 @@ class PrecisionPlan(BaseModel):
             "model": sorted(self.linears.keys() - known.keys()),
             "plan": [name for name in known if name not in self.linears],
         }
-        faults = [f"the {one} does not have {_listing(n)}" for one, n in differences.items() if n]
+        faults = [f"the {one} does not have {listing(n, 8)}" for one, n in differences.items() if n]
         if faults:
             raise UsageError(
                 f"the plan of iteration {self.iteration} does not fit the model: "
@@ -232,8 +230,3 @@ def _upgraded(value: dict[str, Any], source: str) -> dict[str, Any]:
     status = "feasible" if value.get("status") == "kept" else value.get("status")
     rest = {name: given for name, given in value.items() if name != "step"}
     return {**rest, "version": 2, "iteration": step + 1, "status": status}
-
-
-def _listing(names: list[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more

@@ -15,7 +15,7 @@ import numpy as np
 from jinja2 import Environment, StrictUndefined
 from matplotlib.figure import Figure
 
-from megatron_snip.errors import SnipError, UsageError
+from megatron_snip.errors import SnipError, UsageError, listing
 from megatron_snip.planning.pareto import frontier
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.reporting import figures, text
@@ -76,7 +76,7 @@ def make_report(run: RunRecord, reference: Reference | None = None) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    formats = (text.number, text.percent, text.quality, text.seconds, text.listing)
+    formats = (text.number, text.percent, text.quality, text.seconds, listing)
     environment.filters |= {function.__name__: function for function in formats}
     environment.filters["data_uri"] = _data_uri
     source = files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")

@@ -1,17 +1,17 @@
-"""Numbers and lists as text, for tables, captions and terminals."""
+"""Numbers as text, for tables, captions and terminals."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+from megatron_snip.errors import listing
 from megatron_snip.options import Option
 
 SOLVER_NOISE = 1e-9
 """Quality losses and gaps below this are shown as 0: the solver's arithmetic is no more exact."""
 
-_LISTED = 6
 _LABEL = 24
 
 
@@ -61,17 +61,10 @@ def seconds(value: float | None) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-def listing(names: Iterable[str]) -> str:
-    """Return `a, b, c and 12 more`."""
-    found = list(names)
-    shown = ", ".join(found[:_LISTED])
-    return shown if len(found) <= _LISTED else f"{shown} and {len(found) - _LISTED} more"
-
-
 def option_counts(linears: Mapping[str, Option]) -> str:
     """Return how many linears have each option: `12 fp4, 4 fp8`."""
     counts = Counter(str(option) for option in linears.values())
-    return listing(f"{count} {option}" for option, count in counts.most_common())
+    return listing([f"{count} {option}" for option, count in counts.most_common()])
 
 
 def label(name: str) -> str:
