@@ -107,16 +107,8 @@ PLACES: dict[str, tuple[Place, Strike]] = {
 """Faults after which all ranks keep the old plan. They strike on the last rank; the solver is on
 rank 0."""
 
-MEASURED = (
-    "NaN",
-    "submit",
-    "solve",
-    "infeasible",
-    "another model",
-    "damaged",
-    "broadcast",
-    "apply",
-)
+_LATE = (SUBMIT, SOLVE, BROADCAST, APPLY)
+MEASURED = ("NaN", *(fault for fault, (place, _) in PLACES.items() if place in _LATE))
 """Faults of refreshes that have measured."""
 
 KILLED: dict[str, tuple[Place, Strike]] = {
