@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from megatron_snip.errors import UsageError, did_you_mean, naming_field, shortened
+from megatron_snip.errors import UsageError, did_you_mean, naming_field
+from megatron_snip.files import checked
 from megatron_snip.formats import get_format, lowest_precision
 from megatron_snip.options import Granularity, Option, enumerate_options
 from megatron_snip.target_schedule import TargetSchedule, make_schedule, parse_points
@@ -301,40 +301,10 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
         return tuple(found.values())
 
 
-def explain(error: ValidationError) -> str:
-    """Return one line for the first problem: the field, what is accepted and what was got."""
-    return str(first_problem(error))
-
-
-def first_problem(error: ValidationError, known: Iterable[str] = ()) -> UsageError:
-    """Return the first problem that pydantic found, with its field.
-
-    Args:
-        error: what pydantic raised.
-        known: names of fields, to propose one in place of an unknown key.
-    """
-    first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"])
-    kind, value = first["type"], first["input"]
-    if kind == "extra_forbidden":
-        return UsageError(f"unknown key {shortened(repr(place), 120)}{did_you_mean(place, known)}")
-    text = str(first["msg"]).replace("Input should be", "must be").partition(", unable to ")[0]
-    text = re.sub(r"\d{16,}", lambda number: f"{float(number[0]):g}", text)
-    if kind not in ("missing", "value_error"):
-        text += f", got {shortened(repr(value), 120)}"
-    if kind == "literal_error":
-        text += did_you_mean(str(value), re.findall(r"'(.*?)'", first["ctx"]["expected"]))
-    return UsageError(shortened(" ".join(text.split()), 500), field=place or None)
-
-
 def make_config(values: dict[str, Any]) -> SnipConfig:
     """Build a SnipConfig from plain values (YAML's or flags').
 
     Raises:
         UsageError: one line naming the field, what was got and what is wanted.
     """
-    try:
-        return SnipConfig(**values)
-    except ValidationError as error:
-        problem = first_problem(error, SnipConfig.model_fields)
-        raise UsageError(f"snip settings: {problem}") from None
+    return checked(SnipConfig, values, "snip settings")

@@ -21,7 +21,8 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -127,22 +128,12 @@ def clear_run(directory: Path, archive: bool) -> Path | None:
     return target
 
 
-class DirectoryLock:
-    """The right to write in one directory, held until `release` or the end of the process."""
-
-    def __init__(self, path: Path, token: str) -> None:
-        self._path = path
-        self._token = token
-
-    def release(self) -> None:
-        """Remove the lock if it is still this one's; may be called more than once."""
-        holder = _read(self._path)
-        if holder is not None and holder.get("token") == self._token:
-            self._path.unlink(missing_ok=True)
-
-
-def lock_directory(directory: Path) -> DirectoryLock:
+def lock_directory(directory: Path) -> Callable[[], None]:
     """Take the lock of a directory, which is made if need be.
+
+    Returns:
+        A function that releases the lock; it may be called more than once. After the end of this
+        process other jobs take the lock over.
 
     Raises:
         UsageError: if another job holds it; one line names its host, process and Slurm job.
@@ -153,7 +144,7 @@ def lock_directory(directory: Path) -> DirectoryLock:
     own = _this_process()
     for _ in range(_ATTEMPTS):
         if _create(path, own):
-            return DirectoryLock(path, own["token"])
+            return partial(_release, path, own["token"])
         holder = _read(path)
         if holder is None:  # released in between
             continue
@@ -226,6 +217,13 @@ def _read(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _release(path: Path, token: str) -> None:
+    """Remove a lock if it is still the one with this token."""
+    holder = _read(path)
+    if holder is not None and holder.get("token") == token:
+        path.unlink(missing_ok=True)
 
 
 def _remove_stale(path: Path, holder: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Strict JSON and YAML in, atomic files out.
+"""Strict JSON and YAML in, values checked against a record, atomic files out.
 
 Reading refuses NaN, Infinity, duplicate keys, numbers that do not fit a double, deep nesting,
 devices, pipes, and files above `MAX_BYTES`. Writing goes to a temporary file in the same
@@ -11,15 +11,20 @@ import contextlib
 import json
 import math
 import os
+import re
 import stat
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
-from megatron_snip.errors import UsageError, shortened
+from megatron_snip.errors import UsageError, did_you_mean, shortened
+
+T = TypeVar("T")
 
 MAX_BYTES = 1 << 28
 """256 MiB; a problem with a million options is smaller."""
@@ -162,6 +167,87 @@ class _UniqueKeys(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignor
             seen.add(getattr(key, "value", None) if isinstance(key, yaml.ScalarNode) else id(key))
         found: dict[Any, Any] = super().construct_mapping(node, deep=deep)
         return found
+
+
+def read_record(
+    record: type[T], value: Any, source: str, version: int = 1, readable: str | None = None
+) -> T:
+    """Build the record of a file from its JSON object.
+
+    Args:
+        record: what to build, a pydantic model or a dataclass.
+        value: the object; its `version` is the schema's.
+        source: how error messages call it.
+        version: that `value` must have.
+        readable: the versions that the caller accepts, for error messages.
+
+    Raises:
+        UsageError: one line that names `source`, the place, what was got and what is wanted.
+    """
+    if not isinstance(value, dict):
+        raise UsageError(f"{source} must hold a JSON object, got {type(value).__name__}")
+    got = value.get("version")
+    if got != version or isinstance(got, bool):
+        readable = readable or f"version {version}"
+        raise UsageError(f"{source}: version {got!r}; this megatron-snip reads {readable}")
+    return checked(record, value, source)
+
+
+def checked(record: type[T], value: Any, source: str) -> T:
+    """Build a record from plain values.
+
+    Raises:
+        UsageError: one line that names `source`, the place, what was got and what is wanted.
+    """
+    try:
+        return TypeAdapter(record).validate_python(value)
+    except ValidationError as error:
+        problem = first_problem(error, getattr(record, "model_fields", ()))
+        raise UsageError(f"{source}: {problem}{_linear_of(error, value)}") from None
+    except UsageError as error:
+        raise UsageError(f"{source}: {error}") from None
+
+
+def _linear_of(error: ValidationError, value: Any) -> str:
+    """Return the name of the linear where the first error is, if it has one."""
+    place = error.errors()[0]["loc"]
+    if len(place) > 2 and place[0] == "linears" and isinstance(place[1], int):
+        name = value["linears"][place[1]].get("name")
+        return f" (linear {name!r})" if isinstance(name, str) else ""
+    return ""
+
+
+def first_problem(error: ValidationError, known: Iterable[str] = ()) -> UsageError:
+    """Return the first problem that pydantic found, with its field.
+
+    Args:
+        error: what pydantic raised.
+        known: names of fields, to propose one in place of an unknown key.
+    """
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"])
+    kind, value = first["type"], first["input"]
+    if kind == "extra_forbidden":
+        hint = did_you_mean(place, known) if len(first["loc"]) == 1 else ""
+        return UsageError(f"unknown key {shortened(repr(place), 120)}{hint}")
+    text = str(first["msg"]).replace("Input should be", "must be").partition(", unable to ")[0]
+    text = re.sub(r"\d{16,}", lambda number: f"{float(number[0]):g}", text)
+    if kind not in ("missing", "value_error"):
+        text += f", got {shortened(repr(value), 120)}"
+    if kind == "literal_error":
+        text += did_you_mean(str(value), re.findall(r"'(.*?)'", first["ctx"]["expected"]))
+    return UsageError(shortened(" ".join(text.split()), 500), field=place or None)
+
+
+def without_nan(value: Any) -> Any:
+    """Return plain values with None in place of floats that are not finite, which JSON lacks."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: without_nan(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(v) for v in value]
+    return value
 
 
 def write_atomic(path: Path, text: str) -> None:

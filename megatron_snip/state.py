@@ -18,12 +18,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import core_schema
 
-from megatron_snip.config import SnipConfig, explain
+from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError, shown
+from megatron_snip.files import first_problem
 from megatron_snip.guard import GuardState
 from megatron_snip.log import warn_once_per_job
 from megatron_snip.planning.plan import PrecisionPlan
@@ -34,6 +36,17 @@ from megatron_snip.version import installed_version
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 2
+
+
+class _OwnSchema:
+    """A field whose record has a schema of its own: its `from_dict` and `to_dict` count."""
+
+    def __get_pydantic_core_schema__(self, record: Any, handler: object) -> core_schema.CoreSchema:
+        to_dict = core_schema.plain_serializer_function_ser_schema(record.to_dict)
+        return core_schema.no_info_plain_validator_function(record.from_dict, serialization=to_dict)
+
+
+_OWN_SCHEMA = _OwnSchema()
 
 
 @dataclass(frozen=True)
@@ -48,7 +61,7 @@ class Pending:
 
     iteration: int
     apply_at: int
-    problem: PlanningProblem
+    problem: Annotated[PlanningProblem, _OWN_SCHEMA]
 
 
 @dataclass(frozen=True)
@@ -69,34 +82,19 @@ class ControllerState:
     """
 
     iteration: int
-    plan: PrecisionPlan
+    plan: Annotated[PrecisionPlan, _OWN_SCHEMA]
     history: tuple[tuple[int, str], ...] = ()
     refreshed: int | None = None
     pending: Pending | None = None
     guard: GuardState | None = None
-    statistics: StatisticsTable | None = None
+    statistics: Annotated[StatisticsTable, _OWN_SCHEMA] | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
     target: float | None = None
     alerted: tuple[tuple[str, str], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the dict described above."""
-        pending = None
-        if self.pending is not None:
-            pending = {**vars(self.pending), "problem": self.pending.problem.to_dict()}
-        return {
-            "version": SCHEMA_VERSION,
-            "iteration": self.iteration,
-            "plan": self.plan.to_dict(),
-            "history": [[iteration, digest] for iteration, digest in self.history],
-            "refreshed": self.refreshed,
-            "pending": pending,
-            "guard": None if self.guard is None else self.guard.model_dump(mode="json"),
-            "statistics": None if self.statistics is None else self.statistics.to_dict(),
-            "settings": dict(self.settings),
-            "target": self.target,
-            "alerted": [list(pair) for pair in self.alerted],
-        }
+        return {"version": SCHEMA_VERSION, **_SCHEMA.dump_python(self)}
 
     def restarted_at(self, iteration: int) -> ControllerState:
         """Return the state for a run that resumes at another iteration: only the plan stays."""
@@ -129,22 +127,16 @@ class ControllerState:
                 "the weights (--finetune) with its last plan (--snip-plan-file)"
             )
         try:
-            refreshed, pending, statistics = map(value.get, ("refreshed", "pending", "statistics"))
-            return cls(
-                iteration=int(value["iteration"]),
-                plan=PrecisionPlan.from_dict(value["plan"], f"{source}, plan"),
-                history=tuple((int(i), str(digest)) for i, digest in value["history"]),
-                refreshed=None if refreshed is None else int(refreshed),
-                pending=None if pending is None else _pending(pending, source),
-                guard=_guard(value.get("guard"), source),
-                statistics=None if statistics is None else StatisticsTable.from_dict(statistics),
-                settings={str(k): str(v) for k, v in value.get("settings", {}).items()},
-                target=None if value.get("target") is None else float(value["target"]),
-                alerted=tuple((str(a), str(name)) for a, name in value.get("alerted", ())),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            detail = f"{type(error).__name__}: {error}"
-            raise UsageError(f"{source} is damaged ({detail}); load another checkpoint") from None
+            return _SCHEMA.validate_python(value | {"guard": _guard(value.get("guard"), source)})
+        except ValidationError as error:
+            raise UsageError(
+                f"{source} is damaged ({first_problem(error)}); load another checkpoint"
+            ) from None
+        except UsageError as error:
+            raise UsageError(f"{source}, {error}") from None
+
+
+_SCHEMA = TypeAdapter(ControllerState)
 
 
 def reported_settings(config: SnipConfig, backend: str) -> dict[str, str]:
@@ -165,15 +157,10 @@ def reported_settings(config: SnipConfig, backend: str) -> dict[str, str]:
     return found | {name: str(installed_version(name)) for name in packages}
 
 
-def _pending(value: dict[str, Any], source: str) -> Pending:
-    problem = PlanningProblem.from_dict(value["problem"], f"{source}, pending problem")
-    return Pending(int(value["iteration"]), int(value["apply_at"]), problem)
-
-
 def _guard(value: dict[str, Any] | None, source: str) -> GuardState | None:
     try:
         return None if value is None else GuardState.model_validate(value)
     except (ValidationError, UsageError) as error:
-        detail = explain(error) if isinstance(error, ValidationError) else str(error)
+        detail = str(first_problem(error) if isinstance(error, ValidationError) else error)
         warn_once_per_job(logger, f"snip: {source}: the guard starts anew ({shown(detail)})")
         return None

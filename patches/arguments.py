@@ -19,9 +19,9 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
 
-from megatron_snip.config import SnipConfig, first_problem, make_config
+from megatron_snip.config import SnipConfig, make_config
 from megatron_snip.errors import SnipError, UsageError, did_you_mean, naming_field, shown
-from megatron_snip.files import read_yaml
+from megatron_snip.files import first_problem, read_yaml
 from megatron_snip.flags import add_flags, flag_name, given_values
 from megatron_snip.log import warn_once_per_job
 from megatron_snip.patches import cpu

@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
+import torch
 from rich.console import Console
 
 from megatron_snip.cli.common import console, new_table
 from megatron_snip.formats import FORMATS
+from megatron_snip.kernels import launch
+from megatron_snip.linears.availability import Machine, te_support, this_machine
+from megatron_snip.patches.install import PATCHES
 from megatron_snip.reporting.run_directory import versions
 from megatron_snip.version import __version__
-
-if TYPE_CHECKING:
-    from megatron_snip.linears.availability import Machine
 
 SCRIPT = "pretrain_gpt.py ARGS"
 """The user's own Megatron script, in the recommended command line."""
@@ -27,8 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what was found; return 0."""
-    from megatron_snip.linears.availability import this_machine
-
     machine, out = this_machine(with_te=True), console()
     _print_machine(out)
     _print_formats(out, machine)
@@ -39,8 +37,6 @@ def run(args: argparse.Namespace) -> int:
 
 def recommended_command(machine: Machine) -> str:
     """Return the command line that trains with SNIP on a machine."""
-    from megatron_snip.linears.availability import te_support
-
     layers = "local"
     if machine.capability is not None and machine.te_version is not None:
         on_tensor_cores = te_support("fp8", machine)[0]
@@ -51,8 +47,6 @@ def recommended_command(machine: Machine) -> str:
 
 
 def _print_machine(out: Console) -> None:
-    import torch
-
     table = new_table(("", "found"))
     for name, version in {**versions(), "megatron-snip": __version__}.items():
         table.add_row(name, version or "not installed")
@@ -70,11 +64,6 @@ def _print_machine(out: Console) -> None:
 
 
 def _print_formats(out: Console, machine: Machine) -> None:
-    import torch
-
-    from megatron_snip.kernels import launch
-    from megatron_snip.linears.availability import te_support
-
     out.print(f"How GEMMs run here ({machine}), by --snip-backend; see docs/backends.md")
     table = new_table(("format", "bits", "simulate", "te", "under te"))
     for fmt in FORMATS.values():
@@ -92,8 +81,6 @@ def _print_formats(out: Console, machine: Machine) -> None:
 
 
 def _print_functions(out: Console) -> None:
-    from megatron_snip.patches.install import PATCHES
-
     if find_spec("megatron.training") is None:
         out.print(
             "megatron.training is not installed, which scripts such as pretrain_gpt.py import: run "

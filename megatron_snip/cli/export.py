@@ -16,6 +16,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import torch
 import yaml
 
 from megatron_snip.cli.common import add_examples, integer, write_output
@@ -174,8 +175,6 @@ def _required_flags(recipes: Iterable[TERecipe], paths: Sequence[Path]) -> str:
 
 
 def _this_capability() -> tuple[int, int]:
-    import torch
-
     if not torch.cuda.is_available():
         raise UsageError(
             "this machine has no GPU; give the GPUs' capability: --capability 9.0 (Hopper) or 10.0 "

@@ -16,8 +16,9 @@ from pydantic import ValidationError
 from rich.table import Table
 
 from megatron_snip.cli.common import add_examples, console, new_table, write_output
-from megatron_snip.config import CostName, PipelineBalance, first_problem
+from megatron_snip.config import CostName, PipelineBalance
 from megatron_snip.errors import InfeasiblePlanError, UsageError
+from megatron_snip.files import first_problem
 from megatron_snip.options import Option
 from megatron_snip.planning.calibration import read_calibration, with_seconds
 from megatron_snip.planning.plan import PrecisionPlan, read_plan

@@ -24,7 +24,7 @@ from megatron_snip.reporting.run_record import (
     parse_divergences,
 )
 from megatron_snip.reporting.text import column, number
-from megatron_snip.statistics.health_table import FINDING_COLUMNS, MEANINGS, HealthTable
+from megatron_snip.statistics.health_table import MEANINGS, Finding, HealthTable
 
 COLUMNS = ("loss", "weight", "local", "error")
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(value, indent=1))
     elif args.csv:
-        csv.writer(sys.stdout).writerows([FINDING_COLUMNS, *health.worst(None)])
+        csv.writer(sys.stdout).writerows([Finding._fields, *health.worst(None)])
     elif args.health:
         _print_health(health)
     else:
@@ -112,13 +112,13 @@ def _values(linear: LinearRecord, option: str) -> dict[str, Any]:
 def _print_health(health: HealthTable) -> None:
     out = console()
     out.print(f"iteration {health.iteration}: the worst by each measure (docs/glossary.md)")
-    for measure, rows in groupby(health.worst(), key=lambda row: row[0]):
+    for measure, findings in groupby(health.worst(), key=lambda each: each.measure):
         out.print(f"{measure}: {MEANINGS[measure]}")
         table = new_table(("linear", "tensor", "format"), (measure,))
-        worst = list(rows)
-        values = column([value for *_, value in worst])
-        for (_, *texts, _), value in zip(worst, values, strict=True):
-            table.add_row(*map(shown, texts), value)
+        worst = list(findings)
+        values = column([each.value for each in worst])
+        for each, value in zip(worst, values, strict=True):
+            table.add_row(*map(shown, each[1:4]), value)
         out.print(table)
 
 

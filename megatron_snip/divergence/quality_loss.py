@@ -25,6 +25,7 @@ from megatron_snip.divergence.divergence import (
     relative_error,
     weight_divergence,
 )
+from megatron_snip.files import without_nan
 from megatron_snip.formats import lowest_precision
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
@@ -150,8 +151,8 @@ def planning_problem(table: DivergenceTable, lowest_format: str, target: float) 
                 str(option): OptionCost(
                     quality_loss=d.quality_loss,
                     saving=option.share_in(lowest_format),
-                    scores=_without_nan({"abs_error": d.abs_error, "rel_error": d.rel_error})
-                    | _without_nan({"norms": _or_nan(norm_bound, row.statistics, option)}),
+                    scores=without_nan({"abs_error": d.abs_error, "rel_error": d.rel_error})
+                    | without_nan({"norms": _or_nan(norm_bound, row.statistics, option)}),
                 )
                 for option, d in row.options.items()
             },
@@ -197,7 +198,7 @@ def divergences_dict(table: DivergenceTable, statistics: StatisticsTable) -> dic
         for linear in table.linears
     ]
     head = {"version": 2, "iteration": table.iteration, "loss": raw["loss"]}
-    return {**_without_nan(head), "linears": _without_nan(linears)}
+    return {**without_nan(head), "linears": without_nan(linears)}
 
 
 def _loss(linear: LinearStatistics, option: Option, estimator: LossDivergence) -> float:
@@ -232,13 +233,3 @@ def _allowed(quality: float, name: str, option: Option, warn: bool) -> float | N
         text = "option %s is forbidden for %s at this refresh: its quality loss is %s"
         logger.warning(text, option, name, quality)
     return None
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _without_nan(v) for key, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(v) for v in value]
-    return value

@@ -25,11 +25,11 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, field_validator
 
 from megatron_snip.errors import UsageError
-from megatron_snip.files import read_json
+from megatron_snip.files import read_json, read_record
 from megatron_snip.formats import FORMATS
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import Work
-from megatron_snip.planning.problem import STRICT, PlanningProblem, read_record
+from megatron_snip.planning.problem import STRICT, PlanningProblem
 from megatron_snip.types import Gemm, glob_matches
 
 _Count = Annotated[int, Field(ge=1)]

@@ -26,11 +26,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from megatron_snip.errors import UsageError
-from megatron_snip.files import read_json, write_atomic
+from megatron_snip.files import read_json, read_record, write_atomic
 from megatron_snip.formats import get_format
 from megatron_snip.options import Option
 from megatron_snip.planning.cost import as_fraction, ratio
-from megatron_snip.planning.problem import STRICT, read_record
+from megatron_snip.planning.problem import STRICT
 
 Status = Literal["optimal", "feasible", "fixed"]
 """optimal: proven best (to a relative 1e-9); feasible: all constraints hold, and the gap limits the

@@ -19,13 +19,12 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from megatron_snip.config import explain
 from megatron_snip.errors import UsageError
-from megatron_snip.files import read_json, write_atomic
+from megatron_snip.files import read_json, read_record, write_atomic
 from megatron_snip.options import Option
 
 MAX_STAGE = 9999
@@ -38,8 +37,6 @@ STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=Fals
 _Magnitude = Annotated[float, Field(ge=-1e150, le=1e150)]
 _NonNegative = Annotated[float, Field(ge=0.0, le=1e150)]
 _Share = Annotated[float, Field(ge=0.0, le=1.0)]
-
-Record = TypeVar("Record", bound=BaseModel)
 
 parse_option = lru_cache(maxsize=4096)(Option.parse)
 
@@ -161,43 +158,6 @@ class PlanningProblem(BaseModel):
             UsageError: one line that names `source`, the place, what was got and what is wanted.
         """
         return read_record(cls, value, source)
-
-
-def read_record(
-    record: type[Record], value: Any, source: str, version: int = 1, readable: str = "version 1"
-) -> Record:
-    """Build the record of a file from its JSON object.
-
-    Args:
-        record: what to build; its field `version` is the schema's.
-        value: the object.
-        source: how error messages call it.
-        version: that `value` must have.
-        readable: the versions that the caller accepts, for error messages.
-
-    Raises:
-        UsageError: one line that names `source`, the place, what was got and what is wanted.
-    """
-    if not isinstance(value, dict):
-        raise UsageError(f"{source} must hold a JSON object, got {type(value).__name__}")
-    got = value.get("version")
-    if got != version or isinstance(got, bool):
-        raise UsageError(f"{source}: version {got!r}; this megatron-snip reads {readable}")
-    try:
-        return record.model_validate(value)
-    except ValidationError as error:
-        raise UsageError(f"{source}: {explain(error)}{_linear_of(error, value)}") from None
-    except UsageError as error:
-        raise UsageError(f"{source}: {error}") from None
-
-
-def _linear_of(error: ValidationError, value: dict[str, Any]) -> str:
-    """Return the name of the linear where the first error is, if it has one."""
-    place = error.errors()[0]["loc"]
-    if len(place) > 2 and place[0] == "linears" and isinstance(place[1], int):
-        name = value["linears"][place[1]].get("name")
-        return f" (linear {name!r})" if isinstance(name, str) else ""
-    return ""
 
 
 def read_problem(path: Path) -> PlanningProblem:

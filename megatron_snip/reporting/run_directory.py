@@ -32,18 +32,17 @@ a killed run loses no line.
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
-from megatron_snip.directory import DirectoryLock
 from megatron_snip.divergence.quality_loss import divergences_dict
-from megatron_snip.files import write_atomic
+from megatron_snip.files import without_nan, write_atomic
 from megatron_snip.planning.plan import write_plan
 from megatron_snip.planning.problem import write_problem
 from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, PlanApplied
@@ -74,10 +73,10 @@ class RunDirectory:
         path: the directory; created (with parents) at construction.
     """
 
-    def __init__(self, path: Path, lock: DirectoryLock | None = None) -> None:
-        """Open a directory; `lock`, if given, is released by `close`."""
+    def __init__(self, path: Path, release: Callable[[], None] = lambda: None) -> None:
+        """Open a directory; `close` calls `release`, which releases the directory's lock."""
         self.path = path
-        self._lock = lock
+        self._release = release
         path.mkdir(parents=True, exist_ok=True)
         self._metrics: IO[str] | None = None
         self._row: dict[str, Any] = {}
@@ -113,7 +112,7 @@ class RunDirectory:
         if self._metrics is None:
             # Line buffered: a killed run never leaves half a line for the next one to append to.
             self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
-        self._metrics.write(json.dumps({k: _finite(v) for k, v in row.items()}) + "\n")
+        self._metrics.write(json.dumps(without_nan(row)) + "\n")
 
     def close(self) -> None:
         """Sync and close."""
@@ -121,8 +120,7 @@ class RunDirectory:
             self._sync()
             self._metrics.close()
             self._metrics = None
-        if self._lock is not None:
-            self._lock.release()
+        self._release()
 
     def _plan(self, iteration: int, applied: PlanApplied) -> None:
         plan = applied.plan
@@ -154,7 +152,3 @@ class RunDirectory:
         path = self.path / folder / f"{iteration}.json"
         path.parent.mkdir(exist_ok=True)
         return path
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -15,13 +15,13 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from megatron_snip.config import SnipConfig, explain, make_config
+from megatron_snip.config import SnipConfig, make_config
 from megatron_snip.errors import UsageError
-from megatron_snip.files import parse_json, read_json, read_text, read_yaml
+from megatron_snip.files import checked, parse_json, read_json, read_record, read_text, read_yaml
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
-from megatron_snip.planning.problem import PlanningProblem, parse_option, read_problem, read_record
+from megatron_snip.planning.problem import PlanningProblem, parse_option, read_problem
 from megatron_snip.statistics.health_table import HealthTable
 
 # Sums, and the axes of figures, must stay far from a double's overflow.
@@ -294,7 +294,8 @@ def read_metrics(path: Path) -> MetricRows:
     rows: list[dict[str, Any]] = []
     lines = read_text(path, f"metrics file '{path}'").split("\n")[:-1]
     for k, line in enumerate(lines, start=1):
-        row = _row(line, f"'{path}', line {k}")
+        source = f"'{path}', line {k}"
+        row = checked(_Row, parse_json(line, source), source).model_dump(exclude_unset=True)
         while rows and rows[-1]["iteration"] >= row["iteration"]:
             rows.pop()  # the run went back to a checkpoint
         rows.append(row)
@@ -328,15 +329,6 @@ def parse_divergences(value: Any, source: str = "divergences") -> Divergences:
     if isinstance(value, dict) and value.get("version") == 1 and isinstance(value.get("step"), int):
         value = value | {"version": 2, "iteration": value["step"] + 1}  # it counted from 0
     return read_record(Divergences, value, source, version=2, readable="versions 1 and 2")
-
-
-def _row(line: str, source: str) -> dict[str, Any]:
-    row: dict[str, Any] = parse_json(line, source)
-    try:
-        _Row.model_validate(row)
-    except ValidationError as error:
-        raise UsageError(f"{source}: {explain(error)}") from None
-    return row
 
 
 def _snip_config(config: dict[str, Any]) -> SnipConfig | None:

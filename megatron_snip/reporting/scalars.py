@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, PlanApplied
@@ -36,30 +36,27 @@ _METRIC_NAMES = {"loss": "1_loss", "lowest_precision_fraction": "3_lowest_precis
 class ScalarSeries:
     """Turns a run's events into scalars; counts failures and times refreshes."""
 
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        left_out: Collection[str] = (),
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, config: Mapping[str, Any], left_out: Collection[str] = ()) -> None:
         """Start counting.
 
         Args:
             config: SNIP's settings as plain values.
             left_out: training metrics that are not wanted, by their names in `Metrics`.
-            clock: seconds.
         """
         self._uniform_loss = 1.0 + float(config.get("weight_lambda", 0.0))
         self._left_out = frozenset(left_out)
-        self._clock = clock
         self._last_refresh: float | None = None  # or the first event
         self._failed = self._guarded = 0
 
     def values(self, event: Event) -> dict[str, float]:
         """Return the event's numbers by name; call it once for every event, in order."""
-        overhead = self._overhead_percent(event)
+        now = time.perf_counter()
+        if self._last_refresh is None:
+            self._last_refresh = now
         match event.payload:
             case Measurement() as measured:
+                elapsed, self._last_refresh = now - self._last_refresh, now
+                overhead = 100.0 * measured.seconds / elapsed if elapsed > 0 else None
                 lowest = measured.divergences.of_lowest()
                 found = {
                     "snip/divergence/loss_total": sum(d.loss_divergence for d in lowest),
@@ -93,15 +90,6 @@ class ScalarSeries:
             for name, value in found.items()
             if isinstance(value, int | float) and math.isfinite(value)
         }
-
-    def _overhead_percent(self, event: Event) -> float | None:
-        now = self._clock()
-        if self._last_refresh is None:
-            self._last_refresh = now
-        if not isinstance(event.payload, Measurement):
-            return None
-        elapsed, self._last_refresh = now - self._last_refresh, now
-        return 100.0 * event.payload.seconds / elapsed if elapsed > 0 else None
 
     def _counters(self) -> dict[str, Any]:
         return {"snip/refresh/failed": self._failed, "snip/1_guard_events": self._guarded}

@@ -29,7 +29,7 @@ from megatron_snip.log import warn_once
 from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, Payload, PlanApplied
 from megatron_snip.reporting.run_record import parse_divergences
 from megatron_snip.reporting.scalars import ScalarSeries
-from megatron_snip.statistics.health_table import FINDING_COLUMNS
+from megatron_snip.statistics.health_table import Finding
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class TensorBoardWriter(_Dashboard):
         for name, picture in pictures(payload).items():
             board.add_figure(name, picture, iteration, close=False)
         if isinstance(payload, Measurement):
-            rows = (FINDING_COLUMNS, *payload.health.worst())
+            rows = (Finding._fields, *payload.health.worst())
             text = "\n".join("  ".join(map(str, row)) for row in rows)
             self._add_text("snip/health/worst", text, iteration)
         if isinstance(payload, Notice):
@@ -126,9 +126,9 @@ class WandbWriter(_Dashboard):
             row[name] = self._board.Image(picture)
         if isinstance(payload, Measurement):
             links = {name.removesuffix("/worst"): _panel(run, name) for name in row}
-            table = self._board.Table(columns=[*FINDING_COLUMNS, "series"])
+            table = self._board.Table(columns=[*Finding._fields, "series"])
             for each in payload.health.worst():
-                table.add_data(*each, links.get(f"snip/health/{each[0]}/{each[2]}", ""))
+                table.add_data(*each, links.get(f"snip/health/{each.measure}/{each.tensor}", ""))
             row["snip/health/worst"] = table
         run.log(row, step=iteration)
         if isinstance(payload, PlanApplied):

@@ -23,7 +23,7 @@ from megatron_snip.config import HealthMeasure
 from megatron_snip.formats import Format, ScaleType
 from megatron_snip.quantizers.reference import Block, tile_amax, tile_scales
 from megatron_snip.statistics.health_table import (
-    MEASURES,
+    SMALL_IS_BAD,
     HealthTable,
     LinearHealth,
     OperandHealth,
@@ -212,7 +212,7 @@ def _worst_experts(experts: Tensor, s: LinearStatistics) -> dict[HealthMeasure, 
     measured: dict[HealthMeasure, Tensor] = {"sqnr_db": sqnr, "underflow": zeros / sizes}
     found: dict[HealthMeasure, tuple[Any, Any]] = {}
     for measure, values in measured.items():
-        sign = -MEASURES[measure][1]
+        sign = -1 if measure in SMALL_IS_BAD else 1
         worst = (sign * values).masked_fill(~values.isfinite(), -math.inf).max(0)
         found[measure] = worst.indices.tolist(), (sign * worst.values).tolist()
     return found

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
 from megatron_snip.config import HealthMeasure
+from megatron_snip.files import read_record
 from megatron_snip.formats import lowest_precision
-from megatron_snip.statistics.records import read_table
 from megatron_snip.types import Gemm, Operand
 
 SCHEMA_VERSION = 1
-
-FINDING_COLUMNS = ("measure", "linear", "tensor", "format", "value")
-"""Of a table of the worst linears, as `HealthTable.worst` has them."""
 
 NUM_WORST = 10
 """Rows of a table of the worst linears."""
@@ -66,16 +63,17 @@ class LinearHealth:
 
 
 class Finding(NamedTuple):
-    """One value of a measure; `tensor` is an operand, a GEMM or empty, as is `format`."""
+    """One value of a measure; `tensor` is an operand, a GEMM or empty; `format` may be empty."""
 
-    value: float
+    measure: HealthMeasure
     linear: str
     tensor: str
     format: str
+    value: float
 
     def __str__(self) -> str:
         """Return `decoder.layers.3.mlp.linear_fc2 input fp4 0.31`."""
-        return " ".join(filter(None, (*self[1:], f"{self.value:.4g}")))
+        return " ".join(filter(None, (*self[1:4], f"{self.value:.4g}")))
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ class HealthTable:
         Raises:
             UsageError: one line that names `source`, for another version and for bad entries.
         """
-        return read_table(cls, value, SCHEMA_VERSION, source)
+        return read_record(cls, value, source, SCHEMA_VERSION)
 
     @property
     def lowest(self) -> str | None:
@@ -117,14 +115,11 @@ class HealthTable:
                     found[f"{measure}/{operand}/median"] = median(values)
         return found
 
-    def worst(self, most: int | None = NUM_WORST) -> list[tuple[str, str, str, str, float]]:
-        """Return (measure, linear, tensor, format, value): `most` of each measure, no zeros.
-
-        `most` None returns all, with zeros.
-        """
+    def worst(self, most: int | None = NUM_WORST) -> list[Finding]:
+        """Return `most` findings of each measure, without zeros; None returns all, with zeros."""
         return [
-            (measure, each.linear, each.tensor, each.format, each.value)
-            for measure in MEASURES
+            each
+            for measure in MEANINGS
             for each in self.findings(measure)[:most]
             if each.value or most is None
         ]
@@ -139,47 +134,37 @@ class HealthTable:
 
     def findings(self, measure: HealthMeasure, fmt: str | None = None) -> list[Finding]:
         """Return a measure's known values, worst first; `fmt` leaves out other formats'."""
-        read, sign = MEASURES[measure]
         found = [
-            Finding(value, linear.name, tensor, name)
+            Finding(*each)
             for linear in self.linears
-            for value, tensor, name in read(linear)
-            if value is not None and fmt in (None, name)
+            for each in _values(linear)
+            if each[0] == measure and each[-1] is not None and fmt in (None, each[3])
         ]
-        return sorted(found, key=lambda each: sign * each.value)
+        return sorted(found, key=lambda each: each.value, reverse=measure not in SMALL_IS_BAD)
 
 
-def _of_operands(
-    value: Callable[[OperandHealth], float | None], measure: HealthMeasure | None = None
-) -> Any:
-    def read(linear: LinearHealth) -> Iterator[tuple[float | None, str, str]]:
-        for name, operands in linear.operands.items():
-            for operand, health in operands.items():
-                yield value(health), str(operand), name
-                if measure in health.worst_expert:
-                    expert, worst = health.worst_expert[measure]
-                    yield worst, f"{operand} of expert {expert}", name
+def _values(linear: LinearHealth) -> Iterator[tuple[Any, ...]]:
+    """Yield the fields of a `Finding` for each value of a linear; the value may be None."""
+    for name, operands in linear.operands.items():
+        for operand, health in operands.items():
+            spread = health.scale_log2 and health.scale_log2[2] - health.scale_log2[0]
+            yield "sqnr_db", linear.name, str(operand), name, health.sqnr_db
+            yield "underflow", linear.name, str(operand), name, health.underflow
+            yield "saturated", linear.name, str(operand), name, health.saturated
+            yield "scale_spread", linear.name, str(operand), name, spread
+            for measure, (expert, value) in health.worst_expert.items():
+                yield measure, linear.name, f"{operand} of expert {expert}", name, value
+    for name, gemms in linear.gemm_sqnr_db.items():
+        for gemm, sqnr_db in gemms.items():
+            yield "gemm_sqnr_db", linear.name, str(gemm), name, sqnr_db
+    for operand, amax in linear.amax.items():
+        yield "amax", linear.name, str(operand), "", amax
+    yield "gradient_norm", linear.name, "", "", linear.gradient_norm
+    yield "update_ratio", linear.name, "", "", linear.update_ratio
 
-    return read
 
-
-MEASURES: dict[HealthMeasure, tuple[Callable[[LinearHealth], Any], int]] = {
-    "sqnr_db": (_of_operands(lambda h: h.sqnr_db, "sqnr_db"), 1),
-    "underflow": (_of_operands(lambda h: h.underflow, "underflow"), -1),
-    "saturated": (_of_operands(lambda h: h.saturated), -1),
-    "scale_spread": (
-        _of_operands(lambda h: h.scale_log2 and h.scale_log2[2] - h.scale_log2[0]),
-        -1,
-    ),
-    "gemm_sqnr_db": (
-        lambda h: ((v, str(g), f) for f, gemms in h.gemm_sqnr_db.items() for g, v in gemms.items()),
-        1,
-    ),
-    "amax": (lambda h: ((v, str(operand), "") for operand, v in h.amax.items()), -1),
-    "gradient_norm": (lambda h: [(h.gradient_norm, "", "")], -1),
-    "update_ratio": (lambda h: [(h.update_ratio, "", "")], -1),
-}
-"""How each measure is read, and 1 where a small value is bad, -1 where a large one is."""
+SMALL_IS_BAD = ("sqnr_db", "gemm_sqnr_db")
+"""Measures of which a small value is bad; of the others, a large one."""
 
 MEANINGS: dict[HealthMeasure, str] = {
     "sqnr_db": "signal over quantization error of an operand, dB; 6 dB less is twice the error",

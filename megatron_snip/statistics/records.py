@@ -12,13 +12,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
-
-from megatron_snip.config import explain
-from megatron_snip.errors import UsageError
+from megatron_snip.files import read_record
 from megatron_snip.topology import LinearInfo
-
-T = TypeVar("T")
 
 SCHEMA_VERSION = 2
 """Version 1 had other columns and cannot be continued."""
@@ -115,13 +110,7 @@ class StatisticsTable:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain built-in types, with the schema's version."""
-        linears = [dataclasses.asdict(linear) for linear in self.linears]
-        return {
-            "version": SCHEMA_VERSION,
-            "iteration": self.iteration,
-            "loss": self.loss,
-            "linears": linears,
-        }
+        return {"version": SCHEMA_VERSION, **dataclasses.asdict(self)}
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> StatisticsTable:
@@ -130,22 +119,7 @@ class StatisticsTable:
         Raises:
             UsageError: one line, for another version and for a missing or invalid entry.
         """
-        return read_table(cls, value, SCHEMA_VERSION, "statistics")
-
-
-def read_table(cls: type[T], value: Any, version: int, source: str) -> T:
-    """Build a dataclass from plain values of a schema's version; `source` is for messages.
-
-    Raises:
-        UsageError: one line, for another version and for a missing or invalid entry.
-    """
-    found = value.get("version") if isinstance(value, dict) else None
-    if found != version:
-        raise UsageError(f"{source}: version {found!r}; this megatron-snip reads version {version}")
-    try:
-        return TypeAdapter(cls).validate_python(value)
-    except ValidationError as error:
-        raise UsageError(f"{source}: {explain(error)}") from None
+        return read_record(cls, value, "statistics", SCHEMA_VERSION)
 
 
 COLUMNS: dict[str, Column] = {

@@ -49,10 +49,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_snip.collectives import broadcast_json, gather_json, on_rank_0, one_line
 from megatron_snip.errors import SnipError, UsageError
-from megatron_snip.files import read_json, read_text, write_atomic
+from megatron_snip.files import read_json, read_record, read_text, write_atomic
 from megatron_snip.reporting.run_directory import versions
 from megatron_snip.state import ControllerState
-from megatron_snip.statistics.records import read_table
 from megatron_snip.trainer.config import TrainConfig
 from megatron_snip.trainer.model import TrainingState
 
@@ -152,7 +151,7 @@ def read_saved_run(path: Path) -> SavedRun:
             raise UsageError(f"'{path}' is not a complete checkpoint of this trainer: no '{name}'")
     file = path / SETTINGS
     value, source = read_json(file, "checkpoint settings"), f"checkpoint settings '{file}'"
-    return read_table(SavedRun, value, SCHEMA_VERSION, source)
+    return read_record(SavedRun, value, source, SCHEMA_VERSION)
 
 
 def resume_iteration(config: TrainConfig) -> int:

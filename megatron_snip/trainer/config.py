@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError, model_validator
+from pydantic import model_validator
 
-from megatron_snip.config import SnipConfig, explain
+from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
-from megatron_snip.files import read_yaml
+from megatron_snip.files import checked, read_yaml
 from megatron_snip.trainer.fields import TrainFields
 
 BYTE_VOCABULARY = 257
@@ -103,10 +103,7 @@ def make_train_config(values: dict[str, Any]) -> TrainConfig:
     Raises:
         UsageError: one line with the field, the value and what is accepted.
     """
-    try:
-        config = TrainConfig(**values)
-    except ValidationError as error:
-        raise UsageError(f"training settings: {explain(error)}") from None
+    config = checked(TrainConfig, values, "training settings")
     # The trainer's linears are Megatron's own, whose GEMMs are simulated.
     snip = config.snip.model_copy(update={"formats": config.snip.named_formats})
     return config.model_copy(update={"snip": snip})

@@ -264,7 +264,7 @@ def _directories(
         if dist.get_rank() == 0:
             try:
                 for path in filter(None, dict.fromkeys((config.run_dir, config.save))):
-                    locks.callback(lock_directory(path).release)
+                    locks.callback(lock_directory(path))
                 directory = start_run(config, done)
             except (UsageError, OSError) as error:
                 failure = {"error": str(error)}

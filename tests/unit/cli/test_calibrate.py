@@ -1,10 +1,10 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_snip.__main__ import main
 from megatron_snip.formats import FORMATS
 from megatron_snip.linears.autograd import LinearCall, QuantizedLinear
 from megatron_snip.linears.calibrate import linear_gemms
@@ -19,42 +19,33 @@ from tests.unit.planning.build import problem_of
 QUICK = ["--seconds", "1e-6"]
 
 
-def test_every_format_is_measured_at_every_shape(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_format_is_measured_at_every_shape(tmp_path: Path, printed: Any) -> None:
     path = tmp_path / "table.json"
     shapes = ["--linear", "*.linear_fc1=256x128", "--linear", "*.linear_fc2=128x128"]
-    assert main(["calibrate", *shapes, "--tokens", "64", *QUICK, "--output", str(path)]) == 0
+    text = printed("calibrate", *shapes, "--tokens", 64, *QUICK, "--output", path)
     table = read_calibration(path)
     assert [(e.names, e.out_features, e.in_features) for e in table.linears] == [
         ("*.linear_fc1", 256, 128),
         ("*.linear_fc2", 128, 128),
     ]
     assert (table.tokens, table.device) == (64, "cpu")
-    assert table.machine
-    assert "torch" in table.versions
-    for entry in table.linears:
-        assert set(entry.seconds) == set(FORMATS)
-    text = capsys.readouterr().out
-    assert "nvfp4" in text
-    assert "64 tokens" in text
+    assert table.machine and "torch" in table.versions
+    assert all(set(entry.seconds) == set(FORMATS) for entry in table.linears)
+    assert "nvfp4" in text and "64 tokens" in text
 
 
-def test_a_table_serves_planning_by_time(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_serves_planning_by_time(tmp_path: Path, printed: Any) -> None:
     table, problem = tmp_path / "table.json", tmp_path / "problem.json"
-    words = ["--linear", "*=128x128", "--formats", "fp8,fp4", "--tokens", "32"]
-    assert main(["calibrate", *words, *QUICK, "--output", str(table)]) == 0
+    words = ["--linear", "*=128x128", "--formats", "fp8,fp4", "--tokens", 32]
+    printed("calibrate", *words, *QUICK, "--output", table)
     write_problem(problem_of([[0.0, 1.0], [0.0, 2.0]]), problem)
-    capsys.readouterr()
-    words = ["plan", str(problem), "--cost", "time", "--calibration", str(table), "--json"]
-    assert main(words) == 0
-    plan = PrecisionPlan.from_dict(json.loads(capsys.readouterr().out))
-    assert plan.efficiency >= 0.5
+    plan = printed("plan", problem, "--cost", "time", "--calibration", table, "--json")
+    assert PrecisionPlan.from_dict(json.loads(plan)).efficiency >= 0.5
 
 
-def test_shapes_come_from_a_training_config_as_a_rank_holds_them(tmp_path: Path) -> None:
+def test_shapes_come_from_a_training_config_as_a_rank_holds_them(
+    tmp_path: Path, printed: Any
+) -> None:
     config = tmp_path / "train.yaml"
     config.write_text(
         "num_layers: 2\nhidden_size: 256\nffn_hidden_size: 512\nnum_attention_heads: 4\n"
@@ -62,8 +53,8 @@ def test_shapes_come_from_a_training_config_as_a_rank_holds_them(tmp_path: Path)
         "tensor_model_parallel_size: 2\n"
     )
     path = tmp_path / "table.json"
-    words = ["--config", str(config), "--formats", "bf16", *QUICK, "--output", str(path)]
-    assert main(["calibrate", *words]) == 0
+    words = ["--config", config, "--formats", "bf16", *QUICK, "--output", path]
+    printed("calibrate", *words)
     table = read_calibration(path)
     assert table.tokens == 64
     assert {e.names: (e.out_features, e.in_features) for e in table.linears} == {
@@ -88,13 +79,8 @@ def test_shapes_come_from_a_training_config_as_a_rank_holds_them(tmp_path: Path)
         (["--linear", "x=8x8", "--output", "."], "is no file in a folder that exists"),
     ],
 )
-def test_bad_input_exits_with_2_and_one_line(
-    words: list[str], word: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert main(["calibrate", "--output", str(tmp_path / "t.json"), *words]) == 2
-    captured = capsys.readouterr()
-    assert word in captured.err
-    assert captured.err.count("\n") == 1
+def test_bad_input_is_refused(words: list[str], word: str, refused: Any, tmp_path: Path) -> None:
+    assert word in refused("calibrate", "--output", tmp_path / "t.json", *words)
     assert not (tmp_path / "t.json").exists()
 
 

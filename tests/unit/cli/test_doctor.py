@@ -8,7 +8,6 @@ from megatron_snip.__main__ import main
 from megatron_snip.cli import doctor
 from megatron_snip.cli.doctor import recommended_command
 from megatron_snip.formats import FORMATS
-from megatron_snip.linears import availability
 from megatron_snip.linears.availability import Machine
 
 TE = {"te_version": "2.20.2"}
@@ -21,7 +20,7 @@ def test_versions_devices_formats_and_the_command_are_printed(
     hostile = "1.0+[/foo] :smile:"
     monkeypatch.setattr(doctor, "versions", lambda: {"torch": hostile, "transformer-engine": None})
     machine = Machine((10, 0), te_version=hostile, te_unavailable={"mxfp8": hostile})
-    monkeypatch.setattr(availability, "this_machine", lambda with_te: machine)
+    monkeypatch.setattr(doctor, "this_machine", lambda with_te: machine)
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
     assert main(["doctor"]) == 0
     assert "megatron.training is not installed" in capsys.readouterr().out

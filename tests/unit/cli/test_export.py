@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from megatron_snip.planning.plan import read_plan, write_plan
 from megatron_snip.planning.problem import write_problem
 from tests.unit.planning.build import name_of, plan_of, problem_of
 
-PROBLEM = ["--problem", "problem.json", "--output", "other.json"]
+EXPORT = ["export", "plan.json", "--output", "out.yaml", "--capability"]
 
 
 @pytest.fixture
@@ -25,53 +26,44 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def export(*words: str) -> int:
-    return main(["export", "plan.json", "--output", "out.yaml", *words])
+def options_in(file: str) -> list[str]:
+    """Return the options of a plan file, in the model's order."""
+    return [str(option) for option in read_plan(Path(file)).linears.values()]
 
 
-def imported(*words: str) -> dict[str, str]:
-    problem = ["--problem", "problem.json", "--output", "back.json"]
-    assert main(["import", *words, *problem]) == 0
-    return {name: str(option) for name, option in read_plan(Path("back.json")).linears.items()}
+@pytest.fixture
+def imported(printed: Any) -> Callable[..., list[str]]:
+    """Imports precision files; returns the options of the plan."""
+
+    def run(*words: str) -> list[str]:
+        printed("import", *words, "--problem", "problem.json", "--output", "back.json")
+        return options_in("back.json")
+
+    return run
 
 
-def failure(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(words) == 2
-    text = capsys.readouterr().err.strip()
-    assert "\n" not in text
-    return text
-
-
-def test_a_plan_for_blackwell(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert export("--capability", "10.0") == 0
-    text = capsys.readouterr().out
+def test_a_plan_for_blackwell(folder: Path, printed: Any, imported: Any) -> None:
+    text = printed(*EXPORT, "10.0")
     assert "wrote out.yaml: 4 matchers" in text
     assert "fp4: nvfp4 (2 linears)" in text and "fp8: mxfp8 (1 linears)" in text
     config = yaml.safe_load(Path("out.yaml").read_text())
     recipe = config["configs"]["fp4"]["training_recipe"]
     assert recipe["fp4_quantization_recipe"] == "nvfp4"
     # What comes back names the formats that Transformer Engine runs.
-    assert imported("out.yaml") == {
-        name_of(0): "nvfp4",
-        name_of(1): "mxfp8",
-        name_of(2): "bf16",
-        name_of(3): "nvfp4",
-    }
+    assert imported("out.yaml") == ["nvfp4", "mxfp8", "bf16", "nvfp4"]
     back = read_plan(Path("back.json"))
+    assert list(back.linears) == [name_of(layer) for layer in range(4)]
     assert back.policy == "imported" and back.efficiency == pytest.approx(0.5)
 
 
-def needs(capsys: pytest.CaptureFixture[str], capability: str, *options: str) -> str:
-    write_plan(plan_of(list(options)), Path("plan.json"))
-    assert export("--capability", capability, "--nearest") == 0
-    return capsys.readouterr().out.split("The run needs:\n")[1]
-
-
-def test_the_flags_that_the_run_needs_are_printed(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_flags_that_the_run_needs_are_printed(folder: Path, printed: Any) -> None:
     """Megatron has one low precision a run; that with the widest padding of experts' tokens."""
-    mixed = needs(capsys, "10.0", "fp4", "fp8", "bf16", "fp4")
+
+    def needs(capability: str, *options: str) -> str:
+        write_plan(plan_of(list(options)), Path("plan.json"))
+        return printed(*EXPORT, capability, "--nearest").split("The run needs:\n")[1]
+
+    mixed = needs("10.0", "fp4", "fp8", "bf16", "fp4")
     assert [line.strip() for line in mixed.splitlines() if line.startswith("  ")] == [
         "--transformer-impl transformer_engine",
         "--bf16",
@@ -80,87 +72,72 @@ def test_the_flags_that_the_run_needs_are_printed(
     ]
     assert "Without --fp4-format" in mixed and "not add --fp8-param-gather" in mixed
     assert "does not name run in the run's own precision" in mixed
-    assert "  --fp8-format e4m3 --fp8-recipe mxfp8\n" in needs(capsys, "10.0", "fp8", "bf16")
-    hopper = needs(capsys, "9.0", "fp4", "fp8", "fp8-fp8-bf16")
+    assert "  --fp8-format e4m3 --fp8-recipe mxfp8\n" in needs("10.0", "fp8", "bf16")
+    hopper = needs("9.0", "fp4", "fp8", "fp8-fp8-bf16")
     assert "  --fp8-format e4m3 --fp8-recipe blockwise\n" in hopper
-    by_gemm = needs(capsys, "10.0", "bf16-fp4-bf16", "bf16")
-    assert "  --fp4-format e2m1\n" in by_gemm
+    assert "  --fp4-format e2m1\n" in needs("10.0", "bf16-fp4-bf16", "bf16")
 
 
-def test_fp4_does_not_run_on_hopper(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["export", "plan.json", "--output", "out.yaml", "--capability", "9.0"]
-    text = failure(words, capsys)
+def test_fp4_does_not_run_on_hopper(
+    folder: Path, printed: Any, refused: Any, imported: Any
+) -> None:
+    text = refused(*EXPORT, "9.0")
     reason = "NVFP4 GEMMs need a GPU of compute capability 10.0 or later"
     assert f"fp4 on compute capability 9.0: {reason}" in text and "--nearest" in text
     assert not Path("out.yaml").exists()
-    assert export("--capability", "9.0", "--nearest") == 0
-    text = capsys.readouterr().out
+    text = printed(*EXPORT, "9.0", "--nearest")
     assert "warning: fp4 becomes fp8: fp4 on compute capability 9.0" in text
-    assert list(imported("out.yaml").values()) == ["fp8", "fp8", "bf16", "fp8"]
+    assert imported("out.yaml") == ["fp8", "fp8", "bf16", "fp8"]
 
 
-def test_options_by_gemm_need_this_package(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_by_gemm_need_this_package(folder: Path, printed: Any, imported: Any) -> None:
     write_plan(plan_of(["fp4-fp8-fp8", "fp4", "fp8-fp8-bf16", "fp8"]), Path("plan.json"))
-    assert export("--capability", "10.0") == 0
-    assert "need megatron-snip installed" in capsys.readouterr().out
-    back = list(imported("out.yaml").values())
-    assert back == ["nvfp4-mxfp8-mxfp8", "nvfp4", "mxfp8-mxfp8-bf16", "mxfp8"]
+    assert "need megatron-snip installed" in printed(*EXPORT, "10.0")
+    assert imported("out.yaml") == ["nvfp4-mxfp8-mxfp8", "nvfp4", "mxfp8-mxfp8-bf16", "mxfp8"]
 
 
-def test_stages_have_files_of_their_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert export("--capability", "10.0", "--pipeline-stages", "2") == 0
-    assert "  --te-precision-config-file out.stage0.yaml  # of its stage" in capsys.readouterr().out
-    files = ["out.stage0.yaml", "out.stage1.yaml"]
-    assert not Path("out.yaml").exists()
-    back = imported(*files, "--pipeline-stages", "2")
-    assert list(back.values()) == ["nvfp4", "mxfp8", "bf16", "nvfp4"]
-    capsys.readouterr()
-    words = ["import", "out.stage0.yaml", "x.yaml", *PROBLEM]
-    assert "2 files for 1 pipeline stages" in failure(words, capsys)
-
-
-def test_a_plan_of_several_stages_has_as_many_files(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+def test_stages_have_files_of_their_own(
+    folder: Path, printed: Any, refused: Any, imported: Any
 ) -> None:
     """Global names would match other layers in each stage of such a job."""
-    write_plan(plan_of(["fp4", "fp8", "bf16", "fp4"], stages=(0.5, 0.5)), Path("plan.json"))
+    files, two = ["out.stage0.yaml", "out.stage1.yaml"], ["--pipeline-stages", "2"]
+    text = printed(*EXPORT, "10.0", *two)
+    assert "  --te-precision-config-file out.stage0.yaml  # of its stage" in text
+    assert not Path("out.yaml").exists()
+    assert imported(*files, *two) == ["nvfp4", "mxfp8", "bf16", "nvfp4"]
+    problem = ["--problem", "problem.json", "--output", "other.json"]
+    assert "2 files for 1 pipeline stages" in refused("import", files[0], "x.yaml", *problem)
+    # A plan of several stages has as many files.
+    write_plan(plan_of(["fp8", "fp8", "bf16", "fp4"], stages=(0.5, 0.5)), Path("plan.json"))
     write_problem(problem_of([[0.0, 1.0]] * 4, stages=[0, 0, 1, 1]), Path("problem.json"))
-    assert export("--capability", "10.0") == 0
-    assert "one file for each of 2 pipeline stages" in capsys.readouterr().out
-    back = imported("out.stage0.yaml", "out.stage1.yaml")
-    assert list(back.values()) == ["nvfp4", "mxfp8", "bf16", "nvfp4"]
-    assert export("--capability", "10.0", "--pipeline-stages", "1") == 0
+    assert "one file for each of 2 pipeline stages" in printed(*EXPORT, "10.0")
+    assert imported(*files) == ["mxfp8", "mxfp8", "bf16", "nvfp4"]
+    printed(*EXPORT, "10.0", "--pipeline-stages", "1")
     assert Path("out.yaml").exists()
 
 
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--capability", "ten"], "--capability: must be like 9.0"),
-        (["--capability", "10.0", "--pipeline-stages", "3"], "4 layers do not divide"),
-        (["--capability", "10.0", "--pipeline-stages", "two"], "--pipeline-stages: must be"),
-        (["--capability", "10.0", "--chunk-layers", "1,2"], "3 layers in 2 chunks"),
-        (["--capability", "8.0", "--nearest", "--chunk-layers", "x"], "--chunk-layers: must be"),
+        ("ten", "--capability: must be like 9.0"),
+        ("10.0 --pipeline-stages 3", "4 layers do not divide"),
+        ("10.0 --pipeline-stages two", "--pipeline-stages: must be"),
+        ("10.0 --chunk-layers 1,2", "3 layers in 2 chunks"),
+        ("8.0 --nearest --chunk-layers x", "--chunk-layers: must be"),
     ],
 )
-def test_bad_flags(
-    folder: Path, words: list[str], why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    base = ["export", "plan.json", "--output", "out.yaml"]
-    assert why in failure([*base, *words], capsys)
+def test_bad_flags(folder: Path, words: str, why: str, refused: Any) -> None:
+    assert why in refused(*EXPORT, *words.split())
 
 
 def test_without_a_gpu_the_capability_is_asked_for(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, printed: Any, refused: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    words = ["export", "plan.json", "--output", "out.yaml"]
-    assert "--capability 9.0" in failure(words, capsys)
+    assert "--capability 9.0" in refused(*EXPORT[:-1])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 3))
-    assert export() == 0
+    printed(*EXPORT[:-1])
     assert "compute capability 10.3" in Path("out.yaml").read_text()
 
 
@@ -180,15 +157,16 @@ matchers:
 """
 
 
-def test_a_file_written_by_hand(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_written_by_hand(folder: Path, printed: Any) -> None:
     Path("hand.yaml").write_text(WRITTEN_BY_HAND)
-    assert list(imported("hand.yaml").values()) == ["bf16", "nvfp4", "nvfp4", "nvfp4"]
-    text = capsys.readouterr().out
+    text = printed("import", "hand.yaml", "--problem", "problem.json", "--output", "back.json")
+    assert options_in("back.json") == ["bf16", "nvfp4", "nvfp4", "nvfp4"]
     assert "nvfp4: 3 linears" in text and "precision: 0.9000" in text
     assert "warning: evaluation recipes are left out" in text
     assert read_plan(Path("back.json")).stages == (pytest.approx(0.9),)
 
 
+EXPERTS = "mlp.experts.linear_fc1"
 LAYERS = 12
 """So that the name of layer 1 begins as those of layers 10 and 11 do."""
 
@@ -204,20 +182,18 @@ def exported(to: str, module: str, options: list[str], *words: str) -> Any:
 TITAN = ("attention.qkv_linear.wq", "attention.wo", "feed_forward.w1", "feed_forward.w3")
 
 
-class Titan(torch.nn.Module):
+def titan() -> torch.nn.Module:
     """A model with the names of torchtitan's Llama 3, as large as its 8B, without storage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.device("meta"):
-            for name in [f"layers.{i}.{m}" for i in range(LAYERS) for m in TITAN] + ["lm_head"]:
-                *path, last = name.split(".")
-                module: torch.nn.Module = self
-                for part in path:
-                    if not hasattr(module, part):
-                        module.add_module(part, torch.nn.Module())
-                    module = getattr(module, part)
-                module.add_module(last, torch.nn.Linear(4096, 14336))
+    model = torch.nn.Module()
+    for name in [f"layers.{i}.{m}" for i in range(LAYERS) for m in TITAN] + ["lm_head"]:
+        *path, last = name.split(".")
+        parent = model
+        for part in path:
+            if not hasattr(parent, part):
+                parent.add_module(part, torch.nn.Module())
+            parent = getattr(parent, part)
+        parent.add_module(last, torch.nn.Linear(4096, 14336, device="meta"))
+    return model
 
 
 @pytest.mark.parametrize("module", ["self_attention.linear_qkv", "mlp.linear_fc1"])
@@ -230,7 +206,7 @@ def test_torchao_converts_the_linears_of_the_plan(folder: Path, module: str) -> 
     plan = {f"layers.{i}.{m}": option for i, option in enumerate(options) for m in ours}
     config = float8.Float8LinearConfig(emulate=True)
     keep = utils._auto_filter_for_recipe("rowwise", **lists["float8"])
-    model = float8.convert_to_float8_training(Titan(), module_filter_fn=keep, config=config)
+    model = float8.convert_to_float8_training(titan(), module_filter_fn=keep, config=config)
     low = {n for n, m in model.named_modules() if type(m).__name__ == "Float8Linear"}
     assert {n for n in low if n.split(".", 2)[-1] in ours} == {n for n in plan if plan[n] == "fp8"}
     assert "lm_head" not in low
@@ -265,21 +241,15 @@ def test_yaml_is_the_plan(folder: Path) -> None:
     [
         ("torchtitan", "mlp.linear_fc2", "fp4-fp8-fp8", "fp4-fp8-fp8 becomes fp8"),
         ("modelopt", "mlp.linear_fc2", "fp3", "fp3 becomes fp4"),
-        (
-            "modelopt",
-            "mlp.experts.linear_fc1",
-            "fp8",
-            "fp8 of decoder mlp.experts.linear_fc1 becomes bf16",
-        ),
+        ("modelopt", EXPERTS, "fp8", f"fp8 of decoder {EXPERTS} becomes bf16"),
     ],
 )
 def test_what_others_cannot_express_is_one_line(
-    folder: Path, to: str, module: str, option: str, text: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, to: str, module: str, option: str, text: str, printed: Any, refused: Any
 ) -> None:
     write_plan(plan_of({name_of(0, module): option}), Path("plan.json"))
     words = ["export", "plan.json", "--to", to, "--output", "out"]
-    assert f"{text}; give --nearest" in failure(words, capsys)
+    assert f"{text}; give --nearest" in refused(*words)
     unused = "--capability is for --to te-precision; leave it out"
-    assert unused in failure([*words, "--capability", "9.0"], capsys)
-    assert main([*words, "--nearest"]) == 0
-    assert f"{text}\nwrote out: 1 linears" in capsys.readouterr().out
+    assert unused in refused(*words, "--capability", "9.0")
+    assert f"{text}\nwrote out: 1 linears" in printed(*words, "--nearest")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_snip.__main__ import main
 from megatron_snip.planning.problem import write_problem
 from tests.unit.planning.build import problem_of
 
@@ -30,32 +30,30 @@ def problem(tmp_path: Path) -> str:
     ],
 )
 def test_ranges_include_both_ends_and_are_exact(
-    problem: str, text: str, targets: list[float], capsys: pytest.CaptureFixture[str]
+    problem: str, text: str, targets: list[float], printed: Any
 ) -> None:
-    main(["pareto", problem, "--targets", text, "--json"])
-    assert [point["target"] for point in json.loads(capsys.readouterr().out)] == targets
+    points = json.loads(printed("pareto", problem, "--targets", text, "--json"))
+    assert [point["target"] for point in points] == targets
 
 
-def test_the_frontier_as_table_and_json(problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_frontier_as_table_and_json(problem: str, printed: Any) -> None:
     words = ["pareto", problem, "--targets", "0:1:0.25"]
-    assert main(words) == 0
-    text = capsys.readouterr().out
+    text = printed(*words)
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
     assert rows["0.00"][:5] == ["0.0000", "0.000", "0.000", "0", "4"]  # not 3.79e-14
     assert rows["0.75"][:5] == ["0.7500", "6.000", "0.000", "3", "1"]
     assert "quality loss: the plan's predicted harm" in text
     assert rows["1.00"][0] == "infeasible" and max(map(len, text.splitlines())) <= 100
-    assert main([*words, "--json"]) == 0
-    values = json.loads(capsys.readouterr().out)
+    values = json.loads(printed(*words, "--json"))
     assert [value["status"] for value in values] == ["optimal"] * 4 + ["infeasible"]
     assert [value["target"] for value in values] == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert [v["objective"] for v in values] == pytest.approx([0.0, 1.0, 3.0, 6.0, None])
     assert values[1]["options"] == {"fp4": 1, "fp8": 3}
 
 
-def test_unreachable_targets_exit_with_3(problem: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["pareto", problem, "--targets", "0.9,1"]) == 3
-    assert capsys.readouterr().out.count("infeasible") == 2
+def test_unreachable_targets_exit_with_3(problem: str, printed: Any) -> None:
+    text = printed("pareto", problem, "--targets", "0.9,1", status=3)
+    assert text.count("infeasible") == 2
 
 
 TARGETS = ["", "0:1", "0:1:0", "1:0:0.1", "0:1:1e-999999999", "0:1e999999999:1e999999999"]
@@ -70,9 +68,5 @@ TARGETS += ["0:2:0.5", "nan", "inf", "0:1:0.1,0.2"]
         (["--policy", "min-abs-err"], "needs the score 'abs_error'"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(
-    problem: str, words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["pareto", problem, *words]) == 2
-    error = capsys.readouterr().err
-    assert complaint in error and error.count("\n") == 1
+def test_bad_input_is_refused(problem: str, words: list[str], complaint: str, refused: Any) -> None:
+    assert complaint in refused("pareto", problem, *words)

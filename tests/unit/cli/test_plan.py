@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,31 +32,22 @@ def previous(tmp_path: Path) -> str:
     return str(path)
 
 
-def plan(capsys: pytest.CaptureFixture[str], *words: str) -> PrecisionPlan:
-    """Run `plan ... --json`; return the plan that it prints."""
-    assert main(["plan", *words, "--json"]) == 0
-    return PrecisionPlan.from_dict(json.loads(capsys.readouterr().out))
-
-
-def table(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, list[str]]:
-    """Run `plan`; return the words of each line of its output, by the first one."""
-    assert main(["plan", *words]) == 0
-    text = capsys.readouterr().out
-    assert "\x1b" not in text and max(map(len, text.splitlines())) <= 100
-    return {line.split()[0]: line.split() for line in text.splitlines() if line.strip()}
+def plan(printed: Any, *words: str) -> list[str]:
+    """Return the options of the plan that `plan ... --json` prints."""
+    return options_of(PrecisionPlan.from_dict(json.loads(printed("plan", *words, "--json"))))
 
 
 def test_the_table_has_the_choices_the_quality_and_no_solver_noise(
-    problem: str, previous: str, capsys: pytest.CaptureFixture[str]
+    problem: str, previous: str, printed: Any
 ) -> None:
-    lines = table(capsys, problem, "--previous", previous)
+    text = printed("plan", problem, "--previous", previous)
+    assert "\x1b" not in text and max(map(len, text.splitlines())) <= 100
+    lines = {line.split()[0]: line.split() for line in text.splitlines() if line.strip()}
     changed = ["fp4", "fp8", "0", "1.000", "1.000", "25.0%"]  # fp8 before, stage 0
     assert lines[name_of(0)][1:] == changed
     assert lines[name_of(2)][1:] == ["fp8", "fp4", "1", "0.000", "0.000", "25.0%"]  # not 3.79e-14
     assert lines["policy"][1:3] == ["snip,", "optimal,"]
     assert lines["efficiency"][1] == "0.500000"
-    assert main(["plan", problem]) == 0
-    text = capsys.readouterr().out
     assert "quality loss: predicted harm" in text  # the heads are explained
     assert "efficiency by pipeline stage: stage 0 1.0000, stage 1 0.0000" in text
 
@@ -77,17 +69,15 @@ def test_the_table_has_the_choices_the_quality_and_no_solver_noise(
     ],
 )
 def test_flags_reach_the_planner(
-    problem: str, words: list[str], options: list[str], capsys: pytest.CaptureFixture[str]
+    problem: str, words: list[str], options: list[str], printed: Any
 ) -> None:
-    assert options_of(plan(capsys, problem, *words)) == options
+    assert plan(printed, problem, *words) == options
 
 
-def test_changes_have_a_price(
-    problem: str, previous: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_changes_have_a_price(problem: str, previous: str, printed: Any) -> None:
     words = [problem, "--previous", previous, "--change-penalty"]
-    assert options_of(plan(capsys, *words, "0.1")) == ["fp4", "fp4", "fp8", "fp8"]
-    assert options_of(plan(capsys, *words, "9")) == ["fp8", "fp8", "fp4", "fp4"]
+    assert plan(printed, *words, "0.1") == ["fp4", "fp4", "fp8", "fp8"]
+    assert plan(printed, *words, "9") == ["fp8", "fp8", "fp4", "fp4"]
 
 
 def test_infeasible_constraints_exit_with_3_and_are_named(
@@ -132,27 +122,17 @@ def test_infeasible_constraints_exit_with_3_and_are_named(
         (["--taget", "1"], "unknown flag '--taget' (did you mean '--target'?)"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(
-    problem: str, words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", problem, *words]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.startswith("megatron-snip: error: ")
-    assert complaint in captured.err and captured.err.count("\n") == 1
+def test_bad_input_is_refused(problem: str, words: list[str], complaint: str, refused: Any) -> None:
+    assert complaint in refused("plan", problem, *words)
 
 
-def test_a_bad_file_is_named(
-    problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_file_is_named(problem: str, tmp_path: Path, refused: Any) -> None:
     path = tmp_path / "other.json"
     write_plan(plan_of(["fp8"] * 3), path)
-    assert main(["plan", problem, "--previous", str(path)]) == 2
-    error = capsys.readouterr().err
+    error = refused("plan", problem, "--previous", path)
     assert "other.json" in error and name_of(3) in error
     text = Path(problem).read_text()
     empty = '{"version": 1, "linears": [], "target": 0.5}'
     for bad in (text.replace('"fp4"', '"fp9"'), "", "{}", empty, empty.replace("0.5", "NaN")):
         path.write_text(bad)
-        assert main(["plan", str(path)]) == 2
-        error = capsys.readouterr().err
-        assert "other.json" in error and error.count("\n") == 1
+        assert "other.json" in refused("plan", path)

@@ -7,11 +7,11 @@ import shutil
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from megatron_snip.__main__ import main
 from megatron_snip.reporting.events import Notice
 from megatron_snip.reporting.report import frontier_of, last_gap, make_report, read_reference
 from megatron_snip.reporting.run_record import read_run
@@ -152,22 +152,22 @@ def test_the_frontier_keeps_the_runs_pins(tmp_path: Path) -> None:
 
 
 def test_the_command_writes_one_file_and_prints_its_path(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, printed: Any
 ) -> None:
-    words = ["report", str(folder / "off"), "--reference", str(folder / "a<b>&\"'run")]
-    assert main([*words, "--output", str(tmp_path / "out")]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'out' / 'report.html'}\n"
+    words = ["report", folder / "off", "--reference", folder / "a<b>&\"'run"]
+    text = printed(*words, "--output", tmp_path / "out")
+    assert text == f"{tmp_path / 'out' / 'report.html'}\n"
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.html"]
-    assert main(words) == 0
+    printed(*words)
     assert (folder / "off" / "report" / "report.html").stat().st_size > 10_000
 
 
-def test_a_run_names_its_reference(folder: Path, tmp_path: Path) -> None:
+def test_a_run_names_its_reference(folder: Path, tmp_path: Path, printed: Any) -> None:
     run = shutil.copytree(folder / "off", tmp_path / "run")
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["snip"]["reference"] = str(folder / "a<b>&\"'run")
     (run / "config.yaml").write_text(yaml.safe_dump(config))
-    assert main(["report", str(run)]) == 0
+    printed("report", run)
     page = (run / "report" / "report.html").read_text()
     assert "loss gap to a&lt;b&gt;" in page and "give --reference" not in page
 
@@ -181,9 +181,5 @@ def test_a_run_names_its_reference(folder: Path, tmp_path: Path) -> None:
         ([], "the following arguments are required: RUN"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(
-    folder: Path, words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", *(word.replace("RUN", str(folder / "off")) for word in words)]) == 2
-    error = capsys.readouterr().err
-    assert complaint in error and error.count("\n") == 1
+def test_bad_input_is_refused(folder: Path, words: list[str], complaint: str, refused: Any) -> None:
+    assert complaint in refused("report", *(w.replace("RUN", str(folder / "off")) for w in words))

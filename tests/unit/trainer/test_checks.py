@@ -176,7 +176,7 @@ def test_a_crash_while_finishing_leaves_the_previous_checkpoint(
         ("iter_0000040/metadata.json", None, "no 'metadata.json'"),
         (f"iter_0000040/{SETTINGS}", None, f"no '{SETTINGS}'"),
         (f"iter_0000040/{SETTINGS}", "{", "is not valid JSON"),
-        (f"iter_0000040/{SETTINGS}", "[]", "version None; this megatron-snip reads version 2"),
+        (f"iter_0000040/{SETTINGS}", "[]", "must hold a JSON object, got list"),
         (f"iter_0000040/{SETTINGS}", '{"version": 2, "config": {}}', "world_size: Field required"),
     ],
 )
