@@ -38,9 +38,10 @@ from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.refresh import Refresher
-from megatron_snip.reporting.events import Measurement, Metrics, PlanApplied, Reporter, Writer
+from megatron_snip.reporting.events import Event, Metrics, PlanApplied, Reporter, Writer
 from megatron_snip.run_plans import RunPlans
 from megatron_snip.state import ControllerState, Pending, reported_settings
+from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.topology import Topology
 
 
@@ -181,7 +182,7 @@ class SnipController:
             self._step_s.append(metrics["step_s"])
         self._is_timed = True
         fraction = {"lowest_precision_fraction": self._plans.lowest_share(self.plan)}
-        self._reporter.write(iteration, Metrics(metrics | fraction | self._evaluated))
+        self._reporter.write(Event(iteration, Metrics(metrics | fraction | self._evaluated)))
         self._evaluated = {}
 
     @contextmanager
@@ -246,8 +247,8 @@ class SnipController:
             f"iteration {iteration}: measured {len(self.model.all_linears)} linears in "
             f"{measured.seconds:.2f} s"
         )
-        self._reporter.write(iteration, measured)
-        self._alert(iteration, measured)
+        self._reporter.write(Event(iteration, measured))
+        self._alert(iteration, measured.health)
         if self._schedule.replans:
             self._submit(iteration, measured.problem)
 
@@ -280,13 +281,12 @@ class SnipController:
         except RemoteFailure:
             self.model.apply(self.plan.linears)
             raise
-        num_changed = len(changed_linears(self.plan, plan))
-        if num_changed and self._guarded:
+        if self._guarded and changed_linears(self.plan, plan):
             self._guard.plan_changed(self.plan)
         before = ""
         if saving_s is not None and self._step_s:
             before = f", mean step before {1e3 * fmean(self._step_s):.4g} ms"
-        applied = self._set_plan(iteration, plan, num_changed, waited_s=waited_s, saving_s=saving_s)
+        applied = self._set_plan(iteration, plan, waited_s=waited_s, saving_s=saving_s)
         self._reporter.log(f"iteration {iteration}: {applied.summary}{before}")
 
     @contextmanager
@@ -331,7 +331,7 @@ class SnipController:
             f"{fallback.label}"
         )
         self._reporter.notify(iteration, "reverted", text)
-        self._set_plan(iteration, plan, num_changed)
+        self._set_plan(iteration, plan)
 
     # The beginning of a run.
 
@@ -359,10 +359,9 @@ class SnipController:
 
     # Reports.
 
-    def _set_plan(
-        self, iteration: int, plan: PrecisionPlan, num_changed: int, **more: Any
-    ) -> PlanApplied:
+    def _set_plan(self, iteration: int, plan: PrecisionPlan, **more: Any) -> PlanApplied:
         """All ranks: `plan`, which was applied, is the current one from `iteration` on."""
+        num_changed = len(changed_linears(self.plan, plan))
         self.plan = plan
         self.history.append((iteration, plan.digest))
         return self._report_plan(iteration, num_changed, **more)
@@ -372,7 +371,7 @@ class SnipController:
         table = self.model.resolved(self.plan, iteration)
         shares = format_shares(self.plan.linears, self._plans.work)
         applied = PlanApplied(self.plan, shares, num_changed, resolved=table, **more)
-        self._reporter.write(iteration, applied)
+        self._reporter.write(Event(iteration, applied))
         self._is_timed, self._step_s = False, []
         return applied
 
@@ -386,11 +385,11 @@ class SnipController:
         label = f"evaluation under {self.plan.label}"
         self._reporter.log(f"iteration {iteration}: {label}: {text}{score}")
 
-    def _alert(self, iteration: int, measured: Measurement) -> None:
+    def _alert(self, iteration: int, health: HealthTable) -> None:
         """All ranks: notify of linears beyond the thresholds of --snip-alert, each once."""
         found = []
         for text, measure, sign, limit in self.config.alerts:
-            beyond = measured.health.beyond(measure, sign, limit)
+            beyond = health.beyond(measure, sign, limit)
             new = [each for each in beyond if (text, each.linear) not in self._alerted]
             self._alerted |= {(text, each.linear) for each in new}
             if new:

@@ -146,12 +146,12 @@ class Reporter:
     def notify(self, iteration: int, kind: NoticeKind, text: str) -> None:
         """Warn of something unusual, and pass it to every writer."""
         self.warn(f"iteration {iteration}: {text}")
-        self.write(iteration, Notice(kind, text))
+        self.write(Event(iteration, Notice(kind, text)))
 
-    def write(self, iteration: int, payload: Payload) -> None:
+    def write(self, event: Event) -> None:
         """Pass an event to every writer."""
         for writer in self._writers:
-            self._guarded(writer, partial(writer.write, Event(iteration, payload)))
+            self._guarded(writer, partial(writer.write, event))
 
     def close(self) -> None:
         """Close every writer."""

@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroup
 from megatron_snip.controller import SnipController
 from megatron_snip.errors import SnipError
 from megatron_snip.linears.training_step import ForwardBackward, Results
-from megatron_snip.reporting.events import Metrics, Reporter, Writer
+from megatron_snip.reporting.events import Event, Metrics, Reporter, Writer
 from megatron_snip.trainer.checkpoint import Checkpoints, Progress
 from megatron_snip.trainer.config import TrainConfig
 from megatron_snip.trainer.data import Datasets, Samples, iteration_batches
@@ -56,7 +56,7 @@ class PlainTraining:
     def end_iteration(self, iteration: int, metrics: dict[str, Any]) -> None:
         """Report the metrics."""
         values = Metrics({**metrics, "lowest_precision_fraction": 0.0})
-        self._reporter.write(iteration, values)
+        self._reporter.write(Event(iteration, values))
 
     def state(self, iteration: int) -> None:
         """Return None: there is no state to save."""

@@ -25,6 +25,9 @@ REASONS = {
     "NaN": "no plan from the statistics of iteration ",
     "submit": "RuntimeError: a bug",
     "solve": "RuntimeError: a bug",
+    "infeasible": "efficiency_target: no plan satisfies: target 0.5",
+    "another model": "the plan does not have",
+    "damaged": "does not match its linears",
     "broadcast": "reading the plan failed on rank 1: RuntimeError: a bug",
     "apply": "applying the plan failed on rank 1: RuntimeError: a bug",
 }

@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_snip import pending_solve, refresh
 from megatron_snip.config import SnipConfig
 from megatron_snip.controller import SnipController
 from megatron_snip.log import forget_warnings
 from megatron_snip.patches import cpu
+from megatron_snip.planning.plan import write_plan
 from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, PlanApplied, Writer
 from megatron_snip.state import ControllerState
 from megatron_snip.statistics.records import StatisticsTable
@@ -231,6 +233,15 @@ def layout(values: dict[str, Any]) -> Iterator[Trainer]:
     finally:
         logger.removeHandler(listener)
         destroy_parallel_state()
+
+
+def save_random_plan(trainer: Trainer, file: Path, **snip: Any) -> None:
+    """Write the plan of the policy `random` for a target of a half."""
+    controller = trainer.controller({"policy": "random", "efficiency_target": 0.5, **snip})
+    if dist.get_rank() == 0:
+        write_plan(controller.plan, file)
+    controller.close()
+    dist.barrier()
 
 
 def refresh_json(trainer: Trainer, controller: SnipController) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.reporting.events import (
+    Event,
     Measurement,
     Metrics,
     Notice,
@@ -31,13 +32,8 @@ from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.statistics.health_table import HealthTable, LinearHealth, OperandHealth
 from megatron_snip.statistics.records import FormatStatistics, LinearStatistics, StatisticsTable
 from megatron_snip.types import Gemm, Operand
+from tests.unit.planning.build import MODULES
 
-KINDS = (
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
 WIDTHS = (3, 1, 4, 4)
 FORMAT_ERROR = {"bf16": 0.0, "fp8": 0.01, "fp4": 0.3}
 
@@ -53,7 +49,7 @@ class Shape:
     iterations: int = 24
     layers: int = 3
     stages: int = 1
-    kinds: tuple[str, ...] = KINDS
+    kinds: tuple[str, ...] = MODULES
     notices: tuple[tuple[int, Notice], ...] = ()
     backend: str | None = None
     note: str = ""
@@ -139,18 +135,18 @@ def write_events(writer: Writer, shape: Shape, first: int = 1, close: bool = Tru
     pending: PrecisionPlan | None = None
     for at in range(first, shape.iterations + 1):
         if pending is not None and at == pending.iteration + c.lag:
-            reporter.write(at, applied(shape, pending, plan))
+            reporter.write(Event(at, applied(shape, pending, plan)))
             plan, pending = pending, None
         if c.enabled and at >= c.start_step and (at - c.start_step) % c.interval == 0:
             measured = measurement_at(shape, at)
-            reporter.write(at, measured)
+            reporter.write(Event(at, measured))
             if not c.collect_only:
                 pending = plan_from(shape, measured)
         for iteration, notice in shape.notices:
             if iteration == at:
-                reporter.write(at, notice)
+                reporter.write(Event(at, notice))
         fraction = 0.0 if plan is None else plan.efficiency
-        reporter.write(at, Metrics(metrics_at(at, fraction)))
+        reporter.write(Event(at, Metrics(metrics_at(at, fraction))))
     if close:
         reporter.close()
 

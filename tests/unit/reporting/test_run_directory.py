@@ -107,8 +107,8 @@ def test_a_writer_that_fails_stops_neither_training_nor_the_other_writers(
             raise OSError("disk full")
 
     reporter = Reporter([Failing(), RunDirectory(tmp_path)])
-    reporter.write(1, Metrics({"loss": 2.0}))
-    reporter.write(2, Metrics({"loss": 1.0}))
+    reporter.write(Event(1, Metrics({"loss": 2.0})))
+    reporter.write(Event(2, Metrics({"loss": 1.0})))
     reporter.close()
     assert [row["loss"] for row in rows(tmp_path)] == [2.0, 1.0]
     failures = [r.message for r in caplog.records if "Failing failed" in r.message]
