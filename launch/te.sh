@@ -7,8 +7,8 @@
 #   sh launch/te.sh test TARGET         there: the cases of tests/te that need no stand-in
 #
 # PYTHON is a Python 3.12 with PyTorch for CUDA, on both machines; `pieces` needs `wheel`, too: the
-# source package asks for them. A build that was ended goes on in the next call. The extension fits
-# one PyTorch: for another delete DIR/transformer_engine_torch-* but the .tar.gz.
+# source package asks for them. The extension fits one PyTorch: for another delete
+# DIR/transformer_engine_torch-* but the .tar.gz.
 # Ran from pieces to import without a GPU (PyTorch 2.15, nvcc 13.0): 23 minutes on two shared cores.
 set -eu
 
@@ -54,7 +54,7 @@ build() {
     'import torch, transformer_engine.pytorch as te; print("built", te.__file__)'
 }
 
-compile() { # goes on where an earlier call was ended
+compile() {
   site=$($PYTHON -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
   CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
   [ -x "$CUDA_HOME/bin/nvcc" ] || { echo "te.sh: no $CUDA_HOME/bin/nvcc; set CUDA_HOME" && exit 1; }
@@ -80,5 +80,5 @@ case "${1:-}" in
   pieces) pieces "$2" ;;
   build) build "$2" "$3" ;;
   test) tests "$2" ;;
-  *) sed -n '2,13p' "$0" && exit 2 ;;
+  *) sed -n '2,12p' "$0" && exit 2 ;;
 esac
