@@ -50,7 +50,7 @@ def append_row(path: Path, row: dict[str, Any]) -> dict[str, Any]:
     row = {**_origin(), "torch": torch.__version__, **row}
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+        file.write(json.dumps(row, separators=(",", ":")) + "\n")
     return row
 
 
