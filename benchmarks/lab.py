@@ -224,7 +224,7 @@ class Lab:
             training.loss_scale(),
         )
         grad_scale = training.grad_scale(topology)
-        return observer.table(self.model.all_linears, grad_scale, loss, norms)
+        return observer.table(self.model.all_linears, grad_scale, loss, norms)[0]
 
     def _assignment(self, options: Mapping[str, Option] | None) -> dict[str, Option]:
         return {name: (options or {}).get(name, BF16) for name in self.names}

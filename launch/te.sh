@@ -6,8 +6,10 @@
 #   sh launch/te.sh build DIR TARGET    there: join, check, compile the extension into TARGET
 #   sh launch/te.sh test TARGET         there: the cases of tests/te that need no stand-in
 #
-# PYTHON is a Python 3.12 with PyTorch, on both machines: the source package asks for it.
-# Not run to its end yet: a third of the files compiled in a trial (PyTorch 2.15, CUDA 13.0, no GPU).
+# PYTHON is a Python 3.12 with PyTorch for CUDA, on both machines; `pieces` needs `wheel`, too: the
+# source package asks for them. The extension fits one PyTorch: for another delete
+# DIR/transformer_engine_torch-* but the .tar.gz.
+# Ran from pieces to import without a GPU (PyTorch 2.15, nvcc 13.0): 23 minutes on two shared cores.
 set -eu
 
 TE_VERSION=${TE_VERSION:-2.20.2}
@@ -16,12 +18,15 @@ PYTHON=${PYTHON:-python3}
 
 pieces() {
   mkdir -p "$1"
-  pip="$PYTHON -m pip download --quiet --no-deps --dest $1"
-  $pip --only-binary :all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
-    "transformer_engine==$TE_VERSION" "transformer_engine_cu$CUDA_MAJOR==$TE_VERSION"
-  NVTE_FRAMEWORK=pytorch $pip --no-build-isolation --no-binary transformer_engine_torch \
-    "transformer_engine_torch==$TE_VERSION"
+  pip="$PYTHON -m pip download --quiet --dest $1"
+  wheels="$pip --only-binary :all:"
+  $wheels --no-deps "transformer_engine==$TE_VERSION" "transformer_engine_cu$CUDA_MAJOR==$TE_VERSION"
+  case $CUDA_MAJOR in 12) curand=nvidia-curand-cu12 ;; *) curand=nvidia-curand ;; esac
+  $wheels einops onnxscript pydantic "$curand" ninja wheel # it imports, it loads, builds it
+  NVTE_FRAMEWORK=pytorch $pip --no-deps --no-build-isolation \
+    --no-binary transformer_engine_torch "transformer_engine_torch==$TE_VERSION"
   cd "$1"
+  rm -f numpy-*.whl sympy-*.whl mpmath-*.whl # PyTorch's own stay
   sha256sum ./*.whl ./*.tar.gz >SHA256SUMS
   for wheel in ./*.whl; do
     split --bytes 50000000 --numeric-suffixes "$wheel" "$wheel.part" && rm "$wheel"
@@ -39,7 +44,17 @@ build() {
     fi
   done
   sha256sum --check --quiet SHA256SUMS
-  $PYTHON -m pip install --quiet --no-deps --no-index --target "$target" ./*.whl
+  install="$PYTHON -m pip install --quiet --no-deps --no-index --upgrade --target $target"
+  $install ./*.whl
+  PYTHONPATH=$target:${PYTHONPATH:-} PATH=$target/bin:$PATH
+  export PYTHONPATH PATH
+  ls transformer_engine_torch-*.whl 2>/dev/null || compile
+  $install ./transformer_engine*.whl # at once: pip replaces the folder that they share
+  CURAND_HOME=$target/nvidia $PYTHON -c \
+    'import torch, transformer_engine.pytorch as te; print("built", te.__file__)'
+}
+
+compile() {
   site=$($PYTHON -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
   CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
   [ -x "$CUDA_HOME/bin/nvcc" ] || { echo "te.sh: no $CUDA_HOME/bin/nvcc; set CUDA_HOME" && exit 1; }
@@ -49,13 +64,15 @@ build() {
     LIBRARY_PATH=${LIBRARY_PATH:-}:${folder}lib
   done
   export CPATH LIBRARY_PATH CUDA_HOME
-  export NVTE_FRAMEWORK=pytorch MAX_JOBS="${MAX_JOBS:-$(nproc)}" PYTHONPATH="$target:${PYTHONPATH:-}"
-  $PYTHON -m pip install --no-deps --no-index --no-build-isolation --target "$target" ./*.tar.gz
-  $PYTHON -c 'import transformer_engine.pytorch as te; print("built", te.__file__)'
+  export NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS="${MAX_JOBS:-$(nproc)}"
+  tar -xzf "transformer_engine_torch-$TE_VERSION.tar.gz"
+  $PYTHON -m pip wheel --no-deps --no-index --no-cache-dir --no-build-isolation \
+    "./transformer_engine_torch-$TE_VERSION"
 }
 
 tests() {
-  PYTHONPATH="$1:${PYTHONPATH:-}" SNIP_TE_REAL=1 \
+  target=$(cd "$1" && pwd)
+  CURAND_HOME=$target/nvidia PYTHONPATH="$target:${PYTHONPATH:-}" SNIP_TE_REAL=1 \
     $PYTHON -m pytest -q -p no:cacheprovider -m real_te tests/te
 }
 

@@ -21,16 +21,12 @@ T = TypeVar("T")
 
 
 class RemoteFailure(SnipError):
-    """At least one rank failed; every rank raises this with the same message.
-
-    Attributes:
-        failures: {rank: message} of the ranks that failed.
-    """
+    """At least one rank failed; every rank raises this with the same message."""
 
     def __init__(self, what: str, failures: dict[int, str]) -> None:
+        """`failures` is {rank: message} of the ranks that failed."""
         detail = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
         super().__init__(f"{what} failed on {detail}")
-        self.failures = failures
 
 
 def gather_json(value: Any, group: ProcessGroup | None) -> list[Any]:
@@ -92,6 +88,16 @@ def attempt(what: str, action: Callable[[], T], group: ProcessGroup | None) -> T
         texts = gather_json(failure, group)
         raise RemoteFailure(what, {rank: t for rank, t in enumerate(texts) if t is not None})
     return result  # type: ignore[return-value]  # no rank failed
+
+
+def on_rank_0(what: str, action: Callable[[], Any], group: ProcessGroup | None) -> Any:
+    """All ranks: run `action` on the group's first rank; return its result, JSON, on every rank.
+
+    Raises:
+        RemoteFailure: on every rank, if `action` raised an Exception.
+    """
+    is_first = group is None or dist.get_rank(group) == 0
+    return broadcast_json(attempt(what, action if is_first else lambda: None, group), group)
 
 
 def one_line(error: BaseException) -> str:

@@ -12,7 +12,6 @@ every rank: keep the current plan, warn once, continue. A plan that breaks the l
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -25,8 +24,7 @@ import torch
 
 from megatron_snip.collectives import RemoteFailure, attempt
 from megatron_snip.config import SnipConfig
-from megatron_snip.errors import PlanningError, UsageError
-from megatron_snip.formats import get_format
+from megatron_snip.errors import PlanningError, SnipError
 from megatron_snip.guard import Guard
 from megatron_snip.linears.availability import resolve_formats
 from megatron_snip.linears.discovery import current_topology
@@ -40,22 +38,11 @@ from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.refresh import Refresher
-from megatron_snip.reporting.events import (
-    Event,
-    Measurement,
-    Metrics,
-    Notice,
-    NoticeKind,
-    Payload,
-    PlanApplied,
-    Reporter,
-    Writer,
-)
+from megatron_snip.reporting.events import Event, Metrics, PlanApplied, Reporter, Writer
 from megatron_snip.run_plans import RunPlans
 from megatron_snip.state import ControllerState, Pending, reported_settings
+from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.topology import Topology
-
-logger = logging.getLogger(__name__)
 
 
 class SnipController:
@@ -115,40 +102,34 @@ class SnipController:
         self.history: list[tuple[int, str]] = [] if state is None else list(state.history)
         self._optimizer = optimizer
         self._control = topology.control
-        self._is_rank_0 = topology.rank == 0
-        self._reporter = Reporter(writers)
+        self._reporter = Reporter(writers, logs=topology.rank == 0)
         self._plans = RunPlans(config, self.model, train_iters, calibration_cache)
-        self._num_microbatches = 1
         self._is_timed = False  # whether the iteration is ordinary, so that `step_s` is reported
         self._step_s: list[float] = []  # of ordinary iterations under the current plan
         available = self._plans.available
         for text in available.warnings:
-            self._warn(text)
+            self._reporter.warn(text)
         self._refresher = Refresher(config, self.model, available, optimizer, topology, seed, state)
         self._schedule = self._refresher.schedule
         measures = config.plan_file is None and (config.collect_only or not self._schedule.static)
         if measures and train_iters is not None and train_iters < config.start_step:
-            self._warn(
+            self._reporter.warn(
                 f"nothing will be measured: --snip-start-step is {config.start_step}, and the run "
                 f"has {train_iters} iterations"
             )
-        self.plan = self._plans.first_plan(state, seed, self._warn)
+        self.plan = self._plans.first_plan(state, seed, self._reporter.warn)
         target = self.plan.target if state is None or state.target is None else state.target
         can_replan = self._schedule.static or self._refresher.mean is not None
         self._planned_target = target if can_replan else None
-        # None: each problem brings the schedule's target.
-        settings = PlanSettings.from_config(config, seed).model_copy(update={"target": None})
-        solves = self._is_rank_0 and self._schedule.replans
+        solves = topology.rank == 0 and self._schedule.replans
         solver = (solver or SolverProcess()) if solves else None
         self._evaluated: dict[str, Any] = {}  # by the evaluation after the current iteration
         self._alerted: set[tuple[str, str]] = set(() if state is None else state.alerted)
-        self._solve = PendingSolve(settings, self._control, solver)
+        self._solve = PendingSolve(PlanSettings.from_config(config, seed), self._control, solver)
         self._guarded = config.guard and self._schedule.replans
-        guard_state = state.guard if state is not None and self._guarded else None
-        if guard_state is not None and guard_state.good is not None:
-            good = self._plans.runnable(guard_state.good, self._warn)
-            guard_state = guard_state.model_copy(update={"good": good})
-        self._guard = Guard(config.guard_sigmas, topology, guard_state)
+        former = None if state is None or not self._guarded else state.guard
+        former = self._plans.guard_state(former, self._reporter.warn)
+        self._guard = Guard(config.guard_sigmas, topology, former)
         self._start(state)
 
     # What a training loop calls.
@@ -167,23 +148,25 @@ class SnipController:
         Returns:
             What `function` returns.
         """
-        self._num_microbatches = kwargs.get("num_microbatches", 1)
         self._guard.finish_loss()
         if self._solve.is_due(iteration):
-            self._apply_solved(iteration)
+            with self._keeping_plan(iteration):
+                self._apply_solved(iteration, kwargs.get("num_microbatches", 1))
         training = TrainingStep(function, kwargs)
         # A refresh out of turn may still be with the solver; its plan comes first.
         may_begin, wanted_at = self._solve.pending is None, self._guard.state.refresh_at
         part = self._schedule.part(iteration, wanted_at, may_begin)
         if part is None:
-            self._follow_targets(iteration)
+            with self._keeping_plan(iteration):
+                self._follow_targets(iteration)
             return self._train(iteration, training)[0]
         self._is_timed = False
         results = self._refresher.measure(
             iteration, part, training, lambda: self._train(iteration, training)
         )
         if part == self._schedule.num_parts - 1:
-            self._finish_refresh(iteration)
+            with self._keeping_plan(iteration):
+                self._finish_refresh(iteration)
         return results
 
     def end_iteration(self, iteration: int, metrics: dict[str, Any]) -> None:
@@ -198,11 +181,8 @@ class SnipController:
         elif "step_s" in metrics:
             self._step_s.append(metrics["step_s"])
         self._is_timed = True
-        bits = get_format(self.config.lowest_format).bits
-        shares = format_shares(self.plan.linears, self._plans.work).items()
-        lowest = sum(share for name, share in shares if get_format(name).bits == bits)
-        fraction = {"lowest_precision_fraction": lowest}
-        self._report(iteration, Metrics(metrics | fraction | self._evaluated))
+        fraction = {"lowest_precision_fraction": self._plans.lowest_share(self.plan)}
+        self._reporter.write(Event(iteration, Metrics(metrics | fraction | self._evaluated)))
         self._evaluated = {}
 
     @contextmanager
@@ -216,7 +196,8 @@ class SnipController:
         if self.config.eval_precision == "both":
             paired = PairedEvaluation(runtime)
             yield paired.run
-            self._report_increase(runtime.iteration, paired.increase())
+            if (found := paired.increase()) is not None:
+                self._report_increase(runtime.iteration, *found)
         else:
             is_bf16 = self.config.eval_precision == "bf16"
             with runtime.running_in_bf16() if is_bf16 else nullcontext():
@@ -258,21 +239,16 @@ class SnipController:
     def _finish_refresh(self, iteration: int) -> None:
         """All ranks: every linear was measured; give the problem to the solver."""
         if self._refresher.failure is not None:
-            self._keep_plan(iteration, f"measuring failed: {self._refresher.failure}")
-            return
+            raise PlanningError(f"measuring failed: {self._refresher.failure}")
         target = self._plans.targets.at(iteration + self.config.lag)
         make = partial(self._refresher.measurement, target)
-        try:
-            measured = attempt("making a planning problem", make, self._control)
-        except RemoteFailure as failure:
-            self._keep_plan(iteration, str(failure))
-            return
-        self._log(
+        measured = attempt("making a planning problem", make, self._control)
+        self._reporter.log(
             f"iteration {iteration}: measured {len(self.model.all_linears)} linears in "
             f"{measured.seconds:.2f} s"
         )
-        self._report(iteration, measured)
-        self._alert(iteration, measured)
+        self._reporter.write(Event(iteration, measured))
+        self._alert(iteration, measured.health)
         if self._schedule.replans:
             self._submit(iteration, measured.problem)
 
@@ -283,14 +259,9 @@ class SnipController:
         if not (is_new and self._schedule.may_replan(iteration)):
             return
         self._planned_target = target
-        make = self._plans.unmeasured if self._schedule.static else self._refresher.measurement
-        try:
-            found: Any = attempt("planning anew", partial(make, target), self._control)
-        except RemoteFailure as failure:
-            self._keep_plan(iteration, str(failure))
-        else:
-            problem = found.problem if isinstance(found, Measurement) else found
-            self._submit(iteration, self._plans.for_this_run(problem))
+        make = self._plans.unmeasured if self._schedule.static else self._refresher.problem
+        problem = attempt("planning anew", partial(make, target), self._control)
+        self._submit(iteration, self._plans.for_this_run(problem))
 
     def _submit(self, iteration: int, problem: PlanningProblem) -> None:
         """All ranks: give a problem to the solver; its plan is due `lag` iterations later."""
@@ -298,47 +269,34 @@ class SnipController:
         problem = self._plans.healed(problem, self.plan, apply_at)
         self._solve.submit(Pending(iteration, apply_at, problem), self.plan)
 
-    def _apply_solved(self, iteration: int) -> None:
-        """All ranks: get the outcome from rank 0; apply the plan, or keep the current one."""
-        try:
-            plan, waited_s = self._solve.result()
-            plan.check_against(self._plans.work)
-            saving_s = self._plans.saving_s(plan, self._num_microbatches)
-        except (PlanningError, UsageError) as failure:  # the same on all ranks
-            self._keep_plan(iteration, str(failure))
-            return
+    def _apply_solved(self, iteration: int, num_microbatches: int) -> None:
+        """All ranks: get the plan from rank 0 and apply it."""
+        plan, waited_s = self._solve.result()
+        plan.check_against(self._plans.work)
+        saving_s = self._plans.saving_s(plan, num_microbatches)
         if self._guard.refuses(plan):
-            self._keep_plan(iteration, f"the guard reverted {plan.label} before")
-            return
-        num_changed = len(changed_linears(self.plan, plan))
+            raise PlanningError(f"the guard reverted {plan.label} before")
         try:
             attempt("applying the plan", lambda: self.model.apply(plan.linears), self._control)
-        except RemoteFailure as failure:
+        except RemoteFailure:
             self.model.apply(self.plan.linears)
-            self._keep_plan(iteration, str(failure))
-            return
-        if num_changed and self._guarded:
+            raise
+        if self._guarded and changed_linears(self.plan, plan):
             self._guard.plan_changed(self.plan)
-        self.plan = plan
-        self.history.append((iteration, plan.digest))
-        found = format_shares(plan.linears, self._plans.work)
-        shares = ", ".join(f"{share:.1%} {name}" for name, share in found.items())
-        times = ""
-        if saving_s is not None:
-            times = f", predicted saving {1e3 * saving_s:.3g} ms of a step against bf16"
-            if self._step_s:
-                times += f", mean step before {1e3 * fmean(self._step_s):.4g} ms"
-        result = "plan unchanged"
-        if num_changed:
-            result = f"plan applied, {num_changed} of {len(plan.linears)} linears changed"
-        self._log(
-            f"iteration {iteration}: {result}: {shares}, solver {plan.seconds:.2f} s "
-            f"({plan.status}){times}"
-        )
-        self._report_plan(iteration, num_changed, waited_s=waited_s, saving_s=saving_s)
+        before = ""
+        if saving_s is not None and self._step_s:
+            before = f", mean step before {1e3 * fmean(self._step_s):.4g} ms"
+        applied = self._set_plan(iteration, plan, waited_s=waited_s, saving_s=saving_s)
+        self._reporter.log(f"iteration {iteration}: {applied.summary}{before}")
 
-    def _keep_plan(self, iteration: int, reason: str) -> None:
-        self._notify(iteration, "refresh_failed", f"keeping {self.plan.label}: {reason}")
+    @contextmanager
+    def _keeping_plan(self, iteration: int) -> Iterator[None]:
+        """All ranks: within, an error, which is the same on all ranks, keeps the current plan."""
+        try:
+            yield
+        except SnipError as failure:
+            text = f"keeping {self.plan.label}: {failure}"
+            self._reporter.notify(iteration, "refresh_failed", text)
 
     # A plan that the guard judges.
 
@@ -354,7 +312,7 @@ class SnipController:
         safe = self._plans.fallback(self.plan, iteration)
         judged = self._guard.run_watched(training, self.plan, safe, run, self._optimizer)
         if judged.message is not None:
-            self._notify(iteration, "guard", judged.message)
+            self._reporter.notify(iteration, "guard", judged.message)
         if judged.fallback is None:
             self.model.apply(self.plan.linears)
         else:
@@ -368,14 +326,12 @@ class SnipController:
         plan = fallback.model_copy(update={"iteration": iteration})
         self._guard.reverted(self.plan, plan, iteration)
         num_changed = len(changed_linears(self.plan, plan))
-        before, self.plan = self.plan, plan
-        self.history.append((iteration, plan.digest))
         text = (
-            f"reverted {before.label}: {num_changed} of {len(plan.linears)} linears are as in "
+            f"reverted {self.plan.label}: {num_changed} of {len(plan.linears)} linears are as in "
             f"{fallback.label}"
         )
-        self._notify(iteration, "reverted", text)
-        self._report_plan(iteration, num_changed)
+        self._reporter.notify(iteration, "reverted", text)
+        self._set_plan(iteration, plan)
 
     # The beginning of a run.
 
@@ -394,59 +350,49 @@ class SnipController:
             return
         changes = state.changes(reported_settings(self.config, str(self.model.backend)))
         if changes:
-            self._warn(f"this run resumes with other settings: {', '.join(changes)}")
+            self._reporter.warn(f"this run resumes with other settings: {', '.join(changes)}")
         if state.pending is not None and self._schedule.replans:
             pending = replace(
                 state.pending, problem=self._plans.for_this_run(state.pending.problem)
             )
             self._solve.submit(pending, self.plan)
 
-    # Logs and reports.
+    # Reports.
 
-    def _report_plan(self, iteration: int, num_changed: int, **more: Any) -> None:
+    def _set_plan(self, iteration: int, plan: PrecisionPlan, **more: Any) -> PlanApplied:
+        """All ranks: `plan`, which was applied, is the current one from `iteration` on."""
+        num_changed = len(changed_linears(self.plan, plan))
+        self.plan = plan
+        self.history.append((iteration, plan.digest))
+        return self._report_plan(iteration, num_changed, **more)
+
+    def _report_plan(self, iteration: int, num_changed: int, **more: Any) -> PlanApplied:
         """All ranks: report the current plan and what every linear runs under it."""
         table = self.model.resolved(self.plan, iteration)
         shares = format_shares(self.plan.linears, self._plans.work)
-        event = PlanApplied(self.plan, shares, num_changed, resolved=table, **more)
-        self._report(iteration, event)
+        applied = PlanApplied(self.plan, shares, num_changed, resolved=table, **more)
+        self._reporter.write(Event(iteration, applied))
         self._is_timed, self._step_s = False, []
+        return applied
 
-    def _report_increase(self, iteration: int, found: tuple[float, float] | None) -> None:
+    def _report_increase(self, iteration: int, increase: float, error: float) -> None:
         """All ranks: log what the plan costs an evaluation; `end_iteration` reports it."""
-        if found is None:
-            return
-        predicted = None
-        if self._refresher.mean is not None:
-            table = self._refresher.measurement(0.0).divergences
-            predicted = table.loss_divergence(self.plan.linears)
+        predicted = self._refresher.loss_divergence(self.plan)
         names = ("eval/loss_increase", "eval/loss_increase_error", "eval/loss_divergence")
-        self._evaluated = dict(zip(names, (*found, predicted), strict=True))
-        text = f"{found[0]:+.4g} +- {found[1]:.2g} nat a token against bf16"
+        self._evaluated = dict(zip(names, (increase, error, predicted), strict=True))
+        text = f"{increase:+.4g} +- {error:.2g} nat a token against bf16"
         score = "" if predicted is None else f", loss divergence of the plan {predicted:.4g}"
-        self._log(f"iteration {iteration}: evaluation under {self.plan.label}: {text}{score}")
+        label = f"evaluation under {self.plan.label}"
+        self._reporter.log(f"iteration {iteration}: {label}: {text}{score}")
 
-    def _notify(self, iteration: int, kind: NoticeKind, text: str) -> None:
-        self._warn(f"iteration {iteration}: {text}")
-        self._report(iteration, Notice(kind, text))
-
-    def _alert(self, iteration: int, measured: Measurement) -> None:
+    def _alert(self, iteration: int, health: HealthTable) -> None:
         """All ranks: notify of linears beyond the thresholds of --snip-alert, each once."""
         found = []
         for text, measure, sign, limit in self.config.alerts:
-            beyond = measured.health.beyond(measure, sign, limit)
+            beyond = health.beyond(measure, sign, limit)
             new = [each for each in beyond if (text, each.linear) not in self._alerted]
             self._alerted |= {(text, each.linear) for each in new}
             if new:
                 found.append(f"alert {text}: {', '.join(map(str, new))}")
         if found:  # one notice: W&B drops a second alert with the same title within a minute
-            self._notify(iteration, "health", "; ".join(found))
-
-    def _log(self, text: str, level: int = logging.INFO) -> None:
-        if self._is_rank_0:
-            logger.log(level, "snip: %s", text)
-
-    def _warn(self, text: str) -> None:
-        self._log(text, logging.WARNING)
-
-    def _report(self, iteration: int, payload: Payload) -> None:
-        self._reporter.write(Event(iteration, payload))
+            self._reporter.notify(iteration, "health", "; ".join(found))

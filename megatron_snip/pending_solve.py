@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from megatron_snip.collectives import RemoteFailure, attempt, broadcast_json
+from megatron_snip.collectives import attempt, broadcast_json
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, SnipError, UsageError
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.settings import PlanSettings
@@ -48,12 +48,7 @@ class PendingSolve:
         if self._solver is None:
             return
         try:
-            self._solver.submit(
-                pending.problem,
-                self._settings,
-                plan,
-                pending.iteration,
-            )
+            self._solver.submit(pending.problem, self._settings, plan, pending.iteration)
         except Exception as error:  # all ranks get it when the plan is due
             self._submit_error = error
 
@@ -65,7 +60,7 @@ class PendingSolve:
         """Return rank 0's plan and the seconds that training waited for it.
 
         Raises:
-            PlanningError: the same on every rank, if there is no plan.
+            SnipError: the same on every rank, if there is no plan.
         """
         assert self.pending is not None
         pending, self.pending = self.pending, None
@@ -76,13 +71,8 @@ class PendingSolve:
             why = f"no plan from the statistics of iteration {pending.iteration}: {error}"
             raise PlanningError(why) from None
         waited_s = time.perf_counter() - begin
-        try:
-            read = attempt(
-                "reading the plan", lambda: PrecisionPlan.from_dict(found), self._control
-            )
-        except RemoteFailure as failure:
-            raise PlanningError(str(failure)) from None
-        return read, waited_s
+        plan = attempt("reading the plan", lambda: PrecisionPlan.from_dict(found), self._control)
+        return plan, waited_s
 
     def drop(self) -> None:
         """Forget the problem: it was measured under a plan that was reverted."""
@@ -117,23 +107,23 @@ def from_rank_0(
         SnipError: on every rank, if rank 0 raised anything else.
     """
     outcome = broadcast_json({} if make is None else _outcome(make), control)
+    if "field" in outcome:
+        raise UsageError(outcome["error"], outcome["field"])
     if "error" in outcome:
-        if outcome["usage"]:
-            raise UsageError(outcome["error"], outcome["field"])
         raise SnipError(outcome["error"])
     plan: dict[str, Any] = outcome["plan"]
     return plan
 
 
 def _outcome(make: Callable[[], PrecisionPlan]) -> dict[str, Any]:
-    """Rank 0: {"plan"} or {"error", "usage", "field"}, as it is sent."""
+    """Rank 0: {"plan"}, {"error", "field"} of bad input, or {"error"}, as it is sent."""
     try:
         outcome = {"plan": make().to_dict()}
         json.dumps(outcome, allow_nan=False)  # what cannot be sent is an error here
         return outcome
     except Exception as error:  # whatever it was, all ranks get it
         if isinstance(error, UsageError):
-            return {"error": error.message, "usage": True, "field": error.field}
+            return {"error": error.message, "field": error.field}
         if isinstance(error, InfeasiblePlanError):
-            return {"error": str(error), "usage": True, "field": "efficiency_target"}
-        return {"error": f"{type(error).__name__}: {error}", "usage": False}
+            return {"error": str(error), "field": "efficiency_target"}
+        return {"error": f"{type(error).__name__}: {error}"}

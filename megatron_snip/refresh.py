@@ -22,7 +22,9 @@ from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.moe_dispatch import ExpertDispatch
 from megatron_snip.linears.step_loss import StepLoss
 from megatron_snip.linears.training_step import Results, TrainingStep
+from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.policies import get_policy
+from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.reporting.events import Measurement
 from megatron_snip.state import ControllerState
 from megatron_snip.statistics.health import weight_norms
@@ -191,15 +193,15 @@ class Refresher:
                 self._topology,
                 training.loss_scale(),
             )
-            table = observer.table(linears, training.grad_scale(self._topology), loss, norms)
+            scale = training.grad_scale(self._topology)
+            table, health = observer.table(linears, scale, loss, norms)
         except RemoteFailure as failure:
             self.failure = self.failure or str(failure)
             return results
         if ran_once:
             self._seconds += observer.seconds
             self.mean = running_mean(self.mean, table, self._config.stat_decay)
-            assert observer.health is not None
-            self._health |= {linear.name: linear for linear in observer.health.linears}
+            self._health |= {linear.name: linear for linear in health.linears}
         else:
             self.failure = self.failure or "the guard ran this iteration twice"
         return results
@@ -217,6 +219,16 @@ class Refresher:
         linears = (self._health.get(linear.name) for linear in self.mean.linears)
         health = HealthTable(self.mean.iteration, tuple(each for each in linears if each))
         return Measurement(self.mean, divergences, problem, self._seconds, health)
+
+    def problem(self, target: float) -> PlanningProblem:
+        """Return the planning problem of the measurements so far at `target`."""
+        return self.measurement(target).problem
+
+    def loss_divergence(self, plan: PrecisionPlan) -> float | None:
+        """Return a plan's loss divergence by the measurements so far; None without any."""
+        if self.mean is None:
+            return None
+        return self.measurement(0.0).divergences.loss_divergence(plan.linears)
 
     def _may_measure(self, iteration: int) -> bool:
         """All ranks: whether AdamW's moments have seen enough steps on every rank."""

@@ -12,12 +12,14 @@ from pathlib import Path
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.quality_loss import unmeasured_problem
+from megatron_snip.formats import get_format
+from megatron_snip.guard import GuardState
 from megatron_snip.linears.availability import AvailableOptions, available_options, option_refusals
 from megatron_snip.linears.calibrate import timed_options
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import BF16, Option
 from megatron_snip.pending_solve import from_rank_0
-from megatron_snip.planning.plan import PrecisionPlan, assigned_plan
+from megatron_snip.planning.plan import PrecisionPlan, assigned_plan, format_shares
 from megatron_snip.planning.planner import adapt_plan, healing_problem, initial_plan
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.state import ControllerState
@@ -56,11 +58,10 @@ class RunPlans:
         """All ranks: rank 0 makes the plan that the run starts with, or resumes with."""
         resumed, num_done = (None, 0) if state is None else (state.plan, state.iteration)
         largest = max(point.target for point in self.targets.points)
-        config = self._config.model_copy(update={"efficiency_target": largest})
 
         def make() -> PrecisionPlan:
             problem, target = self.unmeasured(largest), self.targets.at(num_done + 1)
-            return initial_plan(problem, config, seed, resumed, target)
+            return initial_plan(problem, self._config, seed, resumed, target)
 
         is_rank_0 = self._model.runtime.topology.rank == 0
         plan = from_rank_0(make if is_rank_0 else None, self._control)
@@ -76,6 +77,20 @@ class RunPlans:
         for text in changes:
             warn(f"{plan.label}: {text}")
         return found
+
+    def guard_state(
+        self, state: GuardState | None, warn: Callable[[str], None]
+    ) -> GuardState | None:
+        """All ranks: return a former run's guard, with its good plan as it can run here."""
+        if state is None or state.good is None:
+            return state
+        return state.model_copy(update={"good": self.runnable(state.good, warn)})
+
+    def lowest_share(self, plan: PrecisionPlan) -> float:
+        """Return the share of the linears' FLOPs in the lowest precision under a plan."""
+        bits = get_format(self._config.lowest_format).bits
+        shares = format_shares(plan.linears, self.work).items()
+        return sum(share for name, share in shares if get_format(name).bits == bits)
 
     def fallback(self, plan: PrecisionPlan, iteration: int) -> PrecisionPlan:
         """Return the guard's last resort: BF16 but for pinned linears, which stay as in `plan`."""

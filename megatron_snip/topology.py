@@ -48,7 +48,6 @@ class Topology:
         rank: global rank; rank 0 solves and writes.
         world_size: number of ranks.
         stage: pipeline-parallel rank.
-        num_stages: pipeline-parallel size.
         tensor: tensor-parallel axis of the dense linears.
         expert_tensor: tensor-parallel axis of the experts' linears.
         data: ranks with the same dense weights and other tokens (DP x CP).
@@ -62,7 +61,6 @@ class Topology:
     rank: int = 0
     world_size: int = 1
     stage: int = 0
-    num_stages: int = 1
     tensor: Axis = Axis()
     expert_tensor: Axis = Axis()
     data: Axis = Axis()

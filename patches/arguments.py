@@ -24,7 +24,6 @@ from megatron_snip.errors import SnipError, UsageError, did_you_mean, naming_fie
 from megatron_snip.files import first_problem, read_yaml
 from megatron_snip.flags import add_flags, flag_name, given_values
 from megatron_snip.log import warn_once_per_job
-from megatron_snip.options import Option
 from megatron_snip.patches import cpu
 from megatron_snip.patches.cpu.megatron import set_cpu_defaults
 from megatron_snip.patches.registry import Call, Session, patch
@@ -122,7 +121,10 @@ def snip_config(args: argparse.Namespace, given: Mapping[str, Any]) -> SnipConfi
         raise first_problem(error, SnipConfig.model_fields) from None
     if not config.enabled:
         return config
-    _check_policy(config.policy)
+    from megatron_snip.planning.policies import get_policy
+
+    with naming_field("policy"):
+        get_policy(config.policy)
     return config.model_copy(update={"pins": (*_bf16_layers(args), *config.pins)})
 
 
@@ -152,18 +154,6 @@ def _escape_percent_signs(parser: argparse.ArgumentParser) -> None:
                 formatter._expand_help(action)
             except (ValueError, TypeError, KeyError):
                 action.help = action.help.replace("%", "%%")
-
-
-def _check_policy(policy: str) -> None:
-    from megatron_snip.planning.policies import UNIFORM, get_policy, policy_names
-
-    with naming_field("policy"):
-        try:
-            get_policy(policy)
-        except UsageError as error:
-            raise UsageError(f"{error.message}{did_you_mean(policy, policy_names())}") from None
-        if policy.startswith(UNIFORM):
-            Option.parse(policy.removeprefix(UNIFORM))
 
 
 def _values(given: Mapping[str, Any]) -> dict[str, Any]:

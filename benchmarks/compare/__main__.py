@@ -32,6 +32,7 @@ from scipy.stats import spearmanr
 from benchmarks.compare import analysis
 from benchmarks.compare.runs import SCENARIOS, SETUPS, WarmModel, warm_model
 from benchmarks.compare.variants import (
+    REPLAN,
     RULES,
     Formats,
     Item,
@@ -105,7 +106,11 @@ def run_policies(store: ResultStore, options: argparse.Namespace, low: str, seed
         for name in names:
             branch = plans.get(name, [None])
             share = share_of(low_items(branch[0] or {}, formats), table.linears)
-            result = warm.branch(branch, 0)
+
+            def remake(name: str = name) -> list[Plan]:
+                return make_plans(warm.measure((HIGH, low)), formats, seed, [name])[name]
+
+            result = warm.branch(branch, 0, remake if name == REPLAN else None)
             store.add({**key, "variant": name, "share": round(share, 4), **_rounded(result)})
 
 
@@ -219,10 +224,23 @@ def policy_table(rows: list[dict[str, Any]], name: tuple[str, ...]) -> str:
                 "" if same else analysis.p_text(against),
             )
         )
+    quarters = [row for row in rows if "quarters" in row]
+    over_time = [
+        analysis.gaps([{**row, "part": row["quarters"][k]} for row in quarters], "part")
+        for k in range(4)
+    ]
+    parts = [
+        (name, *(str(analysis.mean_of(list(part[name].values()))) for part in over_time))
+        for name in over_time[0]
+    ]
     pairs = max(len(values) for values in found.values()) if found else 0
     head = ("variant", f"{name[3]} FLOPs", "gap", "gap, evaluated in BF16", "training gap")
     head = (*head, "over snip-gemm", "p")
-    return f"### {' '.join(name)}, {pairs} seeds\n\n" + analysis.markdown(head, lines)
+    texts = [f"### {' '.join(name)}, {pairs} seeds", analysis.markdown(head, lines)]
+    if parts:
+        head = ("training gap in quarter", "1", "2", "3", "4")
+        texts.append(analysis.markdown(head, parts))
+    return "\n\n".join(texts)
 
 
 def draw_gaps(rows: list[dict[str, Any]], path: Path) -> None:

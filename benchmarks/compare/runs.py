@@ -7,11 +7,12 @@ zero, and is evaluated on the same held-out text. So two branches differ in thei
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.utils import unwrap_model
 
@@ -49,6 +50,19 @@ SETUPS = {
         8,
         2,
     ),
+    "large": Setup(
+        {
+            "num_layers": 8,
+            "hidden_size": 512,
+            "ffn_hidden_size": 1408,
+            "num_attention_heads": 8,
+            "num_query_groups": 8,
+            "lr": 6e-4,
+            "min_lr": 6e-4,
+        },
+        300,
+        200,
+    ),
 }
 
 
@@ -60,21 +74,23 @@ def warm_model(setup: Setup, seed: int, data_seeds: int, scenario: str) -> Itera
         setup: the model.
         seed: of its initial weights and data.
         data_seeds: how many different continuations of the data branches may have.
-        scenario: of `SCENARIOS`; it changes the warm model.
+        scenario: of `SCENARIOS`; it changes the warm model, or each branch after half of it.
     """
     total = setup.warm + data_seeds * setup.length
     values = {"seed": 1234 + seed, "train_iters": total, "lr_decay_style": "constant"}
     with open_lab({**setup.model, **values}) as lab:
         lab.train(setup.warm)
-        SCENARIOS[scenario](lab)
-        yield WarmModel(setup, lab)
+        if not scenario.startswith(LATE):
+            SCENARIOS[scenario](lab)
+        yield WarmModel(setup, lab, scenario)
 
 
 class WarmModel:
     """A trained model that branches start from."""
 
-    def __init__(self, setup: Setup, lab: Lab) -> None:
+    def __init__(self, setup: Setup, lab: Lab, scenario: str) -> None:
         self._setup = setup
+        self._scenario = scenario
         self._lab = lab
         self._rate = float(lab.config.lr)
         self._saved = [tensor.detach().clone() for tensor in _tensors(lab)]
@@ -85,19 +101,29 @@ class WarmModel:
         batches = self._lab.microbatches(self._setup.measured)
         return self._lab.statistics(batches, SnipConfig(formats=formats), all_tokens=True)
 
-    def branch(self, plans: Sequence[Plan | None], data_seed: int) -> dict[str, Any]:
+    def branch(
+        self,
+        plans: Sequence[Plan | None],
+        data_seed: int,
+        remake: Callable[[], Sequence[Plan]] | None = None,
+    ) -> dict[str, Any]:
         """Train one branch; return its losses.
 
         Args:
             plans: each holds for an equal part of the iterations, in this order, and the last one
                 also for the evaluation; None for BF16.
             data_seed: which continuation of the data.
+            remake: returns the plans from half of the branch on; None keeps them.
         """
         lab, setup = self._lab, self._setup
         self._restore()
         lab.step = setup.warm + data_seed * setup.length
         losses = []
         for k in range(setup.length):
+            if k == setup.length // 2:
+                if self._scenario.startswith(LATE):
+                    SCENARIOS[self._scenario](lab)
+                plans = remake() if remake is not None else plans
             for group in _groups(lab):
                 group["lr"] = self._rate * (1 - k / setup.length)
             losses += lab.train(1, plans[k * len(plans) // setup.length])
@@ -106,6 +132,7 @@ class WarmModel:
             "loss": float(lab.losses(batches, plans[-1]).mean()),
             "loss_bf16": float(lab.losses(batches).mean()),
             "training_loss": sum(losses) / len(losses),
+            "quarters": [round(float(part.mean()), 6) for part in np.array_split(losses, 4)],
             "tokens": setup.length * lab.config.global_batch_size * lab.config.seq_length,
         }
 
@@ -167,5 +194,12 @@ def _fresh_block(lab: Lab) -> None:
     lab.state.optimizer.reload_model_params()
 
 
-SCENARIOS = {"plain": lambda lab: None, "outliers": _outliers, "fresh-block": _fresh_block}
-"""What is done to a warm model before branches start from it."""
+LATE = "late-"
+
+SCENARIOS = {
+    "plain": lambda lab: None,
+    "outliers": _outliers,
+    "fresh-block": _fresh_block,
+    f"{LATE}outliers": _outliers,
+}
+"""What is done to a warm model before branches start from it, or to each after half of it."""

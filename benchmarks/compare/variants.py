@@ -71,6 +71,9 @@ def share_of(low: set[Item], linears: Sequence[LinearStatistics]) -> float:
     return sum(flops[name] for name, _ in low) / (3 * sum(flops.values()))
 
 
+REPLAN = "replan"
+
+
 def make_plans(
     table: StatisticsTable, formats: Formats, seed: int, names: Sequence[str]
 ) -> dict[str, list[Plan]]:
@@ -82,7 +85,8 @@ def make_plans(
         table: statistics of the checkpoint that the runs start from.
         formats: what the plans choose from.
         seed: of the random policies.
-        names: of policies, `snip-linear`, `snip-gemm` or `heal-ORDER`.
+        names: of policies, `snip-linear`, `snip-gemm`, `heal-ORDER`, or REPLAN, which is
+            `snip-gemm` whose plan is made again after half of a branch.
 
     Raises:
         UsageError: if a name is unknown.
@@ -93,7 +97,7 @@ def make_plans(
         if name in HEALING:
             plans[name] = _healing_plans(problems["gemm"], formats, name.removeprefix("heal-"))
             continue
-        is_snip = name in ("snip-linear", "snip-gemm")
+        is_snip = name in ("snip-linear", "snip-gemm", REPLAN)
         problem = problems["linear" if name == "snip-linear" else "gemm"]
         settings = PlanSettings(policy="snip" if is_snip else name, seed=0 if is_snip else seed)
         plans[name] = [make_plan(problem, settings).linears]

@@ -12,7 +12,7 @@ from rich.console import Console
 from megatron_snip.cli.common import console, new_table
 from megatron_snip.formats import FORMATS
 from megatron_snip.kernels import launch
-from megatron_snip.linears.availability import Machine, te_support, this_machine
+from megatron_snip.linears.te.machine import Machine, te_support, this_machine
 from megatron_snip.patches.install import PATCHES
 from megatron_snip.reporting.run_directory import versions
 from megatron_snip.version import __version__

@@ -22,7 +22,7 @@ import yaml
 from megatron_snip.cli.common import add_examples, integer, write_output
 from megatron_snip.errors import UsageError
 from megatron_snip.formats import FORMATS
-from megatron_snip.linears.availability import Machine, te_recipe, te_refusal
+from megatron_snip.linears.te.machine import Machine, te_recipe, te_refusal
 from megatron_snip.linears.te.precision_config import (
     Stages,
     config_text,

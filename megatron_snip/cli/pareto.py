@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from collections import Counter
 from decimal import Decimal
+from typing import Any
 
 from rich.table import Table
 
@@ -16,6 +17,7 @@ from megatron_snip.cli.common import add_examples, console, new_table
 from megatron_snip.cli.plan import INFEASIBLE, add_planning_flags, problem_from, settings_from
 from megatron_snip.errors import UsageError, naming_field
 from megatron_snip.planning.pareto import ParetoPoint, frontier
+from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.policies import get_policy
 from megatron_snip.reporting.text import SOLVER_NOISE, column
 from megatron_snip.target_schedule import parse_points
@@ -46,8 +48,7 @@ def run(args: argparse.Namespace) -> int:
         )
     points = frontier(problem_from(args), settings, targets)
     if args.json:
-        values = [asdict(p) | {"gap": p.gap, "status": p.status or "infeasible"} for p in points]
-        print(json.dumps(values, indent=1))
+        print(json.dumps(list(map(_record, points)), indent=1))
     else:
         out = console()
         out.print(_table(points))
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
             "the lowest precision in every linear. gap: proven distance from the optimum. "
             "Columns of options count the linears that have the option. solver: in seconds."
         )
-    return 0 if any(point.status is not None for point in points) else INFEASIBLE
+    return 0 if any(point.plan is not None for point in points) else INFEASIBLE
 
 
 def parse_targets(text: str) -> list[float]:
@@ -87,18 +88,36 @@ def parse_targets(text: str) -> list[float]:
     return [float(part) for part in parts]
 
 
+def _record(point: ParetoPoint) -> dict[str, Any]:
+    """Return a point as a JSON object; null where no plan reaches the target."""
+    plan = point.plan
+    return {
+        "target": point.target,
+        "status": "infeasible" if plan is None else plan.status,
+        **{name: getattr(plan, name, None) for name in ("objective", "bound", "efficiency")},
+        "seconds": point.seconds,
+        "options": dict(sorted(_options(plan).items())),
+        "gap": getattr(plan, "gap", None),
+    }
+
+
+def _options(plan: PrecisionPlan | None) -> Counter[str]:
+    """Count the linears with each option."""
+    return Counter(() if plan is None else map(str, plan.linears.values()))
+
+
 def _table(points: list[ParetoPoint]) -> Table:
-    options = sorted({name for point in points for name in point.options})
+    options = sorted({name for point in points for name in _options(point.plan)})
     table = new_table((), ("target", "efficiency", "quality loss", "gap", *options, "solver"))
     targets = [f"{point.target:g}" for point in points]
     decimals = max(len(text.partition(".")[2]) for text in targets)
-    losses = column([point.objective for point in points], SOLVER_NOISE)
-    gaps = column([point.gap for point in points], SOLVER_NOISE)
-    for point, loss, gap in zip(points, losses, gaps, strict=True):
-        if point.status is None:
+    losses = column([getattr(point.plan, "objective", None) for point in points], SOLVER_NOISE)
+    gaps = column([getattr(point.plan, "gap", None) for point in points], SOLVER_NOISE)
+    for (target, plan, seconds), loss, gap in zip(points, losses, gaps, strict=True):
+        if plan is None:
             cells = ["infeasible", "", "", *("" for _ in options)]
         else:
-            cells = [f"{point.efficiency:.4f}", loss, gap]
-            cells += [str(point.options.get(name, 0)) for name in options]
-        table.add_row(f"{point.target:.{decimals}f}", *cells, f"{point.seconds:.3f}")
+            counts = _options(plan)
+            cells = [f"{plan.efficiency:.4f}", loss, gap, *(str(counts[o]) for o in options)]
+        table.add_row(f"{target:.{decimals}f}", *cells, f"{seconds:.3f}")
     return table

@@ -30,14 +30,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_snip.collectives import attempt, broadcast_json, gather_json
+from megatron_snip.collectives import gather_json, on_rank_0
 from megatron_snip.config import AUTO, SnipConfig
 from megatron_snip.errors import UnsupportedError, UsageError
 from megatron_snip.files import write_atomic
 from megatron_snip.linears import simulated_gemm
-from megatron_snip.linears.availability import AvailableOptions, Machine, te_recipe
+from megatron_snip.linears.availability import AvailableOptions
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.te.linear import quant_params
+from megatron_snip.linears.te.machine import Machine, te_recipe
 from megatron_snip.linears.te.modules import EXTENSION
 from megatron_snip.linears.training_state import TrainingStateSnapshot
 from megatron_snip.options import BF16, Option
@@ -83,7 +84,6 @@ def timed_options(
         UsageError: on every rank, if the table lacks a linear or format.
         UnsupportedError: on every rank, if nothing is faster than BF16.
     """
-    topology = model.runtime.topology
     make: Callable[[], CalibrationTable] = partial(read_calibration, config.calibration)
     if config.calibration == Path(AUTO):
         if model.backend == "simulate":
@@ -92,9 +92,9 @@ def timed_options(
                 "of another machine (--snip-calibration FILE), or use --snip-cost flops"
             )
         make = partial(_cached, cache, _shapes(model, available.options), model.machine)
-    first = topology.rank == 0
-    made = attempt("--snip-calibration", lambda: make() if first else None, topology.control)
-    table = CalibrationTable(**broadcast_json(made and made.model_dump(), topology.control))
+    control = model.runtime.topology.control
+    made = on_rank_0("--snip-calibration", lambda: make().model_dump(), control)
+    table = CalibrationTable(**made)
     refusals, fastest = dict(available.refusals), 0.0
     for option in available.options:
         known = refusals.get(option, {})

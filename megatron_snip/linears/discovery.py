@@ -68,7 +68,6 @@ def current_topology() -> Topology:
         rank=dist.get_rank(),
         world_size=world,
         stage=parallel_state.get_pipeline_model_parallel_rank(),
-        num_stages=parallel_state.get_pipeline_model_parallel_world_size(),
         tensor=_axis(tensor),
         expert_tensor=_axis(expert_tensor),
         data=_axis(data),

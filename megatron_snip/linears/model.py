@@ -12,11 +12,11 @@ from megatron_snip.collectives import gather_json
 from megatron_snip.config import Backend
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import Format
-from megatron_snip.linears.availability import Machine, measured_format, this_machine
 from megatron_snip.linears.discovery import find_linears, global_linears
 from megatron_snip.linears.megatron_linear import PlannedLinear
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.te.linear import FreshWeights, PlannedTELinear
+from megatron_snip.linears.te.machine import Machine, measured_format, this_machine
 from megatron_snip.linears.te.modules import te_kind
 from megatron_snip.linears.te.simulated import SimulatedTELinear
 from megatron_snip.options import Option

@@ -3,43 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatron_snip.errors import InfeasiblePlanError
-from megatron_snip.planning.plan import Status, relative_gap
+from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 
 
-@dataclass(frozen=True)
-class ParetoPoint:
-    """The best plan at one target; without a plan only target and seconds are known.
+class ParetoPoint(NamedTuple):
+    """The best plan at one target.
 
     Attributes:
         target: least efficiency.
-        status: as a plan's; None where no plan reaches the target.
-        objective: quality loss.
-        bound: proven lower bound of it.
-        efficiency: of the plan.
+        plan: the plan; None if none reaches the target.
         seconds: wall time.
-        options: number of linears with each option, by its name.
     """
 
     target: float
-    status: Status | None = None
-    objective: float | None = None
-    bound: float | None = None
-    efficiency: float | None = None
-    seconds: float = 0.0
-    options: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def gap(self) -> float | None:
-        """Relative gap; None where there is no plan."""
-        return relative_gap(self.objective, self.bound)
+    plan: PrecisionPlan | None
+    seconds: float
 
 
 def frontier(
@@ -66,11 +51,8 @@ def frontier(
         start = time.monotonic()
         own = settings.model_copy(update={"target": target, "change_penalty": 0.0})
         try:
-            plan = previous = make_plan(problem, own, previous)
+            previous = make_plan(problem, own, previous)
+            points.append(ParetoPoint(target, previous, previous.seconds))
         except InfeasiblePlanError:
-            points.append(ParetoPoint(target, seconds=time.monotonic() - start))
-            continue
-        options = dict(sorted(Counter(map(str, plan.linears.values())).items()))
-        values = plan.status, plan.objective, plan.bound, plan.efficiency, plan.seconds
-        points.append(ParetoPoint(target, *values, options))
+            points.append(ParetoPoint(target, None, time.monotonic() - start))
     return points[::-1]

@@ -82,8 +82,16 @@ class PrecisionPlan(BaseModel):
 
     @property
     def gap(self) -> float | None:
-        """(objective - bound) / |objective|, at least 0; None where either is unknown."""
-        return relative_gap(self.objective, self.bound)
+        """(objective - bound) / |objective|, at least 0; None where either is unknown.
+
+        Where the objective is 0 the gap is 0 or infinite.
+        """
+        if self.objective is None or self.bound is None:
+            return None
+        difference = max(0.0, self.objective - self.bound)
+        if difference == 0.0:
+            return 0.0
+        return difference / abs(self.objective) if self.objective != 0.0 else float("inf")
 
     def check_against(self, names: Iterable[str]) -> None:
         """Refuse a plan that does not fit a model.
@@ -189,23 +197,9 @@ def assignment_digest(linears: Mapping[str, Option]) -> str:
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
-def relative_gap(objective: float | None, bound: float | None) -> float | None:
-    """Return (objective - bound) / |objective|, at least 0; None where either is None.
-
-    Where the objective is 0 the gap is 0 or infinite.
-    """
-    if objective is None or bound is None:
-        return None
-    difference = max(0.0, objective - bound)
-    if difference == 0.0:
-        return 0.0
-    return difference / abs(objective) if objective != 0.0 else float("inf")
-
-
-def changed_linears(old: PrecisionPlan | None, new: PrecisionPlan) -> tuple[str, ...]:
-    """Return the linears of `new` whose option differs from `old`'s (all if there is no `old`)."""
-    before = {} if old is None else old.linears
-    return tuple(name for name, option in new.linears.items() if before.get(name) != option)
+def changed_linears(old: PrecisionPlan, new: PrecisionPlan) -> tuple[str, ...]:
+    """Return the linears of `new` whose option differs from `old`'s."""
+    return tuple(name for name, option in new.linears.items() if old.linears.get(name) != option)
 
 
 def read_plan(path: Path) -> PrecisionPlan:

@@ -119,7 +119,7 @@ def initial_plan(
         config: the run's settings.
         seed: of the policy `random`.
         resumed: the plan in the checkpoint, or None.
-        target: of the first iteration; by default that of `config`, which must be reachable.
+        target: of the first iteration; by default the problem's, which must be reachable.
 
     Raises:
         UsageError: if the policy is unknown, or a pin or the plan does not fit the model.

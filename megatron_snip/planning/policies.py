@@ -99,14 +99,14 @@ def get_policy(name: str, problem: PlanningProblem | None = None) -> Policy:
     """Return the policy called `name`, which can plan for `problem` (if that is given).
 
     Raises:
-        UsageError: if it is unknown (the message lists the known ones), or if it orders GEMMs and
-            the problem has no options per GEMM.
+        UsageError: if it is unknown (the message lists the known ones), or names an unknown
+            format, or orders GEMMs and the problem has no options per GEMM.
     """
     if name.startswith(UNIFORM) and len(name) > len(UNIFORM):
-        decide = partial(_uniform, name.removeprefix(UNIFORM))
+        decide = partial(_uniform, parse_option(name.removeprefix(UNIFORM)))
         return Policy(name, decide, False, "linear", heeds_target=False)
     if name not in POLICIES:
-        hint = did_you_mean(name, POLICIES)
+        hint = did_you_mean(name, policy_names())
         raise UsageError(f"unknown policy '{name}'{hint}; known: {', '.join(policy_names())}")
     options = () if problem is None else [o for row in problem.linears for o in row.options]
     if POLICIES[name].granularity == "gemm" and options and not any("-" in o for o in options):
@@ -315,14 +315,14 @@ def _grads_first(request: Request, task: Task) -> list[Item]:
     return sorted(_items(task), key=lambda item: (item[1] == Gemm.FPROP, rank[item[0]]))
 
 
-def _uniform(option: str, request: Request) -> Solution:
-    table, name = request.constraints.table, str(parse_option(option))
+def _uniform(option: Option, request: Request) -> Solution:
+    table, name = request.constraints.table, str(option)
     return _fixed(request, table.columns_of([name] * len(table.rows)), name)
 
 
 def _none(request: Request) -> Solution:
     if request.hint is None:
-        return _uniform(str(BF16), request)
+        return _uniform(BF16, request)
     return _fixed(request, request.hint, "the previous plan's option")
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_snip.config import CostName, PipelineBalance, SnipConfig
-from megatron_snip.files import checked
 
 _Count = Annotated[int, Field(ge=0)]
 
@@ -16,8 +15,7 @@ class PlanSettings(BaseModel):
     """Rules for one plan; values in JSON and Python are the same.
 
     Raises:
-        pydantic.ValidationError: on an unknown key or a value out of range; `from_dict`
-            turns it into a one-line `UsageError`.
+        pydantic.ValidationError: on an unknown key or a value out of range.
     """
 
     model_config = ConfigDict(
@@ -68,25 +66,11 @@ class PlanSettings(BaseModel):
     """Relative gap that is good enough. The solver searches for the optimum for a fixed amount of
     work, and continues only while the gap is larger than this."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values that JSON can hold and `from_dict` reads back."""
-        return self.model_dump(mode="json")
-
-    @classmethod
-    def from_dict(cls, value: dict[str, Any]) -> PlanSettings:
-        """Build from plain values.
-
-        Raises:
-            UsageError: one line with the field, what was got and what is wanted.
-        """
-        return checked(cls, value, "plan settings")
-
     @classmethod
     def from_config(cls, config: SnipConfig, seed: int = 0) -> PlanSettings:
-        """Return the planner's part of a run's settings."""
+        """Return the planner's part of a run's settings; the target is the problem's."""
         return cls(
             policy=config.policy,
-            target=config.efficiency_target,
             pipeline_balance=config.pipeline_balance,
             pins=tuple((glob, str(option)) for glob, option in config.pin_pairs),
             change_penalty=config.change_penalty,

@@ -16,10 +16,8 @@ ignores SIGINT (the trainer handles Ctrl-C) and exits with its parent, even duri
 
 Each message is one line of JSON:
 
-    request   {"id", "iteration", "settings", "previous": plan | null, "problem"}
-    reply     {"id", "plan"}  or  {"id", "error": kind, "message", "conflicts", "best_target"}
-
-with kind one of `infeasible`, `usage`, `planning`.
+    request   {"settings", "previous": plan | null, "iteration", "problem"}
+    reply     {"plan"}  or  {"error": name of the exception's class, "message"}
 """
 
 from __future__ import annotations
@@ -35,9 +33,10 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+
+from pydantic import BaseModel
 
 import megatron_snip
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, SnipError, UsageError
@@ -52,12 +51,13 @@ _PARENT_CHECK_S = 1.0
 NICENESS = 10
 """Added to the priority of the child."""
 
+_ERRORS = {error.__name__: error for error in (InfeasiblePlanError, UsageError, PlanningError)}
+"""Errors of the worker that keep their class."""
 
-@dataclass(frozen=True)
-class PlanRequest:
-    """The arguments of `make_plan`, with a number that the reply repeats."""
 
-    number: int
+class PlanRequest(BaseModel):
+    """The arguments of `make_plan`."""
+
     problem: PlanningProblem
     settings: PlanSettings
     previous: PrecisionPlan | None
@@ -65,44 +65,25 @@ class PlanRequest:
 
     def json_pieces(self) -> Iterator[str]:
         """Yield the request's line in pieces, so that no single one holds the interpreter lock."""
-        head = {
-            "id": self.number,
-            "iteration": self.iteration,
-            "settings": self.settings.to_dict(),
-            "previous": None if self.previous is None else self.previous.to_dict(),
-        }
-        yield json.dumps(head)[:-1] + ', "problem": '
+        yield self.model_dump_json(exclude={"problem"})[:-1] + ', "problem": '
         for line in self.problem.json_lines():
             yield line.replace("\n", "")
         yield "}\n"
-
-    @classmethod
-    def from_json(cls, line: str) -> PlanRequest:
-        """Read a request's line; raises ValueError, TypeError, KeyError or UsageError."""
-        value = json.loads(line)
-        previous = value["previous"]
-        return cls(
-            number=value["id"],
-            problem=PlanningProblem.from_dict(value["problem"]),
-            settings=PlanSettings.from_dict(value["settings"]),
-            previous=None if previous is None else PrecisionPlan.from_dict(previous),
-            iteration=value["iteration"],
-        )
 
     def plan_of(self, reply: str) -> PrecisionPlan:
         """Read the reply to this request.
 
         Raises:
-            InfeasiblePlanError: as the worker raised it, with conflicts and best target.
-            UsageError: as the worker raised it.
+            InfeasiblePlanError, UsageError: with the worker's message.
             PlanningError: if the worker failed in another way, or the line is no valid reply.
         """
         try:
             value = json.loads(reply)
-            if value["id"] != self.number:
-                raise PlanningError(f"the solver process answered request {value['id']!r}")
             if "error" in value:
-                raise _error(value)
+                name, message = value["error"], value["message"]
+                if name in _ERRORS:
+                    raise _ERRORS[name](message)
+                raise PlanningError(f"{name}: {message}")
             plan = PrecisionPlan.from_dict(value["plan"])
             plan.check_against(self.problem.names)
         except (ValueError, KeyError, TypeError) as error:
@@ -125,7 +106,6 @@ class SolverProcess:
         self._child = _Child(worker_command() if command is None else list(command))
         self._request: PlanRequest | None = None
         self._answer: Future[PrecisionPlan] = Future()
-        self._count = 0
         self._end = weakref.finalize(self, _kill_in_creator, self._child, os.getpid())
         with contextlib.suppress(OSError):  # it loads OR-Tools now; `result` reports a failure
             self._child.start()
@@ -151,8 +131,9 @@ class SolverProcess:
                 f"the plan of iteration {self._request.iteration} is not finished; "
                 "take its result before submitting the next"
             )
-        self._count += 1
-        self._request = PlanRequest(self._count, problem, settings, previous, iteration)
+        self._request = PlanRequest(
+            problem=problem, settings=settings, previous=previous, iteration=iteration
+        )
         self._answer = Future()
         job = (self._child, self._request, self._answer)
         threading.Thread(target=_answer, args=job, name="snip-solver", daemon=True).start()
@@ -168,7 +149,7 @@ class SolverProcess:
             timeout_s: seconds to wait for it; after them the child is ended.
 
         Raises:
-            InfeasiblePlanError: no plan satisfies the constraints; with conflicts and best target.
+            InfeasiblePlanError: no plan satisfies the constraints.
             UsageError: the arguments do not fit each other.
             PlanningError: the child crashed, hung or sent an invalid reply, or nothing was
                 submitted.
@@ -282,13 +263,6 @@ def _exchange(child: _Child, request: PlanRequest) -> PrecisionPlan:
         raise
 
 
-def _error(value: dict[str, Any]) -> SnipError:
-    message = str(value["message"])
-    if value["error"] == "infeasible":
-        return InfeasiblePlanError(message, tuple(value["conflicts"]), value["best_target"])
-    return UsageError(message) if value["error"] == "usage" else PlanningError(message)
-
-
 def _kill_in_creator(child: _Child, creator: int) -> None:
     """End the child when the process that made it ends; a forked copy of it does nothing."""
     if os.getpid() == creator:
@@ -311,22 +285,13 @@ def serve(parent: int) -> None:
 
 def answer(line: str) -> str:
     """Return the reply's line to a request's line."""
-    number = -1
     reply: dict[str, Any]
     try:
-        request = PlanRequest.from_json(line)
-        number = request.number
-        plan = make_plan(request.problem, request.settings, request.previous, request.iteration)
-        reply = {"plan": plan.to_dict()}
-    except InfeasiblePlanError as error:
-        reply = {"error": "infeasible", "message": str(error), "conflicts": list(error.conflicts)}
-        reply["best_target"] = error.best_target
-    except (UsageError, PlanningError) as error:
-        kind = "usage" if isinstance(error, UsageError) else "planning"
-        reply = {"error": kind, "message": str(error)}
+        r = PlanRequest.model_validate_json(line)
+        reply = {"plan": make_plan(r.problem, r.settings, r.previous, r.iteration).to_dict()}
     except Exception as error:  # every failure is reported, and training goes on
-        reply = {"error": "planning", "message": f"{type(error).__name__}: {error}"}
-    return json.dumps({"id": number, **reply}) + "\n"
+        reply = {"error": type(error).__name__, "message": str(error)}
+    return json.dumps(reply) + "\n"
 
 
 def _exit_with_parent(parent: int) -> None:

@@ -63,6 +63,18 @@ class PlanApplied:
     resolved: dict[str, Any] | None = None
     saving_s: float | None = None
 
+    @property
+    def summary(self) -> str:
+        """The event in a log line."""
+        plan, result = self.plan, "plan unchanged"
+        if self.num_changed:
+            result = f"plan applied, {self.num_changed} of {len(plan.linears)} linears changed"
+        shares = ", ".join(f"{share:.1%} {name}" for name, share in self.format_shares.items())
+        text = f"{result}: {shares}, solver {plan.seconds:.2f} s ({plan.status})"
+        if self.saving_s is not None:
+            text += f", predicted saving {1e3 * self.saving_s:.3g} ms of a step against bf16"
+        return text
+
 
 NoticeKind = Literal["refresh_failed", "guard", "reverted", "health"]
 """refresh_failed: the plan stays. guard: the guard saw a spike of the loss, or NaN. reverted: the
@@ -115,10 +127,26 @@ class Writer(Protocol):
 
 
 class Reporter:
-    """Passes events to writers. A writer that raises loses that record, nothing else."""
+    """Logs, and passes events to writers. A writer that raises loses that record, nothing else."""
 
-    def __init__(self, writers: Sequence[Writer] = ()) -> None:
+    def __init__(self, writers: Sequence[Writer] = (), logs: bool = True) -> None:
+        """`logs` is False on the ranks that do not log."""
         self._writers = tuple(writers)
+        self._logs = logs
+
+    def log(self, text: str, level: int = logging.INFO) -> None:
+        """Log one line."""
+        if self._logs:
+            logger.log(level, "snip: %s", text)
+
+    def warn(self, text: str) -> None:
+        """Log one line as a warning."""
+        self.log(text, logging.WARNING)
+
+    def notify(self, iteration: int, kind: NoticeKind, text: str) -> None:
+        """Warn of something unusual, and pass it to every writer."""
+        self.warn(f"iteration {iteration}: {text}")
+        self.write(Event(iteration, Notice(kind, text)))
 
     def write(self, event: Event) -> None:
         """Pass an event to every writer."""

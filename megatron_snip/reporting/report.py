@@ -125,8 +125,9 @@ def frontier_of(run: RunRecord) -> figures.Points | str:
         points = frontier(run.problem, settings, TARGETS)
     except SnipError as error:
         return f"It cannot be computed: {error}"
-    curve = [(p.efficiency, run.quality_share(p.objective)) for p in points]
-    reached = [(e, share) for e, share in curve if e is not None and share is not None]
+    plans = [point.plan for point in points if point.plan is not None]
+    curve = [(plan.efficiency, run.quality_share(plan.objective)) for plan in plans]
+    reached = [(efficiency, share) for efficiency, share in curve if share is not None]
     return reached or "No plan satisfies the run's pins and balance."
 
 

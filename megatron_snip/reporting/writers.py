@@ -190,8 +190,8 @@ def pictures(payload: Payload) -> dict[str, Any]:
     found = {}
     if record.quantized_options:
         found["snip/5_fragile_linears"] = figures.divergence_maps(record)
-    if payload.health.lowest is not None:
-        found["snip/health/maps"] = figures.health_maps([payload.health])
+    if (health := payload.health).lowest is not None:
+        found["snip/health/maps"] = figures.health_maps([health])
     return found
 
 

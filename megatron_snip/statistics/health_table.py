@@ -155,8 +155,8 @@ def _values(linear: LinearHealth) -> Iterator[tuple[Any, ...]]:
             for measure, (expert, worst) in health.worst_expert.items():
                 yield measure, linear.name, f"{operand} of expert {expert}", name, worst
     for name, gemms in linear.gemm_sqnr_db.items():
-        for gemm, value in gemms.items():
-            yield "gemm_sqnr_db", linear.name, str(gemm), name, value
+        for gemm, sqnr_db in gemms.items():
+            yield "gemm_sqnr_db", linear.name, str(gemm), name, sqnr_db
     for operand, amax in linear.amax.items():
         yield "amax", linear.name, str(operand), "", amax
     yield "gradient_norm", linear.name, "", "", linear.gradient_norm

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -36,7 +36,6 @@ from megatron_snip.statistics.reduce import num_columns, reduce_sums, table_colu
 from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.topology import Axis, LinearInfo, Placement, Topology
 
-K = TypeVar("K")
 T = TypeVar("T")
 
 SAMPLED_SHARE, LEAST_TOKENS, MOST_TOKENS = 16, 64, 512
@@ -140,7 +139,6 @@ class StepObserver:
     Attributes:
         failure: the first error met while measuring on this rank, or None.
         seconds: time that this rank's host has spent in the taps.
-        health: of the linears, once `table` has returned.
     """
 
     def __init__(
@@ -161,7 +159,6 @@ class StepObserver:
         """
         self.failure: str | None = None
         self.seconds = 0.0
-        self.health: HealthTable | None = None
         self._settings = settings
         self._topology = topology
         self._sensitivities = sensitivities
@@ -172,7 +169,7 @@ class StepObserver:
         self._amax: dict[str, Tensor] = {}
         self._experts: dict[tuple[str, int], Tensor] = {}
         self._seen: set[str] = set()
-        self._chosen: dict[tuple[int, int], tuple[Tensor, int, tuple[float, float]]] = {}
+        self._draw = cache(partial(_draw, settings))  # a microbatch's tokens, for all linears
 
     def observe(
         self,
@@ -197,8 +194,7 @@ class StepObserver:
             output_is_split: likewise of the output's rows.
             prepare_input: gives what the GEMM multiplies from rows of `input` (a fused norm).
         """
-        names = self._settings.names
-        if names is not None and placement.name not in names:
+        if (names := self._settings.names) is not None and placement.name not in names:
             return output
         if not (torch.is_grad_enabled() and output.requires_grad):
             return output  # an evaluation, or a forward that is recomputed later
@@ -210,7 +206,8 @@ class StepObserver:
             samples = self._samples(call, input.detach(), prepare_input)
 
         def on_backward(grad: Tensor) -> None:
-            with torch.no_grad(), self._timed():
+            # The CPU patch looks at every call of torch in Python; here is nothing to redirect.
+            with torch.no_grad(), self._timed(), torch._C.DisableTorchFunction():
                 flat = grad.detach().reshape(-1, grad.shape[-1])
                 for sample in samples:
                     self._measure(call, sample, flat)
@@ -223,7 +220,7 @@ class StepObserver:
         grad_scale: float,
         loss: float | None,
         norms: Callable[[], Mapping[str, Tensor]] = dict,
-    ) -> StatisticsTable:
+    ) -> tuple[StatisticsTable, HealthTable]:
         """All ranks: add up over ranks; see `reduce_sums` for arguments and errors.
 
         `norms` returns this rank's `health.weight_norms`.
@@ -239,10 +236,7 @@ class StepObserver:
             except Exception as error:
                 self.failure = self.failure or f"{type(error).__name__}: {one_line(error)}"
             own = self._sums, self._amax, self._experts, self.failure
-            table, self.health = reduce_sums(
-                *own, s.formats, s.iteration, linears, grad_scale, loss, control
-            )
-        return table
+            return reduce_sums(*own, s.formats, s.iteration, linears, grad_scale, loss, control)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -265,9 +259,13 @@ class StepObserver:
         if parts is None:
             data = self._topology.data_axis(placement)
             parts = [TokenPart(data.rank, torch.arange(num_tokens))]
-        samples = [self._choose(part, forward * data.size + part.data_rank) for part in parts]
-        for sample in samples:
+        samples = []
+        for part in parts:
+            microbatch, count = forward * data.size + part.data_rank, len(part.rows)
+            rows, num_single, expansions = self._draw(count, microbatch)
+            sample = _Sample(microbatch, count, part.rows[rows], num_single, expansions)
             self._try(placement, partial(self._keep, call, sample, x, prepare))
+            samples.append(sample)
         return samples
 
     def _keep(
@@ -280,48 +278,29 @@ class StepObserver:
         rows = _rows_of(x, sample.rows, call.input_is_split, call.axis)
         sample.input = rows if prepare is None else prepare(rows)
 
-    def _choose(self, part: TokenPart, microbatch: int) -> _Sample:
-        """Choose tokens by (seed, iteration, microbatch) alone, so in all layouts alike."""
-        key = len(part.rows), microbatch
-        if key not in self._chosen:  # by another linear
-            self._chosen[key] = self._draw(*key)
-        rows, num_single, expansions = self._chosen[key]
-        return _Sample(microbatch, len(part.rows), part.rows[rows], num_single, expansions)
-
-    def _draw(self, num_tokens: int, microbatch: int) -> tuple[Tensor, int, tuple[float, float]]:
-        """Return which of the tokens, how many of them are single ones, and the expansions."""
-        s = self._settings
-        tile = max((fmt.tile for fmt in s.formats.values()), default=1)
-        wanted = min(max(num_tokens // SAMPLED_SHARE, LEAST_TOKENS), MOST_TOKENS)
-        num_tiles, num_chosen = math.ceil(num_tokens / tile), math.ceil(wanted / tile)
-        single = runs = torch.arange(num_tokens)
-        expansions = 1.0, 1.0
-        if not s.all_tokens and num_chosen < num_tiles:
-            word = StreamKey(s.seed, "sampled tokens", s.iteration, microbatch).word
-            generator = torch.Generator().manual_seed(word >> 1)  # a seed has 63 bits
-            single = torch.randperm(num_tokens, generator=generator)[:wanted]
-            chosen = torch.randperm(num_tiles, generator=generator)[:num_chosen].sort().values
-            runs = (chosen[:, None] * tile + torch.arange(tile)).reshape(-1)
-            runs = runs[runs < num_tokens]
-            expansions = num_tokens / wanted, num_tiles / num_chosen
-        return torch.cat([single, runs]), len(single), expansions
-
     def _measure(self, call: _Call, sample: _Sample, grad: Tensor) -> None:
         """All ranks of the tensor axis: measure one linear on one microbatch."""
-        placement, weight, formats = call.placement, call.weight, self._settings.formats
+        placement, weight, settings = call.placement, call.weight, self._settings
+        formats, size = settings.formats, placement.tensor.size
         single, count, x = sample.num_single, len(sample.rows), sample.input
-        split = call.output_is_split
-        g = self._try(placement, lambda: _rows_of(grad, sample.rows, split, call.axis))
+        g = self._try(
+            placement, lambda: _rows_of(grad, sample.rows, call.output_is_split, call.axis)
+        )
         # A rank that fails takes part in what its peers exchange, with zeros.
         x = weight.new_zeros((count, weight.shape[1])) if x is None else x
         g = weight.new_zeros((count, weight.shape[0])) if g is None else g
         if call.input_is_split:
             x = sum_over(x, call.axis.group)
-        if split:
+        if call.output_is_split:
             g = sum_over(g, call.axis.group)
         amax = self._shared_amax(call, sample, grad)
         operands = Operands(x[:single], weight, g[:single], x[single:], g[single:], amax)
-        sums = self._try(placement, lambda: self._partial_sums(call, sample, operands))
+        stream = grad_output_stream(settings.seed, placement, settings.iteration, sample.microbatch)
+        sensitivity = self._sensitivities.get(placement.instance)
+        measure = partial(
+            partial_sums, operands, placement.kind, size, formats, stream, sensitivity
+        )
+        sums = self._try(placement, measure)
         if sums is not None:
             own = self._amax.get(placement.name, sums.amax)
             self._amax[placement.name] = torch.maximum(own, sums.amax)
@@ -331,16 +310,6 @@ class StepObserver:
             sums = sums.summed(placement.tensor.group)
         if sums is not None and placement.tensor.rank == 0:
             self._try(placement, lambda: self._add(call, sample, sums, g[:single]))
-
-    def _partial_sums(self, call: _Call, sample: _Sample, operands: Operands) -> PartialSums:
-        s, placement = self._settings, call.placement
-        stream = grad_output_stream(s.seed, placement, s.iteration, sample.microbatch)
-        sensitivity = self._sensitivities.get(placement.instance)
-        # The CPU patch looks at every call of torch in Python; here is nothing to redirect.
-        with torch._C.DisableTorchFunction():
-            return partial_sums(
-                operands, placement.kind, placement.tensor.size, s.formats, stream, sensitivity
-            )
 
     def _try(self, placement: Placement, action: Callable[[], T]) -> T | None:
         """Return the result of `action`; None if measuring has failed: training must go on."""
@@ -353,8 +322,7 @@ class StepObserver:
 
     def _add(self, call: _Call, sample: _Sample, sums: PartialSums, grad: Tensor) -> None:
         """Add one microbatch's sums to its linear's row; `grad` is G of the sample."""
-        with torch._C.DisableTorchFunction():
-            found = totals(sums, call.placement.kind, grad, self._settings.formats)
+        found = totals(sums, call.placement.kind, grad, self._settings.formats)
         health = sums.health
         share = 1.0 / self._topology.context  # of a microbatch: context ranks divide its tokens
         known = {"microbatches": share, "tokens": float(sample.num_tokens)}
@@ -390,7 +358,27 @@ class StepObserver:
         return amax
 
 
-def _add_to(sums: dict[K, Tensor], key: K, row: Tensor) -> None:
+def _draw(
+    s: MeasureSettings, num_tokens: int, microbatch: int
+) -> tuple[Tensor, int, tuple[float, float]]:
+    """Return the sampled tokens, how many are single, and the expansions; alike in all layouts."""
+    tile = max((fmt.tile for fmt in s.formats.values()), default=1)
+    wanted = min(max(num_tokens // SAMPLED_SHARE, LEAST_TOKENS), MOST_TOKENS)
+    num_tiles, num_chosen = math.ceil(num_tokens / tile), math.ceil(wanted / tile)
+    single = runs = torch.arange(num_tokens)
+    expansions = 1.0, 1.0
+    if not s.all_tokens and num_chosen < num_tiles:
+        word = StreamKey(s.seed, "sampled tokens", s.iteration, microbatch).word
+        generator = torch.Generator().manual_seed(word >> 1)  # a seed has 63 bits
+        single = torch.randperm(num_tokens, generator=generator)[:wanted]
+        chosen = torch.randperm(num_tiles, generator=generator)[:num_chosen].sort().values
+        runs = (chosen[:, None] * tile + torch.arange(tile)).reshape(-1)
+        runs = runs[runs < num_tokens]
+        expansions = num_tokens / wanted, num_tiles / num_chosen
+    return torch.cat([single, runs]), len(single), expansions
+
+
+def _add_to(sums: dict[Any, Tensor], key: Any, row: Tensor) -> None:
     sums[key] = sums[key] + row if key in sums else row
 
 

@@ -30,7 +30,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -47,7 +47,7 @@ from megatron.core.utils import unwrap_model
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_snip.collectives import attempt, broadcast_json, gather_json, one_line
+from megatron_snip.collectives import broadcast_json, gather_json, on_rank_0, one_line
 from megatron_snip.errors import SnipError, UsageError
 from megatron_snip.files import read_json, read_record, read_text, write_atomic
 from megatron_snip.reporting.run_directory import versions
@@ -242,7 +242,7 @@ class Checkpoints:
             return
         path = checkpoint_path(self._config.save, progress.iteration)
         partial = path.with_name(f".{path.name}.partial")
-        self._on_rank_0("creating the checkpoint's folder", lambda: make_partial(partial))
+        on_rank_0("creating the checkpoint's folder", lambda: make_partial(partial), self._group)
         with self._state.gathered():
             content = self._template(loading=False) | _random_streams()
             content |= {
@@ -272,7 +272,9 @@ class Checkpoints:
             "files": self._digests(partial, names),
         }
         text = json.dumps(content, indent=1) + "\n"
-        self._on_rank_0("finishing the checkpoint", lambda: finish_checkpoint(path, partial, text))
+        on_rank_0(
+            "finishing the checkpoint", lambda: finish_checkpoint(path, partial, text), self._group
+        )
         self._saved = progress.iteration
 
     def load(self, iteration: int) -> Progress:
@@ -341,9 +343,6 @@ class Checkpoints:
         share = names[dist.get_rank() :: dist.get_world_size()]
         parts = gather_json({name: _sha256(folder / name) for name in share}, self._group)
         return {name: digest for part in parts for name, digest in part.items()}
-
-    def _on_rank_0(self, what: str, action: Callable[[], object]) -> None:
-        attempt(what, action if self._is_rank_0 else lambda: None, self._group)
 
 
 def make_partial(partial: Path) -> None:

@@ -18,6 +18,7 @@ import sysconfig
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +29,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from torch.distributed import ProcessGroup
 
-from megatron_snip.collectives import attempt, broadcast_json
+from megatron_snip.collectives import on_rank_0
 from megatron_snip.trainer.config import BYTE_VOCABULARY, TrainConfig
 
 Batch = dict[str, torch.Tensor]
@@ -86,12 +87,8 @@ def build_datasets(config: TrainConfig, group: ProcessGroup | None) -> Datasets:
         SnipError: on every rank, if the data cannot be prepared.
     """
     folder = (config.run_dir / "data").resolve()
-
-    def prepare() -> dict[str, Any] | None:
-        leads = group is None or torch.distributed.get_rank(group) == 0
-        return prepare_corpus(folder, config.max_corpus_bytes) if leads else None
-
-    source = broadcast_json(attempt("preparing the built-in text", prepare, group), group)
+    prepare = partial(prepare_corpus, folder, config.max_corpus_bytes)
+    source = on_rank_0("preparing the built-in text", prepare, group)
     blends = [([str(Path(source["path"]) / part)], None) for part in ("train", "valid")]
     num_train = config.train_iters * config.global_batch_size
     num_valid = config.eval_iters * config.global_batch_size

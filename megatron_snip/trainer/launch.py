@@ -52,7 +52,6 @@ SAVE_S = 600
 """Seconds in which ranks that save must end after a signal."""
 
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-_SIGNAL_NAMES = frozenset(number.name for number in signal.Signals)
 _SET_PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux's prctl."""
 
@@ -255,7 +254,7 @@ def _main(file: Path) -> int:
     kind, text, status = "", "", 0
     try:
         result = train_as_rank(make_train_config(json.loads(file.read_text())))
-        if result.stopped in _SIGNAL_NAMES:
+        if result.stopped is not None:  # by a signal
             (folder / "stopped").touch()
     except UsageError as error:
         kind, text, status = "usage", str(error), 2

@@ -29,11 +29,12 @@ from torch.distributed import ProcessGroup
 
 from megatron_snip.controller import SnipController
 from megatron_snip.errors import SnipError
+from megatron_snip.linears.training_step import ForwardBackward, Results
 from megatron_snip.reporting.events import Event, Metrics, Reporter, Writer
 from megatron_snip.trainer.checkpoint import Checkpoints, Progress
 from megatron_snip.trainer.config import TrainConfig
 from megatron_snip.trainer.data import Datasets, Samples, iteration_batches
-from megatron_snip.trainer.model import LOSS, ForwardBackward, TrainingState
+from megatron_snip.trainer.model import LOSS, TrainingState
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -44,9 +45,7 @@ class PlainTraining:
     def __init__(self, writers: Sequence[Writer] = ()) -> None:
         self._reporter = Reporter(writers)
 
-    def forward_backward(
-        self, iteration: int, function: ForwardBackward, **kwargs: Any
-    ) -> list[dict[str, Any]]:
+    def forward_backward(self, iteration: int, function: ForwardBackward, **kwargs: Any) -> Results:
         """Call Megatron's function."""
         return function(**kwargs)
 
@@ -56,8 +55,8 @@ class PlainTraining:
 
     def end_iteration(self, iteration: int, metrics: dict[str, Any]) -> None:
         """Report the metrics."""
-        payload = Metrics({**metrics, "lowest_precision_fraction": 0.0})
-        self._reporter.write(Event(iteration, payload))
+        values = Metrics({**metrics, "lowest_precision_fraction": 0.0})
+        self._reporter.write(Event(iteration, values))
 
     def state(self, iteration: int) -> None:
         """Return None: there is no state to save."""

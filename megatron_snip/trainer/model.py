@@ -36,11 +36,9 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_snip.linears.training_step import ForwardBackward
 from megatron_snip.trainer.config import TrainConfig
 from megatron_snip.trainer.initial_weights import initialize_weights
-
-ForwardBackward = Callable[..., list[dict[str, Any]]]
-"""Megatron's forward-backward function (`get_forward_backward_func()`); keyword arguments only."""
 
 DataIterator = Iterator[Any] | list[Iterator[Any]]
 """Yields the microbatches of an iteration; one iterator per model chunk if there are several."""

@@ -1,13 +1,30 @@
-"""Chooses layouts: one launch of ranks runs those of the selected tests, and no other."""
+"""Layouts, and their choice: one launch of ranks runs those of the selected tests, and no other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import pytest
 
+from tests.distributed.launch import run_ranks
+
 T = TypeVar("T")
+Layout = dict[str, Any]
+
+TP2: Layout = {"tensor_model_parallel_size": 2}
+PP2: Layout = {"pipeline_model_parallel_size": 2}
+EP2: Layout = {"expert_model_parallel_size": 2}
+VPP: Layout = {**PP2, "num_layers_per_virtual_pipeline_stage": 1}
+SP: Layout = {"sequence_parallel": True}
+SHARDED: Layout = {"use_distributed_optimizer": True}
+OVERLAP: Layout = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
+TIED: Layout = {"untie_embeddings_and_output_weights": False}
+RECOMPUTE: Layout = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 
 
 def names(layouts: Iterable[str], fast: Iterable[str]) -> list[Any]:
@@ -25,3 +42,13 @@ def selected(request: pytest.FixtureRequest, layouts: Mapping[str, T]) -> dict[s
         for value in getattr(getattr(item, "callspec", None), "params", {}).values()
     }
     return {name: value for name, value in layouts.items() if name in wanted}
+
+
+def results_on(ranks: int, worker: str, layouts: Mapping[str, Layout]) -> Callable[..., Any]:
+    """Return a fixture: what `worker` returns on each rank, by name of the selected layouts."""
+
+    @pytest.fixture(scope="module")
+    def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+        return run_ranks(ranks, worker, {"layouts": selected(request, layouts)})
+
+    return results

@@ -6,17 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.launch import run_ranks
-from tests.distributed.layouts import names, selected
+from tests.distributed.layouts import names, results_on
 from tests.distributed.test_faults import LAYOUTS
 from tests.distributed.workers.bad_plans import START
 
-WORKERS = "tests.distributed.workers.bad_plans"
-
-
-@pytest.fixture(scope="module")
-def bad_plans(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(2, f"{WORKERS}:bad_plans", {"layouts": selected(request, LAYOUTS)})
+bad_plans = results_on(2, "tests.distributed.workers.bad_plans:bad_plans", LAYOUTS)
 
 
 @pytest.mark.parametrize("name", names(["tp", "dp"], []))

@@ -17,15 +17,10 @@ import pytest
 from megatron_snip.planning.plan import read_plan
 from megatron_snip.trainer.checkpoint import checkpoint_path
 from tests.distributed.launch import run_ranks
-from tests.distributed.layouts import names, selected
+from tests.distributed.layouts import EP2, OVERLAP, PP2, SP, TP2, VPP, names, selected
 from tests.distributed.test_trainer import (
     DROPOUT,
-    OVERLAP,
-    PP2,
-    SP,
     TINY,
-    TP2,
-    VPP,
     assert_same_training,
     command,
     run_command,
@@ -37,18 +32,18 @@ STOP = 3
 SNIP = {"enabled": True, "start_step": 3, "interval": 3, "lag": 2, "efficiency_target": 0.5}
 """Measures in iterations 3 and 6; the checkpoint after 3 holds a pending solve."""
 
-EP2 = {"num_experts": 4, "expert_model_parallel_size": 2}
+EXPERTS = {"num_experts": 4, **EP2}
 ETP1 = {"expert_tensor_parallel_size": 1}
 SHARDED_FP32 = {**OVERLAP, "bf16": False}
 
 SAME_LAYOUT: dict[str, dict[str, Any]] = {
     "tp2 snip": {**TP2, **DROPOUT, "snip": SNIP},
     "pp2 interleaved, sharded": {**VPP, **DROPOUT, **OVERLAP},
-    "ep2 sharded": {**EP2, **DROPOUT, **OVERLAP, "snip": SNIP},
+    "ep2 sharded": {**EXPERTS, **DROPOUT, **OVERLAP, "snip": SNIP},
 }
 OTHER_LAYOUT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp2 to pp2": ({**TP2, "bf16": False}, {**PP2, "bf16": False}),
-    "ep2 to tp2 ep2": ({**EP2, "bf16": False}, {**EP2, **TP2, **SP, **ETP1, "bf16": False}),
+    "ep2 to tp2 ep2": ({**EXPERTS, "bf16": False}, {**EXPERTS, **TP2, **SP, **ETP1, "bf16": False}),
     "dp2 sharded to tp2": (SHARDED_FP32, {**SHARDED_FP32, **TP2}),
 }
 

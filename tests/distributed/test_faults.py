@@ -8,25 +8,12 @@ from typing import Any
 import pytest
 
 from tests.distributed.launch import run_ranks
-from tests.distributed.layouts import names, selected
+from tests.distributed.layouts import EP2, OVERLAP, PP2, SHARDED, TP2, names, selected
 from tests.distributed.workers.fault_places import MEASURED, PHASES, PLACES
 
 WORKERS = "tests.distributed.workers.faults"
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp": {"tensor_model_parallel_size": 2},
-    "pp": {"pipeline_model_parallel_size": 2},
-    "dp": {
-        "use_distributed_optimizer": True,
-        "overlap_grad_reduce": True,
-        "overlap_param_gather": True,
-    },
-}
-EXPERTS = {
-    "num_experts": 4,
-    "expert_model_parallel_size": 2,
-    "use_distributed_optimizer": True,
-}
-TWO_RANKS = {**LAYOUTS, "ep": EXPERTS}
+LAYOUTS: dict[str, dict[str, Any]] = {"tp": TP2, "pp": PP2, "dp": OVERLAP}
+TWO_RANKS = {**LAYOUTS, "ep": {"num_experts": 4, **EP2, **SHARDED}}
 REASONS = {
     "moments": "reading the optimizer's state failed on rank 1: RuntimeError: a bug",
     "moments memory": "reading the optimizer's state failed on rank 1: OutOfMemoryError",
@@ -38,6 +25,9 @@ REASONS = {
     "NaN": "no plan from the statistics of iteration ",
     "submit": "RuntimeError: a bug",
     "solve": "RuntimeError: a bug",
+    "infeasible": "efficiency_target: no plan satisfies: target 0.5",
+    "another model": "the plan does not have",
+    "damaged": "does not match its linears",
     "broadcast": "reading the plan failed on rank 1: RuntimeError: a bug",
     "apply": "applying the plan failed on rank 1: RuntimeError: a bug",
 }

@@ -11,29 +11,27 @@ from typing import Any
 import pytest
 
 from tests.distributed.launch import run_ranks
-from tests.distributed.layouts import names, selected
+from tests.distributed.layouts import (
+    EP2,
+    OVERLAP,
+    PP2,
+    RECOMPUTE,
+    SP,
+    TP2,
+    VPP,
+    names,
+    selected,
+)
 
 WORKER = "tests.distributed.workers.frozen:with_and_without"
-TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
-ONE = {
-    "plain": {},
-    "full recompute": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-}
+ONE = {"plain": {}, "full recompute": RECOMPUTE}
 TWO = {
-    "tp": {TP: 2},
-    "tp sp": {TP: 2, "sequence_parallel": True},
-    "pp": {PP: 2, "num_layers": 2},
-    "vpp": {PP: 2, "num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1},
-    "dp distributed optimizer": {
-        "use_distributed_optimizer": True,
-        "overlap_grad_reduce": True,
-        "overlap_param_gather": True,
-    },
-    "ep": {"num_experts": 4, "expert_model_parallel_size": 2},
+    "tp": TP2,
+    "tp sp": {**TP2, **SP},
+    "pp": {**PP2, "num_layers": 2},
+    "vpp": {**VPP, "num_layers": 4},
+    "dp distributed optimizer": OVERLAP,
+    "ep": {"num_experts": 4, **EP2},
 }
 
 

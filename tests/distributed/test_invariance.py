@@ -14,41 +14,38 @@ from typing import Any
 import pytest
 
 from tests.distributed.launch import run_ranks
-from tests.distributed.layouts import names, selected
+from tests.distributed.layouts import (
+    OVERLAP,
+    PP2,
+    RECOMPUTE,
+    SP,
+    TIED,
+    TP2,
+    VPP,
+    names,
+    results_on,
+    selected,
+)
 
 WORKER = "tests.distributed.workers.invariance:refresh_in"
-TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
-DISTRIBUTED = {
-    "use_distributed_optimizer": True,
-    "overlap_grad_reduce": True,
-    "overlap_param_gather": True,
-}
 ONE = {
-    "full recompute": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
+    "full recompute": RECOMPUTE,
     "selective recompute": {"recompute_granularity": "selective"},
 }
 TWO = {
-    "tp": {TP: 2},
-    "tp sp": {TP: 2, "sequence_parallel": True},
-    "pp": {PP: 2},
-    "vpp": {PP: 2, "num_layers_per_virtual_pipeline_stage": 1},
+    "tp": TP2,
+    "tp sp": {**TP2, **SP},
+    "pp": PP2,
+    "vpp": VPP,
     "dp": {},
-    "dp distributed optimizer": DISTRIBUTED,
-    "tied": {TP: 2, "untie_embeddings_and_output_weights": False},
+    "dp distributed optimizer": OVERLAP,
+    "tied": {**TP2, **TIED},
 }
 STAGES = {"pp": [{0, 1}, {2, 3}], "vpp": [{0, 2}, {1, 3}]}
 """Layers of each pipeline rank."""
 FOUR = {
-    "tp pp": {TP: 2, PP: 2},
-    "tp sp dp distributed optimizer": {
-        TP: 2,
-        "sequence_parallel": True,
-        **DISTRIBUTED,
-    },
+    "tp pp": {**TP2, **PP2},
+    "tp sp dp distributed optimizer": {**TP2, **SP, **OVERLAP},
 }
 FAST = ["tp sp", "pp", "dp distributed optimizer"]
 RTOL = 1e-3
@@ -60,7 +57,7 @@ SIGNED = "first"
 
 @pytest.fixture(scope="module")
 def reference(request: pytest.FixtureRequest) -> dict[str, Any]:
-    others = {**ONE, "tied": {"untie_embeddings_and_output_weights": False}}
+    others = {**ONE, "tied": TIED}
     layouts = {"plain": {}, **selected(request, others)}
     return run_ranks(1, WORKER, {"layouts": layouts})[0]
 
@@ -144,9 +141,8 @@ def test_recomputing_activations_changes_nothing(reference: dict[str, Any], name
     check(reference[name], reference["plain"])
 
 
-@pytest.fixture(scope="module")
-def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(2, WORKER, {"layouts": selected(request, TWO)})
+two_ranks = results_on(2, WORKER, TWO)
+four_ranks = results_on(4, WORKER, FOUR)
 
 
 @pytest.mark.parametrize("name", names(TWO, FAST))
@@ -169,11 +165,6 @@ def test_stages_are_the_pipelines(two_ranks: list[dict[str, Any]], name: str) ->
         for stage in range(2)
     ]
     assert layers == STAGES[name]
-
-
-@pytest.fixture(scope="module")
-def four_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(4, WORKER, {"layouts": selected(request, FOUR)})
 
 
 @pytest.mark.parametrize("name", names(FOUR, []))

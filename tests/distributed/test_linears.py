@@ -7,15 +7,10 @@ from typing import Any
 import pytest
 
 from tests.distributed.launch import run_ranks
+from tests.distributed.layouts import PP2, SHARDED, SP, TP2
 
 WORKERS = "tests.distributed.workers.linears"
-TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
-LAYOUTS = {
-    "tp": {TP: 2},
-    "tp sp": {TP: 2, "sequence_parallel": True},
-    "pp": {PP: 2},
-    "dp": {"use_distributed_optimizer": True},
-}
+LAYOUTS = {"tp": TP2, "tp sp": {**TP2, **SP}, "pp": PP2, "dp": SHARDED}
 # FP32 results sum up to 512 products in another order; BF16 ones are rounded once more.
 TOLERANCE = {"gated bf16": 2.0**-7}
 

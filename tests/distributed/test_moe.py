@@ -11,44 +11,28 @@ from typing import Any
 import pytest
 
 from tests.distributed.launch import run_ranks
-from tests.distributed.layouts import names, selected
+from tests.distributed.layouts import EP2, OVERLAP, SP, TP2, names, results_on
 from tests.distributed.test_invariance import check_statistics
 
 WORKER = "tests.distributed.workers.invariance:refresh_of_experts_in"
-EP = {"expert_model_parallel_size": 2}
-TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-DISTRIBUTED = {
-    "use_distributed_optimizer": True,
-    "overlap_grad_reduce": True,
-    "overlap_param_gather": True,
-}
-ONE: dict[str, dict[str, Any]] = {"plain": {}}
 TWO: dict[str, dict[str, Any]] = {
     "dp": {},
-    "ep": EP,
-    "ep allgather": {**EP, "moe_token_dispatcher_type": "allgather"},
-    "tp ep": {**TP, **EP, "expert_tensor_parallel_size": 1},
+    "ep": EP2,
+    "ep allgather": {**EP2, "moe_token_dispatcher_type": "allgather"},
+    "tp ep": {**TP2, **SP, **EP2, "expert_tensor_parallel_size": 1},
 }
 FOUR: dict[str, dict[str, Any]] = {
-    "dp ep distributed optimizer": {**EP, **DISTRIBUTED},
-    "tp dp ep": {**TP, **EP},
+    "dp ep distributed optimizer": {**EP2, **OVERLAP},
+    "tp dp ep": {**TP2, **SP, **EP2},
 }
 RTOL = 1e-3
+two_ranks = results_on(2, WORKER, TWO)
+four_ranks = results_on(4, WORKER, FOUR)
 
 
 @pytest.fixture(scope="module")
 def one_rank() -> dict[str, Any]:
-    return run_ranks(1, WORKER, {"layouts": ONE})[0]
-
-
-@pytest.fixture(scope="module")
-def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(2, WORKER, {"layouts": selected(request, TWO)})
-
-
-@pytest.fixture(scope="module")
-def four_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(4, WORKER, {"layouts": selected(request, FOUR)})
+    return run_ranks(1, WORKER, {"layouts": {"plain": {}}})[0]
 
 
 def worst_experts(health: list[dict[str, Any]]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.launch import run_ranks
+from tests.distributed.layouts import OVERLAP, SHARDED
 from tests.unit.statistics.equations import Toy, largest_error
 from tests.unit.statistics.test_health import check_health
 
@@ -17,13 +18,12 @@ TOYS: dict[str, dict[str, Any]] = {
     "column, tokens split": {"kind": "column", "axis": "tensor", "split": True},
     "data": {"kind": "row", "axis": "data"},
 }
-OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "fp32": {},
-    "fp32 distributed": {"use_distributed_optimizer": True},
+    "fp32 distributed": SHARDED,
     "bf16": {"bf16": True},
-    "bf16 distributed": {"bf16": True, "use_distributed_optimizer": True},
-    "bf16 distributed, overlapped": {"bf16": True, "use_distributed_optimizer": True, **OVERLAP},
+    "bf16 distributed": {"bf16": True, **SHARDED},
+    "bf16 distributed, overlapped": {"bf16": True, **OVERLAP},
 }
 CLASSES = {
     "fp32": "FP32Optimizer",

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.distributed.launch import run_ranks
+from tests.distributed.layouts import SP, TP2
 from tests.distributed.test_invariance import check
 
 pytestmark = pytest.mark.slow
 
-LAYOUT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 WORDS = {"fp8": "mxfp8", "fp4": "nvfp4", "bf16": "bf16"}
 """What runs on a Blackwell GPU."""
 
@@ -23,7 +23,7 @@ WORDS = {"fp8": "mxfp8", "fp4": "nvfp4", "bf16": "bf16"}
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
     worker = "tests.distributed.workers.te:everything"
-    return run_ranks(2, worker, {"values": LAYOUT})
+    return run_ranks(2, worker, {"values": {**TP2, **SP}})
 
 
 def test_statistics_are_those_of_megatrons_own_linears(ranks: list[dict[str, Any]]) -> None:

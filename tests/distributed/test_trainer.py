@@ -22,6 +22,7 @@ import yaml
 
 from megatron_snip.trainer.launch import ANSWER_S, SAVED_AND_STOPPED
 from tests.distributed.launch import ROOT, TIMEOUT_S, run_ranks
+from tests.distributed.layouts import OVERLAP, PP2, RECOMPUTE, SHARDED, SP, TIED, TP2, VPP
 
 TINY = {
     "num_layers": 4,
@@ -37,19 +38,7 @@ TINY = {
     "max_corpus_bytes": 200_000,
     "bf16": False,
 }
-TP2 = {"tensor_model_parallel_size": 2}
-PP2 = {"pipeline_model_parallel_size": 2}
-VPP = {**PP2, "num_layers_per_virtual_pipeline_stage": 1}
-SP = {"sequence_parallel": True}
-SHARDED = {"use_distributed_optimizer": True}
-OVERLAP = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
-RECOMPUTE = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-TIED = {"untie_embeddings_and_output_weights": False}
 
 NOISY = {**TP2, **DROPOUT, "bf16": True}
 

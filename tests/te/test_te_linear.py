@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager, fp8_a
 
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.te import quantizers
 from megatron_snip.linears.te.linear import FreshWeights, PlannedTELinear
 from megatron_snip.options import BF16, Option
 from megatron_snip.topology import Topology
@@ -184,6 +186,22 @@ def test_recomputed_forwards_run_the_plan() -> None:
             found.append(results(model))
             assert step(model, under) == expected(under, CHOICES)
     assert equal(*found)
+
+
+def test_a_checkpoint_names_the_factory_of_a_custom_recipe() -> None:
+    """Transformer Engine pickles a custom recipe into the state, and none of its own recipes."""
+    with planned() as (model, under):
+        apply(under, CHOICES)
+        losses(model)
+        state = model.state_dict()
+        kept = {n: state[f"{n}._extra_state"].numpy().tobytes() for n in by_name(under)}
+        for name, held in kept.items():
+            assert bool(held) == name.endswith("linear_fc1")
+            if held:
+                assert pickle.loads(held)["recipe"].qfactory is quantizers.nvfp4_mxfp8_bf16
+        before = losses(model)
+        model.load_state_dict(state)
+        assert losses(model) == before
 
 
 def test_uninstalling_restores_every_module(caplog: pytest.LogCaptureFixture) -> None:

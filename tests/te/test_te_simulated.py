@@ -103,6 +103,21 @@ def test_bf16_is_transformer_engine_bit_by_bit(grouped: bool) -> None:
 
 
 @pytest.mark.real_te
+def test_biases_of_grouped_experts_are_added() -> None:
+    model = build(grouped=True, add_bias_linear=True, **EXPERTS)
+    biases = {n: p for n, p in model.named_parameters() if ".experts." in n and ".bias" in n}
+    assert len(biases) == 2 * 2 * EXPERTS["num_moe_experts"]
+    for bias in biases.values():
+        torch.nn.init.normal_(bias)
+    plain = losses(model), gradients(model)
+    model.zero_grad()
+    found = run(model, planned(model, "simulate", lambda _: "bf16-bf16-fp8"))
+    assert found[0] == pytest.approx(plain[0], rel=1e-5)
+    for name in biases:
+        torch.testing.assert_close(found[1][name], plain[1][name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.real_te
 def test_fused_weight_gradients_add_up_in_main_grad() -> None:
     for changes in ({}, {**EXPERTS, "grouped": True}):
         model = build(**changes)

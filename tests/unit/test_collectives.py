@@ -24,9 +24,8 @@ def test_one_rank_fails_as_many_do() -> None:
     def fail() -> None:
         raise KeyError("reason")
 
-    with pytest.raises(RemoteFailure, match="trying failed on rank 0: KeyError: 'reason'") as error:
+    with pytest.raises(RemoteFailure, match=r"trying failed on rank 0: KeyError: 'reason'$"):
         attempt("trying", fail, None)
-    assert error.value.failures == {0: "KeyError: 'reason'"}
     assert attempt("trying", lambda: 5, None) == 5
 
 

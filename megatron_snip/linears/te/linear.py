@@ -25,9 +25,8 @@ from torch import Tensor
 
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import get_format
-from megatron_snip.linears import availability
-from megatron_snip.linears.availability import Machine
 from megatron_snip.linears.runtime import Runtime
+from megatron_snip.linears.te.machine import Machine, te_recipe, te_refusal
 from megatron_snip.linears.te.modules import (
     EXTENSION,
     gathers_input,
@@ -146,7 +145,7 @@ class PlannedTELinear(ObservedTELinear):
         if option == self._option:
             return
         self._option = option
-        self._planned = quant_params(availability.te_recipe(option, self._machine))
+        self._planned = quant_params(te_recipe(option, self._machine))
         reset_quantizers(self.module)
         if self._hooks:
             setattr(self.module, _PARAMS, self._planned)
@@ -154,14 +153,14 @@ class PlannedTELinear(ObservedTELinear):
     @property
     def recipe(self) -> str:
         """Label of what Transformer Engine runs."""
-        return str(availability.te_recipe(self._option, self._machine))
+        return str(te_recipe(self._option, self._machine))
 
     def refusal(self, option: Option) -> str | None:
         """Return why this linear cannot run `option` here, or None if it can."""
-        reason = availability.te_refusal(option, self._machine)
+        reason = te_refusal(option, self._machine)
         if reason is not None:
             return reason
-        recipe = availability.te_recipe(option, self._machine)
+        recipe = te_recipe(option, self._machine)
         if self._grouped and not recipe.is_uniform:
             return "grouped experts take one format for all three GEMMs"
         if gathers_input(self.module) and _wgrad_is_finer(recipe):

@@ -16,7 +16,7 @@ from megatron_snip.planning.planner import make_plan
 from megatron_snip.types import Gemm, Operand
 from tests.distributed.workers import small_model
 from tests.distributed.workers.broken_format import broken_format
-from tests.distributed.workers.controller import MODEL, FakeSolver, planned
+from tests.distributed.workers.controller import MODEL, planned
 from tests.distributed.workers.small_model import SyntheticTokens, Trainer, layout
 
 START = 15
@@ -75,9 +75,18 @@ def stop_refreshes(controller: SnipController) -> None:
     controller._schedule._is_due = lambda i, wanted_at: i <= START + 1 and due(i, wanted_at)
 
 
-def all_fp4(problem: Any, settings: Any, *rest: Any) -> PrecisionPlan:
-    """Put every linear into fp4."""
-    return make_plan(problem, settings.model_copy(update={"policy": "uniform-fp4"}), *rest)
+class AllFp4:
+    """A solver that puts every linear into fp4."""
+
+    def submit(self, problem: Any, settings: Any, *rest: Any) -> None:
+        settings = settings.model_copy(update={"policy": "uniform-fp4"})
+        self._plan = make_plan(problem, settings, *rest)
+
+    def result(self, timeout_s: float) -> PrecisionPlan:
+        return self._plan
+
+    def close(self) -> None:
+        pass
 
 
 def bad_plans(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -93,7 +102,7 @@ def bad_plans(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _bad_plan(values: dict[str, Any], how: str, steps: int) -> dict[str, Any]:
-    solver: Any = FakeSolver(all_fp4) if dist.get_rank() == 0 else None
+    solver: Any = AllFp4() if dist.get_rank() == 0 else None
     with learnable(values) as trainer, broken_format("fp4", BREAKS[how]):
         controller = trainer.controller(GUARDED, solver)
         stop_refreshes(controller)

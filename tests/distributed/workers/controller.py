@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from megatron_snip.controller import SnipController
 from megatron_snip.errors import SnipError
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan, assignment_digest, write_plan
-from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.solver_process import SolverProcess, worker_command
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.state import ControllerState
@@ -50,68 +48,15 @@ os.execv(worker[0], worker)
 """
 
 
-class FakeSolver:
-    """Answers with `outcome` until it is healed, then with real plans made on the spot."""
-
-    def __init__(self, outcome: Callable[..., PrecisionPlan]) -> None:
-        self.healed = False
-        self._outcome = outcome
-        self._arguments: tuple[Any, ...] = ()
-
-    def submit(self, *arguments: Any) -> None:
-        self._arguments = arguments
-
-    def result(self, timeout_s: float) -> PrecisionPlan:
-        return (make_plan if self.healed else self._outcome)(*self._arguments)
-
-    def close(self) -> None:
-        pass
-
-
-def infeasible(problem: Any, settings: Any, *rest: Any) -> PrecisionPlan:
-    """Plan with every linear pinned to the other format: the target is out of reach."""
-    pins = {"pins": (("*", "fp8"),)}
-    return make_plan(problem, settings.model_copy(update=pins), *rest)
-
-
-def of_another_model(*arguments: Any) -> PrecisionPlan:
-    plan = make_plan(*arguments)
-    linears = dict(list(plan.linears.items())[1:])
-    digest = assignment_digest(linears)
-    return plan.model_copy(update={"linears": linears, "digest": digest})
-
-
-def damaged(*arguments: Any) -> PrecisionPlan:
-    return make_plan(*arguments).model_copy(update={"digest": "0" * 64})
-
-
-FAKES = {
-    "infeasible": infeasible,
-    "another model": of_another_model,
-    "damaged": damaged,
-}
-
-
-def solver_faults(values: dict[str, Any], faults: list[str], folder: str) -> dict[str, Any]:
-    """One fault at a time: refresh, fail, go on, heal, refresh again."""
-    results = {}
-    for fault in faults:
-        with layout({**MODEL, **values}) as trainer:
-            results[fault] = _with_fault(trainer, fault, Path(folder))
-    return results
-
-
-def _with_fault(trainer: Trainer, fault: str, folder: Path) -> dict[str, Any]:
-    healed = folder / f"{fault}.healed"
-    solver: Any = None
+def solver_crash(values: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Refresh while the solver's process crashes, go on, heal, refresh again."""
+    healed, solver = Path(folder) / "healed", None
     if dist.get_rank() == 0:
-        if fault in FAKES:
-            solver = FakeSolver(FAKES[fault])
-        else:
-            child = [sys.executable, "-c", CRASHING_CHILD, str(healed), *worker_command()]
-            solver = SolverProcess(child)
-    controller = trainer.controller(SNIP, solver)
-    try:
+        solver = SolverProcess(
+            [sys.executable, "-c", CRASHING_CHILD, str(healed), *worker_command()]
+        )
+    with layout({**MODEL, **values}) as trainer:
+        controller = trainer.controller(SNIP, solver)
         before = controller.plan.digest
         trainer.advance(4, controller)
         after = {
@@ -121,10 +66,7 @@ def _with_fault(trainer: Trainer, fault: str, folder: Path) -> dict[str, Any]:
             "history": list(controller.history),
         }
         healed.touch()
-        if isinstance(solver, FakeSolver):
-            solver.healed = True
         trainer.advance(4, controller)
-    finally:
         controller.close()
     return {
         **after,
@@ -152,7 +94,6 @@ def cycles(layout_values: dict[str, Any], folder: str) -> dict[str, Any]:
         "collect only": _run(
             layout_values, {**SNIP, "collect_only": True, "alert": "underflow>0.01"}, None
         ),
-        "plain": _plain(layout_values),
     }
 
 
@@ -183,12 +124,6 @@ def _run(
 def planned(trainer: Trainer) -> list[tuple[int, int, int]]:
     """(iteration, measured iteration, linears changed) of every plan applied."""
     return [(i, a.plan.iteration, a.num_changed) for i, a in trainer.events.applied]
-
-
-def _plain(layout_values: dict[str, Any]) -> dict[str, Any]:
-    with layout({**MODEL, **layout_values}) as trainer:
-        trainer.advance(9, trainer.plain())
-        return trainer.digests()
 
 
 def _resumed(layout_values: dict[str, Any]) -> dict[str, Any]:

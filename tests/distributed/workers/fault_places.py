@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_snip import refresh
+from megatron_snip.errors import InfeasiblePlanError
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.planning.plan import PrecisionPlan, assignment_digest
 from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.statistics import observer, reduce, sensitivity
 
@@ -40,6 +41,21 @@ def no_memory(call: Callable[[], Any]) -> Any:
 
 def killed(call: Callable[[], Any]) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def infeasible(call: Callable[[], Any]) -> Any:
+    call()
+    raise InfeasiblePlanError("no plan satisfies: target 0.5")
+
+
+def of_another_model(call: Callable[[], Any]) -> Any:
+    plan = call()
+    linears = dict(list(plan.linears.items())[1:])
+    return plan.model_copy(update={"linears": linears, "digest": assignment_digest(linears)})
+
+
+def damaged(call: Callable[[], Any]) -> Any:
+    return call().model_copy(update={"digest": "0" * 64})
 
 
 def not_a_number(call: Callable[[], Any]) -> Any:
@@ -82,13 +98,17 @@ PLACES: dict[str, tuple[Place, Strike]] = {
     "NaN": (BACKWARD, not_a_number),
     "submit": (SUBMIT, bug),
     "solve": (SOLVE, half_done),  # a result that is not taken would block the next submit
+    "infeasible": (SOLVE, infeasible),
+    "another model": (SOLVE, of_another_model),
+    "damaged": (SOLVE, damaged),
     "broadcast": (BROADCAST, bug),
     "apply": (APPLY, half_done),
 }
 """Faults after which all ranks keep the old plan. They strike on the last rank; the solver is on
 rank 0."""
 
-MEASURED = ("NaN", "submit", "solve", "broadcast", "apply")
+_LATE = (SUBMIT, SOLVE, BROADCAST, APPLY)
+MEASURED = ("NaN", *(fault for fault, (place, _) in PLACES.items() if place in _LATE))
 """Faults of refreshes that have measured."""
 
 KILLED: dict[str, tuple[Place, Strike]] = {

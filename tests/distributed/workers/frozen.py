@@ -9,10 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from megatron_snip.planning.plan import write_plan
-from tests.distributed.workers.small_model import layout
+from tests.distributed.workers.small_model import layout, save_random_plan
 
 MODEL = {
     "num_layers": 1,
@@ -37,11 +34,7 @@ def with_and_without(layouts: dict[str, dict[str, Any]], folder: str) -> dict[st
 
 def _both(values: dict[str, Any], file: Path) -> dict[str, Any]:
     with layout(values) as trainer:
-        controller = trainer.controller({"policy": "random", "efficiency_target": 0.5})
-        if dist.get_rank() == 0:
-            write_plan(controller.plan, file)
-        controller.close()
-        dist.barrier()
+        save_random_plan(trainer, file)
     observed = {"interval": 5, "start_step": 3, "measure_fraction": 0.34}
     return {
         "with": _train(values, {**FROZEN, "plan_file": file, **observed}),

@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_snip import pending_solve, refresh
 from megatron_snip.config import SnipConfig
 from megatron_snip.controller import SnipController
 from megatron_snip.log import forget_warnings
 from megatron_snip.patches import cpu
+from megatron_snip.planning.plan import write_plan
 from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, PlanApplied, Writer
 from megatron_snip.state import ControllerState
 from megatron_snip.statistics.records import StatisticsTable
@@ -233,6 +235,15 @@ def layout(values: dict[str, Any]) -> Iterator[Trainer]:
         destroy_parallel_state()
 
 
+def save_random_plan(trainer: Trainer, file: Path, **snip: Any) -> None:
+    """Write the plan of the policy `random` for a target of a half."""
+    controller = trainer.controller({"policy": "random", "efficiency_target": 0.5, **snip})
+    if dist.get_rank() == 0:
+        write_plan(controller.plan, file)
+    controller.close()
+    dist.barrier()
+
+
 def refresh_json(trainer: Trainer, controller: SnipController) -> dict[str, Any]:
     """What the first refresh found and what was decided after it."""
     refresh = trainer.measured
@@ -240,7 +251,7 @@ def refresh_json(trainer: Trainer, controller: SnipController) -> dict[str, Any]
         "plan": {n: str(o) for n, o in controller.plan.linears.items()},
         "history": controller.history,
         "statistics": statistics_json(refresh.statistics),
-        "health": [] if refresh.health is None else refresh.health.to_dict()["linears"],
+        "health": refresh.health.to_dict()["linears"],
         "divergences": {
             linear.name: {str(o): vars(d) for o, d in linear.options.items()}
             for linear in refresh.divergences.linears

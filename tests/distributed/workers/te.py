@@ -22,7 +22,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import TELinear
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -30,13 +29,12 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from megatron_snip.formats import Format
-from megatron_snip.linears.availability import measured_format, this_machine
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.te.machine import measured_format, this_machine
 from megatron_snip.patches import cpu
-from megatron_snip.planning.plan import write_plan
 from megatron_snip.trainer import model as trainer_model
-from tests.distributed.workers.small_model import layout, refresh_json
+from tests.distributed.workers.small_model import layout, refresh_json, save_random_plan
 from tests.te.models import EXPERTS, build, copy_weights
 from tests.te.test_te_statistics import Seen, agree, observed
 
@@ -152,12 +150,7 @@ def _frozen(values: dict[str, Any], snip: dict[str, Any]) -> dict[str, Any]:
     file = Path(tempfile.gettempdir()) / f"snip-te-{os.environ['MASTER_PORT']}.json"
     settings = {"collect_only": True, "plan_file": file, "formats": FORMATS}
     with _linears(te=True), layout(values) as trainer:
-        random = {"policy": "random", "efficiency_target": 0.5, "formats": FORMATS}
-        controller = trainer.controller(random)
-        if dist.get_rank() == 0:
-            write_plan(controller.plan, file)
-        controller.close()
-        dist.barrier()
+        save_random_plan(trainer, file, formats=FORMATS)
         before = FP8GlobalStateManager.entered
         controller = trainer.run(4, {**settings, **snip})
         return {

@@ -8,7 +8,7 @@ from megatron_snip.__main__ import main
 from megatron_snip.cli import doctor
 from megatron_snip.cli.doctor import recommended_command
 from megatron_snip.formats import FORMATS
-from megatron_snip.linears.availability import Machine
+from megatron_snip.linears.te.machine import Machine
 
 TE = {"te_version": "2.20.2"}
 

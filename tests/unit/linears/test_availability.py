@@ -10,13 +10,8 @@ import pytest
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.formats import FORMATS
-from megatron_snip.linears.availability import (
-    AvailableOptions,
-    Machine,
-    available_options,
-    te_recipe,
-    te_refusal,
-)
+from megatron_snip.linears.availability import AvailableOptions, available_options
+from megatron_snip.linears.te.machine import Machine, te_recipe, te_refusal
 from megatron_snip.options import BF16, Option, enumerate_options
 from megatron_snip.topology import Topology
 

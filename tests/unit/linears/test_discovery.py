@@ -10,13 +10,7 @@ from megatron_snip.linears.discovery import current_topology, find_linears, glob
 from megatron_snip.log import forget_warnings
 from megatron_snip.topology import Axis, Placement, Topology
 from tests.unit.linears.conftest import MakeModel
-
-IN_LAYER = (
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
+from tests.unit.planning.build import MODULES as IN_LAYER
 
 
 def test_without_megatron_s_groups_there_is_no_topology(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from megatron.core.models.T5.t5_spec import (
     decoder_model_with_local_spec,
     encoder_model_with_local_spec,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import get_format
@@ -21,6 +22,7 @@ from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import BF16, Option
 from megatron_snip.statistics.observer import MeasureSettings, StepObserver
 from megatron_snip.topology import Topology
+from tests.te.models import losses
 from tests.unit.linears.conftest import MakeModel
 from tests.unit.planning.build import plan_of
 
@@ -50,6 +52,39 @@ def test_installing_applying_and_removing(make_model: MakeModel) -> None:
     model.uninstall()
     model.uninstall()
     assert overridden(model) == [False] * 8
+
+
+class Operations(TorchDispatchMode):
+    """Keeps the name of every operation, those of the backward included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_iteration_that_is_not_observed_runs_megatron_s_operations(
+    make_model: MakeModel,
+) -> None:
+    built = make_model(hidden_dropout=0.0)
+
+    def operations() -> list[str]:
+        with Operations() as mode:
+            losses(built)
+        return mode.names
+
+    operations()  # fills Megatron's caches
+    wanted = operations()
+    model = PlannedModel([built], Topology(), seed=0)
+    model.install()
+    assert operations() == wanted
+    observer = StepObserver(MeasureSettings({"fp8": get_format("fp8")}, 1, 0), Topology(), {})
+    with model.runtime.observed_by(observer):
+        assert len(operations()) > 2 * len(wanted)
+    assert operations() == wanted
 
 
 def test_weights_are_the_trained_ones_of_the_names(make_model: MakeModel) -> None:
@@ -95,7 +130,7 @@ def test_encoders_are_measured_and_run_their_plan(make_model: MakeModel, kind: s
     with model.runtime.observed_by(observer):
         measured = loss()
         measured.backward()
-    table = observer.table(model.all_linears, 1.0, None)
+    table, _ = observer.table(model.all_linears, 1.0, None)
     assert measured == wanted and all(row.microbatches == 1 for row in table.linears)
     assert all(row.formats["fp8"].fisher > 0 for row in table.linears)
     model.apply({info.name: FP8 for info in model.all_linears})

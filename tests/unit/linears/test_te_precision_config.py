@@ -23,13 +23,8 @@ from megatron_snip.linears.te.precision_config import (
 )
 from megatron_snip.linears.te.recipe import FORMAT_OF_RECIPE, TERecipe, recipe_from_fields
 from megatron_snip.options import Option
+from tests.unit.planning.build import MODULES
 
-MODULES = (
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
 EXPERTS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
 MIXED = Option.parse("nvfp4-mxfp8-bf16")
 OPTIONS = (*map(Option.uniform, FORMAT_OF_RECIPE.values()), MIXED)

@@ -11,6 +11,13 @@ from megatron_snip.planning.plan import PrecisionPlan, assignment_digest
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 
+MODULES = (
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+"""Linears of a layer."""
 SAVING = {"bf16": 0.0, "fp8": 0.0, "fp4": 1.0, "fp4-fp8-fp8": 1 / 3}
 
 

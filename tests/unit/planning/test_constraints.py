@@ -93,8 +93,8 @@ def test_reported_conflicts_are_infeasible_and_minimal() -> None:
         problem, settings = instance.problem, instance.settings
         if settings.pipeline_balance == "bottleneck" or brute_force(problem, settings) is not None:
             continue
-        labels = conflict(problem, **settings.to_dict()).conflicts
-        constraints = constraints_of(problem, **settings.to_dict())
+        labels = conflict(problem, **settings.model_dump()).conflicts
+        constraints = constraints_of(problem, **settings.model_dump())
         for left_out in (None, *labels):
             active = [label for label in labels if label != left_out]
             feasible = max_saving_assignment(constraints.task(active)) is not None

@@ -10,7 +10,6 @@ from megatron_snip.planning.plan import (
     PrecisionPlan,
     assignment_digest,
     read_plan,
-    relative_gap,
     write_plan,
 )
 from tests.unit.planning.build import name_of, plan_of
@@ -92,5 +91,4 @@ def test_a_plan_of_another_model_is_refused_with_all_differences() -> None:
     ],
 )
 def test_gap(objective: float | None, bound: float | None, gap: float | None) -> None:
-    assert relative_gap(objective, bound) == gap
     assert plan_of(["fp8"], objective=objective, bound=bound).gap == gap

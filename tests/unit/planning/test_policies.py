@@ -14,21 +14,23 @@ from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.policies import POLICIES, get_policy, policy_names
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
-from tests.unit.planning.build import constraints_of, name_of, options_of, plan_of, problem_of
+from tests.unit.planning.build import (
+    MODULES,
+    constraints_of,
+    name_of,
+    options_of,
+    plan_of,
+    problem_of,
+)
 from tests.unit.planning.instances import random_instance
 
 LINEARS = ("random", "min-abs-err", "min-rel-err", "norms", "layer-type", "layer-id", "last-blocks")
 """They lower one linear after the other."""
 WITH_TARGET = ("snip", "greedy", *LINEARS)
 GEMMS = ("random-gemm", "grads-first")
+SCORES = ("abs_error", "rel_error", "norms")
 NUM = 24
 FLOPS = [3.0, 1.0, 8.0, 4.0] * 6
-KINDS = (
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
 
 
 def with_scores(problem: PlanningProblem) -> PlanningProblem:
@@ -36,15 +38,7 @@ def with_scores(problem: PlanningProblem) -> PlanningProblem:
     linears = []
     for linear in problem.linears:
         options = {
-            name: cost.model_copy(
-                update={
-                    "scores": {
-                        "abs_error": random.random(),
-                        "rel_error": random.random(),
-                        "norms": random.random(),
-                    }
-                }
-            )
+            name: cost.model_copy(update={"scores": {s: random.random() for s in SCORES}})
             for name, cost in linear.options.items()
         }
         linears.append(linear.model_copy(update={"options": options}))
@@ -66,7 +60,7 @@ def named(layers: int) -> PlanningProblem:
     linears = tuple(
         LinearChoices(name=name_of(layer, kind), stage=0, flops=1.0, options=options)
         for layer in range(layers)
-        for kind in KINDS
+        for kind in MODULES
     )
     return PlanningProblem(linears=linears, target=0.5)
 
@@ -100,7 +94,7 @@ def test_with_options_per_gemm_all_shares_are_equal_to_within_one_gemm(
 ) -> None:
     random = np.random.default_rng(seed)
     linears = []
-    for layer, kind in itertools.product(range(6), KINDS):
+    for layer, kind in itertools.product(range(6), MODULES):
         flops, loss = float(random.integers(1, 9)), random.random()
         options = {}
         for option in enumerate_options(("bf16", "fp8", "fp4"), "gemm"):
@@ -147,7 +141,7 @@ def test_no_linear_is_lowered_without_need(policy: str) -> None:
         )
         with contextlib.suppress(InfeasiblePlanError):
             made = make_plan(problem, chosen)
-            task = constraints_of(problem, **chosen.to_dict()).checked_task()
+            task = constraints_of(problem, **chosen.model_dump()).checked_task()
             table, gains = task.table, task.table.overall_row.coefficients
             columns = table.columns_of(options_of(made))
             needed: dict[int, list[bool]] = {}
@@ -195,9 +189,9 @@ def test_greedy_follows_lower_hulls_and_rounds_up_little() -> None:
 
 def test_layer_policies_protect_fc2_and_the_outer_layers() -> None:
     problem = named(3)
-    assert lowered("layer-type", problem, 3 / 12) == [name_of(i, KINDS[2]) for i in range(3)]
+    assert lowered("layer-type", problem, 3 / 12) == [name_of(i, MODULES[2]) for i in range(3)]
     protected = set(problem.names) - set(lowered("layer-type", problem, 9 / 12))
-    assert protected == {name_of(i, KINDS[3]) for i in range(3)}
+    assert protected == {name_of(i, MODULES[3]) for i in range(3)}
     names = lowered("layer-id", named(12), 0.5)
     assert {int(name.split(".")[2]) for name in names} == {3, 4, 5, 6, 7, 8}
     rows = [row.model_copy(update={"name": f"n{i}"}) for i, row in enumerate(named(1).linears)]

@@ -32,13 +32,8 @@ from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.statistics.health_table import HealthTable, LinearHealth, OperandHealth
 from megatron_snip.statistics.records import FormatStatistics, LinearStatistics, StatisticsTable
 from megatron_snip.types import Gemm, Operand
+from tests.unit.planning.build import MODULES
 
-KINDS = (
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
 WIDTHS = (3, 1, 4, 4)
 FORMAT_ERROR = {"bf16": 0.0, "fp8": 0.01, "fp4": 0.3}
 
@@ -54,7 +49,7 @@ class Shape:
     iterations: int = 24
     layers: int = 3
     stages: int = 1
-    kinds: tuple[str, ...] = KINDS
+    kinds: tuple[str, ...] = MODULES
     notices: tuple[tuple[int, Notice], ...] = ()
     backend: str | None = None
     note: str = ""

@@ -15,7 +15,8 @@ import yaml
 from megatron_snip.reporting.events import Notice
 from megatron_snip.reporting.report import frontier_of, last_gap, make_report, read_reference
 from megatron_snip.reporting.run_record import read_run
-from tests.unit.reporting.runs import KINDS, Shape, config, write_run
+from tests.unit.planning.build import MODULES
+from tests.unit.reporting.runs import Shape, config, write_run
 
 pytestmark = pytest.mark.filterwarnings("error:constrained_layout")  # labels left no room
 
@@ -55,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     hostile = Shape(
         config(),
-        kinds=(*KINDS[:3], f"mlp.{HOSTILE}"),
+        kinds=(*MODULES[:3], f"mlp.{HOSTILE}"),
         notices=((9, Notice("reverted", HOSTILE)), (13, Notice("refresh_failed", "out of memory"))),
         backend="simulate",
         note=HOSTILE,

@@ -98,8 +98,8 @@ class Toy:
             output = torch.nn.functional.linear(full if split else x, weight)
             tapped = observer.observe(place, x, weight, output, input_is_split=split)
             tapped.backward(g)
-        table = observer.table([self.placement(Topology()).info], grad_scale, 2.0)
-        self.health = observer.health
+        info = self.placement(Topology()).info
+        table, self.health = observer.table([info], grad_scale, 2.0)
         return table
 
     def _shard(self, t: torch.Tensor, dim: int, kind: str, topology: Topology) -> torch.Tensor:

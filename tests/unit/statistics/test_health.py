@@ -123,9 +123,8 @@ def test_the_worst_expert_is_the_worst_of_experts_measured_alone() -> None:
         for x, g in zip(toy.inputs, toy.grads, strict=True):
             weight = toy.weight.clone().requires_grad_()
             observer.observe(place, x, weight, torch.nn.functional.linear(x, weight)).backward(g)
-    observer.table([toys[1].placement(Topology()).info], 1.0, None)
-    assert observer.health is not None
-    (pooled,) = observer.health.linears
+    _, health = observer.table([toys[1].placement(Topology()).info], 1.0, None)
+    (pooled,) = health.linears
     for name, operands in pooled.operands.items():
         for operand, found in operands.items():
             each = {expert: linear.operands[name][operand] for expert, linear in alone.items()}
@@ -137,7 +136,7 @@ def test_the_worst_expert_is_the_worst_of_experts_measured_alone() -> None:
             assert found.worst_expert["underflow"] == (3, pytest.approx(underflow[0], **near))
             mean = sum(h.underflow or 0.0 for h in each.values()) / 2
             assert found.underflow == pytest.approx(mean, **near)
-    worst = observer.health.findings("underflow", "fp4")[0]
+    worst = health.findings("underflow", "fp4")[0]
     assert worst.tensor.endswith("of expert 3")
 
 

@@ -83,11 +83,11 @@ def test_observing_changes_no_bit_and_recompute_is_counted_once(recompute: bool)
     with torch.no_grad():  # an evaluation
         linear_with_tap(observer, torch.randn(8, 128), torch.randn(128, 128))
     info = Placement(NAME, 0, "column", 128, 128).info
-    row = observer.table([info], 1.0, None).linears[0]
+    row = observer.table([info], 1.0, None)[0].linears[0]
     assert (row.microbatches, row.tokens) == (1.0, 256.0)
     nothing = StepObserver(MeasureSettings(FORMATS, 0, 0, frozenset()), Topology(), {})
     gradients(lambda x, w: linear_with_tap(nothing, x, w))  # linears that are not asked for
-    (row,) = nothing.table([info], 1.0, None).linears
+    (row,) = nothing.table([info], 1.0, None)[0].linears
     assert row.microbatches == 0.0 and row.formats["fp4"].fisher == 0.0
 
 
@@ -125,7 +125,7 @@ def test_experts_with_few_tokens_or_none(tokens: int) -> None:
     w = torch.randn(64, 128, requires_grad=True)
     linear_with_tap(observer, torch.randn(tokens, 128), w).sum().backward()
     info = Placement(NAME, 0, "column", 128, 64).info
-    (row,) = observer.table([info], 1.0, None).linears
+    (row,) = observer.table([info], 1.0, None)[0].linears
     assert row.tokens == tokens and row.microbatches == 1.0
     assert (row.formats["fp4"].output_error_square > 0) == (tokens > 0)
 
@@ -144,7 +144,7 @@ def test_tokens_of_several_senders_are_measured_as_microbatches_of_their_own() -
     mixed = x[order]
     tapped = observer.observe(place, mixed, weight, torch.nn.functional.linear(mixed, weight))
     tapped.backward(g[order])
-    (row,) = observer.table([place.info], 1.0, None).linears
+    (row,) = observer.table([place.info], 1.0, None)[0].linears
     wanted = toy.wanted()
     assert (row.microbatches, row.tokens) == (2.0, 256.0)
     for name in ("fisher", "aligned_fisher", "wgrad_error_square", "input_grad_error_square"):

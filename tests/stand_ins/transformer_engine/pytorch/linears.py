@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +15,9 @@ from transformer_engine.pytorch.norms import normalized
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, QuantizerRole
 from transformer_engine.pytorch.quantizers import BY_NAME, IdentityQuantizer, Quantized, Quantizer
 
-_FORWARD = ("input", "weight", "output")
-_BACKWARD = ("grad_output", "grad_input")
+_FORWARD = ("input", "weight", None)
+_BACKWARD = ("grad_output", None)
+"""Tensor types by slot; outputs and input gradients have no role."""
 
 
 class TransformerEngineBaseModule(torch.nn.Module):
@@ -27,7 +29,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         super().__init__()
         if not torch.cuda.is_available():
             raise RuntimeError("TransformerEngine needs CUDA.")
-        self.name = name
+        self.name = name or "Layer_1"
         self.fp8 = False
         self.fp8_initialized = False
         self.fp8_meta_tensors_initialized = False
@@ -50,10 +52,15 @@ class TransformerEngineBaseModule(torch.nn.Module):
         return in_features, out_features
 
     def get_extra_state(self) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8)
+        """A pickled custom recipe; empty for the others here, which have no state."""
+        recipe = self.fp8_meta.get("recipe")
+        if not (self.fp8_meta["fp8_checkpoint"] and isinstance(recipe, CustomRecipe)):
+            return torch.empty(0, dtype=torch.uint8)
+        state = {"recipe": recipe, "extra_fp8_variables": {"fp8_checkpoint": True}}
+        return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
-        pass
+        """Custom recipes are not read back."""
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         self.tp_group = tp_group
@@ -61,7 +68,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def backward_dw(self) -> None:
         pass
 
-    def prepare(self, num_gemms: int) -> None:
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """Follow the autocast: rebuild quantizers where Transformer Engine would."""
         self.fp8 = FP8GlobalStateManager.is_fp8_enabled()
         self.fp8_meta["fp8_checkpoint"] = self.fp8
@@ -85,7 +92,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.num_builds += 1
         self.fp8_meta["state"] = recipe
         for key, types in (("scaling_fwd", _FORWARD), ("scaling_bwd", _BACKWARD)):
-            roles = [QuantizerRole(self.module_type, t, self.name or "") for t in types]
+            roles = [t and QuantizerRole(self.module_type, t, self.name) for t in types]
             self.quantizers[key] = [_made(recipe, role) for role in roles * num_gemms]
 
     def gemms(
@@ -141,7 +148,7 @@ def _same_state(meta: dict[str, Any], recipe: Recipe) -> bool:
     return type(state) is type(recipe)
 
 
-def _made(recipe: Recipe, role: QuantizerRole) -> Quantizer:
+def _made(recipe: Recipe, role: QuantizerRole | None) -> Quantizer:
     if isinstance(recipe, CustomRecipe):
         quantizer = recipe.qfactory(role)
         if not isinstance(quantizer, Quantizer):
@@ -199,7 +206,7 @@ class Linear(TransformerEngineBaseModule):
             self.bias = torch.nn.Parameter(torch.zeros(self.out_features, dtype=dtype))
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
-        self.prepare(1)
+        self.init_fp8_metadata(1)
         out = self.gemms(inp, self.weight, 0, is_first_microbatch)
         if self.use_bias and not self.return_bias:
             out = out + self.bias
@@ -219,6 +226,7 @@ class LayerNormLinear(Linear):
     ) -> None:
         super().__init__(in_features, out_features, **others)
         assert not return_layernorm_output
+        del self.save_original_input
         self.eps, self.normalization = eps, normalization
         self.zero_centered_gamma = zero_centered_gamma
         start = torch.zeros if zero_centered_gamma else torch.ones
@@ -265,6 +273,8 @@ class GroupedLinear(TransformerEngineBaseModule):
         super().__init__(name)
         self.num_gemms = num_gemms
         self.tp_group, self.tp_size, self.parallel_mode = tp_group, tp_size, parallel_mode
+        if tp_size > 1 and bias:
+            raise ValueError("GroupedLinear doesn't support bias when TP > 1.")
         self.sequence_parallel = tp_size > 1 and sequence_parallel
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.in_features, self.out_features = self._split(
@@ -280,17 +290,23 @@ class GroupedLinear(TransformerEngineBaseModule):
             if init_method is not None:
                 init_method(weight)
             self.register_parameter(f"weight{i}", weight)
+            if bias:
+                zeros = torch.zeros(self.out_features, dtype=dtype)
+                self.register_parameter(f"bias{i}", torch.nn.Parameter(zeros))
 
     def forward(
         self, inp: torch.Tensor, m_splits: Any, is_first_microbatch: bool | None = None
     ) -> Any:
         sizes = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
         assert len(sizes) == self.num_gemms
-        self.prepare(self.num_gemms)
+        self.init_fp8_metadata(self.num_gemms)
         pieces = torch.split(inp, sizes)
         outs = [
             self.gemms(piece, getattr(self, f"weight{i}"), i, is_first_microbatch, False)
             for i, piece in enumerate(pieces)
         ]
+        biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms) if self.use_bias]
+        if biases and not self.return_bias:
+            outs = [out + bias for out, bias in zip(outs, biases, strict=True)]
         out = torch.cat(outs)
-        return (out, []) if self.return_bias else out
+        return (out, biases) if self.return_bias else out

@@ -32,21 +32,22 @@ class _Norm(torch.nn.Module):
         self,
         normalized_shape: int | None = None,
         eps: float = 1e-5,
-        sequence_parallel: bool = False,
-        params_dtype: torch.dtype = torch.float32,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False,
         hidden_size: int | None = None,
         **unused: Any,
     ) -> None:
         super().__init__()
         size = normalized_shape if hidden_size is None else hidden_size  # the older word
+        params_dtype = params_dtype or torch.get_default_dtype()
         start = torch.zeros if zero_centered_gamma else torch.ones
         self.weight = torch.nn.Parameter(start(size, dtype=params_dtype))
         self.bias = None
         if self.kind == "LayerNorm":
             self.bias = torch.nn.Parameter(torch.zeros(size, dtype=params_dtype))
         for parameter in self.parameters():
-            parameter.sequence_parallel = sequence_parallel
+            parameter.sequence_parallel = bool(sequence_parallel)
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
 

@@ -1,0 +1,184 @@
+"""What runs on this machine: its GPU, its Transformer Engine, and the recipe of each format.
+
+Sources: NVIDIA's compute capabilities (FP8 tensor cores from 8.9, block-scaled ones from 10.0);
+Transformer Engine 2.20's checks of recipes (`is_mxfp8_available` and the like).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from megatron_snip.config import Backend
+from megatron_snip.formats import FORMATS, Format, ScaleType, get_format
+from megatron_snip.linears.te.recipe import TERecipe
+from megatron_snip.options import Option
+
+_TE_CHECKS = {
+    "blockwise": "is_fp8_block_scaling_available",
+    "mxfp8": "is_mxfp8_available",
+    "nvfp4": "is_nvfp4_available",
+}
+"""Recipe -> the method of FP8GlobalStateManager that returns (available, reason)."""
+
+_PER_GEMM = (
+    ("transformer_engine.common.recipe", "CustomRecipe"),
+    ("transformer_engine.pytorch.quantization", "QuantizerRole"),
+    ("transformer_engine.pytorch.tensor.hybrid_tensor", "HybridQuantizer"),
+    ("transformer_engine.pytorch.tensor.identity_tensor", "IdentityQuantizer"),
+    ("transformer_engine.pytorch.custom_recipes.quantizer_factories", "nvfp4_factory"),
+)
+"""What our quantizer factories need of Transformer Engine."""
+
+_NVFP4_GPUS = (
+    {10: "nvfp4", 12: "nvfp4"},
+    "NVFP4 GEMMs need a GPU of compute capability 10.0 or later",
+)
+_TE_RECIPES = {
+    "fp8": (
+        {9: "blockwise", 10: "mxfp8"},
+        "FP8 GEMMs in blocks need a GPU of compute capability 9.0 or 10.x",
+    ),
+    "mxfp8": ({10: "mxfp8"}, "MXFP8 GEMMs need a GPU of compute capability 10.x"),
+    "fp4": _NVFP4_GPUS,
+    "nvfp4": _NVFP4_GPUS,
+}
+"""Format -> (major compute capability -> Transformer Engine's recipe, why no other GPU runs it)."""
+
+RECIPE_FORMATS: dict[str, Format] = {
+    "blockwise": replace(FORMATS["fp8"], scale=ScaleType.E8M0),
+    "mxfp8": FORMATS["mxfp8"],
+    "nvfp4": replace(FORMATS["nvfp4"], weight_block=(16, 16), wgrad_hadamard=16),
+}
+"""Transformer Engine's recipe -> how it quantizes; this is what is measured for it."""
+
+_RECIPE_TEXTS = {
+    "blockwise": "1x128 tiles, 128x128 weight blocks, power-of-two scales",
+    "mxfp8": "1x32 tiles, power-of-two scales",
+    "nvfp4": "1x16 tiles, 16x16 weight blocks, random Hadamard transform in wgrad",
+}
+
+_FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
+"""Transformer Engine's variable that gives the blockwise recipe FP32 scales."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What decides how Transformer Engine's linears run.
+
+    Attributes:
+        capability: (major, minor) of the GPU, or None without one.
+        te_version: of Transformer Engine, or None where it cannot be imported.
+        te_unavailable: recipes that Transformer Engine cannot run here -> its reason; `custom` is
+            the one that gives every GEMM its own quantizers.
+    """
+
+    capability: tuple[int, int] | None = None
+    te_version: str | None = None
+    te_unavailable: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Return e.g. `compute capability 9.0`."""
+        if self.capability is None:
+            return "no GPU"
+        return "compute capability {}.{}".format(*self.capability)
+
+
+def this_machine(with_te: bool) -> Machine:
+    """Return the machine of this process.
+
+    Args:
+        with_te: query Transformer Engine as well. It is imported for that, which takes seconds
+            and fails on a machine without its libraries.
+    """
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if not with_te:
+        return Machine(capability)
+    try:
+        te = importlib.import_module("transformer_engine")
+        manager = importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager
+    except Exception:  # not installed, or a library of its own is missing
+        return Machine(capability)
+    return Machine(capability, str(te.__version__), {} if capability is None else _refused(manager))
+
+
+def _refused(manager: Any) -> dict[str, str]:
+    """Return the recipes that the installed Transformer Engine cannot run here, and why."""
+    found = {}
+    for recipe, method in _TE_CHECKS.items():
+        if not hasattr(manager, method):
+            found[recipe] = "this Transformer Engine does not have the recipe"
+            continue
+        available, reason = getattr(manager, method)()
+        if not available:
+            found[recipe] = str(reason)
+    if not has_per_gemm():
+        found["custom"] = "has no quantizers per GEMM (CustomRecipe with HybridQuantizer)"
+    return found
+
+
+def has_per_gemm() -> bool:
+    """Return whether the installed Transformer Engine lets every GEMM have its own quantizers."""
+    for module, name in _PER_GEMM:
+        try:
+            getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):
+            return False
+    return True
+
+
+def te_support(name: str, machine: Machine) -> tuple[str, str]:
+    """Return how Transformer Engine runs a format on a machine.
+
+    Returns:
+        (recipe, text): the recipe's name and what it does, or an empty name and why there is none.
+
+    Raises:
+        UsageError: if the format is unknown.
+    """
+    if not get_format(name).quantized:
+        return "bf16", "as Megatron runs it"
+    recipes, needs = _TE_RECIPES.get(name, ({}, f"Transformer Engine has no recipe for {name}"))
+    recipe = "" if machine.capability is None else recipes.get(machine.capability[0], "")
+    if not recipe:
+        return "", needs
+    if machine.te_version is None:
+        return "", "Transformer Engine cannot be imported"
+    if recipe in machine.te_unavailable:
+        return "", machine.te_unavailable[recipe]
+    return recipe, f"{recipe} recipe: {_RECIPE_TEXTS[recipe]}"
+
+
+def measured_format(name: str, backend: Backend, machine: Machine) -> Format:
+    """Return how a format is quantized where it runs; statistics are measured with it.
+
+    A format that Transformer Engine cannot run on this machine is measured as simulated.
+    """
+    recipe = te_support(name, machine)[0] if backend == "te" else ""
+    if recipe == "blockwise" and os.environ.get(_FP32_SCALES) == "1":
+        return FORMATS["fp8"]
+    return RECIPE_FORMATS.get(recipe, get_format(name))
+
+
+def te_refusal(option: Option, machine: Machine) -> str | None:
+    """Return why Transformer Engine cannot run an option on a machine, or None if it can."""
+    for name in option.formats:
+        recipe, text = te_support(name, machine)
+        if not recipe:
+            return f"{name} on {machine}: {text}"
+    if "custom" in machine.te_unavailable and not te_recipe(option, machine).is_uniform:
+        reason = machine.te_unavailable["custom"]
+        return f"{option}: Transformer Engine {machine.te_version} {reason}"
+    return None
+
+
+def te_recipe(option: Option, machine: Machine) -> TERecipe:
+    """Return the recipe that runs an option under Transformer Engine; `te_refusal` must be None."""
+    recipe = TERecipe(*(te_support(name, machine)[0] for name in option.formats))
+    assert all(recipe), f"{option} on {machine}"
+    return recipe

@@ -1,0 +1,160 @@
+"""What this project and Megatron rely on of Transformer Engine, read from the installed one.
+
+    python -m tests.te.contract >tests/te/contract.json   # where Transformer Engine is installed
+
+Signatures, attributes, and when quantizers are made. The stand-in must have what Transformer Engine
+has (`test_te_contract.py`). No GPU is needed: modules are built on the CPU, nothing is multiplied.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.fp8_utils import _get_custom_recipe
+
+from megatron_snip.linears.te.linear import reset_quantizers
+from megatron_snip.linears.te.recipe import TERecipe
+from megatron_snip.patches import cpu
+
+NAMES = {
+    "common.recipe": "DelayedScaling Float8CurrentScaling Float8BlockScaling MXFP8BlockScaling "
+    "NVFP4BlockScaling CustomRecipe",
+    "pytorch": "Linear LayerNormLinear GroupedLinear DotProductAttention LayerNorm RMSNorm "
+    "Fp8Padding Fp8Unpadding",
+    "pytorch.quantization": "QuantizerRole fp8_autocast fp8_model_init",
+    "pytorch.fp8": "fp8_autocast fp8_model_init",
+    "pytorch.distributed": "CudaRNGStatesTracker activation_recompute_forward "
+    "is_fp8_activation_recompute_enabled",
+    "pytorch.tensor.hybrid_tensor": "HybridQuantizer",
+    "pytorch.custom_recipes.quantizer_factories": "high_precision_factory mxfp8_factory "
+    "float8_block_scaling_factory nvfp4_factory",
+    "pytorch.ops": "FusibleOperation Sequential",
+    "pytorch.tensor": "QuantizedTensor",
+    "pytorch.router": "fused_compute_score_for_moe_aux_loss fused_moe_aux_loss "
+    "fused_topk_with_score_function",
+}
+"""Module -> what is imported from it."""
+
+METHODS = (
+    "forward get_extra_state set_extra_state set_tensor_parallel_group backward_dw "
+    "init_fp8_metadata"
+)
+MANAGER = (
+    "is_fp8_enabled get_fp8_recipe get_fp8_group is_fp8_calibration with_fp8_parameters "
+    "is_fp8_block_scaling_available is_mxfp8_available is_nvfp4_available"
+)
+"""Methods of linears and of FP8GlobalStateManager."""
+
+
+def te(module: str) -> Any:
+    return importlib.import_module(f"transformer_engine.{module}")
+
+
+def signature(of: Any) -> str:
+    """Parameters with their defaults, keyword-only ones with a star; empty if it takes none."""
+    parameters = inspect.signature(of).parameters.values() if callable(of) else ()
+    found = []
+    for p in parameters:
+        star = "*" * (p.kind is p.KEYWORD_ONLY)
+        default = "" if p.default is p.empty else f"={p.default}"
+        found += [f"{star}{p.name}{default}"] * (p.kind is not p.VAR_KEYWORD)
+    return ", ".join(found)
+
+
+def signatures() -> dict[str, Any]:
+    found = {f"{m} {name}": getattr(te(m), name) for m, n in NAMES.items() for name in n.split()}
+    for cls in ("Linear", "LayerNormLinear", "GroupedLinear"):
+        for name in METHODS.split():
+            found[f"{cls}.{name}"] = getattr(getattr(te("pytorch"), cls), name)
+    for name in MANAGER.split():
+        found[f"manager {name}"] = getattr(te("pytorch.fp8").FP8GlobalStateManager, name)
+    return {name: signature(value) for name, value in found.items()}
+
+
+def linears() -> dict[str, Any]:
+    made = partial(dict, params_dtype=torch.bfloat16, device="cpu", init_method=torch.nn.init.ones_)
+    pytorch = te("pytorch")
+    return {
+        "Linear": pytorch.Linear(64, 32, **made()),
+        "LayerNormLinear": pytorch.LayerNormLinear(64, 32, **made(bias=False)),
+        "RMSNorm": pytorch.LayerNormLinear(64, 32, normalization="RMSNorm", **made()),
+        "GroupedLinear": pytorch.GroupedLinear(2, 64, 32, **made()),
+    }
+
+
+def attributes() -> dict[str, str]:
+    """Attributes of new modules, and the shapes of their parameters."""
+    found = {}
+    for name, module in linears().items():
+        found[name] = " ".join(sorted(k for k in vars(module) if not k.startswith("_")))
+        shapes = (f"{n}: {[*p.shape]} {p.dtype}" for n, p in module.named_parameters())
+        found[f"{name}'s parameters"] = ", ".join(sorted(shapes))
+    return found
+
+
+def recipes() -> dict[str, Callable[[], Any]]:
+    known = te("common.recipe")
+    made: dict[str, Callable[[], Any]] = {
+        "mxfp8": known.MXFP8BlockScaling,
+        "mxfp8 hybrid": partial(known.MXFP8BlockScaling, fp8_format=known.Format.HYBRID),
+        "blockwise": known.Float8BlockScaling,
+        "nvfp4": known.NVFP4BlockScaling,
+    }
+    for mixed in (("nvfp4", "mxfp8", "bf16"), ("mxfp8", "blockwise", "nvfp4")):
+        recipe = TERecipe(*mixed)
+        made[str(recipe)] = partial(_get_custom_recipe, recipe.factory)
+    return made
+
+
+SEQUENCE = (
+    *("mxfp8", "mxfp8", "mxfp8 hybrid", "", "mxfp8", "reset", "mxfp8", "nvfp4", "blockwise"),
+    *("custom(nvfp4, mxfp8, bf16)", "custom(nvfp4, mxfp8, bf16)", "", "custom(nvfp4, mxfp8, bf16)"),
+    *("custom(mxfp8, blockwise, nvfp4)", "reset", "custom(mxfp8, blockwise, nvfp4)", "mxfp8"),
+)
+"""Recipes of successive forwards; "" is none, "reset" is what this project does between them."""
+
+
+def histories() -> dict[str, list[str]]:
+    """Per recipe: are quantizers new, cached weights kept, is there a state; the quantizers."""
+    made = recipes()
+    autocast = te("pytorch.fp8").fp8_autocast
+    found: dict[str, list[str]] = {}
+    for name, module in linears().items():
+        found[name] = []
+        for label in SEQUENCE:
+            if label == "reset":
+                reset_quantizers(module)
+                continue
+            module._fp8_workspaces["weight"] = before = object()
+            quantizers = module.quantizers["scaling_fwd"]
+            with autocast(enabled=bool(label), fp8_recipe=made[label]() if label else None):
+                module.init_fp8_metadata(num_gemms=getattr(module, "num_gemms", 1))
+            forward, backward = module.quantizers["scaling_fwd"], module.quantizers["scaling_bwd"]
+            new = "new" * (forward is not quantizers)
+            kept = "weights kept" * (module._fp8_workspaces.get("weight") is before)
+            held = "state" * (module.get_extra_state().numel() > 0)
+            now = f"{' '.join(map(kind, forward))}; {' '.join(map(kind, backward))}"
+            found[name].append(f"{label or 'bf16'}: {new}, {kept}, {held}; {now}")
+    return found
+
+
+def kind(quantizer: Any) -> str:
+    """Classes of a quantizer of rows and of columns; one if they are the same."""
+    pair = [getattr(quantizer, f"{d}_quantizer", quantizer) for d in ("rowwise", "columnwise")]
+    names = [type(q).__name__.removesuffix("Quantizer") for q in pair]
+    return "|".join(dict.fromkeys(names))
+
+
+if __name__ == "__main__":
+    cpu.install(claim_cuda=True, capability=(10, 0))
+    parts: dict[str, Any] = {"version": importlib.import_module("transformer_engine").__version__}
+    for part in (signatures, attributes, histories):
+        parts[part.__name__] = part()
+    json.dump(parts, sys.stdout, indent=1)
