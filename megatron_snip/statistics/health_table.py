@@ -152,8 +152,8 @@ def _values(linear: LinearHealth) -> Iterator[tuple[Any, ...]]:
             yield "underflow", linear.name, str(operand), name, health.underflow
             yield "saturated", linear.name, str(operand), name, health.saturated
             yield "scale_spread", linear.name, str(operand), name, spread
-            for measure, (expert, value) in health.worst_expert.items():
-                yield measure, linear.name, f"{operand} of expert {expert}", name, value
+            for measure, (expert, worst) in health.worst_expert.items():
+                yield measure, linear.name, f"{operand} of expert {expert}", name, worst
     for name, gemms in linear.gemm_sqnr_db.items():
         for gemm, sqnr_db in gemms.items():
             yield "gemm_sqnr_db", linear.name, str(gemm), name, sqnr_db
