@@ -139,7 +139,8 @@ def _run_pairs(
     pairs = range(first, first + options.pairs)
     for name, plan in _fork_plans(table, Formats(low, HIGH, FORK_TARGET), pairs):
         if not store.has({**key, "variant": name}):
-            store.add({**key, "variant": name, **_rounded(warm.branch([plan], data_seed))})
+            loss = warm.branch([plan], data_seed)["loss"]
+            store.add({**key, "variant": name, "loss": round(loss, 6)})
 
 
 def _fork_plans(
@@ -293,18 +294,40 @@ def fork_table(rows: list[dict[str, Any]], name: tuple[str, ...], results: Path)
     }
     kinds = [(g, f"{np.sum(c):+.1f}", f"{np.max(c):+.2f}") for g, c in by_gemm.items()]
     best = costs.cost[analysis.best_items(costs.cost, flops, TARGET)].sum()
+    fprop = np.array([gemm == Gemm.FPROP for _, gemm in split])
+    snip = analysis.best_items(np.array(known["scores"]["snip"]), flops, TARGET)
     lines = []
     for score, values in known["scores"].items():
         low_set = analysis.best_items(np.array(values), flops, TARGET)
         rho = spearmanr(values, costs.cost).statistic
-        lines.append((score, f"{rho:.2f}", f"{costs.cost[low_set].sum() - best:+.1f}"))
+        among = spearmanr(np.array(values)[fprop], costs.cost[fprop]).statistic
+        change = low_set.astype(float) - snip
+        error = float(np.sqrt(change @ costs.covariance @ change))
+        over = f"{change @ costs.cost:+.1f} ± {error:.1f}" if error else ""
+        regret = f"{costs.cost[low_set].sum() - best:+.1f}"
+        lines.append((score, f"{rho:.2f}", f"{among:.2f}", regret, over))
+    gemms = np.array([gemm for _, gemm in split])
+    alike = np.array([costs.cost[gemms == gemm].mean() for gemm in gemms])
+    regret = analysis.best_plan_regret(costs, np.where(fprop, costs.cost, alike), flops, TARGET)
     return "\n\n".join(
         (
             f"### {' '.join(name)}, {len(pairs)} runs",
-            f"Standard error of a GEMM's cost {np.mean(costs.error):.2f}; residual "
-            f"{costs.residual:.2f}; held-out share of variance explained {costs.additivity:.2f}.",
+            "Standard error of a GEMM's cost "
+            f"{np.sqrt(np.diag(costs.covariance)).mean():.2f}; residual {costs.residual:.2f}; "
+            f"held-out share of variance explained {costs.additivity:.2f}.",
             analysis.markdown(("GEMM", "cost of all", "largest cost of one"), kinds),
-            analysis.markdown(("score", "Spearman with the cost", "regret of its plan"), lines),
+            analysis.markdown(
+                (
+                    "score",
+                    "Spearman with the cost",
+                    "within fprop",
+                    "regret of its plan",
+                    "over snip",
+                ),
+                lines,
+            ),
+            "If all dgrad cost the same and all wgrad too, the best plan would have a regret of "
+            f"{regret[0]:.1f} ± {regret[1]:.1f} (standard deviation) in costs with these errors.",
         )
     )
 

@@ -72,13 +72,13 @@ class Costs:
 
     Attributes:
         cost: [items], 1e-3 nat.
-        error: [items], standard errors.
+        covariance: [items, items], of the errors of `cost`.
         residual: standard deviation of what the items do not explain, on its degrees of freedom.
         additivity: share of the variance of held-out pairs that the sum of costs explains.
     """
 
     cost: np.ndarray
-    error: np.ndarray
+    covariance: np.ndarray
     residual: float
     additivity: float
 
@@ -97,9 +97,31 @@ def regress(low: np.ndarray, gap: np.ndarray, data: np.ndarray) -> Costs:
     residuals = gap - design @ found
     freedom = max(1, len(gap) - np.linalg.matrix_rank(design))
     sigma = float(np.sqrt(residuals @ residuals / freedom))
-    errors = sigma * np.sqrt(np.diag(np.linalg.pinv(design.T @ design)))
     num = low.shape[1]
-    return Costs(found[:num], errors[:num], sigma, _explained(design, gap))
+    covariance = sigma**2 * np.linalg.pinv(design.T @ design)[:num, :num]
+    return Costs(found[:num], covariance, sigma, _explained(design, gap))
+
+
+def best_plan_regret(
+    costs: Costs, truth: np.ndarray, flops: np.ndarray, target: float, draws: int = 300
+) -> tuple[float, float]:
+    """Return the mean and standard deviation of the best plan's regret in estimated costs.
+
+    Args:
+        costs: whose errors are drawn anew, from the same seed each time.
+        truth: [items], the costs that the best plan knows.
+        flops: [items].
+        target: share of FLOPs in the low format.
+        draws: of the errors.
+    """
+    values, vectors = np.linalg.eigh(costs.covariance)
+    spread = vectors * np.sqrt(np.clip(values, 0.0, None))
+    rng, best = np.random.default_rng(0), best_items(truth, flops, target)
+    regrets = []
+    for _ in range(draws):
+        noisy = truth + spread @ rng.standard_normal(len(truth))
+        regrets.append(noisy[best].sum() - noisy[best_items(noisy, flops, target)].sum())
+    return float(np.mean(regrets)), float(np.std(regrets))
 
 
 def _explained(design: np.ndarray, gap: np.ndarray, folds: int = 8) -> float:
