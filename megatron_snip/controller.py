@@ -5,9 +5,9 @@
     iteration i + lag    rank 0 broadcasts the plan (or why there is none); every rank applies the
                          same plan before the iteration and checks its digest
 
-Every rank makes the same calls in the same order. A failure anywhere becomes the same decision on
-every rank: keep the current plan, warn once, continue. A plan that breaks the loss is reverted
-(guard.py).
+Every rank makes the same calls in the same order. If measuring, planning or applying fails on one
+rank, all ranks keep the current plan, warn once and continue. A plan that breaks the loss is
+reverted (guard.py).
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ class SnipController:
     def evaluation(self) -> Iterator[Callable[..., Results] | None]:
         """All ranks: the context in which an evaluation runs, in the plan's precision or BF16.
 
-        Where both are wanted it yields what takes the place of Megatron's forward-backward
-        function; that function is its first argument.
+        With `--snip-eval-precision both` it yields a function to call in place of Megatron's
+        forward-backward function, which is its first argument; else None.
         """
         runtime = self.model.runtime
         if self.config.eval_precision == "both":
@@ -227,7 +227,7 @@ class SnipController:
     # A refresh, from measuring to the plan.
 
     def _train(self, iteration: int, training: TrainingStep) -> tuple[Results, bool]:
-        """All ranks: run the forward-backward; return its results and whether it ran once only."""
+        """All ranks: run the forward-backward; return its results, and False if it ran twice."""
         if self._guard.is_watching:
             return self._train_watched(iteration, training)
         self.model.runtime.begin_pass(iteration)
@@ -291,7 +291,7 @@ class SnipController:
 
     @contextmanager
     def _keeping_plan(self, iteration: int) -> Iterator[None]:
-        """All ranks: within, an error, which is the same on all ranks, keeps the current plan."""
+        """All ranks: on a SnipError, the same on all ranks, keep the current plan and report it."""
         try:
             yield
         except SnipError as failure:
@@ -322,7 +322,7 @@ class SnipController:
     def _revert(self, iteration: int, fallback: PrecisionPlan) -> None:
         """All ranks: the iteration ran under `fallback`, which is the plan from now on."""
         self._solve.drop()
-        # Its iteration names its file; under the fallback's own it would replace that plan's file.
+        # A new iteration gives it a file of its own beside the fallback's.
         plan = fallback.model_copy(update={"iteration": iteration})
         self._guard.reverted(self.plan, plan, iteration)
         num_changed = len(changed_linears(self.plan, plan))

@@ -6,8 +6,9 @@ index in the GLOBAL tensor, and on nothing else:
     index   = row * global_cols + global_col
     counter = index // 8,  lane = index % 8
 
-grad_output is rounded twice, for dgrad and for wgrad, from one draw and yet independently: dgrad's
-copy of an element takes the number of `index`, wgrad's copy that of `index ^ 4`.
+grad_output is rounded twice, for dgrad and for wgrad, from one draw: dgrad's copy of an element
+takes the number of `index`, wgrad's copy that of `index ^ 4`. An element's two numbers are
+independent.
 
 So results do not depend on block shape, on the order of work or on tensor-parallel sharding, and
 recomputing a tensor draws the same numbers. A sharded linear's grad_output holds some of the global
@@ -138,7 +139,7 @@ class StochasticStream:
         key: names the tensor and the time.
         columns: of the global tensor; None means all of them.
         swapped: whether the element `index` takes the number of `index ^ 4`.
-        drawn: the numbers of all counters of a tensor, see `draw`; None draws them when asked.
+        drawn: the numbers of all counters of a tensor, see `draw`; None: `bits16` draws them.
     """
 
     key: StreamKey
@@ -159,7 +160,7 @@ class StochasticStream:
     def draw(self, rows: int, cols: int, device: torch.device | None = None) -> StochasticStream:
         """Return the stream with the numbers of a local [rows, cols] tensor drawn, for both copies.
 
-        They are drawn when asked for if columns that share a counter lie on different shards.
+        Where a chunk of columns or its offset is no multiple of 8, `bits16` draws them instead.
         """
         if not self.column_map(cols).aligned:
             return self
@@ -194,7 +195,7 @@ def grad_output_stream(
         seed: the run's seed.
         placement: which linear and shard; `column` shards the columns of grad_output.
         iteration: Megatron's, 1-based.
-        microbatch: global index of the microbatch (over data ranks) within the iteration.
+        microbatch: its index within the iteration over all data- and context-parallel ranks.
     """
     columns, axis = None, placement.tensor
     if placement.kind == "column":

@@ -37,7 +37,7 @@ _PER_GEMM = (
 
 _NVFP4_GPUS = (
     {10: "nvfp4", 12: "nvfp4"},
-    "NVFP4 GEMMs need a GPU of compute capability 10.0 or later",
+    "NVFP4 GEMMs need a GPU of compute capability 10.x or 12.x",
 )
 _TE_RECIPES = {
     "fp8": (
@@ -104,10 +104,12 @@ def this_machine(with_te: bool) -> Machine:
         manager = importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager
     except Exception:  # not installed, or a library of its own is missing
         return Machine(capability)
-    return Machine(capability, str(te.__version__), {} if capability is None else _refused(manager))
+    return Machine(
+        capability, str(te.__version__), {} if capability is None else _unavailable_recipes(manager)
+    )
 
 
-def _refused(manager: Any) -> dict[str, str]:
+def _unavailable_recipes(manager: Any) -> dict[str, str]:
     """Return the recipes that the installed Transformer Engine cannot run here, and why."""
     found = {}
     for recipe, method in _TE_CHECKS.items():
