@@ -158,7 +158,7 @@ class SnipController:
         part = self._schedule.part(iteration, wanted_at, may_begin)
         if part is None:
             with self._keeping_plan(iteration):
-                self._follow_targets(iteration)
+                self._replan_for_new_target(iteration)
             return self._train(iteration, training)[0]
         self._is_timed = False
         results = self._refresher.measure(
@@ -252,7 +252,7 @@ class SnipController:
         if self._schedule.replans:
             self._submit(iteration, measured.problem)
 
-    def _follow_targets(self, iteration: int) -> None:
+    def _replan_for_new_target(self, iteration: int) -> None:
         """All ranks: if the target is about to change, plan anew from the last measurement."""
         target = self._plans.targets.at(iteration + self.config.lag)
         is_new = self._planned_target not in (None, target) and self._solve.pending is None
