@@ -33,7 +33,8 @@ from megatron_snip.planning.problem import STRICT, PlanningProblem
 from megatron_snip.types import Gemm, glob_matches
 
 _Count = Annotated[int, Field(ge=1)]
-_Seconds = Annotated[float, Field(gt=0.0)]
+# Sums and products of seconds must stay far from a double's overflow.
+_Seconds = Annotated[float, Field(gt=0.0, le=1e9)]
 
 
 class CalibratedLinear(BaseModel):
@@ -55,7 +56,7 @@ class CalibratedLinear(BaseModel):
     in_features: _Count
     seconds: dict[str, dict[str, _Seconds]]
     tokens: _Count | None = None
-    mixed_s: Annotated[float, Field(ge=0.0)] = 0.0
+    mixed_s: Annotated[float, Field(ge=0.0, le=1e9)] = 0.0
 
     @field_validator("seconds")
     @classmethod

@@ -188,7 +188,7 @@ def quantize_dequantize_pair(
     together = row.quantized and col.quantized and not col.wgrad_hadamard
     if not (together and launch.use_kernels(x.device, *blocks)):
         if stream is not None and all(is_stochastic(fmt, operand) for fmt in (row, col)):
-            stream = stream.draw(x[..., 0].numel(), x.shape[-1], x.device)
+            stream = stream.draw(x.shape[:-1].numel(), x.shape[-1], x.device)
         first, second = (
             quantize_dequantize_operand(
                 x, fmt, operand, gemm, stream=stream, tensor_amax=tensor_amax, dtype=dtype

@@ -70,6 +70,10 @@ def test_planning_by_time_follows_the_measured_seconds(tmp_path: Path) -> None:
     assert options_of(late) == ["fp4", "fp4"]
 
 
+HUGE = {"fprop": 1e308, "dgrad": 1e308, "wgrad": 1e308}
+"""Seconds whose sum overflows."""
+
+
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
@@ -77,6 +81,8 @@ def test_planning_by_time_follows_the_measured_seconds(tmp_path: Path) -> None:
         ({"tokens": 0}, "tokens"),
         ({"linears": [TABLE["linears"][0] | {"seconds": {"fp9": {}}}]}, "fp9"),
         ({"linears": [TABLE["linears"][0] | {"seconds": {"fp8": {"fprop": 1.0}}}]}, "dgrad"),
+        ({"linears": [TABLE["linears"][0] | {"mixed_s": 1e308}]}, "mixed_s"),
+        ({"linears": [TABLE["linears"][0] | {"seconds": {"fp8": HUGE}}]}, "fprop"),
     ],
 )
 def test_bad_tables_are_refused_in_one_line(

@@ -128,6 +128,14 @@ def test_a_pair_is_two_single_operands(operand, formats):
         assert got.shape == x.shape and torch.equal(got, wanted)
 
 
+@pytest.mark.parametrize("shape", [(3, 0), (0, 0), (0, 64), (2, 3, 0)])
+def test_a_pair_of_an_empty_tensor_is_empty(shape):
+    pair = quantize_dequantize_pair(
+        torch.empty(shape), ("fp4", "nvfp4"), Operand.GRAD_OUTPUT, stream=STREAM
+    )
+    assert [tuple(copy.shape) for copy in pair] == [shape, shape]
+
+
 def test_the_copies_of_grad_output_round_independently():
     x = torch.randn(128, 128)
     nearest = [quantize_dequantize(x, FP4, block) for block in ((1, 128), (128, 1))]
