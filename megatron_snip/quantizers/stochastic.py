@@ -173,12 +173,16 @@ class StochasticStream:
         """Return the numbers of a local [rows, cols] tensor, int16, the same on every device."""
         drawn = (self if self.drawn is not None else self.draw(rows, cols, device)).drawn
         if drawn is None:
-            index = self._index(rows, cols, 1, device)
-            lanes = random_bits16(index >> 3, self.key.word)
-            return lanes.gather(-1, (index & 7 ^ 4 * self.swapped).unsqueeze(-1)).squeeze(-1)
+            index = self._index(rows, cols, 1, device).flatten()
+            parts = [self._numbers(part) for part in torch.split(index, _COUNTERS)]
+            return torch.cat(parts).view(rows, cols)
         if self.swapped:
             drawn = drawn.view(torch.int64).flip(1).view(torch.int16)
         return drawn.view(rows, cols)
+
+    def _numbers(self, index: Tensor) -> Tensor:
+        lanes = random_bits16(index >> 3, self.key.word)
+        return lanes.gather(-1, (index & 7 ^ 4 * self.swapped).unsqueeze(-1)).squeeze(-1)
 
     def _index(self, rows: int, cols: int, step: int, device: torch.device | None) -> Tensor:
         columns = self.column_map(cols)
