@@ -3,7 +3,8 @@
 That is: the all-gather of the input over the tensor-parallel group under sequence parallelism (in
 the forward, and overlapped with dgrad in the backward), the reduce-scatter or all-reduce of the
 input gradient overlapped with wgrad, accumulation into `main_grad` with `grad_added_to_main_grad`,
-bias, and frozen weights. The backward saves X as it came in: not gathered, not quantized.
+bias, and frozen weights. The backward saves X as it came in, not gathered. Where that takes no more
+memory, X is quantized for fprop and wgrad at once, and what wgrad needs is saved instead.
 """
 
 from __future__ import annotations
@@ -19,10 +20,17 @@ from torch import Tensor
 
 from megatron_snip.linears import simulated_gemm
 from megatron_snip.linears.runtime import Runtime
-from megatron_snip.linears.simulated_gemm import Cached, uncached
+from megatron_snip.linears.simulated_gemm import (
+    Cached,
+    operand_dtype,
+    quantize_activation,
+    shards_quantize_alone,
+    uncached,
+)
 from megatron_snip.options import Option
 from megatron_snip.quantizers.stochastic import StochasticStream
 from megatron_snip.topology import Placement
+from megatron_snip.types import Operand
 
 
 @dataclass(frozen=True)
@@ -112,13 +120,14 @@ class QuantizedLinear(torch.autograd.Function):
             bias: [N] or None.
             call: how to run.
         """
-        ctx.save_for_backward(weight, *([input] if ctx.needs_input_grad[1] else []))
         ctx.input_shape = input.shape
         ctx.call = call
         ctx.use_bias = bias is not None
         ctx.main_grad = getattr(weight, "main_grad", None) if call.fuse_wgrad else None
-        x = _start_gather(input, call)[0] if call.sequence_parallel else input
-        y = simulated_gemm.fprop(x.reshape(-1, x.shape[-1]), weight, call.option, call.cached)
+        x, saved, ctx.saves_quantized = _prepare_input(input, weight, call, ctx.needs_input_grad[1])
+        ctx.save_for_backward(weight, *([] if saved is None else [saved]))
+        rows = x.reshape(-1, x.shape[-1])
+        y = simulated_gemm.fprop(rows, weight, call.option, input.dtype, call.cached)
         y = y.view(*x.shape[:-1], weight.shape[0])
         return y if bias is None else y + bias
 
@@ -131,8 +140,10 @@ class QuantizedLinear(torch.autograd.Function):
         x, gathering = saved[0] if saved else None, None
         if saved and call.sequence_parallel:  # overlaps with dgrad
             x, gathering = _start_gather(saved[0], call, async_op=True)
-        g_row, g_col = simulated_gemm.quantize_grad_output(
-            g, call.option, call.stream(), weight.shape[1], wgrad=bool(saved)
+        dtype = operand_dtype(g, weight.shape[1])
+        role, stream = Operand.GRAD_OUTPUT, call.stream()
+        g_row, g_col = quantize_activation(
+            g, role, call.option, dtype, stream=stream, wgrad=bool(saved)
         )
         assert g_row is not None
         dx = simulated_gemm.dgrad(g_row, weight, call.option, g.dtype, call.cached)
@@ -144,15 +155,44 @@ class QuantizedLinear(torch.autograd.Function):
 
         dw = None
         if x is not None and g_col is not None:
-            flat = x.reshape(-1, x.shape[-1])
-            dtype = torch.float32 if call.fuse_wgrad else weight.dtype
-            dw = simulated_gemm.wgrad(g_col, flat, call.option, dtype)
+            if not ctx.saves_quantized:
+                _, x = _quantize_input(x, call, dtype, first=False)
+            wgrad_dtype = torch.float32 if call.fuse_wgrad else weight.dtype
+            dw = simulated_gemm.wgrad(g_col, x.flatten(0, -2), call.option, wgrad_dtype)
             if call.fuse_wgrad:
                 dw = _accumulate(weight, ctx.main_grad, dw)
         db = g.sum(dim=0) if ctx.use_bias else None
         if reducing is not None:
             reducing.wait()
         return dx, dw, db, None
+
+
+def _prepare_input(
+    input: Tensor, weight: Tensor, call: LinearCall, wgrad: bool
+) -> tuple[Tensor, Tensor | None, bool]:
+    """Return X as fprop multiplies it, what the backward needs of X, and whether that is quantized.
+
+    X is quantized once for both GEMMs, before it is gathered, unless its form for wgrad would take
+    more memory than X or tiles of a shard differ from those of the gathered X.
+    """
+    num_shards, num_rows = 1, input.shape[:-1].numel()
+    if call.sequence_parallel:
+        assert call.tp_group is not None
+        num_shards = call.tp_group.size()
+    dtype = operand_dtype(input, weight.shape[0] * num_shards)
+    alone = num_shards == 1 or shards_quantize_alone(call.option, num_rows)
+    x, saved, early = input, input if wgrad else None, alone and dtype == input.dtype
+    if early:
+        x, saved = _quantize_input(x, call, dtype, wgrad=wgrad)
+    if call.sequence_parallel:
+        x, _ = _start_gather(x, call)
+    if not early:
+        x, _ = _quantize_input(x, call, dtype, wgrad=False)
+    return x, saved, early
+
+
+def _quantize_input(x: Tensor, call: LinearCall, dtype: torch.dtype, **needed: bool) -> Any:
+    return quantize_activation(x, Operand.INPUT, call.option, dtype, **needed)
 
 
 def _start_gather(input: Tensor, call: LinearCall, async_op: bool = False) -> tuple[Tensor, Any]:

@@ -48,7 +48,7 @@ from megatron_snip.planning.calibration import (
     read_calibration,
 )
 from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
-from megatron_snip.types import Gemm, glob_matches, split_linear_name
+from megatron_snip.types import Gemm, Operand, glob_matches, split_linear_name
 from megatron_snip.version import installed_version
 
 logger = logging.getLogger(__name__)
@@ -254,17 +254,32 @@ def linear_gemms(
     """
     stream = StochasticStream(StreamKey(seed=0, linear="", iteration=0, microbatch=0))
 
-    def quantized(gemm: Gemm) -> Tensor:
-        both = simulated_gemm.quantize_grad_output(
-            g, option, stream, x.shape[1], dgrad=gemm is Gemm.DGRAD, wgrad=gemm is Gemm.WGRAD
+    def quantized(gemm: Gemm, operand: Operand) -> Tensor:
+        tensor, other = (x, w.shape[0]) if operand is Operand.INPUT else (g, w.shape[1])
+        both = simulated_gemm.quantize_activation(
+            tensor,
+            operand,
+            option,
+            simulated_gemm.operand_dtype(tensor, other),
+            stream=stream,
+            first=gemm is not Gemm.WGRAD,
+            wgrad=gemm is Gemm.WGRAD,
         )
         return next(each for each in both if each is not None)
 
-    return {
-        Gemm.FPROP: lambda: simulated_gemm.fprop(x, w, option),
-        Gemm.DGRAD: lambda: simulated_gemm.dgrad(quantized(Gemm.DGRAD), w, option, g.dtype),
-        Gemm.WGRAD: lambda: simulated_gemm.wgrad(quantized(Gemm.WGRAD), x, option, x.dtype),
-    }
+    def fprop() -> Tensor:
+        return simulated_gemm.fprop(quantized(Gemm.FPROP, Operand.INPUT), w, option, x.dtype)
+
+    def dgrad() -> Tensor:
+        return simulated_gemm.dgrad(quantized(Gemm.DGRAD, Operand.GRAD_OUTPUT), w, option, g.dtype)
+
+    def wgrad() -> Tensor:
+        quantized_g = quantized(Gemm.WGRAD, Operand.GRAD_OUTPUT)
+        return simulated_gemm.wgrad(
+            quantized_g, quantized(Gemm.WGRAD, Operand.INPUT), option, x.dtype
+        )
+
+    return {Gemm.FPROP: fprop, Gemm.DGRAD: dgrad, Gemm.WGRAD: wgrad}
 
 
 def median_s(call: Callable[[], object], device: torch.device, budget_s: float) -> float:

@@ -13,6 +13,7 @@ M tokens, K in_features, N out_features.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 
 import torch
@@ -22,6 +23,7 @@ from megatron_snip.formats import get_format
 from megatron_snip.matmul import LARGE_GEMM, matmul_fp32
 from megatron_snip.options import Option
 from megatron_snip.quantizers.quantize import (
+    needs_tensor_amax,
     operand_block,
     quantize_dequantize_operand,
     quantize_dequantize_pair,
@@ -38,56 +40,70 @@ def uncached(_: Hashable, make: Callable[[], Tensor]) -> Tensor:
     return make()
 
 
-def fprop(x: Tensor, w: Tensor, option: Option, cached: Cached = uncached) -> Tensor:
-    """Return Y [M, N] in X's dtype.
-
-    Args:
-        x: [M, K].
-        w: [N, K].
-        option: decides the format of both.
-        cached: caches the quantized W.
-    """
-    name = option.fprop
-    if name == "bf16":
-        return torch.matmul(x, w.t())
-    dtype = _operand_dtype(x, w.shape[0])
-    x_q = quantize_dequantize_operand(x, name, Operand.INPUT, Gemm.FPROP, dtype=dtype)
-    return matmul_fp32(x_q, _weight(w, name, Gemm.FPROP, dtype, cached).t(), x.dtype)
-
-
-def quantize_grad_output(
-    g: Tensor,
+def quantize_activation(
+    x: Tensor,
+    operand: Operand,
     option: Option,
-    stream: StochasticStream,
-    in_features: int,
+    dtype: torch.dtype,
     *,
-    dgrad: bool = True,
+    stream: StochasticStream | None = None,
+    first: bool = True,
     wgrad: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return G as dgrad and as wgrad multiply it, from one read where kernels run.
+    """Return X or G as its first GEMM (fprop or dgrad) and as wgrad multiply it.
+
+    Kernels read it once for both.
 
     Args:
-        g: [M, N].
-        option: decides the formats; for a bf16 GEMM G is returned as it is.
+        x: X [M, K] or G [M, N].
+        operand: which of them.
+        option: decides the formats; for a bf16 GEMM the tensor is returned as it is.
+        dtype: of a quantized result, from `operand_dtype`.
         stream: random numbers, for formats that round G stochastically.
-        in_features: K.
-        dgrad: whether the first is needed; else None is returned for it.
+        first: whether the first is needed; else None is returned for it.
         wgrad: likewise the second.
     """
-    names, dtype = (option.dgrad, option.wgrad), _operand_dtype(g, in_features)
-    role = Operand.GRAD_OUTPUT
-    if dgrad and wgrad and "bf16" not in names:
-        return quantize_dequantize_pair(g, names, role, stream=stream, dtype=dtype)
+    gemm = Gemm.FPROP if operand is Operand.INPUT else Gemm.DGRAD
+    names = option[gemm], option.wgrad
+    if first and wgrad and "bf16" not in names:
+        return quantize_dequantize_pair(x, names, operand, stream=stream, dtype=dtype)
 
     def one(name: str, gemm: Gemm) -> Tensor:
         if name == "bf16":
-            return g
-        return quantize_dequantize_operand(g, name, role, gemm, stream=stream, dtype=dtype)
+            return x
+        return quantize_dequantize_operand(x, name, operand, gemm, stream=stream, dtype=dtype)
 
-    return (
-        one(names[0], Gemm.DGRAD) if dgrad else None,
-        one(names[1], Gemm.WGRAD) if wgrad else None,
-    )
+    return one(names[0], gemm) if first else None, one(names[1], Gemm.WGRAD) if wgrad else None
+
+
+def shards_quantize_alone(option: Option, num_rows: int) -> bool:
+    """Return whether quantizing X by shards of `num_rows` tokens gives what quantizing X gives."""
+    for name, gemm in ((option.fprop, Gemm.FPROP), (option.wgrad, Gemm.WGRAD)):
+        fmt = get_format(name)
+        if fmt.quantized:
+            tile, _ = operand_block(fmt, Operand.INPUT, gemm)
+            rotated = fmt.wgrad_hadamard if gemm is Gemm.WGRAD else 0
+            if needs_tensor_amax(fmt) or num_rows % math.lcm(tile, rotated or 1):
+                return False
+    return True
+
+
+def fprop(
+    x: Tensor, w: Tensor, option: Option, dtype: torch.dtype, cached: Cached = uncached
+) -> Tensor:
+    """Return Y [M, N] in `dtype`.
+
+    Args:
+        x: [M, K], from `quantize_activation`.
+        w: [N, K].
+        option: decides the format of both.
+        dtype: of the result.
+        cached: caches the quantized W.
+    """
+    if option.fprop == "bf16":
+        return torch.matmul(x, w.t())
+    w_q = _weight(w, option.fprop, Gemm.FPROP, operand_dtype(x, w.shape[0]), cached)
+    return matmul_fp32(x, w_q.t(), dtype)
 
 
 def dgrad(
@@ -96,7 +112,7 @@ def dgrad(
     """Return dX [M, K] in `dtype`.
 
     Args:
-        g: [M, N], from `quantize_grad_output`.
+        g: [M, N], from `quantize_activation`.
         w: [N, K].
         option: decides the format of both.
         dtype: of the result.
@@ -104,7 +120,7 @@ def dgrad(
     """
     if option.dgrad == "bf16":
         return g.matmul(w)
-    w_q = _weight(w, option.dgrad, Gemm.DGRAD, _operand_dtype(g, w.shape[1]), cached)
+    w_q = _weight(w, option.dgrad, Gemm.DGRAD, operand_dtype(g, w.shape[1]), cached)
     return matmul_fp32(g, w_q, dtype)
 
 
@@ -112,16 +128,14 @@ def wgrad(g: Tensor, x: Tensor, option: Option, dtype: torch.dtype) -> Tensor:
     """Return dW [N, K] in `dtype`.
 
     Args:
-        g: [M, N], from `quantize_grad_output`.
-        x: [M, K].
+        g: [M, N], from `quantize_activation`.
+        x: [M, K], likewise.
         option: decides the format of both.
         dtype: of the result; FP32 for GEMMs that add into `main_grad`.
     """
     if option.wgrad == "bf16":
         return g.t().matmul(x) if dtype == g.dtype else matmul_fp32(g.t(), x, dtype)
-    operand = _operand_dtype(g, x.shape[1])
-    x_q = quantize_dequantize_operand(x, option.wgrad, Operand.INPUT, Gemm.WGRAD, dtype=operand)
-    return matmul_fp32(g.t(), x_q, dtype)
+    return matmul_fp32(g.t(), x, dtype)
 
 
 def _weight(w: Tensor, name: str, gemm: Gemm, dtype: torch.dtype, cached: Cached) -> Tensor:
@@ -132,8 +146,8 @@ def _weight(w: Tensor, name: str, gemm: Gemm, dtype: torch.dtype, cached: Cached
     )
 
 
-def _operand_dtype(tensor: Tensor, other: int) -> torch.dtype:
-    """Return FP32, or BF16 where `matmul_fp32` would round operands to it.
+def operand_dtype(tensor: Tensor, other: int) -> torch.dtype:
+    """Return what quantized operands are written in: FP32, or BF16 where `matmul_fp32` takes it.
 
     Args:
         tensor: one operand, whose dims are two of the GEMM's three.

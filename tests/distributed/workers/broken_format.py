@@ -27,7 +27,8 @@ def broken_format(broken: str, change: Change) -> Iterator[None]:
         return change(seen, role, gemm) if name == broken else seen
 
     def both(x: torch.Tensor, names: Any, role: Operand, **options: Any) -> Any:
-        parts = zip(pair(x, names, role, **options), names, (Gemm.DGRAD, Gemm.WGRAD), strict=True)
+        first = Gemm.FPROP if role is Operand.INPUT else Gemm.DGRAD
+        parts = zip(pair(x, names, role, **options), names, (first, Gemm.WGRAD), strict=True)
         return tuple(change(t, role, gemm) if name == broken else t for t, name, gemm in parts)
 
     with (

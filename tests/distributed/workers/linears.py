@@ -33,7 +33,7 @@ from tests.distributed.workers.small_model import layout
 from tests.unit.quantizers import oracle
 
 NAME, SEED, STEP = "decoder.layers.0.mlp.linear_fc1", 5, 7
-SEQUENCE, BATCH = 64, 2
+BATCH = 2
 OPTIONS = ("fp8", "fp4", "fp4-fp8-bf16", "bf16-fp4-fp4", "fp8-bf16-fp4")
 
 
@@ -48,6 +48,8 @@ class Case:
         frozen: whether the weight does not train.
         fused: whether dW is added into main_grad.
         dtype: of weights and activations.
+        sequence: length; by default a rank's 64 tokens of two are no complete tile of wgrad, so
+            X is quantized after it is gathered.
     """
 
     kind: str
@@ -56,6 +58,7 @@ class Case:
     frozen: bool = False
     fused: bool = False
     dtype: torch.dtype = torch.float32
+    sequence: int = 64
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -103,6 +106,7 @@ CASES = {
     "column sp frozen": Case("column", sequence_parallel=True, frozen=True),
     "row fused": Case("row", fused=True),
     "column sp fused": Case("column", sequence_parallel=True, fused=True),
+    "column sp tiles": Case("column", sequence_parallel=True, sequence=128),
     "gated bf16": Case("gated", dtype=torch.bfloat16),
 }
 
@@ -126,8 +130,8 @@ class Tensors:
 
         n, k = case.shape
         return cls(
-            [draw(SEQUENCE, BATCH, k) for _ in range(2)],
-            [draw(SEQUENCE, BATCH, n) for _ in range(2)],
+            [draw(case.sequence, BATCH, k) for _ in range(2)],
+            [draw(case.sequence, BATCH, n) for _ in range(2)],
             draw(n, k),
             draw(n),
         )

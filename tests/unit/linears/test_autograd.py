@@ -136,14 +136,25 @@ def test_the_dummy_is_zero_where_it_is_added() -> None:
     assert parameter.grad is not None and parameter.grad.abs().max() == 0
 
 
+@pytest.mark.parametrize("option", ["fp4", "fp8-fp8-bf16"])
+@DTYPES
 @pytest.mark.parametrize("frozen", [False, True])
-def test_the_backward_saves_x_and_w_and_no_copy(frozen: bool) -> None:
-    x, w, b, _ = tensors()
+def test_the_backward_saves_w_and_what_wgrad_needs_of_x(
+    frozen: bool, dtype: torch.dtype, option: str
+) -> None:
+    """X quantized for wgrad where that has X's dtype (FP32 here), else X; no copy of W or X."""
+    x, w, b, _ = tensors(dtype)
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        run(x.requires_grad_(), w.requires_grad_(not frozen), b.requires_grad_(), call())
-    expected = {t.untyped_storage().data_ptr() for t in ((w,) if frozen else (x, w))}
-    assert {t.untyped_storage().data_ptr() for t in saved} == expected
+        run(x.requires_grad_(), w.requires_grad_(not frozen), b.requires_grad_(), call(option))
+    assert saved[0].data_ptr() == w.data_ptr() and len(saved) == (1 if frozen else 2)
+    if frozen:
+        return
+    if dtype == torch.bfloat16 or option.endswith("bf16"):
+        assert saved[1].data_ptr() == x.data_ptr()
+    else:
+        wanted = quantized(x, "fp4", Operand.INPUT, Gemm.WGRAD)
+        assert saved[1].dtype == dtype and torch.equal(saved[1].flatten(0, -2), wanted)
 
 
 @DTYPES
