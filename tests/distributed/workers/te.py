@@ -12,7 +12,7 @@ import tests.stand_ins.on_path  # noqa: F401 - before anything that imports Mega
 
 # isort: split
 import contextlib
-import functools
+import dataclasses
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -93,7 +93,8 @@ def _latent_attention() -> Iterator[None]:
                 module.weight.tensor_model_parallel = False
         original(chunk, config)
 
-    config = functools.partial(MLATransformerConfig, **LATENT)
+    fields = [(name, Any, value) for name, value in LATENT.items()]
+    config = dataclasses.make_dataclass("Latent", fields, bases=(MLATransformerConfig,))
     with (
         mock.patch.object(trainer_model, "TransformerConfig", config),
         mock.patch.object(trainer_model, "initialize_weights", initialize),
