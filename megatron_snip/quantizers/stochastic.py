@@ -151,6 +151,11 @@ class StochasticStream:
         """Return the stream of the copy that enters `gemm`."""
         return replace(self, swapped=gemm is Gemm.WGRAD)
 
+    def every(self, stride: int, cols: int) -> StochasticStream:
+        """Return the stream of a tensor that holds every `stride`-th of the `cols` columns."""
+        columns = ColumnMap(*(part // stride for part in self.column_map(cols)))
+        return replace(self, columns=columns)
+
     def column_map(self, cols: int) -> ColumnMap:
         """Return the columns of a local tensor that has `cols` of them."""
         columns = self.columns or ColumnMap(cols, cols, cols, 0)

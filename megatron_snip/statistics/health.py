@@ -81,8 +81,8 @@ def tile_counts(
     scale = tile_scales(amax, fmt, tensor_amax)[1]
     saturated = amax.new_zeros(())
     if fmt.scale is ScaleType.E4M3:  # other scales are rounded up, or not at all
-        saturated = (_tiles(x, block) > scale * (fmt.element.max_value * _ULPS)).sum().float()
-    zeros = (x.bool() & ~quantized.bool()).sum().float()  # bool() is much faster than eq(0)
+        saturated = (_tiles(x, block) > scale * (fmt.element.max_value * _ULPS)).sum()
+    zeros = (x.bool() > quantized.bool()).sum()  # bool() is much faster than eq(0)
     return torch.cat([torch.stack([zeros, saturated]), _log2_counts(scale, amax > 0)])
 
 

@@ -7,15 +7,15 @@ For X [S, K], W [N, K], G = dL/dY [S, N], and Q the quantizer of a format:
     eW = Q(G)^T Q(X) - G^T X        wgrad    [N, K]
 
 Tiles run along the contraction dimension of each GEMM, so fprop and dgrad are measured on single
-tokens drawn at random, and wgrad on complete tiles of consecutive tokens. Products are FP32. On a
-tensor-parallel rank the tensors are shards: `partial_sums` returns what must be added over the
-shards, and `totals` turns the sums into statistics.
+tokens drawn at random, and wgrad on complete tiles of consecutive tokens, for some of the output
+features. Products are FP32. On a tensor-parallel rank the tensors are shards: `partial_sums`
+returns what must be added over the shards, and `totals` turns the sums into statistics.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -34,6 +34,8 @@ from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.topology import LinearKind
 from megatron_snip.types import Gemm, Operand
 
+_ALL = slice(None)
+
 
 class Operands(NamedTuple):
     """The tensors of a linear on this shard, for the sampled tokens.
@@ -43,7 +45,7 @@ class Operands(NamedTuple):
         weight: W [N, K].
         grad_output: G [S, N], the same tokens.
         input_runs: X [R, K], runs of consecutive tokens that are complete tiles of wgrad.
-        grad_output_runs: G [R, N], the same tokens.
+        grad_output_runs: G [R, N / stride], the same tokens, every `stride`-th output feature.
         amax: FP32 [3], the largest magnitudes of all of X, W and G over all tokens and shards; None
             where no format has a scale per tensor.
     """
@@ -106,6 +108,7 @@ def partial_sums(
     formats: Mapping[str, Format],
     stream: StochasticStream,
     sensitivity: Sensitivity | None,
+    features: slice = _ALL,
 ) -> PartialSums:
     """Measure on this shard.
 
@@ -116,7 +119,9 @@ def partial_sums(
         formats: what is measured under each name.
         stream: random numbers of G, where a format rounds it stochastically.
         sensitivity: D of the shard; None takes D = 1.
+        features: the output features of `grad_output_runs`.
     """
+    runs_stream = stream.every(features.step or 1, operands.weight.shape[0])
     if not operands.weight.is_cuda:
         # Each product and norm would convert them again.
         operands = Operands._make(None if t is None else t.float() for t in operands)
@@ -144,14 +149,14 @@ def partial_sums(
         found[f"{name}.input_error_square"] = health[-3][0]
         found[f"{name}.weight_error_square"] = health[-2][0]
         del x_q, w_q, w_t  # before wgrad's error takes as much FP32 as a weight
-        g_q = _quantized(operands, fmt, Operand.GRAD_OUTPUT, Gemm.WGRAD, stream)
+        g_q = _quantized(operands, fmt, Operand.GRAD_OUTPUT, Gemm.WGRAD, runs_stream)
         x_q = _quantized(operands, fmt, Operand.INPUT, Gemm.WGRAD)
         error = matmul_fp32(g_q.t(), x_q).sub_(wgrad)
         rotated_g = rotated(g_runs, fmt, Gemm.WGRAD)
         found[f"{name}.grad_error_square"] = _square(g_q.sub_(rotated_g))
         found[f"{name}.wgrad_error_square"] = _square(error)
         if sensitivity is not None:
-            error.mul_(sensitivity.row[:, None]).mul_(sensitivity.col)
+            error.mul_(sensitivity.row[features, None]).mul_(sensitivity.col)
         found[f"{name}.local_square"] = _square(error)
     if kind == "row":
         found |= zip(_squares_of("input_grad", formats), map(_square, input_grads), strict=True)
@@ -171,14 +176,7 @@ def partial_sums(
     rest = torch.stack(scalars).float(), sums, amax
     if kind == "row":
         return PartialSums(torch.stack(outputs), None, *rest)
-    tokens = torch.stack(
-        [
-            _token_squares(g),
-            *map(_token_squares, outputs),
-            *(_token_products(g, error) for error in outputs[1:]),
-        ]
-    )
-    return PartialSums(torch.stack(input_grads), tokens, *rest)
+    return PartialSums(torch.stack(input_grads), _token_sums(g, outputs), *rest)
 
 
 def totals(
@@ -197,24 +195,27 @@ def totals(
         T / N and `aligned_fisher` its factor T, with T the tokens of the batch and N as above.
     """
     found = dict(zip(_scalar_names(kind, formats), sums.scalars.double(), strict=True))
-    if kind == "row":
-        outputs, grads = sums.products, _token_squares(grad_output)
-        output_squares = [_token_squares(y) for y in outputs]
-        products = [_token_products(grad_output, error) for error in outputs[1:]]
+    if sums.tokens is None:
+        tokens = _token_sums(grad_output, sums.products)
     else:
-        assert sums.tokens is not None
-        num = len(formats)
-        grads, *rest = sums.tokens
-        output_squares, products = rest[: 1 + num], rest[1 + num :]
+        tokens = sums.tokens
         squares = (_square(x).float().double() for x in sums.products)
         found |= zip(_squares_of("input_grad", formats), squares, strict=True)
-    sums_of_squares = (square.double().sum() for square in output_squares)
-    found |= zip(_squares_of("output", formats), sums_of_squares, strict=True)
-    for name, square, product in zip(formats, output_squares[1:], products, strict=True):
-        found[f"{name}.first"] = product.double().sum()
-        found[f"{name}.fisher"] = 0.5 * (square.double() * grads.double()).sum()
-        found[f"{name}.aligned_fisher"] = 0.5 * product.double().square().sum()
+    grads, squares, products = tokens.double().split([1, 1 + len(formats), len(formats)])
+    found |= zip(_squares_of("output", formats), squares.sum(1), strict=True)
+    fisher = 0.5 * (squares[1:] * grads).sum(1)
+    aligned_fisher = 0.5 * products.square().sum(1)
+    for i, name in enumerate(formats):
+        found[f"{name}.first"] = products[i].sum()
+        found[f"{name}.fisher"] = fisher[i]
+        found[f"{name}.aligned_fisher"] = aligned_fisher[i]
     return found
+
+
+def _token_sums(g: Tensor, outputs: Sequence[Tensor] | Tensor) -> Tensor:
+    """Return `PartialSums.tokens` of G and (Y, eY of each format)."""
+    products = (_token_products(g, error) for error in outputs[1:])
+    return torch.stack([_token_squares(g), *map(_token_squares, outputs), *products])
 
 
 def _quantized(

@@ -27,7 +27,7 @@ from torch import Tensor
 from megatron_snip.collectives import one_line, sum_over
 from megatron_snip.formats import Format
 from megatron_snip.quantizers.quantize import needs_tensor_amax
-from megatron_snip.quantizers.stochastic import StreamKey, grad_output_stream
+from megatron_snip.quantizers.stochastic import ColumnMap, StreamKey, grad_output_stream
 from megatron_snip.statistics.health import EXPERT_COLUMNS, NORMS
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.measure import Operands, PartialSums, partial_sums, totals
@@ -40,6 +40,9 @@ T = TypeVar("T")
 
 SAMPLED_SHARE, LEAST_TOKENS, MOST_TOKENS = 16, 64, 512
 """1/16 of a microbatch's tokens is measured, at least 64 and at most 512."""
+
+FEATURE_STRIDE, LEAST_FEATURES = 4, 64
+"""wgrad is measured on every fourth output feature, if these are at least 64."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,7 @@ class _Sample:
         num_tokens: tokens of the microbatch, over all ranks of the tensor axis.
         rows: [S + R] int64: S single tokens, then the R tokens of complete tiles.
         num_single: S.
+        phase: first of the output features that wgrad is measured on; None: on all.
         expansions: factors from sums over the S and over the R tokens to those over all.
         input: X of the sample; zeros for tokens of other ranks, where tokens are split.
         input_amax: of all tokens of this shard, where a format needs it.
@@ -128,6 +132,7 @@ class _Sample:
     num_tokens: int
     rows: Tensor
     num_single: int
+    phase: int | None
     expansions: tuple[float, float]
     input: Tensor | None = None
     input_amax: Tensor | None = None
@@ -163,6 +168,7 @@ class StepObserver:
         self._topology = topology
         self._sensitivities = sensitivities
         self._token_parts = token_parts
+        self._columns = {c: COLUMNS[c.rpartition(".")[2]] for c in table_columns(settings.formats)}
         self._needs_amax = any(map(needs_tensor_amax, settings.formats.values()))
         self._num_forwards: dict[str, int] = defaultdict(int)
         self._sums: dict[str, Tensor] = {}
@@ -226,7 +232,7 @@ class StepObserver:
         `norms` returns this rank's `health.weight_norms`.
         """
         s, control = self._settings, self._topology.control
-        first = len(table_columns(s.formats))
+        first = len(self._columns)
         with self._timed():
             try:
                 for name, values in norms().items():
@@ -262,8 +268,8 @@ class StepObserver:
         samples = []
         for part in parts:
             microbatch, count = forward * data.size + part.data_rank, len(part.rows)
-            rows, num_single, expansions = self._draw(count, microbatch)
-            sample = _Sample(microbatch, count, part.rows[rows], num_single, expansions)
+            rows, *rest = self._draw(count, microbatch)
+            sample = _Sample(microbatch, count, part.rows[rows], *rest)
             self._try(placement, partial(self._keep, call, sample, x, prepare))
             samples.append(sample)
         return samples
@@ -294,11 +300,13 @@ class StepObserver:
         if call.output_is_split:
             g = sum_over(g, call.axis.group)
         amax = self._shared_amax(call, sample, grad)
-        operands = Operands(x[:single], weight, g[:single], x[single:], g[single:], amax)
         stream = grad_output_stream(settings.seed, placement, settings.iteration, sample.microbatch)
+        features = _features(stream.column_map(weight.shape[0]), sample.phase)
+        runs = x[single:], g[single:, features]
+        operands = Operands(x[:single], weight, g[:single], *runs, amax)
         sensitivity = self._sensitivities.get(placement.instance)
         measure = partial(
-            partial_sums, operands, placement.kind, size, formats, stream, sensitivity
+            partial_sums, operands, placement.kind, size, formats, stream, sensitivity, features
         )
         sums = self._try(placement, measure)
         if sums is not None:
@@ -309,7 +317,7 @@ class StepObserver:
                 sums = PartialSums.zeros(placement.kind, single, weight, formats)
             sums = sums.summed(placement.tensor.group)
         if sums is not None and placement.tensor.rank == 0:
-            self._try(placement, lambda: self._add(call, sample, sums, g[:single]))
+            self._try(placement, lambda: self._add(call, sample, sums, g[:single], features))
 
     def _try(self, placement: Placement, action: Callable[[], T]) -> T | None:
         """Return the result of `action`; None if measuring has failed: training must go on."""
@@ -320,7 +328,9 @@ class StepObserver:
                 self.failure = f"{placement.name}: {type(error).__name__}: {one_line(error)}"
         return None
 
-    def _add(self, call: _Call, sample: _Sample, sums: PartialSums, grad: Tensor) -> None:
+    def _add(
+        self, call: _Call, sample: _Sample, sums: PartialSums, grad: Tensor, features: slice
+    ) -> None:
         """Add one microbatch's sums to its linear's row; `grad` is G of the sample."""
         found = totals(sums, call.placement.kind, grad, self._settings.formats)
         health = sums.health
@@ -331,19 +341,21 @@ class StepObserver:
             sensitivity = self._sensitivities.get(instance)
             known["update_square"] = 0.0 if sensitivity is None else sensitivity.update_square
         self._seen.add(instance)
-        columns = table_columns(self._settings.formats)
+        columns = self._columns
         tokens, tiles = sample.expansions
+        tiles *= features.step or 1
         expansion = {"tokens": tokens, "tiles": tiles, "weight": share, "all": 1.0}
         numbers = [
-            [expansion[COLUMNS[c.rpartition(".")[2]].over], known.get(c, 0.0)] for c in columns
+            [expansion[column.over] for column in columns.values()],
+            [known.get(c, 0.0) for c in columns],
         ]
         device = next(iter(found.values())).device
-        factors, added = torch.tensor(numbers, dtype=torch.float64).to(device).unbind(1)
+        factors, added = torch.tensor(numbers, dtype=torch.float64).to(device)
         zero = torch.zeros_like(added[0])
         row = torch.stack([found.get(c, zero) for c in columns]) * factors + added
         health = health.double() * health.new_tensor([tokens, share, tokens])[:, None]
         if (expert := call.placement.expert) is not None:
-            own = torch.stack([row[columns.index(c)] for c in EXPERT_COLUMNS])
+            own = torch.stack([row[list(columns).index(c)] for c in EXPERT_COLUMNS])
             _add_to(self._experts, (name, expert), torch.cat([own, health[:-1, :, :3].flatten()]))
         _add_to(self._sums, name, torch.cat([row, row.new_zeros(NORMS), health.flatten()]))
 
@@ -358,15 +370,23 @@ class StepObserver:
         return amax
 
 
+def _features(columns: ColumnMap, phase: int | None) -> slice:
+    """Return the output features of this shard that wgrad is measured on."""
+    divides = all(part % FEATURE_STRIDE == 0 for part in columns)
+    if phase is None or not divides or columns.global_cols < FEATURE_STRIDE * LEAST_FEATURES:
+        return slice(None)
+    return slice(phase, None, FEATURE_STRIDE)
+
+
 def _draw(
     s: MeasureSettings, num_tokens: int, microbatch: int
-) -> tuple[Tensor, int, tuple[float, float]]:
-    """Return the sampled tokens, how many are single, and the expansions; alike in all layouts."""
+) -> tuple[Tensor, int, int | None, tuple[float, float]]:
+    """Return the end of a `_Sample`, from `rows` on; the same in all layouts."""
     tile = max((fmt.tile for fmt in s.formats.values()), default=1)
     wanted = min(max(num_tokens // SAMPLED_SHARE, LEAST_TOKENS), MOST_TOKENS)
     num_tiles, num_chosen = math.ceil(num_tokens / tile), math.ceil(wanted / tile)
     single = runs = torch.arange(num_tokens)
-    expansions = 1.0, 1.0
+    phase, expansions = None, (1.0, 1.0)
     if not s.all_tokens and num_chosen < num_tiles:
         word = StreamKey(s.seed, "sampled tokens", s.iteration, microbatch).word
         generator = torch.Generator().manual_seed(word >> 1)  # a seed has 63 bits
@@ -374,8 +394,9 @@ def _draw(
         chosen = torch.randperm(num_tiles, generator=generator)[:num_chosen].sort().values
         runs = (chosen[:, None] * tile + torch.arange(tile)).reshape(-1)
         runs = runs[runs < num_tokens]
+        phase = int(torch.randint(FEATURE_STRIDE, (), generator=generator))
         expansions = num_tokens / wanted, num_tiles / num_chosen
-    return torch.cat([single, runs]), len(single), expansions
+    return torch.cat([single, runs]), len(single), phase, expansions
 
 
 def _add_to(sums: dict[Any, Tensor], key: Any, row: Tensor) -> None:

@@ -24,7 +24,8 @@ class Column(NamedTuple):
 
     Attributes:
         over: what is summed. `tokens`: single sampled tokens. `tiles`: sampled tiles of consecutive
-            tokens. `weight`: a sum over microbatches whose mean is reported. `all`: not a sample.
+            tokens, for sampled output features. `weight`: a sum over microbatches whose mean is
+            reported. `all`: not a sample.
         grad_power: the sum grows with this power of G.
     """
 
