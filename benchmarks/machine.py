@@ -46,12 +46,28 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
 
 
 def append_row(path: Path, row: dict[str, Any]) -> dict[str, Any]:
-    """Append a row, with its origin, to a JSON-lines file; return it."""
-    row = {**_origin(), "torch": torch.__version__, **row}
+    """Append a row to a JSON-lines file, below a line with its origin; return both as one."""
+    origin = {**_origin(), "torch": torch.__version__}
     path.parent.mkdir(parents=True, exist_ok=True)
+    rows = read_rows(path)
+    known = bool(rows) and origin.items() <= rows[-1].items()
     with path.open("a") as file:
-        file.write(json.dumps(row, separators=(",", ":")) + "\n")
-    return row
+        for line in (row,) if known else (origin, row):
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+    return {**origin, **row}
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a JSON-lines file, each with the origin above it; none without a file."""
+    rows: list[dict[str, Any]] = []
+    origin: dict[str, Any] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        row = json.loads(line)
+        if "command" in row:
+            origin = row
+        else:
+            rows.append({**origin, **row})
+    return rows
 
 
 def _origin() -> dict[str, Any]:

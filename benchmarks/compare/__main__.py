@@ -44,7 +44,7 @@ from benchmarks.compare.variants import (
     share_of,
     snip_costs,
 )
-from benchmarks.machine import RESULTS, append_row
+from benchmarks.machine import RESULTS, append_row, read_rows
 from megatron_snip.divergence.divergence import absolute_error, norm_bound, relative_error
 from megatron_snip.options import Option
 from megatron_snip.statistics.records import StatisticsTable
@@ -61,8 +61,7 @@ class ResultStore:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        text = path.read_text() if path.exists() else ""
-        self.rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+        self.rows = read_rows(path)
 
     def has(self, key: Mapping[str, Any]) -> bool:
         """Return whether there is a row with this key."""
