@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from benchmarks.compare.variants import Plan
 from benchmarks.lab import Lab, open_lab
 from megatron_snip.config import SnipConfig
 from megatron_snip.statistics.records import StatisticsTable
+from megatron_snip.trainer.data import Datasets
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class WarmModel:
         self._setup = setup
         self._scenario = scenario
         self._lab = lab
+        self._datasets = lab.datasets
         self._rate = float(lab.config.lr)
         self._saved = [tensor.detach().clone() for tensor in _tensors(lab)]
         self._counts = [group.get("step") for group in _groups(lab)]
@@ -138,6 +141,7 @@ class WarmModel:
 
     @torch.no_grad()
     def _restore(self) -> None:
+        self._lab.datasets = self._datasets
         for tensor, saved in zip(_tensors(self._lab), self._saved, strict=True):
             tensor.copy_(saved)
         for group, count in zip(_groups(self._lab), self._counts, strict=True):
@@ -194,6 +198,28 @@ def _fresh_block(lab: Lab) -> None:
     lab.state.optimizer.reload_model_params()
 
 
+class _Text:
+    """Consecutive samples of a text, byte tokens; from the start again after its end."""
+
+    def __init__(self, text: bytes, length: int) -> None:
+        self._tokens = torch.tensor(list(text))
+        self._length = length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        start = index * self._length % (len(self._tokens) - self._length)
+        tokens, labels = (self._tokens[start + k :][: self._length] for k in (0, 1))
+        ones = torch.ones(self._length)
+        ids = torch.arange(self._length)
+        return {"tokens": tokens, "labels": labels, "loss_mask": ones, "position_ids": ids}
+
+
+def _english(lab: Lab) -> None:
+    """Replace the source code that the model was trained on by Python's manual, in English."""
+    text = "\n".join(topics[name] for name in sorted(topics)).encode()
+    train, length = len(text) * 4 // 5, lab.config.seq_length
+    lab.datasets = Datasets(_Text(text[:train], length), _Text(text[train:], length), {})
+
+
 LATE = "late-"
 
 SCENARIOS = {
@@ -201,5 +227,6 @@ SCENARIOS = {
     "outliers": _outliers,
     "fresh-block": _fresh_block,
     f"{LATE}outliers": _outliers,
+    f"{LATE}english": _english,
 }
 """What is done to a warm model before branches start from it, or to each after half of it."""
