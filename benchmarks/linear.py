@@ -26,7 +26,7 @@ from rich.table import Table
 
 from benchmarks.machine import has_gpu, write_result
 from benchmarks.timing import seconds_by_turns
-from megatron_snip.linears.autograd import LinearCall, QuantizedLinear
+from megatron_snip.linears.autograd import LinearCall, quantized_linear
 from megatron_snip.linears.runtime import QuantizedWeightCache
 from megatron_snip.linears.simulated_gemm import Cached, uncached
 from megatron_snip.options import Option
@@ -56,8 +56,7 @@ def forwards(x: torch.Tensor, w: torch.Tensor) -> dict[str, Callable[[], torch.T
 
     def simulated(name: str, cached: Cached = uncached) -> Callable[[], torch.Tensor]:
         call = LinearCall(Option.uniform(name), lambda: STREAM, False, False, False, None, cached)
-        apply: Any = QuantizedLinear.apply
-        return lambda: apply(x, w, None, call)
+        return lambda: quantized_linear(x, w, None, call)
 
     cache = QuantizedWeightCache()
     cache.open()

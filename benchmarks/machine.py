@@ -27,7 +27,6 @@ def machine() -> dict[str, Any]:
     found = {**versions(), "cuda": torch.version.cuda}
     return {
         **_origin(),
-        "gpu": _gpu_name() if has_gpu() else None,
         "versions": found | {package: _version(package) for package in PACKAGES},
     }
 
@@ -77,6 +76,7 @@ def _origin() -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
+        "gpu": _gpu_name() if has_gpu() else None,
     }
 
 

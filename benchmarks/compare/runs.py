@@ -199,7 +199,7 @@ def _fresh_block(lab: Lab) -> None:
 
 
 class _Text:
-    """Consecutive samples of a text, byte tokens; from the start again after its end."""
+    """Consecutive samples of a text, byte tokens; after its end they start over."""
 
     def __init__(self, text: bytes, length: int) -> None:
         self._tokens = torch.tensor(list(text))
@@ -214,7 +214,7 @@ class _Text:
 
 
 def _english(lab: Lab) -> None:
-    """Replace the source code that the model was trained on by Python's manual, in English."""
+    """Replace the source code that the model was trained on by Python's help texts, in English."""
     text = "\n".join(topics[name] for name in sorted(topics)).encode()
     train, length = len(text) * 4 // 5, lab.config.seq_length
     lab.datasets = Datasets(_Text(text[:train], length), _Text(text[train:], length), {})

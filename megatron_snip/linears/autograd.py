@@ -1,10 +1,10 @@
-"""The autograd function of a quantized linear; it does all that Megatron's own one does.
+"""The autograd function of a quantized linear; it does what pretraining uses of Megatron's own one.
 
 That is: the all-gather of the input over the tensor-parallel group under sequence parallelism (in
 the forward, and overlapped with dgrad in the backward), the reduce-scatter or all-reduce of the
 input gradient overlapped with wgrad, accumulation into `main_grad` with `grad_added_to_main_grad`,
-bias, and frozen weights. The backward saves X as it came in, not gathered. Where that takes no more
-memory, X is quantized for fprop and wgrad at once, and what wgrad needs is saved instead.
+bias, and frozen weights. The forward saves this rank's X for the backward. Where that takes no more
+memory, X is quantized for fprop and wgrad at once, and the form for wgrad is saved instead of X.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from megatron_snip.linears import simulated_gemm
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.simulated_gemm import (
     Cached,
+    can_quantize_before_gather,
     operand_dtype,
     quantize_activation,
-    shards_quantize_alone,
     uncached,
 )
 from megatron_snip.options import Option
@@ -40,11 +40,12 @@ class LinearCall:
     Attributes:
         option: formats of the three GEMMs.
         stream: returns the backward's random numbers; called once per backward.
-        sequence_parallel: X holds this rank's tokens; gather it, and scatter dX.
+        sequence_parallel: X holds this rank's tokens: all-gather it, and reduce-scatter dX.
         allreduce_dgrad: sum dX over `tp_group`.
         fuse_wgrad: add dW into `weight.main_grad` instead of returning it.
         tp_group: process group of the tensor axis, where one of the above needs it.
         cached: caches the quantized weight.
+        saves_input: save X itself for the backward, not its quantized form.
     """
 
     option: Option
@@ -54,15 +55,17 @@ class LinearCall:
     fuse_wgrad: bool
     tp_group: dist.ProcessGroup | None
     cached: Cached = uncached
+    saves_input: bool = False
 
 
 class QuantizedGemms:
     """The quantized GEMMs of one weight: its random numbers and its cached quantized forms."""
 
-    def __init__(self, placement: Placement, runtime: Runtime) -> None:
-        """Prepare; nothing is drawn or cached yet."""
+    def __init__(self, placement: Placement, runtime: Runtime, config: Any) -> None:
+        """Prepare; nothing is drawn or cached yet. `config` is the model's TransformerConfig."""
         self._placement = placement
         self._runtime = runtime
+        self._saves_input = _frees_inputs(config)
         self._pass_number = -1
         self._num_backwards = 0
 
@@ -79,7 +82,7 @@ class QuantizedGemms:
         fuse_wgrad: bool = False,
         tp_group: dist.ProcessGroup | None = None,
     ) -> Tensor:
-        """Return Y; see `QuantizedLinear` and `LinearCall`. An evaluation caches nothing."""
+        """Return Y; see `quantized_linear` and `LinearCall`. An evaluation caches nothing."""
         cache, instance = self._runtime.weight_cache, self._placement.instance
         call = LinearCall(
             option=option,
@@ -91,9 +94,9 @@ class QuantizedGemms:
             cached=(lambda key, make: cache.get((instance, key), weight, make))
             if training
             else uncached,
+            saves_input=self._saves_input,
         )
-        output: Tensor = QuantizedLinear.apply(input, weight, bias, call)  # type: ignore[no-untyped-call]
-        return output
+        return quantized_linear(input, weight, bias, call)
 
     def _next_stream(self) -> StochasticStream:
         """Return the stream of this backward; backwards of a pass come in microbatch order."""
@@ -104,27 +107,50 @@ class QuantizedGemms:
         return stream
 
 
-class QuantizedLinear(torch.autograd.Function):
-    """Y = X W^T + b with quantized GEMMs."""
+def _frees_inputs(config: Any) -> bool:
+    """Return whether Megatron frees or offloads inputs of linears after the forward.
 
+    It restores the same tensors before the backward, so these are what a linear must save.
+    """
+    recomputed = set(getattr(config, "recompute_modules", None) or ())
+    recomputed -= {"core_attn", "mlp", "moe", "shared_experts"}  # they keep their outputs
+    selective = getattr(config, "recompute_granularity", None) == "selective"
+    offloading = ("cpu_offloading", "fine_grained_activation_offloading")
+    return bool(selective and recomputed) or any(getattr(config, n, False) for n in offloading)
+
+
+def quantized_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall
+) -> Tensor:
+    """Return Y = X W^T + b.
+
+    Args:
+        input: X [s, b, K] or [M, K]; s is this rank's share under sequence parallelism.
+        weight: W [N, K], this rank's shard.
+        bias: b [N] or None.
+        call: how to run.
+    """
+    wgrad = torch.is_grad_enabled() and weight.requires_grad  # a forward of recompute has none
+    output: Tensor = _QuantizedLinear.apply(input, weight, bias, call, wgrad)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        call: LinearCall,
+        needs_wgrad: bool,
     ) -> Tensor:
-        """Return Y.
-
-        Args:
-            ctx: autograd's context.
-            input: [s, b, K] or [M, K]; s is this rank's share under sequence parallelism.
-            weight: [N, K], this rank's shard.
-            bias: [N] or None.
-            call: how to run.
-        """
+        """Return Y; see `quantized_linear`."""
         ctx.input_shape = input.shape
         ctx.call = call
         ctx.use_bias = bias is not None
         ctx.main_grad = getattr(weight, "main_grad", None) if call.fuse_wgrad else None
-        x, saved, ctx.saves_quantized = _prepare_input(input, weight, call, ctx.needs_input_grad[1])
+        x, saved, ctx.saves_quantized = _prepare_input(input, weight, call, needs_wgrad)
         ctx.save_for_backward(weight, *([] if saved is None else [saved]))
         rows = x.reshape(-1, x.shape[-1])
         y = simulated_gemm.fprop(rows, weight, call.option, input.dtype, call.cached)
@@ -133,7 +159,7 @@ class QuantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return (dX, dW, db, None)."""
+        """Return (dX, dW, db, None, None)."""
         call: LinearCall = ctx.call
         weight, *saved = ctx.saved_tensors
         g = grads[0].reshape(-1, grads[0].shape[-1])
@@ -164,7 +190,7 @@ class QuantizedLinear(torch.autograd.Function):
         db = g.sum(dim=0) if ctx.use_bias else None
         if reducing is not None:
             reducing.wait()
-        return dx, dw, db, None
+        return dx, dw, db, None, None
 
 
 def _prepare_input(
@@ -172,23 +198,26 @@ def _prepare_input(
 ) -> tuple[Tensor, Tensor | None, bool]:
     """Return X as fprop multiplies it, what the backward needs of X, and whether that is quantized.
 
-    X is quantized once for both GEMMs, before it is gathered, unless its form for wgrad would take
-    more memory than X or tiles of a shard differ from those of the gathered X.
+    X is quantized once for both GEMMs, before it is gathered, unless X itself must be saved, its
+    quantized form is larger, or tiles of a shard differ from those of the gathered X.
     """
     num_shards, num_rows = 1, input.shape[:-1].numel()
     if call.sequence_parallel:
         assert call.tp_group is not None
         num_shards = call.tp_group.size()
     dtype = operand_dtype(input, weight.shape[0] * num_shards)
-    alone = num_shards == 1 or shards_quantize_alone(call.option, num_rows)
-    x, saved, early = input, input if wgrad else None, alone and dtype == input.dtype
-    if early:
+    is_small = dtype.itemsize <= input.dtype.itemsize and not call.saves_input
+    before_gather = is_small and (
+        num_shards == 1 or can_quantize_before_gather(call.option, num_rows)
+    )
+    x, saved = input, input if wgrad else None
+    if before_gather:
         x, saved = _quantize_input(x, call, dtype, wgrad=wgrad)
     if call.sequence_parallel:
         x, _ = _start_gather(x, call)
-    if not early:
+    if not before_gather:
         x, _ = _quantize_input(x, call, dtype, wgrad=False)
-    return x, saved, early
+    return x, saved, before_gather
 
 
 def _quantize_input(x: Tensor, call: LinearCall, dtype: torch.dtype, **needed: bool) -> Any:

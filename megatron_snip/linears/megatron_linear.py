@@ -49,7 +49,7 @@ class PlannedLinear:
         self.option: Option = BF16
         self._runtime = runtime
         self._original: Callable[..., Tensor] = getattr(module, _METHOD)
-        self._gemms = QuantizedGemms(placement, runtime)
+        self._gemms = QuantizedGemms(placement, runtime, getattr(module, "config", None))
 
     @property
     def recipe(self) -> str:
@@ -99,7 +99,7 @@ class PlannedLinear:
         )
 
     def _quantizable(self, kwargs: dict[str, Any]) -> bool:
-        """Return whether `QuantizedLinear` supports a call; warn once if it does not."""
+        """Return whether `quantized_linear` supports a call; warn once if it does not."""
         reason = None
         if kwargs.get("grad_output_buffer") is not None:
             reason = "its weight gradient is deferred"

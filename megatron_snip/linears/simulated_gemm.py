@@ -1,19 +1,17 @@
-"""fprop, dgrad and wgrad of one linear under an option, by exact simulation.
+"""fprop, dgrad and wgrad of one linear under an option, simulated.
 
     fprop   Y  = Q(X) Q(W)^T      dgrad   dX = Q(G) Q(W)      wgrad   dW = Q(G)^T Q(X)
 
 Each GEMM quantizes its operands along its own contraction dimension. Operands are dequantized to
 FP32 and multiplied with FP32 accumulation, then the result is rounded to the output's dtype once,
-as a block-scaled tensor-core GEMM does up to the order of its accumulation. bf16 GEMMs run as
-Megatron runs them. On a GPU the operands of large GEMMs are rounded to BF16 (`matmul_fp32`); the
-quantizer itself writes them so.
+as a block-scaled tensor-core GEMM does up to the order of its accumulation. On a GPU the
+dequantized operands of large GEMMs are BF16 (`matmul_fp32`). A bf16 GEMM is a plain product.
 
 M tokens, K in_features, N out_features.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable
 
 import torch
@@ -50,7 +48,7 @@ def quantize_activation(
     first: bool = True,
     wgrad: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return X or G as its first GEMM (fprop or dgrad) and as wgrad multiply it.
+    """Return the operand as fprop (of X) or dgrad (of G) multiplies it, and as wgrad does.
 
     Kernels read it once for both.
 
@@ -76,15 +74,13 @@ def quantize_activation(
     return one(names[0], gemm) if first else None, one(names[1], Gemm.WGRAD) if wgrad else None
 
 
-def shards_quantize_alone(option: Option, num_rows: int) -> bool:
-    """Return whether quantizing X by shards of `num_rows` tokens gives what quantizing X gives."""
+def can_quantize_before_gather(option: Option, num_rows: int) -> bool:
+    """Return whether shards of X with `num_rows` tokens, quantized and gathered, keep each bit."""
     for name, gemm in ((option.fprop, Gemm.FPROP), (option.wgrad, Gemm.WGRAD)):
         fmt = get_format(name)
-        if fmt.quantized:
-            tile, _ = operand_block(fmt, Operand.INPUT, gemm)
-            rotated = fmt.wgrad_hadamard if gemm is Gemm.WGRAD else 0
-            if needs_tensor_amax(fmt) or num_rows % math.lcm(tile, rotated or 1):
-                return False
+        tile_rows, _ = operand_block(fmt, Operand.INPUT, gemm)
+        if fmt.quantized and (needs_tensor_amax(fmt) or num_rows % tile_rows):
+            return False
     return True
 
 

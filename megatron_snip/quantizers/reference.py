@@ -256,8 +256,11 @@ def tensor_amax_of(x: Tensor, given: Tensor | None, *formats: Format) -> Tensor 
     """Return the FP32 scalar that E4M3 scales need: `given`, or x's own; None for other scales."""
     if not any(fmt.scale is ScaleType.E4M3 for fmt in formats):
         return None
-    if given is not None:
-        return given.to(device=x.device, dtype=torch.float32)
+    return amax_of(x) if given is None else given.to(device=x.device, dtype=torch.float32)
+
+
+def amax_of(x: Tensor) -> Tensor:
+    """Return the largest magnitude of x, an FP32 scalar; 0 if x is empty, NaN if it holds NaN."""
     if x.numel() == 0:
         return torch.zeros((), device=x.device)
     amax: Tensor = torch.linalg.vector_norm(x, ord=math.inf, dtype=torch.float32)

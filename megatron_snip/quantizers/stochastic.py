@@ -7,8 +7,8 @@ index in the GLOBAL tensor, and on nothing else:
     counter = index // 8,  lane = index % 8
 
 grad_output is rounded twice, for dgrad and for wgrad, from one draw: dgrad's copy of an element
-takes the number of `index`, wgrad's copy that of `index ^ 4`. An element's two numbers are
-independent.
+takes the number of `index`, wgrad's copy that of `index ^ 4`, which is the number of a neighbor's
+dgrad copy. An element's own two numbers are independent.
 
 So results do not depend on block shape, on the order of work or on tensor-parallel sharding, and
 recomputing a tensor draws the same numbers. A sharded linear's grad_output holds some of the global
@@ -151,7 +151,7 @@ class StochasticStream:
         """Return the stream of the copy that enters `gemm`."""
         return replace(self, swapped=gemm is Gemm.WGRAD)
 
-    def every(self, stride: int, cols: int) -> StochasticStream:
+    def with_column_stride(self, stride: int, cols: int) -> StochasticStream:
         """Return the stream of a tensor that holds every `stride`-th of the `cols` columns."""
         columns = ColumnMap(*(part // stride for part in self.column_map(cols)))
         return replace(self, columns=columns)

@@ -8,8 +8,9 @@ For X [S, K], W [N, K], G = dL/dY [S, N], and Q the quantizer of a format:
 
 Tiles run along the contraction dimension of each GEMM, so fprop and dgrad are measured on single
 tokens drawn at random, and wgrad on complete tiles of consecutive tokens, for some of the output
-features. Products are FP32. On a tensor-parallel rank the tensors are shards: `partial_sums`
-returns what must be added over the shards, and `totals` turns the sums into statistics.
+features. Products accumulate in FP32. On a tensor-parallel rank the tensors are shards:
+`partial_sums` returns what must be added over the shards, and `totals` turns the sums into
+statistics.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Operands(NamedTuple):
 
 
 class PartialSums(NamedTuple):
-    """What a shard measured, in FP32; entries add over shards. F formats.
+    """What a shard measured, in FP32; all but `amax` add over shards. F formats.
 
     Attributes:
         products: [1 + F, S, N] Y and each format's eY of a row-parallel linear, or [1 + F, S, K] dX
@@ -67,7 +68,7 @@ class PartialSums(NamedTuple):
         tokens: [2 + 2 F, S] |G_t|^2, |Y_t|^2, |eY_t|^2 and <G_t, eY_t>; column-parallel only.
         scalars: squared norms, in the order of `_scalar_names`.
         health: [1 + F, 3 operands, OPERAND_SUMS], see health.py; the operand itself comes last.
-        amax: [3] the largest magnitudes of this shard's X, W and G; they do not add.
+        amax: [3] the largest magnitudes of this shard's X, W and G.
     """
 
     products: Tensor
@@ -121,7 +122,7 @@ def partial_sums(
         sensitivity: D of the shard; None takes D = 1.
         features: the output features of `grad_output_runs`.
     """
-    runs_stream = stream.every(features.step or 1, operands.weight.shape[0])
+    runs_stream = stream.with_column_stride(features.step or 1, operands.weight.shape[0])
     if not operands.weight.is_cuda:
         # Each product and norm would convert them again.
         operands = Operands._make(None if t is None else t.float() for t in operands)

@@ -1,12 +1,12 @@
 """StepObserver: watches the linears of one training iteration and adds up what `measure.py` finds.
 
-A tap on each linear's output keeps a sample of the input's tokens in the forward, and measures in
-the backward, when the gradient of the output is there. The tap is an identity in both directions.
-It sits on what the linear's own GEMM returns, before any reduction over tensor-parallel ranks,
-whose backward gives every rank the full gradient. Training itself is not changed: nothing is
-replayed, perturbed or restored. Ranks of a tensor axis exchange their sums within the backward, in
-the same order on all of them even if one fails to measure: it takes part with zeros, and `table`
-raises on all ranks. Nothing waits for the device before `table`.
+In the forward a sample of the input's tokens is kept. A tap on the linear's output measures in the
+backward, when the gradient of the output is there. The tap is an identity in both directions. It
+sits on what the linear's own GEMM returns, before any reduction over tensor-parallel ranks: the
+backward of that reduction gives every rank the full gradient. Training itself is not changed:
+nothing is replayed, perturbed or restored. Ranks of a tensor axis exchange their sums within the
+backward, in the same order on all of them even if one fails to measure: that rank contributes
+zeros, and `table` raises on all ranks. Nothing waits for the device before `table`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor
 from megatron_snip.collectives import one_line, sum_over
 from megatron_snip.formats import Format
 from megatron_snip.quantizers.quantize import needs_tensor_amax
+from megatron_snip.quantizers.reference import amax_of
 from megatron_snip.quantizers.stochastic import ColumnMap, StreamKey, grad_output_stream
 from megatron_snip.statistics.health import EXPERT_COLUMNS, NORMS
 from megatron_snip.statistics.health_table import HealthTable
@@ -35,6 +36,7 @@ from megatron_snip.statistics.records import COLUMNS, StatisticsTable
 from megatron_snip.statistics.reduce import num_columns, reduce_sums, table_columns
 from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.topology import Axis, LinearInfo, Placement, Topology
+from megatron_snip.types import Operand
 
 T = TypeVar("T")
 
@@ -122,7 +124,7 @@ class _Sample:
         num_tokens: tokens of the microbatch, over all ranks of the tensor axis.
         rows: [S + R] int64: S single tokens, then the R tokens of complete tiles.
         num_single: S.
-        phase: first of the output features that wgrad is measured on; None: on all.
+        first_feature: the first that wgrad is measured on; None: no features are left out.
         expansions: factors from sums over the S and over the R tokens to those over all.
         input: X of the sample; zeros for tokens of other ranks, where tokens are split.
         input_amax: of all tokens of this shard, where a format needs it.
@@ -132,7 +134,7 @@ class _Sample:
     num_tokens: int
     rows: Tensor
     num_single: int
-    phase: int | None
+    first_feature: int | None
     expansions: tuple[float, float]
     input: Tensor | None = None
     input_amax: Tensor | None = None
@@ -280,7 +282,7 @@ class StepObserver:
         """Put the sampled rows of X [tokens, K] into the sample."""
         if self._needs_amax:
             x, prepare = (x if prepare is None else prepare(x)), None
-            sample.input_amax = _amax(x)
+            sample.input_amax = amax_of(x)
         rows = _rows_of(x, sample.rows, call.input_is_split, call.axis)
         sample.input = rows if prepare is None else prepare(rows)
 
@@ -301,7 +303,7 @@ class StepObserver:
             g = sum_over(g, call.axis.group)
         amax = self._shared_amax(call, sample, grad)
         stream = grad_output_stream(settings.seed, placement, settings.iteration, sample.microbatch)
-        features = _features(stream.column_map(weight.shape[0]), sample.phase)
+        features = _features(stream.column_map(weight.shape[0]), sample.first_feature)
         runs = x[single:], g[single:, features]
         operands = Operands(x[:single], weight, g[:single], *runs, amax)
         sensitivity = self._sensitivities.get(placement.instance)
@@ -350,7 +352,7 @@ class StepObserver:
             [known.get(c, 0.0) for c in columns],
         ]
         device = next(iter(found.values())).device
-        factors, added = torch.tensor(numbers, dtype=torch.float64).to(device)
+        factors, added = _on(device, torch.tensor(numbers, dtype=torch.float64))
         zero = torch.zeros_like(added[0])
         row = torch.stack([found.get(c, zero) for c in columns]) * factors + added
         health = health.double() * health.new_tensor([tokens, share, tokens])[:, None]
@@ -363,19 +365,24 @@ class StepObserver:
         """All ranks of the tensor axis: largest magnitudes of X, W and G, where a format asks."""
         if not self._needs_amax:
             return None
-        input_amax = _amax(call.weight[:0]) if sample.input_amax is None else sample.input_amax
-        amax = torch.stack([input_amax, _amax(call.weight), _amax(grad)])
+        input_amax = sample.input_amax
+        amax = self._try(
+            call.placement,
+            lambda: torch.stack([input_amax, amax_of(call.weight), amax_of(grad)]),
+        )
+        if amax is None:
+            amax = call.weight.new_zeros(len(Operand), dtype=torch.float32)
         if call.axis.group is not None:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=call.axis.group)
         return amax
 
 
-def _features(columns: ColumnMap, phase: int | None) -> slice:
+def _features(columns: ColumnMap, first: int | None) -> slice:
     """Return the output features of this shard that wgrad is measured on."""
     divides = all(part % FEATURE_STRIDE == 0 for part in columns)
-    if phase is None or not divides or columns.global_cols < FEATURE_STRIDE * LEAST_FEATURES:
+    if first is None or not divides or columns.global_cols < FEATURE_STRIDE * LEAST_FEATURES:
         return slice(None)
-    return slice(phase, None, FEATURE_STRIDE)
+    return slice(first, None, FEATURE_STRIDE)
 
 
 def _draw(
@@ -386,7 +393,7 @@ def _draw(
     wanted = min(max(num_tokens // SAMPLED_SHARE, LEAST_TOKENS), MOST_TOKENS)
     num_tiles, num_chosen = math.ceil(num_tokens / tile), math.ceil(wanted / tile)
     single = runs = torch.arange(num_tokens)
-    phase, expansions = None, (1.0, 1.0)
+    first_feature, expansions = None, (1.0, 1.0)
     if not s.all_tokens and num_chosen < num_tiles:
         word = StreamKey(s.seed, "sampled tokens", s.iteration, microbatch).word
         generator = torch.Generator().manual_seed(word >> 1)  # a seed has 63 bits
@@ -394,9 +401,9 @@ def _draw(
         chosen = torch.randperm(num_tiles, generator=generator)[:num_chosen].sort().values
         runs = (chosen[:, None] * tile + torch.arange(tile)).reshape(-1)
         runs = runs[runs < num_tokens]
-        phase = int(torch.randint(FEATURE_STRIDE, (), generator=generator))
+        first_feature = int(torch.randint(FEATURE_STRIDE, (), generator=generator))
         expansions = num_tokens / wanted, num_tiles / num_chosen
-    return torch.cat([single, runs]), len(single), phase, expansions
+    return torch.cat([single, runs]), len(single), first_feature, expansions
 
 
 def _add_to(sums: dict[Any, Tensor], key: Any, row: Tensor) -> None:
@@ -406,15 +413,14 @@ def _add_to(sums: dict[Any, Tensor], key: Any, row: Tensor) -> None:
 def _rows_of(matrix: Tensor, rows: Tensor, is_split: bool, axis: Axis) -> Tensor:
     """Return rows of a matrix; zeros for those of other ranks, where its rows are split."""
     if not is_split:
-        return matrix[rows.to(matrix.device)]
+        return matrix[_on(matrix.device, rows)]
     first = axis.rank * matrix.shape[0]
-    here = (rows >= first) & (rows < first + matrix.shape[0])
+    here = ((rows >= first) & (rows < first + matrix.shape[0])).nonzero().squeeze(1)
     found = matrix.new_zeros((len(rows), matrix.shape[1]))
-    found[here.to(matrix.device)] = matrix[(rows[here] - first).to(matrix.device)]
+    found[_on(matrix.device, here)] = matrix[_on(matrix.device, rows[here] - first)]
     return found
 
 
-def _amax(tensor: Tensor) -> Tensor:
-    if tensor.numel() == 0:
-        return tensor.new_zeros((), dtype=torch.float32)
-    return tensor.detach().abs().amax().float()
+def _on(device: torch.device, tensor: Tensor) -> Tensor:
+    """Return a tensor of the CPU on `device`, without waiting for the device."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_snip.formats import FORMATS
-from megatron_snip.linears.autograd import LinearCall, QuantizedLinear
+from megatron_snip.linears.autograd import LinearCall, quantized_linear
 from megatron_snip.linears.calibrate import linear_gemms
 from megatron_snip.options import Option
 from megatron_snip.planning.calibration import read_calibration
@@ -94,7 +94,7 @@ def test_gemms_are_those_of_a_linear(name: str) -> None:
     w.requires_grad_()
     stream = StochasticStream(StreamKey(seed=0, linear="", iteration=0, microbatch=0))
     call = LinearCall(option, lambda: stream, False, False, False, None)
-    y = QuantizedLinear.apply(x, w, None, call)  # type: ignore[no-untyped-call]
+    y = quantized_linear(x, w, None, call)
     y.backward(g)
     assert torch.equal(timed[Gemm.FPROP], y) and torch.equal(timed[Gemm.DGRAD], x.grad)
     assert torch.equal(timed[Gemm.WGRAD].to(w.dtype), w.grad)

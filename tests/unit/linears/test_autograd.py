@@ -2,41 +2,49 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_snip.linears.autograd import LinearCall, QuantizedLinear
+from megatron_snip.linears import simulated_gemm
+from megatron_snip.linears.autograd import LinearCall, QuantizedGemms
+from megatron_snip.linears.autograd import quantized_linear as run
+from megatron_snip.linears.runtime import Runtime
 from megatron_snip.matmul import matmul_fp32
 from megatron_snip.options import Option
 from megatron_snip.quantizers.quantize import quantize_dequantize_operand
 from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
+from megatron_snip.topology import Placement, Topology
 from megatron_snip.types import Gemm, Operand
 
+PLACEMENT = Placement("decoder.layers.0.mlp.linear_fc1", 0, "column", 64, 48)
 STREAM = StochasticStream(StreamKey(0, "linear", 0, 0))
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
-def call(option: str = "fp4", fuse: bool = False, drawn: list[int] | None = None) -> LinearCall:
+def call(
+    option: str = "fp4",
+    fuse: bool = False,
+    drawn: list[int] | None = None,
+    saves_input: bool = False,
+) -> LinearCall:
     def stream() -> StochasticStream:
         if drawn is not None:
             drawn.append(1)
         return STREAM
 
-    return LinearCall(Option.parse(option), stream, False, False, fuse, None)
+    return LinearCall(
+        Option.parse(option), stream, False, False, fuse, None, saves_input=saves_input
+    )
 
 
 def tensors(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((8, 3, 64), (48, 64), (48,), (8, 3, 48))
     return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
-
-
-def run(*args: Any) -> torch.Tensor:
-    result: torch.Tensor = QuantizedLinear.apply(*args)  # type: ignore[no-untyped-call]
-    return result
 
 
 def quantized(tensor: torch.Tensor, name: str, operand: Operand, gemm: Gemm) -> torch.Tensor:
@@ -137,24 +145,60 @@ def test_the_dummy_is_zero_where_it_is_added() -> None:
 
 
 @pytest.mark.parametrize("option", ["fp4", "fp8-fp8-bf16"])
-@DTYPES
+@pytest.mark.parametrize(
+    ("dtype", "saves_input"),
+    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)],
+)
 @pytest.mark.parametrize("frozen", [False, True])
-def test_the_backward_saves_w_and_what_wgrad_needs_of_x(
-    frozen: bool, dtype: torch.dtype, option: str
+def test_the_forward_saves_w_and_what_wgrad_needs_of_x(
+    frozen: bool, dtype: torch.dtype, saves_input: bool, option: str
 ) -> None:
-    """X quantized for wgrad where that has X's dtype (FP32 here), else X; no copy of W or X."""
+    """X quantized for wgrad, or X where it must be saved or the other is larger; no other copy."""
     x, w, b, _ = tensors(dtype)
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        run(x.requires_grad_(), w.requires_grad_(not frozen), b.requires_grad_(), call(option))
+        run(
+            x.requires_grad_(),
+            w.requires_grad_(not frozen),
+            b,
+            call(option, saves_input=saves_input),
+        )
     assert saved[0].data_ptr() == w.data_ptr() and len(saved) == (1 if frozen else 2)
     if frozen:
         return
-    if dtype == torch.bfloat16 or option.endswith("bf16"):
+    if saves_input or dtype == torch.bfloat16 or option.endswith("bf16"):
         assert saved[1].data_ptr() == x.data_ptr()
     else:
         wanted = quantized(x, "fp4", Operand.INPUT, Gemm.WGRAD)
         assert saved[1].dtype == dtype and torch.equal(saved[1].flatten(0, -2), wanted)
+
+
+@pytest.mark.parametrize(
+    ("config", "saves_x"),
+    [
+        ({}, False),
+        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, False),
+        ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, True),
+        ({"cpu_offloading": True}, True),
+    ],
+)
+def test_x_itself_is_saved_where_megatron_frees_it(config: dict[str, Any], saves_x: bool) -> None:
+    x, w, _, _ = tensors()
+    gemms = QuantizedGemms(PLACEMENT, Runtime(Topology(), seed=0), SimpleNamespace(**config))
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        gemms(x, w.requires_grad_(), None, Option.parse("fp8"), training=True)
+    assert (saved[1].data_ptr() == x.data_ptr()) == saves_x
+
+
+def test_a_forward_without_a_backward_quantizes_for_fprop_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, w, _, _ = tensors()
+    wanted = run(x, w.requires_grad_(), None, call())
+    monkeypatch.setattr(simulated_gemm, "quantize_dequantize_pair", None)
+    with torch.no_grad():
+        assert torch.equal(run(x, w, None, call()), wanted)
 
 
 @DTYPES
