@@ -3,8 +3,8 @@
 That is: the all-gather of the input over the tensor-parallel group under sequence parallelism (in
 the forward, and overlapped with dgrad in the backward), the reduce-scatter or all-reduce of the
 input gradient overlapped with wgrad, accumulation into `main_grad` with `grad_added_to_main_grad`,
-bias, and frozen weights. The forward saves this rank's X for the backward. Where that takes no more
-memory, X is quantized for fprop and wgrad at once, and the form for wgrad is saved instead of X.
+bias, and frozen weights. The forward saves this rank's X for the backward. Where X's form for wgrad
+is no larger than X, X is quantized for both GEMMs at once, and that form is saved instead of X.
 """
 
 from __future__ import annotations

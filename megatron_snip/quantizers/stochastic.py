@@ -153,7 +153,9 @@ class StochasticStream:
 
     def with_column_stride(self, stride: int, cols: int) -> StochasticStream:
         """Return the stream of a tensor that holds every `stride`-th of the `cols` columns."""
-        columns = ColumnMap(*(part // stride for part in self.column_map(cols)))
+        columns = self.column_map(cols)
+        assert not any(part % stride for part in columns)
+        columns = ColumnMap(*(part // stride for part in columns))
         return replace(self, columns=columns)
 
     def column_map(self, cols: int) -> ColumnMap:

@@ -44,7 +44,7 @@ SAMPLED_SHARE, LEAST_TOKENS, MOST_TOKENS = 16, 64, 512
 """1/16 of a microbatch's tokens is measured, at least 64 and at most 512."""
 
 FEATURE_STRIDE, LEAST_FEATURES = 4, 64
-"""wgrad is measured on every fourth output feature, if these are at least 64."""
+"""wgrad is measured on every fourth output feature of linears that have a multiple of 256."""
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,10 @@ class StepObserver:
             g = sum_over(g, call.axis.group)
         amax = self._shared_amax(call, sample, grad)
         stream = grad_output_stream(settings.seed, placement, settings.iteration, sample.microbatch)
-        features = _features(stream.column_map(weight.shape[0]), sample.first_feature)
+        features = self._try(
+            placement,
+            lambda: _features(stream.column_map(weight.shape[0]), sample.first_feature),
+        ) or slice(None)
         runs = x[single:], g[single:, features]
         operands = Operands(x[:single], weight, g[:single], *runs, amax)
         sensitivity = self._sensitivities.get(placement.instance)
@@ -379,10 +382,8 @@ class StepObserver:
 
 def _features(columns: ColumnMap, first: int | None) -> slice:
     """Return the output features of this shard that wgrad is measured on."""
-    divides = all(part % FEATURE_STRIDE == 0 for part in columns)
-    if first is None or not divides or columns.global_cols < FEATURE_STRIDE * LEAST_FEATURES:
-        return slice(None)
-    return slice(first, None, FEATURE_STRIDE)
+    divides = columns.global_chunk % (FEATURE_STRIDE * LEAST_FEATURES) == 0  # so do its shards
+    return slice(None) if first is None or not divides else slice(first, None, FEATURE_STRIDE)
 
 
 def _draw(
@@ -401,7 +402,8 @@ def _draw(
         chosen = torch.randperm(num_tiles, generator=generator)[:num_chosen].sort().values
         runs = (chosen[:, None] * tile + torch.arange(tile)).reshape(-1)
         runs = runs[runs < num_tokens]
-        first_feature = int(torch.randint(FEATURE_STRIDE, (), generator=generator))
+        key = StreamKey(s.seed, "sampled features", s.iteration, 0)
+        first_feature = (key.word + microbatch) % FEATURE_STRIDE  # four microbatches cover all
         expansions = num_tokens / wanted, num_tiles / num_chosen
     return torch.cat([single, runs]), len(single), first_feature, expansions
 
