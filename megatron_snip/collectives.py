@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_snip import recursive_doubling
-from megatron_snip.errors import SnipError, shortened
+from megatron_snip.errors import SnipError, UsageError, shortened
 
 T = TypeVar("T")
 
@@ -94,10 +94,24 @@ def on_rank_0(what: str, action: Callable[[], Any], group: ProcessGroup | None) 
     """All ranks: run `action` on the group's first rank; return its result, JSON, on every rank.
 
     Raises:
-        RemoteFailure: on every rank, if `action` raised an Exception.
+        UsageError: on every rank, if `action` raised one; it has the same message and field.
+        RemoteFailure: on every rank, if `action` raised another Exception or its result is not
+            JSON.
     """
+
+    def outcome() -> dict[str, Any]:
+        try:
+            found = {"result": action()}
+            json.dumps(found, allow_nan=False)  # what cannot be sent is an error here
+            return found
+        except UsageError as error:
+            return {"usage": [error.message, error.field]}
+
     is_first = group is None or dist.get_rank(group) == 0
-    return broadcast_json(attempt(what, action if is_first else lambda: None, group), group)
+    found = broadcast_json(attempt(what, outcome if is_first else dict, group), group)
+    if "usage" in found:
+        raise UsageError(*found["usage"])
+    return found["result"]
 
 
 def one_line(error: BaseException) -> str:

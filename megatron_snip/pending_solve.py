@@ -7,14 +7,13 @@ rank 0 until then (a crash, an invalid plan, no plan in time), all ranks get the
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable
 from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from megatron_snip.collectives import attempt, broadcast_json
+from megatron_snip.collectives import attempt, on_rank_0
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, SnipError, UsageError
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.settings import PlanSettings
@@ -66,13 +65,11 @@ class PendingSolve:
         pending, self.pending = self.pending, None
         begin = time.perf_counter()
         try:
-            found = from_rank_0(None if self._solver is None else self._solved, self._control)
+            plan = plan_from_rank_0(self._solved, self._control)
         except SnipError as error:
             why = f"no plan from the statistics of iteration {pending.iteration}: {error}"
             raise PlanningError(why) from None
-        waited_s = time.perf_counter() - begin
-        plan = attempt("reading the plan", lambda: PrecisionPlan.from_dict(found), self._control)
-        return plan, waited_s
+        return plan, time.perf_counter() - begin
 
     def drop(self) -> None:
         """Forget the problem: it was measured under a plan that was reverted."""
@@ -89,41 +86,29 @@ class PendingSolve:
     def _solved(self) -> PrecisionPlan:
         if self._submit_error is not None:
             raise self._submit_error
-        assert self._solver is not None
+        assert self._solver is not None, "rank 0 has the solver"
         return self._solver.result(self._settings.time_limit_s + SOLVER_GRACE_S)
 
 
-def from_rank_0(
-    make: Callable[[], PrecisionPlan] | None, control: ProcessGroup | None
-) -> dict[str, Any]:
-    """All ranks: return the plan that rank 0 makes, as a plan file's object.
+def plan_from_rank_0(
+    make: Callable[[], PrecisionPlan], control: ProcessGroup | None
+) -> PrecisionPlan:
+    """All ranks: return the plan that rank 0 makes.
 
     Args:
-        make: on rank 0; None elsewhere.
+        make: called on rank 0 only.
         control: a group of all ranks.
 
     Raises:
-        UsageError: on every rank, if rank 0 raised one or an InfeasiblePlanError.
-        SnipError: on every rank, if rank 0 raised anything else.
+        UsageError: on every rank, if `make` raised one or an InfeasiblePlanError.
+        RemoteFailure: on every rank, if it raised anything else, or a rank cannot read the plan.
     """
-    outcome = broadcast_json({} if make is None else _outcome(make), control)
-    if "field" in outcome:
-        raise UsageError(outcome["error"], outcome["field"])
-    if "error" in outcome:
-        raise SnipError(outcome["error"])
-    plan: dict[str, Any] = outcome["plan"]
-    return plan
 
+    def plan_dict() -> dict[str, Any]:
+        try:
+            return make().to_dict()
+        except InfeasiblePlanError as error:
+            raise UsageError(str(error), "efficiency_target") from None
 
-def _outcome(make: Callable[[], PrecisionPlan]) -> dict[str, Any]:
-    """Rank 0: {"plan"}, {"error", "field"} of bad input, or {"error"}, as it is sent."""
-    try:
-        outcome = {"plan": make().to_dict()}
-        json.dumps(outcome, allow_nan=False)  # what cannot be sent is an error here
-        return outcome
-    except Exception as error:  # whatever it was, all ranks get it
-        if isinstance(error, UsageError):
-            return {"error": error.message, "field": error.field}
-        if isinstance(error, InfeasiblePlanError):
-            return {"error": str(error), "field": "efficiency_target"}
-        return {"error": f"{type(error).__name__}: {error}"}
+    found = on_rank_0("planning", plan_dict, control)
+    return attempt("reading the plan", lambda: PrecisionPlan.from_dict(found), control)

@@ -18,7 +18,7 @@ from megatron_snip.linears.availability import AvailableOptions, available_optio
 from megatron_snip.linears.calibrate import timed_options
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import BF16, Option
-from megatron_snip.pending_solve import from_rank_0
+from megatron_snip.pending_solve import plan_from_rank_0
 from megatron_snip.planning.plan import PrecisionPlan, assigned_plan, format_shares
 from megatron_snip.planning.planner import adapt_plan, healing_problem, initial_plan
 from megatron_snip.planning.problem import PlanningProblem
@@ -63,9 +63,7 @@ class RunPlans:
             problem, target = self.unmeasured(largest), self.targets.at(num_done + 1)
             return initial_plan(problem, self._config, seed, resumed, target)
 
-        is_rank_0 = self._model.runtime.topology.rank == 0
-        plan = from_rank_0(make if is_rank_0 else None, self._control)
-        return self.runnable(PrecisionPlan.from_dict(plan), warn)
+        return self.runnable(plan_from_rank_0(make, self._control), warn)
 
     def runnable(self, plan: PrecisionPlan, warn: Callable[[str], None]) -> PrecisionPlan:
         """All ranks: return a plan as it can run here; `warn` gets a line for each change."""

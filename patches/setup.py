@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_snip.config import SnipConfig
+from megatron_snip.errors import naming_field
 from megatron_snip.patches.arguments import exit_on_error, snip_config
 from megatron_snip.patches.incompatible import check_flags, check_modules
 from megatron_snip.patches.registry import Call, Session, patch
@@ -156,14 +157,19 @@ def make_writers(config: SnipConfig, args: argparse.Namespace, topology: Topolog
     """All ranks: return this rank's writers: files on rank 0, Megatron's own on the last rank.
 
     Raises:
+        UsageError: on every rank, if another job writes to the directory, or it holds files of
+            others with SNIP's names.
         RemoteFailure: on every rank, if the directory cannot be written.
     """
-    from megatron_snip.collectives import attempt
+    from megatron_snip.collectives import on_rank_0
 
-    def files() -> list[Writer]:
-        return [_run_directory(config, args)] if topology.rank == 0 else []
-
-    writers = attempt("opening --snip-output-dir", files, topology.control)
+    writers: list[Writer] = []
+    with naming_field("output_dir"):
+        on_rank_0(
+            "opening --snip-output-dir",
+            lambda: writers.append(_run_directory(config, args)),
+            topology.control,
+        )
     if topology.rank == topology.world_size - 1:
         writers += _megatron_writers(config, args)
     return writers

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from megatron_snip.collectives import gather_json, on_rank_0
 from megatron_snip.config import AUTO, SnipConfig
-from megatron_snip.errors import UnsupportedError, UsageError
+from megatron_snip.errors import UnsupportedError, UsageError, naming_field
 from megatron_snip.files import write_atomic
 from megatron_snip.linears import simulated_gemm
 from megatron_snip.linears.availability import AvailableOptions
@@ -80,8 +80,8 @@ def timed_options(
             device and versions.
 
     Raises:
-        RemoteFailure: on every rank, if the table is bad or cannot be measured.
-        UsageError: on every rank, if the table lacks a linear or format.
+        RemoteFailure: on every rank, if the table cannot be measured.
+        UsageError: on every rank, if the table is bad, or lacks a linear or format.
         UnsupportedError: on every rank, if nothing is faster than BF16.
     """
     make: Callable[[], CalibrationTable] = partial(read_calibration, config.calibration)
@@ -93,7 +93,8 @@ def timed_options(
             )
         make = partial(_cached, cache, _shapes(model, available.options), model.machine)
     control = model.runtime.topology.control
-    made = on_rank_0("--snip-calibration", lambda: make().model_dump(), control)
+    with naming_field("calibration"):
+        made = on_rank_0("--snip-calibration", lambda: make().model_dump(), control)
     table = CalibrationTable(**made)
     refusals, fastest = dict(available.refusals), 0.0
     for option in available.options:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from megatron_snip.collectives import broadcast_json, one_line
+from megatron_snip.collectives import broadcast_json, on_rank_0, one_line
 from megatron_snip.controller import SnipController
 from megatron_snip.directory import (
     check_new_run,
@@ -257,21 +257,21 @@ def _directories(
     """All ranks: lock and prepare the folders that this run writes to; rank 0 gets run_dir.
 
     Raises:
-        UsageError: on every rank, if another job writes there.
+        UsageError: on every rank, if another job writes there, or the folders cannot be written.
     """
-    directory, failure = None, {}
+    opened: list[RunDirectory] = []
     with ExitStack() as locks:
-        if dist.get_rank() == 0:
+
+        def prepare() -> None:
             try:
                 for path in filter(None, dict.fromkeys((config.run_dir, config.save))):
                     locks.callback(lock_directory(path))
-                directory = start_run(config, done)
-            except (UsageError, OSError) as error:
-                failure = {"error": str(error)}
-        failure = broadcast_json(failure, control)
-        if failure:
-            raise UsageError(failure["error"])
-        yield directory
+                opened.append(start_run(config, done))
+            except OSError as error:
+                raise UsageError(str(error)) from None
+
+        on_rank_0("opening run_dir and save", prepare, control)
+        yield opened[0] if opened else None
 
 
 def start_run(config: TrainConfig, done: int) -> RunDirectory:

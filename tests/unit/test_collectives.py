@@ -7,7 +7,9 @@ from megatron_snip.collectives import (
     attempt,
     broadcast_json,
     gather_json,
+    on_rank_0,
 )
+from megatron_snip.errors import UsageError
 
 
 def test_values_take_the_way_through_json_even_alone() -> None:
@@ -27,6 +29,19 @@ def test_one_rank_fails_as_many_do() -> None:
     with pytest.raises(RemoteFailure, match=r"trying failed on rank 0: KeyError: 'reason'$"):
         attempt("trying", fail, None)
     assert attempt("trying", lambda: 5, None) == 5
+
+
+def test_what_rank_0_returns_or_raises_is_what_every_rank_gets() -> None:
+    def refuse() -> None:
+        raise UsageError("must be even, got 3", "interval")
+
+    assert on_rank_0("trying", lambda: {"a": (1, 2)}, None) == {"a": [1, 2]}
+    with pytest.raises(UsageError, match=r"^interval: must be even, got 3$") as caught:
+        on_rank_0("trying", refuse, None)
+    assert caught.value.field == "interval"
+    for value, reason in (({1}, "TypeError: "), (float("nan"), "ValueError: ")):
+        with pytest.raises(RemoteFailure, match=f"^trying failed on rank 0: {reason}"):
+            on_rank_0("trying", lambda value=value: value, None)
 
 
 def test_an_interrupt_is_not_a_failure() -> None:
