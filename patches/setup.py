@@ -20,7 +20,6 @@ from megatron_snip.patches.registry import Call, Session, patch
 
 if TYPE_CHECKING:  # without --snip a run imports neither planning nor reporting
     from megatron_snip.reporting.events import Writer
-    from megatron_snip.reporting.run_directory import RunDirectory
     from megatron_snip.state import ControllerState
     from megatron_snip.topology import Topology
 
@@ -162,14 +161,19 @@ def make_writers(config: SnipConfig, args: argparse.Namespace, topology: Topolog
         RemoteFailure: on every rank, if the directory cannot be written.
     """
     from megatron_snip.collectives import on_rank_0
+    from megatron_snip.reporting.run_directory import open_run
 
     writers: list[Writer] = []
+
+    def open_files() -> None:
+        megatron = {k: v for k, v in sorted(vars(args).items()) if type(v) in _YAML_TYPES}
+        settings = {"snip": config.model_dump(mode="json"), "megatron": megatron}
+        path, resumes = _directory(config, args), getattr(args, "iteration", 0)
+        writers.append(open_run(path, settings, "continue" if resumes else "archive"))
+        logger.info("snip: plans, problems and metrics go to %s", path)
+
     with naming_field("output_dir"):
-        on_rank_0(
-            "opening --snip-output-dir",
-            lambda: writers.append(_run_directory(config, args)),
-            topology.control,
-        )
+        on_rank_0("opening --snip-output-dir", open_files, topology.control)
     if topology.rank == topology.world_size - 1:
         writers += _megatron_writers(config, args)
     return writers
@@ -177,24 +181,6 @@ def make_writers(config: SnipConfig, args: argparse.Namespace, topology: Topolog
 
 def _directory(config: SnipConfig, args: argparse.Namespace) -> Path:
     return config.output_dir or Path(getattr(args, "save", None) or "") / "snip"
-
-
-def _run_directory(config: SnipConfig, args: argparse.Namespace) -> RunDirectory:
-    from megatron_snip.directory import check_new_run, clear_run, lock_directory, mark
-    from megatron_snip.reporting.run_directory import RunDirectory
-
-    path = _directory(config, args)
-    directory = RunDirectory(path, lock_directory(path))
-    check_new_run(path, overwrite=True)  # files without our marker are not touched
-    mark(path)
-    if not getattr(args, "iteration", 0):
-        archive = clear_run(path, archive=True)
-        if archive is not None:
-            logger.info("snip: moved files of the run before to '%s'", archive)
-    megatron = {k: v for k, v in sorted(vars(args).items()) if type(v) in _YAML_TYPES}
-    directory.start({"snip": config.model_dump(mode="json"), "megatron": megatron})
-    logger.info("snip: plans, problems and metrics go to %s", directory.path)
-    return directory
 
 
 def _megatron_writers(config: SnipConfig, args: argparse.Namespace) -> list[Writer]:

@@ -32,21 +32,25 @@ a killed run loses no line.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import yaml
 
+from megatron_snip.directory import check_new_run, clear_run, lock_directory, mark
 from megatron_snip.divergence.quality_loss import divergences_dict
 from megatron_snip.files import without_nan, write_atomic
 from megatron_snip.planning.plan import write_plan
 from megatron_snip.planning.problem import write_problem
 from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, PlanApplied
 from megatron_snip.version import installed_version
+
+logger = logging.getLogger(__name__)
 
 PACKAGES = (
     "megatron-snip",
@@ -58,6 +62,10 @@ PACKAGES = (
     "wandb",
 )
 """Distributions whose versions a run records."""
+
+OldRun = Literal["continue", "archive", "delete", "refuse"]
+"""What becomes of the files of a run before: the new run continues them, they move to a folder
+`previous-N`, they are deleted, or they are an error."""
 
 
 def versions() -> dict[str, str | None]:
@@ -115,12 +123,14 @@ class RunDirectory:
         self._metrics.write(json.dumps(without_nan(row)) + "\n")
 
     def close(self) -> None:
-        """Sync and close."""
-        if self._metrics is not None:
-            self._sync()
-            self._metrics.close()
+        """Sync, close and release the lock; a second call does nothing."""
+        try:
+            if self._metrics is not None:
+                with self._metrics:
+                    self._sync()
+        finally:
             self._metrics = None
-        self._release()
+            self._release()
 
     def _plan(self, iteration: int, applied: PlanApplied) -> None:
         plan = applied.plan
@@ -152,3 +162,30 @@ class RunDirectory:
         path = self.path / folder / f"{iteration}.json"
         path.parent.mkdir(exist_ok=True)
         return path
+
+
+def open_run(path: Path, settings: dict[str, Any], old_run: OldRun) -> RunDirectory:
+    """Rank 0: lock a run's directory until it is closed, make room in it and start the run.
+
+    Args:
+        path: need not exist.
+        settings: for config.yaml.
+        old_run: what becomes of the files of a run before; files that SNIP did not write stay.
+
+    Raises:
+        UsageError: if another job writes there, or for the reasons of `check_new_run`.
+        OSError: if the directory cannot be written.
+    """
+    directory = RunDirectory(path, lock_directory(path))
+    try:
+        check_new_run(path, overwrite=old_run != "refuse")
+        mark(path)
+        if old_run != "continue":
+            archive = clear_run(path, archive=old_run != "delete")
+            if archive is not None:
+                logger.info("snip: moved files of the run before to '%s'", archive)
+        directory.start(settings)
+    except BaseException:
+        directory.close()
+        raise
+    return directory

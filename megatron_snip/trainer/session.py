@@ -23,13 +23,7 @@ from rich.console import Console
 
 from megatron_snip.collectives import broadcast_json, on_rank_0, one_line
 from megatron_snip.controller import SnipController
-from megatron_snip.directory import (
-    check_new_run,
-    clear_run,
-    lock_directory,
-    mark,
-    own_files,
-)
+from megatron_snip.directory import check_new_run, lock_directory, own_files
 from megatron_snip.errors import UsageError
 from megatron_snip.files import parse_json, write_atomic
 from megatron_snip.patches import cpu
@@ -37,7 +31,7 @@ from megatron_snip.patches.cpu import torch_adam
 from megatron_snip.planning.plan import read_plan
 from megatron_snip.planning.policies import get_policy
 from megatron_snip.reporting.events import Event, Metrics, Writer
-from megatron_snip.reporting.run_directory import RunDirectory
+from megatron_snip.reporting.run_directory import OldRun, RunDirectory, open_run
 from megatron_snip.reporting.writers import TensorBoardWriter, WandbWriter, start_wandb
 from megatron_snip.trainer.checkpoint import (
     POINTER,
@@ -98,7 +92,7 @@ def check_run(config: TrainConfig, world_size: int) -> None:
         config.snip.targets(config.train_iters)
         if config.snip.plan_file is not None:
             read_plan(config.snip.plan_file)
-    _check_run_dir(config, iteration)
+    check_new_run(config.run_dir, overwrite=_old_run(config, iteration) != "refuse")
 
 
 def _check_new_save(save: Path) -> None:
@@ -115,10 +109,16 @@ def _check_new_save(save: Path) -> None:
         )
 
 
-def _check_run_dir(config: TrainConfig, iteration: int) -> None:
+def _old_run(config: TrainConfig, done: int) -> OldRun:
+    if config.load is not None and done:
+        saved = read_saved_run(checkpoint_path(config.load, done)).config
+        if Path(str(saved.get("run_dir"))).resolve() == config.run_dir.resolve():
+            return "continue"
+    if config.overwrite:
+        return "delete"
     # A command that starts and resumes moves the files of a run without a checkpoint aside.
-    may_restart = config.load is not None and config.load == config.save
-    check_new_run(config.run_dir, config.overwrite or iteration > 0 or may_restart)
+    starts_and_resumes = config.load is not None and config.load == config.save
+    return "archive" if done or starts_and_resumes else "refuse"
 
 
 # The run.
@@ -160,7 +160,7 @@ def run_session(config: TrainConfig, console: Console | None) -> TrainingResult:
         control = dist.new_group(backend="gloo")
     assert control is not None, "the process group is initialized"
     done = broadcast_json(resume_iteration(config), control)
-    with _directories(config, done, control) as directory:
+    with run_directories(config, done, control) as directory:
         state = build_training_state(config)
         checkpoints = Checkpoints(config, state, control)
         start = checkpoints.load(done) if done else None
@@ -251,10 +251,13 @@ def _process_group(on_cpu: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _directories(
-    config: TrainConfig, done: int, control: dist.ProcessGroup
+def run_directories(
+    config: TrainConfig, done: int, control: dist.ProcessGroup | None
 ) -> Iterator[RunDirectory | None]:
     """All ranks: lock and prepare the folders that this run writes to; rank 0 gets run_dir.
+
+    Files of the run that continues stay up to iteration `done`. Those of another run are removed
+    with `overwrite`, else moved aside.
 
     Raises:
         UsageError: on every rank, if another job writes there, or the folders cannot be written.
@@ -263,39 +266,20 @@ def _directories(
     with ExitStack() as locks:
 
         def prepare() -> None:
+            old_run = _old_run(config, done)
             try:
-                for path in filter(None, dict.fromkeys((config.run_dir, config.save))):
-                    locks.callback(lock_directory(path))
-                opened.append(start_run(config, done))
+                if config.save is not None and config.save != config.run_dir:
+                    locks.callback(lock_directory(config.save))
+                directory = open_run(config.run_dir, config.model_dump(mode="json"), old_run)
+                locks.callback(directory.close)
+                if old_run == "continue":
+                    drop_later_iterations(config.run_dir, done)
             except OSError as error:
                 raise UsageError(str(error)) from None
+            opened.append(directory)
 
         on_rank_0("opening run_dir and save", prepare, control)
         yield opened[0] if opened else None
-
-
-def start_run(config: TrainConfig, done: int) -> RunDirectory:
-    """Rank 0, under the lock: prepare run_dir.
-
-    Files of the run that continues stay up to iteration `done`. Those of another run are removed
-    with `overwrite`, else moved aside.
-    """
-    _check_run_dir(config, done)  # again: under the lock
-    mark(config.run_dir)
-    if done and _continues(config, done):
-        drop_later_iterations(config.run_dir, done)
-    elif (archive := clear_run(config.run_dir, archive=not config.overwrite)) is not None:
-        logger.info("moved files of the run before to '%s'", archive)
-    directory = RunDirectory(config.run_dir)
-    directory.start(config.model_dump(mode="json"))
-    return directory
-
-
-def _continues(config: TrainConfig, done: int) -> bool:
-    """Whether the run that wrote the checkpoint to load wrote its files to run_dir."""
-    assert config.load is not None, "a checkpoint is loaded"
-    saved = read_saved_run(checkpoint_path(config.load, done)).config
-    return Path(str(saved.get("run_dir"))).resolve() == config.run_dir.resolve()
 
 
 def drop_later_iterations(run_dir: Path, done: int) -> None:

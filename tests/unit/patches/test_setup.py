@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_snip.config import SnipConfig
+from megatron_snip.errors import UsageError
 from megatron_snip.patches import setup
 from megatron_snip.patches.registry import Registry
-from megatron_snip.patches.setup import resumed_state
+from megatron_snip.patches.setup import make_writers, resumed_state
 from megatron_snip.state import ControllerState
 from megatron_snip.topology import Topology
 from tests.unit.patches.fake_megatron import FakeMegatron
@@ -102,3 +106,11 @@ def test_a_checkpoints_state_is_resumed(
         assert (state.iteration, state.refreshed) == (iteration, refreshed)
         assert state.plan == plan_of([])
     assert warning in caplog.text and bool(warning) == bool(caplog.text)
+
+
+def test_an_output_directory_that_cannot_be_used_is_named_by_its_flag(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("mine")
+    with pytest.raises(UsageError, match="not the marker") as caught:
+        make_writers(SnipConfig(output_dir=tmp_path), Namespace(), Topology())
+    assert caught.value.field == "output_dir"
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

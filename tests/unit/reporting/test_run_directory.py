@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron_snip.directory import mark
+from megatron_snip.errors import UsageError
 from megatron_snip.planning.plan import read_plan
 from megatron_snip.planning.problem import read_problem
 from megatron_snip.reporting.events import Event, Metrics, Notice, Reporter
-from megatron_snip.reporting.run_directory import RunDirectory
+from megatron_snip.reporting.run_directory import OldRun, RunDirectory, open_run
 from tests.unit.reporting.runs import Shape, applied, config, measurement_at, plan_from
 
 SHAPE = Shape(config(), backend="simulate")
@@ -79,6 +81,35 @@ def test_a_resumed_run_appends_and_writes_its_plan_only_where_it_is_missing(
         again.close()
         assert [row.get("plan_iteration") for row in rows(tmp_path / folder)] == plans
         assert read_plan(tmp_path / folder / "plans" / "30.json") == PLAN
+
+
+@pytest.mark.parametrize(
+    ("old_run", "left"),
+    [
+        ("continue", {"metrics.jsonl", "mine.txt"}),
+        ("archive", {"previous-1/metrics.jsonl", "previous-1/.megatron-snip", "mine.txt"}),
+        ("delete", {"mine.txt"}),
+        ("refuse", {"metrics.jsonl", "mine.txt"}),
+    ],
+)
+def test_a_run_is_opened_under_its_lock_and_the_old_runs_files_are_treated_as_asked(
+    tmp_path: Path, old_run: OldRun, left: set[str]
+) -> None:
+    mark(tmp_path)
+    for name in ("metrics.jsonl", "mine.txt"):
+        (tmp_path / name).write_text("")
+    if old_run == "refuse":
+        with pytest.raises(UsageError, match="holds another run"):
+            open_run(tmp_path, {}, old_run)
+    else:
+        run = open_run(tmp_path, {"seed": 1}, old_run)
+        left |= {"config.yaml", "versions.json"}
+        with pytest.raises(UsageError, match="is in use by"):
+            open_run(tmp_path, {"seed": 2}, "delete")
+        assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"seed": 1}
+        run.close()
+    found = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
+    assert found == left | {".megatron-snip"}  # and no lock
 
 
 def test_a_killed_run_leaves_complete_lines(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from megatron_snip.trainer.checkpoint import (
     resume_iteration,
 )
 from megatron_snip.trainer.config import TrainConfig
-from megatron_snip.trainer.session import check_run, drop_later_iterations, start_run
+from megatron_snip.trainer.session import check_run, drop_later_iterations, run_directories
 
 
 def check(path: Path, **values: Any) -> None:
@@ -125,7 +125,8 @@ def test_the_files_of_another_run_than_the_checkpoints_are_moved_aside(tmp_path:
     for name in ("one", "two"):
         mark(tmp_path / name)
         (tmp_path / name / "metrics.jsonl").write_text('{"iteration": 5}\n{"iteration": 9}\n')
-        start_run(TrainConfig(run_dir=tmp_path / name, load=load), 5)
+        with run_directories(TrainConfig(run_dir=tmp_path / name, load=load), 5, None):
+            pass
     assert (tmp_path / "one" / "metrics.jsonl").read_text() == '{"iteration": 5}\n'
     archived = tmp_path / "two" / "previous-1" / "metrics.jsonl"
     assert archived.read_text() == '{"iteration": 5}\n{"iteration": 9}\n'
