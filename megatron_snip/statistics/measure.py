@@ -200,8 +200,8 @@ def totals(
         tokens = _token_sums(grad_output, sums.products)
     else:
         tokens = sums.tokens
-        squares = (_square(x).float().double() for x in sums.products)
-        found |= zip(_squares_of("input_grad", formats), squares, strict=True)
+        sums_of_squares = (_square(x).float().double() for x in sums.products)
+        found |= zip(_squares_of("input_grad", formats), sums_of_squares, strict=True)
     sizes = [1, 1 + len(formats), len(formats)]
     grads, squares, products = torch.split(tokens.double(), sizes)
     found |= zip(_squares_of("output", formats), squares.sum(1), strict=True)
