@@ -220,8 +220,10 @@ def _prepare_input(
     return x, saved, before_gather
 
 
-def _quantize_input(x: Tensor, call: LinearCall, dtype: torch.dtype, **needed: bool) -> Any:
-    return quantize_activation(x, Operand.INPUT, call.option, dtype, **needed)
+def _quantize_input(
+    x: Tensor, call: LinearCall, dtype: torch.dtype, *, first: bool = True, wgrad: bool = True
+) -> Any:
+    return quantize_activation(x, Operand.INPUT, call.option, dtype, first=first, wgrad=wgrad)
 
 
 def _start_gather(input: Tensor, call: LinearCall, async_op: bool = False) -> tuple[Tensor, Any]:

@@ -200,9 +200,10 @@ def totals(
         tokens = _token_sums(grad_output, sums.products)
     else:
         tokens = sums.tokens
-        squares = (_square(x).float().double() for x in sums.products)
-        found |= zip(_squares_of("input_grad", formats), squares, strict=True)
-    grads, squares, products = tokens.double().split([1, 1 + len(formats), len(formats)])
+        sums_of_squares = (_square(x).float().double() for x in sums.products)
+        found |= zip(_squares_of("input_grad", formats), sums_of_squares, strict=True)
+    sizes = [1, 1 + len(formats), len(formats)]
+    grads, squares, products = torch.split(tokens.double(), sizes)
     found |= zip(_squares_of("output", formats), squares.sum(1), strict=True)
     fisher = 0.5 * (squares[1:] * grads).sum(1)
     aligned_fisher = 0.5 * products.square().sum(1)

@@ -270,8 +270,9 @@ class StepObserver:
         samples = []
         for part in parts:
             microbatch, count = forward * data.size + part.data_rank, len(part.rows)
-            rows, *rest = self._draw(count, microbatch)
-            sample = _Sample(microbatch, count, part.rows[rows], *rest)
+            rows, num_single, first_feature, expansions = self._draw(count, microbatch)
+            rows = part.rows[rows]
+            sample = _Sample(microbatch, count, rows, num_single, first_feature, expansions)
             self._try(placement, partial(self._keep, call, sample, x, prepare))
             samples.append(sample)
         return samples
@@ -368,13 +369,14 @@ class StepObserver:
         """All ranks of the tensor axis: largest magnitudes of X, W and G, where a format asks."""
         if not self._needs_amax:
             return None
-        input_amax = sample.input_amax
-        amax = self._try(
-            call.placement,
-            lambda: torch.stack([input_amax, amax_of(call.weight), amax_of(grad)]),
-        )
-        if amax is None:
-            amax = call.weight.new_zeros(len(Operand), dtype=torch.float32)
+        weight, zeros = call.weight, call.weight.new_zeros(len(Operand), dtype=torch.float32)
+        input_amax = zeros[0] if sample.input_amax is None else sample.input_amax
+
+        def find() -> Tensor:
+            return torch.stack([input_amax, amax_of(weight), amax_of(grad)])
+
+        found = self._try(call.placement, find)
+        amax = zeros if found is None else found
         if call.axis.group is not None:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=call.axis.group)
         return amax
