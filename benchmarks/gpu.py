@@ -36,7 +36,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.machine import RESULTS, has_gpu, machine
+from benchmarks.machine import RESULTS, has_gpu, machine, read_rows
 from megatron_snip.errors import UsageError
 
 LIMIT = "SNIP_BENCH_SECONDS"
@@ -97,7 +97,9 @@ def run_part(part: Part, folder: Path, seconds_left: float, gpu: bool) -> dict[s
         failed = f"exit status {status}" if status else ""
     except subprocess.TimeoutExpired:
         failed = f"not done after {limit:.0f} s"
-    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    found: dict[str, Any] = {}
+    if file.exists():  # the refresh writes a row, the other parts one JSON object
+        found = read_rows(file)[-1] if part.name == "refresh" else json.loads(file.read_text())
     if not (failed or file.exists()):
         failed = "it wrote nothing"
     found.pop("machine", None)
