@@ -98,8 +98,10 @@ def run_part(part: Part, folder: Path, seconds_left: float, gpu: bool) -> dict[s
     except subprocess.TimeoutExpired:
         failed = f"not done after {limit:.0f} s"
     found: dict[str, Any] = {}
-    if file.exists():  # the refresh writes a row, the other parts one JSON object
-        found = read_rows(file)[-1] if part.name == "refresh" else json.loads(file.read_text())
+    if file.exists() and part.name == "refresh":  # it writes rows, the other parts one JSON object
+        found = (read_rows(file) or [{}])[-1]
+    elif file.exists():
+        found = json.loads(file.read_text())
     if not (failed or file.exists()):
         failed = "it wrote nothing"
     found.pop("machine", None)

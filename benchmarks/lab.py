@@ -31,9 +31,10 @@ from megatron_snip.linears.training_step import TrainingStep
 from megatron_snip.options import BF16, Option
 from megatron_snip.patches import cpu
 from megatron_snip.statistics.health import weight_norms
-from megatron_snip.statistics.observer import MeasureSettings, StepObserver
+from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.optimizer_state import adam_shards
 from megatron_snip.statistics.records import StatisticsTable
+from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.statistics.sensitivity import gather_sensitivities
 from megatron_snip.trainer.config import TrainConfig, make_train_config
 from megatron_snip.trainer.data import Batch, Datasets, build_datasets, iteration_batches

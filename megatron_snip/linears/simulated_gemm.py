@@ -129,8 +129,8 @@ def wgrad(g: Tensor, x: Tensor, option: Option, dtype: torch.dtype) -> Tensor:
         option: decides the format of both.
         dtype: of the result; FP32 for GEMMs that add into `main_grad`.
     """
-    if option.wgrad == "bf16":
-        return g.t().matmul(x) if dtype == g.dtype else matmul_fp32(g.t(), x, dtype)
+    if option.wgrad == "bf16" and dtype == g.dtype:
+        return g.t().matmul(x)
     return matmul_fp32(g.t(), x, dtype)
 
 

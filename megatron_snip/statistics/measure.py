@@ -35,8 +35,6 @@ from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.topology import LinearKind
 from megatron_snip.types import Gemm, Operand
 
-_ALL = slice(None)
-
 
 class Operands(NamedTuple):
     """The tensors of a linear on this shard, for the sampled tokens.
@@ -109,7 +107,7 @@ def partial_sums(
     formats: Mapping[str, Format],
     stream: StochasticStream,
     sensitivity: Sensitivity | None,
-    features: slice = _ALL,
+    features: slice,
 ) -> PartialSums:
     """Measure on this shard.
 

@@ -11,7 +11,6 @@ zeros, and `table` raises on all ranks. Nothing waits for the device before `tab
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,26 +24,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_snip.collectives import one_line, sum_over
-from megatron_snip.formats import Format
 from megatron_snip.quantizers.quantize import needs_tensor_amax
 from megatron_snip.quantizers.reference import amax_of
-from megatron_snip.quantizers.stochastic import ColumnMap, StreamKey, grad_output_stream
+from megatron_snip.quantizers.stochastic import grad_output_stream
 from megatron_snip.statistics.health import EXPERT_COLUMNS, NORMS
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.measure import Operands, PartialSums, partial_sums, totals
 from megatron_snip.statistics.records import COLUMNS, StatisticsTable
 from megatron_snip.statistics.reduce import num_columns, reduce_sums, table_columns
+from megatron_snip.statistics.sample import (
+    MeasureSettings,
+    Sample,
+    draw_sample,
+    rows_of,
+    sampled_features,
+    to_device,
+)
 from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.topology import Axis, LinearInfo, Placement, Topology
 from megatron_snip.types import Operand
 
 T = TypeVar("T")
-
-SAMPLED_SHARE, LEAST_TOKENS, MOST_TOKENS = 16, 64, 512
-"""1/16 of a microbatch's tokens is measured, at least 64 and at most 512."""
-
-FEATURE_STRIDE, LEAST_FEATURES = 4, 64
-"""wgrad is measured on every fourth output feature of linears that have a multiple of 256."""
 
 
 @dataclass(frozen=True)
@@ -79,25 +79,6 @@ def tap(output: Tensor, on_backward: Callable[[Tensor], None]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class MeasureSettings:
-    """What a measurement observes.
-
-    Attributes:
-        formats: how operands are quantized under each format name that a plan may use.
-        iteration: Megatron's, 1-based.
-        seed: the run's seed.
-        names: linears to observe; None observes all.
-        all_tokens: measure all tokens and not a sample (benchmarks).
-    """
-
-    formats: Mapping[str, Format]
-    iteration: int
-    seed: int
-    names: frozenset[str] | None = None
-    all_tokens: bool = False
-
-
-@dataclass(frozen=True)
 class _Call:
     """One forward of a linear.
 
@@ -113,31 +94,6 @@ class _Call:
     axis: Axis
     input_is_split: bool
     output_is_split: bool
-
-
-@dataclass
-class _Sample:
-    """Sampled tokens of one microbatch, stored in the forward for the backward.
-
-    Attributes:
-        microbatch: global index of the microbatch within the iteration.
-        num_tokens: tokens of the microbatch, over all ranks of the tensor axis.
-        rows: [S + R] int64: S single tokens, then the R tokens of complete tiles.
-        num_single: S.
-        first_feature: the first that wgrad is measured on; None: no features are left out.
-        expansions: factors from sums over the S and over the R tokens to those over all.
-        input: X of the sample; zeros for tokens of other ranks, where tokens are split.
-        input_amax: of all tokens of this shard, where a format needs it.
-    """
-
-    microbatch: int
-    num_tokens: int
-    rows: Tensor
-    num_single: int
-    first_feature: int | None
-    expansions: tuple[float, float]
-    input: Tensor | None = None
-    input_amax: Tensor | None = None
 
 
 class StepObserver:
@@ -177,7 +133,7 @@ class StepObserver:
         self._amax: dict[str, Tensor] = {}
         self._experts: dict[tuple[str, int], Tensor] = {}
         self._seen: set[str] = set()
-        self._draw = cache(partial(_draw, settings))  # a microbatch's tokens, for all linears
+        self._draw = cache(partial(draw_sample, settings))  # a microbatch's tokens, for all linears
 
     def observe(
         self,
@@ -256,7 +212,7 @@ class StepObserver:
 
     def _samples(
         self, call: _Call, input: Tensor, prepare: Callable[[Tensor], Tensor] | None
-    ) -> list[_Sample]:
+    ) -> list[Sample]:
         """Keep the sampled tokens of a linear's input, by sender; communicates nothing."""
         placement = call.placement
         forward = self._num_forwards[placement.instance]
@@ -269,31 +225,31 @@ class StepObserver:
             parts = [TokenPart(data.rank, torch.arange(num_tokens))]
         samples = []
         for part in parts:
-            microbatch, count = forward * data.size + part.data_rank, len(part.rows)
-            rows, num_single, first_feature, expansions = self._draw(count, microbatch)
+            microbatch = forward * data.size + part.data_rank
+            rows, num_single, first, expansions = self._draw(len(part.rows), microbatch)
             rows = part.rows[rows]
-            sample = _Sample(microbatch, count, rows, num_single, first_feature, expansions)
+            sample = Sample(microbatch, len(part.rows), rows, num_single, first, expansions)
             self._try(placement, partial(self._keep, call, sample, x, prepare))
             samples.append(sample)
         return samples
 
     def _keep(
-        self, call: _Call, sample: _Sample, x: Tensor, prepare: Callable[[Tensor], Tensor] | None
+        self, call: _Call, sample: Sample, x: Tensor, prepare: Callable[[Tensor], Tensor] | None
     ) -> None:
         """Put the sampled rows of X [tokens, K] into the sample."""
         if self._needs_amax:
             x, prepare = (x if prepare is None else prepare(x)), None
             sample.input_amax = amax_of(x)
-        rows = _rows_of(x, sample.rows, call.input_is_split, call.axis)
+        rows = rows_of(x, sample.rows, call.input_is_split, call.axis)
         sample.input = rows if prepare is None else prepare(rows)
 
-    def _measure(self, call: _Call, sample: _Sample, grad: Tensor) -> None:
+    def _measure(self, call: _Call, sample: Sample, grad: Tensor) -> None:
         """All ranks of the tensor axis: measure one linear on one microbatch."""
         placement, weight, settings = call.placement, call.weight, self._settings
         formats, size = settings.formats, placement.tensor.size
         single, count, x = sample.num_single, len(sample.rows), sample.input
         g = self._try(
-            placement, lambda: _rows_of(grad, sample.rows, call.output_is_split, call.axis)
+            placement, lambda: rows_of(grad, sample.rows, call.output_is_split, call.axis)
         )
         # A rank that fails takes part in what its peers exchange, with zeros.
         x = weight.new_zeros((count, weight.shape[1])) if x is None else x
@@ -306,7 +262,7 @@ class StepObserver:
         stream = grad_output_stream(settings.seed, placement, settings.iteration, sample.microbatch)
         features = self._try(
             placement,
-            lambda: _features(stream.column_map(weight.shape[0]), sample.first_feature),
+            lambda: sampled_features(stream.column_map(weight.shape[0]), sample.first_feature),
         ) or slice(None)
         runs = x[single:], g[single:, features]
         operands = Operands(x[:single], weight, g[:single], *runs, amax)
@@ -335,7 +291,7 @@ class StepObserver:
         return None
 
     def _add(
-        self, call: _Call, sample: _Sample, sums: PartialSums, grad: Tensor, features: slice
+        self, call: _Call, sample: Sample, sums: PartialSums, grad: Tensor, features: slice
     ) -> None:
         """Add one microbatch's sums to its linear's row; `grad` is G of the sample."""
         found = totals(sums, call.placement.kind, grad, self._settings.formats)
@@ -356,7 +312,7 @@ class StepObserver:
             [known.get(c, 0.0) for c in columns],
         ]
         device = next(iter(found.values())).device
-        factors, added = _on(device, torch.tensor(numbers, dtype=torch.float64))
+        factors, added = to_device(device, torch.tensor(numbers, dtype=torch.float64))
         zero = torch.zeros_like(added[0])
         row = torch.stack([found.get(c, zero) for c in columns]) * factors + added
         health = health.double() * health.new_tensor([tokens, share, tokens])[:, None]
@@ -365,7 +321,7 @@ class StepObserver:
             _add_to(self._experts, (name, expert), torch.cat([own, health[:-1, :, :3].flatten()]))
         _add_to(self._sums, name, torch.cat([row, row.new_zeros(NORMS), health.flatten()]))
 
-    def _shared_amax(self, call: _Call, sample: _Sample, grad: Tensor) -> Tensor | None:
+    def _shared_amax(self, call: _Call, sample: Sample, grad: Tensor) -> Tensor | None:
         """All ranks of the tensor axis: largest magnitudes of X, W and G, where a format asks."""
         if not self._needs_amax:
             return None
@@ -382,49 +338,5 @@ class StepObserver:
         return amax
 
 
-def _features(columns: ColumnMap, first: int | None) -> slice:
-    """Return the output features of this shard that wgrad is measured on."""
-    divides = columns.global_chunk % (FEATURE_STRIDE * LEAST_FEATURES) == 0  # so do its shards
-    return slice(None) if first is None or not divides else slice(first, None, FEATURE_STRIDE)
-
-
-def _draw(
-    s: MeasureSettings, num_tokens: int, microbatch: int
-) -> tuple[Tensor, int, int | None, tuple[float, float]]:
-    """Return the end of a `_Sample`, from `rows` on; the same in all layouts."""
-    tile = max((fmt.tile for fmt in s.formats.values()), default=1)
-    wanted = min(max(num_tokens // SAMPLED_SHARE, LEAST_TOKENS), MOST_TOKENS)
-    num_tiles, num_chosen = math.ceil(num_tokens / tile), math.ceil(wanted / tile)
-    single = runs = torch.arange(num_tokens)
-    first_feature, expansions = None, (1.0, 1.0)
-    if not s.all_tokens and num_chosen < num_tiles:
-        word = StreamKey(s.seed, "sampled tokens", s.iteration, microbatch).word
-        generator = torch.Generator().manual_seed(word >> 1)  # a seed has 63 bits
-        single = torch.randperm(num_tokens, generator=generator)[:wanted]
-        chosen = torch.randperm(num_tiles, generator=generator)[:num_chosen].sort().values
-        runs = (chosen[:, None] * tile + torch.arange(tile)).reshape(-1)
-        runs = runs[runs < num_tokens]
-        key = StreamKey(s.seed, "sampled features", s.iteration, 0)
-        first_feature = (key.word + microbatch) % FEATURE_STRIDE  # four microbatches cover all
-        expansions = num_tokens / wanted, num_tiles / num_chosen
-    return torch.cat([single, runs]), len(single), first_feature, expansions
-
-
 def _add_to(sums: dict[Any, Tensor], key: Any, row: Tensor) -> None:
     sums[key] = sums[key] + row if key in sums else row
-
-
-def _rows_of(matrix: Tensor, rows: Tensor, is_split: bool, axis: Axis) -> Tensor:
-    """Return rows of a matrix; zeros for those of other ranks, where its rows are split."""
-    if not is_split:
-        return matrix[_on(matrix.device, rows)]
-    first = axis.rank * matrix.shape[0]
-    here = ((rows >= first) & (rows < first + matrix.shape[0])).nonzero().squeeze(1)
-    found = matrix.new_zeros((len(rows), matrix.shape[1]))
-    found[_on(matrix.device, here)] = matrix[_on(matrix.device, rows[here] - first)]
-    return found
-
-
-def _on(device: torch.device, tensor: Tensor) -> Tensor:
-    """Return a tensor of the CPU on `device`, without waiting for the device."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

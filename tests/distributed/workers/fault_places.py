@@ -65,7 +65,7 @@ def not_a_number(call: Callable[[], Any]) -> Any:
 
 
 MOMENTS = (sensitivity, "_own_sums")
-FORWARD = (observer, "_rows_of")
+FORWARD = (observer, "rows_of")
 BACKWARD = (observer, "partial_sums")
 REDUCE = (reduce, "_fill")
 PROBLEM = (refresh, "divergence_table")

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import gpu
 from benchmarks.gpu import PARTS, Part, command, file_name, next_part, run_part
+from benchmarks.machine import append_row
 from benchmarks.start import BROUGHT, PINS, requirements
 
 
@@ -57,6 +58,17 @@ def test_outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", slow)
     found = run_part(part, tmp_path, 7.0, gpu=False)
     assert found["failed"] == "not done after 7 s" and found["results"] == [1, 2]
+
+
+def test_a_refresh_writes_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(arguments: list[str], **_: Any) -> SimpleNamespace:
+        append_row(Path(arguments[-1]), {"ratio": 1.5})
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(gpu.subprocess, "run", run)
+    part = next(part for part in PARTS if part.name == "refresh")
+    found = run_part(part, tmp_path, 100.0, gpu=False)
+    assert found["ratio"] == 1.5 and "command" in found and "failed" not in found
 
 
 def test_a_slice_goes_on_where_the_last_one_stopped(tmp_path: Path, monkeypatch: Any) -> None:

@@ -20,7 +20,8 @@ from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import get_format
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import BF16, Option
-from megatron_snip.statistics.observer import MeasureSettings, StepObserver
+from megatron_snip.statistics.observer import StepObserver
+from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import Topology
 from tests.te.models import losses
 from tests.unit.linears.conftest import MakeModel

@@ -14,7 +14,8 @@ from megatron_snip.formats import ScaleType, get_format
 from megatron_snip.quantizers.quantize import operand_block, quantize_dequantize
 from megatron_snip.statistics.health import tile_counts
 from megatron_snip.statistics.health_table import HealthTable, LinearHealth
-from megatron_snip.statistics.observer import MeasureSettings, StepObserver
+from megatron_snip.statistics.observer import StepObserver
+from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import Topology
 from megatron_snip.types import Gemm, Operand
 from tests.unit.statistics import equations

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_snip.collectives import RemoteFailure
 from megatron_snip.statistics import observer as observer_module
-from megatron_snip.statistics.observer import MeasureSettings, StepObserver, TokenPart
+from megatron_snip.statistics.observer import StepObserver, TokenPart
+from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import Axis, Placement, Topology
 from tests.unit.statistics.equations import FORMATS, NAME, SEED, STEP, Toy, largest_error, row_of
 
@@ -103,7 +104,7 @@ def test_observing_changes_no_bit_and_recompute_is_counted_once(recompute: bool)
 
 @pytest.mark.parametrize(
     ("place", "error"),
-    [("_rows_of", RuntimeError("a bug")), ("partial_sums", torch.OutOfMemoryError("no memory"))],
+    [("rows_of", RuntimeError("a bug")), ("partial_sums", torch.OutOfMemoryError("no memory"))],
 )
 def test_a_tap_that_fails_leaves_the_backward_alone(
     monkeypatch: pytest.MonkeyPatch, error: Exception, place: str

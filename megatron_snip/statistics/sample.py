@@ -1,0 +1,112 @@
+"""Which tokens and output features an observed iteration measures; the same in every layout.
+
+Single tokens are drawn at random for fprop and dgrad. wgrad is measured on complete tiles of
+consecutive tokens and on every fourth output feature.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_snip.formats import Format
+from megatron_snip.quantizers.stochastic import ColumnMap, StreamKey
+from megatron_snip.topology import Axis
+
+SAMPLED_SHARE, LEAST_TOKENS, MOST_TOKENS = 16, 64, 512
+"""1/16 of a microbatch's tokens is measured, at least 64 and at most 512."""
+
+FEATURE_STRIDE, LEAST_FEATURES = 4, 64
+"""wgrad is measured on every fourth output feature of linears that have a multiple of 256."""
+
+
+@dataclass(frozen=True)
+class MeasureSettings:
+    """What a measurement observes.
+
+    Attributes:
+        formats: how operands are quantized under each format name that a plan may use.
+        iteration: Megatron's, 1-based.
+        seed: the run's seed.
+        names: linears to observe; None observes all.
+        all_tokens: measure all tokens and not a sample (benchmarks).
+    """
+
+    formats: Mapping[str, Format]
+    iteration: int
+    seed: int
+    names: frozenset[str] | None = None
+    all_tokens: bool = False
+
+
+@dataclass
+class Sample:
+    """Sampled tokens of one microbatch, stored in the forward for the backward.
+
+    Attributes:
+        microbatch: global index of the microbatch within the iteration.
+        num_tokens: tokens of the microbatch, over all ranks of the tensor axis.
+        rows: [S + R] int64: S single tokens, then the R tokens of complete tiles.
+        num_single: S.
+        first_feature: the first that wgrad is measured on; None: no features are left out.
+        expansions: factors from sums over the S and over the R tokens to those over all.
+        input: X of the sample; zeros for tokens of other ranks, where tokens are split.
+        input_amax: of all tokens of this shard, where a format needs it.
+    """
+
+    microbatch: int
+    num_tokens: int
+    rows: Tensor
+    num_single: int
+    first_feature: int | None
+    expansions: tuple[float, float]
+    input: Tensor | None = None
+    input_amax: Tensor | None = None
+
+
+def draw_sample(
+    s: MeasureSettings, num_tokens: int, microbatch: int
+) -> tuple[Tensor, int, int | None, tuple[float, float]]:
+    """Return `rows`, `num_single`, `first_feature` and `expansions` of a microbatch's `Sample`."""
+    tile = max((fmt.tile for fmt in s.formats.values()), default=1)
+    wanted = min(max(num_tokens // SAMPLED_SHARE, LEAST_TOKENS), MOST_TOKENS)
+    num_tiles, num_chosen = math.ceil(num_tokens / tile), math.ceil(wanted / tile)
+    single = runs = torch.arange(num_tokens)
+    first_feature, expansions = None, (1.0, 1.0)
+    if not s.all_tokens and num_chosen < num_tiles:
+        word = StreamKey(s.seed, "sampled tokens", s.iteration, microbatch).word
+        generator = torch.Generator().manual_seed(word >> 1)  # a seed has 63 bits
+        single = torch.randperm(num_tokens, generator=generator)[:wanted]
+        chosen = torch.randperm(num_tiles, generator=generator)[:num_chosen].sort().values
+        runs = (chosen[:, None] * tile + torch.arange(tile)).reshape(-1)
+        runs = runs[runs < num_tokens]
+        key = StreamKey(s.seed, "sampled features", s.iteration, 0)
+        first_feature = (key.word + microbatch) % FEATURE_STRIDE  # four microbatches cover all
+        expansions = num_tokens / wanted, num_tiles / num_chosen
+    return torch.cat([single, runs]), len(single), first_feature, expansions
+
+
+def sampled_features(columns: ColumnMap, first: int | None) -> slice:
+    """Return the output features of this shard that wgrad is measured on."""
+    divides = columns.global_chunk % (FEATURE_STRIDE * LEAST_FEATURES) == 0  # so do its shards
+    return slice(None) if first is None or not divides else slice(first, None, FEATURE_STRIDE)
+
+
+def rows_of(matrix: Tensor, rows: Tensor, is_split: bool, axis: Axis) -> Tensor:
+    """Return rows of a matrix; zeros for those of other ranks, where its rows are split."""
+    if not is_split:
+        return matrix[to_device(matrix.device, rows)]
+    first = axis.rank * matrix.shape[0]
+    here = ((rows >= first) & (rows < first + matrix.shape[0])).nonzero().squeeze(1)
+    found = matrix.new_zeros((len(rows), matrix.shape[1]))
+    found[to_device(matrix.device, here)] = matrix[to_device(matrix.device, rows[here] - first)]
+    return found
+
+
+def to_device(device: torch.device, tensor: Tensor) -> Tensor:
+    """Return a tensor of the CPU on `device`, without waiting for the device."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
