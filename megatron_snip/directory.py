@@ -1,35 +1,33 @@
 """Output directories: one writer at a time, and nothing is removed that SNIP did not write.
 
     DIR/.megatron-snip          marker: SNIP writes its files in this directory
-    DIR/.megatron-snip.lock     held by the job that writes now (JSON: host, pid, Slurm job)
+    DIR/.megatron-snip.lock     locked by the process that writes now (JSON: who that is)
 
 A file counts as written by SNIP if its directory has the marker and its path matches `OWN_FILES`.
-The lock is made with O_EXCL, which is atomic on local file systems and on NFS from version 3 on. It
-is taken over only if its holder is provably gone: the process has ended on this host, this host has
-booted since, or Slurm says that the job has ended.
+The lock is a POSIX record lock. The kernel releases it when its process ends, also over NFS, and
+child processes do not inherit it. The file stays, and an unlocked one means nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
+import errno
+import fcntl
+import logging
 import os
 import re
-import secrets
-import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
 
-import psutil
+from pydantic import BaseModel, ValidationError
 
 from megatron_snip.errors import UsageError
+from megatron_snip.log import warn_once
+
+logger = logging.getLogger(__name__)
 
 MARKER = ".megatron-snip"
 LOCK = ".megatron-snip.lock"
@@ -45,9 +43,8 @@ OWN_FILES = re.compile(
 )
 """Paths below a marked directory that SNIP writes."""
 
-_ATTEMPTS = 20
-_MAX_LOCK_BYTES = 4096
-_SQUEUE_TIMEOUT_S = 10
+_MAX_HOLDER_BYTES = 4096
+_CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 
 
 def own_files(directory: Path) -> Iterator[Path]:
@@ -129,35 +126,46 @@ def clear_run(directory: Path, archive: bool) -> Path | None:
 
 
 def lock_directory(directory: Path) -> Callable[[], None]:
-    """Take the lock of a directory, which is made if need be.
+    """Lock a directory, which is made if need be, against other processes.
+
+    On a file system that cannot lock files there is a warning, and no lock. This process may lock
+    the directory again; the first release then ends all of its locks.
 
     Returns:
-        A function that releases the lock; it may be called more than once. After the end of this
-        process other jobs take the lock over.
+        A function that releases the lock; it may be called more than once.
 
     Raises:
-        UsageError: if another job holds it; one line names its host, process and Slurm job.
+        UsageError: if another process holds the lock; one line names its host, process and Slurm
+            job. Or if the lock is a link or a pipe.
         OSError: if the directory cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / LOCK
-    own = _this_process()
-    for _ in range(_ATTEMPTS):
-        if _create(path, own):
-            return partial(_release, path, own["token"])
-        holder = _read(path)
-        if holder is None:  # released in between
-            continue
-        if not _is_gone(holder):
-            raise UsageError(
-                f"'{directory}' is in use by {_describe(holder)}; wait for it, or name another "
-                f"directory (if that job has ended, delete '{path}')"
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise UsageError(f"'{path}' is a link or a pipe; remove it, or name another directory")
+    with contextlib.ExitStack() as opened:
+        # A file object would be closed as garbage, which would release the lock.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        opened.callback(os.close, descriptor)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise UsageError(
+                    f"'{directory}' is in use by {_holder(descriptor)}; wait for it, or name "
+                    "another directory"
+                ) from None
+            if error.errno not in _CANNOT_LOCK:
+                raise
+            warn_once(
+                logger,
+                f"snip: '{directory}': this file system cannot lock files ({error.strerror}); "
+                "nothing prevents a second job from writing there",
             )
-        _remove_stale(path, holder)
-    raise UsageError(
-        f"'{directory}' is contended: could not take '{path}'; try again, or delete '{path}*' if "
-        "no job writes there"
-    )
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, _Holder.this_process().model_dump_json().encode())
+        opened.callback(os.ftruncate, descriptor, 0)
+        return opened.pop_all().close
 
 
 def _entries_below(directory: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
@@ -176,142 +184,26 @@ def _entries(directory: Path) -> list[os.DirEntry[str]]:
         return []
 
 
-def _this_process() -> dict[str, Any]:
-    restarts = os.environ.get("SLURM_RESTART_COUNT", "")
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "started": _start_time(os.getpid()),
-        "boot": _boot_and_namespace(),
-        "job": os.environ.get("SLURM_JOB_ID"),
-        "restart": int(restarts) if restarts.isdecimal() else 0,
-        "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "token": secrets.token_hex(8),
-    }
+class _Holder(BaseModel):
+    host: str
+    pid: int
+    job: str | None
+    since: str
 
-
-def _create(path: Path, content: dict[str, Any]) -> bool:
-    """Make the lock; return False if there is one. One without content is held, too."""
-    try:
-        stream = path.open("x", encoding="utf-8")
-    except FileExistsError:
-        return False
-    try:
-        with stream:
-            stream.write(json.dumps(content) + "\n")
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
-    return True
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """Return a lock's content; {} if it cannot be understood, None if there is no lock."""
-    if path.is_fifo():  # to open it would wait
-        return {}
-    try:
-        with path.open("rb") as stream:
-            value = json.loads(stream.read(_MAX_LOCK_BYTES))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _release(path: Path, token: str) -> None:
-    """Remove a lock if it is still the one with this token."""
-    holder = _read(path)
-    if holder is not None and holder.get("token") == token:
-        path.unlink(missing_ok=True)
-
-
-def _remove_stale(path: Path, holder: dict[str, Any]) -> None:
-    """Remove a lock whose holder is gone, unless another job has taken it meanwhile.
-
-    One process at a time may remove this holder's lock: the one that made the claim file.
-    """
-    name = hashlib.sha256(json.dumps(holder, sort_keys=True).encode()).hexdigest()[:16]
-    claim = path.with_name(f"{path.name}.{name}.claim")
-    if not _create(claim, _this_process()):
-        time.sleep(0.05)  # the other process may be writing it
-        claimant = _read(claim)
-        if claimant and _is_gone(claimant):
-            claim.unlink(missing_ok=True)
-        return
-    try:
-        if _read(path) == holder:
-            path.unlink(missing_ok=True)
-    finally:
-        claim.unlink(missing_ok=True)
-
-
-def _is_gone(holder: dict[str, Any]) -> bool:
-    """Whether the process that holds a lock has provably ended."""
-    own = _this_process()
-    if holder.get("host") == own["host"] and isinstance(holder.get("pid"), int):
-        if holder.get("boot") == own["boot"]:
-            started = _start_time(holder["pid"])
-            return started is None or started != holder.get("started", started)
-        if _boot_of(holder.get("boot")) != _boot_of(own["boot"]):
-            return True
-    job = holder.get("job")
-    if not isinstance(job, str) or not job.isdecimal():
-        return False
-    if job == own["job"]:
-        before = holder.get("restart")
-        return isinstance(before, int) and bool(own["restart"] > before)
-    return _slurm_job_has_ended(job)
-
-
-def _slurm_job_has_ended(job: str) -> bool:
-    squeue = shutil.which("squeue")
-    if squeue is None:
-        return False
-    command = [squeue, "--noheader", "--states=all", "--format=%T", f"--jobs={job}"]
-    try:
-        answer = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SQUEUE_TIMEOUT_S, check=False
+    @classmethod
+    def this_process(cls) -> _Holder:
+        return cls(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            job=os.environ.get("SLURM_JOB_ID"),
+            since=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    if answer.returncode != 0:
-        return "Invalid job id" in answer.stderr  # Slurm has forgotten it
-    states = set(answer.stdout.split())
-    return states <= {
-        *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
-        *("OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
-    }
 
 
-def _start_time(pid: int) -> str | None:
-    """Return when a process of this host started, in clock ticks; None if it does not run."""
+def _holder(descriptor: int) -> str:
     try:
-        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except OSError:
-        has_proc = Path("/proc/self/stat").exists()
-        return "unknown" if not has_proc and psutil.pid_exists(pid) else None
-    fields = status.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else fields[19]
-
-
-def _boot_and_namespace() -> str:
-    """Return what identifies this boot of the host and this process's PID namespace."""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    return "unknown"
-
-
-def _boot_of(identity: Any) -> str:
-    return str(identity).split(" ")[0]
-
-
-def _describe(holder: dict[str, Any]) -> str:
-    if not holder:
-        return "another job (its lock cannot be read)"
-    job = f", Slurm job {holder['job']}" if holder.get("job") else ""
-    return (
-        f"process {holder.get('pid')} on host {holder.get('host')}{job}, "
-        f"since {holder.get('since')}"
-    )
+        holder = _Holder.model_validate_json(os.pread(descriptor, _MAX_HOLDER_BYTES, 0))
+    except ValidationError:  # it has not written it yet
+        return "another job"
+    job = f", Slurm job {holder.job}" if holder.job else ""
+    return f"process {holder.pid} on host {holder.host}{job}, since {holder.since}"

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import errno
+import fcntl
 import os
+import signal
+import socket
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,6 +27,7 @@ from megatron_snip.directory import (
     own_files,
 )
 from megatron_snip.errors import UsageError
+from megatron_snip.log import forget_warnings
 
 OWN = ("config.yaml", "metrics.jsonl", "plans/20.json", "tensorboard/events.out.tfevents.1.host")
 FOREIGN = ("data/my.bin", "plans/best.json", "plans/notes/20.json", "wandb/run.bin", "slurm-1.out")
@@ -107,30 +113,38 @@ def test_train_leaves_a_users_files_alone(tmp_path: Path, capsys: Any) -> None:
 # ---- locks ------------------------------------------------------------------------------------
 
 HOLD = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from megatron_snip.directory import lock_directory
-lock_directory(Path(sys.argv[1]))
-print("held", flush=True)
+release = lock_directory(Path(sys.argv[1]))
+print(os.fork() if "fork" in sys.argv else "held", flush=True)
+sys.stdin.readline()
+release()
+print("released", flush=True)
 time.sleep(600)
 """
 
 
-def holding(directory: Path) -> subprocess.Popen[str]:
+@contextmanager
+def holding(directory: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """Within: another process has the lock. It releases it when it reads a line."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(directory)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD, str(directory), *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
-    assert process.stdout is not None and process.stdout.readline() == "held\n"
-    return process
+    assert process.stdout is not None and process.stdin is not None
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
-@pytest.fixture
-def abandoned(tmp_path: Path) -> Path:
-    """A directory whose lock is held by a process that has been killed."""
-    process = holding(tmp_path)
-    process.kill()
-    process.wait()
-    return tmp_path
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
 
 
 def refusal(directory: Path) -> str:
@@ -142,109 +156,66 @@ def refusal(directory: Path) -> str:
     return ""
 
 
-def test_the_second_writer_is_refused_with_the_holders_name(tmp_path: Path) -> None:
-    process = holding(tmp_path)
-    try:
-        assert f"in use by process {process.pid} on host " in refusal(tmp_path)
-    finally:
-        process.kill()
-        process.wait()
-    release = lock_directory(tmp_path)  # its holder is dead
-    release()
-    release()
-    assert files(tmp_path) == set()
+def test_the_second_writer_is_refused_with_the_holders_name_until_the_lock_is_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    with holding(tmp_path) as process:
+        assert said(process) == "held"
+        who = f"process {process.pid} on host {socket.gethostname()}, Slurm job 12, since 2"
+        for _ in range(2):  # a refused job leaves the lock alone
+            assert f"in use by {who}" in refusal(tmp_path)
+        (tmp_path / LOCK).write_bytes(b"[" * 5000)
+        assert "in use by another job; wait" in refusal(tmp_path)
+        print(file=process.stdin, flush=True)
+        assert said(process) == "released"
+        assert (tmp_path / LOCK).read_bytes() == b""
+        release = lock_directory(tmp_path)
+        release()
+        release()
 
 
-def test_of_many_that_find_a_dead_holder_one_gets_the_lock(abandoned: Path) -> None:
-    def take(_: int) -> bool:
+def test_a_killed_jobs_lock_is_free_although_its_child_lives(tmp_path: Path) -> None:
+    with holding(tmp_path, "fork") as process:
+        child = int(said(process))
         try:
-            lock_directory(abandoned)
-        except UsageError:
-            return False
-        return True
+            assert f"process {process.pid} " in refusal(tmp_path)
+            process.kill()
+            process.wait()
+            os.kill(child, 0)  # lives
+            assert refusal(tmp_path) == ""
+        finally:
+            os.kill(child, signal.SIGKILL)
 
-    with ThreadPoolExecutor(8) as threads:
-        assert sorted(threads.map(take, range(8))) == [False] * 7 + [True]
+
+def test_of_many_processes_one_gets_the_lock(tmp_path: Path) -> None:
+    (tmp_path / LOCK).write_text('{"host": "node7", "pid": 1, "boot": "1", "token": "1"}')
+    with ExitStack() as processes:
+        started = [processes.enter_context(holding(tmp_path)) for _ in range(4)]
+        assert sorted(map(said, started)) == ["", "", "", "held"]
 
 
-def test_who_ended_while_taking_over_is_not_waited_for_whatever_the_clock_says(
-    abandoned: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_lock_that_is_a_link_or_a_pipe_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / LOCK).symlink_to(tmp_path / "mine.txt")
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / LOCK)
+    for name in ("link", "pipe"):
+        with pytest.raises(UsageError, match="is a link or a pipe"):
+            lock_directory(tmp_path / name)
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+def test_without_locks_of_the_file_system_a_job_goes_on_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    dead = (abandoned / LOCK).read_text()
-
-    def end(self: Path, **_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", end)  # between the claim and the removal
-        with pytest.raises(KeyboardInterrupt):
-            lock_directory(abandoned)
-    (claim,) = abandoned.glob("*.claim")
-    assert "contended" in refusal(abandoned)  # this process lives
-    claim.write_text(dead)
-    os.utime(claim, (2**33, 2**33))
-    lock_directory(abandoned)()
-    assert not list(abandoned.glob("*.claim"))
-
-
-def with_holder(directory: Path, **changes: Any) -> None:
-    lock_directory(directory)
-    held = json.loads((directory / LOCK).read_text())
-    (directory / LOCK).write_text(json.dumps({**held, **changes}))
-
-
-OTHER_HOST = {"host": "node7", "pid": 2**22 - 1, "job": "12", "restart": 0}
-
-
-@pytest.mark.parametrize(
-    ("holder", "job", "restarts", "gone"),
-    [
-        (OTHER_HOST, "", "", False),  # not presumed dead
-        ({"boot": "another boot"}, "", "", True),
-        ({"started": "1"}, "", "", True),  # its PID is another process now
-        (OTHER_HOST, "12", "", False),
-        (OTHER_HOST, "12", "x", False),
-        (OTHER_HOST, "12", "1", True),  # a requeued job and its former attempt
-        *(({**OTHER_HOST, "restart": bad}, "12", "2", False) for bad in (None, "x", [1])),
-    ],
-)
-def test_only_a_holder_that_is_provably_gone_loses_the_lock(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    holder: dict[str, Any],
-    job: str,
-    restarts: str,
-    gone: bool,
-) -> None:
-    with_holder(tmp_path, **holder)
-    for name, value in (("SLURM_JOB_ID", job), ("SLURM_RESTART_COUNT", restarts)):
-        if value:
-            monkeypatch.setenv(name, value)
-    text = refusal(tmp_path)
-    assert text == "" if gone else "on host node7, Slurm job 12, since" in text
-
-
-@pytest.mark.parametrize(
-    ("answer", "gone"),
-    [("COMPLETED", True), ("RUNNING", False), ("COMPLETED\nCOMPLETING", False), ("", True)],
-)
-def test_slurm_is_asked_whether_a_job_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, gone: bool
-) -> None:
-    squeue = tmp_path / "bin" / "squeue"
-    fill(tmp_path, "bin/squeue")
-    squeue.write_text(f"#!/bin/sh\nprintf '{answer}\\n'\n")
-    squeue.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{squeue.parent}{os.pathsep}{os.environ['PATH']}")
-    with_holder(tmp_path / "run", host="node7", job="12")
-    text = refusal(tmp_path / "run")
-    assert text == "" if gone else "Slurm job 12" in text
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", "[" * 5000, "\0", None])
-def test_a_lock_that_cannot_be_read_is_respected(tmp_path: Path, content: str | None) -> None:
-    if content is None:
-        os.mkfifo(tmp_path / LOCK)
-    else:
-        (tmp_path / LOCK).write_text(content)
-    assert "in use by another job (its lock cannot be read)" in refusal(tmp_path)
+    forget_warnings()
+    monkeypatch.setattr(fcntl, "lockf", Mock(side_effect=OSError(errno.ENOLCK, "No locks")))
+    for _ in range(2):
+        lock_directory(tmp_path)()
+    assert caplog.text.count("nothing prevents a second job from writing there") == 1
+    assert f"'{tmp_path}'" in caplog.text
+    monkeypatch.setattr(fcntl, "lockf", Mock(side_effect=OSError(errno.EIO, "I/O error")))
+    with pytest.raises(OSError, match="I/O error"):
+        lock_directory(tmp_path)

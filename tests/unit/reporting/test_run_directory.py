@@ -7,13 +7,15 @@ import math
 import os
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from megatron_snip.directory import mark
+from megatron_snip.directory import LOCK, MARKER, mark
 from megatron_snip.errors import UsageError
 from megatron_snip.planning.plan import read_plan
 from megatron_snip.planning.problem import read_problem
@@ -104,12 +106,15 @@ def test_a_run_is_opened_under_its_lock_and_the_old_runs_files_are_treated_as_as
     else:
         run = open_run(tmp_path, {"seed": 1}, old_run)
         left |= {"config.yaml", "versions.json"}
-        with pytest.raises(UsageError, match="is in use by"):
-            open_run(tmp_path, {"seed": 2}, "delete")
+        with (
+            ProcessPoolExecutor(1, get_context("fork")) as other,
+            pytest.raises(UsageError, match="is in use by"),
+        ):
+            other.submit(open_run, tmp_path, {"seed": 2}, "delete").result()
         assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"seed": 1}
         run.close()
     found = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
-    assert found == left | {".megatron-snip"}  # and no lock
+    assert found == left | {MARKER, LOCK}
 
 
 def test_a_killed_run_leaves_complete_lines(tmp_path: Path) -> None:
