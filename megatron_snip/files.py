@@ -17,7 +17,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -90,7 +90,7 @@ def parse_json(text: str, source: str) -> Any:
         return json.loads(
             text,
             object_pairs_hook=_object,
-            parse_constant=_refuse_constant,
+            parse_constant=_finite_float,
             parse_float=_finite_float,
             parse_int=_finite_int,
         )
@@ -301,14 +301,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number; write null for an unknown value")
-
-
 def _finite_float(text: str) -> float:
     value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"the number {text} does not fit a double")
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite double; write null for an unknown value")
     return value
 
 

@@ -15,11 +15,7 @@ from megatron_snip.cli.export import add_stage_flags, stages_from
 from megatron_snip.errors import UsageError
 from megatron_snip.files import read_yaml
 from megatron_snip.formats import lowest_precision
-from megatron_snip.linears.te.precision_config import (
-    evaluates_otherwise,
-    import_option,
-    num_layers,
-)
+from megatron_snip.linears.te.precision_config import PrecisionFile, num_layers
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan, assigned_plan
 from megatron_snip.planning.problem import PlanningProblem, read_problem
@@ -58,21 +54,18 @@ def run(args: argparse.Namespace) -> int:
             f"{len(args.files)} files for {stages.num_stages} pipeline stages; give one file, or "
             "one for each"
         )
-    configs = [read_yaml(path) for path in args.files]
+    files = [PrecisionFile(read_yaml(path), f"'{path}'") for path in args.files]
     base = Option.parse(args.base)
     linears: dict[str, Option] = {}
     for name in problem.names:
-        which = 0 if len(configs) == 1 else stages.local(name)[0]
-        source = f"'{args.files[which]}'"
-        linears[name] = import_option(
-            configs[which], name, stages, base, source, args.sequential_experts
-        )
+        file = files[0 if len(files) == 1 else stages.local(name)[0]]
+        linears[name] = file.option(name, stages, base, args.sequential_experts)
     plan = _plan(linears, problem)
     write_output(args.output, plan.to_json())
     for option, count in Counter(map(str, plan.linears.values())).most_common():
         print(f"  {option}: {count} linears")
     print(f"share of FLOPs in the lowest precision: {plan.efficiency:.4f}")
-    if any(map(evaluates_otherwise, configs)):
+    if any(file.evaluates_otherwise() for file in files):
         print(
             "warning: evaluation recipes are left out: a plan holds in training and evaluation; "
             "--snip-eval-precision bf16 evaluates in BF16"

@@ -18,7 +18,7 @@ from megatron_snip.cli.script import read_argument_file
 from megatron_snip.config import make_config
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, UsageError
 from megatron_snip.files import MAX_BYTES, read_json, read_yaml
-from megatron_snip.linears.te.precision_config import Stages, import_option
+from megatron_snip.linears.te.precision_config import PrecisionFile, Stages
 from megatron_snip.options import Option
 from megatron_snip.planning import solver_process
 from megatron_snip.planning.calibration import (
@@ -137,10 +137,14 @@ def use_calibration(file: Path) -> None:
     assert seconds is None or seconds >= 0
 
 
+def imported(file: Path) -> Option:
+    precision = PrecisionFile(read_yaml(file), "'file'")
+    precision.evaluates_otherwise()
+    return precision.option(FC1, Stages.even(1, 1), Option.parse("bf16"))
+
+
 def use_precision_file(file: Path) -> None:
-    base = Option.parse("bf16")
-    option = import_option(read_yaml(file), FC1, Stages.even(1, 1), base, "'file'")
-    assert isinstance(option, Option)
+    assert isinstance(imported(file), Option)
 
 
 def use_metrics(file: Path) -> None:
@@ -246,8 +250,7 @@ def test_what_is_no_file_of_usual_size_is_refused(
 
 def test_values_are_those_of_the_file(file: Path) -> None:
     file.write_text(json.dumps(TE_CONFIG))
-    option = import_option(read_yaml(file), FC1, Stages.even(1, 1), Option.parse("bf16"), "'file'")
-    assert str(option) == "nvfp4"
+    assert str(imported(file)) == "nvfp4"
     file.write_text(json.dumps(DIVERGENCES))
     assert read_divergences(file).iteration == 5
     file.write_text(yaml.safe_dump(SNIP))

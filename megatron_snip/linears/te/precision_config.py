@@ -21,17 +21,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
+from pydantic import BaseModel
 
 from megatron_snip.errors import UsageError
-from megatron_snip.linears.te.recipe import TERecipe, applies, recipe_from_fields, run_flags
+from megatron_snip.files import checked
+from megatron_snip.linears.te.recipe import RecipeFields, TERecipe, run_flags
 from megatron_snip.options import Option
 from megatron_snip.types import glob_matches, split_linear_name
 
-CONFIG_TYPE = "transformer_engine_config_type"
-_PARAMS = "TEQuantizationParams"
 _TRAINING = "training_recipe"
 _EVALUATION = "evaluation_recipe"
 _EXPERTS = ".experts.linear_"
@@ -152,9 +152,8 @@ def _config(
                 "enabled": True,
             }
     used = dict.fromkeys(option for _, option in table.values())
-    configs = {
-        str(option): {CONFIG_TYPE: _PARAMS, _TRAINING: recipes[option].fields()} for option in used
-    }
+    type_field = {"transformer_engine_config_type": "TEQuantizationParams"}
+    configs = {str(o): {**type_field, _TRAINING: recipes[o].fields()} for o in used}
     return {"configs": configs, "matchers": matchers}
 
 
@@ -169,91 +168,90 @@ def _patterns(local: str) -> list[str]:
 def config_text(config: Mapping[str, Any], comment: str) -> str:
     """Return the YAML of a file, one matcher per line, under a comment and how to use the file."""
     fields = [one[_TRAINING] for one in config["configs"].values()]
-    flags = run_flags(recipe_from_fields(each, "an exported file") for each in fields)
+    flags = run_flags(RecipeFields(**each).recipe for each in fields)
     advice = _ADVICE.format(flags=flags).splitlines() if flags else ()
     head = "".join(f"# {line}\n" for line in (*comment.splitlines(), *advice))
     body = yaml.safe_dump(dict(config), sort_keys=False, default_flow_style=None, width=10_000)
     return head + body
 
 
-def import_option(
-    config: Mapping[str, Any],
-    name: str,
-    stages: Stages,
-    base: Option,
-    source: str,
-    sequential_experts: bool = False,
-) -> Option:
-    """Return the option that Megatron would give a linear under a precision file.
+_Mappings = dict[Any, dict[Any, Any]]
 
-    Args:
-        config: the file's content.
-        name: global name of the linear.
-        stages: where the layers are.
-        base: what the run does by default: BF16 unless it has `--fp8-format` or `--fp4-format`.
-            It applies where no matcher matches and where a recipe does not override it.
-        source: name of the file in error messages.
-        sequential_experts: experts are modules of their own, `local_experts.N`, and not one
-            grouped linear; the first stands for all, which share a precision.
 
-    Raises:
-        UsageError: if the file is malformed or holds a recipe that is no format of a plan.
+class _Matcher(BaseModel):
+    type: Literal["glob"]
+    pattern: str
+    config: str
+
+
+class _Config(BaseModel, extra="forbid"):
+    transformer_engine_config_type: Literal["TEQuantizationParams"]
+    training_recipe: RecipeFields
+    evaluation_recipe: dict[Any, Any] | None = None
+
+
+class PrecisionFile:
+    """A file to import.
+
+    Attributes:
+        source: how error messages call it.
+        configs: recipes by name. Those that no linear gets are not checked.
+        matchers: those that are enabled, by name; the first that matches decides.
     """
-    configs, matchers = _parts(config, source)
-    local = _patterns(stages.local(name)[1])[-1 if sequential_experts else 0].replace("*", "0")
-    key = next((key for pattern, key in matchers if glob_matches(local, pattern)), None)
-    if key is None:
-        return base
-    where = f"{source}: config '{key}'"
-    fields = _training_fields(configs[key], where)
-    recipe = recipe_from_fields(fields, where)
-    quantized_run = base != TERecipe().option
-    return recipe.option if applies(fields, quantized_run) else base
 
+    def __init__(self, value: Mapping[str, Any], source: str) -> None:
+        """Check the matchers of a file's content.
 
-def evaluates_otherwise(config: Mapping[str, Any]) -> bool:
-    """Return whether an imported file has evaluation recipes, which no plan can hold."""
-    each = (config.get("configs") or {}).values()
-    return any(_EVALUATION in one and one[_EVALUATION] != one.get(_TRAINING) for one in each)
+        Raises:
+            UsageError: if the file is malformed.
+        """
+        if value and not value.keys() & {"configs", "matchers"}:
+            raise UsageError(f"{source} is no precision file of Megatron: no 'matchers'")
+        self.source = source
+        self.configs = checked(_Mappings, value.get("configs") or {}, f"{source}: configs")
+        matchers = checked(_Mappings, value.get("matchers") or {}, f"{source}: matchers")
+        enabled = {name: each for name, each in matchers.items() if each.get("enabled")}
+        self.matchers = checked(dict[Any, _Matcher], enabled, f"{source}: matchers")
+        for name, matcher in self.matchers.items():
+            if matcher.config not in self.configs:
+                known = ", ".join(map(str, self.configs))
+                raise UsageError(
+                    f"{source}: matchers: {name}.config: must be one of the configs ({known}), "
+                    f"got '{matcher.config}'"
+                )
 
+    def option(
+        self, name: str, stages: Stages, base: Option, sequential_experts: bool = False
+    ) -> Option:
+        """Return the option that Megatron would give a linear.
 
-def _parts(config: Mapping[str, Any], source: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """Return the configs and the enabled matchers as (pattern, config)."""
-    if config and not config.keys() & {"configs", "matchers"}:
-        raise UsageError(f"{source} is no precision file of Megatron: no 'matchers'")
-    configs, matchers = config.get("configs") or {}, config.get("matchers") or {}
-    if not isinstance(configs, dict) or not isinstance(matchers, dict):
-        raise UsageError(f"{source}: 'configs' and 'matchers' must be mappings")
-    found: list[tuple[str, str]] = []
-    for name, matcher in matchers.items():
-        if not isinstance(matcher, dict):
-            raise UsageError(f"{source}: matcher '{name}' must be a mapping")
-        if not matcher.get("enabled", False):
-            continue
-        if matcher.get("type") != "glob":
-            raise UsageError(
-                f"{source}: matcher '{name}' has type {matcher.get('type')!r}; Megatron knows glob"
-            )
-        pattern, key = matcher.get("pattern"), matcher.get("config")
-        if not isinstance(pattern, str) or not isinstance(key, str) or key not in configs:
-            raise UsageError(
-                f"{source}: matcher '{name}' needs a pattern and one of the configs "
-                f"({', '.join(map(str, configs))}), got {key!r}"
-            )
-        found.append((pattern, key))
-    return configs, found
+        Args:
+            name: global name of the linear.
+            stages: where the layers are.
+            base: what the run does by default: BF16 unless it has `--fp8-format` or
+                `--fp4-format`. It applies where no matcher matches and where a recipe does not
+                override it.
+            sequential_experts: experts are modules of their own, `local_experts.N`, and not one
+                grouped linear; the first stands for all, which share a precision.
 
+        Raises:
+            UsageError: if the config is malformed, or its recipe is no format of a plan.
+        """
+        local = _patterns(stages.local(name)[1])[-1 if sequential_experts else 0].replace("*", "0")
+        each = self.matchers.values()
+        key = next((m.config for m in each if glob_matches(local, m.pattern)), None)
+        if key is None:
+            return base
+        config = checked(_Config, self.configs[key], f"{self.source}: config '{key}'")
+        fields, quantized_run = config.training_recipe, base != TERecipe().option
+        return fields.recipe.option if fields.applies(quantized_run) else base
 
-def _training_fields(config: Any, where: str) -> dict[str, Any]:
-    if not isinstance(config, dict) or config.get(CONFIG_TYPE) != _PARAMS:
-        raise UsageError(f"{where} must have {CONFIG_TYPE}: {_PARAMS}")
-    unknown = sorted(set(config) - {CONFIG_TYPE, _TRAINING, _EVALUATION}, key=str)
-    if unknown:
-        raise UsageError(f"{where}: unknown key '{unknown[0]}'")
-    fields = config.get(_TRAINING)
-    if not isinstance(fields, dict):
-        raise UsageError(f"{where} must have a {_TRAINING}")
-    return fields
+    def evaluates_otherwise(self) -> bool:
+        """Return whether there are evaluation recipes, which no plan can hold."""
+        return any(
+            _EVALUATION in config and config[_EVALUATION] != config.get(_TRAINING)
+            for config in self.configs.values()
+        )
 
 
 def stage_paths(path: Path, count: int) -> list[Path]:

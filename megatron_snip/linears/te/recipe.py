@@ -14,8 +14,10 @@ Sources: Megatron-Core's TEQuantizationRecipe (0.16 and later), Transformer Engi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Self
+
+from pydantic import BaseModel, model_validator
 
 from megatron_snip.errors import UsageError
 from megatron_snip.options import Option
@@ -35,15 +37,6 @@ _RUN_FLAGS = {
     "blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
 }
 """Recipe -> the flags that make it the run's own precision, from the widest padding down."""
-
-_FP8 = "fp8_quantization_recipe"
-_FP4 = "fp4_quantization_recipe"
-_FACTORY = "custom_recipe_factory"
-_IN_QUANTIZED = "override_quantized_autocast"
-_IN_BF16 = "override_nonquantized_autocast"
-_KNOWN = {_FP8, _FP4, _FACTORY, _IN_QUANTIZED, _IN_BF16, "fp8_format", "tp_only_amax_red"}
-_STORED = {"fp8_param": "FP8", "fp4_param": "FP4"}
-"""Fields of Megatron-Core 0.18 and later that store the weight itself in low precision."""
 
 
 class TERecipe(NamedTuple):
@@ -78,49 +71,70 @@ class TERecipe(NamedTuple):
         The recipe applies whatever precision the run has by default. For that both overrides must
         be set: without the second, a recipe in a BF16 run silently has no effect.
         """
+        in_quantized = {"override_quantized_autocast": True}
         if self == TERecipe():
-            return {_IN_QUANTIZED: True}  # in a BF16 run there is nothing to override
-        both: dict[str, Any] = {_IN_QUANTIZED: True, _IN_BF16: True}
+            return in_quantized  # in a BF16 run there is nothing to override
+        both = {**in_quantized, "override_nonquantized_autocast": True}
         if not self.is_uniform:
-            return {_FP8: "custom", _FACTORY: self.factory, **both}
-        if self.fprop == "nvfp4":
-            return {_FP4: "nvfp4", **both}
-        return {_FP8: self.fprop, "fp8_format": "e4m3", **both}
+            fields = {"fp8_quantization_recipe": "custom", "custom_recipe_factory": self.factory}
+        elif self.fprop == "nvfp4":
+            fields = {"fp4_quantization_recipe": "nvfp4"}
+        else:
+            fields = {"fp8_quantization_recipe": self.fprop, "fp8_format": "e4m3"}
+        return {**fields, **both}
 
 
-def recipe_from_fields(fields: Mapping[str, Any], where: str) -> TERecipe:
-    """Read what `TERecipe.fields` (or a user) wrote.
-
-    Args:
-        fields: of one recipe.
-        where: name of the recipe in error messages.
+class RecipeFields(BaseModel, extra="forbid"):
+    """A recipe of a precision file: the fields of Megatron's TEQuantizationRecipe.
 
     Raises:
-        UsageError: for an unknown field, or a recipe that is no format of a plan.
+        UsageError: if it is no format of a plan.
     """
-    unknown = sorted(set(fields) - _KNOWN - set(_STORED), key=str)
-    if unknown:
-        raise UsageError(f"{where}: unknown field '{unknown[0]}'")
-    for name, stored in _STORED.items():
-        if fields.get(name):
+
+    fp8_quantization_recipe: str | None = None
+    fp4_quantization_recipe: str | None = None
+    custom_recipe_factory: str | None = None
+    fp8_format: str = "e4m3"
+    override_quantized_autocast: bool = True
+    override_nonquantized_autocast: bool = False
+    tp_only_amax_red: bool = False
+    fp8_param: bool | None = None  # Megatron-Core 0.18 and later
+    fp4_param: bool | None = None
+
+    @model_validator(mode="after")
+    def _is_a_format(self) -> Self:
+        assert self.recipe
+        return self
+
+    @property
+    def recipe(self) -> TERecipe:
+        """What the three GEMMs run in."""
+        if self.fp8_param or self.fp4_param:
+            fp = "fp8" if self.fp8_param else "fp4"
             raise UsageError(
-                f"{where}: {name} stores weights in {stored}, which no plan can change; drop it"
+                f"{fp}_param stores weights in {fp.upper()}, which no plan can change; drop it"
             )
-    fp8, fp4 = fields.get(_FP8), fields.get(_FP4)
-    if fp8 is not None and fp4 is not None:
-        raise UsageError(f"{where}: an FP8 and an FP4 recipe at once; give one of them")
-    if "custom" in (fp8, fp4):
-        return _from_factory(fields.get(_FACTORY), where)
-    name = str(fp8 or fp4 or "bf16")
-    if name not in FORMAT_OF_RECIPE:
-        known = ", ".join(other for other in FORMAT_OF_RECIPE if other != "bf16")
-        raise UsageError(f"{where}: recipe '{name}' is no format of a plan; known: {known}")
-    if fp8 is not None and fields.get("fp8_format", "e4m3") != "e4m3":
-        raise UsageError(
-            f"{where}: fp8_format '{fields['fp8_format']}' has E5M2 gradients, which plans do "
-            "not have; use e4m3"
-        )
-    return TERecipe(name, name, name)
+        fp8, fp4 = self.fp8_quantization_recipe, self.fp4_quantization_recipe
+        if fp8 is not None and fp4 is not None:
+            raise UsageError("an FP8 and an FP4 recipe at once; give one of them")
+        name = fp8 or fp4 or "bf16"
+        if name == "custom":
+            return _from_factory(self.custom_recipe_factory)
+        if name not in FORMAT_OF_RECIPE:
+            known = ", ".join(other for other in FORMAT_OF_RECIPE if other != "bf16")
+            raise UsageError(f"recipe '{name}' is no format of a plan; known: {known}")
+        if fp8 is not None and self.fp8_format != "e4m3":
+            raise UsageError(
+                f"fp8_format '{self.fp8_format}' has E5M2 gradients, which plans do not have; use "
+                "e4m3"
+            )
+        return TERecipe(name, name, name)
+
+    def applies(self, run_is_quantized: bool) -> bool:
+        """Return whether Megatron applies it in a run whose default is quantized or not."""
+        if run_is_quantized:
+            return self.override_quantized_autocast
+        return self.override_nonquantized_autocast
 
 
 def factory_recipe(name: str) -> TERecipe | None:
@@ -131,12 +145,12 @@ def factory_recipe(name: str) -> TERecipe | None:
     )
 
 
-def _from_factory(factory: Any, where: str) -> TERecipe:
+def _from_factory(factory: str | None) -> TERecipe:
     module, _, name = str(factory).rpartition(".")
     recipe = factory_recipe(name)
     if recipe is None or module not in (FACTORIES, _EARLIER_FACTORIES):
         raise UsageError(
-            f"{where}: unknown custom_recipe_factory '{factory}'; known are those of {FACTORIES}"
+            f"unknown custom_recipe_factory '{factory}'; known are those of {FACTORIES}"
         )
     return recipe
 
@@ -150,10 +164,3 @@ def run_flags(recipes: Iterable[TERecipe]) -> str:
     """
     names = {name for recipe in recipes for name in recipe}
     return next((flags for name, flags in _RUN_FLAGS.items() if name in names), "")
-
-
-def applies(fields: Mapping[str, Any], run_is_quantized: bool) -> bool:
-    """Return whether Megatron applies a recipe in a run whose default is quantized or not."""
-    if run_is_quantized:
-        return bool(fields.get(_IN_QUANTIZED, True))
-    return bool(fields.get(_IN_BF16, False))

@@ -13,15 +13,14 @@ import pytest
 
 from megatron_snip.errors import UsageError
 from megatron_snip.linears.te.precision_config import (
+    PrecisionFile,
     Stages,
     config_text,
-    evaluates_otherwise,
     export_configs,
-    import_option,
     num_layers,
     stage_paths,
 )
-from megatron_snip.linears.te.recipe import FORMAT_OF_RECIPE, TERecipe, recipe_from_fields
+from megatron_snip.linears.te.recipe import FORMAT_OF_RECIPE, RecipeFields, TERecipe
 from megatron_snip.options import Option
 from tests.unit.planning.build import MODULES
 
@@ -93,7 +92,7 @@ def as_megatron_reads(path: Path, name: str) -> TERecipe | None:
     for name in ("fp8_quantization_recipe", "fp4_quantization_recipe"):
         if name in fields:
             fields[name] = str(getattr(fields[name], "value", fields[name]))
-    return recipe_from_fields(fields, "read")
+    return RecipeFields(**fields).recipe
 
 
 def written(
@@ -114,11 +113,12 @@ def test_megatron_gives_every_module_its_recipe(stages: int, chunks: int, tmp_pa
         plan = {name: OPTIONS[MODULES.index(name.split(".", 3)[3])] for name in plan}
     configs, paths = written(plan, layout, tmp_path)
     assert len(paths) == (stages if chunks == 1 else 1)
+    imported = [PrecisionFile(config, "x") for config in configs]
     for name, (stage, local) in megatron_names(stages, chunks).items():
         assert layout.local(name) == (stage, local)
         which = stage if len(paths) > 1 else 0
         assert as_megatron_reads(paths[which], local) == RECIPES[plan[name]], name
-        assert import_option(configs[which], name, layout, OPTIONS[0], "x") == plan[name]
+        assert imported[which].option(name, layout, OPTIONS[0]) == plan[name]
 
 
 def test_two_chunks_of_a_stage_cannot_differ() -> None:
@@ -143,7 +143,8 @@ def test_names_match_themselves_alone_and_experts_also_one_by_one(tmp_path: Path
         for expert in (0, 63) if "experts" in name else ():
             alone = f"{head}.local_experts.{expert}.linear_{tail}"
             assert as_megatron_reads(paths[stage], alone) == RECIPES[option]
-            assert import_option(configs[stage], name, stages, OPTIONS[0], "x", True) == option
+            file = PrecisionFile(configs[stage], "x")
+            assert file.option(name, stages, OPTIONS[0], True) == option
     assert as_megatron_reads(paths[0], "decoder.layers.1.mlp.linear_fc2") is None
     lines = paths[0].read_text().splitlines()
     assert lines[:2] == ["# a plan", "# of two lines"]
@@ -184,8 +185,8 @@ ONE = Stages.even(1, 1)
 
 
 def read(config: dict[str, Any], base: str = "bf16") -> list[str]:
-    found = (import_option(config, name, ONE, Option.uniform(base), "FILE") for name in NAMES)
-    return [str(option) for option in found]
+    file = PrecisionFile(config, "FILE")
+    return [str(file.option(name, ONE, Option.uniform(base))) for name in NAMES]
 
 
 def test_what_does_not_match_or_does_not_apply_stays_at_the_base() -> None:
@@ -210,17 +211,18 @@ PARAMS = {"transformer_engine_config_type": "TEQuantizationParams"}
     ("config", "why"),
     [
         ({"decoder.layers.0.mlp.linear_fc1": "fp8"}, "no precision file of Megatron"),
-        ({"configs": [], "matchers": 3}, "must be mappings"),
-        ({"matchers": {"a": 3}}, "matcher 'a' must be a mapping"),
-        (a_file(glob("*", "mx", type="regex"), mx=MX), "has type 'regex'"),
-        (a_file(glob("*", "nv"), mx=MX), r"one of the configs \(mx\), got 'nv'"),
-        (a_file({"type": "glob", "config": "mx", "enabled": True}, mx=MX), "needs a pattern"),
-        (one(training_recipe=MX), "must have transformer_engine_config_type"),
-        (one(**PARAMS), "must have a training_recipe"),
+        ({"configs": 3}, "configs: must be a valid dictionary, got 3"),
+        ({"matchers": {"a": 3}}, "matchers: a: must be a valid dictionary, got 3"),
+        (a_file(glob("*", "mx", type="regex"), mx=MX), r"matchers: 0\.type: must be 'glob', got"),
+        (a_file(glob("*", "nv"), mx=MX), r"0\.config: must be one of the configs \(mx\), got 'nv'"),
+        (a_file({"type": "glob", "config": "mx", "enabled": True}, mx=MX), "pattern: Field req"),
+        (one(training_recipe=MX), "config 'mx': transformer_engine_config_type: Field required"),
+        (one(transformer_engine_config_type="?", training_recipe=MX), "be 'TEQuantizationParams'"),
+        (one(**PARAMS), "config 'mx': training_recipe: Field required"),
         (one(**PARAMS, training_recipe=MX, more=1), "unknown key 'more'"),
         # YAML has keys of any type
-        ({"configs": {"mx": {**PARAMS, 5: 1}}, "matchers": {"a": glob("*", "mx")}}, "key '5'"),
-        (a_file(glob("*", "mx"), mx={5: 1, "more": 2}), "unknown field '5'"),
+        (a_file(glob("*", "mx"), mx={5: 1}), r"training_recipe\.5: Keys should be strings"),
+        (a_file(glob("*", "mx"), mx={"more": 2}), "unknown key 'training_recipe.more'"),
         (a_file(glob("*", "mx"), mx={"fp8_quantization_recipe": "tensorwise"}), "no format"),
     ],
 )
@@ -234,7 +236,7 @@ def test_evaluation_recipes_that_differ_are_noticed() -> None:
     for evaluation, differs in ((None, False), (MX, False), ({}, True)):
         more = {} if evaluation is None else {"evaluation_recipe": evaluation}
         file = one(**PARAMS, training_recipe=MX, **more)
-        assert evaluates_otherwise(file) == differs
+        assert PrecisionFile(file, "x").evaluates_otherwise() == differs
         assert read(file) == ["mxfp8", "mxfp8"]
 
 

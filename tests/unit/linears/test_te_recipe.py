@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_snip.errors import UsageError
-from megatron_snip.linears.te.recipe import FORMAT_OF_RECIPE, TERecipe, applies, recipe_from_fields
+from megatron_snip.files import checked
+from megatron_snip.linears.te.recipe import FORMAT_OF_RECIPE, RecipeFields, TERecipe
 
 EVERY = [TERecipe(*names) for names in itertools.product(FORMAT_OF_RECIPE, repeat=3)]
 
@@ -38,13 +39,13 @@ def test_megatron_reads_every_recipe() -> None:
             assert read.fp8_format == "e4m3"
         # Without it a recipe in a BF16 run is silently without effect.
         assert read.override_nonquantized_autocast == (recipe != TERecipe())
-        assert recipe_from_fields(recipe.fields(), "x") == recipe
+        assert RecipeFields(**recipe.fields()).recipe == recipe
 
 
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"fp8_recipe": "mxfp8"}, "unknown field 'fp8_recipe'"),
+        ({"fp8_recipe": "mxfp8"}, "unknown key 'fp8_recipe' (did you mean"),
         ({"fp8_param": True}, "stores weights in FP8"),
         ({"fp4_param": True}, "stores weights in FP4"),
         (
@@ -65,14 +66,14 @@ def test_megatron_reads_every_recipe() -> None:
 )
 def test_what_is_no_format_of_a_plan_is_refused(fields: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError, match=r"^here: ") as caught:
-        recipe_from_fields(fields, "here")
+        checked(RecipeFields, fields, "here")
     assert why in str(caught.value)
 
 
 def test_false_and_absent_storage_fields_are_fine() -> None:
     fields = {"fp8_quantization_recipe": "mxfp8", "fp8_param": False, "tp_only_amax_red": True}
-    assert recipe_from_fields(fields, "x") == ("mxfp8",) * 3
-    assert recipe_from_fields({}, "x") == TERecipe()
+    assert RecipeFields(**fields).recipe == ("mxfp8",) * 3
+    assert RecipeFields().recipe == TERecipe()
 
 
 @pytest.mark.parametrize("quantized", [False, True])
@@ -89,5 +90,5 @@ def test_a_recipe_applies_as_megatron_decides(
         truth = extension._get_should_context_be_quantized_recipe(
             parsed(fields | recipe), quantized
         )
-        asked = bool(recipe) if applies(fields | recipe, quantized) else quantized
+        asked = bool(recipe) if RecipeFields(**fields | recipe).applies(quantized) else quantized
         assert asked == truth
