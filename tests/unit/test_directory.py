@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -117,7 +116,15 @@ import os, sys, time
 from pathlib import Path
 from megatron_snip.directory import lock_directory
 release = lock_directory(Path(sys.argv[1]))
-print(os.fork() if "fork" in sys.argv else "held", flush=True)
+holder = os.getpid()
+if "fork" in sys.argv and os.fork() == 0:
+    while os.getppid() == holder:
+        time.sleep(0.01)
+    print("orphan", flush=True)
+    sys.stdin.readline()
+    print("end", flush=True)
+    sys.exit()
+print("held", flush=True)
 sys.stdin.readline()
 release()
 print("released", flush=True)
@@ -177,15 +184,13 @@ def test_the_second_writer_is_refused_with_the_holders_name_until_the_lock_is_re
 
 def test_a_killed_jobs_lock_is_free_although_its_child_lives(tmp_path: Path) -> None:
     with holding(tmp_path, "fork") as process:
-        child = int(said(process))
-        try:
-            assert f"process {process.pid} " in refusal(tmp_path)
-            process.kill()
-            process.wait()
-            os.kill(child, 0)  # lives
-            assert refusal(tmp_path) == ""
-        finally:
-            os.kill(child, signal.SIGKILL)
+        assert said(process) == "held"
+        assert f"process {process.pid} " in refusal(tmp_path)
+        process.kill()
+        assert said(process) == "orphan"
+        assert refusal(tmp_path) == ""
+        print(file=process.stdin, flush=True)
+        assert said(process) == "end"  # it lived until now
 
 
 def test_of_many_processes_one_gets_the_lock(tmp_path: Path) -> None:
