@@ -153,7 +153,7 @@ def lock_directory(directory: Path) -> Callable[[], None]:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 raise UsageError(
                     f"'{directory}' is in use by {_holder(descriptor)}; wait for it, or name "
-                    "another directory"
+                    f"another directory (if that job has ended, delete '{path}')"
                 ) from None
             if error.errno not in _CANNOT_LOCK:
                 raise
