@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,8 +16,8 @@ from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.reporting.run_record import read_run
 from tests.hostile.mutations import mutants
 from tests.hostile.test_files import DIVERGENCES, METRICS, PLAN, PROBLEM, SNIP, fuzzed, survives
+from tests.processes import ROOT, run_python
 
-ROOT = Path(__file__).parents[2]
 FORBIDDEN_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 FORBIDDEN_CALLS = {
     "eval",
@@ -138,8 +136,7 @@ def run_directory(path: Path) -> Path:
 
 def test_nothing_is_unpickled_in_a_cycle(tmp_path: Path) -> None:
     folder = run_directory(tmp_path / "run")
-    words = [sys.executable, "-c", AUDITED, str(folder)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=600, cwd=ROOT)
+    done = run_python("-c", AUDITED, folder, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     silent, awake = json.loads(done.stdout.splitlines()[-1])
     assert silent == []

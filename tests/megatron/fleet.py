@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
 import importlib.util
 import json
 import os
@@ -19,7 +18,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,12 +26,10 @@ from typing import Any
 
 from megatron_snip.__main__ import main
 from megatron_snip.patches import cpu
-from tests.distributed.launch import RANK_ENVIRONMENT, ROOT, free_port
+from tests.distributed.launch import RANK_ENVIRONMENT, ROOT, free_port, log_to, wait
 
 LOG_TAIL = 6000
 """Characters of a rank's log that a failure shows."""
-GRACE_S = 5.0
-"""How long the other ranks may go on after one has failed."""
 
 
 @dataclass(frozen=True)
@@ -153,37 +149,14 @@ def serve() -> None:
             if pid == 0:
                 _be_rank(rank, job)
             children[pid] = rank
-        print(json.dumps(_wait(children, job)), file=replies, flush=True)
-
-
-def _wait(children: dict[int, int], job: Mapping[str, Any]) -> list[int]:
-    statuses = [-signal.SIGALRM] * job["ranks"]
-    deadline = time.monotonic() + job["timeout_s"] + GRACE_S
-    while children and time.monotonic() < deadline:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            time.sleep(0.02)
-            continue
-        rank = children.pop(pid, None)
-        if rank is None:
-            continue
-        statuses[rank] = os.waitstatus_to_exitcode(status)
-        if statuses[rank] != 0:
-            deadline = min(deadline, time.monotonic() + GRACE_S)
-    for pid, rank in children.items():
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        statuses[rank] = -signal.SIGKILL
-    return statuses
+        found = wait(children, job["timeout_s"])
+        statuses = [-signal.SIGKILL if (s := found[r]) is None else s for r in sorted(found)]
+        print(json.dumps(statuses), file=replies, flush=True)
 
 
 def _be_rank(rank: int, job: Mapping[str, Any]) -> None:
     """Be one rank; never returns."""
-    log = os.open(Path(job["folder"]) / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    faulthandler.enable()
-    faulthandler.dump_traceback_later(job["timeout_s"], exit=True)
+    log_to(Path(job["folder"]) / f"{rank}.log", job["timeout_s"])
     os.environ.update(
         job["environment"],
         RANK=str(rank),

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from megatron_snip.cli.script import expand
-from tests.distributed.launch import RANK_ENVIRONMENT, ROOT
+from tests.distributed.launch import RANK_ENVIRONMENT
 from tests.megatron.lab import CPU
+from tests.processes import ROOT, run_python
 
 PARAMETERS = {
     "tinyllama-1.1b": 1_100_048_384,
@@ -46,16 +44,8 @@ def parameters() -> dict[str, int]:
         name: {"words": [*expand(files(model, parallel)), *CPU.split()], "world_size": gpus}
         for name, (model, parallel, gpus) in CASES.items()
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.megatron.read_arguments"],
-        input=json.dumps(cases),
-        env={**os.environ, **RANK_ENVIRONMENT, "PYTHONWARNINGS": "ignore"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    words = ["-m", "tests.megatron.read_arguments"]
+    done = run_python(*words, stdin=json.dumps(cases), timeout=200, **RANK_ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-3000:]
     results: dict[str, int] = json.loads(done.stdout)
     return results

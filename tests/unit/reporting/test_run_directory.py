@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from megatron_snip.planning.plan import read_plan
 from megatron_snip.planning.problem import read_problem
 from megatron_snip.reporting.events import Event, Metrics, Notice, Reporter
 from megatron_snip.reporting.run_directory import OldRun, RunDirectory, open_run
+from tests.processes import run_python
 from tests.unit.reporting.runs import Shape, applied, config, measurement_at, plan_from
 
 SHAPE = Shape(config(), backend="simulate")
@@ -121,9 +119,7 @@ def test_a_killed_run_leaves_complete_lines(tmp_path: Path) -> None:
         "    run.append_metrics({'iteration': k, 'text': 'x' * 101})\n"
         "os._exit(9)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, check=False)
-    assert done.returncode == 9
+    assert run_python("-c", script).returncode == 9
     assert [row["iteration"] for row in rows(tmp_path)] == list(range(300))
 
 
