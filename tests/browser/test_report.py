@@ -1,7 +1,5 @@
 """The report as people see it: in a browser, on a desk and on a phone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -8,8 +8,6 @@ that was opened before the fork: no port is guessed. Everything a rank prints go
 which is shown when a rank fails or when the time is up (then with every rank's stack).
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import importlib

@@ -1,7 +1,5 @@
 """Layouts, and their choice: one launch of ranks runs those of the selected tests, and no other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """JSON between ranks, and one decision for all."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest

@@ -1,8 +1,6 @@
 """Whatever fails in a refresh, on whichever rank: one decision, no hang, training as if it had not
 been."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

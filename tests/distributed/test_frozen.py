@@ -4,24 +4,12 @@ BF16 compute, dropout on, FP4 with stochastic rounding in the plan; a refresh ev
 the first before the optimizer has any state. With `collect_only` it is bitwise Megatron's.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
 from tests.distributed.launch import run_ranks
-from tests.distributed.layouts import (
-    EP2,
-    OVERLAP,
-    PP2,
-    RECOMPUTE,
-    SP,
-    TP2,
-    VPP,
-    names,
-    selected,
-)
+from tests.distributed.layouts import EP2, OVERLAP, PP2, RECOMPUTE, SP, TP2, VPP, names, selected
 
 WORKER = "tests.distributed.workers.frozen:with_and_without"
 ONE = {"plain": {}, "full recompute": RECOMPUTE}

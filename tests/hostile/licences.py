@@ -3,8 +3,6 @@
 python -m tests.hostile.licences     writes requirements/licences.txt
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An advisory that applies to a pinned version is found; others are not."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every file that is read may be hostile: an error of one line, or a correct result."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable
@@ -44,9 +42,7 @@ PROBLEM = problem_of([(0.1, 0.4), (0.2, 0.3)], scores=[{"abs_error": 0.1}] * 2)
 DIVERGENCES = {
     "version": 1,
     "step": 4,
-    "linears": [
-        {"name": "a", "stage": 0, "flops": 2.0, "options": {"fp4": {"quality_loss": 0.5}}},
-    ],
+    "linears": [{"name": "a", "stage": 0, "flops": 2.0, "options": {"fp4": {"quality_loss": 0.5}}}],
 }
 METRICS = {
     "iteration": 1,

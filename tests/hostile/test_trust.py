@@ -1,7 +1,5 @@
 """Nothing that is read can run code: no pickle, safe YAML, weights-only loads."""
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Iterator

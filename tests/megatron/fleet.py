@@ -5,8 +5,6 @@ each it forks the ranks of a job, and every rank does what `python -m megatron_s
 process of its own. Ranks find each other as torchrun's do, by environment variables.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import importlib.util

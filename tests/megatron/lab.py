@@ -1,7 +1,5 @@
 """The tiny training of this tier, under several layouts; runs are made once and shared by tests."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Standard input: {name: {"words": [...], "world_size": N}}. Standard output: {nam
 model}. A line that Megatron refuses ends the process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

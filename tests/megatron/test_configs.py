@@ -1,7 +1,5 @@
 """configs/ as Megatron's own parser reads them: the published models."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The flags in Megatron's own parser; bad input ends in one line with status 2."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

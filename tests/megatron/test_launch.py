@@ -1,7 +1,5 @@
 """The ways into a script: torchrun's `-m megatron_snip`, and `import megatron_snip.auto`."""
 
-from __future__ import annotations
-
 import json
 
 from tests.distributed.launch import RANK_ENVIRONMENT, free_port

@@ -3,8 +3,6 @@
 Releases older than the installed one come unpacked, one folder each, below MEGATRON_RELEASES.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -5,8 +5,6 @@ from it. Hybrid models find the stand-ins of Transformer Engine and of Mamba's k
 them have passed, the table of docs/backends.md is written.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

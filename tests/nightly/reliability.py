@@ -9,8 +9,6 @@ Then the same command loads the checkpoint that was left and trains on. Exit sta
 is left or a job did not end. Full disks are small file systems in memory, which only root may make.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

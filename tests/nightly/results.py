@@ -1,7 +1,5 @@
 """What the nightly programs share: a flag for the file of their result, and that file."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

@@ -9,8 +9,6 @@ over a network as they do between machines; files are shared, as on NFS. A node 
 written outside of one folder but the namespaces and the bridge, and `stop` removes those.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -3,8 +3,6 @@
 All jobs run the shipped script as it is, with its own lines for GPUs, signal and requeue.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -14,11 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_snip.trainer.checkpoint import (
-    checkpoint_path,
-    latest_iteration,
-    read_saved_run,
-)
+from megatron_snip.trainer.checkpoint import checkpoint_path, latest_iteration, read_saved_run
 from tests.distributed.launch import ROOT, TIMEOUT_S
 from tests.slurm.cluster import Cluster, until
 

@@ -1,7 +1,5 @@
 """launch/slurm.sbatch with a script of Megatron's own kind, which knows nothing of SNIP."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

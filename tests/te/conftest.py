@@ -12,8 +12,6 @@ Tests marked `real_te` need no stand-in. With Transformer Engine (launch/te.sh):
 Without a GPU only those run that compare the stand-in with it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

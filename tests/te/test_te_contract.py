@@ -3,8 +3,6 @@
 Without a stand-in the installed one is compared with both.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

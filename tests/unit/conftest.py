@@ -1,7 +1,5 @@
 """Fixtures that run a command of `megatron-snip` in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Flags made from a model: names, help, and what was given."""
 
-from __future__ import annotations
-
 import argparse
 
 from megatron_snip.config import SnipConfig

@@ -1,7 +1,5 @@
 """The table of formats, against ml_dtypes where it knows the element type."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Rooms import only from their left, and only the packages that may touch Megatron do."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The command line's own part: whatever goes wrong is one line and a status that says so."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """sdist, wheel, editable install and checkout have the same modules and run from any directory."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sysconfig

@@ -1,7 +1,5 @@
 """What test_bad_plans.py runs on ranks: plans that break the loss, at once or little by little."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

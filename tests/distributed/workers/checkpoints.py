@@ -1,7 +1,5 @@
 """Functions that test_checkpoints.py runs on ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What test_collectives.py runs on ranks."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 
@@ -9,9 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_snip import recursive_doubling
-from megatron_snip.collectives import (
-    sum_over,
-)
+from megatron_snip.collectives import sum_over
 
 
 def recursive_doubling_checks() -> dict[str, Any]:

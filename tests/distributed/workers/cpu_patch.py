@@ -1,7 +1,5 @@
 """What test_cpu.py runs on ranks."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

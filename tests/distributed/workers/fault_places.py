@@ -4,8 +4,6 @@ A strike stands in for a call of the product: it gets the call that would have b
 raises, or returns what then counts as the call's result.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import signal

@@ -1,7 +1,5 @@
 """What test_faults.py runs on ranks: refreshes that fail at every phase of a cycle."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,12 +19,7 @@ from tests.distributed.workers.controller import MODEL
 from tests.distributed.workers.fault_places import KILLED, PLACES, Faults
 from tests.distributed.workers.small_model import Trainer, layout
 
-SNIP: dict[str, Any] = {
-    "interval": 2,
-    "start_step": 1,
-    "lag": 1,
-    "efficiency_target": 0.5,
-}
+SNIP: dict[str, Any] = {"interval": 2, "start_step": 1, "lag": 1, "efficiency_target": 0.5}
 """Refreshes at odd iterations; their plans are due before the even ones."""
 
 

@@ -4,8 +4,6 @@ Observed under a policy's plan, and not observed under the same plan from a file
 `collect_only` against Megatron's own loop.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

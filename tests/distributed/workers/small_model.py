@@ -7,8 +7,6 @@ Weights, data and their order do not depend on the layout (see `trainer.model` a
 `trainer.data`), so what two layouts measure and decide can be compared.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Iterator, Sequence

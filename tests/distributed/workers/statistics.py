@@ -1,7 +1,5 @@
 """What test_statistics.py runs on ranks: a sharded linear, and Megatron's optimizers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

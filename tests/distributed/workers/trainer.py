@@ -1,7 +1,5 @@
 """What test_trainer.py runs on ranks: short trainings, several layouts in one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

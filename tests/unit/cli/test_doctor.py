@@ -1,7 +1,5 @@
 """`megatron-snip doctor`: versions, devices, formats and the recommended command."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_snip.__main__ import main

@@ -1,7 +1,5 @@
 """`megatron-snip export` and `import`: plans for other programs, and precision files back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

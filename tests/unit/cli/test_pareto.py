@@ -1,7 +1,5 @@
 """`megatron-snip pareto`: the frontier as table, CSV and JSON, and bad input."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`megatron-snip plan`: the plan as JSON and as a table, exit statuses, bad input."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`python -m megatron_snip SCRIPT ARGS`: as Python would run the script."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

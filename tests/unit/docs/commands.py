@@ -4,8 +4,6 @@ A fence of `bash` holds commands. A comment line of `MARKS` names what the comma
 same fence, need. Tests do not have that, so they check only the words of these commands.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Commands in README and docs: those of `megatron-snip` are run, the words of others checked."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The code of docs/extending.md works as it stands there."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Precision files, as Megatron's own loader and matchers read them, in every layout."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 Megatron decides at import whether there is a Transformer Engine, so this process cannot have both.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

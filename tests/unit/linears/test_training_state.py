@@ -1,7 +1,5 @@
 """What a forward-backward changes is restored, more than once."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A step can run again on the same microbatches, and its losses tolerate NaN."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

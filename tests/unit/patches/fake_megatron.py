@@ -3,8 +3,6 @@
 The wheel of megatron-core 0.16.1 has no `megatron.training`; these modules take its place.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator

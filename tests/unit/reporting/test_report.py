@@ -1,7 +1,5 @@
 """The report as a file: complete, self-contained, and safe whatever the runs' files hold."""
 
-from __future__ import annotations
-
 import base64
 import shutil
 import xml.etree.ElementTree as ElementTree

@@ -1,7 +1,5 @@
 """A run's files: their names and contents, complete or absent; writers that fail."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -64,9 +62,7 @@ def test_every_event_is_in_its_file(tmp_path: Path) -> None:
     assert second == {"iteration": 35, "loss": None, "grad_norm": None}
 
 
-def test_a_resumed_run_appends_and_writes_its_plan_only_where_it_is_missing(
-    tmp_path: Path,
-) -> None:
+def test_a_resumed_run_appends_and_writes_its_plan_only_where_it_is_missing(tmp_path: Path) -> None:
     resumed = applied(SHAPE, PLAN, num_changed=0, resumed=True)
     first = RunDirectory(tmp_path / "same")
     first.write(Event(39, applied(SHAPE, PLAN)))

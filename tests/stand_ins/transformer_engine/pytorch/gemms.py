@@ -3,19 +3,12 @@
 Y  = X.rows W.rows^T      dX = G.rows W.columns      dW = G.columns^T X.columns
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformer_engine.pytorch.quantizers import (
-    HybridQuantizer,
-    Quantized,
-    Quantizer,
-    rounded,
-)
+from transformer_engine.pytorch.quantizers import HybridQuantizer, Quantized, Quantizer, rounded
 
 
 @dataclass

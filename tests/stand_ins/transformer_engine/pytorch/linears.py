@@ -1,7 +1,5 @@
 """Linear, LayerNormLinear, GroupedLinear: recipes, quantizers, cached weights, GEMMs."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import warnings

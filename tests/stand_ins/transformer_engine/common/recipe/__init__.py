@@ -1,7 +1,5 @@
 """Recipes: compared by value, distinguished by class."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
