@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_snip.files import write_atomic
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.reporting.run_record import read_run
 from tests.hostile.mutations import mutants
@@ -186,13 +185,3 @@ def test_a_plan_outside_of_the_run_is_never_read(step: object, run: Path) -> Non
         assert survives(lambda: read_run(run)) is None
     finally:
         log.write_bytes(good)
-
-
-def test_writing_replaces_a_link_and_not_what_it_points_to(tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.write_text("untouched")
-    link = tmp_path / "plan.json"
-    link.symlink_to(elsewhere)
-    write_atomic(link, "new")
-    assert elsewhere.read_text() == "untouched"
-    assert not link.is_symlink() and link.read_text() == "new"

@@ -99,10 +99,11 @@ def another(field: FieldInfo) -> Any:
     return f"{default or ''}other"
 
 
-def test_every_field_is_tried() -> None:
+def test_every_field_is_tried_and_has_help() -> None:
     defaults = SnipConfig()
     config = SnipConfig(**other_values())
     assert [name for name, value in config if value == getattr(defaults, name)] == []
+    assert [name for name, field in SnipConfig.model_fields.items() if not field.description] == []
 
 
 def test_yaml_flags_and_python_make_equal_objects(tmp_path: Path) -> None:
