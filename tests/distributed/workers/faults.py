@@ -2,9 +2,10 @@
 
 import errno
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -134,16 +135,8 @@ def _save(trainer: Trainer, controller: Any, checkpoints: Checkpoints) -> None:
 @contextmanager
 def _full_disk(writers: list[tuple[Any, str]]) -> Iterator[None]:
     """Let rank 0 find the disk full whenever one of these functions writes."""
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    kept = [(owner, name, getattr(owner, name)) for owner, name in writers]
-    for owner, name in writers:
-        if dist.get_rank() == 0:
-            setattr(owner, name, fail)
-    try:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with ExitStack() as stack:
+        for owner, name in writers if dist.get_rank() == 0 else ():
+            stack.enter_context(mock.patch.object(owner, name, side_effect=full))
         yield
-    finally:
-        for owner, name, original in kept:
-            setattr(owner, name, original)

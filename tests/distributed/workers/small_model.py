@@ -91,15 +91,11 @@ class Memory:
         self.closed = 0
 
     def write(self, event: Event) -> None:
-        match event.payload:
-            case Measurement() as measured:
-                self.measured.append((event.iteration, measured))
-            case PlanApplied() as applied:
-                self.applied.append((event.iteration, applied))
-            case Notice() as notice:
-                self.notices.append((event.iteration, notice))
-            case Metrics(values):
-                self.metrics.append((event.iteration, values))
+        lists = {Measurement: self.measured, PlanApplied: self.applied, Notice: self.notices}
+        if isinstance(event.payload, Metrics):
+            self.metrics.append((event.iteration, event.payload.values))
+        else:
+            lists[type(event.payload)].append((event.iteration, event.payload))
 
     def close(self) -> None:
         self.closed += 1
@@ -119,21 +115,13 @@ class Warnings(logging.Handler):
 
 @dataclass
 class Trainer:
-    """A built model and its optimizer, trained step by step.
-
-    Attributes:
-        config: what was built.
-        state: model, optimizer, scheduler.
-        losses: of every step made, the same on all ranks.
-        events: what the last controller reported.
-        warnings: what the package warned of, since the model was built.
-    """
+    """A built model and its optimizer, trained step by step."""
 
     config: TrainConfig
     state: TrainingState
     losses: list[float] = field(default_factory=list)
-    events: Memory = field(default_factory=Memory)
-    warnings: list[str] = field(default_factory=list)
+    events: Memory = field(default_factory=Memory)  # of the last controller
+    warnings: list[str] = field(default_factory=list)  # since the model was built
     step: int = 0
 
     @property

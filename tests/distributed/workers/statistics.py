@@ -31,11 +31,8 @@ def toys(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def sensitivities(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Train a few steps under each optimizer; compare D with the first layout's and the formula.
-
-    Returns:
-        For each layout: the optimizers' class names, the weights that have a sensitivity before and
-        after training, and the largest relative difference to the first layout of its precision.
+    """Train a few steps under each optimizer; compare D with the first layout's of its precision
+    and with the formula.
     """
     first: dict[bool, dict[str, Sensitivity]] = {}
     results = {}
