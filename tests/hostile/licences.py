@@ -15,7 +15,6 @@ STATED_ELSEWHERE = {"torchao": "BSD-3-Clause"}
 
 
 def locked() -> list[str]:
-    """Return the names of the pinned packages."""
     lines = LOCK.read_text(encoding="utf-8").splitlines()
     return [line.split("==")[0] for line in lines if re.match(r"[A-Za-z0-9]", line)]
 

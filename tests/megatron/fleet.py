@@ -32,21 +32,14 @@ LOG_TAIL = 6000
 
 @dataclass(frozen=True)
 class Run:
-    """How a job ended.
+    """How each rank of a job ended."""
 
-    Attributes:
-        statuses: exit status of each rank; -9 for one that was killed.
-        logs: what each rank printed.
-        results: what the script wrote, by rank; None for a rank that did not come to it.
-    """
-
-    statuses: tuple[int, ...]
+    statuses: tuple[int, ...]  # -9 for one that was killed
     logs: tuple[str, ...]
-    results: tuple[dict[str, Any] | None, ...]
+    results: tuple[dict[str, Any] | None, ...]  # None for a rank that wrote none
 
     @property
     def report(self) -> str:
-        """Every rank's end, for a failure's message."""
         ends = zip(self.statuses, self.logs, strict=True)
         return "\n".join(
             f"---- rank {rank}: status {status} ----\n{log[-LOG_TAIL:]}"
@@ -90,14 +83,9 @@ class Fleet:
         plain: bool = False,
         timeout_s: float = 200.0,
     ) -> Run:
-        """Run `python -m megatron_snip WORDS` on `ranks` ranks.
+        """Run `python -m megatron_snip WORDS` on ranks, or `python WORDS` with the CPU patch alone.
 
-        Args:
-            ranks: how many.
-            words: the command line.
-            environment: variables on top of this process' own.
-            plain: run `python WORDS` instead, with nothing but the CPU patch.
-            timeout_s: after which the ranks are ended, with their stacks in the logs.
+        After `timeout_s` the ranks are ended, with their stacks in the logs.
         """
         with tempfile.TemporaryDirectory(prefix="fleet-") as folder:
             job = {
@@ -122,7 +110,6 @@ class Fleet:
             return Run(tuple(json.loads(reply)), tuple(logs), tuple(results))
 
     def close(self) -> None:
-        """End the server and whatever is left of its ranks."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._server.pid, signal.SIGKILL)
         self._server.wait()
@@ -184,7 +171,6 @@ def _be_rank(rank: int, job: Mapping[str, Any]) -> None:
 
 
 def _run_plainly(words: list[str]) -> int:
-    """Run a script with the CPU patch and nothing else of this package."""
     cpu.install(claim_cuda=True)
     sys.argv = words
     runpy.run_path(words[0], run_name="__main__")

@@ -93,7 +93,6 @@ class Lab:
         return self._runs[case]
 
     def output(self, name: str) -> Path:
-        """A directory for one run's files."""
         return self.folder / name
 
     def planned(self, layout: str) -> tuple[Run, Path]:
@@ -132,5 +131,4 @@ def applied_plans(run: Run) -> list[int]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file."""
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -41,7 +41,6 @@ ALONE = {
 
 
 def read(words: list[str], world_size: int) -> Any:
-    """Return Megatron's validated namespace."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size))
     sys.argv = ["pretrain_gpt.py", *words]
     args = parse_args()

@@ -12,7 +12,6 @@ from megatron_snip.files import write_atomic
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with --output."""
     made = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     made.add_argument("--output", type=Path, default=None)
     return made

@@ -136,7 +136,6 @@ class Cluster:
         self.scontrol("update", f"JobId={number}", "TimeLimit=60")
 
     def scontrol(self, *words: str) -> str:
-        """Run scontrol; return what it prints."""
         return self._run("scontrol", *words)
 
     # ---- starting and stopping ----------------------------------------------------------------

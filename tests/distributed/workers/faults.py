@@ -30,7 +30,6 @@ def every_phase(layouts: dict[str, dict[str, Any]], folder: str) -> dict[str, An
 
 
 def killed(values: dict[str, Any], phase: str) -> None:
-    """A rank is killed without notice; nobody returns from here."""
     faults = Faults(KILLED)
     with layout({**MODEL, **values}) as trainer, faults.installed():
         controller = trainer.controller(SNIP)

@@ -168,7 +168,6 @@ class Trainer:
         return self.events.measured[0][1]
 
     def run(self, steps: int, snip: dict[str, Any], solver: Any = None) -> SnipController:
-        """Train under SNIP and detach it."""
         hook = self.controller(snip, solver)
         self.advance(steps, hook)
         hook.close()
@@ -196,7 +195,6 @@ def optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:
 
 
 def digest(tensors: list[torch.Tensor]) -> str:
-    """A hash of tensors, bit by bit."""
     total = hashlib.sha256()
     for tensor in tensors:
         total.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -66,7 +66,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(folder: Path) -> str:
-    """The report of the hostile run."""
     return make_report(read_run(folder / "a<b>&\"'run"), read_reference(folder / "off"))
 
 
