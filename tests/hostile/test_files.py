@@ -1,5 +1,7 @@
 """Every file that is read may be hostile: an error of one line, or a correct result."""
 
+from __future__ import annotations
+
 import json
 import os
 from collections.abc import Callable
