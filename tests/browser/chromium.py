@@ -35,13 +35,10 @@ TIMEOUT_S = 120.0
 
 
 def find_chromium() -> str | None:
-    """Return the browser's path, or None."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Chromium:
-    """One browser with one page."""
-
     def __init__(self, program: str, home: Path) -> None:
         self.events: list[dict[str, Any]] = []
         self._id = 0
@@ -96,7 +93,6 @@ class Chromium:
         self._until("Page.loadEventFired")
 
     def evaluate(self, expression: str) -> Any:
-        """Return the value of a JavaScript expression."""
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
@@ -121,7 +117,6 @@ class Chromium:
         return [e["params"]["request"]["url"] for e in sent]
 
     def close(self) -> None:
-        """End the browser."""
         self._session = None
         try:
             self.call("Browser.close")

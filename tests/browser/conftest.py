@@ -1,7 +1,5 @@
 """One headless Chromium for the tests of this folder; without one they are skipped."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The documentation's site in a browser: served, it asks nobody else, and pages fit a phone."""
 
-from __future__ import annotations
-
 import functools
 import http.server
 import os

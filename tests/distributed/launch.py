@@ -8,8 +8,6 @@ that was opened before the fork: no port is guessed. Everything a rank prints go
 which is shown when a rank fails or when the time is up (then with every rank's stack).
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import importlib
@@ -26,10 +24,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import ROOT
+
 TIMEOUT_S = 1500.0
 """Limit of every job and command that tests start: it ends what hangs, on the slowest machine."""
-KILL_AFTER_S = 3.0
+KILL_AFTER_S = 5.0
 """Seconds that the other ranks may run after one has failed."""
 LOG_TAIL = 40000
 """Characters of a rank's log that a failure shows."""
@@ -148,39 +147,41 @@ def _serve(job: Mapping[str, Any]) -> int:
             _be_rank(rank, job, function, listener)
         children[pid] = rank
     listener.close()
-    return _wait(children, job["timeout_s"])
+    statuses = wait(children, job["timeout_s"])
+    for rank, status in statuses.items():
+        if status != 0:
+            end = "was still running" if status is None else f"ended with exit code {status}"
+            print(f"rank {rank} {end};", flush=True)
+    return int(any(status != 0 for status in statuses.values()))
 
 
-def _wait(children: dict[int, int], timeout_s: float) -> int:
-    """Wait for all children; after the first failure end the others soon."""
+def wait(children: dict[int, int], timeout_s: float) -> dict[int, int | None]:
+    """Wait for {process: rank}; after the first failure end the others soon.
+
+    Returns:
+        {rank: exit status}, in the order of their ends; None for one that had to be killed.
+    """
+    statuses: dict[int, int | None] = {}
     deadline = time.monotonic() + timeout_s + KILL_AFTER_S
-    failed = False
     while children and time.monotonic() < deadline:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             time.sleep(0.01)
-            continue
-        rank = children.pop(pid)
-        if status != 0:
-            code = os.waitstatus_to_exitcode(status)
-            print(f"rank {rank} ended with exit code {code};", flush=True)
-            deadline = min(deadline, time.monotonic() + KILL_AFTER_S)
-            failed = True
+        elif (rank := children.pop(pid, None)) is not None:
+            statuses[rank] = os.waitstatus_to_exitcode(status)
+            if status != 0:
+                deadline = min(deadline, time.monotonic() + KILL_AFTER_S)
     for pid, rank in children.items():
-        print(f"rank {rank} was still running;", flush=True)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    return 1 if failed or children else 0
+        statuses[rank] = None
+    return statuses
 
 
 def _be_rank(rank: int, job: Mapping[str, Any], function: Any, listener: socket.socket) -> None:
     """Run the function as one rank and leave the process; never returns."""
     folder = Path(job["folder"])
-    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    faulthandler.enable()
-    faulthandler.dump_traceback_later(job["timeout_s"], exit=True)
+    log_to(folder / f"{rank}.log", job["timeout_s"])
     status = 1
     try:
         _join(rank, job["world_size"], listener)
@@ -197,6 +198,15 @@ def _be_rank(rank: int, job: Mapping[str, Any], function: Any, listener: socket.
         os._exit(status)  # no atexit handlers: they belong to the parent
 
 
+def log_to(file: Path, timeout_s: float) -> None:
+    """Let this process print into a file; when the time is up, its stacks too, and end it."""
+    log = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(timeout_s, exit=True)
+
+
 def _join(rank: int, world_size: int, listener: socket.socket) -> None:
     """Join the gloo process group through the socket that was opened before the fork."""
     import torch
@@ -209,14 +219,8 @@ def _join(rank: int, world_size: int, listener: socket.socket) -> None:
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_PORT=str(port)
     )
     if rank == 0:
-        store = TCPStore(
-            "127.0.0.1",
-            port,
-            world_size,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        options = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
+        store = TCPStore("127.0.0.1", port, world_size, is_master=True, **options)
     else:
         listener.close()
         store = TCPStore("127.0.0.1", port, world_size, is_master=False)

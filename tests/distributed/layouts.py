@@ -1,7 +1,5 @@
 """Layouts, and their choice: one launch of ranks runs those of the selected tests, and no other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -44,11 +42,21 @@ def selected(request: pytest.FixtureRequest, layouts: Mapping[str, T]) -> dict[s
     return {name: value for name, value in layouts.items() if name in wanted}
 
 
-def results_on(ranks: int, worker: str, layouts: Mapping[str, Layout]) -> Callable[..., Any]:
-    """Return a fixture: what `worker` returns on each rank, by name of the selected layouts."""
+def results_on(
+    ranks: int, worker: str, layouts: Mapping[str, Layout], folder: bool = False
+) -> Callable[..., Any]:
+    """Return a fixture: what `worker` returns on each rank, by name of the selected layouts.
+
+    If `folder`, the worker gets one that is empty.
+    """
 
     @pytest.fixture(scope="module")
-    def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-        return run_ranks(ranks, worker, {"layouts": selected(request, layouts)})
+    def results(
+        request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    ) -> list[dict[str, Any]]:
+        arguments: dict[str, Any] = {"layouts": selected(request, layouts)}
+        if folder:
+            arguments["folder"] = str(tmp_path_factory.mktemp("ranks"))
+        return run_ranks(ranks, worker, arguments)
 
     return results

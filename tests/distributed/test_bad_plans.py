@@ -1,7 +1,5 @@
 """Plans that break the loss go, and training is as if they had not been, or recovers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

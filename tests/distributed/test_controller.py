@@ -1,7 +1,5 @@
 """The cycle on two ranks: it closes, replays, resumes; what fails leaves the old plan in force."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

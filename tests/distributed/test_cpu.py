@@ -1,7 +1,5 @@
 """What the CPU layer changes for gloo: pipeline outputs stay until they are sent."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.distributed.launch import run_ranks

@@ -1,17 +1,13 @@
 """Whatever fails in a refresh, on whichever rank: one decision, no hang, training as if it had not
 been."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
-from tests.distributed.launch import run_ranks
-from tests.distributed.layouts import EP2, OVERLAP, PP2, SHARDED, TP2, names, selected
+from tests.distributed.layouts import EP2, OVERLAP, PP2, SHARDED, TP2, names, results_on
 from tests.distributed.workers.fault_places import MEASURED, PHASES, PLACES
 
-WORKERS = "tests.distributed.workers.faults"
 LAYOUTS: dict[str, dict[str, Any]] = {"tp": TP2, "pp": PP2, "dp": OVERLAP}
 TWO_RANKS = {**LAYOUTS, "ep": {"num_experts": 4, **EP2, **SHARDED}}
 REASONS = {
@@ -33,15 +29,7 @@ REASONS = {
 }
 
 
-@pytest.fixture(scope="module")
-def phases(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
-    arguments = {
-        "layouts": selected(request, TWO_RANKS),
-        "folder": str(tmp_path_factory.mktemp("two")),
-    }
-    return run_ranks(2, f"{WORKERS}:every_phase", arguments)
+phases = results_on(2, "tests.distributed.workers.faults:every_phase", TWO_RANKS, folder=True)
 
 
 @pytest.mark.parametrize("name", names(TWO_RANKS, ["tp"]))

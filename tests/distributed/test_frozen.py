@@ -4,24 +4,12 @@ BF16 compute, dropout on, FP4 with stochastic rounding in the plan; a refresh ev
 the first before the optimizer has any state. With `collect_only` it is bitwise Megatron's.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
 from tests.distributed.launch import run_ranks
-from tests.distributed.layouts import (
-    EP2,
-    OVERLAP,
-    PP2,
-    RECOMPUTE,
-    SP,
-    TP2,
-    VPP,
-    names,
-    selected,
-)
+from tests.distributed.layouts import EP2, OVERLAP, PP2, RECOMPUTE, SP, TP2, VPP, names, results_on
 
 WORKER = "tests.distributed.workers.frozen:with_and_without"
 ONE = {"plain": {}, "full recompute": RECOMPUTE}
@@ -59,12 +47,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(1, WORKER, arguments)
 
 
-@pytest.fixture(scope="module")
-def two_ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
-    arguments = {"layouts": selected(request, TWO), "folder": str(tmp_path_factory.mktemp("two"))}
-    return run_ranks(2, WORKER, arguments)
+two_ranks = results_on(2, WORKER, TWO, folder=True)
 
 
 @pytest.mark.slow

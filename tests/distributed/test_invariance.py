@@ -6,8 +6,6 @@ size, while counting a rank twice or not at all changes whole columns by a facto
 and statistics must agree to 1e-3 but for at most 2 % of the entries.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -28,10 +26,7 @@ from tests.distributed.layouts import (
 )
 
 WORKER = "tests.distributed.workers.invariance:refresh_in"
-ONE = {
-    "full recompute": RECOMPUTE,
-    "selective recompute": {"recompute_granularity": "selective"},
-}
+ONE = {"full recompute": RECOMPUTE, "selective recompute": {"recompute_granularity": "selective"}}
 TWO = {
     "tp": TP2,
     "tp sp": {**TP2, **SP},
@@ -43,10 +38,7 @@ TWO = {
 }
 STAGES = {"pp": [{0, 1}, {2, 3}], "vpp": [{0, 2}, {1, 3}]}
 """Layers of each pipeline rank."""
-FOUR = {
-    "tp pp": {**TP2, **PP2},
-    "tp sp dp distributed optimizer": {**TP2, **SP, **OVERLAP},
-}
+FOUR = {"tp pp": {**TP2, **PP2}, "tp sp dp distributed optimizer": {**TP2, **SP, **OVERLAP}}
 FAST = ["tp sp", "pp", "dp distributed optimizer"]
 RTOL = 1e-3
 FLIPPED_RTOL = 4e-2

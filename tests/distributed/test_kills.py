@@ -1,7 +1,5 @@
 """A run that is killed without notice resumes to the same result, bit by bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

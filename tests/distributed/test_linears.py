@@ -1,7 +1,5 @@
 """Quantized linears in Megatron's own classes, sharded or not, against dequantized GEMMs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

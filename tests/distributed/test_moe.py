@@ -4,8 +4,6 @@ What an expert computes in a training step depends on whose tokens meet in it (t
 random rounding), what a refresh measures does not: see megatron_snip/linears/moe_dispatch.py.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Statistics of sharded linears, and D out of Megatron's optimizers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ On the stand-in, whose forward and backward are plain PyTorch. A refresh must fi
 Megatron's own linears with the same weights and data.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 python -m tests.hostile.licences     writes requirements/licences.txt
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 from pathlib import Path
@@ -17,7 +15,6 @@ STATED_ELSEWHERE = {"torchao": "BSD-3-Clause"}
 
 
 def locked() -> list[str]:
-    """Return the names of the pinned packages."""
     lines = LOCK.read_text(encoding="utf-8").splitlines()
     return [line.split("==")[0] for line in lines if re.match(r"[A-Za-z0-9]", line)]
 

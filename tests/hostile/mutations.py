@@ -8,8 +8,6 @@ A mutant is one of
     the document wrapped in, or replaced by, deep nesting
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

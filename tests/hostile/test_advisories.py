@@ -1,16 +1,13 @@
 """An advisory that applies to a pinned version is found; others are not."""
 
-from __future__ import annotations
-
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.hostile.licences import LOCK
+from tests.processes import run_python
 
 TOOL = LOCK.parent / "advisories.py"
 NAME = "numpy"
@@ -25,11 +22,6 @@ RANGES = [
 ]
 
 
-def run(database: Path) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, str(TOOL), str(database)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
-
-
 def write(database: Path, affected: dict[str, object]) -> None:
     folder = database / "vulns" / NAME
     folder.mkdir(parents=True)
@@ -42,12 +34,12 @@ def test_a_range_holds_the_pinned_version_or_not(
     tmp_path: Path, events: list[dict[str, str]], hit: bool
 ) -> None:
     write(tmp_path, {"ranges": [{"type": "ECOSYSTEM", "events": events}]})
-    done = run(tmp_path)
+    done = run_python(TOOL, tmp_path)
     assert done.returncode == int(hit), done.stderr
     assert (f"{NAME} {VERSION}: PYSEC-1" in done.stdout) == hit
 
 
 def test_a_listed_version_is_found_and_what_is_no_copy_is_refused(tmp_path: Path) -> None:
-    assert run(tmp_path).returncode == 2
+    assert run_python(TOOL, tmp_path).returncode == 2
     write(tmp_path, {"versions": [VERSION]})
-    assert run(tmp_path).returncode == 1
+    assert run_python(TOOL, tmp_path).returncode == 1

@@ -1,7 +1,5 @@
 """What the quickstart installs is pinned, and its licences are listed and let it be used freely."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

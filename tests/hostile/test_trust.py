@@ -1,11 +1,7 @@
 """Nothing that is read can run code: no pickle, safe YAML, weights-only loads."""
 
-from __future__ import annotations
-
 import ast
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_snip.files import write_atomic
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.reporting.run_record import read_run
 from tests.hostile.mutations import mutants
 from tests.hostile.test_files import DIVERGENCES, METRICS, PLAN, PROBLEM, SNIP, fuzzed, survives
+from tests.processes import ROOT, run_python
 
-ROOT = Path(__file__).parents[2]
 FORBIDDEN_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 FORBIDDEN_CALLS = {
     "eval",
@@ -138,8 +133,7 @@ def run_directory(path: Path) -> Path:
 
 def test_nothing_is_unpickled_in_a_cycle(tmp_path: Path) -> None:
     folder = run_directory(tmp_path / "run")
-    words = [sys.executable, "-c", AUDITED, str(folder)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=600, cwd=ROOT)
+    done = run_python("-c", AUDITED, folder, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     silent, awake = json.loads(done.stdout.splitlines()[-1])
     assert silent == []
@@ -191,13 +185,3 @@ def test_a_plan_outside_of_the_run_is_never_read(step: object, run: Path) -> Non
         assert survives(lambda: read_run(run)) is None
     finally:
         log.write_bytes(good)
-
-
-def test_writing_replaces_a_link_and_not_what_it_points_to(tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.write_text("untouched")
-    link = tmp_path / "plan.json"
-    link.symlink_to(elsewhere)
-    write_atomic(link, "new")
-    assert elsewhere.read_text() == "untouched"
-    assert not link.is_symlink() and link.read_text() == "new"

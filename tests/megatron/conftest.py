@@ -1,7 +1,5 @@
 """This tier needs `megatron.training`: megatron-core from 0.17 on, which wants Python 3.12."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path

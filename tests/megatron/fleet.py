@@ -5,11 +5,8 @@ each it forks the ranks of a job, and every rank does what `python -m megatron_s
 process of its own. Ranks find each other as torchrun's do, by environment variables.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
-import faulthandler
 import importlib.util
 import json
 import os
@@ -19,7 +16,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,31 +24,22 @@ from typing import Any
 
 from megatron_snip.__main__ import main
 from megatron_snip.patches import cpu
-from tests.distributed.launch import RANK_ENVIRONMENT, ROOT, free_port
+from tests.distributed.launch import RANK_ENVIRONMENT, ROOT, free_port, log_to, wait
 
 LOG_TAIL = 6000
 """Characters of a rank's log that a failure shows."""
-GRACE_S = 5.0
-"""How long the other ranks may go on after one has failed."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """How a job ended.
+    """How each rank of a job ended."""
 
-    Attributes:
-        statuses: exit status of each rank; -9 for one that was killed.
-        logs: what each rank printed.
-        results: what the script wrote, by rank; None for a rank that did not come to it.
-    """
-
-    statuses: tuple[int, ...]
+    statuses: tuple[int, ...]  # -9 for one that was killed
     logs: tuple[str, ...]
-    results: tuple[dict[str, Any] | None, ...]
+    results: tuple[dict[str, Any] | None, ...]  # None for a rank that wrote none
 
     @property
     def report(self) -> str:
-        """Every rank's end, for a failure's message."""
         ends = zip(self.statuses, self.logs, strict=True)
         return "\n".join(
             f"---- rank {rank}: status {status} ----\n{log[-LOG_TAIL:]}"
@@ -96,14 +83,9 @@ class Fleet:
         plain: bool = False,
         timeout_s: float = 200.0,
     ) -> Run:
-        """Run `python -m megatron_snip WORDS` on `ranks` ranks.
+        """Run `python -m megatron_snip WORDS` on ranks, or `python WORDS` with the CPU patch alone.
 
-        Args:
-            ranks: how many.
-            words: the command line.
-            environment: variables on top of this process' own.
-            plain: run `python WORDS` instead, with nothing but the CPU patch.
-            timeout_s: after which the ranks are ended, with their stacks in the logs.
+        After `timeout_s` the ranks are ended, with their stacks in the logs.
         """
         with tempfile.TemporaryDirectory(prefix="fleet-") as folder:
             job = {
@@ -128,7 +110,6 @@ class Fleet:
             return Run(tuple(json.loads(reply)), tuple(logs), tuple(results))
 
     def close(self) -> None:
-        """End the server and whatever is left of its ranks."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._server.pid, signal.SIGKILL)
         self._server.wait()
@@ -153,37 +134,14 @@ def serve() -> None:
             if pid == 0:
                 _be_rank(rank, job)
             children[pid] = rank
-        print(json.dumps(_wait(children, job)), file=replies, flush=True)
-
-
-def _wait(children: dict[int, int], job: Mapping[str, Any]) -> list[int]:
-    statuses = [-signal.SIGALRM] * job["ranks"]
-    deadline = time.monotonic() + job["timeout_s"] + GRACE_S
-    while children and time.monotonic() < deadline:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            time.sleep(0.02)
-            continue
-        rank = children.pop(pid, None)
-        if rank is None:
-            continue
-        statuses[rank] = os.waitstatus_to_exitcode(status)
-        if statuses[rank] != 0:
-            deadline = min(deadline, time.monotonic() + GRACE_S)
-    for pid, rank in children.items():
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        statuses[rank] = -signal.SIGKILL
-    return statuses
+        found = wait(children, job["timeout_s"])
+        statuses = [-signal.SIGKILL if (s := found[r]) is None else s for r in sorted(found)]
+        print(json.dumps(statuses), file=replies, flush=True)
 
 
 def _be_rank(rank: int, job: Mapping[str, Any]) -> None:
     """Be one rank; never returns."""
-    log = os.open(Path(job["folder"]) / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    faulthandler.enable()
-    faulthandler.dump_traceback_later(job["timeout_s"], exit=True)
+    log_to(Path(job["folder"]) / f"{rank}.log", job["timeout_s"])
     os.environ.update(
         job["environment"],
         RANK=str(rank),
@@ -213,7 +171,6 @@ def _be_rank(rank: int, job: Mapping[str, Any]) -> None:
 
 
 def _run_plainly(words: list[str]) -> int:
-    """Run a script with the CPU patch and nothing else of this package."""
     cpu.install(claim_cuda=True)
     sys.argv = words
     runpy.run_path(words[0], run_name="__main__")

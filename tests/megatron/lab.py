@@ -1,11 +1,8 @@
 """The tiny training of this tier, under several layouts; runs are made once and shared by tests."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,29 +37,17 @@ SNIP += ["--snip-efficiency-target", "0.5"]
 COLLECT_ONLY = [*SNIP, "--snip-collect-only"]
 """Measures as often, and stays in BF16."""
 
+PP2 = ["--pipeline-model-parallel-size", "2"]
+OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+EXPERTS = ["--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-router-topk", "2"]
+EXPERTS += ["--moe-ffn-hidden-size", "128", "--moe-router-force-load-balancing"]
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one": (1, []),
     "tp2": (2, ["--tensor-model-parallel-size", "2"]),
-    "pp2": (2, ["--pipeline-model-parallel-size", "2"]),
-    "dp2": (
-        2,
-        ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"],
-    ),
-    "vpp2": (
-        2,
-        [
-            *["--pipeline-model-parallel-size", "2"],
-            *["--num-virtual-stages-per-pipeline-rank", "2"],
-        ],
-    ),
-    "ep2": (
-        2,
-        [
-            *["--num-experts", "4", "--expert-model-parallel-size", "2"],
-            *["--moe-ffn-hidden-size", "128", "--moe-router-topk", "2"],
-            "--moe-router-force-load-balancing",
-        ],
-    ),
+    "pp2": (2, PP2),
+    "dp2": (2, OVERLAP),
+    "vpp2": (2, [*PP2, "--num-virtual-stages-per-pipeline-rank", "2"]),
+    "ep2": (2, EXPERTS),
 }
 """Ranks and flags."""
 
@@ -81,32 +66,13 @@ WITH_STAND_INS = {
 """Layouts and models that run with the stand-ins of `tests/stand_ins`."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """What distinguishes a run.
-
-    Attributes:
-        layout: a key of LAYOUTS.
-        flags: after the model's and the layout's.
-        environment: variables for the script.
-        plain: without this package's runner.
-        script: the script.
-    """
-
-    layout: str
-    flags: tuple[str, ...] = ()
-    environment: tuple[tuple[str, str], ...] = ()
-    plain: bool = False
-    script: str = SCRIPT
-
-
 class Lab:
-    """Runs cases, each once."""
+    """Runs the training in many ways, each once."""
 
     def __init__(self, fleet: Fleet, folder: Path) -> None:
         self._fleet = fleet
         self.folder = folder
-        self._runs: dict[Case, Run] = {}
+        self._runs: dict[Any, Run] = {}
 
     def run(
         self,
@@ -116,18 +82,17 @@ class Lab:
         plain: bool = False,
         script: str = SCRIPT,
     ) -> Run:
-        """Return how a case ended; it is run at the first call."""
-        variables = tuple(sorted((environment or {}).items()))
-        case = Case(layout, tuple(flags), variables, plain, script)
+        """Return how a run in a layout ended; `plain` is without this package's runner."""
+        environment = environment or {}
+        case = (layout, *flags, *sorted(environment.items()), plain, script)
         if case not in self._runs:
             ranks, parallel = {**LAYOUTS, **WITH_STAND_INS}[layout]
             start = [script, *CPU.split()] if plain else ["--cpu", script]
             words = [*start, *MODEL.split(), *parallel, *flags]
-            self._runs[case] = self._fleet.run(ranks, words, dict(case.environment), plain)
+            self._runs[case] = self._fleet.run(ranks, words, environment, plain)
         return self._runs[case]
 
     def output(self, name: str) -> Path:
-        """A directory for one run's files."""
         return self.folder / name
 
     def planned(self, layout: str) -> tuple[Run, Path]:
@@ -166,5 +131,4 @@ def applied_plans(run: Run) -> list[int]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file."""
     return [json.loads(line) for line in path.read_text().splitlines()]

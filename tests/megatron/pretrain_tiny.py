@@ -9,8 +9,6 @@ TINY_EARLY: SNIP may measure before the optimizer has made ten steps.
 TINY_RESTART: a second training in the same process, as in-process restart does.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -4,8 +4,6 @@ Standard input: {name: {"words": [...], "world_size": N}}. Standard output: {nam
 model}. A line that Megatron refuses ends the process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -43,7 +41,6 @@ ALONE = {
 
 
 def read(words: list[str], world_size: int) -> Any:
-    """Return Megatron's validated namespace."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size))
     sys.argv = ["pretrain_gpt.py", *words]
     args = parse_args()

@@ -1,22 +1,12 @@
 """Saving, being killed and resuming with Megatron's own checkpoints, in either format."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 
 from tests.megatron.fleet import Run
-from tests.megatron.lab import (
-    SNIP,
-    Lab,
-    applied_plans,
-    logged,
-    saving,
-    snip_lines,
-    weights,
-)
+from tests.megatron.lab import SNIP, Lab, applied_plans, logged, saving, snip_lines, weights
 
 
 def killed(lab: Lab, layout: str, *flags: str) -> Path:

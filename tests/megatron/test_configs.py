@@ -1,18 +1,14 @@
 """configs/ as Megatron's own parser reads them: the published models."""
 
-from __future__ import annotations
-
 import json
-import os
-import subprocess
-import sys
-from typing import Any
 
 import pytest
 
 from megatron_snip.cli.script import expand
-from tests.distributed.launch import RANK_ENVIRONMENT, ROOT
+from tests.distributed.launch import RANK_ENVIRONMENT
 from tests.megatron.lab import CPU
+from tests.processes import run_python
+from tests.unit.test_configs import LAYOUTS, MODELS, argument_file
 
 PARAMETERS = {
     "tinyllama-1.1b": 1_100_048_384,
@@ -23,44 +19,25 @@ PARAMETERS = {
 }
 """Of the published models."""
 
-CASES = {
-    "tinyllama-1.1b": ("tinyllama-1.1b", "data", 8),
-    "open-llama-3b": ("open-llama-3b", "data", 8),
-    "open-llama-7b": ("open-llama-7b", "data", 8),
-    "llama-70b, 8": ("llama-70b", "llama-70b-8gpus", 8),
-    "llama-70b, 64": ("llama-70b", "llama-70b-64gpus", 64),
-    "mixtral-8x7b": ("mixtral-8x7b", "mixtral-8x7b-8gpus", 8),
-}
-"""Model, parallel sizes, GPUs."""
-
-
-def files(model: str, parallel: str) -> list[str]:
-    folder = ROOT / "configs"
-    return [f"@{folder}/models/{model}.args", f"@{folder}/parallel/{parallel}.args"]
-
 
 @pytest.fixture(scope="module")
 def parameters() -> dict[str, int]:
     """Parameters of the model that Megatron builds of every case."""
-    cases: dict[str, Any] = {
-        name: {"words": [*expand(files(model, parallel)), *CPU.split()], "world_size": gpus}
-        for name, (model, parallel, gpus) in CASES.items()
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.megatron.read_arguments"],
-        input=json.dumps(cases),
-        env={**os.environ, **RANK_ENVIRONMENT, "PYTHONWARNINGS": "ignore"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    cases = {}
+    for model, layout in LAYOUTS:
+        files = (argument_file("models", model), argument_file("parallel", layout))
+        gpus = MODELS[model][2][layout]
+        words = [*expand(files), *CPU.split()]
+        cases[f"{model}, {layout}"] = {"words": words, "world_size": gpus}
+    words = ["-m", "tests.megatron.read_arguments"]
+    done = run_python(*words, stdin=json.dumps(cases), timeout=200, **RANK_ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-3000:]
     results: dict[str, int] = json.loads(done.stdout)
     return results
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_megatron_builds_the_published_model(parameters: dict[str, int], name: str) -> None:
-    assert parameters[name] == PARAMETERS[CASES[name][0]]
+@pytest.mark.parametrize(("model", "layout"), LAYOUTS)
+def test_megatron_builds_the_published_model(
+    parameters: dict[str, int], model: str, layout: str
+) -> None:
+    assert parameters[f"{model}, {layout}"] == PARAMETERS[model]

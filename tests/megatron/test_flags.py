@@ -1,9 +1,5 @@
 """The flags in Megatron's own parser; bad input ends in one line with status 2."""
 
-from __future__ import annotations
-
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +11,8 @@ from megatron.training import arguments
 from megatron_snip.config import SnipConfig
 from megatron_snip.flags import flag_name
 from megatron_snip.patches.install import REGISTRY, install_for
-from tests.distributed.launch import ROOT
 from tests.megatron.lab import CPU, MODEL, SCRIPT, SNIP, Lab, saving
+from tests.processes import run_python
 
 WORDS = [*MODEL.split(), *CPU.split()]
 
@@ -111,14 +107,6 @@ def test_a_checkpoint_of_another_version(lab: Lab) -> None:
 )
 def test_the_order_of_torchruns_words(words: list[str], message: str, tmp_path: Path) -> None:
     """Without -m this package does not run; docs/troubleshooting.md has the messages of others."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *words],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    launcher = ["-m", "torch.distributed.run", "--standalone"]
+    done = run_python(*launcher, *words, cwd=tmp_path, timeout=280)
     assert message.format(folder=tmp_path) in done.stderr

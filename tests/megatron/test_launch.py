@@ -1,14 +1,10 @@
 """The ways into a script: torchrun's `-m megatron_snip`, and `import megatron_snip.auto`."""
 
-from __future__ import annotations
-
 import json
-import os
-import subprocess
-import sys
 
-from tests.distributed.launch import RANK_ENVIRONMENT, ROOT, free_port
+from tests.distributed.launch import RANK_ENVIRONMENT, free_port
 from tests.megatron.lab import LAYOUTS, MODEL, SCRIPT, SNIP, Lab, weights
+from tests.processes import run_python
 
 
 def test_torchrun_runs_what_the_other_tests_run(lab: Lab) -> None:
@@ -19,17 +15,8 @@ def test_torchrun_runs_what_the_other_tests_run(lab: Lab) -> None:
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     launcher += ["--master-port", str(free_port())]
     words = ["-m", "megatron_snip", "--cpu", SCRIPT, *MODEL.split(), *parallel, *SNIP]
-    environment = {**os.environ, **RANK_ENVIRONMENT, "PYTHONPATH": str(ROOT)}
-    environment |= {"TINY_RESULTS": str(folder), "TINY_EARLY": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [sys.executable, *launcher, *words],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    environment = {**RANK_ENVIRONMENT, "TINY_RESULTS": str(folder), "TINY_EARLY": "1"}
+    done = run_python(*launcher, *words, cwd=folder, timeout=280, **environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = [json.loads((folder / f"{rank}.json").read_text())["weights"] for rank in range(ranks)]
     assert found == weights(lab.planned("tp2")[0])

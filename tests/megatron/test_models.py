@@ -3,8 +3,6 @@
 Attention, Transformer Engine's linears and Mamba's fused scan are stand-ins (`tests/stand_ins`).
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -3,19 +3,16 @@
 Releases older than the installed one come unpacked, one folder each, below MEGATRON_RELEASES.
 """
 
-from __future__ import annotations
-
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from megatron.core.package_info import __version__ as installed
 
-from tests.distributed.launch import RANK_ENVIRONMENT, ROOT
+from tests.distributed.launch import RANK_ENVIRONMENT
+from tests.processes import ROOT, run_python
 
 FOLDER = Path(os.environ.get("MEGATRON_RELEASES", "/nonexistent"))
 RELEASES = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
@@ -44,15 +41,8 @@ def probe(release: str) -> dict[str, Any]:
         if not folder.is_dir():
             pytest.skip(f"megatron-core {release} is not unpacked below {FOLDER}")
         paths.insert(0, str(folder))
-    environment = {**os.environ, **RANK_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROBE],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    environment = {**RANK_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
+    done = run_python("-c", PROBE, timeout=200, **environment)
     lines = [x for x in done.stdout.splitlines() if x.startswith("PROBE")]
     assert lines, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(lines[0].removeprefix("PROBE"))

@@ -1,7 +1,5 @@
 """Megatron's own `pretrain`, through `python -m megatron_snip --cpu SCRIPT`, on 1 and 2 ranks."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

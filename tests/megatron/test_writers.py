@@ -1,7 +1,5 @@
 """Megatron's own W&B run and TensorBoard writer, on the last rank."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -10,8 +10,6 @@ tests/unit/test_guard.py asks the same of recorded losses, for every iteration a
 have changed. Exit status 1 for any reverted plan.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import sys

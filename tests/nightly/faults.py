@@ -9,8 +9,6 @@
 Exit status 1 if anything is otherwise.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import sys

@@ -9,8 +9,6 @@ which plan was in force when. Exit status 1 if anything differs. FILE keeps wher
 and what became of it; it is written after every run.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
@@ -36,13 +34,7 @@ SETTINGS: dict[str, Any] = {
     "hidden_dropout": 0.1,
     "eval_iters": 0,
     "train_iters": STEPS,
-    "snip": {
-        "enabled": True,
-        "start_step": 11,
-        "interval": 4,
-        "lag": 3,
-        "efficiency_target": 0.5,
-    },
+    "snip": {"enabled": True, "start_step": 11, "interval": 4, "lag": 3, "efficiency_target": 0.5},
 }
 
 

@@ -8,8 +8,6 @@ prices of changes, both cost models, forbidden options, ties, zeros, negative lo
 returns a plan that the checker refuses, or proves a bound above the optimum.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -9,8 +9,6 @@ Then the same command loads the checkpoint that was left and trains on. Exit sta
 is left or a job did not end. Full disks are small file systems in memory, which only root may make.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
@@ -46,12 +44,7 @@ PRETRAIN = f"""--num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-atte
 
 
 class Job:
-    """A running job of two ranks, its output in a file.
-
-    Attributes:
-        folder: of this job alone.
-        log: everything that it printed.
-    """
+    """A running job of two ranks, with a folder of its own and its output in a file there."""
 
     def __init__(self, kind: str, folder: Path, more: str = "", prefix: str = "") -> None:
         """Start it: `kind` is train or pretrain, `more` are flags, `prefix` is shell text."""
@@ -88,7 +81,6 @@ class Job:
 
     @property
     def text(self) -> str:
-        """What it has printed."""
         return self.log.read_text(errors="replace")
 
     def last_logged(self) -> int:
@@ -133,11 +125,9 @@ class Job:
         return [ranks[rank] for rank in sorted(ranks)]
 
     def solver(self) -> list[psutil.Process]:
-        """Return the solver's process."""
         return [p for p in self.processes() if "solver_process" in " ".join(p.cmdline())]
 
     def signal(self, number: int) -> None:
-        """Send a signal to the command that the user started."""
         self._process.send_signal(number)
 
     def end(self) -> tuple[int | None, float, int]:
@@ -160,26 +150,13 @@ Fault = Callable[[Job], None]
 
 @dataclass(frozen=True)
 class Case:
-    """A fault.
-
-    Attributes:
-        name: what was done, for the table.
-        fault: injects it.
-        at: after this iteration.
-        prefix: shell text before the command.
-        small: a folder of the job that is a small file system; "" for none.
-        damage: changes the checkpoint before it is loaded.
-        goes_on: the job is expected to train on; it is ended by SIGTERM at iteration 24.
-        kinds: jobs that it is tried on.
-    """
-
-    name: str
+    name: str  # what was done, for the table
     fault: Fault
-    at: int = 14
-    prefix: str = ""
-    small: str = ""
-    damage: Callable[[Path], object] | None = None
-    goes_on: bool = False
+    at: int = 14  # after this iteration
+    prefix: str = ""  # shell text before the command
+    small: str = ""  # a folder of the job that is a small file system
+    damage: Callable[[Path], object] | None = None  # of the checkpoint, before it is loaded
+    goes_on: bool = False  # the job must train on; SIGTERM ends it at iteration 24
     kinds: tuple[str, ...] = ("train", "pretrain")
 
 
@@ -266,7 +243,6 @@ CASES = (
 
 
 def run(case: Case, kind: str) -> tuple[str, ...]:
-    """Run a case; return its row."""
     with (
         tempfile.TemporaryDirectory(prefix="reliability-") as name,
         contextlib.ExitStack() as stack,
@@ -337,7 +313,6 @@ def _short(line: str) -> str:
 
 
 def _known_rows() -> dict[tuple[str, str], tuple[str, ...]]:
-    """Return the page's rows by kind and case."""
     found: dict[tuple[str, str], tuple[str, ...]] = {}
     for kind, title in TITLES.items():
         section = PAGE.read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
@@ -349,7 +324,6 @@ def _known_rows() -> dict[tuple[str, str], tuple[str, ...]]:
 
 
 def page(rows: dict[tuple[str, str], tuple[str, ...]]) -> str:
-    """Return docs/reliability.md."""
     head = ("fault", "exit status", "s to end", "left", "last message", "then, with `--load`")
     lines = [
         "# Reliability",
@@ -374,7 +348,6 @@ def page(rows: dict[tuple[str, str], tuple[str, ...]]) -> str:
 
 
 def main() -> int:
-    """Run the cases; return 1 if a process is left or a job did not end."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="cases whose kind or name holds this text")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")

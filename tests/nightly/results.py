@@ -1,7 +1,5 @@
 """What the nightly programs share: a flag for the file of their result, and that file."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform
@@ -14,7 +12,6 @@ from megatron_snip.files import write_atomic
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with --output."""
     made = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     made.add_argument("--output", type=Path, default=None)
     return made

@@ -9,8 +9,6 @@ over a network as they do between machines; files are shared, as on NFS. A node 
 written outside of one folder but the namespaces and the bridge, and `stop` removes those.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -105,24 +103,8 @@ class Cluster:
     # ---- jobs ---------------------------------------------------------------------------------
 
     def submit(self, words: list[str], environment: Mapping[str, str], cwd: Path) -> int:
-        """Run `sbatch WORDS`; return the job's number.
-
-        Args:
-            words: sbatch's flags, the batch script, its words.
-            environment: the job's, on top of this process' own.
-            cwd: where the job runs and its log goes.
-        """
-        done = subprocess.run(
-            ["sbatch", "--parsable", *words],
-            env={**self._environment, **environment},
-            cwd=cwd,
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return int(done.stdout)
+        """Run `sbatch WORDS` in `cwd`, where its log goes; return the job's number."""
+        return int(self._run("sbatch", "--parsable", *words, environment=environment, cwd=cwd))
 
     def job(self, number: int) -> dict[str, str]:
         """Return what `scontrol show job` tells, e.g. JobState and ExitCode."""
@@ -154,27 +136,12 @@ class Cluster:
         self.scontrol("update", f"JobId={number}", "TimeLimit=60")
 
     def scontrol(self, *words: str) -> str:
-        """Run scontrol; return what it prints."""
-        done = subprocess.run(
-            ["scontrol", *words],
-            env=self._environment,
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return self._run("scontrol", *words)
 
     # ---- starting and stopping ----------------------------------------------------------------
 
     def start(self) -> None:
-        """Bring everything up.
-
-        Raises:
-            ClusterError: if the machine gives us no networks.
-            RuntimeError: if a daemon does not come up. What was begun is for `stop`.
-        """
+        """Bring everything up, or raise ClusterError or RuntimeError: then call `stop`, too."""
         for name in ("munge", "state", "log", "gpus", *(f"spool-{node}" for node in NODES)):
             (self.folder / name).mkdir(parents=True)
         self._write_settings()
@@ -241,23 +208,16 @@ class Cluster:
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o600)
-        self._start(
-            "munged",
-            [
-                *["munged", "--foreground", "--force", f"--key-file={key}"],
-                *[f"--socket={munge}/socket", f"--pid-file={self.folder}/munged.pid"],
-                *[f"--log-file={self.folder}/log/munged.log", f"--seed-file={self.folder}/seed"],
-            ],
-        )
+        words = ["munged", "--foreground", "--force", f"--key-file={key}"]
+        words += [f"--socket={munge}/socket", f"--pid-file={self.folder}/munged.pid"]
+        words += [f"--log-file={self.folder}/log/munged.log", f"--seed-file={self.folder}/seed"]
+        self._start("munged", words)
         self._until("munge's socket", (munge / "socket").exists)
 
     def _start(self, name: str, command: list[str]) -> None:
         with (self.folder / "log" / f"{name}.out").open("wb") as out:
-            self._processes.append(
-                subprocess.Popen(
-                    command, env=self._environment, stdout=out, stderr=subprocess.STDOUT
-                )
-            )
+            streams = {"stdout": out, "stderr": subprocess.STDOUT}
+            self._processes.append(subprocess.Popen(command, env=self._environment, **streams))
 
     def _as_host(self, number: int) -> list[str]:
         """Words that run a command as host n<number>."""
@@ -267,18 +227,28 @@ class Cluster:
         return [*own, f"n{number}", str(self.folder / "hosts")]
 
     def _nodes_are_idle(self) -> bool:
+        idle = self._run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N", check=False)
+        return sorted(idle.split()) == list(NODES)
+
+    def _run(
+        self,
+        *words: str,
+        environment: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        check: bool = True,
+    ) -> str:
         done = subprocess.run(
-            ["sinfo", "-h", "-N", "-t", "idle", "-o", "%N"],
-            env=self._environment,
+            words,
+            env={**self._environment, **(environment or {})},
+            cwd=cwd,
             capture_output=True,
             text=True,
             timeout=30,
-            check=False,
         )
-        return sorted(done.stdout.split()) == list(NODES)
+        assert done.returncode == 0 or not check, done.stderr
+        return done.stdout
 
-    def _until(self, what: str, done: object) -> None:
-        assert callable(done)
+    def _until(self, what: str, done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             if done():
@@ -302,11 +272,7 @@ class Cluster:
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for a condition.
-
-    Raises:
-        AssertionError: if it does not come true in `TIMEOUT_S`.
-    """
+    """Wait for a condition; fail if it does not come true in `TIMEOUT_S`."""
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline, f"waited for {what} in vain"

@@ -1,7 +1,5 @@
 """One cluster a session. Without Slurm, root or network namespaces the tests skip and say so."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

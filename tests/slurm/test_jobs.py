@@ -3,8 +3,6 @@
 All jobs run the shipped script as it is, with its own lines for GPUs, signal and requeue.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -14,11 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_snip.trainer.checkpoint import (
-    checkpoint_path,
-    latest_iteration,
-    read_saved_run,
-)
+from megatron_snip.trainer.checkpoint import checkpoint_path, latest_iteration, read_saved_run
 from tests.distributed.launch import ROOT, TIMEOUT_S
 from tests.slurm.cluster import Cluster, until
 
@@ -50,29 +44,17 @@ if "RANK" in os.environ and FIRST_ATTEMPT:
 
 @dataclass(frozen=True)
 class Job:
-    """A job that has ended.
+    """A job that has ended."""
 
-    Attributes:
-        state: what Slurm says of it.
-        folder: where it ran.
-        log: what it printed.
-    """
-
-    state: dict[str, str]
+    state: dict[str, str]  # of Slurm
     folder: Path
     log: str
 
     def metrics(self) -> list[dict[str, Any]]:
         """Every step's metrics that do not depend on the clock."""
         lines = (self.folder / "run" / "metrics.jsonl").read_text().splitlines()
-        kept = (
-            "iteration",
-            "loss",
-            "grad_norm",
-            "lr",
-            "lowest_precision_fraction",
-            "validation_loss",
-        )
+        kept = ("iteration", "loss", "grad_norm", "lr", "lowest_precision_fraction")
+        kept += ("validation_loss",)
         return [{k: v for k, v in json.loads(line).items() if k in kept} for line in lines]
 
     def plans(self) -> dict[int, dict[str, dict[str, str]]]:
@@ -89,14 +71,7 @@ class Jobs:
         self._folder = folder
 
     def submit(self, name: str, words: list[str], hook: str = "", **flags: str) -> tuple[int, Path]:
-        """Submit the demo; return the job's number and its folder.
-
-        Args:
-            name: of the job and its folder.
-            words: after the demo's flags.
-            hook: Python that every rank runs first.
-            flags: sbatch's, e.g. time="2".
-        """
+        """Submit the demo, whose ranks run `hook` first; return the job's number and its folder."""
         folder = self._folder / name
         (folder / "hook").mkdir(parents=True)
         (folder / "hook" / "sitecustomize.py").write_text(hook)
@@ -112,21 +87,16 @@ class Jobs:
         return self.cluster.submit(command, environment, folder), folder
 
     def run(self, name: str, words: list[str], hook: str = "", **flags: str) -> Job:
-        """Submit the demo and wait for its end."""
-        number, folder = self.submit(name, words, hook, **flags)
-        return self.ended(number, folder)
+        return self.ended(*self.submit(name, words, hook, **flags))
 
     def ended(self, number: int, folder: Path) -> Job:
-        """Wait for a job's end."""
         state = self.cluster.wait(number, TIMEOUT_S)
         return Job(state, folder, self.log(number, folder))
 
     def output(self, number: int, folder: Path) -> Path:
-        """The file of what a job prints."""
         return folder / f"{folder.name}-{number}.out"
 
     def log(self, number: int, folder: Path) -> str:
-        """What a job has printed so far."""
         file = self.output(number, folder)
         return file.read_text(errors="replace") if file.exists() else ""
 

@@ -1,7 +1,5 @@
 """launch/slurm.sbatch with a script of Megatron's own kind, which knows nothing of SNIP."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -55,7 +53,6 @@ def submit(cluster: Cluster, folder: Path, stop_at: int) -> int:
 
 
 def weights(folder: Path) -> list[str]:
-    """Digest of each rank's weights at the end."""
     return [json.loads((folder / f"{rank}.json").read_text())["weights"] for rank in range(2)]
 
 

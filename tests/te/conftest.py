@@ -12,14 +12,24 @@ Tests marked `real_te` need no stand-in. With Transformer Engine (launch/te.sh):
 Without a GPU only those run that compare the stand-in with it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 
 import pytest
 
 collect_ignore_glob = ["test_*.py"]
+
+
+def _alone(backend: str) -> Iterator[None]:
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
 
 if os.environ.get("SNIP_TE_REAL") == "1":
     import torch
@@ -36,18 +46,11 @@ if os.environ.get("SNIP_TE_REAL") == "1":
     @pytest.fixture(scope="session", autouse=True)
     def megatron() -> Iterator[None]:
         """Parallel state of size 1 on the GPU."""
-        import torch.distributed as dist
-        from megatron.core import parallel_state
-
-        if not torch.cuda.is_available():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(0)
+            yield from _alone("nccl")
+        else:
             yield
-            return
-        torch.cuda.set_device(0)
-        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-        parallel_state.initialize_model_parallel()
-        yield
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
 
 elif os.environ.get("SNIP_TE_STAND_IN") == "1":
     collect_ignore_glob = []
@@ -57,17 +60,10 @@ elif os.environ.get("SNIP_TE_STAND_IN") == "1":
     @pytest.fixture(scope="session", autouse=True)
     def megatron() -> Iterator[None]:
         """Parallel state of size 1 under the CPU patch, as on a Blackwell GPU."""
-        import torch.distributed as dist
-        from megatron.core import parallel_state
-
         from megatron_snip.patches import cpu
 
         cpu.install(claim_cuda=True, capability=(10, 0))
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        parallel_state.initialize_model_parallel()
-        yield
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+        yield from _alone("gloo")
 
     @pytest.fixture(autouse=True)
     def capability(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

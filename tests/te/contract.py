@@ -6,8 +6,6 @@ Signatures, attributes, and when quantizers are made. The stand-in must have wha
 has (`test_te_contract.py`). No GPU is needed: modules are built on the CPU, nothing is multiplied.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

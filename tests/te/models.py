@@ -1,7 +1,5 @@
 """Small models with the same weights, of Transformer Engine's linears or of Megatron's own."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -3,18 +3,15 @@
 Without a stand-in the installed one is compared with both.
 """
 
-from __future__ import annotations
-
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT, run_python
+
 RECORD = json.loads(Path(__file__).with_name("contract.json").read_text())
 REAL = os.environ.get("SNIP_TE_REAL") == "1"
 STAND_INS = str(ROOT / "tests" / "stand_ins")
@@ -25,10 +22,8 @@ OWN = {"num_builds", "seen"}
 def contract(*first: str) -> Any:
     """Run tests/te/contract.py in a process that has no GPU."""
     path = os.pathsep.join([*first, str(ROOT), os.environ.get("PYTHONPATH", "")])
-    words = [sys.executable, "-W", "ignore", "-m", "tests.te.contract"]
-    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()[-4000:]
+    done = run_python("-m", "tests.te.contract", PYTHONPATH=path, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 
 

@@ -1,7 +1,5 @@
 """Options on Transformer Engine's linears: set between iterations, run by the next forward."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Models of Transformer Engine's linears: the machine, the backend, options and plans."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

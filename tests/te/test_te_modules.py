@@ -1,7 +1,5 @@
 """Which modules are Transformer Engine's linears, where they are, and what they multiply."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A layer of Llama-7B's width under bf16, fp8 and bf16 again: bits, recipes, time and memory."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Quantizers by GEMM: which operand is in which format along which direction."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 from typing import Any

@@ -4,8 +4,6 @@ Same weights, same data: losses, gradients and what observers see differ by the 
 sums alone. At bf16 everywhere Transformer Engine's forward runs, bit by bit.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -51,11 +49,7 @@ def run(model: Any, under: PlannedModel) -> tuple[list[float], dict[str, torch.T
         {"normalization": "LayerNorm", "add_bias_linear": True},
         {**EXPERTS},
         {**EXPERTS, "grouped": True},
-        {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        },
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     ],
     ids=["RMSNorm", "LayerNorm and bias", "experts", "grouped", "recompute"],
 )

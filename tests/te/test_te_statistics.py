@@ -6,8 +6,6 @@ whole refresh agree too, on ranks that share tokens and weights, is tested with 
 tests/distributed/test_te.py.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

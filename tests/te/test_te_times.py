@@ -1,7 +1,5 @@
 """Time as the objective under Transformer Engine, on the stand-in with a clock of our own."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

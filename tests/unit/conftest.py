@@ -1,12 +1,20 @@
 """Fixtures that run a command of `megatron-snip` in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from megatron_snip.__main__ import main
+from megatron_snip.planning.problem import write_problem
+
+
+@pytest.fixture
+def problem(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The file of the planning problem that a test module calls PROBLEM."""
+    path = tmp_path / "problem.json"
+    write_problem(request.module.PROBLEM, path)
+    return str(path)
 
 
 @pytest.fixture

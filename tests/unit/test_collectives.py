@@ -2,13 +2,7 @@
 
 import pytest
 
-from megatron_snip.collectives import (
-    RemoteFailure,
-    attempt,
-    broadcast_json,
-    gather_json,
-    on_rank_0,
-)
+from megatron_snip.collectives import RemoteFailure, attempt, broadcast_json, gather_json, on_rank_0
 from megatron_snip.errors import UsageError
 
 

@@ -1,7 +1,5 @@
 """SnipConfig: defaults, checks, YAML and flags, all the same object."""
 
-from __future__ import annotations
-
 import argparse
 import typing
 from pathlib import Path
@@ -101,10 +99,11 @@ def another(field: FieldInfo) -> Any:
     return f"{default or ''}other"
 
 
-def test_every_field_is_tried() -> None:
+def test_every_field_is_tried_and_has_help() -> None:
     defaults = SnipConfig()
     config = SnipConfig(**other_values())
     assert [name for name, value in config if value == getattr(defaults, name)] == []
+    assert [name for name, field in SnipConfig.model_fields.items() if not field.description] == []
 
 
 def test_yaml_flags_and_python_make_equal_objects(tmp_path: Path) -> None:
@@ -151,10 +150,7 @@ def test_what_follows_from_the_fields() -> None:
     assert config.lowest_format == config.lowest_formats == "fp4"
     several = SnipConfig(formats=("bf16", "nvfp4", "fp8", "fp4"))
     assert several.lowest_formats == "nvfp4/fp4"  # as many bits count alike
-    assert config.pin_pairs == (
-        ("a.*", Option.uniform("fp8")),
-        ("b=c", Option.uniform("fp4")),
-    )
+    assert config.pin_pairs == (("a.*", Option.uniform("fp8")), ("b=c", Option.uniform("fp4")))
 
 
 def test_the_planner_s_settings_are_the_run_s() -> None:

@@ -1,7 +1,5 @@
 """Every file in configs/ loads and is the model that was published."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from pathlib import Path
@@ -51,10 +49,7 @@ def flags(*files: str) -> dict[str, str]:
 
 
 def test_every_file_is_looked_at() -> None:
-    yaml = {
-        *(path.name for path in RUNS),
-        *(f"snip/{name}.yaml" for name in INTENTS),
-    }
+    yaml = {*(path.name for path in RUNS), *(f"snip/{name}.yaml" for name in INTENTS)}
     layouts = {layout for _, layout in LAYOUTS}
     arguments = {f"models/{name}.args" for name in MODELS}
     arguments |= {f"parallel/{name}.args" for name in layouts}

@@ -1,7 +1,5 @@
 """The guard's judgement of losses after a plan change."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

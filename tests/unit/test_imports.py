@@ -1,7 +1,5 @@
 """Rooms import only from their left, and only the packages that may touch Megatron do."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
@@ -39,10 +37,8 @@ ORDER: tuple[tuple[str, ...], ...] = (
 )
 """Left to right; packages of one line do not know each other."""
 RANK = {package: rank for rank, packages in enumerate(ORDER) for package in packages}
-WITH_MEGATRON = {"linears", "patches", "trainer"}
 WITHOUT_TORCH = {"version", "errors", "log", "formats", "types", "options", "config", "flags"}
 WITHOUT_TORCH |= {"planning"}
-WITH_ORTOOLS = {"planning"}
 
 
 def sources() -> Iterator[tuple[str, Path]]:
@@ -69,7 +65,8 @@ def imported(file: Path) -> Iterator[str]:
                 yield node.module
 
 
-def edges() -> dict[tuple[str, str], set[str]]:
+@pytest.fixture(scope="module")
+def graph() -> dict[tuple[str, str], set[str]]:
     """{(package, imported top-level package or package): files}."""
     found: dict[tuple[str, str], set[str]] = defaultdict(set)
     for package, file in sources():
@@ -78,11 +75,6 @@ def edges() -> dict[tuple[str, str], set[str]]:
             target = f"megatron_snip.{rest.split('.')[0]}" if first == "megatron_snip" else first
             found[package, target].add(file.name)
     return found
-
-
-@pytest.fixture(scope="module")
-def graph() -> dict[tuple[str, str], set[str]]:
-    return edges()
 
 
 def test_every_package_has_its_place() -> None:
@@ -94,25 +86,17 @@ def test_every_package_has_its_place() -> None:
 def test_rooms_import_only_from_their_left(graph: dict[tuple[str, str], set[str]]) -> None:
     wrong = {}
     for (package, target), files in graph.items():
-        if not target.startswith("megatron_snip.") or target == f"megatron_snip.{package}":
-            continue
-        name = target.removeprefix("megatron_snip.")
-        if name in ("__version__", "__file__", ""):
-            continue
-        if RANK[name] >= RANK[package]:
+        first, _, name = target.partition(".")
+        is_ours = first == "megatron_snip" and name in RANK and name != package
+        if is_ours and RANK[name] >= RANK[package]:
             wrong[f"{package} imports {name}"] = sorted(files)
     assert wrong == {}
 
 
-def test_megatron_is_known_to_three_rooms_only(graph: dict[tuple[str, str], set[str]]) -> None:
-    packages = {package for package, target in graph if target == "megatron"}
-    assert packages <= WITH_MEGATRON
-    assert "linears" in packages  # the reader of imports does find them
-
-
-def test_torch_stays_out_of_planning_and_settings(graph: dict[tuple[str, str], set[str]]) -> None:
-    assert {package for package, target in graph if target == "torch"}.isdisjoint(WITHOUT_TORCH)
-
-
-def test_the_solver_is_known_to_planning_only(graph: dict[tuple[str, str], set[str]]) -> None:
-    assert {package for package, target in graph if target == "ortools"} == WITH_ORTOOLS
+def test_torch_megatron_and_the_solver_stay_where_they_are(
+    graph: dict[tuple[str, str], set[str]],
+) -> None:
+    users = {name: {p for p, target in graph if target == name} for _, name in graph}
+    assert {"linears"} <= users["megatron"] <= {"linears", "patches", "trainer"}
+    assert users["torch"].isdisjoint(WITHOUT_TORCH)
+    assert users["ortools"] == {"planning"}

@@ -1,8 +1,5 @@
 """The command line's own part: whatever goes wrong is one line and a status that says so."""
 
-from __future__ import annotations
-
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,14 +11,8 @@ from megatron_snip.__main__ import main
 from megatron_snip.errors import LONGEST, UsageError, shown
 from tests.unit.planning.build import problem_of
 
+PROBLEM = problem_of([(0.1, 0.4), (0.2, 0.3)])
 PLAN = [sys.executable, "-m", "megatron_snip", "plan"]
-
-
-@pytest.fixture
-def problem(tmp_path: Path) -> str:
-    path = tmp_path / "problem.json"
-    path.write_text(json.dumps(problem_of([(0.1, 0.4), (0.2, 0.3)]).to_dict()))
-    return str(path)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """What a linear may choose."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_snip.errors import UsageError

@@ -1,12 +1,7 @@
 """sdist, wheel, editable install and checkout have the same modules and run from any directory."""
 
-from __future__ import annotations
-
 import json
-import os
 import shutil
-import subprocess
-import sys
 import sysconfig
 import tarfile
 import zipfile
@@ -17,9 +12,9 @@ import pytest
 
 from megatron_snip.planning.problem import write_problem
 from megatron_snip.version import __version__
+from tests.processes import ROOT, run_python
 from tests.unit.planning.build import problem_of
 
-ROOT = Path(__file__).parents[2]
 BESIDE = ("kernels", "patches")
 """Folders of the repository that are subpackages of `megatron_snip`."""
 
@@ -39,9 +34,7 @@ def build(folder: Path, what: str, into: Path) -> Path:
     """Build a distribution of the sources in `folder`."""
     into.mkdir()
     code = f"from setuptools import build_meta; build_meta.build_{what}({str(into)!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=600
-    )
+    done = run_python("-c", code, cwd=folder, PYTHONPATH="")
     assert done.returncode == 0, done.stderr[-3000:]
     (built,) = into.iterdir()
     return built
@@ -74,8 +67,9 @@ def wheel(sdist: Path) -> Path:
 
 
 def install(wheel: Path, folder: Path) -> Path:
-    words = ["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(folder)]
-    subprocess.run([sys.executable, *words, str(wheel)], check=True, timeout=600)
+    words = ["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", folder, wheel]
+    done = run_python(*words)
+    assert done.returncode == 0, done.stderr
     return folder
 
 
@@ -83,19 +77,6 @@ def install(wheel: Path, folder: Path) -> Path:
 def site(wheel: Path) -> Path:
     """The wheel, installed in a folder of its own."""
     return install(wheel, wheel.parent.parent / "site")
-
-
-def run(site: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with the installed wheel, outside of the repository."""
-    environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONWARNINGS": "ignore"}
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
 
 
 def test_the_sdist_holds_every_file(sdist: Path) -> None:
@@ -117,10 +98,11 @@ def test_the_wheel_holds_every_file_and_nothing_else(wheel: Path) -> None:
 
 def test_it_runs_from_outside_the_repository(site: Path, tmp_path: Path) -> None:
     command = str(site / "bin" / "megatron-snip")
-    assert run(site, tmp_path, command, "--version").stdout.split()[-1] == __version__
+    outside = {"cwd": tmp_path, "PYTHONPATH": str(site)}
+    assert run_python(command, "--version", **outside).stdout.split()[-1] == __version__
     write_problem(problem_of([[0.0, 1.0], [0.0, 2.0]]), tmp_path / "problem.json")
     words = ["plan", "problem.json", "--output", "plan.json"]
-    done = run(site, tmp_path, command, *words)
+    done = run_python(command, *words, **outside)
     assert done.returncode == 0, done.stderr
     plan = json.loads((tmp_path / "plan.json").read_text())["linears"]
     assert [option["fprop"] for option in plan.values()] == ["fp4", "fp8"]
@@ -140,7 +122,9 @@ if {editable}:  # started without site-packages, which may hold an editable inst
     sys.path.append({sysconfig.get_path("purelib")!r})
 print(json.dumps({{n: importlib.util.find_spec(n).origin for n in {list(names)!r}}}))
 """
-    done = run(folder if editable else path, folder, "-S" if editable else "-P", "-c", code)
+    first = folder if editable else path
+    flag = "-S" if editable else "-P"
+    done = run_python(flag, "-c", code, cwd=folder, PYTHONPATH=str(first))
     assert done.returncode == 0, done.stderr[-2000:]
     return {names[name]: Path(origin) for name, origin in json.loads(done.stdout).items()}
 

@@ -1,7 +1,5 @@
 """What a checkpoint keeps: plain types, there and back."""
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import replace

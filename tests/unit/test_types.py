@@ -3,12 +3,7 @@
 import pytest
 
 from megatron_snip.errors import UsageError
-from megatron_snip.types import (
-    glob_matches,
-    linear_name,
-    natural_key,
-    split_linear_name,
-)
+from megatron_snip.types import glob_matches, linear_name, natural_key, split_linear_name
 
 
 def test_names_count_layers_from_zero_and_megatron_from_one() -> None:

@@ -1,7 +1,5 @@
 """What test_bad_plans.py runs on ranks: plans that break the loss, at once or little by little."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,7 +42,6 @@ class Cycles(SyntheticTokens):
 
 @contextmanager
 def learnable(values: dict[str, Any]) -> Iterator[Trainer]:
-    """The small model on `Cycles`."""
     small_model.SyntheticTokens = Cycles  # type: ignore[misc]
     batch = {"seq_length": 64, "global_batch_size": 8, "lr": 5e-3}
     try:
@@ -76,8 +73,6 @@ def stop_refreshes(controller: SnipController) -> None:
 
 
 class AllFp4:
-    """A solver that puts every linear into fp4."""
-
     def submit(self, problem: Any, settings: Any, *rest: Any) -> None:
         settings = settings.model_copy(update={"policy": "uniform-fp4"})
         self._plan = make_plan(problem, settings, *rest)

@@ -1,7 +1,5 @@
 """A format that breaks training: what simulated GEMMs see of its operands is changed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Functions that test_checkpoints.py runs on ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -74,7 +72,6 @@ def run_one(config: TrainConfig, stop: int = 0) -> dict[str, Any]:
 
 
 def errors(runs: dict[str, dict[str, Any]]) -> dict[str, tuple[str, str] | None]:
-    """Return the error of each run, by name."""
     cpu.install()
     found: dict[str, tuple[str, str] | None] = {}
     for name, values in runs.items():

@@ -1,7 +1,5 @@
 """What test_controller.py runs on ranks: whole cycles, with faults put in from outside."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
@@ -31,12 +29,7 @@ MODEL: dict[str, Any] = {
     "seq_length": 16,
     "global_batch_size": 2,
 }
-SNIP: dict[str, Any] = {
-    "interval": 4,
-    "start_step": 2,
-    "lag": 1,
-    "efficiency_target": 0.5,
-}
+SNIP: dict[str, Any] = {"interval": 4, "start_step": 2, "lag": 1, "efficiency_target": 0.5}
 """Refreshes at iterations 2 and 6; their plans are due before iterations 3 and 7."""
 
 CRASHING_CHILD = """

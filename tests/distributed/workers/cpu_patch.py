@@ -1,7 +1,5 @@
 """What test_cpu.py runs on ranks."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -17,8 +15,6 @@ from megatron_snip.patches import cpu
 
 
 class Stage(torch.nn.Module):
-    """One chunk of an interleaved pipeline."""
-
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config, self.model_type = config, ModelType.encoder_or_decoder

@@ -4,14 +4,13 @@ A strike stands in for a call of the product: it gets the call that would have b
 raises, or returns what then counts as the call's result.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -76,17 +75,6 @@ APPLY = (PlannedModel, "apply")
 Place = tuple[Any, str]
 """Whose attribute it is, and its name."""
 
-PHASES: dict[str, Place] = {
-    "moments": MOMENTS,
-    "forward": FORWARD,
-    "backward": BACKWARD,
-    "reduce": REDUCE,
-    "problem": PROBLEM,
-    "solve": SOLVE,
-    "broadcast": BROADCAST,
-    "apply": APPLY,
-}
-
 PLACES: dict[str, tuple[Place, Strike]] = {
     "moments": (MOMENTS, bug),
     "moments memory": (MOMENTS, no_memory),
@@ -107,46 +95,36 @@ PLACES: dict[str, tuple[Place, Strike]] = {
 """Faults after which all ranks keep the old plan. They strike on the last rank; the solver is on
 rank 0."""
 
+PHASES = ("moments", "forward", "backward", "reduce", "problem", "solve", "broadcast", "apply")
 _LATE = (SUBMIT, SOLVE, BROADCAST, APPLY)
 MEASURED = ("NaN", *(fault for fault, (place, _) in PLACES.items() if place in _LATE))
 """Faults of refreshes that have measured."""
 
 KILLED: dict[str, tuple[Place, Strike]] = {
-    f"killed at {phase}": (place, killed) for phase, place in PHASES.items()
+    f"killed at {phase}": (PLACES[phase][0], killed) for phase in PHASES
 }
 
 
 class Faults:
-    """Strikes at `now`; every other call passes through.
-
-    Attributes:
-        now: the fault to strike with; "" for none.
-        once: strike at its first call alone.
-        signalled: phases in which `signals` has sent SIGTERM to this process.
-    """
+    """Strikes at `now`; every other call passes through."""
 
     def __init__(self, places: dict[str, tuple[Place, Strike]]) -> None:
-        self.now = ""
-        self.once = False
-        self.signalled: list[str] = []
+        self.signalled: list[str] = []  # phases in which `signals` has sent SIGTERM
         self._places = places
         self._signals = False
-        self._struck = 0
+        self.at("")
 
     def at(self, fault: str, once: bool = False) -> None:
-        """Be ready for `fault`, at its first call alone or at every one."""
+        """Be ready for `fault` ("" for none), at its first call alone or at every one."""
         self.now, self.once, self._struck = fault, once, 0
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        kept = [(place, place[0].__dict__[place[1]]) for place, _ in self._places.values()]
-        for fault, ((owner, name), strike) in self._places.items():
-            setattr(owner, name, self._striking(fault, owner.__dict__[name], strike))
-        try:
+        with ExitStack() as stack:  # which undoes the last first
+            for fault, ((owner, name), strike) in self._places.items():
+                striking = self._striking(fault, owner.__dict__[name], strike)
+                stack.enter_context(mock.patch.object(owner, name, striking))
             yield
-        finally:
-            for (owner, name), original in kept:
-                setattr(owner, name, original)
 
     @contextmanager
     def signals(self) -> Iterator[None]:

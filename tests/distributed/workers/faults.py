@@ -1,12 +1,11 @@
 """What test_faults.py runs on ranks: refreshes that fail at every phase of a cycle."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -21,12 +20,7 @@ from tests.distributed.workers.controller import MODEL
 from tests.distributed.workers.fault_places import KILLED, PLACES, Faults
 from tests.distributed.workers.small_model import Trainer, layout
 
-SNIP: dict[str, Any] = {
-    "interval": 2,
-    "start_step": 1,
-    "lag": 1,
-    "efficiency_target": 0.5,
-}
+SNIP: dict[str, Any] = {"interval": 2, "start_step": 1, "lag": 1, "efficiency_target": 0.5}
 """Refreshes at odd iterations; their plans are due before the even ones."""
 
 
@@ -36,7 +30,6 @@ def every_phase(layouts: dict[str, dict[str, Any]], folder: str) -> dict[str, An
 
 
 def killed(values: dict[str, Any], phase: str) -> None:
-    """A rank is killed without notice; nobody returns from here."""
     faults = Faults(KILLED)
     with layout({**MODEL, **values}) as trainer, faults.installed():
         controller = trainer.controller(SNIP)
@@ -141,16 +134,8 @@ def _save(trainer: Trainer, controller: Any, checkpoints: Checkpoints) -> None:
 @contextmanager
 def _full_disk(writers: list[tuple[Any, str]]) -> Iterator[None]:
     """Let rank 0 find the disk full whenever one of these functions writes."""
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    kept = [(owner, name, getattr(owner, name)) for owner, name in writers]
-    for owner, name in writers:
-        if dist.get_rank() == 0:
-            setattr(owner, name, fail)
-    try:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with ExitStack() as stack:
+        for owner, name in writers if dist.get_rank() == 0 else ():
+            stack.enter_context(mock.patch.object(owner, name, side_effect=full))
         yield
-    finally:
-        for owner, name, original in kept:
-            setattr(owner, name, original)

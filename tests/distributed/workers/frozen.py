@@ -4,8 +4,6 @@ Observed under a policy's plan, and not observed under the same plan from a file
 `collect_only` against Megatron's own loop.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +37,15 @@ def _both(values: dict[str, Any], file: Path) -> dict[str, Any]:
     return {
         "with": _train(values, {**FROZEN, "plan_file": file, **observed}),
         "without": _train(values, {**FROZEN, "plan_file": file, "start_step": STEPS + 1}),
-        "collecting": _collect(values),
-        "megatron": _collect(None, values),
+        "collecting": _collect(values, {"collect_only": True, "interval": 4, "start_step": 2}),
+        "megatron": _collect(values, None),
     }
 
 
-def _collect(values: dict[str, Any] | None, plain: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Train with `collect_only`, or with Megatron alone."""
-    with layout(values or plain or {}) as trainer:
-        hook = trainer.plain()
-        if values is not None:
-            hook = trainer.controller({"collect_only": True, "interval": 4, "start_step": 2})
+def _collect(values: dict[str, Any], snip: dict[str, Any] | None) -> dict[str, Any]:
+    """Train under SNIP, or with Megatron alone."""
+    with layout(values) as trainer:
+        hook = trainer.plain() if snip is None else trainer.controller(snip)
         trainer.advance(10, hook)
         hook.close()
         return {**trainer.digests(), "refreshes": len(trainer.events.measured)}

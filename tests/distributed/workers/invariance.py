@@ -1,7 +1,5 @@
 """What test_invariance.py and test_moe.py run on ranks: one refresh in each of several layouts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.distributed.workers.small_model import layout, refresh_json
@@ -12,12 +10,7 @@ EXPERTS = {"num_experts": 4, "num_layers": 2, "ffn_hidden_size": 256, "seq_lengt
 EXPERTS |= {"global_batch_size": 4}
 """The same for a mixture of experts."""
 FC1 = "decoder.layers.0.mlp.experts.linear_fc1"
-SNIP = {
-    "interval": 100,
-    "start_step": 4,
-    "lag": 1,
-    "efficiency_target": 0.6,
-}
+SNIP = {"interval": 100, "start_step": 4, "lag": 1, "efficiency_target": 0.6}
 
 
 def refresh_in(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -41,22 +41,15 @@ OPTIONS = ("fp8", "fp4", "fp4-fp8-bf16", "bf16-fp4-fp4", "fp8-bf16-fp4")
 class Case:
     """One kind of linear in one layout.
 
-    Attributes:
-        kind: column, gated (column whose output is [gate; up]) or row.
-        sequence_parallel: tokens split over the ranks outside of the linear.
-        bias: whether it has one.
-        frozen: whether the weight does not train.
-        fused: whether dW is added into main_grad.
-        dtype: of weights and activations.
-        sequence: length; by default a rank's 64 tokens of two are no complete tile of wgrad, so
-            X is quantized after it is gathered.
+    By default a rank's 64 tokens of two are no complete tile of wgrad, so X is quantized after it
+    is gathered.
     """
 
-    kind: str
+    kind: str  # column, gated (column whose output is [gate; up]) or row
     sequence_parallel: bool = False
     bias: bool = False
-    frozen: bool = False
-    fused: bool = False
+    frozen: bool = False  # the weight does not train
+    fused: bool = False  # dW is added into main_grad
     dtype: torch.dtype = torch.float32
     sequence: int = 64
 

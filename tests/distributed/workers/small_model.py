@@ -7,8 +7,6 @@ Weights, data and their order do not depend on the layout (see `trainer.model` a
 `trainer.data`), so what two layouts measure and decide can be compared.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Iterator, Sequence
@@ -93,15 +91,11 @@ class Memory:
         self.closed = 0
 
     def write(self, event: Event) -> None:
-        match event.payload:
-            case Measurement() as measured:
-                self.measured.append((event.iteration, measured))
-            case PlanApplied() as applied:
-                self.applied.append((event.iteration, applied))
-            case Notice() as notice:
-                self.notices.append((event.iteration, notice))
-            case Metrics(values):
-                self.metrics.append((event.iteration, values))
+        lists = {Measurement: self.measured, PlanApplied: self.applied, Notice: self.notices}
+        if isinstance(event.payload, Metrics):
+            self.metrics.append((event.iteration, event.payload.values))
+        else:
+            lists[type(event.payload)].append((event.iteration, event.payload))
 
     def close(self) -> None:
         self.closed += 1
@@ -121,21 +115,13 @@ class Warnings(logging.Handler):
 
 @dataclass
 class Trainer:
-    """A built model and its optimizer, trained step by step.
-
-    Attributes:
-        config: what was built.
-        state: model, optimizer, scheduler.
-        losses: of every step made, the same on all ranks.
-        events: what the last controller reported.
-        warnings: what the package warned of, since the model was built.
-    """
+    """A built model and its optimizer, trained step by step."""
 
     config: TrainConfig
     state: TrainingState
     losses: list[float] = field(default_factory=list)
-    events: Memory = field(default_factory=Memory)
-    warnings: list[str] = field(default_factory=list)
+    events: Memory = field(default_factory=Memory)  # of the last controller
+    warnings: list[str] = field(default_factory=list)  # since the model was built
     step: int = 0
 
     @property
@@ -182,7 +168,6 @@ class Trainer:
         return self.events.measured[0][1]
 
     def run(self, steps: int, snip: dict[str, Any], solver: Any = None) -> SnipController:
-        """Train under SNIP and detach it."""
         hook = self.controller(snip, solver)
         self.advance(steps, hook)
         hook.close()
@@ -210,7 +195,6 @@ def optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:
 
 
 def digest(tensors: list[torch.Tensor]) -> str:
-    """A hash of tensors, bit by bit."""
     total = hashlib.sha256()
     for tensor in tensors:
         total.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -1,7 +1,5 @@
 """What test_statistics.py runs on ranks: a sharded linear, and Megatron's optimizers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist
@@ -33,11 +31,8 @@ def toys(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def sensitivities(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Train a few steps under each optimizer; compare D with the first layout's and the formula.
-
-    Returns:
-        For each layout: the optimizers' class names, the weights that have a sensitivity before and
-        after training, and the largest relative difference to the first layout of its precision.
+    """Train a few steps under each optimizer; compare D with the first layout's of its precision
+    and with the formula.
     """
     first: dict[bool, dict[str, Sensitivity]] = {}
     results = {}

@@ -6,8 +6,6 @@ those of a layout without tensor parallelism.
 The stand-in of Transformer Engine is found before Megatron is imported.
 """
 
-from __future__ import annotations
-
 import tests.stand_ins.on_path  # noqa: F401 - before anything that imports Megatron
 
 # isort: split
@@ -41,13 +39,7 @@ from tests.te.test_te_statistics import Seen, agree, observed
 BLACKWELL = (10, 0)
 MODEL = {"num_layers": 1, "seq_length": 128, "adam_eps": 1e-4, "train_iters": 10}
 FORMATS = ("fp8", "fp4")
-REFRESH = {
-    "interval": 100,
-    "start_step": 3,
-    "lag": 1,
-    "efficiency_target": 0.4,
-    "formats": FORMATS,
-}
+REFRESH = {"interval": 100, "start_step": 3, "lag": 1, "efficiency_target": 0.4, "formats": FORMATS}
 LATENT = {
     "q_lora_rank": 128,
     "kv_lora_rank": 128,

@@ -1,7 +1,5 @@
 """All benchmarks in one go: what fails stays its own, and time runs out in order."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

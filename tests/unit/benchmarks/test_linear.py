@@ -1,7 +1,5 @@
 """The linear's benchmark, on the CPU."""
 
-from __future__ import annotations
-
 import json
 
 import torch

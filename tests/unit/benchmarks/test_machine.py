@@ -1,7 +1,5 @@
 """Rows of results: each has its origin, which the file holds once."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

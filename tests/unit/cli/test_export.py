@@ -1,7 +1,5 @@
 """`megatron-snip export` and `import`: plans for other programs, and precision files back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,14 +25,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def options_in(file: str) -> list[str]:
-    """Return the options of a plan file, in the model's order."""
     return [str(option) for option in read_plan(Path(file)).linears.values()]
 
 
 @pytest.fixture
 def imported(printed: Any) -> Callable[..., list[str]]:
-    """Imports precision files; returns the options of the plan."""
-
     def run(*words: str) -> list[str]:
         printed("import", *words, "--problem", "problem.json", "--output", "back.json")
         return options_in("back.json")

@@ -1,24 +1,13 @@
 """`megatron-snip pareto`: the frontier as table, CSV and JSON, and bad input."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_snip.planning.problem import write_problem
 from tests.unit.planning.build import problem_of
 
 PROBLEM = problem_of([[0.0, 1.0], [0.0, 2.0], [0.0, 3.0], [3.79e-14, None]], target=0.5)
-
-
-@pytest.fixture
-def problem(tmp_path: Path) -> str:
-    path = tmp_path / "problem.json"
-    write_problem(PROBLEM, path)
-    return str(path)
 
 
 @pytest.mark.parametrize(

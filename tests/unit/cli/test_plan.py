@@ -1,7 +1,5 @@
 """`megatron-snip plan`: the plan as JSON and as a table, exit statuses, bad input."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -10,19 +8,11 @@ import pytest
 
 from megatron_snip.__main__ import main
 from megatron_snip.planning.plan import PrecisionPlan, write_plan
-from megatron_snip.planning.problem import write_problem
 from tests.unit.planning.build import name_of, options_of, plan_of, problem_of
 
 PROBLEM = problem_of(
     [[0.0, 1.0], [0.0, 2.0], [3.79e-14, 3.0], [0.0, 4.0]], target=0.5, stages=[0, 0, 1, 1]
 )
-
-
-@pytest.fixture
-def problem(tmp_path: Path) -> str:
-    path = tmp_path / "problem.json"
-    write_problem(PROBLEM, path)
-    return str(path)
 
 
 @pytest.fixture

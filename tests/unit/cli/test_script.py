@@ -1,18 +1,14 @@
 """`python -m megatron_snip SCRIPT ARGS`: as Python would run the script."""
 
-from __future__ import annotations
-
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_snip.cli.script import expand, is_script
-from tests.distributed.launch import ROOT
+from tests.processes import run_python
 
 MEGATRON = """
 import argparse
@@ -59,16 +55,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    return subprocess.run(
-        [sys.executable, "-m", "megatron_snip", *words],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    return run_python("-m", "megatron_snip", *words, cwd=cwd)
 
 
 def test_the_script_runs_as_main_with_its_own_path_and_arguments(

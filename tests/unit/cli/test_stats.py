@@ -1,7 +1,5 @@
 """`megatron-snip stats`: table, JSON, and bad input."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Callable
@@ -11,10 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.divergence.quality_loss import (
-    divergence_table,
-    divergences_dict,
-)
+from megatron_snip.divergence.quality_loss import divergence_table, divergences_dict
 from tests.unit.divergence.build import linear, table
 from tests.unit.reporting.runs import Shape, config, write_run
 

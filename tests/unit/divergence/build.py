@@ -1,7 +1,5 @@
 """Statistics made by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_snip.statistics.records import FormatStatistics, LinearStatistics, StatisticsTable

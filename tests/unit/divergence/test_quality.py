@@ -1,7 +1,5 @@
 """Q, the table, what is forbidden, and the problem that the planner gets."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -4,14 +4,13 @@ A fence of `bash` holds commands. A comment line of `MARKS` names what the comma
 same fence, need. Tests do not have that, so they check only the words of these commands.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 
 from megatron_snip.cli.commands import COMMANDS, build_parser
@@ -37,38 +36,23 @@ _ENVIRONMENT = re.compile(r"^[A-Za-z_]\w*=")
 
 @dataclass(frozen=True)
 class Shown:
-    """A command as a page shows it.
-
-    Attributes:
-        page: the page's name.
-        text: one line; continued lines are joined.
-        mark: what it needs, or None where it runs anywhere.
-    """
+    """A command as a page shows it, in one line; `mark` is what it needs, None if it runs here."""
 
     page: str
     text: str
     mark: str | None
 
     def __str__(self) -> str:
-        """Return the page and the command, as test names show them."""
         return f"{self.page}: {self.text}"
 
     @property
     def words(self) -> list[str]:
         """The words of the command, without VARIABLE=value before it."""
         words = shlex.split(self.text, comments=True)
-        while words and _ENVIRONMENT.match(words[0]):
-            words.pop(0)
-        return words
-
-
-def shown_commands(pages: Sequence[Path]) -> list[Shown]:
-    """Return every command of the pages."""
-    return [shown for page in pages for shown in commands_in(page.read_text(), page.name)]
+        return list(dropwhile(_ENVIRONMENT.match, words))
 
 
 def commands_in(text: str, page: str) -> Iterator[Shown]:
-    """Yield the commands of one page's text."""
     for fence in _FENCE.finditer(text):
         mark = None
         for line in fence[1].replace("\\\n", " ").splitlines():
@@ -80,16 +64,13 @@ def commands_in(text: str, page: str) -> Iterator[Shown]:
 
 
 def check_words(shown: Shown) -> None:
-    """Refuse a command whose program, flags or files are not those of this project.
-
-    Raises:
-        UsageError: one line that says what is wrong.
-    """
+    """Refuse a command whose program, flags or files are not those of this project."""
     words = shown.words
     if not words:  # it only sets variables
         return
-    for word in words:
-        _check_file(word)
+    for name in (word.removeprefix("@") for word in words):
+        if name.startswith(("configs/", "launch/", "docs/", "requirements/")):
+            _check(bool(list(ROOT.glob(name))), f"there is no {name}")
     program, rest = Path(words[0]).name, words[1:]
     if program == "megatron-snip":
         check_subcommand(rest)
@@ -100,11 +81,22 @@ def check_words(shown: Shown) -> None:
     elif program in ("sbatch", "bash") and (place := _index(rest, ".sbatch", ".sh")) is not None:
         _check_job(rest[place + 1 :])
     elif program == "make":
-        _check_targets(rest)
+        known = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        for word in rest:
+            _check("=" in word or word in known, f"the Makefile has no target {word}")
     elif program == "pip":
-        _check_extras(rest)
-    elif program not in ("cd", "git", "export", "source") and shown.mark is None:
-        raise UsageError(f"nothing checks '{program}'; mark what it needs with one of {MARKS}")
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        for extra in re.findall(r"\[([\w,]+)\]", " ".join(rest)):
+            missing = set(extra.split(",")) - set(project["optional-dependencies"])
+            _check(not missing, f"pyproject.toml has no extras {missing}")
+    elif program not in ("cd", "git", "export", "source"):
+        message = f"nothing checks '{program}'; mark what it needs with one of {MARKS}"
+        _check(shown.mark is not None, message)
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise UsageError(message)
 
 
 def check_subcommand(words: Sequence[str]) -> None:
@@ -125,8 +117,8 @@ def _check_python(words: list[str]) -> None:
     if words[0] == "-m":
         path = words[1].replace(".", "/")
         names = [f"{path}.py", f"{path}/__main__.py"]
-    if not any((ROOT / name).is_file() for name in names):
-        raise UsageError(f"there is no {' or '.join(names)}")
+    found = any((ROOT / name).is_file() for name in names)
+    _check(found, f"there is no {' or '.join(names)}")
 
 
 def _check_job(words: list[str]) -> None:
@@ -139,33 +131,8 @@ def _check_job(words: list[str]) -> None:
     add_snip_arguments(parser)
     args, unknown = parser.parse_known_args(words[1:])
     wrong = [word for word in unknown if word.startswith(f"--{PREFIX}")]
-    if wrong:
-        raise UsageError(f"SNIP has no flag {wrong[0]}")
+    _check(not wrong, f"SNIP has no flags {wrong}")
     make_config(given_values(args, SnipConfig, DEST))
-
-
-def _check_file(word: str) -> None:
-    """Files of this repository that a word names must be there."""
-    name = word.removeprefix("@")
-    ours = ("configs/", "launch/", "docs/", "requirements/")
-    if name.startswith(ours) and not list(ROOT.glob(name)):
-        raise UsageError(f"there is no {name}")
-
-
-def _check_targets(words: Sequence[str]) -> None:
-    known = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for word in words:
-        if "=" not in word and word not in known:
-            raise UsageError(f"the Makefile has no target {word}")
-
-
-def _check_extras(words: Sequence[str]) -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for word in words:
-        for extra in re.findall(r"\[([\w,]+)\]", word):
-            for name in extra.split(","):
-                if name not in project["optional-dependencies"]:
-                    raise UsageError(f"pyproject.toml has no extra {name}")
 
 
 def _index(words: Sequence[str], *endings: str) -> int | None:

@@ -1,7 +1,5 @@
 """Commands in README and docs: those of `megatron-snip` are run, the words of others checked."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,11 +7,11 @@ import pytest
 
 from megatron_snip.__main__ import main
 from megatron_snip.errors import UsageError
-from tests.unit.docs.commands import ROOT, Shown, check_words, commands_in, shown_commands
+from tests.unit.docs.commands import ROOT, Shown, check_words, commands_in
 from tests.unit.reporting.runs import Shape, config, write_run
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-SHOWN = shown_commands(PAGES)
+SHOWN = [shown for page in PAGES for shown in commands_in(page.read_text(), page.name)]
 
 
 def runs_here(shown: Shown) -> bool:

@@ -1,7 +1,5 @@
 """docs/flags.md is what the parsers give, and is complete."""
 
-from __future__ import annotations
-
 import importlib.util
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """The messages that docs/troubleshooting.md quotes are messages of the code."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

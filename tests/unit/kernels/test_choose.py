@@ -1,8 +1,6 @@
 """When the kernels run, and the reason that logs show."""
 
 import logging
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ import torch
 from megatron_snip.kernels import launch
 from megatron_snip.kernels.launch import obstacle, use_kernels
 from megatron_snip.log import forget_warnings
+from tests.processes import run_python
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -58,4 +57,5 @@ from megatron_snip.quantizers.quantize import quantize_dequantize
 x, fmt = torch.randn(4, 256), FORMATS["nvfp4"]
 quantize_dequantize(x, fmt, (1, 16))
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=600)
+    done = run_python("-c", script)
+    assert done.returncode == 0, done.stderr

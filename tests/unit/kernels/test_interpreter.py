@@ -1,11 +1,11 @@
 """Runs the kernels' tests in Triton's interpreter, in a process of their own."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import ROOT, run_python
 
 pytest.importorskip("triton")
 
@@ -16,16 +16,7 @@ TESTS = Path(__file__).with_name("test_bits.py")
 def test_kernels_agree_with_the_reference_in_the_interpreter():
     if os.environ.get("TRITON_INTERPRET"):
         pytest.skip("this process interprets already")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(TESTS)]
-    done = subprocess.run(
-        command,
-        env=environment,
-        cwd=TESTS.parents[3],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    words = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", TESTS]
+    done = run_python(*words, cwd=ROOT, timeout=280, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

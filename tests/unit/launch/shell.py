@@ -1,7 +1,5 @@
 """Runs the launch scripts with an environment of their own; a cluster's commands are stand-ins."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 from collections.abc import Mapping
@@ -12,10 +10,7 @@ SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 def run_script(
-    name: str,
-    *words: str,
-    folder: Path,
-    environment: Mapping[str, str] | None = None,
+    name: str, *words: str, folder: Path, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run `bash launch/NAME WORDS` in `folder`, where `folder/bin` comes first on PATH."""
     variables = {"PATH": f"{folder / 'bin'}:{SYSTEM_PATH}", **(environment or {})}

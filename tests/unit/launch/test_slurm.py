@@ -3,8 +3,6 @@
 Slurm's commands are stand-ins here; tests/slurm/ runs the same file on a real cluster.
 """
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """launch/torchrun.sh: the command that it prints and runs."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

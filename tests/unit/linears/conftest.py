@@ -1,7 +1,5 @@
 """Megatron on one rank, for tests that need its model: a gloo group of this process alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The autograd function on one rank: gradients, bias, main_grad, frozen weights, recompute."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What can run: the table by backend and machine, options of a model, plans that must change."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """From Megatron's model to placements: names, shapes, kinds, order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

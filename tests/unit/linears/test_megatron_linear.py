@@ -1,7 +1,5 @@
 """The override on the instance: installed, removed, bypassed; streams, cache and observers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """All linears of a model together."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Observers and streams shared by all linears."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The loss of a step from what Megatron's schedules report, old form and new; finite gradients."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

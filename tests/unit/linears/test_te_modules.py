@@ -1,7 +1,5 @@
 """Which shapes a Transformer Engine recipe accepts, and what Megatron pads experts' tokens to."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

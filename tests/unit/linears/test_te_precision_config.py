@@ -1,15 +1,14 @@
 """Precision files, as Megatron's own loader and matchers read them, in every layout."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_snip.errors import UsageError
 from megatron_snip.linears.te.precision_config import (
@@ -44,26 +43,16 @@ def mixed_plan(layers: int = 8, modules: tuple[str, ...] = MODULES) -> dict[str,
 
 def megatron_names(stages: int, chunks: int, layers: int = 8) -> dict[str, tuple[int, str]]:
     """Global name -> (stage, name in the chunk), by Megatron's own offsets."""
-    layer_module = pytest.importorskip("megatron.core.transformer.transformer_layer")
-    config = SimpleNamespace(
-        num_layers=layers,
-        pipeline_model_parallel_size=stages,
-        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        pipeline_model_parallel_layout=None,
-        num_layers_in_first_pipeline_stage=None,
-        num_layers_in_last_pipeline_stage=None,
-        account_for_embedding_in_pipeline_split=False,
-        account_for_loss_in_pipeline_split=False,
-        standalone_embedding_stage=False,
-        use_transformer_engine_op_fuser=False,
-    )
+    config = TransformerConfig(num_layers=layers, hidden_size=8, num_attention_heads=1)
+    config.pipeline_model_parallel_size = stages
+    config.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
     found = {}
     for stage, chunk in itertools.product(range(stages), range(chunks)):
         vp_stage = chunk if chunks > 1 else None
         if stages == 1 and chunks > 1:  # Megatron knows no interleaving of one stage
             offset = chunk * (layers // chunks)
         else:
-            offset = layer_module.get_transformer_layer_offset(config, vp_stage, stage)
+            offset = get_transformer_layer_offset(config, vp_stage, stage)
         for local in range(layers // (stages * chunks)):
             for module in MODULES:
                 name = f"decoder.layers.{offset + local}.{module}"

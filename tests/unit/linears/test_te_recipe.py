@@ -1,7 +1,5 @@
 """Recipes as fields of Megatron's TEQuantizationRecipe, as Megatron itself reads them."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,12 +1,14 @@
-"""A step can run again on the same microbatches, and its losses tolerate NaN."""
+"""A step can run again: on the same microbatches, and what it changed is restored."""
 
-from __future__ import annotations
-
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from megatron_snip.linears.training_state import TrainingStateSnapshot
 from megatron_snip.linears.training_step import ReplayableIterator, TrainingStep
 
 
@@ -52,3 +54,21 @@ def test_the_end_of_the_data_is_passed_on() -> None:
         next(data)
     data.rewind()
     assert next(data) == 1
+
+
+def draws() -> list[float]:
+    return [float(torch.rand(())), float(np.random.rand()), random.random()]
+
+
+def test_random_numbers_and_buffers_are_restored_twice() -> None:
+    model = torch.nn.BatchNorm1d(3)
+    model.train()
+    snapshot = TrainingStateSnapshot([model])
+    wanted = draws()
+    for _ in range(2):
+        model(torch.randn(5, 3))
+        assert model.num_batches_tracked != 0
+        snapshot.restore()
+        assert model.num_batches_tracked == 0
+        assert torch.equal(model.running_mean, torch.zeros(3))
+        assert draws() == wanted

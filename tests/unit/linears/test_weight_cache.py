@@ -1,7 +1,5 @@
 """Quantized weights are cached from a step's first use to its optimizer step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -50,9 +48,7 @@ def other_memory(weight: torch.nn.Parameter) -> None:
 
 
 @pytest.mark.parametrize("change", [adamw_on_a_copy, in_place, load, other_memory])
-def test_a_changed_weight_is_quantized_again(
-    change: Callable[[torch.nn.Parameter], None],
-) -> None:
+def test_a_changed_weight_is_quantized_again(change: Callable[[torch.nn.Parameter], None]) -> None:
     used = Used()
     used.get()
     change(used.weight)

@@ -1,7 +1,5 @@
 """Fixtures of the patches' tests."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.unit.patches.fake_megatron import FakeMegatron

@@ -3,8 +3,6 @@
 The wheel of megatron-core 0.16.1 has no `megatron.training`; these modules take its place.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator
@@ -57,75 +55,63 @@ class FakeMegatron:
             return parser
 
         def setup_model_and_optimizer(
-            model_type: Any,
-            model_provider_func: Any = None,
-            checkpointing_context: Any = None,
-            *,
-            cfg_container: Any = None,
-        ) -> Any:
+            model_type, model_provider_func=None, checkpointing_context=None, *, cfg_container=None
+        ):
             fake.calls.append(("setup", (model_type,), {"cfg_container": cfg_container}))
             return ["model"], "optimizer", "scheduler"
 
         def train_step(
-            forward_step_func: Any,
-            data_iterator: Any,
-            model: Any,
-            optimizer: Any,
-            opt_param_scheduler: Any,
-            config: Any,
-            forward_backward_func: Any,
-            iteration: Any = None,
-            pg_collection: Any = None,
-        ) -> Any:
+            forward_step_func,
+            data_iterator,
+            model,
+            optimizer,
+            opt_param_scheduler,
+            config,
+            forward_backward_func,
+            iteration=None,
+            pg_collection=None,
+        ):
             for _ in range(fake.repeats):
                 reports = forward_backward_func(data_iterator=data_iterator, model=model)
             return {"lm loss": reports}, 0, False, False, 0, 2.5, None, 0
 
         def post_training_step_callbacks(
-            model: Any,
-            optimizer: Any,
-            opt_param_scheduler: Any,
-            iteration: int,
-            prof: Any,
-            num_floating_point_operations_since_last_log_event: float,
-            nsys_nvtx_context: Any = None,
-        ) -> float:
+            model,
+            optimizer,
+            opt_param_scheduler,
+            iteration,
+            prof,
+            num_floating_point_operations_since_last_log_event,
+            nsys_nvtx_context=None,
+        ):
             return num_floating_point_operations_since_last_log_event + 1.0
 
-        def evaluate(forward_step_func: Any, data_iterator: Any, model: Any) -> Any:
+        def evaluate(forward_step_func, data_iterator, model):
             return {"lm loss": 1.5}, None, False
 
-        def get_forward_backward_func() -> Any:
+        def get_forward_backward_func():
             return None
 
-        def generate_state_dict(args: Any, model: Any, iteration: Any = None) -> dict[str, Any]:
+        def generate_state_dict(args, model, iteration=None):
             return {"model": model}
 
-        def _load_base_checkpoint(load_dir: Any, args: Any, rank0: bool = False) -> Any:
+        def _load_base_checkpoint(load_dir, args, rank0=False):
             return fake.loaded, str(load_dir), fake.release, "global"
 
-        def validate_args(args: Any, defaults: Any = None) -> Any:
+        def validate_args(args, defaults=None):
             fake.calls.append(("validate", (args,), {}))
             return args
 
+        writers = dict.fromkeys(("get_tensorboard_writer", "get_wandb_writer"), lambda: None)
+        vars(self.global_vars).update(writers, get_args=lambda: self.args)
         self._set(self.arguments, add_megatron_arguments, validate_args)
-        self._set(
-            self.training,
-            setup_model_and_optimizer,
-            train_step,
-            post_training_step_callbacks,
-            evaluate,
-            get_forward_backward_func,
-        )
         self._set(self.checkpointing, generate_state_dict, _load_base_checkpoint)
-        self._set(self.global_vars, lambda: self.args, name="get_args")
-        self._set(self.global_vars, lambda: None, name="get_tensorboard_writer")
-        self._set(self.global_vars, lambda: None, name="get_wandb_writer")
+        self._set(self.training, setup_model_and_optimizer, train_step, evaluate)
+        self._set(self.training, post_training_step_callbacks, get_forward_backward_func)
 
     @staticmethod
-    def _set(module: ModuleType, *functions: Any, name: str | None = None) -> None:
-        for function in functions:
-            setattr(module, name or function.__name__, function)
+    def _set(module: ModuleType, *functions: Any) -> None:
+        vars(module).update({function.__name__: function for function in functions})
 
 
 class FakeController:

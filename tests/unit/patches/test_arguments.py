@@ -1,7 +1,5 @@
 """SNIP's flags in Megatron's parser, and the settings that flags and YAML make."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from typing import Any
@@ -104,10 +102,7 @@ def test_a_bad_value_ends_in_one_line_that_names_the_flag(
             ["--snip-intervall", "3"],
             "unknown flag --snip-intervall (did you mean '--snip-interval'",
         ),
-        (
-            ["--snip-zzzzzzzzzzz=3"],
-            "unknown flag --snip-zzzzzzzzzzz; --help lists the flags",
-        ),
+        (["--snip-zzzzzzzzzzz=3"], "unknown flag --snip-zzzzzzzzzzz; --help lists the flags"),
         (["--snip-plan"], "unknown flag --snip-plan (did you mean '--snip-plan-file'?)"),
         (["--no-snip-frezze"], "unknown flag --no-snip-frezze"),
         (["--snip-interval"], "argument --snip-interval: expected one argument"),

@@ -1,7 +1,5 @@
 """SNIP's state in Megatron's checkpoints."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

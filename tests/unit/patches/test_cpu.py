@@ -1,7 +1,5 @@
 """The CPU layer: its answers, and an uninstallation that puts back every object."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

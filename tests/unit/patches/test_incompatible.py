@@ -1,7 +1,5 @@
 """Incompatible flags end in one line with the flag, the reason and the remedy."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

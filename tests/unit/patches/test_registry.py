@@ -1,7 +1,5 @@
 """Patches are found by name and signature, installed once, and undone to the very objects."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

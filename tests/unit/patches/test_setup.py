@@ -1,7 +1,5 @@
 """From Megatron's settings and model to a controller; bad input is one line and status 2."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -53,10 +51,7 @@ def test_a_controller_is_attached_to_what_megatron_built(
     ("setting", "named"),
     [
         ({"snip_interval": "often"}, "--snip-interval: "),
-        (
-            {"use_torch_fsdp2": True},
-            "--snip cannot run with --use-megatron-fsdp",
-        ),
+        ({"use_torch_fsdp2": True}, "--snip cannot run with --use-megatron-fsdp"),
     ],
 )
 def test_bad_input_ends_once_per_host_before_the_model_is_built(

@@ -1,7 +1,5 @@
 """A training iteration: the controller runs the schedule, and Megatron's values pass through."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

@@ -152,7 +152,6 @@ def write_events(writer: Writer, shape: Shape, first: int = 1, close: bool = Tru
 
 
 def write_run(path: Path, shape: Shape, first: int = 1) -> Path:
-    """Write a run's directory."""
     directory = RunDirectory(path)
     settings = {
         "train_iters": shape.iterations,

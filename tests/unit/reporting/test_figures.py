@@ -1,7 +1,5 @@
 """Each figure shows what the record holds: read back from the drawn artists, not from pixels."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The report as a file: complete, self-contained, and safe whatever the runs' files hold."""
 
-from __future__ import annotations
-
 import base64
 import shutil
 import xml.etree.ElementTree as ElementTree
@@ -68,7 +66,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(folder: Path) -> str:
-    """The report of the hostile run."""
     return make_report(read_run(folder / "a<b>&\"'run"), read_reference(folder / "off"))
 
 

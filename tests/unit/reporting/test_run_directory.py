@@ -1,12 +1,7 @@
 """A run's files: their names and contents, complete or absent; writers that fail."""
 
-from __future__ import annotations
-
 import json
 import math
-import os
-import subprocess
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -21,6 +16,7 @@ from megatron_snip.planning.plan import read_plan
 from megatron_snip.planning.problem import read_problem
 from megatron_snip.reporting.events import Event, Metrics, Notice, Reporter
 from megatron_snip.reporting.run_directory import OldRun, RunDirectory, open_run
+from tests.processes import run_python
 from tests.unit.reporting.runs import Shape, applied, config, measurement_at, plan_from
 
 SHAPE = Shape(config(), backend="simulate")
@@ -68,9 +64,7 @@ def test_every_event_is_in_its_file(tmp_path: Path) -> None:
     assert second == {"iteration": 35, "loss": None, "grad_norm": None}
 
 
-def test_a_resumed_run_appends_and_writes_its_plan_only_where_it_is_missing(
-    tmp_path: Path,
-) -> None:
+def test_a_resumed_run_appends_and_writes_its_plan_only_where_it_is_missing(tmp_path: Path) -> None:
     resumed = applied(SHAPE, PLAN, num_changed=0, resumed=True)
     first = RunDirectory(tmp_path / "same")
     first.write(Event(39, applied(SHAPE, PLAN)))
@@ -126,9 +120,7 @@ def test_a_killed_run_leaves_complete_lines(tmp_path: Path) -> None:
         "    run.append_metrics({'iteration': k, 'text': 'x' * 101})\n"
         "os._exit(9)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, check=False)
-    assert done.returncode == 9
+    assert run_python("-c", script).returncode == 9
     assert [row["iteration"] for row in rows(tmp_path)] == list(range(300))
 
 

@@ -1,7 +1,5 @@
 """A run directory as a record: complete, in progress, resumed, damaged."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """TensorBoard's files, read back with its own reader; rows for W&B."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import sys
@@ -172,9 +170,7 @@ def test_tensorboard_has_scalars_pictures_and_text(tmp_path: Path) -> None:
     assert "    pins:\n" in texts("snip/config")[0]
 
 
-def test_under_megatron_its_interval_holds_and_its_own_metrics_are_left_out(
-    tmp_path: Path,
-) -> None:
+def test_under_megatron_its_interval_holds_and_its_own_metrics_are_left_out(tmp_path: Path) -> None:
     events = read_tensorboard(tmp_path, interval=5, left_out=MEGATRON_LOGS)
     shares = events.Scalars("snip/3_lowest_precision_share")
     assert [event.step for event in shares] == [5, 10, 15]

@@ -30,26 +30,16 @@ SEED, STEP = 5, 7
 
 @dataclass
 class Toy:
-    """One linear on some microbatches, whole or as the shard of a rank.
+    """One linear on some microbatches, whole or as the shard of a rank."""
 
-    Attributes:
-        kind: how ranks of a tensor axis share it.
-        inputs: X of each microbatch, [M, K].
-        weight: [N, K].
-        grads: G of each microbatch, [M, N].
-        row, col: factors of D.
-        update_square: |update|^2.
-        health: what the last `observed` found.
-    """
-
-    kind: Any
-    inputs: list[torch.Tensor]
-    weight: torch.Tensor
-    grads: list[torch.Tensor]
-    row: torch.Tensor
+    kind: Any  # how ranks of a tensor axis share it
+    inputs: list[torch.Tensor]  # X of each microbatch, [M, K]
+    weight: torch.Tensor  # [N, K]
+    grads: list[torch.Tensor]  # G of each microbatch, [M, N]
+    row: torch.Tensor  # with `col`: the factors of D
     col: torch.Tensor
     update_square: float = 2.5
-    health: HealthTable | None = None
+    health: HealthTable | None = None  # of the last `observed`
 
     @classmethod
     def make(cls, kind: str, microbatches: int = 2, tokens: int = 128) -> Toy:

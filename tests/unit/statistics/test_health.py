@@ -1,7 +1,5 @@
 """Health against its definitions in docs/glossary.md, in NumPy."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -21,11 +19,7 @@ from megatron_snip.types import Gemm, Operand
 from tests.unit.statistics import equations
 from tests.unit.statistics.equations import SEED, STEP, Toy
 
-GEMMS = {
-    Operand.INPUT: Gemm.FPROP,
-    Operand.WEIGHT: Gemm.FPROP,
-    Operand.GRAD_OUTPUT: Gemm.DGRAD,
-}
+GEMMS = {Operand.INPUT: Gemm.FPROP, Operand.WEIGHT: Gemm.FPROP, Operand.GRAD_OUTPUT: Gemm.DGRAD}
 
 
 def check_health(found: dict[str, Any], toy: Toy, unit: float = 1.0) -> None:

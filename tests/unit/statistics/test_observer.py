@@ -1,7 +1,5 @@
 """What an observed iteration measures, and that observing changes nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

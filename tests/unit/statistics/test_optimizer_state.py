@@ -1,7 +1,5 @@
 """D and the update, against the real AdamW; optimizers of every make, by their attributes."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

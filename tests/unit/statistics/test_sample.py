@@ -1,7 +1,5 @@
 """Which output features wgrad is measured on: all microbatches and all layouts agree."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

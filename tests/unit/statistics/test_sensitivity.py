@@ -1,7 +1,5 @@
 """D out of AdamW's moments: factored, from ranges of a flattened weight."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

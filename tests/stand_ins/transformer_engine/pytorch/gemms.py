@@ -3,19 +3,12 @@
 Y  = X.rows W.rows^T      dX = G.rows W.columns      dW = G.columns^T X.columns
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformer_engine.pytorch.quantizers import (
-    HybridQuantizer,
-    Quantized,
-    Quantizer,
-    rounded,
-)
+from transformer_engine.pytorch.quantizers import HybridQuantizer, Quantized, Quantizer, rounded
 
 
 @dataclass
@@ -42,7 +35,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.call = call
         out = (quantized.rows @ call.weight.rows.t()).to(x.dtype)
         if row and call.tp_group is not None:
-            out = scattered(out, call.tp_group) if call.sequence_parallel else summed(out, call)
+            out = reduced(out, call)
         return out
 
     @staticmethod
@@ -56,7 +49,7 @@ class LinearFunction(torch.autograd.Function):
         quantized = call.grad_quantizer.quantize(g)
         dx = (quantized.rows @ w).to(g.dtype)
         if column and call.tp_group is not None:
-            dx = scattered(dx, call.tp_group) if call.sequence_parallel else summed(dx, call)
+            dx = reduced(dx, call)
         dw = quantized.columns.reshape(-1, g.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
         if call.main_grad is None:
             return dx, dw.to(weight.dtype), None
@@ -75,14 +68,11 @@ def gathered(x: torch.Tensor, group: Any) -> torch.Tensor:
     return torch.cat(pieces)
 
 
-def scattered(x: torch.Tensor, group: Any) -> torch.Tensor:
-    total = x.contiguous().clone()
-    dist.all_reduce(total, group=group)
-    return total.chunk(group.size())[group.rank()].contiguous()
-
-
-def summed(x: torch.Tensor, call: Call) -> torch.Tensor:
-    total = x.contiguous().clone()
-    if call.tp_group.size() > 1:
-        dist.all_reduce(total, group=call.tp_group)
+def reduced(x: torch.Tensor, call: Call) -> torch.Tensor:
+    """Sum over the ranks; under sequence parallelism, of this rank's tokens alone."""
+    total, group = x.contiguous().clone(), call.tp_group
+    if group.size() > 1:
+        dist.all_reduce(total, group=group)
+    if call.sequence_parallel:
+        return total.chunk(group.size())[group.rank()].contiguous()
     return total

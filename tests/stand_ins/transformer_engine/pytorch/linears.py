@@ -1,7 +1,5 @@
 """Linear, LayerNormLinear, GroupedLinear: recipes, quantizers, cached weights, GEMMs."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import warnings
@@ -41,15 +39,14 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.seen: list[tuple[str, str, str]] = []
         """fprop, dgrad and wgrad recipes of every forward (not in Transformer Engine)."""
 
-    def _split(
-        self, mode: str | None, tp_size: int, in_features: int, out_features: int
-    ) -> tuple[int, int]:
+    def _share(
+        self, tp_group: Any, tp_size: int, mode: str | None, in_features: int, out_features: int
+    ) -> None:
+        """Take this rank's part of the features."""
+        self.tp_group, self.tp_size, self.parallel_mode = tp_group, tp_size, mode
         assert (out_features if mode == "column" else in_features) % tp_size == 0
-        if mode == "column":
-            out_features //= tp_size
-        elif mode == "row":
-            in_features //= tp_size
-        return in_features, out_features
+        self.in_features = in_features // tp_size if mode == "row" else in_features
+        self.out_features = out_features // tp_size if mode == "column" else out_features
 
     def get_extra_state(self) -> torch.Tensor:
         """A pickled custom recipe; empty for the others here, which have no state."""
@@ -104,8 +101,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         communicates: bool = True,
     ) -> torch.Tensor:
         """Run one linear's GEMMs under the quantizers of GEMM `index`."""
-        plain = IdentityQuantizer()
-        q_in = q_weight = q_grad = plain
+        q_in = q_weight = q_grad = IdentityQuantizer()
         if self.fp8:
             _check_dims(self.fp8_meta["recipe"], x, weight)
             forward, backward = self.quantizers["scaling_fwd"], self.quantizers["scaling_bwd"]
@@ -143,9 +139,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
 def _same_state(meta: dict[str, Any], recipe: Recipe) -> bool:
     state = meta.get("state")
-    if isinstance(recipe, CustomRecipe):
-        return state is recipe
-    return type(state) is type(recipe)
+    return state is recipe if recipe.custom() else type(state) is type(recipe)
 
 
 def _made(recipe: Recipe, role: QuantizerRole | None) -> Quantizer:
@@ -185,13 +179,10 @@ class Linear(TransformerEngineBaseModule):
         **unused: Any,
     ) -> None:
         super().__init__(name)
-        self.tp_group, self.parallel_mode = tp_group, parallel_mode
-        self.tp_size = tp_size if tp_group is None else tp_group.size()
-        self.sequence_parallel = self.tp_size > 1 and sequence_parallel
+        tp_size = tp_size if tp_group is None else tp_group.size()
+        self._share(tp_group, tp_size, parallel_mode, in_features, out_features)
+        self.sequence_parallel = tp_size > 1 and sequence_parallel
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.in_features, self.out_features = self._split(
-            parallel_mode, self.tp_size, in_features, out_features
-        )
         self.use_bias, self.return_bias = bias, return_bias
         self.save_original_input = False
         dtype = params_dtype or torch.get_default_dtype()
@@ -239,14 +230,8 @@ class LayerNormLinear(Linear):
             self.layer_norm_bias.sequence_parallel = self.sequence_parallel
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
-        x = normalized(
-            inp,
-            self.normalization,
-            self.layer_norm_weight,
-            self.layer_norm_bias,
-            self.eps,
-            self.zero_centered_gamma,
-        )
+        gain, bias = self.layer_norm_weight, self.layer_norm_bias
+        x = normalized(inp, self.normalization, gain, bias, self.eps, self.zero_centered_gamma)
         return super().forward(x, is_first_microbatch)
 
 
@@ -272,14 +257,11 @@ class GroupedLinear(TransformerEngineBaseModule):
     ) -> None:
         super().__init__(name)
         self.num_gemms = num_gemms
-        self.tp_group, self.tp_size, self.parallel_mode = tp_group, tp_size, parallel_mode
+        self._share(tp_group, tp_size, parallel_mode, in_features, out_features)
         if tp_size > 1 and bias:
             raise ValueError("GroupedLinear doesn't support bias when TP > 1.")
         self.sequence_parallel = tp_size > 1 and sequence_parallel
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.in_features, self.out_features = self._split(
-            parallel_mode, tp_size, in_features, out_features
-        )
         self.use_bias, self.return_bias = bias, return_bias
         self.save_original_input = False
         dtype = params_dtype or torch.get_default_dtype()

@@ -1,7 +1,5 @@
 """Rows of zeros behind every expert's tokens, and their removal."""
 
-from __future__ import annotations
-
 import torch
 from transformer_engine.common.recipe import CustomRecipe, MXFP8BlockScaling, NVFP4BlockScaling
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager

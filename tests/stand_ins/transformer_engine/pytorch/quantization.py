@@ -1,7 +1,5 @@
 """The autocast's state: which recipe is active, and what a compute capability supports."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

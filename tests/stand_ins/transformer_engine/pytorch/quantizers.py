@@ -82,13 +82,4 @@ class HybridQuantizer(Quantizer):
         return self.columnwise_quantizer.column_recipe
 
 
-BY_NAME: dict[str, type[Quantizer]] = {
-    cls.label: cls
-    for cls in (
-        IdentityQuantizer,
-        Float8BlockQuantizer,
-        MXFP8Quantizer,
-        Float8CurrentScalingQuantizer,
-        NVFP4Quantizer,
-    )
-}
+BY_NAME = {cls.label: cls for cls in Quantizer.__subclasses__() if cls.label}

@@ -1,7 +1,5 @@
 """Recipes: compared by value, distinguished by class."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -36,26 +34,23 @@ class DelayedScaling(Recipe):
 
 
 @dataclass
-class Float8CurrentScaling(Recipe):
-    fp8_format: Format = Format.HYBRID
+class _Float8(Recipe):
+    fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
     fp8_mha: bool = False
+
+
+@dataclass
+class Float8CurrentScaling(_Float8):
+    fp8_format: Format = Format.HYBRID
     label = "tensorwise"
 
 
-@dataclass
-class Float8BlockScaling(Recipe):
-    fp8_format: Format = Format.E4M3
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
+class Float8BlockScaling(_Float8):
     label = "blockwise"
 
 
-@dataclass
-class MXFP8BlockScaling(Recipe):
-    fp8_format: Format = Format.E4M3
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
+class MXFP8BlockScaling(_Float8):
     label = "mxfp8"
 
 

@@ -1,7 +1,5 @@
 """One factory a built-in recipe."""
 
-from __future__ import annotations
-
 from transformer_engine.pytorch.quantization import QuantizerRole
 from transformer_engine.pytorch.quantizers import (
     Float8BlockQuantizer,
