@@ -110,8 +110,8 @@ class _ShardSums(NamedTuple):
         new = weight.data.new_zeros
         rows, cols = (new(n, dtype=torch.float64) for n in (num_rows, num_cols))
         scalars = new(2, dtype=torch.float64)
-        d, update = (None, None) if shard is None else (shard.sensitivity(), shard.update())
-        if shard is not None and d is not None and update is not None:
+        if shard is not None and (found := shard.slope_and_update()) is not None:
+            d, update = found
             scalars[0] = shard.end - shard.start
             scalars[1] = torch.linalg.vector_norm(update).double().square()
             inverse = d.square_().reciprocal_()
