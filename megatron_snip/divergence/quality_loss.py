@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from megatron_snip.config import LossDivergence, SnipConfig
+from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.divergence import (
     absolute_error,
     finite_sum,
@@ -97,15 +98,16 @@ def divergence_table(
         config: `loss_divergence` and `weight_lambda` say how the divergences are combined.
         warn: whether to log what is forbidden; one rank of many is enough.
     """
-    lowest, estimator = Option.uniform(lowest_format), config.loss_divergence
-    loss_sum = finite_sum(_loss(linear, lowest, estimator) for linear in table.linears)
-    kappa = fprop_scale(table.linears, lowest_format)
-    weight_sum = finite_sum(_weight(linear, lowest, kappa) for linear in table.linears)
+    lowest, kappa = Option.uniform(lowest_format), fprop_scale(table.linears, lowest_format)
+    loss_of = partial(loss_divergence, estimator=config.loss_divergence)
+    weight_of = partial(weight_divergence, kappa=kappa)
+    loss_sum = finite_sum(_or_nan(loss_of, linear, lowest) for linear in table.linears)
+    weight_sum = finite_sum(_or_nan(weight_of, linear, lowest) for linear in table.linears)
     rows: dict[str, dict[Option, OptionDivergence]] = {}
     for linear in table.linears:
         found = rows[linear.name] = {}
         for option in options:
-            loss, weight = _loss(linear, option, estimator), _weight(linear, option, kappa)
+            loss, weight = (_or_nan(of, linear, option) for of in (loss_of, weight_of))
             quality = _share(loss, loss_sum)
             if config.weight_lambda > 0:  # what does not count cannot forbid
                 quality += config.weight_lambda * _share(weight, weight_sum)
@@ -125,22 +127,18 @@ def planning_problem(table: DivergenceTable, target: float) -> PlanningProblem:
     An option saves its share of FLOPs in the lowest precision. Its scores are those of the
     baselines.
     """
-    rows = (
-        (
-            linear,
-            {
-                str(option): OptionCost(
-                    quality_loss=d.quality_loss,
-                    saving=option.share_in(table.lowest_format),
-                    scores=without_nan({"abs_error": d.abs_error, "rel_error": d.rel_error})
-                    | without_nan({"norms": _or_nan(norm_bound, linear, option)}),
-                )
-                for option, d in table.linears[linear.name].items()
-            },
-        )
-        for linear in table.statistics.linears
+
+    def cost(linear: LinearStatistics, option: Option, d: OptionDivergence) -> OptionCost:
+        norms = _or_nan(norm_bound, linear, option)
+        scores = {"abs_error": d.abs_error, "rel_error": d.rel_error, "norms": norms}
+        saving = option.share_in(table.lowest_format)
+        return OptionCost(quality_loss=d.quality_loss, saving=saving, scores=without_nan(scores))
+
+    linears = (
+        _choices(i, {str(o): cost(i, o, d) for o, d in table.linears[i.name].items()})
+        for i in table.statistics.linears
     )
-    return _problem(rows, target)
+    return PlanningProblem(linears=tuple(linears), target=target)
 
 
 def unmeasured_problem(
@@ -151,17 +149,11 @@ def unmeasured_problem(
         str(option): OptionCost(quality_loss=0.0, saving=option.share_in(lowest_format))
         for option in options
     }
-    return _problem(((linear, costs) for linear in linears), target)
+    return PlanningProblem(linears=tuple(_choices(i, costs) for i in linears), target=target)
 
 
-def _problem(
-    rows: Iterable[tuple[LinearInfo, dict[str, OptionCost]]], target: float
-) -> PlanningProblem:
-    linears = (
-        LinearChoices(name=i.name, stage=i.stage, flops=i.flops_per_token, options=costs)
-        for i, costs in rows
-    )
-    return PlanningProblem(linears=tuple(linears), target=target)
+def _choices(i: LinearInfo, costs: dict[str, OptionCost]) -> LinearChoices:
+    return LinearChoices(name=i.name, stage=i.stage, flops=i.flops_per_token, options=costs)
 
 
 def divergences_dict(table: DivergenceTable) -> dict[str, Any]:
@@ -181,21 +173,13 @@ def divergences_dict(table: DivergenceTable) -> dict[str, Any]:
     return {**without_nan(head), "linears": without_nan(linears)}
 
 
-def _loss(linear: LinearStatistics, option: Option, estimator: LossDivergence) -> float:
-    return _or_nan(loss_divergence, linear, option, estimator)
-
-
-def _weight(linear: LinearStatistics, option: Option, kappa: float) -> float:
-    return _or_nan(weight_divergence, linear, option, kappa)
-
-
 def _or_nan(
-    compute: Callable[..., float], linear: LinearStatistics, option: Option, *arguments: Any
+    compute: Callable[[LinearStatistics, Option], float], linear: LinearStatistics, option: Option
 ) -> float:
     if linear.microbatches == 0 and option != BF16:  # no backward reached it
         return math.nan
     try:
-        return compute(linear, option, *arguments)
+        return compute(linear, option)
     except (KeyError, ValueError, OverflowError):  # not measured, or root of a negative
         return math.nan
 

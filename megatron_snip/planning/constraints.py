@@ -71,9 +71,7 @@ class Task:
 
     @cached_property
     def stage_thresholds(self) -> tuple[int | None, ...]:
-        """Floors in the units of `table.stage_row`."""
-        if not self.has_floors:
-            return (None,) * len(self.floors)
+        """Floors in the units of `table.stage_row`, for a task that has some."""
         return tuple(map(_threshold, self.floors, self.table.stage_row.units))
 
     @cached_property
@@ -90,9 +88,9 @@ class Task:
     def budgets(self) -> tuple[Floors, ...]:
         """Both kinds of floors in the solver's integers: those of the stages, then the overall."""
         table, overall = self.table, np.array([self.overall_threshold or 0])
-        stages = np.array([threshold or 0 for threshold in self.stage_thresholds])
         found = [Floors(table.overall_row.coefficients, np.zeros_like(table.stage), overall)]
         if self.has_floors:
+            stages = np.array([threshold or 0 for threshold in self.stage_thresholds])
             found.insert(0, Floors(table.stage_row.coefficients, table.stage, stages))
         return tuple(found)
 

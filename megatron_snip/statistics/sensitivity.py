@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_snip.collectives import attempt, sum_over
+from megatron_snip.collectives import attempt, sum_together
 from megatron_snip.statistics.optimizer_state import Shard, adam_shards, is_sharded
 from megatron_snip.topology import Axis, LinearKind, Placement, Topology
 
@@ -148,8 +148,6 @@ def _complete(
 
 def _add(parts: list[Tensor], group: Any) -> None:
     """All ranks of a group: add tensors over it, in place, in one exchange."""
-    if group is None or not parts:
-        return
-    flat = sum_over(torch.cat([part.reshape(-1) for part in parts]), group)
-    for part, total in zip(parts, torch.split(flat, [p.numel() for p in parts]), strict=True):
-        part.copy_(total.view_as(part))
+    if group is not None and parts:
+        for part, total in zip(parts, sum_together(parts, group), strict=True):
+            part.copy_(total)
