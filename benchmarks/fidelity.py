@@ -172,9 +172,9 @@ def _factored(
     factored, exact = [], []
     for linear in lab.names:
         error = lab.gradients(batches, {linear: option(name, "wgrad")})[1][linear] - base[linear]
-        d = shards[weights[linear].weight].sensitivity()
-        assert d is not None
-        exact.append(float((d.view_as(error) * error).norm()))
+        found = shards[weights[linear].weight].slope_and_update()
+        assert found is not None
+        exact.append(float((found[0].view_as(error) * error).norm()))
         row, col = factors[linear].row, factors[linear].col
         factored.append(float((row[:, None] * error * col).norm()))
     return Agreement.of(np.array(factored), np.array(exact))

@@ -147,17 +147,13 @@ class Lab:
         found = {}
         for planned in self.model.linears:
             shard, name = shards[planned.weights[0]], planned.name
-            assert shard.exp_avg is not None
-            assert shard.exp_avg_sq is not None
             zero = torch.zeros_like(gradients[name]).reshape(-1).requires_grad_()
             zero.grad = gradients[name].reshape(-1).clone()
-            adam = torch.optim.AdamW(
-                [zero], lr=1.0, betas=shard.betas, eps=shard.eps, weight_decay=0.0
-            )
-            adam.state[zero] = {
-                "step": torch.tensor(float(shard.step)),
-                "exp_avg": shard.exp_avg.double().reshape(-1).clone(),
-                "exp_avg_sq": shard.exp_avg_sq.double().reshape(-1).clone(),
+            settings = {key: shard.group[key] for key in ("betas", "eps")}
+            adam = torch.optim.AdamW([zero], lr=1.0, weight_decay=0.0, **settings)
+            moments = {key: shard.state[key] for key in ("exp_avg", "exp_avg_sq")}
+            adam.state[zero] = {"step": torch.tensor(float(shard.step))} | {
+                key: value.double().reshape(-1).clone() for key, value in moments.items()
             }
             adam.step()
             found[name] = -zero.detach()

@@ -55,7 +55,7 @@ def forwards(x: torch.Tensor, w: torch.Tensor) -> dict[str, Callable[[], torch.T
     """Return name -> one forward of X [M, K] and W [N, K]."""
 
     def simulated(name: str, cached: Cached = uncached) -> Callable[[], torch.Tensor]:
-        call = LinearCall(Option.uniform(name), lambda: STREAM, False, False, False, None, cached)
+        call = LinearCall(Option.uniform(name), lambda: STREAM, cached=cached)
         return lambda: quantized_linear(x, w, None, call)
 
     cache = QuantizedWeightCache()

@@ -63,7 +63,7 @@ def iterate(lab: Lab, config: SnipConfig | None = None, part: int = 0) -> None:
         table = lab.observed(arguments, config, names)
         lowest = config.lowest_format
         divergences = divergence_table(table, config.options, lowest, config, warn=False)
-        planning_problem(divergences, lowest, 0.75)
+        planning_problem(divergences, 0.75)
     lab.state.optimizer.step()
     lab.step += 1
 

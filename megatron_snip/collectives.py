@@ -7,7 +7,7 @@ network when `group` is None. Records travel as JSON bytes; nothing is pickled.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -127,6 +127,13 @@ def sum_over(tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
         return recursive_doubling.all_reduce(tensor, group)
     dist.all_reduce(tensor, group=group)
     return tensor
+
+
+def sum_together(tensors: Sequence[torch.Tensor], group: ProcessGroup | None) -> list[torch.Tensor]:
+    """All ranks of `group`: return the sum of each of the tensors over it, in one exchange."""
+    flat = sum_over(torch.cat([tensor.reshape(-1) for tensor in tensors]), group)
+    sums = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [total.view_as(tensor) for total, tensor in zip(sums, tensors, strict=True)]
 
 
 def any_rank(flag: bool, group: ProcessGroup | None) -> bool:

@@ -110,7 +110,7 @@ def get_format(name: str) -> Format:
         raise UsageError(f"format '{name}' was removed; use '{REMOVED[name]}' instead")
     if name not in FORMATS:
         near = did_you_mean(name, FORMATS)
-        raise UsageError(f"unknown format '{name}'; known: {', '.join(FORMATS)}{near}")
+        raise UsageError(f"unknown format {name!r}; known: {', '.join(FORMATS)}{near}")
     return FORMATS[name]
 
 

@@ -215,11 +215,11 @@ class Refresher:
         lowest = lowest_precision(self._formats).name
         warn = self._topology.rank == 0
         divergences = divergence_table(self.mean, options, lowest, c, warn)
-        problem = planning_problem(divergences, lowest, target)
+        problem = planning_problem(divergences, target)
         problem = self._available.restrict(problem)
         linears = (self._health.get(linear.name) for linear in self.mean.linears)
         health = HealthTable(self.mean.iteration, tuple(each for each in linears if each))
-        return Measurement(self.mean, divergences, problem, self._seconds, health)
+        return Measurement(divergences, problem, self._seconds, health)
 
     def problem(self, target: float) -> PlanningProblem:
         """Return the planning problem of the measurements so far at `target`."""

@@ -127,8 +127,8 @@ def snip_costs(table: StatisticsTable, formats: Formats) -> dict[Item, float]:
     options = (*single.values(), Option.uniform(formats.low))
     rows = divergence_table(table, options, formats.low, SnipConfig()).linears
     return {
-        (row.name, g): math.inf if (loss := row.options[single[g]].quality_loss) is None else loss
-        for row in rows
+        (name, g): math.inf if (loss := row[single[g]].quality_loss) is None else loss
+        for name, row in rows.items()
         for g in Gemm
     }
 
@@ -136,4 +136,4 @@ def snip_costs(table: StatisticsTable, formats: Formats) -> dict[Item, float]:
 def _problem(table: StatisticsTable, formats: Formats, granularity: Granularity) -> PlanningProblem:
     options = enumerate_options((formats.high, formats.low), granularity)
     divergences = divergence_table(table, options, formats.low, SnipConfig())
-    return planning_problem(divergences, formats.low, formats.target)
+    return planning_problem(divergences, formats.target)

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from megatron_snip.config import LossDivergence, SnipConfig
+from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.divergence import (
     absolute_error,
     finite_sum,
@@ -26,7 +27,6 @@ from megatron_snip.divergence.divergence import (
     weight_divergence,
 )
 from megatron_snip.files import without_nan
-from megatron_snip.formats import lowest_precision
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.statistics.records import LinearStatistics, StatisticsTable
@@ -55,46 +55,31 @@ class OptionDivergence:
 
 
 @dataclass(frozen=True)
-class LinearDivergence:
-    """All options of one linear.
+class DivergenceTable:
+    """The divergences of a model at one iteration, the same on every rank.
 
     Attributes:
-        statistics: of the linear.
-        options: by option, in the order of the options asked for.
+        statistics: from which they were computed.
+        lowest_format: the lowest precision among the formats.
+        linears: by linear, in the order of the statistics, and by option.
     """
 
-    statistics: LinearStatistics
-    options: dict[Option, OptionDivergence]
-
-    @property
-    def name(self) -> str:
-        """Layout-independent name of the linear."""
-        return self.statistics.name
-
-
-@dataclass(frozen=True)
-class DivergenceTable:
-    """The divergences of a model at one iteration, the same on every rank."""
-
-    iteration: int
-    linears: tuple[LinearDivergence, ...]
+    statistics: StatisticsTable
+    lowest_format: str
+    linears: dict[str, dict[Option, OptionDivergence]]
 
     def loss_divergence(self, plan: Mapping[str, Option]) -> float:
         """Return the sum over linears of a plan's loss divergences; BF16 has none."""
-        found = (row.options.get(plan.get(row.name, BF16)) for row in self.linears)
+        found = (row.get(plan.get(name, BF16)) for name, row in self.linears.items())
         return sum(each.loss_divergence for each in found if each is not None)
 
     def of_lowest(self) -> list[OptionDivergence]:
         """Return each linear's divergences in the uniform lowest precision, in order.
 
-        Of several formats of as few bits it is the first; the last option where none is uniform.
+        The last option stands in where there is no uniform one.
         """
-        found = []
-        for linear in self.linears:
-            names = dict.fromkeys(name for option in linear.options for name in option.formats)
-            uniform = Option.uniform(lowest_precision(tuple(names)).name)
-            found.append(linear.options.get(uniform) or list(linear.options.values())[-1])
-        return found
+        uniform = Option.uniform(self.lowest_format)
+        return [row.get(uniform) or list(row.values())[-1] for row in self.linears.values()]
 
 
 def divergence_table(
@@ -113,15 +98,16 @@ def divergence_table(
         config: `loss_divergence` and `weight_lambda` say how the divergences are combined.
         warn: whether to log what is forbidden; one rank of many is enough.
     """
-    lowest, estimator = Option.uniform(lowest_format), config.loss_divergence
-    loss_sum = finite_sum(_loss(linear, lowest, estimator) for linear in table.linears)
-    kappa = fprop_scale(table.linears, lowest_format)
-    weight_sum = finite_sum(_weight(linear, lowest, kappa) for linear in table.linears)
-    rows = []
+    lowest, kappa = Option.uniform(lowest_format), fprop_scale(table.linears, lowest_format)
+    loss_of = partial(loss_divergence, estimator=config.loss_divergence)
+    weight_of = partial(weight_divergence, kappa=kappa)
+    loss_sum = finite_sum(_or_nan(loss_of, linear, lowest) for linear in table.linears)
+    weight_sum = finite_sum(_or_nan(weight_of, linear, lowest) for linear in table.linears)
+    rows: dict[str, dict[Option, OptionDivergence]] = {}
     for linear in table.linears:
-        found = {}
+        found = rows[linear.name] = {}
         for option in options:
-            loss, weight = _loss(linear, option, estimator), _weight(linear, option, kappa)
+            loss, weight = (_or_nan(of, linear, option) for of in (loss_of, weight_of))
             quality = _share(loss, loss_sum)
             if config.weight_lambda > 0:  # what does not count cannot forbid
                 quality += config.weight_lambda * _share(weight, weight_sum)
@@ -132,34 +118,27 @@ def divergence_table(
                 _or_nan(absolute_error, linear, option),
                 _or_nan(relative_error, linear, option),
             )
-        rows.append(LinearDivergence(linear, found))
-    return DivergenceTable(table.iteration, tuple(rows))
+    return DivergenceTable(table, lowest_format, rows)
 
 
-def planning_problem(table: DivergenceTable, lowest_format: str, target: float) -> PlanningProblem:
-    """Return the planner's problem.
+def planning_problem(table: DivergenceTable, target: float) -> PlanningProblem:
+    """Return the planner's problem; its smallest allowed efficiency is `target`.
 
-    Args:
-        table: the divergences; the options' scores are those of the baselines.
-        lowest_format: the format whose share of FLOPs is an option's saving.
-        target: smallest allowed efficiency.
+    An option saves its share of FLOPs in the lowest precision. Its scores are those of the
+    baselines.
     """
-    rows = (
-        (
-            row.statistics,
-            {
-                str(option): OptionCost(
-                    quality_loss=d.quality_loss,
-                    saving=option.share_in(lowest_format),
-                    scores=without_nan({"abs_error": d.abs_error, "rel_error": d.rel_error})
-                    | without_nan({"norms": _or_nan(norm_bound, row.statistics, option)}),
-                )
-                for option, d in row.options.items()
-            },
-        )
-        for row in table.linears
+
+    def cost(linear: LinearStatistics, option: Option, d: OptionDivergence) -> OptionCost:
+        norms = _or_nan(norm_bound, linear, option)
+        scores = {"abs_error": d.abs_error, "rel_error": d.rel_error, "norms": norms}
+        saving = option.share_in(table.lowest_format)
+        return OptionCost(quality_loss=d.quality_loss, saving=saving, scores=without_nan(scores))
+
+    linears = (
+        _choices(i, {str(o): cost(i, o, d) for o, d in table.linears[i.name].items()})
+        for i in table.statistics.linears
     )
-    return _problem(rows, target)
+    return PlanningProblem(linears=tuple(linears), target=target)
 
 
 def unmeasured_problem(
@@ -170,52 +149,37 @@ def unmeasured_problem(
         str(option): OptionCost(quality_loss=0.0, saving=option.share_in(lowest_format))
         for option in options
     }
-    return _problem(((linear, costs) for linear in linears), target)
+    return PlanningProblem(linears=tuple(_choices(i, costs) for i in linears), target=target)
 
 
-def _problem(
-    rows: Iterable[tuple[LinearInfo | LinearStatistics, dict[str, OptionCost]]], target: float
-) -> PlanningProblem:
-    linears = (
-        LinearChoices(name=i.name, stage=i.stage, flops=i.flops_per_token, options=costs)
-        for i, costs in rows
-    )
-    return PlanningProblem(linears=tuple(linears), target=target)
+def _choices(i: LinearInfo, costs: dict[str, OptionCost]) -> LinearChoices:
+    return LinearChoices(name=i.name, stage=i.stage, flops=i.flops_per_token, options=costs)
 
 
-def divergences_dict(table: DivergenceTable, statistics: StatisticsTable) -> dict[str, Any]:
+def divergences_dict(table: DivergenceTable) -> dict[str, Any]:
     """Return divergences and the statistics behind them as plain types (NaN becomes null)."""
-    raw = statistics.to_dict()
-    by_name = {linear["name"]: linear for linear in raw["linears"]}
+    statistics = table.statistics.to_dict()
     linears = [
         {
-            "name": linear.name,
-            "stage": linear.statistics.stage,
-            "flops": linear.statistics.flops_per_token,
-            "options": {str(o): vars(d) for o, d in linear.options.items()},
-            "statistics": by_name[linear.name],
+            "name": linear["name"],
+            "stage": linear["stage"],
+            "flops": linear["flops_per_token"],
+            "options": {str(o): vars(d) for o, d in table.linears[linear["name"]].items()},
+            "statistics": linear,
         }
-        for linear in table.linears
+        for linear in statistics["linears"]
     ]
-    head = {"version": 2, "iteration": table.iteration, "loss": raw["loss"]}
+    head = {"version": 2, "iteration": statistics["iteration"], "loss": statistics["loss"]}
     return {**without_nan(head), "linears": without_nan(linears)}
 
 
-def _loss(linear: LinearStatistics, option: Option, estimator: LossDivergence) -> float:
-    return _or_nan(loss_divergence, linear, option, estimator)
-
-
-def _weight(linear: LinearStatistics, option: Option, kappa: float) -> float:
-    return _or_nan(weight_divergence, linear, option, kappa)
-
-
 def _or_nan(
-    compute: Callable[..., float], linear: LinearStatistics, option: Option, *arguments: Any
+    compute: Callable[[LinearStatistics, Option], float], linear: LinearStatistics, option: Option
 ) -> float:
     if linear.microbatches == 0 and option != BF16:  # no backward reached it
         return math.nan
     try:
-        return compute(linear, option, *arguments)
+        return compute(linear, option)
     except (KeyError, ValueError, OverflowError):  # not measured, or root of a negative
         return math.nan
 

@@ -18,19 +18,20 @@ import torch.distributed as dist
 from megatron.core.parallel_state import get_global_memory_buffer
 from torch import Tensor
 
-from megatron_snip.linears import simulated_gemm
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.simulated_gemm import (
     Cached,
+    activation_gemm,
     can_quantize_before_gather,
     operand_dtype,
     quantize_activation,
     uncached,
+    wgrad_gemm,
 )
 from megatron_snip.options import Option
 from megatron_snip.quantizers.stochastic import StochasticStream
 from megatron_snip.topology import Placement
-from megatron_snip.types import Operand
+from megatron_snip.types import Gemm, Operand
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,10 @@ class LinearCall:
 
     option: Option
     stream: Callable[[], StochasticStream]
-    sequence_parallel: bool
-    allreduce_dgrad: bool
-    fuse_wgrad: bool
-    tp_group: dist.ProcessGroup | None
+    sequence_parallel: bool = False
+    allreduce_dgrad: bool = False
+    fuse_wgrad: bool = False
+    tp_group: dist.ProcessGroup | None = None
     cached: Cached = uncached
     saves_input: bool = False
 
@@ -77,24 +78,20 @@ class QuantizedGemms:
         option: Option,
         *,
         training: bool,
-        sequence_parallel: bool = False,
-        allreduce_dgrad: bool = False,
-        fuse_wgrad: bool = False,
         tp_group: dist.ProcessGroup | None = None,
+        **how: bool,
     ) -> Tensor:
-        """Return Y; see `quantized_linear` and `LinearCall`. An evaluation caches nothing."""
+        """Return Y; `how` and the others are `LinearCall`'s. An evaluation caches nothing."""
         cache, instance = self._runtime.weight_cache, self._placement.instance
         call = LinearCall(
             option=option,
             stream=self._next_stream,
-            sequence_parallel=sequence_parallel,
-            allreduce_dgrad=allreduce_dgrad,
-            fuse_wgrad=fuse_wgrad,
             tp_group=tp_group or self._placement.tensor.group,
             cached=(lambda key, make: cache.get((instance, key), weight, make))
             if training
             else uncached,
             saves_input=self._saves_input,
+            **how,
         )
         return quantized_linear(input, weight, bias, call)
 
@@ -153,7 +150,7 @@ class _QuantizedLinear(torch.autograd.Function):
         x, saved, ctx.saves_quantized = _prepare_input(input, weight, call, needs_wgrad)
         ctx.save_for_backward(weight, *([] if saved is None else [saved]))
         rows = x.reshape(-1, x.shape[-1])
-        y = simulated_gemm.fprop(rows, weight, call.option, input.dtype, call.cached)
+        y = activation_gemm(rows, weight, Gemm.FPROP, call.option, input.dtype, call.cached)
         y = y.view(*x.shape[:-1], weight.shape[0])
         return y if bias is None else y + bias
 
@@ -172,7 +169,7 @@ class _QuantizedLinear(torch.autograd.Function):
             g, role, call.option, dtype, stream=stream, wgrad=bool(saved)
         )
         assert g_row is not None
-        dx = simulated_gemm.dgrad(g_row, weight, call.option, g.dtype, call.cached)
+        dx = activation_gemm(g_row, weight, Gemm.DGRAD, call.option, g.dtype, call.cached)
         del g_row
         dx = dx.view(*grads[0].shape[:-1], weight.shape[1])
         if gathering is not None:
@@ -184,7 +181,7 @@ class _QuantizedLinear(torch.autograd.Function):
             if not ctx.saves_quantized:
                 _, x = _quantize_input(x, call, dtype, first=False)
             wgrad_dtype = torch.float32 if call.fuse_wgrad else weight.dtype
-            dw = simulated_gemm.wgrad(g_col, x.flatten(0, -2), call.option, wgrad_dtype)
+            dw = wgrad_gemm(g_col, x.flatten(0, -2), call.option, wgrad_dtype)
             if call.fuse_wgrad:
                 dw = _accumulate(weight, ctx.main_grad, dw)
         db = g.sum(dim=0) if ctx.use_bias else None

@@ -48,7 +48,7 @@ from megatron_snip.planning.calibration import (
     read_calibration,
 )
 from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
-from megatron_snip.types import Gemm, Operand, glob_matches, split_linear_name
+from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand, glob_matches, split_linear_name
 from megatron_snip.version import installed_version
 
 logger = logging.getLogger(__name__)
@@ -244,7 +244,7 @@ def measure(
 
 def linear_gemms(
     x: Tensor, w: Tensor, g: Tensor, option: Option
-) -> dict[Gemm, Callable[[], Tensor | None]]:
+) -> dict[Gemm, Callable[[], Tensor]]:
     """Return calls that run the GEMMs of a linear as training does, quantization included.
 
     Args:
@@ -268,19 +268,14 @@ def linear_gemms(
         )
         return next(each for each in both if each is not None)
 
-    def fprop() -> Tensor:
-        return simulated_gemm.fprop(quantized(Gemm.FPROP, Operand.INPUT), w, option, x.dtype)
+    def run(gemm: Gemm) -> Tensor:
+        first, second = GEMM_OPERANDS[gemm]
+        a = quantized(gemm, first)
+        if gemm is Gemm.WGRAD:
+            return simulated_gemm.wgrad_gemm(a, quantized(gemm, second), option, x.dtype)
+        return simulated_gemm.activation_gemm(a, w, gemm, option, x.dtype)
 
-    def dgrad() -> Tensor:
-        return simulated_gemm.dgrad(quantized(Gemm.DGRAD, Operand.GRAD_OUTPUT), w, option, g.dtype)
-
-    def wgrad() -> Tensor:
-        quantized_g = quantized(Gemm.WGRAD, Operand.GRAD_OUTPUT)
-        return simulated_gemm.wgrad(
-            quantized_g, quantized(Gemm.WGRAD, Operand.INPUT), option, x.dtype
-        )
-
-    return {Gemm.FPROP: fprop, Gemm.DGRAD: dgrad, Gemm.WGRAD: wgrad}
+    return {gemm: partial(run, gemm) for gemm in Gemm}
 
 
 def median_s(call: Callable[[], object], device: torch.device, budget_s: float) -> float:

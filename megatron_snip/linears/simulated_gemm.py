@@ -84,43 +84,36 @@ def can_quantize_before_gather(option: Option, num_rows: int) -> bool:
     return True
 
 
-def fprop(
-    x: Tensor, w: Tensor, option: Option, dtype: torch.dtype, cached: Cached = uncached
+def activation_gemm(
+    a: Tensor,
+    w: Tensor,
+    gemm: Gemm,
+    option: Option,
+    dtype: torch.dtype,
+    cached: Cached = uncached,
 ) -> Tensor:
-    """Return Y [M, N] in `dtype`.
+    """Return Y = X W^T [M, N] for fprop, dX = G W [M, K] for dgrad, in `dtype`.
 
     Args:
-        x: [M, K], from `quantize_activation`.
-        w: [N, K].
+        a: X [M, K] or G [M, N], from `quantize_activation`.
+        w: W [N, K].
+        gemm: fprop or dgrad.
         option: decides the format of both.
         dtype: of the result.
-        cached: caches the quantized W.
+        cached: caches the quantized W; fprop and dgrad share one where their blocks are equal.
     """
-    if option.fprop == "bf16":
-        return torch.matmul(x, w.t())
-    w_q = _weight(w, option.fprop, Gemm.FPROP, operand_dtype(x, w.shape[0]), cached)
-    return matmul_fp32(x, w_q.t(), dtype)
+    name, is_fprop = option[gemm], gemm is Gemm.FPROP
+    if name == "bf16":
+        return torch.matmul(a, w.t() if is_fprop else w)
+    used = operand_dtype(a, w.shape[0 if is_fprop else 1])
+    key = (name, operand_block(get_format(name), Operand.WEIGHT, gemm), used)
+    w_q = cached(
+        key, lambda: quantize_dequantize_operand(w, name, Operand.WEIGHT, gemm, dtype=used)
+    )
+    return matmul_fp32(a, w_q.t() if is_fprop else w_q, dtype)
 
 
-def dgrad(
-    g: Tensor, w: Tensor, option: Option, dtype: torch.dtype, cached: Cached = uncached
-) -> Tensor:
-    """Return dX [M, K] in `dtype`.
-
-    Args:
-        g: [M, N], from `quantize_activation`.
-        w: [N, K].
-        option: decides the format of both.
-        dtype: of the result.
-        cached: caches the quantized W.
-    """
-    if option.dgrad == "bf16":
-        return g.matmul(w)
-    w_q = _weight(w, option.dgrad, Gemm.DGRAD, operand_dtype(g, w.shape[1]), cached)
-    return matmul_fp32(g, w_q, dtype)
-
-
-def wgrad(g: Tensor, x: Tensor, option: Option, dtype: torch.dtype) -> Tensor:
+def wgrad_gemm(g: Tensor, x: Tensor, option: Option, dtype: torch.dtype) -> Tensor:
     """Return dW [N, K] in `dtype`.
 
     Args:
@@ -132,14 +125,6 @@ def wgrad(g: Tensor, x: Tensor, option: Option, dtype: torch.dtype) -> Tensor:
     if option.wgrad == "bf16" and dtype == g.dtype:
         return g.t().matmul(x)
     return matmul_fp32(g.t(), x, dtype)
-
-
-def _weight(w: Tensor, name: str, gemm: Gemm, dtype: torch.dtype, cached: Cached) -> Tensor:
-    """Return W as `gemm` multiplies it; fprop and dgrad share one where their blocks are equal."""
-    key = (name, operand_block(get_format(name), Operand.WEIGHT, gemm), dtype)
-    return cached(
-        key, lambda: quantize_dequantize_operand(w, name, Operand.WEIGHT, gemm, dtype=dtype)
-    )
 
 
 def operand_dtype(tensor: Tensor, other: int) -> torch.dtype:

@@ -29,7 +29,7 @@ from megatron_snip.files import read_json, read_record
 from megatron_snip.formats import FORMATS
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import Work
-from megatron_snip.planning.problem import STRICT, PlanningProblem
+from megatron_snip.planning.problem import STRICT, LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.types import Gemm, glob_matches
 
 _Count = Annotated[int, Field(ge=1)]
@@ -134,11 +134,12 @@ def with_seconds(problem: PlanningProblem, table: CalibrationTable) -> PlanningP
     Raises:
         UsageError: if the table lacks a linear or a format, or an option is unknown.
     """
-    linears = []
-    for linear in problem.linears:
+
+    def timed(row: LinearChoices) -> dict[str, OptionCost]:
         options = {}
-        for name, cost in linear.options.items():
-            seconds = table.seconds(linear.name, linear.flops, Option.parse(name))
+        for name, cost in row.options.items():
+            seconds = table.seconds(row.name, row.flops, Option.parse(name))
             options[name] = cost.model_copy(update={"seconds": seconds})
-        linears.append(linear.model_copy(update={"options": options}))
-    return problem.model_copy(update={"linears": tuple(linears)})
+        return options
+
+    return problem.with_options(timed)

@@ -9,7 +9,7 @@ gain.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -71,9 +71,7 @@ class Task:
 
     @cached_property
     def stage_thresholds(self) -> tuple[int | None, ...]:
-        """Floors in the units of `table.stage_row`."""
-        if not self.has_floors:
-            return (None,) * len(self.floors)
+        """Floors in the units of `table.stage_row`, for a task that has some."""
         return tuple(map(_threshold, self.floors, self.table.stage_row.units))
 
     @cached_property
@@ -90,9 +88,9 @@ class Task:
     def budgets(self) -> tuple[Floors, ...]:
         """Both kinds of floors in the solver's integers: those of the stages, then the overall."""
         table, overall = self.table, np.array([self.overall_threshold or 0])
-        stages = np.array([threshold or 0 for threshold in self.stage_thresholds])
         found = [Floors(table.overall_row.coefficients, np.zeros_like(table.stage), overall)]
         if self.has_floors:
+            stages = np.array([threshold or 0 for threshold in self.stage_thresholds])
             found.insert(0, Floors(table.stage_row.coefficients, table.stage, stages))
         return tuple(found)
 
@@ -108,19 +106,6 @@ class Task:
 
 
 @dataclass(frozen=True, eq=False)
-class FixedOption:
-    """A constraint that fixes the option of some linears.
-
-    Attributes:
-        label: as reported, e.g. `pin decoder.layers.0.*=fp8`.
-        columns: [n], the column that each linear is fixed to; -1 for linears that it leaves free.
-    """
-
-    label: str
-    columns: Ints
-
-
-@dataclass(frozen=True, eq=False)
 class Constraints:
     """All constraints on a plan.
 
@@ -129,14 +114,15 @@ class Constraints:
         cost: [n, k]; see `Task`.
         target: least efficiency.
         balance: whether the target holds for the model or in each stage.
-        fixed: linears whose option is fixed.
+        fixed: by label (`pin decoder.layers.0.*=fp8`) the column that each linear is fixed to, [n];
+            -1 for linears that the constraint leaves free.
     """
 
     table: CostTable
     cost: Floats
     target: float
     balance: PipelineBalance
-    fixed: tuple[FixedOption, ...] = ()
+    fixed: Mapping[str, Ints]
 
     @cached_property
     def targets(self) -> dict[str, int | None]:
@@ -150,7 +136,7 @@ class Constraints:
     @property
     def labels(self) -> tuple[str, ...]:
         """Labels of all constraints, in the order in which conflicts list them."""
-        return (*self.targets, *(fixed.label for fixed in self.fixed), FORBIDDEN)
+        return (*self.targets, *self.fixed, FORBIDDEN)
 
     def task(self, active: Iterable[str] | None = None) -> Task:
         """Return the task under the active constraints (by default all)."""
@@ -189,7 +175,7 @@ class Constraints:
         allowed, fixable = table.listed, np.ones_like(table.listed)
         if FORBIDDEN in on:
             allowed, fixable = table.available, ~np.isnan(table.quality)
-        active = [fixed.columns[:, None] for fixed in self.fixed if fixed.label in on]
+        active = [columns[:, None] for label, columns in self.fixed.items() if label in on]
         is_fixed = np.any([columns >= 0 for columns in active], axis=0) if active else False
         allowed = np.where(is_fixed, fixable, allowed)  # an unlisted bf16 may be pinned
         for columns in active:  # two options for a linear leave none
@@ -258,14 +244,13 @@ def make_constraints(
     Raises:
         UsageError: if a pin matches no linear, or its option is not available for a linear.
     """
-    fixed = [_pin(table, glob, option) for glob, option in settings.pins]
+    fixed = dict(_pin(table, glob, option) for glob, option in settings.pins)
     if settings.first_layers is not None:
-        fixed.append(_edge_pin(table, *settings.first_layers, first=True))
+        fixed |= [_edge_pin(table, *settings.first_layers, first=True)]
     if settings.last_layers is not None:
-        fixed.append(_edge_pin(table, *settings.last_layers, first=False))
-    unique = tuple({each.label: each for each in fixed}.values())
+        fixed |= [_edge_pin(table, *settings.last_layers, first=False)]
     cost = table.quality + settings.change_penalty * changes(table, previous)
-    return Constraints(table, cost, target, settings.pipeline_balance, unique)
+    return Constraints(table, cost, target, settings.pipeline_balance, fixed)
 
 
 def changes(table: CostTable, previous: Ints | None) -> Floats:
@@ -283,17 +268,17 @@ def _threshold(least: Fraction | None, unit: Fraction) -> int | None:
     return None if least is None else max(0, math.ceil(least / unit))
 
 
-def _pin(table: CostTable, glob: str, option: str) -> FixedOption:
+def _pin(table: CostTable, glob: str, option: str) -> tuple[str, Ints]:
     label = f"pin {glob}={option}"
     matching = np.array([glob_matches(name, glob) for name in table.names])
     if not matching.any():
         example = table.names[0]
         text = f"{label}: no linear's name matches; names look like '{example}'"
         raise UsageError(text, field="pins")
-    return _fixed(table, label, matching, option)
+    return label, _fixed(table, label, matching, option)
 
 
-def _edge_pin(table: CostTable, count: int, option: str, first: bool) -> FixedOption:
+def _edge_pin(table: CostTable, count: int, option: str, first: bool) -> tuple[str, Ints]:
     """Fix the linears of the first or last `count` layers of every block."""
     label = f"{'first' if first else 'last'} {count} layers in {option}"
     places = [split_linear_name(name)[:2] for name in table.names]
@@ -301,18 +286,16 @@ def _edge_pin(table: CostTable, count: int, option: str, first: bool) -> FixedOp
     for block in {block for block, _ in places}:
         layers = sorted({layer for other, layer in places if other == block}, reverse=not first)
         edge |= {(block, layer) for layer in layers[:count]}
-    return _fixed(table, label, np.array([place in edge for place in places]), option)
+    return label, _fixed(table, label, np.array([place in edge for place in places]), option)
 
 
-def _fixed(table: CostTable, label: str, rows: Mask, option: str) -> FixedOption:
+def _fixed(table: CostTable, label: str, rows: Mask, option: str) -> Ints:
     columns = table.columns_of([str(parse_option(option))] * len(rows))
-    return fixed_option(table, label, rows, columns, f"'{option}'")
+    return fixed_columns(table, label, rows, columns, f"'{option}'")
 
 
-def fixed_option(
-    table: CostTable, label: str, rows: Mask, columns: Ints, wanted: str
-) -> FixedOption:
-    """Fix rows ([n] mask) to columns ([n], -1 where the table has none).
+def fixed_columns(table: CostTable, label: str, rows: Mask, columns: Ints, wanted: str) -> Ints:
+    """Fix rows ([n] mask) to columns ([n], -1 where the table has none), for `Constraints.fixed`.
 
     Raises:
         UsageError: naming `wanted`, if a row has no such column.
@@ -322,7 +305,7 @@ def fixed_option(
             f"{label}: {wanted} is not an option of '{table.names[row]}' "
             f"({', '.join(table.options(row))})"
         )
-    return FixedOption(label, np.where(rows, columns, -1))
+    return np.where(rows, columns, -1)
 
 
 def _rounded_down(value: float) -> str:

@@ -28,7 +28,7 @@ from megatron_snip.planning.plan import (
     read_plan,
 )
 from megatron_snip.planning.policies import UNIFORM, Request, get_policy
-from megatron_snip.planning.problem import OptionCost, PlanningProblem, parse_option
+from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem, parse_option
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.types import Gemm, glob_matches
 
@@ -204,15 +204,13 @@ def nearest_option(option: Option, candidates: Iterable[Option]) -> Option:
 def restrict_problem(problem: PlanningProblem, refusals: Refusals) -> PlanningProblem:
     """Return a problem whose linears list only what they can run; BF16 if that is nothing."""
     bf16 = {str(BF16): OptionCost(quality_loss=0.0, saving=0.0)}
-    rows = []
-    for row in problem.linears:
-        options = {
-            name: cost
-            for name, cost in row.options.items()
-            if row.name not in refusals.get(parse_option(name), {})
-        }
-        rows.append(row.model_copy(update={"options": options or bf16}))
-    return problem.model_copy(update={"linears": tuple(rows)})
+
+    def left(row: LinearChoices) -> dict[str, OptionCost]:
+        options = row.options.items()
+        runs = {n: c for n, c in options if row.name not in refusals.get(parse_option(n), {})}
+        return runs or bf16
+
+    return problem.with_options(left)
 
 
 def healing_problem(
@@ -248,17 +246,17 @@ def healing_problem(
             return new > lowest or not first_are_raised
         return new == old or first_are_raised
 
-    def is_left(name: str, text: str) -> bool:
-        if any(glob_matches(name, glob) for glob, _ in config.pin_pairs):
-            return True
-        wanted = _bits(parse_option(text))
-        return all(map(may_become, bits[name], wanted, is_first))
+    def left(row: LinearChoices) -> dict[str, OptionCost]:
+        if any(glob_matches(row.name, glob) for glob, _ in config.pin_pairs):
+            return row.options
+        raised = {
+            text: cost
+            for text, cost in row.options.items()
+            if all(map(may_become, bits[row.name], _bits(parse_option(text)), is_first))
+        }
+        return raised or row.options
 
-    rows = []
-    for row in problem.linears:
-        left = {text: cost for text, cost in row.options.items() if is_left(row.name, text)}
-        rows.append(row.model_copy(update={"options": left or row.options}))
-    return problem.model_copy(update={"linears": tuple(rows)})
+    return problem.with_options(left)
 
 
 def reasons(refused: Mapping[str, str]) -> str:

@@ -29,7 +29,7 @@ import numpy as np
 
 from megatron_snip.errors import UsageError, did_you_mean
 from megatron_snip.options import BF16, Option
-from megatron_snip.planning.constraints import Constraints, Task, by_saving, fixed_option
+from megatron_snip.planning.constraints import Constraints, Task, by_saving, fixed_columns
 from megatron_snip.planning.cost import Ints
 from megatron_snip.planning.problem import PlanningProblem, parse_option
 from megatron_snip.planning.search import Solution, lower_bound, solve
@@ -272,14 +272,14 @@ def _score(request: Request, score: str, row: int, column: int) -> float:
 
 def _layer_type(request: Request, task: Task) -> list[int]:
     """Order by kind of linear (`KIND_ORDER`), then by position in the model."""
+    kinds = [name.rsplit(".", 1)[-1] for name in task.table.names]
+    return _ranked(task, [KIND_ORDER.index(k) if k in KIND_ORDER else -1 for k in kinds])
+
+
+def _ranked(task: Task, ranks: Sequence[float]) -> list[int]:
+    """Return the rows in ascending order of their ranks; equal ones in the model's order."""
     names = task.table.names
-
-    def key(row: int) -> tuple[int, object]:
-        kind = names[row].rsplit(".", 1)[-1]
-        rank = KIND_ORDER.index(kind) if kind in KIND_ORDER else -1
-        return rank, natural_key(names[row])
-
-    return sorted(range(len(names)), key=key)
+    return sorted(range(len(names)), key=lambda row: (ranks[row], natural_key(names[row])))
 
 
 def _layers(task: Task) -> list[int]:
@@ -290,11 +290,9 @@ def _layers(task: Task) -> list[int]:
 
 def _layer_id(request: Request, task: Task) -> list[int]:
     """Order from the middle layer outwards, so that the first and last layers come last."""
-    names, layers = task.table.names, _layers(task)
+    layers = _layers(task)
     middle = max(layers) / 2
-    return sorted(
-        range(len(names)), key=lambda row: (abs(layers[row] - middle), natural_key(names[row]))
-    )
+    return _ranked(task, [abs(layer - middle) for layer in layers])
 
 
 def _last_blocks(request: Request, task: Task) -> list[int]:
@@ -303,10 +301,10 @@ def _last_blocks(request: Request, task: Task) -> list[int]:
     NVIDIA's rule (arXiv:2509.25149). The last layer stays high the longest, then the
     first, the one before the last, the second, and the others from the end.
     """
-    names, layers = task.table.names, _layers(task)
+    layers = _layers(task)
     last = max(layers)
-    ranks = [2 * layer + 1 if layer < 2 else 2 * (last - layer) for layer in layers]
-    return sorted(range(len(names)), key=lambda row: (-ranks[row], natural_key(names[row])))
+    from_last = [2 * layer + 1 if layer < 2 else 2 * (last - layer) for layer in layers]
+    return _ranked(task, [-rank for rank in from_last])
 
 
 def _grads_first(request: Request, task: Task) -> list[Item]:
@@ -330,10 +328,11 @@ def _fixed(request: Request, columns: Ints, wanted: str) -> Solution:
     """Set every linear that is not pinned to `columns`, as one more pin."""
     constraints, policy = request.constraints, request.settings.policy
     free = np.ones(len(columns), dtype=np.bool_)
-    for each in constraints.fixed:
-        free &= each.columns < 0
-    own = fixed_option(constraints.table, f"policy {policy}", free, columns, wanted)
-    fixed = (*constraints.fixed, own)
+    for pinned in constraints.fixed.values():
+        free &= pinned < 0
+    label = f"policy {policy}"
+    own = fixed_columns(constraints.table, label, free, columns, wanted)
+    fixed = {**constraints.fixed, label: own}
     task = replace(constraints, target=0.0, balance="none", fixed=fixed).checked_task()
     only: Ints = task.allowed.argmax(axis=1)
     return Solution(only, "fixed", task.loss(only))

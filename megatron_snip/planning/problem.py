@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -134,6 +134,13 @@ class PlanningProblem(BaseModel):
     def num_stages(self) -> int:
         """One more than the largest stage."""
         return 1 + max(linear.stage for linear in self.linears)
+
+    def with_options(
+        self, options: Callable[[LinearChoices], dict[str, OptionCost]]
+    ) -> PlanningProblem:
+        """Return the problem with the options that the function returns for each linear."""
+        rows = (row.model_copy(update={"options": options(row)}) for row in self.linears)
+        return self.model_copy(update={"linears": tuple(rows)})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of the file."""

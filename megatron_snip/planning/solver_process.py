@@ -34,7 +34,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -169,12 +169,6 @@ class SolverProcess:
         """End the child; nothing can be submitted afterwards. May be called twice."""
         self._request = None
         self._end()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def worker_command() -> list[str]:

@@ -17,7 +17,6 @@ from megatron_snip.log import warn_once
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.statistics.health_table import HealthTable
-from megatron_snip.statistics.records import StatisticsTable
 
 logger = logging.getLogger(__name__)
 
@@ -27,14 +26,12 @@ class Measurement:
     """A refresh has measured every linear.
 
     Attributes:
-        statistics: reduced over all ranks.
-        divergences: computed from the statistics.
+        divergences: of the model, with the statistics that they were computed from.
         problem: the planning problem.
         seconds: wall time that measuring added.
         health: what quantization did to the tensors of these iterations.
     """
 
-    statistics: StatisticsTable
     divergences: DivergenceTable
     problem: PlanningProblem
     seconds: float

@@ -100,7 +100,7 @@ class RunDirectory:
         match event.payload:
             case Measurement() as measured:
                 self._row["refresh_s"] = measured.seconds
-                table = divergences_dict(measured.divergences, measured.statistics)
+                table = divergences_dict(measured.divergences)
                 self._write_json("divergences", event.iteration, table)
                 self._write_json("health", event.iteration, measured.health.to_dict())
                 write_problem(measured.problem, self._path("problems", event.iteration))

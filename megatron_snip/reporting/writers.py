@@ -186,7 +186,7 @@ def pictures(payload: Payload) -> dict[str, Any]:
 
     if isinstance(payload, PlanApplied):
         return {"snip/6_plan": figures.plan_map(payload.plan.linears)}
-    record = parse_divergences(divergences_dict(payload.divergences, payload.statistics))
+    record = parse_divergences(divergences_dict(payload.divergences))
     found = {}
     if record.quantized_options:
         found["snip/5_fragile_linears"] = figures.divergence_maps(record)

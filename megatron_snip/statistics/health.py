@@ -153,8 +153,7 @@ def _linear_health(
     grad, weight, update = sums[:NORMS].tolist()
     sizes = s.tokens * s.in_features, s.in_features * s.out_features, s.tokens * s.out_features
     squares = s.input_square, s.weight_square, s.grad_square
-    observed = s.microbatches > 0
-    counts = 1.0, s.microbatches or 1.0, 1.0  # W is observed once in each microbatch
+    counts = 1.0, s.microbatches, 1.0  # W is observed once in each microbatch
     units = 1.0, 1.0, grad_scale
     operands: dict[str, dict[Operand, OperandHealth]] = {name: {} for name in s.formats}
     histograms: dict[Operand, tuple[float, list[float]]] = {}
@@ -168,8 +167,8 @@ def _linear_health(
             error, zeros, saturated = (v / counts[o] for v in by_format[f][o][:-NUM_BINS])
             operands[name][operand] = OperandHealth(
                 _db(squares[o], error * units[o] ** 2),
-                zeros / sizes[o] if observed and sizes[o] else None,
-                saturated / sizes[o] if observed and sizes[o] else None,
+                zeros / sizes[o] if sizes[o] else None,
+                saturated / sizes[o] if sizes[o] else None,
                 _spread(by_format[f][o][-NUM_BINS:], shift),
                 {
                     measure: (which[f][o], values[f][o])
@@ -177,9 +176,7 @@ def _linear_health(
                     if math.isfinite(values[f][o])
                 },
             )
-    known = [
-        a * u if observed and math.isfinite(a) else None for a, u in zip(amax, units, strict=True)
-    ]
+    known = [a * u if math.isfinite(a) else None for a, u in zip(amax, units, strict=True)]
     return LinearHealth(
         s.name,
         s.stage,

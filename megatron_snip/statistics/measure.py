@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_snip.collectives import sum_over
+from megatron_snip.collectives import sum_together
 from megatron_snip.formats import Format
 from megatron_snip.matmul import matmul_fp32
 from megatron_snip.quantizers.quantize import operand_block, quantize_dequantize_operand, rotated
@@ -77,10 +77,8 @@ class PartialSums(NamedTuple):
 
     def summed(self, group: ProcessGroup) -> PartialSums:
         """All ranks of `group`: return the sums over the shards, in one exchange."""
-        own = [t for t in self[:4] if t is not None]
-        flat = sum_over(torch.cat([t.reshape(-1) for t in own]), group)
-        pieces = iter(torch.split(flat, [t.numel() for t in own]))
-        summed = (None if t is None else next(pieces).view_as(t) for t in self[:4])
+        sums = iter(sum_together([t for t in self[:4] if t is not None], group))
+        summed = (None if t is None else next(sums) for t in self[:4])
         return PartialSums._make((*summed, self.amax))
 
     @classmethod
@@ -140,7 +138,9 @@ def partial_sums(
         x_q = _quantized(operands, fmt, Operand.INPUT, Gemm.FPROP)
         w_q = _quantized(operands, fmt, Operand.WEIGHT, Gemm.FPROP)
         outputs.append(matmul_fp32(x_q, w_q.t()).sub_(outputs[0]))
-        w_t = w_q if _is_symmetric(fmt) else _quantized(operands, fmt, Operand.WEIGHT, Gemm.DGRAD)
+        w_t = w_q  # a square block serves both
+        if fmt.weight_block[0] != fmt.weight_block[1]:
+            w_t = _quantized(operands, fmt, Operand.WEIGHT, Gemm.DGRAD)
         g_q = _quantized(operands, fmt, Operand.GRAD_OUTPUT, Gemm.DGRAD, stream)
         input_grads.append(matmul_fp32(g_q, w_t).sub_(input_grads[0]))
         for operand, q in zip(Operand, (x_q, w_q, g_q), strict=True):
@@ -250,12 +250,6 @@ def _health(
     block = operand_block(fmt, operand, gemm)
     counts = tile_counts(x, q, fmt, block, tensor_amax, maxima)
     return torch.cat([_square(q.sub_(x)).float()[None], counts])
-
-
-def _is_symmetric(fmt: Format) -> bool:
-    """Whether one quantized weight serves fprop and dgrad."""
-    blocks = {operand_block(fmt, Operand.WEIGHT, gemm) for gemm in (Gemm.FPROP, Gemm.DGRAD)}
-    return len(blocks) == 1
 
 
 def _scalar_names(kind: LinearKind, formats: Iterable[str]) -> list[str]:

@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -86,7 +86,7 @@ class _Call:
         placement: the linear.
         weight: W [N, K] of this shard.
         axis: the ranks that share its tokens or shards.
-        input_is_split, output_is_split: see `StepObserver.observe`.
+        input_is_split, output_is_split, prepare_input: see `StepObserver.observe`.
     """
 
     placement: Placement
@@ -94,6 +94,7 @@ class _Call:
     axis: Axis
     input_is_split: bool
     output_is_split: bool
+    prepare_input: Callable[[Tensor], Tensor] | None
 
 
 class StepObserver:
@@ -165,9 +166,10 @@ class StepObserver:
         axis = placement.tensor
         if input_is_split and axis.size == 1:  # every rank holds the weight and its own tokens
             axis = self._topology.tensor
-        call = _Call(placement, weight.detach(), axis, input_is_split, output_is_split)
+        splits = input_is_split, output_is_split
+        call = _Call(placement, weight.detach(), axis, *splits, prepare_input)
         with torch.no_grad(), self._timed():
-            samples = self._samples(call, input.detach(), prepare_input)
+            samples = self._samples(call, input.detach())
 
         def on_backward(grad: Tensor) -> None:
             # The CPU patch looks at every call of torch in Python; here is nothing to redirect.
@@ -210,9 +212,7 @@ class StepObserver:
         finally:
             self.seconds += time.perf_counter() - begin
 
-    def _samples(
-        self, call: _Call, input: Tensor, prepare: Callable[[Tensor], Tensor] | None
-    ) -> list[Sample]:
+    def _samples(self, call: _Call, input: Tensor) -> list[Sample]:
         """Keep the sampled tokens of a linear's input, by sender; communicates nothing."""
         placement = call.placement
         forward = self._num_forwards[placement.instance]
@@ -226,17 +226,15 @@ class StepObserver:
         samples = []
         for part in parts:
             microbatch = forward * data.size + part.data_rank
-            rows, num_single, first, expansions = self._draw(len(part.rows), microbatch)
-            rows = part.rows[rows]
-            sample = Sample(microbatch, len(part.rows), rows, num_single, first, expansions)
-            self._try(placement, partial(self._keep, call, sample, x, prepare))
+            drawn = self._draw(len(part.rows), microbatch)
+            sample = replace(drawn, rows=part.rows[drawn.rows])
+            self._try(placement, partial(self._keep, call, sample, x))
             samples.append(sample)
         return samples
 
-    def _keep(
-        self, call: _Call, sample: Sample, x: Tensor, prepare: Callable[[Tensor], Tensor] | None
-    ) -> None:
+    def _keep(self, call: _Call, sample: Sample, x: Tensor) -> None:
         """Put the sampled rows of X [tokens, K] into the sample."""
+        prepare = call.prepare_input
         if self._needs_amax:
             x, prepare = (x if prepare is None else prepare(x)), None
             sample.input_amax = amax_of(x)

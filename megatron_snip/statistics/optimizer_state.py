@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -42,83 +42,62 @@ MUON_CHANGE = 0.01
 
 
 @dataclass(frozen=True)
-class AdamShard:
-    """The moments of elements [start, end) of one flattened parameter.
+class Shard:
+    """Elements [start, end) of one flattened parameter, and what the optimizer keeps of them.
 
     Attributes:
         start: first element of the flattened parameter.
         end: one past the last.
-        exp_avg: [end - start], first moment, or None before the first step.
-        exp_avg_sq: likewise, second moment.
-        step: optimizer steps taken so far.
-        betas: decay rates of the moments.
-        eps: AdamW's epsilon.
+        shape: of the parameter.
+        state: the optimizer's, e.g. `exp_avg`, `exp_avg_sq` and `step`.
+        group: the settings of the parameter's group.
+        rule: returns D and the update direction of a shard, FP32, or None before the first step.
     """
 
     start: int
     end: int
-    exp_avg: torch.Tensor | None
-    exp_avg_sq: torch.Tensor | None
-    step: int
-    betas: tuple[float, float]
-    eps: float
+    shape: torch.Size
+    state: Mapping[str, Any]
+    group: Mapping[str, Any]
+    rule: Callable[[Shard], tuple[torch.Tensor, torch.Tensor] | None]
 
-    def sensitivity(self) -> torch.Tensor | None:
-        """Return D for these elements, [end - start] FP32, or None where there are no moments."""
-        beta1, root = self.betas[0], self._denominator()
-        factor = (1 - beta1) / (1 - beta1 ** (self.step + 1))
-        return None if root is None else root.reciprocal_().mul_(factor)
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken so far."""
+        step = self.state.get("step", self.group.get("step", 0))
+        return int(step.item() if isinstance(step, torch.Tensor) else step or 0)
 
-    def update(self) -> torch.Tensor | None:
-        """Return the update direction m^ / (sqrt(v^) + eps), [end - start] FP32, or None."""
-        root = self._denominator()
-        if root is None or self.exp_avg is None:
-            return None
-        return self.exp_avg.reshape(-1).float() / (1 - self.betas[0] ** self.step) / root
-
-    def _denominator(self) -> torch.Tensor | None:
-        if self.exp_avg_sq is None or self.step < 1:
-            return None
-        second = self.exp_avg_sq.reshape(-1).float() / (1 - self.betas[1] ** self.step)
-        return second.sqrt_().add_(self.eps)
+    def slope_and_update(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return D and the update direction, [end - start] FP32 each; None without moments."""
+        found = self.rule(self)
+        return None if found is None else (found[0].reshape(-1), found[1].reshape(-1))
 
 
-@dataclass(frozen=True)
-class OtherShard:
-    """The state of one complete parameter under momentum, Adafactor or Muon; see AdamShard.
-
-    Attributes:
-        start, end, step, betas: as of AdamShard; there are no moments that must age.
-        slope_and_update: returns D and the update direction, both [N, K] FP32.
-    """
-
-    start: int
-    end: int
-    slope_and_update: Callable[[], tuple[torch.Tensor, torch.Tensor]]
-    step: int = 0
-    betas: tuple[float, float] = (0.0, 0.0)
-
-    def sensitivity(self) -> torch.Tensor:
-        """Return D for these elements, [end - start] FP32."""
-        return self.slope_and_update()[0].reshape(-1)
-
-    def update(self) -> torch.Tensor:
-        """Return the update direction, [end - start] FP32."""
-        return self.slope_and_update()[1].reshape(-1)
+def _adam(shard: Shard) -> tuple[torch.Tensor, torch.Tensor] | None:
+    first, second, step = shard.state.get("exp_avg"), shard.state.get("exp_avg_sq"), shard.step
+    if first is None or second is None or step < 1:
+        return None
+    beta1, beta2 = shard.group.get("betas", (0.0, 0.0))
+    root = (second.float() / (1 - beta2**step)).sqrt_().add_(float(shard.group.get("eps", 0.0)))
+    update = first.float() / (1 - beta1**step) / root
+    return root.reciprocal_().mul_((1 - beta1) / (1 - beta1 ** (step + 1))), update
 
 
-def _adafactor(rows: torch.Tensor, cols: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, cols = rows.float().reshape(-1, 1), cols.float().reshape(1, -1)
+def _adafactor(names: tuple[str, str], shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, cols = (shard.state[name].float() for name in names)
+    rows, cols = rows.reshape(-1, 1), cols.reshape(1, -1)
     d = (rows / rows.mean()).rsqrt() * cols.rsqrt()
     return d, torch.ones_like(d)
 
 
-def _momentum(m: torch.Tensor, group: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def _momentum(shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
+    m, group = shard.state["momentum_buffer"].float(), shard.group
     d = 1.0 - group.get("dampening", 0.0)
     return torch.full_like(m, 1.0 + group["momentum"] * d if group.get("nesterov") else d), m
 
 
-def _muon(m: torch.Tensor, group: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def _muon(shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
+    m, group = shard.state["momentum_buffer"].float().view(shard.shape), shard.group
     # As errors of wgrad are: random, larger where gradients are, and of the size of FP4's.
     change = torch.randn(m.shape, generator=torch.Generator().manual_seed(m.numel())).to(m.device)
     change *= m.norm(dim=1).outer(m.norm(dim=0))
@@ -141,9 +120,6 @@ def _orthogonalized(x: torch.Tensor) -> torch.Tensor:
     return y.t() if x.shape[0] > x.shape[1] else y
 
 
-Shard = AdamShard | OtherShard
-
-
 def adam_shards(optimizer: Any) -> dict[torch.Tensor, Shard]:
     """Return this rank's shard of every model parameter that `optimizer` updates.
 
@@ -157,18 +133,20 @@ def adam_shards(optimizer: Any) -> dict[torch.Tensor, Shard]:
     for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
         inner = getattr(part, "optimizer", part)
         groups = {id(p): group for group in inner.param_groups for p in group["params"]}
-        for model_param, main_param, start, end in _owned(part, inner):
-            if id(main_param) in groups:
-                state = inner.state.get(main_param, {})
-                group = groups[id(main_param)]
-                shards[model_param] = _shard(state, group, model_param, start, end, inner)
+        for weight, main_param, start, end in _owned(part, inner):
+            if (group := groups.get(id(main_param))) is not None:
+                shard = Shard(
+                    start, end, weight.shape, inner.state.get(main_param, {}), group, _adam
+                )
+                shards[weight] = replace(shard, rule=_rule(shard, inner))
     return shards
 
 
 def steps_of_moments(optimizer: Any) -> int | None:
     """Return the fewest steps that AdamW's moments on this rank have seen; None without AdamW."""
     shards = adam_shards(optimizer).values()
-    return min((shard.step for shard in shards if any(shard.betas)), default=None)
+    adam = (shard for shard in shards if shard.rule is _adam and any(shard.group.get("betas", ())))
+    return min((shard.step for shard in adam), default=None)
 
 
 def learning_rate(optimizer: Any) -> float | None:
@@ -205,36 +183,21 @@ def _owned(part: Any, inner: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, 
             yield param, param, 0, param.numel()
 
 
-def _shard(
-    state: dict[str, Any],
-    group: dict[str, Any],
-    weight: torch.Tensor,
-    start: int,
-    end: int,
-    inner: Any,
-) -> Shard:
-    known = {name for name, value in state.items() if value is not None}
-    is_matrix = weight.dim() == 2 and end - start == weight.numel()
-    factors = next((names for names in FACTORS if known.issuperset(names)), None)
-    if is_matrix and factors is not None:
-        return OtherShard(start, end, partial(_adafactor, *(state[name] for name in factors)))
-    if is_matrix and "momentum_buffer" in known:
-        find = _muon if hasattr(inner, "orthogonalize") or "ns_steps" in group else _momentum
-        m = state["momentum_buffer"].float().view(weight.shape)
-        return OtherShard(start, end, partial(find, m, group))
-    if weight.dim() == 2 and known - {"step"} and "exp_avg_sq" not in known:
+def _rule(shard: Shard, inner: Any) -> Callable[[Shard], Any]:
+    """Return the rule of the optimizer that made a shard's state; AdamW's if it is not known."""
+    known = {name for name, value in shard.state.items() if value is not None}
+    is_matrix = len(shard.shape) == 2
+    if is_matrix and shard.end - shard.start == shard.shape.numel():
+        for names in FACTORS:
+            if known.issuperset(names):
+                return partial(_adafactor, names)
+        if "momentum_buffer" in known:
+            is_muon = hasattr(inner, "orthogonalize") or "ns_steps" in shard.group
+            return _muon if is_muon else _momentum
+    if is_matrix and known - {"step"} and "exp_avg_sq" not in known:
         warn_once_per_job(
             logger,
             f"snip: the state of the optimizer {type(inner).__name__} is not known (AdamW, "
             "Adafactor, Muon and momentum are), so gradients stand for its updates",
         )
-    step = state.get("step", group.get("step", 0))
-    return AdamShard(
-        start=start,
-        end=end,
-        exp_avg=state.get("exp_avg"),
-        exp_avg_sq=state.get("exp_avg_sq"),
-        step=int(step.item() if isinstance(step, torch.Tensor) else step or 0),
-        betas=tuple(group.get("betas", (0.0, 0.0))),
-        eps=float(group.get("eps", 0.0)),
-    )
+    return _adam

@@ -68,10 +68,8 @@ class Sample:
     input_amax: Tensor | None = None
 
 
-def draw_sample(
-    s: MeasureSettings, num_tokens: int, microbatch: int
-) -> tuple[Tensor, int, int | None, tuple[float, float]]:
-    """Return `rows`, `num_single`, `first_feature` and `expansions` of a microbatch's `Sample`."""
+def draw_sample(s: MeasureSettings, num_tokens: int, microbatch: int) -> Sample:
+    """Return the sample of a microbatch, whose X is not known yet."""
     tile = max((fmt.tile for fmt in s.formats.values()), default=1)
     wanted = min(max(num_tokens // SAMPLED_SHARE, LEAST_TOKENS), MOST_TOKENS)
     num_tiles, num_chosen = math.ceil(num_tokens / tile), math.ceil(wanted / tile)
@@ -87,7 +85,8 @@ def draw_sample(
         key = StreamKey(s.seed, "sampled features", s.iteration, 0)
         first_feature = (key.word + microbatch) % FEATURE_STRIDE  # four microbatches cover all
         expansions = num_tokens / wanted, num_tiles / num_chosen
-    return torch.cat([single, runs]), len(single), first_feature, expansions
+    rows = torch.cat([single, runs])
+    return Sample(microbatch, num_tokens, rows, len(single), first_feature, expansions)
 
 
 def sampled_features(columns: ColumnMap, first: int | None) -> slice:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_snip.collectives import attempt, sum_over
+from megatron_snip.collectives import attempt, sum_together
 from megatron_snip.statistics.optimizer_state import Shard, adam_shards, is_sharded
 from megatron_snip.topology import Axis, LinearKind, Placement, Topology
 
@@ -110,8 +110,8 @@ class _ShardSums(NamedTuple):
         new = weight.data.new_zeros
         rows, cols = (new(n, dtype=torch.float64) for n in (num_rows, num_cols))
         scalars = new(2, dtype=torch.float64)
-        d, update = (None, None) if shard is None else (shard.sensitivity(), shard.update())
-        if shard is not None and d is not None and update is not None:
+        if shard is not None and (found := shard.slope_and_update()) is not None:
+            d, update = found
             scalars[0] = shard.end - shard.start
             scalars[1] = torch.linalg.vector_norm(update).double().square()
             inverse = d.square_().reciprocal_()
@@ -148,8 +148,6 @@ def _complete(
 
 def _add(parts: list[Tensor], group: Any) -> None:
     """All ranks of a group: add tensors over it, in place, in one exchange."""
-    if group is None or not parts:
-        return
-    flat = sum_over(torch.cat([part.reshape(-1) for part in parts]), group)
-    for part, total in zip(parts, torch.split(flat, [p.numel() for p in parts]), strict=True):
-        part.copy_(total.view_as(part))
+    if group is not None and parts:
+        for part, total in zip(parts, sum_together(parts, group), strict=True):
+            part.copy_(total)

@@ -91,6 +91,7 @@ def watch(event, arguments):
             found.append((event, caller, str(arguments)[:80]))
 sys.addaudithook(watch)
 import io, json, torch
+from contextlib import closing
 from pathlib import Path
 from megatron_snip.state import ControllerState
 from megatron_snip.planning.plan import read_plan, write_plan
@@ -102,7 +103,7 @@ def main():
     folder = Path(sys.argv[1])
     found.clear()  # what importing torch does is torch's
     problem = read_problem(folder / "problems" / "0.json")
-    with SolverProcess() as solver:
+    with closing(SolverProcess()) as solver:
         solver.submit(problem, PlanSettings())
         plan = solver.result(60.0)
     write_plan(plan, folder / "plans" / "0.json")

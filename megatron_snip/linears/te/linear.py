@@ -38,7 +38,7 @@ from megatron_snip.linears.te.modules import (
     shape_refusal,
     weights_of,
 )
-from megatron_snip.linears.te.recipe import FORMAT_OF_RECIPE, TERecipe
+from megatron_snip.linears.te.recipe import TERecipe
 from megatron_snip.log import warn_once
 from megatron_snip.options import BF16, Option
 from megatron_snip.topology import Placement
@@ -163,7 +163,7 @@ class PlannedTELinear(ObservedTELinear):
         recipe = te_recipe(option, self._machine)
         if self._grouped and not recipe.is_uniform:
             return "grouped experts take one format for all three GEMMs"
-        if gathers_input(self.module) and _wgrad_is_finer(recipe):
+        if gathers_input(self.module) and _wgrad_is_finer(option):
             return (
                 f"{option}: under sequence parallelism Transformer Engine gathers the input as "
                 "fprop quantized it, so wgrad cannot have more bits than fprop"
@@ -264,13 +264,10 @@ def _drop_quantized_weights(module: Any) -> None:
     module._fp8_workspaces.clear()
 
 
-def _wgrad_is_finer(recipe: TERecipe) -> bool:
+def _wgrad_is_finer(option: Option) -> bool:
     """Return whether wgrad would take the input in more bits than fprop.
 
     A shard that was quantized by two formats is dequantized from its rows, which are fprop's,
     before it is gathered for the backward (`HybridQuantizedTensorStorage.dequantize`, 2.20).
     """
-    fprop, wgrad = (
-        get_format(FORMAT_OF_RECIPE[name]).bits for name in (recipe.fprop, recipe.wgrad)
-    )
-    return fprop < wgrad
+    return get_format(option.fprop).bits < get_format(option.wgrad).bits

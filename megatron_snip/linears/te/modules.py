@@ -70,29 +70,20 @@ def te_kind(module: torch.nn.Module) -> LinearKind | None:
 
     A plain TELinear is not sharded: it counts as a column linear with one shard.
     """
-    classes = _classes()
-    for name, kind in _KINDS.items():
-        if name in classes and isinstance(module, classes[name]):
-            return kind
-    return "column" if "TELinear" in classes and isinstance(module, classes["TELinear"]) else None
+    name = _class_of(module)
+    return "column" if name == "TELinear" else _KINDS.get(name)
 
 
 def is_grouped(module: torch.nn.Module) -> bool:
     """Return whether a Transformer Engine linear holds several experts."""
-    grouped = _classes().get("TEGroupedLinear")
-    return grouped is not None and isinstance(module, grouped)
+    return isinstance(module, _classes().get("TEGroupedLinear", ()))
 
 
 def is_replicated(module: torch.nn.Module) -> bool:
     """Return whether several tensor-parallel ranks hold the full weight of this linear."""
-    classes = _classes()
-    sharded = tuple(classes[name] for name in _KINDS if name in classes)
     config: Any = getattr(module, "config", None)
-    return (
-        int(getattr(config, "tensor_model_parallel_size", 1)) > 1
-        and te_kind(module) is not None
-        and not isinstance(module, sharded)
-    )
+    num_ranks = int(getattr(config, "tensor_model_parallel_size", 1))
+    return num_ranks > 1 and _class_of(module) == "TELinear"
 
 
 def knows_tokens(name: str) -> bool:
@@ -234,6 +225,11 @@ def padded_tokens(config: Any) -> int:
     if getattr(config, "fp8", None):
         return 32 if str(getattr(config, "fp8_recipe", "")).endswith("mxfp8") else 16
     return 128 if getattr(config, "fp4", None) else 0
+
+
+def _class_of(module: torch.nn.Module) -> str:
+    """Return the name of the first of Megatron's wrappers that a module is; empty for none."""
+    return next((name for name, cls in _classes().items() if isinstance(module, cls)), "")
 
 
 def _classes() -> dict[str, type]:

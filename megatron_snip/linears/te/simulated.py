@@ -116,17 +116,6 @@ class SimulatedTELinear(ObservedTELinear):
         ]
         added = [None] * len(sizes) if module.te_return_bias else biases
         experts = zip(self._gemms, torch.split(x, sizes), self.weights, added, strict=True)
-        y = torch.cat(
-            [
-                gemms(
-                    rows,
-                    weight,
-                    bias,
-                    self.option,
-                    training=module.training,
-                    fuse_wgrad=module.fuse_wgrad_accumulation,
-                )
-                for gemms, rows, weight, bias in experts
-            ]
-        )
+        how = {"training": module.training, "fuse_wgrad": module.fuse_wgrad_accumulation}
+        y = torch.cat([gemms(rows, w, b, self.option, **how) for gemms, rows, w, b in experts])
         return y, (biases if module.te_return_bias else None)

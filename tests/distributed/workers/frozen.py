@@ -58,7 +58,7 @@ def _train(values: dict[str, Any], snip: dict[str, Any]) -> dict[str, Any]:
         applied = [(i, a.plan.digest, a.num_changed) for i, a in trainer.events.applied]
         trainer.advance(STEPS, controller)
         controller.close()
-        statistics = [m.statistics for _, m in trainer.events.measured]
+        statistics = [m.divergences.statistics for _, m in trainer.events.measured]
         return {
             **trainer.digests(),
             "refreshes": [s.iteration for s in statistics],

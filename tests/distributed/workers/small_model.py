@@ -234,11 +234,11 @@ def refresh_json(trainer: Trainer, controller: SnipController) -> dict[str, Any]
     return {
         "plan": {n: str(o) for n, o in controller.plan.linears.items()},
         "history": controller.history,
-        "statistics": statistics_json(refresh.statistics),
+        "statistics": statistics_json(refresh.divergences.statistics),
         "health": refresh.health.to_dict()["linears"],
         "divergences": {
-            linear.name: {str(o): vars(d) for o, d in linear.options.items()}
-            for linear in refresh.divergences.linears
+            name: {str(o): vars(d) for o, d in row.items()}
+            for name, row in refresh.divergences.linears.items()
         },
         "stages": {row.name: row.stage for row in refresh.problem.linears},
         "warnings": trainer.warnings,

@@ -93,7 +93,7 @@ def test_gemms_are_those_of_a_linear(name: str) -> None:
     x.requires_grad_()
     w.requires_grad_()
     stream = StochasticStream(StreamKey(seed=0, linear="", iteration=0, microbatch=0))
-    call = LinearCall(option, lambda: stream, False, False, False, None)
+    call = LinearCall(option, lambda: stream)
     y = quantized_linear(x, w, None, call)
     y.backward(g)
     assert torch.equal(timed[Gemm.FPROP], y) and torch.equal(timed[Gemm.DGRAD], x.grad)

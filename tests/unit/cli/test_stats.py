@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "run" / "divergences"
     folder.mkdir(parents=True)
     for iteration in (10, 30):
-        value = divergences_dict(found, statistics)
+        value = divergences_dict(found)
         text = json.dumps({**value, "iteration": iteration})
         (folder / f"{iteration}.json").write_text(text)
     return tmp_path / "run"

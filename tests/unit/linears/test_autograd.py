@@ -34,9 +34,7 @@ def call(
             drawn.append(1)
         return STREAM
 
-    return LinearCall(
-        Option.parse(option), stream, False, False, fuse, None, saves_input=saves_input
-    )
+    return LinearCall(Option.parse(option), stream, fuse_wgrad=fuse, saves_input=saves_input)
 
 
 def tensors(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:

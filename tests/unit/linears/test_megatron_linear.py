@@ -11,7 +11,7 @@ from megatron_snip.linears.runtime import Runtime
 from megatron_snip.log import forget_warnings
 from megatron_snip.options import Option
 from megatron_snip.topology import Placement, Topology
-from megatron_snip.types import Operand
+from megatron_snip.types import Gemm, Operand
 
 PLACEMENT = Placement("decoder.layers.0.mlp.linear_fc2", 0, "row", 64, 48)
 FP4 = Option.uniform("fp4")
@@ -47,7 +47,7 @@ def simulated(module: Linear, x: torch.Tensor, option: Option = FP4) -> torch.Te
         x, Operand.INPUT, option, torch.float32, wgrad=False
     )
     assert x_q is not None
-    return simulated_gemm.fprop(x_q, module.weight.detach(), option, x.dtype)
+    return simulated_gemm.activation_gemm(x_q, module.weight.detach(), Gemm.FPROP, option, x.dtype)
 
 
 def test_another_override_is_neither_replaced_nor_removed() -> None:

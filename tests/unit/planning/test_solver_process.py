@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def test_plans_are_those_of_make_plan_and_the_child_stays(
         (tmp_path / name).write_text("raise ImportError('the wrong module')\n")
     monkeypatch.chdir(tmp_path)
     settings, previous = PlanSettings(change_penalty=0.5), plan_of(["fp8", "fp8", "fp4"])
-    with SolverProcess() as solver:
+    with closing(SolverProcess()) as solver:
         assert not solver.ready()
         children = set()
         for iteration in (3, 4):
@@ -59,7 +60,7 @@ def test_plans_are_those_of_make_plan_and_the_child_stays(
 
 
 def test_errors_keep_their_type_and_the_child_stays() -> None:
-    with SolverProcess() as solver:
+    with closing(SolverProcess()) as solver:
         solver.submit(PROBLEM, PlanSettings(target=0.9, pins=(("*.layers.1.*", "fp8"),)))
         with pytest.raises(InfeasiblePlanError) as caught:
             solver.result(LONG_S)
@@ -86,7 +87,7 @@ def test_errors_keep_their_type_and_the_child_stays() -> None:
 def test_failures_are_planning_errors_and_the_next_submit_starts_a_new_child(
     command: list[str], word: str
 ) -> None:
-    with SolverProcess(command) as solver:
+    with closing(SolverProcess(command)) as solver:
         for _ in range(2):
             solver.submit(PROBLEM, PlanSettings())
             with pytest.raises(PlanningError, match=word):
@@ -94,7 +95,7 @@ def test_failures_are_planning_errors_and_the_next_submit_starts_a_new_child(
 
 
 def test_a_child_that_hangs_is_ended_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    with SolverProcess(faulty("time.sleep(600)")) as solver:
+    with closing(SolverProcess(faulty("time.sleep(600)"))) as solver:
         solver.submit(PROBLEM, PlanSettings())
         hung = solver._child.start()
         with pytest.raises(PlanningError, match="did not answer within"):
@@ -108,7 +109,7 @@ def test_a_child_that_hangs_is_ended_and_replaced(monkeypatch: pytest.MonkeyPatc
 def test_submitting_does_not_wait_for_a_child_that_does_not_read() -> None:
     # A request far larger than a pipe's buffer, to a child that never reads.
     large = problem_of([[0.0, 1.0]] * 5000)
-    with SolverProcess(["sleep", "600"]) as solver:
+    with closing(SolverProcess(["sleep", "600"])) as solver:
         done = threading.Event()
 
         def submit() -> None:
@@ -133,13 +134,13 @@ def test_output_of_the_solver_is_no_answer() -> None:
         "worker.make_plan = chatty\n"
         "worker.serve(os.getppid())\n"
     )
-    with SolverProcess([sys.executable, "-c", program]) as solver:
+    with closing(SolverProcess([sys.executable, "-c", program])) as solver:
         solver.submit(PROBLEM, PlanSettings())
         assert solver.result(LONG_S).status == "optimal"
 
 
 def test_misuse_is_refused() -> None:
-    with SolverProcess(["sleep", "600"]) as solver:
+    with closing(SolverProcess(["sleep", "600"])) as solver:
         with pytest.raises(PlanningError, match="no plan was submitted"):
             solver.result(0.1)
         solver.submit(PROBLEM, PlanSettings(), iteration=8)

@@ -11,7 +11,6 @@ from typing import Any
 from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.quality_loss import (
     DivergenceTable,
-    LinearDivergence,
     OptionDivergence,
     planning_problem,
 )
@@ -67,7 +66,7 @@ def config(**values: Any) -> SnipConfig:
 
 def measurement_at(shape: Shape, iteration: int) -> Measurement:
     c = shape.config
-    rows, raw = [], []
+    rows, raw = {}, []
     for k, name in enumerate(shape.names):
         layer, kind = divmod(k, len(shape.kinds))
         weight = (1 + kind) / (1 + layer) * (1 + 0.5 * math.sin(iteration + k))
@@ -76,11 +75,11 @@ def measurement_at(shape: Shape, iteration: int) -> Measurement:
         flops = float(WIDTHS[kind % len(WIDTHS)]) * 6e3
         formats = {f: FormatStatistics(fisher=weight) for f in c.formats}
         raw.append(LinearStatistics(name, stage, 64, 64, flops, 1.0, 128.0, formats=formats))
-        rows.append(LinearDivergence(raw[-1], options))
-    table = DivergenceTable(iteration, tuple(rows))
-    problem = planning_problem(table, c.lowest_format, c.efficiency_target)
+        rows[name] = options
     statistics = StatisticsTable(iteration, 4.0, tuple(raw))
-    return Measurement(statistics, table, problem, 0.25, health_of(shape, iteration))
+    table = DivergenceTable(statistics, c.lowest_format, rows)
+    problem = planning_problem(table, c.efficiency_target)
+    return Measurement(table, problem, 0.25, health_of(shape, iteration))
 
 
 def health_of(shape: Shape, iteration: int) -> HealthTable:
@@ -101,7 +100,7 @@ def health_of(shape: Shape, iteration: int) -> HealthTable:
 
 def plan_from(shape: Shape, measured: Measurement) -> PrecisionPlan:
     settings = PlanSettings.from_config(shape.config)
-    plan = make_plan(measured.problem, settings, None, measured.divergences.iteration)
+    plan = make_plan(measured.problem, settings, None, measured.divergences.statistics.iteration)
     return plan.model_copy(update={"seconds": 0.125})
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_snip.statistics.optimizer_state import AdamShard, adam_shards
+from megatron_snip.statistics.optimizer_state import Shard, adam_shards
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 
@@ -26,6 +26,12 @@ def trained(
     return param, optimizer, before - param.detach()
 
 
+def slope_and_update(shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
+    found = shard.slope_and_update()
+    assert found is not None
+    return found
+
+
 def next_update(param: torch.nn.Parameter, optimizer: Any, grad: torch.Tensor) -> torch.Tensor:
     """What the optimizer would subtract from the parameter for this gradient."""
     twin, again = copy.deepcopy((param, optimizer))
@@ -43,8 +49,7 @@ def test_d_is_the_slope_of_the_real_update(steps: int) -> None:
     h = 1e-6
     up, down = (next_update(param, optimizer, torch.full_like(param, s * h)) for s in (1, -1))
     slope = ((up - down) / (2 * h)).flatten()
-    d = adam_shards(optimizer)[param].sensitivity()
-    assert d is not None
+    d, _ = slope_and_update(adam_shards(optimizer)[param])
     beta2 = BETAS[1]
     decay = (beta2 * (1 - beta2**steps) / (1 - beta2 ** (steps + 1))) ** 0.5
     torch.testing.assert_close(d.double(), slope * decay, rtol=1e-4, atol=0)
@@ -54,21 +59,18 @@ def test_d_is_the_slope_of_the_real_update(steps: int) -> None:
 def test_the_update_is_the_one_last_made(steps: int) -> None:
     _, optimizer, made = trained(steps)
     ((param, shard),) = adam_shards(optimizer).items()
-    update = shard.update()
-    assert update is not None
+    _, update = slope_and_update(shard)
     assert (shard.start, shard.end, shard.step) == (0, param.numel(), steps)
     torch.testing.assert_close(update.double(), made.flatten(), rtol=1e-5, atol=1e-7)
 
 
 def test_no_moments_no_sensitivity() -> None:
     param, optimizer, _ = trained(0)
-    shard = adam_shards(optimizer)[param]
-    assert shard.sensitivity() is None
-    assert shard.update() is None
+    assert adam_shards(optimizer)[param].slope_and_update() is None
     param.grad = torch.ones_like(param)
     sgd = torch.optim.SGD([param], lr=0.1)
     sgd.step()
-    assert adam_shards(sgd)[param].sensitivity() is None
+    assert adam_shards(sgd)[param].slope_and_update() is None
 
 
 @pytest.mark.parametrize(
@@ -99,8 +101,7 @@ def test_d_over_the_update_is_that_of_the_real_step(
             optimizer.step()
         grad, (shard,) = scales[:rows] * draw(rows), adam_shards(optimizer).values()
         step = next_update(param, optimizer, grad)
-        d, update = shard.sensitivity(), shard.update()
-        assert d is not None and update is not None
+        d, update = slope_and_update(shard)
         sizes = []
         for _ in range(5):
             change = 0.1 * scales[:rows] * draw(rows)  # as large as the errors of FP4
@@ -120,15 +121,16 @@ def test_an_unknown_optimizer_is_named_once_and_has_no_sensitivity(
     optimizer = torch.optim.RMSprop([param])
     optimizer.step()
     for _ in range(2):
-        assert adam_shards(optimizer)[param].sensitivity() is None
+        assert adam_shards(optimizer)[param].slope_and_update() is None
     assert caplog.text.count("optimizer RMSprop is not known") == 1
 
 
 def test_a_second_moment_of_zero_stays_finite() -> None:
     """A row of an embedding that no token has touched: D is large, not infinite."""
-    shard = AdamShard(0, 2, torch.zeros(2), torch.tensor([0.0, 1e-45]), 3, BETAS, EPS)
-    d, update = shard.sensitivity(), shard.update()
-    assert d is not None and update is not None
+    param, optimizer, _ = trained(3, shape=(1, 2))
+    moments = {"exp_avg": torch.zeros(1, 2), "exp_avg_sq": torch.tensor([[0.0, 1e-45]])}
+    optimizer.state[param].update(moments)
+    d, update = slope_and_update(adam_shards(optimizer)[param])
     assert d.isfinite().all() and update.isfinite().all()
 
 
@@ -140,6 +142,6 @@ def test_the_state_of_fused_adam_counts_steps_in_the_group() -> None:
     optimizer.param_groups[0]["step"] = 4
     found = adam_shards(optimizer)[param]
     assert found.step == 4
-    assert torch.equal(found.sensitivity(), wanted.sensitivity())  # type: ignore[arg-type]
+    assert torch.equal(slope_and_update(found)[0], slope_and_update(wanted)[0])
     optimizer.param_groups[0]["step"] = torch.tensor(4, dtype=torch.int32)  # capturable
     assert adam_shards(optimizer)[param].step == 4

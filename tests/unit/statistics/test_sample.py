@@ -29,8 +29,9 @@ def test_shards_measure_the_features_of_the_complete_linear(
 
 def test_four_microbatches_measure_every_feature() -> None:
     settings = MeasureSettings(FORMATS, iteration=7, seed=1)
-    first = [draw_sample(settings, 4096, microbatch)[2] for microbatch in range(8)]
+    first = [draw_sample(settings, 4096, microbatch).first_feature for microbatch in range(8)]
     assert sorted(first[:4]) == [0, 1, 2, 3] and first[4:] == first[:4]
-    others = {draw_sample(MeasureSettings(FORMATS, i, 1), 4096, 0)[2] for i in range(20)}
+    others = {draw_sample(MeasureSettings(FORMATS, i, 1), 4096, 0).first_feature for i in range(20)}
     assert others == {0, 1, 2, 3}
-    assert draw_sample(MeasureSettings(FORMATS, 7, 1, all_tokens=True), 4096, 0)[2] is None
+    every = MeasureSettings(FORMATS, 7, 1, all_tokens=True)
+    assert draw_sample(every, 4096, 0).first_feature is None

@@ -1,5 +1,6 @@
 """D out of AdamW's moments: factored, from ranges of a flattened weight."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from megatron_snip.statistics import sensitivity as module
-from megatron_snip.statistics.optimizer_state import AdamShard
+from megatron_snip.statistics.optimizer_state import Shard, adam_shards
 from megatron_snip.statistics.sensitivity import PlannedWeight, gather_sensitivities
 from megatron_snip.topology import Placement, Topology
 
@@ -25,13 +26,15 @@ def weight_and_moments(separable: bool) -> tuple[PlannedWeight, torch.Tensor, to
     return PlannedWeight(place, weight), first, second.reshape(-1)
 
 
-def shard(first: torch.Tensor, second: torch.Tensor, start: int, end: int) -> AdamShard:
-    return AdamShard(start, end, first[start:end], second[start:end], STEP, (0.9, 0.95), 0.0)
+def shard(first: torch.Tensor, second: torch.Tensor, start: int, end: int) -> Shard:
+    weight = torch.nn.Parameter(torch.zeros(ROWS, COLS))
+    optimizer = torch.optim.AdamW([weight], betas=(0.9, 0.95), eps=0.0)
+    moments = {"exp_avg": first[start:end], "exp_avg_sq": second[start:end]}
+    optimizer.state[weight] = {"step": STEP, **moments}
+    return replace(adam_shards(optimizer)[weight], start=start, end=end)
 
 
-def gathered(
-    monkeypatch: pytest.MonkeyPatch, planned: PlannedWeight, shards: list[AdamShard]
-) -> Any:
+def gathered(monkeypatch: pytest.MonkeyPatch, planned: PlannedWeight, shards: list[Shard]) -> Any:
     """Add the sums of several ranks' shards, as a distributed optimizer's data ranks do."""
     parts = [module._ShardSums.of(planned.weight, each) for each in shards]
     sums = [sum(tensors) for tensors in zip(*parts, strict=True)]
@@ -70,5 +73,5 @@ def test_factors_keep_the_sums_of_rows_and_columns(monkeypatch: pytest.MonkeyPat
 def test_a_weight_without_all_moments_has_no_sensitivity(monkeypatch: pytest.MonkeyPatch) -> None:
     planned, first, second = weight_and_moments(separable=True)
     assert gathered(monkeypatch, planned, [shard(first, second, 0, 20)]) is None
-    fresh = AdamShard(0, ROWS * COLS, None, None, 0, (0.9, 0.95), 0.0)
+    fresh = replace(shard(first, second, 0, ROWS * COLS), state={})
     assert gathered(monkeypatch, planned, [fresh]) is None
