@@ -57,6 +57,9 @@ from megatron_snip.trainer.model import TrainingState
 
 logger = logging.getLogger(__name__)
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""They end a run that saves, after a checkpoint."""
+
 POINTER = "latest_checkpointed_iteration.txt"
 SETTINGS = "run.json"
 SCHEMA_VERSION = 2
@@ -158,32 +161,23 @@ def resume_iteration(config: TrainConfig) -> int:
     """Return how many iterations are done in the checkpoint to load; 0 for a new run.
 
     Raises:
-        UsageError: if the checkpoint does not exist or is incomplete.
+        UsageError: if the checkpoint does not exist, is incomplete, or does not fit the settings.
     """
     if config.load is None:
         return 0
-    if config.ckpt_step is not None:
-        read_saved_run(checkpoint_path(config.load, config.ckpt_step))
-        return config.ckpt_step
-    latest = latest_iteration(config.load)
-    if latest is None and config.load != config.save:
+    iteration = config.ckpt_step or latest_iteration(config.load)
+    if iteration is not None:
+        _check_resume(config, checkpoint_path(config.load, iteration))
+    elif config.load != config.save:
         raise UsageError(
             f"load '{config.load}' holds no checkpoint; name the folder that --save wrote to, or "
             "drop --load to start a new run"
         )
-    return latest or 0
+    return iteration or 0
 
 
-def check_resume(config: TrainConfig, source: Path) -> None:
-    """Refuse a checkpoint of another model, or one that Megatron cannot convert to the layout.
-
-    Args:
-        config: this run's settings.
-        source: the checkpoint.
-
-    Raises:
-        UsageError: names the first setting that does not fit.
-    """
+def _check_resume(config: TrainConfig, source: Path) -> None:
+    """Refuse a checkpoint of another model, or one that Megatron cannot convert to the layout."""
     old, new = read_saved_run(source).config, config.model_dump(mode="json")
     for change in _changes(MODEL_FIELDS, old, new):
         raise UsageError(f"load: '{source}' is of another model: {change}")
@@ -209,8 +203,7 @@ def _signals_held() -> Iterator[None]:
     threads still receive the signal, so the run stops after the iteration as usual.
     """
     resource_tracker.ensure_running()  # to start it later would unblock the signals
-    stops = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
@@ -228,18 +221,15 @@ class Checkpoints:
         self._state = state
         self._group = group
         self._is_rank_0 = dist.get_rank() == 0
-        self._saved: int | None = None
 
     def save(self, progress: Progress) -> None:
-        """All ranks: write a checkpoint, unless it is the last one saved or loaded.
+        """All ranks: write a checkpoint.
 
         Raises:
             SnipError: if it cannot be written; earlier checkpoints are untouched. After an error
                 in Megatron a rank may raise while others still wait: the job must end.
         """
         assert self._config.save is not None, "`save` is set"
-        if self._saved == progress.iteration:
-            return
         path = checkpoint_path(self._config.save, progress.iteration)
         partial = path.with_name(f".{path.name}.partial")
         on_rank_0("creating the checkpoint's folder", lambda: make_partial(partial), self._group)
@@ -275,10 +265,9 @@ class Checkpoints:
         on_rank_0(
             "finishing the checkpoint", lambda: finish_checkpoint(path, partial, text), self._group
         )
-        self._saved = progress.iteration
 
     def load(self, iteration: int) -> Progress:
-        """All ranks: load the checkpoint after `iteration` iterations (`check_resume` accepted it).
+        """All ranks: load the checkpoint after `iteration` iterations, see `resume_iteration`.
 
         Raises:
             SnipError: on every rank, if it is damaged or Megatron cannot read it.
@@ -309,8 +298,6 @@ class Checkpoints:
             _set_random_streams(loaded)
         elif self._is_rank_0 and (self._config.attention_dropout or self._config.hidden_dropout):
             logger.warning("load: another layout than the checkpoint's: new dropout streams")
-        if self._config.save == self._config.load:
-            self._saved = iteration
         snip = None if loaded["snip"] is None else ControllerState.from_dict(loaded["snip"])
         first, last = loaded["validation"]
         return Progress(iteration, first, last, snip)

@@ -111,7 +111,7 @@ def launch(config: TrainConfig, num_ranks: int) -> int:
 
 def _make_store() -> TCPStore:
     """Return the store where the ranks meet; rank 0's own would listen on all interfaces."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     listener = socket.create_server((LOOPBACK, 0))
     return TCPStore(

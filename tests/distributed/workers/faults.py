@@ -16,7 +16,7 @@ from megatron_snip.reporting.events import Reporter
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.trainer import checkpoint
 from megatron_snip.trainer.checkpoint import Checkpoints, Progress, latest_iteration
-from megatron_snip.trainer.loop import StopRequests
+from megatron_snip.trainer.loop import stop_requests
 from tests.distributed.workers.controller import MODEL
 from tests.distributed.workers.fault_places import KILLED, PLACES, Faults
 from tests.distributed.workers.small_model import Trainer, layout
@@ -81,9 +81,9 @@ def _strike(trainer: Trainer, controller: Any, faults: Faults, fault: str, outco
 
 def _healed(trainer: Trainer, controller: Any, faults: Faults) -> dict[str, Any]:
     """A cycle that succeeds, though SIGTERM comes in every phase."""
-    with StopRequests(controller._control) as stop, faults.signals():
+    with stop_requests(controller._control) as agreed, faults.signals():
         trainer.advance(2, controller)
-        heard = stop.agreed()
+        heard = agreed()
     faults.at("")
     signalled = gather_json(faults.signalled, controller._control)
     return {
