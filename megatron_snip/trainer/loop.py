@@ -32,7 +32,7 @@ from megatron_snip.controller import SnipController
 from megatron_snip.errors import SnipError
 from megatron_snip.linears.training_step import ForwardBackward, Results
 from megatron_snip.reporting.events import Event, Metrics, Reporter, Writer
-from megatron_snip.trainer.checkpoint import STOP_SIGNALS, Checkpoints, Progress
+from megatron_snip.trainer.checkpoint import STOP_SIGNALS, Progress
 from megatron_snip.trainer.config import TrainConfig
 from megatron_snip.trainer.data import Datasets, Samples, iteration_batches
 from megatron_snip.trainer.model import LOSS, TrainingState
@@ -128,7 +128,7 @@ def train(
     datasets: Datasets,
     hook: TrainingHook,
     start: Progress | None = None,
-    checkpoints: Checkpoints | None = None,
+    save: Callable[[Progress], None] | None = None,
     stop: Callable[[], str | None] = lambda: None,
 ) -> TrainingResult:
     """All ranks: train until `train_iters` iterations are done.
@@ -143,7 +143,7 @@ def train(
         datasets: training and validation samples.
         hook: SNIP's controller or `PlainTraining`.
         start: resume from here; model, optimizer and scheduler are loaded already.
-        checkpoints: saves if it is due; None never saves.
+        save: all ranks; saves a checkpoint. None never saves.
         stop: all ranks; returns why the run ends after this iteration, or None.
 
     Raises:
@@ -173,8 +173,8 @@ def train(
         is_last = iteration == config.train_iters
         stopped = stop()
         is_due = config.save_interval is not None and iteration % config.save_interval == 0
-        if checkpoints is not None and (is_due or is_last or stopped is not None):
-            checkpoints.save(Progress(iteration, first, validation, hook.state(iteration)))
+        if save is not None and (is_due or is_last or stopped is not None):
+            save(Progress(iteration, first, validation, hook.state(iteration)))
         stopped = None if is_last else stopped
     seconds = time.perf_counter() - begin
     return TrainingResult(iteration, metrics["loss"], first, validation, seconds, stopped)

@@ -242,9 +242,7 @@ def _build_chunks(
     ]
 
 
-def _build_chunk(
-    config: TrainConfig, transformer: TransformerConfig, vp_stage: int | None
-) -> torch.nn.Module:
+def _build_chunk(config: TrainConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
     model = GPTModel(
@@ -267,8 +265,7 @@ def _build_chunk(
     model.cuda(torch.cuda.current_device())
     wrapped = Float16Module(transformer, model) if config.bf16 else model
     wrapped.vp_stage = vp_stage
-    module: torch.nn.Module = wrapped
-    return module
+    return wrapped
 
 
 def _build_optimizer(

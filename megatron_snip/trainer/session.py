@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,12 +36,13 @@ from megatron_snip.reporting.run_directory import OldRun, RunDirectory, open_run
 from megatron_snip.reporting.writers import TensorBoardWriter, WandbWriter, start_wandb
 from megatron_snip.trainer.checkpoint import (
     POINTER,
-    Checkpoints,
     Progress,
     checkpoint_path,
     latest_iteration,
+    load_checkpoint,
     read_saved_run,
     resume_iteration,
+    save_checkpoint,
 )
 from megatron_snip.trainer.config import TrainConfig, check_ranks
 from megatron_snip.trainer.data import build_datasets
@@ -161,18 +163,17 @@ def run_session(config: TrainConfig, console: Console | None) -> TrainingResult:
     done = broadcast_json(resume_iteration(config), control)
     with run_directories(config, done, control) as directory:
         state = build_training_state(config)
-        checkpoints = Checkpoints(config, state, control)
-        start = checkpoints.load(done) if done else None
+        start = load_checkpoint(config, state, control, done) if done else None
         datasets = build_datasets(config, control)
         if directory is not None:
             write_atomic(directory.path / "data.json", json.dumps(datasets.source) + "\n")
         writers = make_writers(config, directory, done)
         if console is not None:
             writers.append(ProgressWriter(config, console))
-        saving = None if config.save is None else checkpoints
-        stops = stop_requests(control) if saving else nullcontext(lambda: None)
+        save = partial(save_checkpoint, config, state, control) if config.save else None
+        stops = stop_requests(control) if config.save else nullcontext(lambda: None)
         with stops as stop, closing(make_hook(config, state, writers, start)) as hook:
-            result = train(config, state, datasets, hook, start, saving, stop)
+            result = train(config, state, datasets, hook, start, save, stop)
     if console is not None:
         _print_result(config, result, console)
     return result

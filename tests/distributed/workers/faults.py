@@ -15,7 +15,7 @@ from megatron_snip.reporting import run_directory
 from megatron_snip.reporting.events import Reporter
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.trainer import checkpoint
-from megatron_snip.trainer.checkpoint import Checkpoints, Progress, latest_iteration
+from megatron_snip.trainer.checkpoint import Progress, latest_iteration, save_checkpoint
 from megatron_snip.trainer.loop import stop_requests
 from tests.distributed.workers.controller import MODEL
 from tests.distributed.workers.fault_places import KILLED, PLACES, Faults
@@ -111,18 +111,17 @@ def _saving(trainer: Trainer, controller: Any, folder: Path) -> dict[str, Any]:
     }
     place = folder / "checkpoints"
     trainer.config = trainer.config.model_copy(update={"save": place})
-    checkpoints = Checkpoints(trainer.config, trainer.state, controller._control)
     before = _whole(trainer)
     with _full_disk([(checkpoint, "finish_checkpoint")]):
         try:
-            _save(trainer, controller, checkpoints)
+            _save(trainer, controller)
         except RemoteFailure as failure:
             result["failed"] = str(failure)
     # A refresh, a solve and a checkpoint succeed as if nothing had been.
     result["same"] = _whole(trainer) == before
     trainer.advance(2, controller)
     result["read before"] = latest_iteration(place)
-    _save(trainer, controller, checkpoints)
+    _save(trainer, controller)
     result["read after"] = latest_iteration(place)
     result["last history"] = list(controller.history)
     return result
@@ -134,8 +133,9 @@ def _whole(trainer: Trainer) -> dict[str, Any]:
         return trainer.digests()
 
 
-def _save(trainer: Trainer, controller: Any, checkpoints: Checkpoints) -> None:
-    checkpoints.save(Progress(trainer.step, snip=controller.state(trainer.step)))
+def _save(trainer: Trainer, controller: Any) -> None:
+    progress = Progress(trainer.step, snip=controller.state(trainer.step))
+    save_checkpoint(trainer.config, trainer.state, controller._control, progress)
 
 
 @contextmanager
