@@ -78,10 +78,10 @@ def launch(config: TrainConfig, num_ranks: int) -> int:
         UsageError: if a rank refused its input.
         SnipError: if a rank failed for a reason that is one line.
     """
+    store = _make_store()
     received: list[int] = []
     for number in _SIGNALS:
         signal.signal(number, lambda number, frame: received.append(number))
-    store = _make_store()
     ranks: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="megatron-snip-") as name:
         folder = Path(name)
@@ -99,9 +99,10 @@ def launch(config: TrainConfig, num_ranks: int) -> int:
         if SAVED_AND_STOPPED in statuses.values():
             return SAVED_AND_STOPPED
         if received:
-            text = f"; no answer from rank {', '.join(map(str, late))}" if late else ""
-            name = signal.Signals(received[0]).name
-            print(f"megatron-snip: ended by {name}{text}", file=sys.stderr)
+            text = f"megatron-snip: ended by {signal.Signals(received[0]).name}"
+            if late:
+                text += f"; no answer from rank {', '.join(map(str, late))}"
+            print(text, file=sys.stderr)
             return 128 + received[0]
         failures = {rank: status for rank, status in statuses.items() if status}
         if failures:
