@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 def _model_shapes(config: TrainConfig) -> dict[str, tuple[int, int]]:
     """Return {glob: (out_features, in_features)} of a layer's linears, of one shard."""
     hidden, tp = config.hidden_size, config.tensor_model_parallel_size
-    groups = config.query_groups * config.head_width
+    groups = hidden // config.num_attention_heads * config.query_groups
     path, ffn = "mlp", config.ffn_width // tp
     if config.num_experts is not None:
         path, ffn = "mlp.experts", config.expert_ffn_width // config.expert_tensor_size

@@ -153,10 +153,10 @@ def _placements(
     experts: list[int | None] = [None]
     expert_match = _EXPERT.search(f".{name}.")
     if expert_match is not None:
-        experts = [_first_local_expert(config) + int(expert_match["expert"])]
+        experts = [first_local_expert(config) + int(expert_match["expert"])]
         name = _EXPERT.sub(".", f".{name}.").strip(".")
     elif is_grouped(module):
-        first = _first_local_expert(config)
+        first = first_local_expert(config)
         experts = list(range(first, first + len(weights)))
     is_expert = experts[0] is not None
     tensor = topology.expert_tensor if is_expert else topology.tensor
@@ -181,7 +181,7 @@ def _placements(
     ]
 
 
-def _first_local_expert(config: Any) -> int:
+def first_local_expert(config: Any) -> int:
     """Return the global index of this rank's first expert."""
     size = int(parallel_state.get_expert_model_parallel_world_size())
     rank = int(parallel_state.get_expert_model_parallel_rank())

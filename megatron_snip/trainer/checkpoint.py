@@ -57,6 +57,9 @@ from megatron_snip.trainer.model import TrainingState
 
 logger = logging.getLogger(__name__)
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""They end a run that saves, after a checkpoint."""
+
 POINTER = "latest_checkpointed_iteration.txt"
 SETTINGS = "run.json"
 SCHEMA_VERSION = 2
@@ -158,32 +161,23 @@ def resume_iteration(config: TrainConfig) -> int:
     """Return how many iterations are done in the checkpoint to load; 0 for a new run.
 
     Raises:
-        UsageError: if the checkpoint does not exist or is incomplete.
+        UsageError: if the checkpoint does not exist, is incomplete, or does not fit the settings.
     """
     if config.load is None:
         return 0
-    if config.ckpt_step is not None:
-        read_saved_run(checkpoint_path(config.load, config.ckpt_step))
-        return config.ckpt_step
-    latest = latest_iteration(config.load)
-    if latest is None and config.load != config.save:
+    iteration = config.ckpt_step or latest_iteration(config.load)
+    if iteration is not None:
+        _check_resume(config, checkpoint_path(config.load, iteration))
+    elif config.load != config.save:
         raise UsageError(
             f"load '{config.load}' holds no checkpoint; name the folder that --save wrote to, or "
             "drop --load to start a new run"
         )
-    return latest or 0
+    return iteration or 0
 
 
-def check_resume(config: TrainConfig, source: Path) -> None:
-    """Refuse a checkpoint of another model, or one that Megatron cannot convert to the layout.
-
-    Args:
-        config: this run's settings.
-        source: the checkpoint.
-
-    Raises:
-        UsageError: names the first setting that does not fit.
-    """
+def _check_resume(config: TrainConfig, source: Path) -> None:
+    """Refuse a checkpoint of another model, or one that Megatron cannot convert to the layout."""
     old, new = read_saved_run(source).config, config.model_dump(mode="json")
     for change in _changes(MODEL_FIELDS, old, new):
         raise UsageError(f"load: '{source}' is of another model: {change}")
@@ -205,144 +199,141 @@ def _changes(fields: tuple[str, ...], old: dict[str, Any], new: dict[str, Any]) 
 def _signals_held() -> Iterator[None]:
     """Block stop signals in this thread, and so in the processes that Megatron starts for a save.
 
-    torch's agent signals the process group, which would end them and with them the save. Other
-    threads still receive the signal, so the run stops after the iteration as usual.
+    torchrun and Slurm signal these processes too, which would end them and with them the save.
+    Other threads still receive the signal, so the run stops after the iteration as usual.
     """
     resource_tracker.ensure_running()  # to start it later would unblock the signals
-    stops = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
-class Checkpoints:
-    """Saves and loads; all ranks call every method together."""
+def save_checkpoint(
+    config: TrainConfig, state: TrainingState, group: ProcessGroup | None, progress: Progress
+) -> None:
+    """All ranks: write a checkpoint to `config.save`.
 
-    def __init__(
-        self, config: TrainConfig, state: TrainingState, group: ProcessGroup | None
-    ) -> None:
-        """`group` holds all ranks and carries CPU tensors."""
-        self._config = config
-        self._state = state
-        self._group = group
-        self._is_rank_0 = dist.get_rank() == 0
-        self._saved: int | None = None
+    Args:
+        config: the run's settings.
+        state: model, optimizer and scheduler.
+        group: all ranks, carries CPU tensors.
+        progress: what else a resumed run needs.
 
-    def save(self, progress: Progress) -> None:
-        """All ranks: write a checkpoint, unless it is the last one saved or loaded.
-
-        Raises:
-            SnipError: if it cannot be written; earlier checkpoints are untouched. After an error
-                in Megatron a rank may raise while others still wait: the job must end.
-        """
-        assert self._config.save is not None, "`save` is set"
-        if self._saved == progress.iteration:
-            return
-        path = checkpoint_path(self._config.save, progress.iteration)
-        partial = path.with_name(f".{path.name}.partial")
-        on_rank_0("creating the checkpoint's folder", lambda: make_partial(partial), self._group)
-        with self._state.gathered():
-            content = self._template(loading=False) | _random_streams()
-            content |= {
-                "iteration": progress.iteration,
-                "validation": [progress.first_validation_loss, progress.validation_loss],
-                "opt_param_scheduler": self._state.scheduler.state_dict(),
-                "snip": None if progress.snip is None else progress.snip.to_dict(),
-            }
-            # Megatron's queue process, too, is started in each save.
-            setattr(filesystem_async, "_results_queue", None)  # noqa: B010
-            try:
-                with _signals_held():
-                    dist_checkpointing.save(content, str(partial))
-            except (Exception, CheckpointException) as error:
-                if self._is_rank_0:
-                    shutil.rmtree(partial, ignore_errors=True)
-                else:
-                    time.sleep(1)  # only rank 0 knows the reason: it shall fail first
-                raise SnipError(f"cannot save '{path}': {_reason(error)}") from error
-        names = broadcast_json([file.name for file in sorted(partial.glob("*"))], self._group)
-        content = {
-            "version": SCHEMA_VERSION,
+    Raises:
+        SnipError: if it cannot be written; earlier checkpoints are untouched. After an error
+            in Megatron a rank may raise while others still wait: the job must end.
+    """
+    assert config.save is not None, "`save` is set"
+    path = checkpoint_path(config.save, progress.iteration)
+    partial = path.with_name(f".{path.name}.partial")
+    on_rank_0("creating the checkpoint's folder", lambda: make_partial(partial), group)
+    with state.gathered():
+        content = _template(state, loading=False) | _random_streams()
+        content |= {
             "iteration": progress.iteration,
-            "world_size": dist.get_world_size(),
-            "versions": versions(),
-            "config": self._config.model_dump(mode="json"),
-            "files": self._digests(partial, names),
+            "validation": [progress.first_validation_loss, progress.validation_loss],
+            "opt_param_scheduler": state.scheduler.state_dict(),
+            "snip": None if progress.snip is None else progress.snip.to_dict(),
         }
-        text = json.dumps(content, indent=1) + "\n"
-        on_rank_0(
-            "finishing the checkpoint", lambda: finish_checkpoint(path, partial, text), self._group
-        )
-        self._saved = progress.iteration
-
-    def load(self, iteration: int) -> Progress:
-        """All ranks: load the checkpoint after `iteration` iterations (`check_resume` accepted it).
-
-        Raises:
-            SnipError: on every rank, if it is damaged or Megatron cannot read it.
-        """
-        assert self._config.load is not None, "`load` is set"
-        path = checkpoint_path(self._config.load, iteration)
-        run = read_saved_run(path)
-        found = self._digests(path, sorted(run.files))
-        for name in (name for name, digest in run.files.items() if found[name] != digest):
-            raise UsageError(
-                f"load: '{path / name}' does not match the SHA-256 in {SETTINGS}: it is damaged or "
-                "changed; load another checkpoint with --ckpt-step"
-            )
-        config = self._config.model_dump(mode="json")
-        same_layout = run.world_size == dist.get_world_size() and not any(
-            _changes(LAYOUT_FIELDS, run.config, config)
-        )
-        content = self._template(loading=True) | (_random_streams() if same_layout else {})
+        # Megatron's queue process, too, is started in each save.
+        setattr(filesystem_async, "_results_queue", None)  # noqa: B010
         try:
-            loaded = dist_checkpointing.load(content, str(path))
+            with _signals_held():
+                dist_checkpointing.save(content, str(partial))
         except (Exception, CheckpointException) as error:
-            raise SnipError(f"cannot load '{path}': {_reason(error)}") from error
-        for name, chunk in self._chunks().items():
-            chunk.load_state_dict(loaded[name])
-        self._state.optimizer.load_state_dict(loaded["optimizer"])
-        self._state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
-        if same_layout:
-            _set_random_streams(loaded)
-        elif self._is_rank_0 and (self._config.attention_dropout or self._config.hidden_dropout):
-            logger.warning("load: another layout than the checkpoint's: new dropout streams")
-        if self._config.save == self._config.load:
-            self._saved = iteration
-        snip = None if loaded["snip"] is None else ControllerState.from_dict(loaded["snip"])
-        first, last = loaded["validation"]
-        return Progress(iteration, first, last, snip)
+            if dist.get_rank() == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            else:
+                time.sleep(1)  # only rank 0 knows the reason: it shall fail first
+            raise SnipError(f"cannot save '{path}': {_reason(error)}") from error
+    names = broadcast_json([file.name for file in sorted(partial.glob("*"))], group)
+    content = {
+        "version": SCHEMA_VERSION,
+        "iteration": progress.iteration,
+        "world_size": dist.get_world_size(),
+        "versions": versions(),
+        "config": config.model_dump(mode="json"),
+        "files": _digests(partial, names, group),
+    }
+    text = json.dumps(content, indent=1) + "\n"
+    on_rank_0("finishing the checkpoint", lambda: finish_checkpoint(path, partial, text), group)
 
-    def _template(self, loading: bool) -> dict[str, Any]:
-        """Return the sharded state of model and optimizer; any layout can load it."""
-        metadata = {  # of Megatron's own checkpoints
-            "distrib_optim_sharding_type": "fully_reshardable",
-            "chained_optim_avoid_prefix": True,
-            "singleton_local_shards": False,
-            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        }
-        content: dict[str, Any] = {
-            name: chunk.sharded_state_dict(metadata=metadata)
-            for name, chunk in self._chunks().items()
-        }
-        content["optimizer"] = self._state.optimizer.sharded_state_dict(
-            content, is_loading=loading, metadata=metadata
+
+def load_checkpoint(
+    config: TrainConfig, state: TrainingState, group: ProcessGroup | None, iteration: int
+) -> Progress:
+    """All ranks: load the checkpoint of `config.load` after `iteration` iterations.
+
+    Args:
+        config: the run's settings.
+        state: receives the weights and the states of optimizer and scheduler.
+        group: all ranks, carries CPU tensors.
+        iteration: as `resume_iteration` returned it.
+
+    Raises:
+        SnipError: on every rank, if it is damaged or Megatron cannot read it.
+    """
+    assert config.load is not None, "`load` is set"
+    path = checkpoint_path(config.load, iteration)
+    run = read_saved_run(path)
+    found = _digests(path, sorted(run.files), group)
+    for name in (name for name, digest in run.files.items() if found[name] != digest):
+        raise UsageError(
+            f"load: '{path / name}' does not match the SHA-256 in {SETTINGS}: it is damaged or "
+            "changed; load another checkpoint with --ckpt-step"
         )
-        return content
+    same_layout = run.world_size == dist.get_world_size() and not any(
+        _changes(LAYOUT_FIELDS, run.config, config.model_dump(mode="json"))
+    )
+    content = _template(state, loading=True) | (_random_streams() if same_layout else {})
+    try:
+        loaded = dist_checkpointing.load(content, str(path))
+    except (Exception, CheckpointException) as error:
+        raise SnipError(f"cannot load '{path}': {_reason(error)}") from error
+    for name, chunk in _chunks(state).items():
+        chunk.load_state_dict(loaded[name])
+    state.optimizer.load_state_dict(loaded["optimizer"])
+    state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    if same_layout:
+        _set_random_streams(loaded)
+    elif dist.get_rank() == 0 and (config.attention_dropout or config.hidden_dropout):
+        logger.warning("load: another layout than the checkpoint's: new dropout streams")
+    snip = None if loaded["snip"] is None else ControllerState.from_dict(loaded["snip"])
+    first, last = loaded["validation"]
+    return Progress(iteration, first, last, snip)
 
-    def _chunks(self) -> dict[str, Any]:
-        """Return the GPTModels of this rank by Megatron's names."""
-        chunks = unwrap_model(list(self._state.model))
-        names = ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
-        return dict(zip(names, chunks, strict=True))
 
-    def _digests(self, folder: Path, names: list[str]) -> dict[str, str]:
-        """All ranks: hash the files, each rank a share; unreadable files have no SHA-256."""
-        share = names[dist.get_rank() :: dist.get_world_size()]
-        parts = gather_json({name: _sha256(folder / name) for name in share}, self._group)
-        return {name: digest for part in parts for name, digest in part.items()}
+def _template(state: TrainingState, loading: bool) -> dict[str, Any]:
+    """Return the sharded state of model and optimizer; any layout can load it."""
+    metadata = {  # of Megatron's own checkpoints
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    content: dict[str, Any] = {
+        name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _chunks(state).items()
+    }
+    content["optimizer"] = state.optimizer.sharded_state_dict(
+        content, is_loading=loading, metadata=metadata
+    )
+    return content
+
+
+def _chunks(state: TrainingState) -> dict[str, Any]:
+    """Return the GPTModels of this rank by Megatron's names."""
+    chunks = unwrap_model(list(state.model))
+    names = ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
+    return dict(zip(names, chunks, strict=True))
+
+
+def _digests(folder: Path, names: list[str], group: ProcessGroup | None) -> dict[str, str]:
+    """All ranks: hash the files, each rank a share; unreadable files have no SHA-256."""
+    share = names[dist.get_rank() :: dist.get_world_size()]
+    parts = gather_json({name: _sha256(folder / name) for name in share}, group)
+    return {name: digest for part in parts for name, digest in part.items()}
 
 
 def make_partial(partial: Path) -> None:

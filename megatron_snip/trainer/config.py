@@ -56,11 +56,6 @@ class TrainConfig(TrainFields):
         return self.num_query_groups or self.num_attention_heads
 
     @property
-    def head_width(self) -> int:
-        """Channels of an attention head."""
-        return self.hidden_size // self.num_attention_heads
-
-    @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding."""
         unit = self.make_vocab_size_divisible_by

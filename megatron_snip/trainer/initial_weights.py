@@ -18,11 +18,13 @@ import hashlib
 import math
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
+from megatron_snip.linears.discovery import first_local_expert
 from megatron_snip.trainer.config import TrainConfig
 
 INIT_STD = 0.02
@@ -37,7 +39,11 @@ _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 def initialize_weights(chunk: torch.nn.Module, config: TrainConfig) -> None:
     """Set every parameter of an unwrapped GPTModel; BF16 parameters get the FP32 value rounded."""
     for name, parameter in global_parameters(chunk):
-        rank, size = _tensor_parallel_place(name)
+        if _EXPERT.search(name):
+            group = parallel_state.get_expert_tensor_parallel_group()
+        else:
+            group = parallel_state.get_tensor_model_parallel_group()
+        rank, size = group.rank(), group.size()
         sharded = getattr(parameter, "tensor_model_parallel", False)
         dim: int | None = getattr(parameter, "partition_dim", None) if sharded else None
         shape = list(parameter.shape)
@@ -57,29 +63,16 @@ def global_parameters(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Pa
         if name.startswith("decoder.layers."):
             local, rest = name.removeprefix("decoder.layers.").split(".", 1)
             number: Any = chunk.get_submodule(f"decoder.layers.{local}").layer_number
-            yield f"decoder.layers.{number - 1}.{_global_expert(rest, chunk)}", parameter
+            rest = _EXPERT.sub(partial(_global_expert, chunk.config), rest)
+            yield f"decoder.layers.{number - 1}.{rest}", parameter
         elif name == "output_layer.weight" and getattr(parameter, "shared_embedding", False):
             yield "embedding.word_embeddings.weight", parameter
         else:
             yield name, parameter
 
 
-def _global_expert(path: str, chunk: torch.nn.Module) -> str:
-    found = _EXPERT.search(path)
-    if found is None:
-        return path
-    config: Any = chunk.config
-    rank = parallel_state.get_expert_model_parallel_rank()
-    per_rank = config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
-    return f"{path[: found.start(1)]}{rank * per_rank + int(found[1])}{path[found.end(1) :]}"
-
-
-def _tensor_parallel_place(name: str) -> tuple[int, int]:
-    if _EXPERT.search(name):
-        rank = parallel_state.get_expert_tensor_parallel_rank()
-        return rank, parallel_state.get_expert_tensor_parallel_world_size()
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    return rank, parallel_state.get_tensor_model_parallel_world_size()
+def _global_expert(config: Any, local: re.Match[str]) -> str:
+    return f".local_experts.{first_local_expert(config) + int(local[1])}."
 
 
 def complete_tensor(name: str, shape: tuple[int, ...], config: TrainConfig) -> torch.Tensor:

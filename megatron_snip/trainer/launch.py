@@ -1,9 +1,10 @@
-"""Starts the ranks of one machine with torch's elastic agent, and reports how they end.
+"""Starts the ranks of one machine, and reports how they end.
 
-`megatron-snip train` starts N processes `python -m megatron_snip.trainer.launch CONFIG.json` and
-waits. Bad input ends in one line and exit code 2. Any other failure ends with the reason of the
-rank that failed first and exit code 1. A signal ends all ranks with 128 + its number, or with
-75 (EX_TEMPFAIL: run the command again) if they saved a checkpoint.
+`megatron-snip train` starts N processes `python -m megatron_snip.trainer.launch FOLDER` and waits.
+In FOLDER they find the settings, and write that they got a signal or why they failed. Bad input
+ends in one line and exit code 2. Any other failure ends with the reason of the rank that failed
+first and exit code 1. A signal ends all ranks with 128 + its number, or with 75 (EX_TEMPFAIL: run
+the command again) if they saved a checkpoint.
 
 Under torchrun or srun (RANK and WORLD_SIZE are set) the process is a rank itself. This module
 imports torch only when it launches.
@@ -13,28 +14,25 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import inspect
 import json
-import logging
 import os
-import select
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from megatron_snip.errors import SnipError, UsageError
 
 if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
     from megatron_snip.trainer.config import TrainConfig
     from megatron_snip.trainer.loop import TrainingResult
 
@@ -51,7 +49,9 @@ EXIT_S = 20
 SAVE_S = 600
 """Seconds in which ranks that save must end after a signal."""
 
-_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+POLL_S = 0.1
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _SET_PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux's prctl."""
 
@@ -72,131 +72,108 @@ def default_num_ranks(config: TrainConfig) -> int:
 def launch(config: TrainConfig, num_ranks: int) -> int:
     """Run a training on `num_ranks` ranks of this machine; return the exit status.
 
+    Call it in the main thread: it handles signals from now on.
+
     Raises:
         UsageError: if a rank refused its input.
         SnipError: if a rank failed for a reason that is one line.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-
-    _set_environment(num_ranks)
+    store = _make_store()
+    received: list[int] = []
+    for number in _SIGNALS:
+        signal.signal(number, lambda number, frame: received.append(number))
+    ranks: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="megatron-snip-") as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(config.model_dump(mode="json")))
-        with _signal_watch(folder):
-            try:
-                failures = _run_agent(config, num_ranks, folder)
-            except SignalException as error:
-                if not (folder / "stopped").exists():
-                    text = f"ended by {signal.Signals(error.sigval).name}"
-                    late = _unanswered(folder)
-                    if late and (folder / "killed").exists():  # others ended before they answered
-                        text += f"; no answer from rank {', '.join(map(str, sorted(late)))}"
-                    print(f"megatron-snip: {text}", file=sys.stderr)
-                    return 128 + int(error.sigval)
-                failures = {}
-            finally:
-                _kill(folder)  # child processes of ranks, such as Megatron's checkpoint writers
+        try:
+            for rank in range(num_ranks):
+                ranks.append(_start_rank(rank, num_ranks, store.port, folder))
+            late = _wait(ranks, received, folder, EXIT_S if config.save is None else SAVE_S)
+            statuses = {rank: process.returncode for rank, process in enumerate(ranks)}
+        finally:
+            for process in ranks:  # and its children, such as Megatron's checkpoint writers
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if SAVED_AND_STOPPED in statuses.values():
+            return SAVED_AND_STOPPED
+        if received:
+            text = f"megatron-snip: ended by {signal.Signals(received[0]).name}"
+            if late:
+                text += f"; no answer from rank {', '.join(map(str, late))}"
+            print(text, file=sys.stderr)
+            return 128 + received[0]
+        failures = {rank: status for rank, status in statuses.items() if status}
         if failures:
-            return _explain(folder, failures)
-        return SAVED_AND_STOPPED if (folder / "stopped").exists() else 0
+            _raise_first(folder, failures)
+        return 0
 
 
-def _run_agent(config: TrainConfig, num_ranks: int, folder: Path) -> dict[int, Any]:
-    """Run torch's elastic agent; return {rank: torch's ProcessFailure}."""
+def _make_store() -> TCPStore:
+    """Return the store where the ranks meet; rank 0's own would listen on all interfaces."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
-    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # `_explain` reports failures
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _SIGNALS
-    listener = socket.create_server((LOOPBACK, 0))  # torch itself would listen on all interfaces
-    port = listener.getsockname()[1]
-    rendezvous = StaticTCPRendezvous(LOOPBACK, port, 0, 1, folder.name, timeout=900)
-    rendezvous._store = TCPStore(
+    listener = socket.create_server((LOOPBACK, 0))
+    return TCPStore(
         LOOPBACK,
-        port,
+        listener.getsockname()[1],
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    spec = WorkerSpec(
-        role="trainer",
-        local_world_size=num_ranks,
-        rdzv_handler=rendezvous,
-        entrypoint=sys.executable,
-        args=("-u", "-m", "megatron_snip.trainer.launch", str(folder / "config.json")),
-        max_restarts=0,
-        monitor_interval=0.1,
-        local_addr=LOOPBACK,  # the name of a machine need not resolve
-    )
-    options: dict[str, Any] = {"logs_specs": DefaultLogsSpecs(log_dir=str(folder))}
-    if "shutdown_timeout" in inspect.signature(LocalElasticAgent).parameters:  # newer than 2.6
-        options["shutdown_timeout"] = EXIT_S if config.save is None else SAVE_S
-    result = LocalElasticAgent(spec, start_method="spawn", **options).run()
-    return dict(result.failures) if result.is_failed() else {}
 
 
-@contextmanager
-def _signal_watch(folder: Path) -> Iterator[None]:
-    """Kill all ranks after a second signal, or if one does not answer the first in `ANSWER_S`.
+def _start_rank(rank: int, num_ranks: int, port: int, folder: Path) -> subprocess.Popen[bytes]:
+    """Start a rank as the leader of a process group, so that its children end with it."""
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is there: rank 0 makes none
+        "TORCHELASTIC_RESTART_COUNT": 0,
+    }
+    words = [sys.executable, "-u", "-m", "megatron_snip.trainer.launch", str(folder)]
+    environment = os.environ | {name: str(value) for name, value in variables.items()}
+    return subprocess.Popen(words, env=environment, start_new_session=True)
 
-    A thread does it, because the agent waits in the main thread.
+
+def _wait(
+    ranks: list[subprocess.Popen[bytes]], received: list[int], folder: Path, exit_s: float
+) -> list[int]:
+    """Wait until all ranks end or one fails; after a signal, which they get, until all end.
+
+    Waiting ends early after a second signal, `exit_s` after the first, or if a rank does not answer
+    in `ANSWER_S`.
+
+    Returns:
+        The ranks that did not answer a signal.
     """
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-
-    def watch() -> None:
-        if not reader.recv(1):
-            return
-        second, _, _ = select.select([reader], [], [], ANSWER_S)
-        if (not second and _unanswered(folder)) or reader.recv(1):
-            (folder / "killed").touch()
-            _kill(folder)
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(previous)
-        writer.close()
-        thread.join()
-        reader.close()
+    while not received:
+        statuses = [process.poll() for process in ranks]
+        if None not in statuses or any(s not in (None, 0, SAVED_AND_STOPPED) for s in statuses):
+            return []
+        time.sleep(POLL_S)
+    begin = time.monotonic()
+    for process in ranks:
+        process.send_signal(received[0])
+    while running := [rank for rank, process in enumerate(ranks) if process.poll() is None]:
+        late = [rank for rank in running if not (folder / f"answered-{rank}").exists()]
+        waited_s = time.monotonic() - begin
+        if len(received) > 1 or waited_s > exit_s or (late and waited_s > ANSWER_S):
+            return late
+        time.sleep(POLL_S)
+    return []
 
 
-def _ranks(folder: Path) -> dict[int, int]:
-    """Return {rank: process id} of the ranks that have started."""
-    return {int(file.name[5:]): int(file.read_text() or 0) for file in folder.glob("rank-*")}
-
-
-def _unanswered(folder: Path) -> set[int]:
-    return {rank for rank in _ranks(folder) if not (folder / f"answered-{rank}").exists()}
-
-
-def _kill(folder: Path) -> None:
-    """Kill the process groups of all ranks; torch makes each rank the leader of one."""
-    for process in _ranks(folder).values():
-        if process:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process, signal.SIGKILL)
-
-
-def _explain(folder: Path, failures: dict[int, Any]) -> int:
-    """Report the first failure; others are mostly its consequence.
-
-    Raises:
-        UsageError: if that rank refused its input.
-        SnipError: if its reason is one line.
-    """
+def _raise_first(folder: Path, failures: dict[int, int]) -> NoReturn:
+    """Report the first of {rank: exit status}; others are mostly its consequence."""
     reasons = []
-    for rank, failure in failures.items():
-        code = failure.exitcode
-        ending = failure.signal_name() if code < 0 else f"exit code {code}"
+    for rank, status in failures.items():
+        ending = signal.Signals(-status).name if status < 0 else f"exit code {status}"
         reason = float("inf"), "error", f"rank {rank} ended by {ending}"
         with contextlib.suppress(OSError, ValueError):  # it did not come to write the file
             reason = tuple(json.loads((folder / f"failure-{rank}").read_text()))
@@ -207,16 +184,7 @@ def _explain(folder: Path, failures: dict[int, Any]) -> int:
     if kind == "error":
         raise SnipError(text)
     print(text.rstrip(), file=sys.stderr)
-    print("megatron-snip: training crashed; see above", file=sys.stderr)
-    return 1
-
-
-def _set_environment(local_ranks: int) -> None:
-    """Set what torch reads at import; the user's values win. Local ranks share the cores."""
-    threads = max(1, (os.cpu_count() or 1) // local_ranks)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    # Megatron orders its communication kernels by launch order, which needs one queue.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    raise SnipError("training crashed; see above")
 
 
 def train_as_rank(config: TrainConfig) -> TrainingResult:
@@ -226,7 +194,11 @@ def train_as_rank(config: TrainConfig) -> TrainingResult:
         UsageError: if the input is bad; every rank raises.
         SnipError: if a rank cannot continue.
     """
-    _set_environment(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    # torch reads these at import. The user's values win; ranks of a machine share its cores.
+    threads = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+    # Megatron orders its communication kernels by launch order, which needs one queue.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     # Megatron and torch warn of missing Transformer Engine and of their own deprecated calls.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     for message in (
@@ -240,51 +212,42 @@ def train_as_rank(config: TrainConfig) -> TrainingResult:
     return run_rank(config)
 
 
-def _main(file: Path) -> int:
+def _main(folder: Path) -> int:
     """Be a rank that `launch` started; write the reason if the run fails."""
-    folder, rank = file.parent, os.environ["RANK"]
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _leave)
-    _answer_signals(folder, rank)
-    (folder / f"rank-{rank}").write_text(str(os.getpid()))
+    rank = os.environ["RANK"]
+    for number in (signal.SIGTERM, signal.SIGINT):  # run `finally` blocks, which close files
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    _answer_signals(folder / f"answered-{rank}")
     if sys.platform == "linux":  # end if the launcher is killed
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGTERM))
     from megatron_snip.trainer.config import make_train_config
 
-    kind, text, status = "", "", 0
     try:
-        result = train_as_rank(make_train_config(json.loads(file.read_text())))
-        if result.stopped is not None:  # by a signal
-            (folder / "stopped").touch()
+        settings = json.loads((folder / "config.json").read_text())
+        result = train_as_rank(make_train_config(settings))
+        return 0 if result.stopped is None else SAVED_AND_STOPPED
     except UsageError as error:
-        kind, text, status = "usage", str(error), 2
+        kind, text = "usage", str(error)
     except SnipError as error:
-        kind, text, status = "error", str(error), 1
+        kind, text = "error", str(error)
     except Exception:
-        kind, text, status = "crash", traceback.format_exc(), 1
-    if status:
-        (folder / f"failure-{rank}").write_text(json.dumps([time.time(), kind, text]))
-    return status
+        kind, text = "crash", traceback.format_exc()
+    (folder / f"failure-{rank}").write_text(json.dumps([time.time(), kind, text]))
+    return 1
 
 
-def _answer_signals(folder: Path, rank: str) -> None:
-    """Answer signals in a thread: the main thread may wait in a collective for a stopped rank."""
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+def _answer_signals(file: Path) -> None:
+    """Make `file` after a signal, in a thread: the main one may wait for a stopped rank."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
-    def answer(reader: socket.socket, writer: socket.socket) -> None:
-        while reader.recv(1):
-            if any(folder.glob("failure-*")):  # the main thread may wait for a failed rank
-                os._exit(1)
-            with contextlib.suppress(OSError):
-                (folder / f"answered-{rank}").touch()
+    def answer() -> None:
+        os.read(reader, 1)
+        with contextlib.suppress(OSError):
+            file.touch()
 
-    threading.Thread(target=answer, args=(reader, writer), daemon=True).start()
-
-
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    sys.exit(128 + number)  # runs `finally` blocks, which close files
+    threading.Thread(target=answer, daemon=True).start()
 
 
 if __name__ == "__main__":

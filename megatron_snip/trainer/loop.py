@@ -16,7 +16,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -27,16 +27,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
 
+from megatron_snip.collectives import gather_json
 from megatron_snip.controller import SnipController
 from megatron_snip.errors import SnipError
 from megatron_snip.linears.training_step import ForwardBackward, Results
 from megatron_snip.reporting.events import Event, Metrics, Reporter, Writer
-from megatron_snip.trainer.checkpoint import Checkpoints, Progress
+from megatron_snip.trainer.checkpoint import STOP_SIGNALS, Progress
 from megatron_snip.trainer.config import TrainConfig
 from megatron_snip.trainer.data import Datasets, Samples, iteration_batches
 from megatron_snip.trainer.model import LOSS, TrainingState
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class PlainTraining:
@@ -69,40 +68,37 @@ class PlainTraining:
 TrainingHook = SnipController | PlainTraining
 
 
-class StopRequests:
-    """Within its context a stop signal ends the run after the iteration; a second SIGINT at once.
+@contextmanager
+def stop_requests(group: ProcessGroup | None) -> Iterator[Callable[[], str | None]]:
+    """Within: a stop signal ends the run after the iteration; a second SIGINT ends it at once.
 
     Schedulers send a signal some time before the job ends. One rank or all may get it, and at
     different moments, so the ranks agree after every iteration.
+
+    Args:
+        group: all ranks, carries CPU tensors; None for a single rank.
+
+    Yields:
+        A function that all ranks call: the name of a signal that any rank received, or None.
     """
+    received = 0
 
-    def __init__(self, group: ProcessGroup | None) -> None:
-        """`group` holds all ranks and carries CPU tensors; None for a single rank."""
-        self._group = group
-        self.received = 0
-        self._previous: dict[signal.Signals, Any] = {}
+    def receive(number: int, frame: FrameType | None) -> None:
+        nonlocal received
+        if number == received == signal.SIGINT:
+            raise KeyboardInterrupt
+        received = number
 
-    def __enter__(self) -> StopRequests:
-        for number in STOP_SIGNALS:
-            self._previous[number] = signal.signal(number, self._receive)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def agreed(self) -> str | None:
-        """All ranks: return the name of a signal that any rank received, or None."""
-        received = torch.tensor([self.received], dtype=torch.int32)
-        if self._group is not None:
-            dist.all_reduce(received, op=dist.ReduceOp.MAX, group=self._group)
-        number = int(received.item())
+    def agreed() -> str | None:
+        number = max(gather_json(received, group))
         return signal.Signals(number).name if number else None
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if number == self.received == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.received = number
+    previous = {number: signal.signal(number, receive) for number in STOP_SIGNALS}
+    try:
+        yield agreed
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 @dataclass(frozen=True)
@@ -132,8 +128,8 @@ def train(
     datasets: Datasets,
     hook: TrainingHook,
     start: Progress | None = None,
-    checkpoints: Checkpoints | None = None,
-    requests: StopRequests | None = None,
+    save: Callable[[Progress], None] | None = None,
+    stop: Callable[[], str | None] = lambda: None,
 ) -> TrainingResult:
     """All ranks: train until `train_iters` iterations are done.
 
@@ -147,15 +143,14 @@ def train(
         datasets: training and validation samples.
         hook: SNIP's controller or `PlainTraining`.
         start: resume from here; model, optimizer and scheduler are loaded already.
-        checkpoints: saves if it is due; None never saves.
-        requests: signals that end the run.
+        save: all ranks; saves a checkpoint. None never saves.
+        stop: all ranks; returns why the run ends after this iteration, or None.
 
     Raises:
         SnipError: on every rank, if the loss or gradient norm is not finite or a checkpoint cannot
             be saved.
     """
     begin = time.perf_counter()
-    state.defer_gathers()
     if start is None:
         with hook.evaluation() as paired:
             first = validation = evaluate(state, datasets.valid, config.eval_iters, paired)
@@ -167,8 +162,6 @@ def train(
     while iteration < config.train_iters and stopped is None:
         iteration += 1
         metrics = train_step(iteration, config, state, datasets.train, hook)
-        if iteration == start.iteration + 1:
-            state.overlap_gathers()
         if iteration == 1 and first is not None:
             metrics["validation_loss"] = first
         if iteration % config.eval_interval == 0 or iteration == config.train_iters:
@@ -178,10 +171,10 @@ def train(
                 metrics["validation_loss"] = validation
         hook.end_iteration(iteration, metrics)
         is_last = iteration == config.train_iters
-        stopped = requests.agreed() if requests is not None else None
+        stopped = stop()
         is_due = config.save_interval is not None and iteration % config.save_interval == 0
-        if checkpoints is not None and (is_due or is_last or stopped is not None):
-            checkpoints.save(Progress(iteration, first, validation, hook.state(iteration)))
+        if save is not None and (is_due or is_last or stopped is not None):
+            save(Progress(iteration, first, validation, hook.state(iteration)))
         stopped = None if is_last else stopped
     seconds = time.perf_counter() - begin
     return TrainingResult(iteration, metrics["loss"], first, validation, seconds, stopped)

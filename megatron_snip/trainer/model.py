@@ -91,22 +91,10 @@ class TrainingState:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def defer_gathers(self) -> None:
-        """Before the first iteration: the weights are complete, so forward passes do not gather."""
-        for chunk in self.model:
-            if chunk.use_forward_hook:
-                chunk.disable_forward_pre_hook(param_sync=False)
-
-    def overlap_gathers(self) -> None:
-        """From the first update on: forward passes gather the weights that they use."""
-        for chunk in self.model:
-            if chunk.use_forward_hook:
-                chunk.enable_forward_pre_hook()
-
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Within the context all weights are complete and forward passes do not gather."""
-        hooked = [c for c in self.model if c.use_forward_hook and c.remove_forward_pre_hook_handles]
+        hooked = [chunk for chunk in self.model if chunk.use_forward_hook]
         for chunk in hooked:
             chunk.disable_forward_pre_hook()
         try:
@@ -127,7 +115,7 @@ def initialize_parallel_state(config: TrainConfig) -> None:
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
-        expert_tensor_parallel_size=config.expert_tensor_size,
+        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
         # Only a checkpoint format that this trainer does not write needs them.
         create_gloo_process_groups=False,
     )
@@ -203,7 +191,6 @@ def transformer_config(config: TrainConfig) -> TransformerConfig:
     interleaved = config.virtual_pipeline_size is not None
     settings = _same_names(config, TransformerConfig) | {
         "ffn_hidden_size": config.ffn_width,
-        "num_query_groups": config.query_groups,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
@@ -224,7 +211,6 @@ def transformer_config(config: TrainConfig) -> TransformerConfig:
             "num_moe_experts": config.num_experts,
             "moe_aux_loss_coeff": 0.01,
             "moe_ffn_hidden_size": config.expert_ffn_width,
-            "expert_tensor_parallel_size": config.expert_tensor_size,
         }
     return TransformerConfig(**settings)
 
@@ -256,9 +242,7 @@ def _build_chunks(
     ]
 
 
-def _build_chunk(
-    config: TrainConfig, transformer: TransformerConfig, vp_stage: int | None
-) -> torch.nn.Module:
+def _build_chunk(config: TrainConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
     model = GPTModel(
@@ -281,8 +265,7 @@ def _build_chunk(
     model.cuda(torch.cuda.current_device())
     wrapped = Float16Module(transformer, model) if config.bf16 else model
     wrapped.vp_stage = vp_stage
-    module: torch.nn.Module = wrapped
-    return module
+    return wrapped
 
 
 def _build_optimizer(

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,21 +36,21 @@ from megatron_snip.reporting.run_directory import OldRun, RunDirectory, open_run
 from megatron_snip.reporting.writers import TensorBoardWriter, WandbWriter, start_wandb
 from megatron_snip.trainer.checkpoint import (
     POINTER,
-    Checkpoints,
     Progress,
-    check_resume,
     checkpoint_path,
     latest_iteration,
+    load_checkpoint,
     read_saved_run,
     resume_iteration,
+    save_checkpoint,
 )
 from megatron_snip.trainer.config import TrainConfig, check_ranks
 from megatron_snip.trainer.data import build_datasets
 from megatron_snip.trainer.loop import (
     PlainTraining,
-    StopRequests,
     TrainingHook,
     TrainingResult,
+    stop_requests,
     train,
 )
 from megatron_snip.trainer.model import (
@@ -83,8 +84,6 @@ def check_run(config: TrainConfig, world_size: int) -> None:
         if getattr(config, name) and getattr(config, needed) is None:
             raise UsageError(f"{name} needs {needed}, a folder of checkpoints")
     iteration = resume_iteration(config)
-    if config.load is not None and iteration:
-        check_resume(config, checkpoint_path(config.load, iteration))
     if config.save is not None and not (iteration and config.save == config.load):
         _check_new_save(config.save)
     if config.snip.enabled:  # each call raises what the run would raise later
@@ -139,12 +138,14 @@ def run_rank(config: TrainConfig) -> TrainingResult:
     on_cpu = cpu.install()
     if not on_cpu:
         torch_adam.install()
-    with _process_group(on_cpu):
-        initialize_parallel_state(config)
-        # No markup: a folder may be called `[/runs]` or `:smile:`.
-        console = None if rank else Console(markup=False, emoji=False)
-        result = run_session(config, console)
-        destroy_parallel_state()
+    _initialize_process_group(on_cpu)
+    initialize_parallel_state(config)
+    # No markup: a folder may be called `[/runs]` or `:smile:`.
+    console = None if rank else Console(markup=False, emoji=False)
+    result = run_session(config, console)
+    # Not after a failure: other ranks may not come here, and waiting would hide the reason.
+    destroy_parallel_state()
+    dist.destroy_process_group()
     return result
 
 
@@ -162,18 +163,17 @@ def run_session(config: TrainConfig, console: Console | None) -> TrainingResult:
     done = broadcast_json(resume_iteration(config), control)
     with run_directories(config, done, control) as directory:
         state = build_training_state(config)
-        checkpoints = Checkpoints(config, state, control)
-        start = checkpoints.load(done) if done else None
+        start = load_checkpoint(config, state, control, done) if done else None
         datasets = build_datasets(config, control)
         if directory is not None:
             write_atomic(directory.path / "data.json", json.dumps(datasets.source) + "\n")
         writers = make_writers(config, directory, done)
         if console is not None:
             writers.append(ProgressWriter(config, console))
-        requests = None if config.save is None else StopRequests(control)
-        saving = None if config.save is None else checkpoints
-        with requests or nullcontext(), closing(make_hook(config, state, writers, start)) as hook:
-            result = train(config, state, datasets, hook, start, saving, requests)
+        save = partial(save_checkpoint, config, state, control) if config.save else None
+        stops = stop_requests(control) if config.save else nullcontext(lambda: None)
+        with stops as stop, closing(make_hook(config, state, writers, start)) as hook:
+            result = train(config, state, datasets, hook, start, save, stop)
     if console is not None:
         _print_result(config, result, console)
     return result
@@ -233,12 +233,7 @@ def _set_up_logging(level: int) -> None:
     logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.CRITICAL)
 
 
-@contextmanager
-def _process_group(on_cpu: bool) -> Iterator[None]:
-    """Initialize the process group; destroy it at the end, but not after a failure.
-
-    After a failure other ranks may not come to destroy it, and waiting would hide the reason.
-    """
+def _initialize_process_group(on_cpu: bool) -> None:
     if not on_cpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     is_local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
@@ -246,8 +241,6 @@ def _process_group(on_cpu: bool) -> Iterator[None]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = timedelta(minutes=10)
     dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timeout)
-    yield
-    dist.destroy_process_group()
 
 
 @contextmanager
@@ -262,10 +255,11 @@ def run_directories(
     Raises:
         UsageError: on every rank, if another job writes there, or the folders cannot be written.
     """
-    opened: list[RunDirectory] = []
+    directory: RunDirectory | None = None
     with ExitStack() as locks:
 
         def prepare() -> None:
+            nonlocal directory
             old_run = _old_run(config, done)
             try:
                 if config.save is not None:
@@ -276,10 +270,9 @@ def run_directories(
                     drop_later_iterations(config.run_dir, done)
             except OSError as error:
                 raise UsageError(str(error)) from None
-            opened.append(directory)
 
         on_rank_0("opening run_dir and save", prepare, control)
-        yield opened[0] if opened else None
+        yield directory
 
 
 def drop_later_iterations(run_dir: Path, done: int) -> None:

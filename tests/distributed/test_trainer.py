@@ -289,6 +289,21 @@ def test_ranks_that_a_signal_ends_at_once_count_as_answered(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_a_killed_rank_is_named_and_a_killed_launcher_ends_its_ranks(tmp_path: Path) -> None:
+    words = command(tmp_path / "run", train_iters=5000)
+    with training(words, tmp_path) as front:
+        processes = descendants(front.pid)
+        os.kill(next(p for p in processes if rank_of(p) == "1"), signal.SIGKILL)
+        _, errors = front.communicate(timeout=TIMEOUT_S)
+    assert (front.returncode, errors) == (1, "megatron-snip: rank 1 ended by SIGKILL\n")
+    assert_all_gone(processes)
+    with training([*words, "--overwrite"], tmp_path) as front:
+        processes = descendants(front.pid)
+        front.kill()
+        assert_all_gone(processes)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("save", "interrupts"), [(False, 1), (True, 1), (True, 2)])
 def test_a_stopped_rank_does_not_hold_up_the_end(
     tmp_path: Path, save: bool, interrupts: int

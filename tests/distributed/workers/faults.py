@@ -14,8 +14,8 @@ from megatron_snip.reporting import run_directory
 from megatron_snip.reporting.events import Reporter
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.trainer import checkpoint
-from megatron_snip.trainer.checkpoint import Checkpoints, Progress, latest_iteration
-from megatron_snip.trainer.loop import StopRequests
+from megatron_snip.trainer.checkpoint import Progress, latest_iteration, save_checkpoint
+from megatron_snip.trainer.loop import stop_requests
 from tests.distributed.workers.controller import MODEL
 from tests.distributed.workers.fault_places import KILLED, PLACES, Faults
 from tests.distributed.workers.small_model import Trainer, layout
@@ -74,9 +74,9 @@ def _strike(trainer: Trainer, controller: Any, faults: Faults, fault: str, outco
 
 def _healed(trainer: Trainer, controller: Any, faults: Faults) -> dict[str, Any]:
     """A cycle that succeeds, though SIGTERM comes in every phase."""
-    with StopRequests(controller._control) as stop, faults.signals():
+    with stop_requests(controller._control) as agreed, faults.signals():
         trainer.advance(2, controller)
-        heard = stop.agreed()
+        heard = agreed()
     faults.at("")
     signalled = gather_json(faults.signalled, controller._control)
     return {
@@ -104,18 +104,17 @@ def _saving(trainer: Trainer, controller: Any, folder: Path) -> dict[str, Any]:
     }
     place = folder / "checkpoints"
     trainer.config = trainer.config.model_copy(update={"save": place})
-    checkpoints = Checkpoints(trainer.config, trainer.state, controller._control)
     before = _whole(trainer)
     with _full_disk([(checkpoint, "finish_checkpoint")]):
         try:
-            _save(trainer, controller, checkpoints)
+            _save(trainer, controller)
         except RemoteFailure as failure:
             result["failed"] = str(failure)
     # A refresh, a solve and a checkpoint succeed as if nothing had been.
     result["same"] = _whole(trainer) == before
     trainer.advance(2, controller)
     result["read before"] = latest_iteration(place)
-    _save(trainer, controller, checkpoints)
+    _save(trainer, controller)
     result["read after"] = latest_iteration(place)
     result["last history"] = list(controller.history)
     return result
@@ -127,8 +126,9 @@ def _whole(trainer: Trainer) -> dict[str, Any]:
         return trainer.digests()
 
 
-def _save(trainer: Trainer, controller: Any, checkpoints: Checkpoints) -> None:
-    checkpoints.save(Progress(trainer.step, snip=controller.state(trainer.step)))
+def _save(trainer: Trainer, controller: Any) -> None:
+    progress = Progress(trainer.step, snip=controller.state(trainer.step))
+    save_checkpoint(trainer.config, trainer.state, controller._control, progress)
 
 
 @contextmanager

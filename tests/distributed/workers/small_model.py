@@ -152,12 +152,8 @@ class Trainer:
 
     def advance(self, steps: int, hook: TrainingHook) -> None:
         """Make `steps` training steps, as the trainer's own loop does."""
-        if self.step == 0:
-            self.state.defer_gathers()
         for _ in range(steps):
             metrics = train_step(self.step + 1, self.config, self.state, self.samples, hook)
-            if self.step == 0:
-                self.state.overlap_gathers()
             self.losses.append(metrics["loss"])
             self.step += 1
             hook.end_iteration(self.step, metrics)

@@ -43,7 +43,7 @@ def test_flags_win_over_the_file_field_by_field(tmp_path: Path) -> None:
 def test_defaults_that_follow_other_fields() -> None:
     config = TrainConfig(hidden_size=384, num_attention_heads=6)
     assert config.ffn_width == 1024
-    assert config.query_groups == 6 and config.head_width == 64
+    assert config.query_groups == 6
     assert config.padded_vocab_size == 384
     assert TrainConfig(make_vocab_size_divisible_by=1).padded_vocab_size == 257
 
