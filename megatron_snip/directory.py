@@ -5,7 +5,7 @@
 
 A file counts as written by SNIP if its directory has the marker and its path matches `OWN_FILES`.
 The lock is a POSIX record lock. The kernel releases it when its process ends, also over NFS, and
-child processes do not inherit it. The file stays, and an unlocked one means nothing.
+child processes do not inherit it. The file of a killed process stays, and means nothing.
 """
 
 from __future__ import annotations
@@ -147,25 +147,43 @@ def lock_directory(directory: Path) -> Callable[[], None]:
         # A file object would be closed as garbage, which would release the lock.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         opened.callback(os.close, descriptor)
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise UsageError(
-                    f"'{directory}' is in use by {_holder(descriptor)}; wait for it, or name "
-                    f"another directory (if that job has ended, delete '{path}')"
-                ) from None
-            if error.errno not in _CANNOT_LOCK:
-                raise
-            warn_once(
-                logger,
-                f"snip: '{directory}': this file system cannot lock files ({error.strerror}); "
-                "nothing prevents a second job from writing there",
-            )
+        _lock(descriptor, path)
+        if not _is_at(path, descriptor):  # the holder before removed it
+            opened.close()
+            return lock_directory(directory)
+        opened.callback(_remove, path, descriptor)
         os.ftruncate(descriptor, 0)
         os.write(descriptor, _Holder.this_process().model_dump_json().encode())
-        opened.callback(os.ftruncate, descriptor, 0)
         return opened.pop_all().close
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise UsageError(
+                f"'{path.parent}' is in use by {_holder(descriptor)}; wait for it, or name "
+                f"another directory (if that job has ended, delete '{path}')"
+            ) from None
+        if error.errno not in _CANNOT_LOCK:
+            raise
+        warn_once(
+            logger,
+            f"snip: '{path.parent}': this file system cannot lock files ({error.strerror}); "
+            "nothing prevents a second job from writing there",
+        )
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    return False
+
+
+def _remove(path: Path, descriptor: int) -> None:
+    if _is_at(path, descriptor):
+        path.unlink(missing_ok=True)
 
 
 def _entries_below(directory: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:

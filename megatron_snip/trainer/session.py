@@ -262,7 +262,7 @@ def run_directories(
             nonlocal directory
             old_run = _old_run(config, done)
             try:
-                if config.save is not None:
+                if config.save is not None and config.save != config.run_dir:
                     locks.callback(lock_directory(config.save))
                 directory = open_run(config.run_dir, config.model_dump(mode="json"), old_run)
                 locks.callback(directory.close)

@@ -176,10 +176,29 @@ def test_the_second_writer_is_refused_with_the_holders_name_until_the_lock_is_re
         assert "in use by another job; wait" in refusal(tmp_path)
         print(file=process.stdin, flush=True)
         assert said(process) == "released"
-        assert (tmp_path / LOCK).read_bytes() == b""
+        assert not list(tmp_path.iterdir())
         release = lock_directory(tmp_path)
         release()
         release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_that_its_holder_removes_meanwhile_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = fcntl.lockf
+
+    def lockf(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "lockf", real)
+        (tmp_path / LOCK).unlink()
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    release = lock_directory(tmp_path)
+    with holding(tmp_path) as process:
+        assert said(process) == ""  # refused
+    release()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_killed_jobs_lock_is_free_although_its_child_lives(tmp_path: Path) -> None:

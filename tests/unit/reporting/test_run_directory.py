@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_snip.directory import LOCK, MARKER, mark
+from megatron_snip.directory import MARKER, mark
 from megatron_snip.errors import UsageError
 from megatron_snip.planning.plan import read_plan
 from megatron_snip.planning.problem import read_problem
@@ -108,7 +108,7 @@ def test_a_run_is_opened_under_its_lock_and_the_old_runs_files_are_treated_as_as
         assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"seed": 1}
         run.close()
     found = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
-    assert found == left | {MARKER, LOCK}
+    assert found == left | {MARKER}
 
 
 def test_a_killed_run_leaves_complete_lines(tmp_path: Path) -> None:
