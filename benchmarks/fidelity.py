@@ -43,7 +43,7 @@ from megatron_snip.divergence.divergence import (
     weight_divergence,
 )
 from megatron_snip.options import Option
-from megatron_snip.statistics.optimizer_state import adam_shards
+from megatron_snip.statistics.optimizer_state import optimizer_shards
 from megatron_snip.statistics.records import FormatStatistics, LinearStatistics, StatisticsTable
 from megatron_snip.statistics.sensitivity import gather_sensitivities
 
@@ -166,7 +166,7 @@ def _factored(
     lab: Lab, batches: Sequence[Any], base: Mapping[str, torch.Tensor], name: str
 ) -> Agreement:
     """Compare |D * eW| with D in factors against |D * eW| with each element's own D."""
-    shards = adam_shards(lab.state.optimizer)
+    shards = optimizer_shards(lab.state.optimizer)
     weights = lab.model.weights()
     factors = gather_sensitivities(weights, lab.state.optimizer, lab.model.runtime.topology)
     factored, exact = [], []

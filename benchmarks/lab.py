@@ -32,7 +32,7 @@ from megatron_snip.options import BF16, Option
 from megatron_snip.patches import cpu
 from megatron_snip.statistics.health import weight_norms
 from megatron_snip.statistics.observer import StepObserver
-from megatron_snip.statistics.optimizer_state import adam_shards
+from megatron_snip.statistics.optimizer_state import optimizer_shards
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.statistics.sensitivity import gather_sensitivities
@@ -143,7 +143,7 @@ class Lab:
 
     def updates(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the update direction that AdamW would take next, by torch's own AdamW in FP64."""
-        shards = adam_shards(self.state.optimizer)
+        shards = optimizer_shards(self.state.optimizer)
         found = {}
         for planned in self.model.linears:
             shard, name = shards[planned.weights[0]], planned.name

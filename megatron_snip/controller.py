@@ -1,7 +1,7 @@
 """The controller: measure -> plan -> broadcast -> apply, every `--snip-interval` iterations.
 
-    iteration i          a refresh is due: this iteration is observed. At its end one all-reduce
-                         sums the statistics, and rank 0 gives the problem to the solver's process
+    iteration i          a refresh is due: this iteration is observed. At its end all ranks sum
+                         the statistics, and rank 0 gives the problem to the solver's process
     iteration i + lag    rank 0 broadcasts the plan (or why there is none); every rank applies the
                          same plan before the iteration and checks its digest
 

@@ -48,7 +48,10 @@ _CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 
 
 def own_files(directory: Path) -> Iterator[Path]:
-    """Yield the files below `directory` whose paths match `OWN_FILES`; links are not followed."""
+    """Yield the files below `directory` whose paths match `OWN_FILES`; links are not followed.
+
+    SNIP wrote them if the directory has the marker, which is not looked for here.
+    """
     for name, entry in _entries_below(directory):
         if entry.is_file(follow_symlinks=False) and OWN_FILES.fullmatch(name):
             yield Path(entry)
@@ -66,7 +69,7 @@ def check_new_run(directory: Path, overwrite: bool) -> None:
             with SNIP's names that SNIP did not write: without the marker, or links and pipes.
     """
     for name, entry in _entries_below(directory):
-        is_own = OWN_FILES.fullmatch(name) or name in OWN_FOLDERS
+        is_own = OWN_FILES.fullmatch(name) or name in (*OWN_FOLDERS, "tensorboard")
         plain = entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)
         if is_own and not plain:
             raise UsageError(
@@ -100,7 +103,7 @@ def clear_run(directory: Path, archive: bool) -> Path | None:
 
     Args:
         directory: the run's.
-        archive: whether they move to a new folder `previous-N` below it, or are deleted.
+        archive: True moves them to a new folder `previous-N` below it; False deletes them.
 
     Returns:
         The new folder; None if there is none.
@@ -142,19 +145,18 @@ def lock_directory(directory: Path) -> Callable[[], None]:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / LOCK
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise UsageError(f"'{path}' is a link or a pipe; remove it, or name another directory")
-    with contextlib.ExitStack() as opened:
-        # A file object would be closed as garbage, which would release the lock.
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        opened.callback(os.close, descriptor)
-        _lock(descriptor, path)
-        if not _is_at(path, descriptor):  # the holder before removed it
-            opened.close()
-            return lock_directory(directory)
-        opened.callback(_remove, path, descriptor)
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, _Holder.this_process().model_dump_json().encode())
-        return opened.pop_all().close
+        raise UsageError(f"'{path}' is no regular file; remove it, or name another directory")
+    while True:
+        with contextlib.ExitStack() as cleanup:
+            # A file object would be closed as garbage, which would release the lock.
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            cleanup.callback(os.close, descriptor)
+            _lock(descriptor, path)
+            if _is_at(path, descriptor):  # else the holder before removed it meanwhile
+                cleanup.callback(_remove, path, descriptor)
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, _Holder.this_process().model_dump_json().encode())
+                return cleanup.pop_all().close
 
 
 def _lock(descriptor: int, path: Path) -> None:
@@ -164,7 +166,7 @@ def _lock(descriptor: int, path: Path) -> None:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             raise UsageError(
                 f"'{path.parent}' is in use by {_holder(descriptor)}; wait for it, or name "
-                f"another directory (if that job has ended, delete '{path}')"
+                f"another directory (if that host has crashed, delete '{path}')"
             ) from None
         if error.errno not in _CANNOT_LOCK:
             raise

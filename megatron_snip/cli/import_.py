@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     for option, count in Counter(map(str, plan.linears.values())).most_common():
         print(f"  {option}: {count} linears")
     print(f"share of FLOPs in the lowest precision: {plan.efficiency:.4f}")
-    if any(file.evaluates_otherwise() for file in files):
+    if any(file.has_evaluation_recipes() for file in files):
         print(
             "warning: evaluation recipes are left out: a plan holds in training and evaluation; "
             "--snip-eval-precision bf16 evaluates in BF16"

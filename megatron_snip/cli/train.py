@@ -12,12 +12,12 @@ from megatron_snip.errors import UsageError
 from megatron_snip.flags import add_flags, given_values
 from megatron_snip.trainer.config import TrainConfig, check_ranks, load_train_config
 from megatron_snip.trainer.fields import TrainFields
-from megatron_snip.trainer.launch import default_num_ranks, launch, train_as_rank, under_torchrun
+from megatron_snip.trainer.launch import default_num_ranks, is_rank, launch, train_as_rank
 
 EPILOG = """\
 Settings come from a YAML file (--config), from flags, or both; flags override the file. The names
 are Megatron's; SNIP's flags begin with --snip-. In YAML SNIP's settings are below `snip:`.
-Under torchrun or srun the process is one of the ranks; else the command starts them.
+Under torchrun the process is one of the ranks; else the command starts them.
 
 examples:
   megatron-snip train --config configs/demo.yaml --snip-efficiency-target 0.9
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         UsageError: for bad input; nothing is written then.
     """
     config = read_settings(args)
-    if not under_torchrun():
+    if not is_rank():
         ranks = args.nproc_per_node or default_num_ranks(config)
         check_ranks(config, ranks)
         return launch(config, ranks)

@@ -2,9 +2,9 @@
 
     Q[l, q] = loss[l, q] / sum_l loss[l, lowest]  +  lambda * weight[l, q] / sum_l weight[l, lowest]
 
-`lowest` is the uniform option of the lowest precision among the formats, so Q of the uniform
-lowest plan is 1 + lambda whatever the units. An entry that is NaN, infinite or missing forbids that
-option for that linear, with a warning that names it.
+`lowest` is the uniform option of the lowest precision among the formats. If all entries are finite
+and both sums positive, Q of the plan that gives it to every linear is 1 + lambda. An option whose Q
+is not finite is forbidden for that linear, with a warning that names it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
 Each GEMM quantizes its operands along its own contraction dimension. Operands are dequantized to
 FP32 and multiplied with FP32 accumulation, then the result is rounded to the output's dtype once,
 as a block-scaled tensor-core GEMM does up to the order of its accumulation. On a GPU the
-dequantized operands of large GEMMs are BF16 (`matmul_fp32`). A bf16 GEMM is a plain product.
+dequantized operands of large GEMMs are BF16 (`matmul_fp32`). A bf16 GEMM is a plain product in
+its operands' dtype, but for wgrad that is added into an FP32 `main_grad`.
 
 M tokens, K in_features, N out_features.
 """
@@ -48,9 +49,9 @@ def quantize_activation(
     first: bool = True,
     wgrad: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the operand as fprop (of X) or dgrad (of G) multiplies it, and as wgrad does.
+    """Return two quantized copies of X or G: one for fprop or dgrad, and one for wgrad.
 
-    Kernels read it once for both.
+    Kernels read the operand once for both.
 
     Args:
         x: X [M, K] or G [M, N].
@@ -58,8 +59,8 @@ def quantize_activation(
         option: decides the formats; for a bf16 GEMM the tensor is returned as it is.
         dtype: of a quantized result, from `operand_dtype`.
         stream: random numbers, for formats that round G stochastically.
-        first: whether the first is needed; else None is returned for it.
-        wgrad: likewise the second.
+        first: whether the copy for fprop or dgrad is needed; else None is returned for it.
+        wgrad: likewise the copy for wgrad.
     """
     gemm = Gemm.FPROP if operand is Operand.INPUT else Gemm.DGRAD
     names = option[gemm], option.wgrad
@@ -75,7 +76,12 @@ def quantize_activation(
 
 
 def can_quantize_before_gather(option: Option, num_rows: int) -> bool:
-    """Return whether shards of X with `num_rows` tokens, quantized and gathered, keep each bit."""
+    """Return whether quantizing X before the all-gather gives bitwise the same as after it.
+
+    Args:
+        option: decides the formats of X.
+        num_rows: tokens of a shard.
+    """
     for name, gemm in ((option.fprop, Gemm.FPROP), (option.wgrad, Gemm.WGRAD)):
         fmt = get_format(name)
         tile_rows, _ = operand_block(fmt, Operand.INPUT, gemm)
@@ -92,14 +98,14 @@ def activation_gemm(
     dtype: torch.dtype,
     cached: Cached = uncached,
 ) -> Tensor:
-    """Return Y = X W^T [M, N] for fprop, dX = G W [M, K] for dgrad, in `dtype`.
+    """Return Y = X W^T [M, N] for fprop, dX = G W [M, K] for dgrad.
 
     Args:
         a: X [M, K] or G [M, N], from `quantize_activation`.
         w: W [N, K].
         gemm: fprop or dgrad.
         option: decides the format of both.
-        dtype: of the result.
+        dtype: of a quantized GEMM's result; a bf16 GEMM has that of its operands.
         cached: caches the quantized W; fprop and dgrad share one where their blocks are equal.
     """
     name, is_fprop = option[gemm], gemm is Gemm.FPROP

@@ -28,7 +28,7 @@ from megatron_snip.statistics.health_table import (
     LinearHealth,
     OperandHealth,
 )
-from megatron_snip.statistics.optimizer_state import adam_shards, is_sharded, learning_rate
+from megatron_snip.statistics.optimizer_state import is_sharded, learning_rate, optimizer_shards
 from megatron_snip.statistics.records import LinearStatistics, StatisticsTable
 from megatron_snip.statistics.sensitivity import PlannedWeight, Sensitivity
 from megatron_snip.topology import Topology
@@ -126,7 +126,7 @@ def weight_norms(
         topology: this rank's place.
         loss_scale: of the gradients.
     """
-    shards = adam_shards(optimizer)
+    shards = optimizer_shards(optimizer)
     sharded, rate = is_sharded(optimizer), learning_rate(optimizer) or 0.0
     found: dict[str, Tensor] = {}
     for instance, (placement, weight) in weights.items():

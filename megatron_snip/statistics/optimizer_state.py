@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -120,7 +120,7 @@ def _orthogonalized(x: torch.Tensor) -> torch.Tensor:
     return y.t() if x.shape[0] > x.shape[1] else y
 
 
-def adam_shards(optimizer: Any) -> dict[torch.Tensor, Shard]:
+def optimizer_shards(optimizer: Any) -> dict[torch.Tensor, Shard]:
     """Return this rank's shard of every model parameter that `optimizer` updates.
 
     Args:
@@ -135,22 +135,21 @@ def adam_shards(optimizer: Any) -> dict[torch.Tensor, Shard]:
         groups = {id(p): group for group in inner.param_groups for p in group["params"]}
         for weight, main_param, start, end in _owned(part, inner):
             if (group := groups.get(id(main_param))) is not None:
-                shard = Shard(
-                    start, end, weight.shape, inner.state.get(main_param, {}), group, _adam
-                )
-                shards[weight] = replace(shard, rule=_rule(shard, inner))
+                state, shape = inner.state.get(main_param, {}), weight.shape
+                rule = _rule(inner, state, group, shape, end - start == weight.numel())
+                shards[weight] = Shard(start, end, shape, state, group, rule)
     return shards
 
 
 def steps_of_moments(optimizer: Any) -> int | None:
     """Return the fewest steps that AdamW's moments on this rank have seen; None without AdamW."""
-    shards = adam_shards(optimizer).values()
+    shards = optimizer_shards(optimizer).values()
     adam = (shard for shard in shards if shard.rule is _adam and any(shard.group.get("betas", ())))
     return min((shard.step for shard in adam), default=None)
 
 
 def learning_rate(optimizer: Any) -> float | None:
-    """Return the largest over parameter groups that this rank holds, or None."""
+    """Return the largest of the parameter groups that this rank holds, or None."""
     groups = getattr(optimizer, "param_groups", None) or []
     rates = [float(group["lr"]) for group in groups if group.get("lr") is not None]
     return max(rates, default=None)
@@ -183,16 +182,22 @@ def _owned(part: Any, inner: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, 
             yield param, param, 0, param.numel()
 
 
-def _rule(shard: Shard, inner: Any) -> Callable[[Shard], Any]:
+def _rule(
+    inner: Any,
+    state: Mapping[str, Any],
+    group: Mapping[str, Any],
+    shape: torch.Size,
+    is_complete: bool,
+) -> Callable[[Shard], Any]:
     """Return the rule of the optimizer that made a shard's state; AdamW's if it is not known."""
-    known = {name for name, value in shard.state.items() if value is not None}
-    is_matrix = len(shard.shape) == 2
-    if is_matrix and shard.end - shard.start == shard.shape.numel():
+    known = {name for name, value in state.items() if value is not None}
+    is_matrix = len(shape) == 2
+    if is_matrix and is_complete:
         for names in FACTORS:
             if known.issuperset(names):
                 return partial(_adafactor, names)
         if "momentum_buffer" in known:
-            is_muon = hasattr(inner, "orthogonalize") or "ns_steps" in shard.group
+            is_muon = hasattr(inner, "orthogonalize") or "ns_steps" in group
             return _muon if is_muon else _momentum
     if is_matrix and known - {"step"} and "exp_avg_sq" not in known:
         warn_once_per_job(

@@ -1,4 +1,4 @@
-"""From the sums of each rank to one table that all ranks hold: one all-reduce.
+"""From the sums of each rank to one table that all ranks hold.
 
 The table is FP64, [1 + linears, columns]; its first row counts the ranks that failed to measure.
 With G as a linear sees it, the gradient of the batch-mean loss is `grad_scale` G: Megatron divides

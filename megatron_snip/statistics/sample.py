@@ -1,7 +1,7 @@
 """Which tokens and output features an observed iteration measures; the same in every layout.
 
 Single tokens are drawn at random for fprop and dgrad. wgrad is measured on complete tiles of
-consecutive tokens and on every fourth output feature.
+consecutive tokens and, of wide linears, on every fourth output feature.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from megatron_snip.formats import Format
 from megatron_snip.quantizers.stochastic import ColumnMap, StreamKey
 from megatron_snip.topology import Axis
 
-SAMPLED_SHARE, LEAST_TOKENS, MOST_TOKENS = 16, 64, 512
+TOKENS_PER_SAMPLE, LEAST_TOKENS, MOST_TOKENS = 16, 64, 512
 """1/16 of a microbatch's tokens is measured, at least 64 and at most 512."""
 
-FEATURE_STRIDE, LEAST_FEATURES = 4, 64
-"""wgrad is measured on every fourth output feature of linears that have a multiple of 256."""
+FEATURE_STRIDE, FEATURE_MULTIPLE = 4, 256
+"""wgrad is measured on every fourth output feature of linears that have a multiple of 256. Then
+the shards of up to 64 ranks begin at a multiple of four."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,17 @@ class Sample:
 
 
 def draw_sample(s: MeasureSettings, num_tokens: int, microbatch: int) -> Sample:
-    """Return the sample of a microbatch, whose X is not known yet."""
+    """Return the sample of a microbatch, without X; its rows are of all ranks' tokens together.
+
+    A microbatch of one tile is measured completely: `rows` then has every token twice.
+
+    Args:
+        s: what is observed; its seed and iteration decide which tokens are drawn.
+        num_tokens: of the microbatch, over all ranks of the tensor axis.
+        microbatch: its global index within the iteration.
+    """
     tile = max((fmt.tile for fmt in s.formats.values()), default=1)
-    wanted = min(max(num_tokens // SAMPLED_SHARE, LEAST_TOKENS), MOST_TOKENS)
+    wanted = min(max(num_tokens // TOKENS_PER_SAMPLE, LEAST_TOKENS), MOST_TOKENS)
     num_tiles, num_chosen = math.ceil(num_tokens / tile), math.ceil(wanted / tile)
     single = runs = torch.arange(num_tokens)
     first_feature, expansions = None, (1.0, 1.0)
@@ -90,13 +99,26 @@ def draw_sample(s: MeasureSettings, num_tokens: int, microbatch: int) -> Sample:
 
 
 def sampled_features(columns: ColumnMap, first: int | None) -> slice:
-    """Return the output features of this shard that wgrad is measured on."""
-    divides = columns.global_chunk % (FEATURE_STRIDE * LEAST_FEATURES) == 0  # so do its shards
-    return slice(None) if first is None or not divides else slice(first, None, FEATURE_STRIDE)
+    """Return the output features of this shard that wgrad is measured on.
+
+    Args:
+        columns: which of the linear's output features the shard holds.
+        first: `Sample.first_feature`.
+    """
+    if first is None or columns.global_chunk % FEATURE_MULTIPLE:
+        return slice(None)
+    return slice(first, None, FEATURE_STRIDE)
 
 
 def rows_of(matrix: Tensor, rows: Tensor, is_split: bool, axis: Axis) -> Tensor:
-    """Return rows of a matrix; zeros for those of other ranks, where its rows are split."""
+    """Return rows of a matrix; zeros for those of other ranks, where its rows are split.
+
+    Args:
+        matrix: [tokens of this rank, features].
+        rows: indices, of all ranks' tokens if they are split.
+        is_split: whether each rank of `axis` holds other tokens.
+        axis: the tensor axis.
+    """
     if not is_split:
         return matrix[to_device(matrix.device, rows)]
     first = axis.rank * matrix.shape[0]

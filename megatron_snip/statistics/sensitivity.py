@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_snip.collectives import attempt, sum_together
-from megatron_snip.statistics.optimizer_state import Shard, adam_shards, is_sharded
+from megatron_snip.statistics.optimizer_state import Shard, is_sharded, optimizer_shards
 from megatron_snip.topology import Axis, LinearKind, Placement, Topology
 
 
@@ -87,7 +87,7 @@ def gather_sensitivities(
 
 
 def _own_sums(weights: Mapping[str, PlannedWeight], optimizer: Any) -> dict[str, _ShardSums]:
-    shards = adam_shards(optimizer)
+    shards = optimizer_shards(optimizer)
     return {i: _ShardSums.of(w.weight, shards.get(w.weight)) for i, w in weights.items()}
 
 

@@ -1,13 +1,13 @@
 """Starts the ranks of one machine, and reports how they end.
 
 `megatron-snip train` starts N processes `python -m megatron_snip.trainer.launch FOLDER` and waits.
-In FOLDER they find the settings, and write that they got a signal or why they failed. Bad input
-ends in one line and exit code 2. Any other failure ends with the reason of the rank that failed
-first and exit code 1. A signal ends all ranks with 128 + its number, or with 75 (EX_TEMPFAIL: run
-the command again) if they saved a checkpoint.
+FOLDER holds the settings; there rank N writes `answered-N` after a signal, and `failure-N` with its
+error. Bad input ends in one line and exit code 2. Any other failure ends with the earliest error
+that a rank wrote and exit code 1; a killed rank is named if none wrote one. A signal ends all ranks
+with 128 + its number, or with 75 (EX_TEMPFAIL: run the command again) if they saved a checkpoint.
 
-Under torchrun or srun (RANK and WORLD_SIZE are set) the process is a rank itself. This module
-imports torch only when it launches.
+If RANK and WORLD_SIZE are set, as torchrun sets them, the process is a rank itself. Importing this
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _SET_PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux's prctl."""
 
 
-def under_torchrun() -> bool:
+def is_rank() -> bool:
     """Whether a launcher started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
@@ -144,7 +144,7 @@ def _start_rank(rank: int, num_ranks: int, port: int, folder: Path) -> subproces
 def _wait(
     ranks: list[subprocess.Popen[bytes]], received: list[int], folder: Path, exit_s: float
 ) -> list[int]:
-    """Wait until all ranks end or one fails; after a signal, which they get, until all end.
+    """Wait until all ranks end or one fails; pass a signal on to them, and wait until all end.
 
     Waiting ends early after a second signal, `exit_s` after the first, or if a rank does not answer
     in `ANSWER_S`.
@@ -188,7 +188,7 @@ def _raise_first(folder: Path, failures: dict[int, int]) -> NoReturn:
 
 
 def train_as_rank(config: TrainConfig) -> TrainingResult:
-    """Every rank of a launcher: prepare the process and train; see `session.run_rank`.
+    """Every rank of a launcher: prepare the process, train and return what `run_rank` does.
 
     Raises:
         UsageError: if the input is bad; every rank raises.

@@ -136,7 +136,7 @@ def use_calibration(file: Path) -> None:
 
 def imported(file: Path) -> Option:
     precision = PrecisionFile(read_yaml(file), "'file'")
-    precision.evaluates_otherwise()
+    precision.has_evaluation_recipes()
     return precision.option(FC1, Stages.even(1, 1), Option.parse("bf16"))
 
 

@@ -47,8 +47,8 @@ class Stages:
 
     Attributes:
         num_stages: pipeline-parallel size.
-        chunks: layers of each chunk in the data's order: chunk 0 of every stage, then chunk 1 of
-            every stage, and so on; one chunk per stage without interleaving.
+        chunks: number of layers of each chunk in forward order: chunk 0 of every stage, then chunk
+            1 of every stage, and so on; one chunk per stage without interleaving.
 
     Raises:
         UsageError: if the number of chunks is not a multiple of the number of stages.
@@ -92,7 +92,7 @@ class Stages:
                 "give --pipeline-stages 1, and train without pipeline stages"
             )
         if block != "decoder":
-            return (len(self.chunks) - 1) % self.num_stages, name
+            return self.num_stages - 1, name
         ends = list(accumulate(self.chunks))
         if layer >= ends[-1]:
             raise UsageError(f"'{name}': the pipeline holds {ends[-1]} layers")
@@ -114,7 +114,7 @@ def export_configs(
 
     Args:
         linears: option of each linear, by global name.
-        recipes: what each of these options is to run.
+        recipes: Transformer Engine's recipe of each of these options.
         stages: where the layers are.
 
     Raises:
@@ -243,10 +243,11 @@ class PrecisionFile:
         if key is None:
             return base
         config = checked(_Config, self.configs[key], f"{self.source}: config '{key}'")
-        fields, quantized_run = config.training_recipe, base != TERecipe().option
-        return fields.recipe.option if fields.applies(quantized_run) else base
+        fields = config.training_recipe
+        run_is_quantized = base != TERecipe().option
+        return fields.recipe.option if fields.applies(run_is_quantized) else base
 
-    def evaluates_otherwise(self) -> bool:
+    def has_evaluation_recipes(self) -> bool:
         """Return whether there are evaluation recipes, which no plan can hold."""
         return any(
             _EVALUATION in config and config[_EVALUATION] != config.get(_TRAINING)

@@ -225,7 +225,7 @@ def test_evaluation_recipes_that_differ_are_noticed() -> None:
     for evaluation, differs in ((None, False), (MX, False), ({}, True)):
         more = {} if evaluation is None else {"evaluation_recipe": evaluation}
         file = one(**PARAMS, training_recipe=MX, **more)
-        assert PrecisionFile(file, "x").evaluates_otherwise() == differs
+        assert PrecisionFile(file, "x").has_evaluation_recipes() == differs
         assert read(file) == ["mxfp8", "mxfp8"]
 
 

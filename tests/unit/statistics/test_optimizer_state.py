@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_snip.statistics.optimizer_state import Shard, adam_shards
+from megatron_snip.statistics.optimizer_state import Shard, optimizer_shards
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 
@@ -49,7 +49,7 @@ def test_d_is_the_slope_of_the_real_update(steps: int) -> None:
     h = 1e-6
     up, down = (next_update(param, optimizer, torch.full_like(param, s * h)) for s in (1, -1))
     slope = ((up - down) / (2 * h)).flatten()
-    d, _ = slope_and_update(adam_shards(optimizer)[param])
+    d, _ = slope_and_update(optimizer_shards(optimizer)[param])
     beta2 = BETAS[1]
     decay = (beta2 * (1 - beta2**steps) / (1 - beta2 ** (steps + 1))) ** 0.5
     torch.testing.assert_close(d.double(), slope * decay, rtol=1e-4, atol=0)
@@ -58,7 +58,7 @@ def test_d_is_the_slope_of_the_real_update(steps: int) -> None:
 @pytest.mark.parametrize("steps", [1, 5])
 def test_the_update_is_the_one_last_made(steps: int) -> None:
     _, optimizer, made = trained(steps)
-    ((param, shard),) = adam_shards(optimizer).items()
+    ((param, shard),) = optimizer_shards(optimizer).items()
     _, update = slope_and_update(shard)
     assert (shard.start, shard.end, shard.step) == (0, param.numel(), steps)
     torch.testing.assert_close(update.double(), made.flatten(), rtol=1e-5, atol=1e-7)
@@ -66,11 +66,11 @@ def test_the_update_is_the_one_last_made(steps: int) -> None:
 
 def test_no_moments_no_sensitivity() -> None:
     param, optimizer, _ = trained(0)
-    assert adam_shards(optimizer)[param].slope_and_update() is None
+    assert optimizer_shards(optimizer)[param].slope_and_update() is None
     param.grad = torch.ones_like(param)
     sgd = torch.optim.SGD([param], lr=0.1)
     sgd.step()
-    assert adam_shards(sgd)[param].slope_and_update() is None
+    assert optimizer_shards(sgd)[param].slope_and_update() is None
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_d_over_the_update_is_that_of_the_real_step(
         for _ in range(12):
             param.grad = scales[:rows] * draw(rows)
             optimizer.step()
-        grad, (shard,) = scales[:rows] * draw(rows), adam_shards(optimizer).values()
+        grad, (shard,) = scales[:rows] * draw(rows), optimizer_shards(optimizer).values()
         step = next_update(param, optimizer, grad)
         d, update = slope_and_update(shard)
         sizes = []
@@ -121,7 +121,7 @@ def test_an_unknown_optimizer_is_named_once_and_has_no_sensitivity(
     optimizer = torch.optim.RMSprop([param])
     optimizer.step()
     for _ in range(2):
-        assert adam_shards(optimizer)[param].slope_and_update() is None
+        assert optimizer_shards(optimizer)[param].slope_and_update() is None
     assert caplog.text.count("optimizer RMSprop is not known") == 1
 
 
@@ -130,18 +130,18 @@ def test_a_second_moment_of_zero_stays_finite() -> None:
     param, optimizer, _ = trained(3, shape=(1, 2))
     moments = {"exp_avg": torch.zeros(1, 2), "exp_avg_sq": torch.tensor([[0.0, 1e-45]])}
     optimizer.state[param].update(moments)
-    d, update = slope_and_update(adam_shards(optimizer)[param])
+    d, update = slope_and_update(optimizer_shards(optimizer)[param])
     assert d.isfinite().all() and update.isfinite().all()
 
 
 def test_the_state_of_fused_adam_counts_steps_in_the_group() -> None:
     param, optimizer, _ = trained(4)
-    wanted = adam_shards(optimizer)[param]
+    wanted = optimizer_shards(optimizer)[param]
     for state in optimizer.state.values():
         del state["step"]
     optimizer.param_groups[0]["step"] = 4
-    found = adam_shards(optimizer)[param]
+    found = optimizer_shards(optimizer)[param]
     assert found.step == 4
     assert torch.equal(slope_and_update(found)[0], slope_and_update(wanted)[0])
     optimizer.param_groups[0]["step"] = torch.tensor(4, dtype=torch.int32)  # capturable
-    assert adam_shards(optimizer)[param].step == 4
+    assert optimizer_shards(optimizer)[param].step == 4

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_snip.statistics import sensitivity as module
-from megatron_snip.statistics.optimizer_state import Shard, adam_shards
+from megatron_snip.statistics.optimizer_state import Shard, optimizer_shards
 from megatron_snip.statistics.sensitivity import PlannedWeight, gather_sensitivities
 from megatron_snip.topology import Placement, Topology
 
@@ -31,7 +31,7 @@ def shard(first: torch.Tensor, second: torch.Tensor, start: int, end: int) -> Sh
     optimizer = torch.optim.AdamW([weight], betas=(0.9, 0.95), eps=0.0)
     moments = {"exp_avg": first[start:end], "exp_avg_sq": second[start:end]}
     optimizer.state[weight] = {"step": STEP, **moments}
-    return replace(adam_shards(optimizer)[weight], start=start, end=end)
+    return replace(optimizer_shards(optimizer)[weight], start=start, end=end)
 
 
 def gathered(monkeypatch: pytest.MonkeyPatch, planned: PlannedWeight, shards: list[Shard]) -> Any:
