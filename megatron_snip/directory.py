@@ -4,8 +4,8 @@
     DIR/.megatron-snip.lock     locked by the process that writes now (JSON: who that is)
 
 A file counts as written by SNIP if its directory has the marker and its path matches `OWN_FILES`.
-The lock is a POSIX record lock. The kernel releases it when its process ends, also over NFS, and
-child processes do not inherit it. The file of a killed process stays, and means nothing.
+The lock is the kernel's (`flock`), which releases it when its process ends, also over NFS. Child
+processes do not keep it. The file of a killed process stays, and means nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import socket
+import stat
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -44,6 +45,9 @@ OWN_FILES = re.compile(
 """Paths below a marked directory that SNIP writes."""
 
 _MAX_HOLDER_BYTES = 4096
+_held: set[int] = set()
+"""Descriptors of the locks of this process; forks close theirs."""
+
 _CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 
 
@@ -129,28 +133,25 @@ def clear_run(directory: Path, archive: bool) -> Path | None:
 
 
 def lock_directory(directory: Path) -> Callable[[], None]:
-    """Lock a directory, which is made if need be, against other processes.
+    """Lock a directory, which is made if need be.
 
-    On a file system that cannot lock files there is a warning, and no lock. This process may lock
-    the directory again; the first release then ends all of its locks.
+    On a file system that cannot lock files there is a warning, and no lock.
 
     Returns:
         A function that releases the lock; it may be called more than once.
 
     Raises:
-        UsageError: if another process holds the lock; one line names its host, process and Slurm
-            job. Or if the lock is a link or a pipe.
+        UsageError: if it is locked; one line names the holder's host, process and Slurm job. Or
+            if the lock's file is another user's or no regular file.
         OSError: if the directory cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / LOCK
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise UsageError(f"'{path}' is no regular file; remove it, or name another directory")
     while True:
         with contextlib.ExitStack() as cleanup:
-            # A file object would be closed as garbage, which would release the lock.
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            cleanup.callback(os.close, descriptor)
+            descriptor = _open(path)
+            _held.add(descriptor)
+            cleanup.callback(_close, descriptor)
             _lock(descriptor, path)
             if _is_at(path, descriptor):  # else the holder before removed it meanwhile
                 cleanup.callback(_remove, path, descriptor)
@@ -159,9 +160,26 @@ def lock_directory(directory: Path) -> Callable[[], None]:
                 return cleanup.pop_all().close
 
 
+def _open(path: Path) -> int:
+    no_file = f"'{path}' is no regular file; remove it, or name another directory"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):  # a link, folder or socket
+            raise UsageError(no_file) from None
+        if error.errno == errno.EACCES and path.exists():
+            text = f"'{path}' is another user's; name another directory, or delete it if no job"
+            raise UsageError(f"{text} writes there") from None
+        raise
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise UsageError(no_file)
+
+
 def _lock(descriptor: int, path: Path) -> None:
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             raise UsageError(
@@ -184,8 +202,22 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def _remove(path: Path, descriptor: int) -> None:
-    if _is_at(path, descriptor):
+    if descriptor in _held and _is_at(path, descriptor):
         path.unlink(missing_ok=True)
+
+
+def _close(descriptor: int) -> None:
+    if descriptor in _held:
+        _held.remove(descriptor)
+        os.close(descriptor)
+
+
+def _close_held() -> None:
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_close_held)  # data loaders and checkpoint writers are forks
 
 
 def _entries_below(directory: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:

@@ -77,7 +77,7 @@ def _adam(shard: Shard) -> tuple[torch.Tensor, torch.Tensor] | None:
     first, second, step = shard.state.get("exp_avg"), shard.state.get("exp_avg_sq"), shard.step
     if first is None or second is None or step < 1:
         return None
-    beta1, beta2 = shard.group.get("betas", (0.0, 0.0))
+    beta1, beta2 = shard.group.get("betas", (0.0, 0.0))[:2]
     root = (second.float() / (1 - beta2**step)).sqrt_().add_(float(shard.group.get("eps", 0.0)))
     update = first.float() / (1 - beta1**step) / root
     return root.reciprocal_().mul_((1 - beta1) / (1 - beta1 ** (step + 1))), update

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import signal
 import socket
@@ -26,6 +27,7 @@ import time
 import traceback
 import warnings
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron_snip.errors import SnipError, UsageError
@@ -49,9 +51,15 @@ EXIT_S = 20
 SAVE_S = 600
 """Seconds in which ranks that save must end after a signal."""
 
+GRACE_S = 2.0
+"""Seconds in which the other ranks may close their files after one has failed."""
+
 POLL_S = 0.1
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+_LAUNCHER = "MEGATRON_SNIP_LAUNCHER"
+"""Environment variable of ranks: the launcher's process id."""
+
 _SET_PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux's prctl."""
 
@@ -81,7 +89,9 @@ def launch(config: TrainConfig, num_ranks: int) -> int:
     store = _make_store()
     received: list[int] = []
     for number in _SIGNALS:
-        signal.signal(number, lambda number, frame: received.append(number))
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's SIGHUP stays ignored
+            signal.signal(number, lambda number, frame: received.append(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     ranks: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="megatron-snip-") as name:
         folder = Path(name)
@@ -90,24 +100,34 @@ def launch(config: TrainConfig, num_ranks: int) -> int:
             for rank in range(num_ranks):
                 ranks.append(_start_rank(rank, num_ranks, store.port, folder))
             late = _wait(ranks, received, folder, EXIT_S if config.save is None else SAVE_S)
-            statuses = {rank: process.returncode for rank, process in enumerate(ranks)}
+            statuses = [process.returncode for process in ranks]
+            if not received:
+                _end_rest(ranks)
         finally:
             for process in ranks:  # and its children, such as Megatron's checkpoint writers
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        if SAVED_AND_STOPPED in statuses.values():
+        if SAVED_AND_STOPPED in statuses:
             return SAVED_AND_STOPPED
-        if received:
-            text = f"megatron-snip: ended by {signal.Signals(received[0]).name}"
-            if late:
-                text += f"; no answer from rank {', '.join(map(str, late))}"
-            print(text, file=sys.stderr)
-            return 128 + received[0]
-        failures = {rank: status for rank, status in statuses.items() if status}
-        if failures:
-            _raise_first(folder, failures)
-        return 0
+        kind, reason = _first_failure(folder)
+    if received:
+        text = f"; no answer from rank {', '.join(map(str, late))}" if late else ""
+        text += f"; {reason}" if kind == "error" else ""
+        print(f"megatron-snip: ended by {_signal_name(received[0])}{text}", file=sys.stderr)
+        return 128 + received[0]
+    if kind == "usage":
+        raise UsageError(reason)
+    if kind == "error":
+        raise SnipError(reason)
+    if kind == "crash":
+        print(reason.rstrip(), file=sys.stderr)
+        raise SnipError("training crashed; see above")
+    for rank, status in enumerate(statuses):
+        if status:  # it did not come to write why
+            ending = _signal_name(-status) if status < 0 else f"exit code {status}"
+            raise SnipError(f"rank {rank} ended by {ending}")
+    return 0
 
 
 def _make_store() -> TCPStore:
@@ -135,6 +155,7 @@ def _start_rank(rank: int, num_ranks: int, port: int, folder: Path) -> subproces
         "MASTER_PORT": port,
         "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is there: rank 0 makes none
         "TORCHELASTIC_RESTART_COUNT": 0,
+        _LAUNCHER: os.getpid(),
     }
     words = [sys.executable, "-u", "-m", "megatron_snip.trainer.launch", str(folder)]
     environment = os.environ | {name: str(value) for name, value in variables.items()}
@@ -169,22 +190,28 @@ def _wait(
     return []
 
 
-def _raise_first(folder: Path, failures: dict[int, int]) -> NoReturn:
-    """Report the first of {rank: exit status}; others are mostly its consequence."""
-    reasons = []
-    for rank, status in failures.items():
-        ending = signal.Signals(-status).name if status < 0 else f"exit code {status}"
-        reason = float("inf"), "error", f"rank {rank} ended by {ending}"
-        with contextlib.suppress(OSError, ValueError):  # it did not come to write the file
-            reason = tuple(json.loads((folder / f"failure-{rank}").read_text()))
-        reasons.append(reason)
-    _, kind, text = min(reasons)
-    if kind == "usage":
-        raise UsageError(text)
-    if kind == "error":
-        raise SnipError(text)
-    print(text.rstrip(), file=sys.stderr)
-    raise SnipError("training crashed; see above")
+def _end_rest(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """After a failure: let the other ranks close their files, for a short time."""
+    for process in ranks:
+        process.terminate()
+    end = time.monotonic() + GRACE_S
+    while any(process.poll() is None for process in ranks) and time.monotonic() < end:
+        time.sleep(POLL_S)
+
+
+def _first_failure(folder: Path) -> tuple[str, str]:
+    """Return kind and text of the first error that a rank wrote, or empty texts."""
+    written = [(math.inf, "", "")]
+    for file in folder.glob("failure-*"):
+        with contextlib.suppress(ValueError):  # killed while it wrote
+            written.append(tuple(json.loads(file.read_text())))
+    return min(written)[1:]
+
+
+def _signal_name(number: int) -> str:
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
 
 
 def train_as_rank(config: TrainConfig) -> TrainingResult:
@@ -215,11 +242,14 @@ def train_as_rank(config: TrainConfig) -> TrainingResult:
 def _main(folder: Path) -> int:
     """Be a rank that `launch` started; write the reason if the run fails."""
     rank = os.environ["RANK"]
-    for number in (signal.SIGTERM, signal.SIGINT):  # run `finally` blocks, which close files
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     _answer_signals(folder / f"answered-{rank}")
     if sys.platform == "linux":  # end if the launcher is killed
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGTERM))
+        if os.getppid() != int(os.environ[_LAUNCHER]):  # it was killed already
+            return 1
     from megatron_snip.trainer.config import make_train_config
 
     try:
@@ -248,6 +278,11 @@ def _answer_signals(file: Path) -> None:
             file.touch()
 
     threading.Thread(target=answer, daemon=True).start()
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # once is enough
+    sys.exit(128 + number)  # runs `finally` blocks, which close files
 
 
 if __name__ == "__main__":

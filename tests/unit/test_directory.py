@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -175,10 +176,13 @@ def test_the_second_writer_is_refused_with_the_holders_name_until_the_lock_is_re
             assert f"in use by {who}" in refusal(tmp_path)
         (tmp_path / LOCK).write_bytes(b"[" * 5000)
         assert "in use by another job; wait" in refusal(tmp_path)
+        shutil.copytree(tmp_path, tmp_path.with_name("copy"))  # reading it releases nothing
+        assert "in use" in refusal(tmp_path)
         print(file=process.stdin, flush=True)
         assert said(process) == "released"
         assert not list(tmp_path.iterdir())
         release = lock_directory(tmp_path)
+        assert f"process {os.getpid()} " in refusal(tmp_path)  # also by its own process
         release()
         release()
     assert not list(tmp_path.iterdir())
@@ -187,14 +191,14 @@ def test_the_second_writer_is_refused_with_the_holders_name_until_the_lock_is_re
 def test_a_lock_that_its_holder_removes_meanwhile_is_taken_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = fcntl.lockf
+    real = fcntl.flock
 
-    def lockf(descriptor: int, operation: int) -> None:
-        monkeypatch.setattr(fcntl, "lockf", real)
+    def flock(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", real)
         (tmp_path / LOCK).unlink()
         real(descriptor, operation)
 
-    monkeypatch.setattr(fcntl, "lockf", lockf)
+    monkeypatch.setattr(fcntl, "flock", flock)
     release = lock_directory(tmp_path)
     with holding(tmp_path) as process:
         assert said(process) == ""  # refused
@@ -236,11 +240,11 @@ def test_without_locks_of_the_file_system_a_job_goes_on_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     forget_warnings()
-    monkeypatch.setattr(fcntl, "lockf", Mock(side_effect=OSError(errno.ENOLCK, "No locks")))
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks")))
     for _ in range(2):
         lock_directory(tmp_path)()
     assert caplog.text.count("nothing prevents a second job from writing there") == 1
     assert f"'{tmp_path}'" in caplog.text
-    monkeypatch.setattr(fcntl, "lockf", Mock(side_effect=OSError(errno.EIO, "I/O error")))
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.EIO, "I/O error")))
     with pytest.raises(OSError, match="I/O error"):
         lock_directory(tmp_path)

@@ -175,13 +175,10 @@ def config_text(config: Mapping[str, Any], comment: str) -> str:
     return head + body
 
 
-_Mappings = dict[Any, dict[Any, Any]]
-
-
 class _Matcher(BaseModel):
     type: Literal["glob"]
     pattern: str
-    config: str
+    config: str | int
 
 
 class _Config(BaseModel, extra="forbid"):
@@ -208,8 +205,10 @@ class PrecisionFile:
         if value and not value.keys() & {"configs", "matchers"}:
             raise UsageError(f"{source} is no precision file of Megatron: no 'matchers'")
         self.source = source
-        self.configs = checked(_Mappings, value.get("configs") or {}, f"{source}: configs")
-        matchers = checked(_Mappings, value.get("matchers") or {}, f"{source}: matchers")
+        self.configs = checked(dict[Any, Any], value.get("configs") or {}, f"{source}: configs")
+        matchers = checked(
+            dict[Any, dict[Any, Any]], value.get("matchers") or {}, f"{source}: matchers"
+        )
         enabled = {name: each for name, each in matchers.items() if each.get("enabled")}
         self.matchers = checked(dict[Any, _Matcher], enabled, f"{source}: matchers")
         for name, matcher in self.matchers.items():
@@ -249,10 +248,8 @@ class PrecisionFile:
 
     def has_evaluation_recipes(self) -> bool:
         """Return whether there are evaluation recipes, which no plan can hold."""
-        return any(
-            _EVALUATION in config and config[_EVALUATION] != config.get(_TRAINING)
-            for config in self.configs.values()
-        )
+        each = (config for config in self.configs.values() if isinstance(config, dict))
+        return any(one.get(_EVALUATION, one.get(_TRAINING)) != one.get(_TRAINING) for one in each)
 
 
 def stage_paths(path: Path, count: int) -> list[Path]:

@@ -84,7 +84,7 @@ class TERecipe(NamedTuple):
         return {**fields, **both}
 
 
-class RecipeFields(BaseModel, extra="forbid"):
+class RecipeFields(BaseModel, extra="forbid", strict=True):
     """A recipe of a precision file: the fields of Megatron's TEQuantizationRecipe.
 
     Raises:
@@ -94,10 +94,10 @@ class RecipeFields(BaseModel, extra="forbid"):
     fp8_quantization_recipe: str | None = None
     fp4_quantization_recipe: str | None = None
     custom_recipe_factory: str | None = None
-    fp8_format: str = "e4m3"
-    override_quantized_autocast: bool = True
-    override_nonquantized_autocast: bool = False
-    tp_only_amax_red: bool = False
+    fp8_format: str | None = "e4m3"
+    override_quantized_autocast: bool | None = True
+    override_nonquantized_autocast: bool | None = False
+    tp_only_amax_red: bool | None = False
     fp8_param: bool | None = None  # Megatron-Core 0.18 and later
     fp4_param: bool | None = None
 
@@ -133,8 +133,8 @@ class RecipeFields(BaseModel, extra="forbid"):
     def applies(self, run_is_quantized: bool) -> bool:
         """Return whether Megatron applies it in a run whose default is quantized or not."""
         if run_is_quantized:
-            return self.override_quantized_autocast
-        return self.override_nonquantized_autocast
+            return bool(self.override_quantized_autocast)
+        return bool(self.override_nonquantized_autocast)
 
 
 def factory_recipe(name: str) -> TERecipe | None:
