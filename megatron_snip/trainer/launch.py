@@ -2,9 +2,9 @@
 
 `megatron-snip train` starts N processes `python -m megatron_snip.trainer.launch FOLDER` and waits.
 FOLDER holds the settings; there rank N writes `answered-N` after a signal, and `failure-N` with its
-error. Bad input ends in one line and exit code 2. Any other failure ends with the earliest error
-that a rank wrote and exit code 1; a killed rank is named if none wrote one. A signal ends all ranks
-with 128 + its number, or with 75 (EX_TEMPFAIL: run the command again) if they saved a checkpoint.
+error. Bad input ends in one line and exit code 2. Any other failure ends with exit code 1 and names
+a killed rank, else the earliest error that a rank wrote. A signal ends all ranks with 128 + its
+number, or with 75 (EX_TEMPFAIL: run the command again) if they saved a checkpoint.
 
 If RANK and WORLD_SIZE are set, as torchrun sets them, the process is a rank itself. Importing this
 module does not import torch.
@@ -100,7 +100,8 @@ def launch(config: TrainConfig, num_ranks: int) -> int:
             for rank in range(num_ranks):
                 ranks.append(_start_rank(rank, num_ranks, store.port, folder))
             late = _wait(ranks, received, folder, EXIT_S if config.save is None else SAVE_S)
-            statuses = [process.returncode for process in ranks]
+            statuses = [process.returncode or 0 for process in ranks]
+            kind, reason = _first_failure(folder)
             if not received:
                 _end_rest(ranks)
         finally:
@@ -110,12 +111,14 @@ def launch(config: TrainConfig, num_ranks: int) -> int:
                 process.wait()
         if SAVED_AND_STOPPED in statuses:
             return SAVED_AND_STOPPED
-        kind, reason = _first_failure(folder)
     if received:
         text = f"; no answer from rank {', '.join(map(str, late))}" if late else ""
         text += f"; {reason}" if kind == "error" else ""
         print(f"megatron-snip: ended by {_signal_name(received[0])}{text}", file=sys.stderr)
         return 128 + received[0]
+    for rank, status in enumerate(statuses):
+        if status < 0:  # other ranks fail because of it
+            raise SnipError(f"rank {rank} ended by {_signal_name(-status)}")
     if kind == "usage":
         raise UsageError(reason)
     if kind == "error":
@@ -125,8 +128,7 @@ def launch(config: TrainConfig, num_ranks: int) -> int:
         raise SnipError("training crashed; see above")
     for rank, status in enumerate(statuses):
         if status:  # it did not come to write why
-            ending = _signal_name(-status) if status < 0 else f"exit code {status}"
-            raise SnipError(f"rank {rank} ended by {ending}")
+            raise SnipError(f"rank {rank} ended by exit code {status}")
     return 0
 
 

@@ -46,6 +46,7 @@ def test_megatron_reads_every_recipe() -> None:
         ({"fp8_recipe": "mxfp8"}, "unknown key 'fp8_recipe' (did you mean"),
         ({"fp8_param": True}, "stores weights in FP8"),
         ({"fp4_param": True}, "stores weights in FP4"),
+        ({"override_quantized_autocast": "false"}, "must be a valid boolean, got 'false'"),
         (
             {"fp8_quantization_recipe": "mxfp8", "fp4_quantization_recipe": "nvfp4"},
             "an FP8 and an FP4 recipe at once",

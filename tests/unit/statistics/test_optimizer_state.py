@@ -143,5 +143,7 @@ def test_the_state_of_fused_adam_counts_steps_in_the_group() -> None:
     found = optimizer_shards(optimizer)[param]
     assert found.step == 4
     assert torch.equal(slope_and_update(found)[0], slope_and_update(wanted)[0])
+    optimizer.param_groups[0]["betas"] += (0.5,)  # of optimizers with a third decay rate
+    assert torch.equal(slope_and_update(found)[0], slope_and_update(wanted)[0])
     optimizer.param_groups[0]["step"] = torch.tensor(4, dtype=torch.int32)  # capturable
     assert optimizer_shards(optimizer)[param].step == 4
