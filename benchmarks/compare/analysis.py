@@ -6,6 +6,7 @@ A gap is a branch's held-out loss minus that of the BF16 branch of the same chec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +44,8 @@ class Mean:
     half: float
 
     def __str__(self) -> str:
-        return f"{self.mean:+.1f} ± {self.half:.1f}"
+        interval = "" if math.isnan(self.half) else f" ± {self.half:.1f}"
+        return f"{self.mean:+.1f}{interval}"
 
 
 def mean_of(values: Sequence[float]) -> Mean:
