@@ -89,7 +89,7 @@ def launch(config: TrainConfig, num_ranks: int) -> int:
     store = _make_store()
     received: list[int] = []
     for number in _SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's SIGHUP stays ignored
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # for nohup
             signal.signal(number, lambda number, frame: received.append(number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     ranks: list[subprocess.Popen[bytes]] = []
