@@ -235,6 +235,7 @@ def training(words: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nohup ignores it
     )
     try:
         deadline = time.monotonic() + TIMEOUT_S
