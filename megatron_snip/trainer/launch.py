@@ -103,7 +103,7 @@ def launch(config: TrainConfig, num_ranks: int) -> int:
             statuses = [process.returncode or 0 for process in ranks]
             kind, reason = _first_failure(folder)
             if not received:
-                _end_rest(ranks)
+                _let_end(ranks)
         finally:
             for process in ranks:  # and its children, such as Megatron's checkpoint writers
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -116,8 +116,9 @@ def launch(config: TrainConfig, num_ranks: int) -> int:
         text += f"; {reason}" if kind == "error" else ""
         print(f"megatron-snip: ended by {_signal_name(received[0])}{text}", file=sys.stderr)
         return 128 + received[0]
-    for rank, status in enumerate(statuses):
-        if status < 0:  # other ranks fail because of it
+    endings = [(rank, status) for rank, status in enumerate(statuses) if status]
+    for rank, status in endings:
+        if status < 0 and (not kind or status != -signal.SIGABRT):  # NCCL aborts for its peers
             raise SnipError(f"rank {rank} ended by {_signal_name(-status)}")
     if kind == "usage":
         raise UsageError(reason)
@@ -126,9 +127,8 @@ def launch(config: TrainConfig, num_ranks: int) -> int:
     if kind == "crash":
         print(reason.rstrip(), file=sys.stderr)
         raise SnipError("training crashed; see above")
-    for rank, status in enumerate(statuses):
-        if status:  # it did not come to write why
-            raise SnipError(f"rank {rank} ended by exit code {status}")
+    for rank, status in endings:  # it did not come to write why
+        raise SnipError(f"rank {rank} ended by exit code {status}")
     return 0
 
 
@@ -192,10 +192,8 @@ def _wait(
     return []
 
 
-def _end_rest(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """After a failure: let the other ranks close their files, for a short time."""
-    for process in ranks:
-        process.terminate()
+def _let_end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """After a failure: wait a short time for ranks that lose their peer to close their files."""
     end = time.monotonic() + GRACE_S
     while any(process.poll() is None for process in ranks) and time.monotonic() < end:
         time.sleep(POLL_S)

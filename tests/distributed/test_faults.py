@@ -67,7 +67,7 @@ def test_the_next_refresh_succeeds(phases: list[dict[str, Any]], name: str) -> N
     steps = phases[0][name]["steps"]
     assert leader["history"] == [[steps + 2, leader["digest"]]]
     assert leader["refreshed"] == steps + 1
-    assert (leader["heard"], leader["signalled"]) == ("SIGTERM", sorted(PHASES))
+    assert (leader["stop_signal"], leader["signalled"]) == ("SIGTERM", sorted(PHASES))
 
 
 @pytest.mark.parametrize("name", names(TWO_RANKS, ["tp"]))

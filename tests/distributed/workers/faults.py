@@ -76,14 +76,14 @@ def _healed(trainer: Trainer, controller: Any, faults: Faults) -> dict[str, Any]
     """A cycle that succeeds, though SIGTERM comes in every phase."""
     with stop_requests(controller._control) as agreed, faults.signals():
         trainer.advance(2, controller)
-        heard = agreed()
+        stop_signal = agreed()
     faults.at("")
     signalled = gather_json(faults.signalled, controller._control)
     return {
         "history": list(controller.history),
         "digest": controller.plan.digest,
         "refreshed": trainer.events.measured[-1][0],
-        "heard": heard,
+        "stop_signal": stop_signal,
         "signalled": sorted({phase for each in signalled for phase in each}),
     }
 

@@ -30,7 +30,7 @@ SEED, STEP = 5, 7
 
 @dataclass
 class Toy:
-    """One linear on some microbatches, whole or as the shard of a rank."""
+    """One linear on some microbatches, complete or as the shard of a rank."""
 
     kind: Any  # how ranks of a tensor axis share it
     inputs: list[torch.Tensor]  # X of each microbatch, [M, K]
@@ -95,8 +95,8 @@ class Toy:
 
     def _shard(self, t: torch.Tensor, dim: int, kind: str, topology: Topology) -> torch.Tensor:
         axis = topology.tensor
-        whole = self.kind != kind or axis.size == 1
-        return t.clone() if whole else t.chunk(axis.size, dim)[axis.rank].clone()
+        complete = self.kind != kind or axis.size == 1
+        return t.clone() if complete else t.chunk(axis.size, dim)[axis.rank].clone()
 
     def wanted(self, grad_scale: float = 1.0) -> dict[str, float]:
         """The row of the table, by field or format.field."""

@@ -14,8 +14,6 @@ def test_shards_measure_the_features_of_the_complete_linear(
     cols: int, chunks: int, world_size: int
 ) -> None:
     """Also where a width does not divide: then every layout measures all of its features."""
-    if cols % (world_size * chunks):
-        pytest.skip("no such layout")
 
     def measured(size: int) -> list[int]:
         maps = [ColumnMap.shard(cols // size, rank, size, chunks) for rank in range(size)]
