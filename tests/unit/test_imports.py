@@ -15,7 +15,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("errors", "log"),
     ("files", "formats", "types"),
     ("options",),
-    ("recursive_doubling", "target_schedule"),
+    ("target_schedule",),
     ("config", "directory", "flags", "matmul"),
     ("collectives", "topology"),
     ("kernels",),
