@@ -94,7 +94,7 @@ class LossMonitor(_Record):
     def after_plan_change(self, sigmas: float) -> LossMonitor:
         """Return the monitor that judges a new plan; without losses before, nothing is judged."""
         if not self.recent:
-            return self.model_copy(update={"watch": None})
+            return LossMonitor()
         many = len(self.recent) >= _MEDIAN_LOSSES
         level = statistics.median(self.recent[-_MEDIAN_LOSSES:]) if many else max(self.recent)
         limit = level + max(sigmas * _noise(self.recent), MIN_RISE * abs(level))
@@ -240,7 +240,8 @@ class Guard:
         if loss is None or not self.state.loss.is_spike(loss):
             self._add(loss)
             return Judgement(results)
-        fallback = self._fallback(plan, safe)
+        candidates = [p for p in (self.state.good, safe) if p is not None]
+        fallback = next((p for p in candidates if p.digest != plan.digest), None)
         snapshot.restore()
         training.clear_gradients(optimizer)
         results = run(plan if fallback is None else fallback)
@@ -272,10 +273,6 @@ class Guard:
             # One refresh at once. If its plan is reverted too, the next one waits for its turn.
             refresh_at=iteration + 1 if num_reverted == 1 else None,
         )
-
-    def _fallback(self, plan: PrecisionPlan, safe: PrecisionPlan) -> PrecisionPlan | None:
-        candidates = [p for p in (self.state.good, safe) if p is not None]
-        return next((p for p in candidates if p.digest != plan.digest), None)
 
     def _measure_loss(self, results: Results, training: TrainingStep) -> float | None:
         """The loss; NaN where a gradient is not finite, None if the schedule reports no loss."""

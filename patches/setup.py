@@ -141,7 +141,7 @@ def resumed_state(
                 f"the checkpoint's SNIP state is of iteration {state.iteration} and training "
                 f"resumes after {iteration}; its plan is used, a refresh in flight is dropped"
             )
-            state = state.restarted_at(iteration)
+            state = replace(state, iteration=iteration, refreshed=None, pending=None, guard=None)
     elif iteration > 0:
         warning = (
             f"the checkpoint of iteration {iteration} has no SNIP state; "

@@ -27,7 +27,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("linears",),
     ("guard",),
     ("state",),
-    ("pending_solve", "refresh"),
+    ("refresh",),
     ("run_plans",),
     ("controller",),
     ("patches",),
