@@ -1,7 +1,7 @@
 """Output directories: one writer at a time, and nothing is removed that SNIP did not write.
 
     DIR/.megatron-snip          marker: SNIP writes its files in this directory
-    DIR/.megatron-snip.lock     locked by the process that writes now (JSON: who that is)
+    DIR/.megatron-snip.lock     locked by the process that writes now; its text says who that is
 
 A file counts as written by SNIP if its directory has the marker and its path matches `OWN_FILES`.
 The lock is the kernel's (`flock`), which releases it when its process ends, also over NFS. Child
@@ -23,8 +23,6 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
-from pydantic import BaseModel, ValidationError
-
 from megatron_snip.errors import UsageError
 from megatron_snip.log import warn_once
 
@@ -44,7 +42,7 @@ OWN_FILES = re.compile(
 )
 """Paths below a marked directory that SNIP writes."""
 
-_MAX_HOLDER_BYTES = 4096
+_MAX_HOLDER_BYTES = 400
 _held: set[int] = set()
 """Descriptors of the locks of this process; forks close theirs."""
 
@@ -156,7 +154,7 @@ def lock_directory(directory: Path) -> Callable[[], None]:
             if _is_at(path, descriptor):  # else the holder before removed it meanwhile
                 cleanup.callback(_remove, path, descriptor)
                 os.ftruncate(descriptor, 0)
-                os.write(descriptor, _Holder.this_process().model_dump_json().encode())
+                os.write(descriptor, _this_process().encode())
                 return cleanup.pop_all().close
 
 
@@ -236,26 +234,13 @@ def _entries(directory: Path) -> list[os.DirEntry[str]]:
         return []
 
 
-class _Holder(BaseModel):
-    host: str
-    pid: int
-    job: str | None
-    since: str
-
-    @classmethod
-    def this_process(cls) -> _Holder:
-        return cls(
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            job=os.environ.get("SLURM_JOB_ID"),
-            since=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        )
+def _this_process() -> str:
+    job = os.environ.get("SLURM_JOB_ID")
+    where = socket.gethostname() + (f", Slurm job {job}" if job else "")
+    return f"process {os.getpid()} on host {where}, since {time.strftime('%Y-%m-%dT%H:%M:%S%z')}"
 
 
 def _holder(descriptor: int) -> str:
-    try:
-        holder = _Holder.model_validate_json(os.pread(descriptor, _MAX_HOLDER_BYTES, 0))
-    except ValidationError:  # it has not written it yet
-        return "another job"
-    job = f", Slurm job {holder.job}" if holder.job else ""
-    return f"process {holder.pid} on host {holder.host}{job}, since {holder.since}"
+    text = os.pread(descriptor, _MAX_HOLDER_BYTES, 0).decode(errors="replace")
+    known = re.fullmatch(r"process \d+ on host [ -~]+, since [\d:T+-]+", text)
+    return text if known else "another job"  # it has not written it yet

@@ -127,7 +127,7 @@ class StepMetrics:
             grad_norm, lr, tokens_per_s, step_s; loss with `log_losses`; validation_loss after an
             evaluation. A loss that no rank knows is NaN.
         """
-        names = (["loss"] if log_losses else []) + [n for n in self._losses if n != "loss"]
+        names = [name for name in self._losses if log_losses or name != "loss"]
         values: dict[str, Any] = {}
         if names:
             losses = self._broadcast([self._losses.get(name) for name in names])

@@ -125,4 +125,3 @@ def _torch_replacements(
     yield torch.accelerator, "current_accelerator", constant(None)
     yield dist, "all_to_all_single", collectives.plain_splits(dist.all_to_all_single)
     yield dist, "all_gather", collectives.uneven_all_gather(dist.all_gather)
-    yield dist, "reduce_scatter", collectives.uneven_reduce_scatter(dist.reduce_scatter)
