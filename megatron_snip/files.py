@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import from_json
+from pydantic_core import core_schema, from_json
 
 from megatron_snip.errors import UsageError, did_you_mean, shortened
 
@@ -194,6 +194,17 @@ def checked(record: type[T], value: Any, source: str) -> T:
         raise UsageError(f"{source}: {problem}{_linear_of(error, value)}") from None
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
+
+
+class OwnSchema:
+    """A field whose record has a schema of its own: its `from_dict` and `to_dict` count."""
+
+    def __get_pydantic_core_schema__(self, record: Any, handler: object) -> core_schema.CoreSchema:
+        def read(value: Any) -> Any:
+            return value if isinstance(value, record) else record.from_dict(value)
+
+        to_dict = core_schema.plain_serializer_function_ser_schema(record.to_dict)
+        return core_schema.no_info_plain_validator_function(read, serialization=to_dict)
 
 
 def _linear_of(error: ValidationError, value: Any) -> str:

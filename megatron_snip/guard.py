@@ -30,10 +30,11 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict
 
+from megatron_snip.files import OwnSchema
 from megatron_snip.linears.step_loss import StepLoss, finite_gradients
 from megatron_snip.linears.training_state import TrainingStateSnapshot
 from megatron_snip.linears.training_step import Results, TrainingStep, tolerating_non_finite
@@ -150,15 +151,10 @@ class GuardState(_Record):
     """
 
     loss: LossMonitor = LossMonitor()
-    good: PrecisionPlan | None = None
+    good: Annotated[PrecisionPlan, OwnSchema()] | None = None
     refused: tuple[str, ...] = ()
     num_reverted: int = 0
     refresh_at: int | None = None
-
-    @field_validator("good", mode="before")
-    @classmethod
-    def _read_plan(cls, value: Any) -> Any:
-        return PrecisionPlan.from_dict(value, "good plan") if isinstance(value, dict) else value
 
 
 @dataclass(frozen=True)

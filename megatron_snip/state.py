@@ -21,11 +21,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import TypeAdapter
-from pydantic_core import core_schema
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError, shortened, shown
-from megatron_snip.files import checked
+from megatron_snip.files import OwnSchema, checked
 from megatron_snip.guard import GuardState
 from megatron_snip.log import warn_once_per_job
 from megatron_snip.planning.plan import PrecisionPlan
@@ -36,17 +35,6 @@ from megatron_snip.version import installed_version
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 2
-
-
-class _OwnSchema:
-    """A field whose record has a schema of its own: its `from_dict` and `to_dict` count."""
-
-    def __get_pydantic_core_schema__(self, record: Any, handler: object) -> core_schema.CoreSchema:
-        to_dict = core_schema.plain_serializer_function_ser_schema(record.to_dict)
-        return core_schema.no_info_plain_validator_function(record.from_dict, serialization=to_dict)
-
-
-_OWN_SCHEMA = _OwnSchema()
 
 
 @dataclass(frozen=True)
@@ -61,7 +49,7 @@ class Pending:
 
     iteration: int
     apply_at: int
-    problem: Annotated[PlanningProblem, _OWN_SCHEMA]
+    problem: Annotated[PlanningProblem, OwnSchema()]
 
 
 @dataclass(frozen=True)
@@ -82,12 +70,12 @@ class ControllerState:
     """
 
     iteration: int
-    plan: Annotated[PrecisionPlan, _OWN_SCHEMA]
+    plan: Annotated[PrecisionPlan, OwnSchema()]
     history: tuple[tuple[int, str], ...] = ()
     refreshed: int | None = None
     pending: Pending | None = None
     guard: GuardState | None = None
-    statistics: Annotated[StatisticsTable, _OWN_SCHEMA] | None = None
+    statistics: Annotated[StatisticsTable, OwnSchema()] | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
     target: float | None = None
     alerted: tuple[tuple[str, str], ...] = ()

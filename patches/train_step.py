@@ -40,9 +40,9 @@ def train_step(call: Call, session: Session) -> Any:
     call.arguments["forward_backward_func"] = partial(
         controller.forward_backward, iteration, schedule
     )
-    metrics.begin()
+    begin = time.perf_counter()
     result = call.run()
-    metrics.trained(losses=result[0], grad_norm=result[5])
+    metrics.trained(time.perf_counter() - begin, losses=result[0], grad_norm=result[5])
     return result
 
 
@@ -91,23 +91,19 @@ class StepMetrics:
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
-        self._begin = time.perf_counter()
         self._seconds = 0.0
         self._losses: dict[str, Any] = {}
         self._grad_norm: Any = None
 
-    def begin(self) -> None:
-        """Start the clock of a training step."""
-        self._begin = time.perf_counter()
-
-    def trained(self, losses: Any, grad_norm: Any) -> None:
+    def trained(self, seconds: float, losses: Any, grad_norm: Any) -> None:
         """Record a training step.
 
         Args:
+            seconds: that it took.
             losses: {name: loss} as Megatron logs it; empty where it is not known.
             grad_norm: global, before clipping, or None.
         """
-        self._seconds = time.perf_counter() - self._begin
+        self._seconds = seconds
         self._losses["loss"] = _first(losses)
         self._grad_norm = grad_norm
 
