@@ -155,6 +155,8 @@ def resumed_state(
 def make_writers(config: SnipConfig, args: argparse.Namespace, topology: Topology) -> list[Writer]:
     """All ranks: return this rank's writers: files on rank 0, Megatron's own on the last rank.
 
+    Megatron's log at its own interval.
+
     Raises:
         UsageError: on every rank, if another job writes to the directory, or it holds files of
             others with SNIP's names.
@@ -162,6 +164,7 @@ def make_writers(config: SnipConfig, args: argparse.Namespace, topology: Topolog
     """
     from megatron_snip.collectives import on_rank_0
     from megatron_snip.reporting.run_directory import open_run
+    from megatron_snip.reporting.writers import MEGATRON_LOGS, TensorBoardWriter, WandbWriter
 
     writers: list[Writer] = []
 
@@ -174,25 +177,19 @@ def make_writers(config: SnipConfig, args: argparse.Namespace, topology: Topolog
 
     with naming_field("output_dir"):
         on_rank_0("opening --snip-output-dir", open_files, topology.control)
-    if topology.rank == topology.world_size - 1:
-        writers += _megatron_writers(config, args)
+    if topology.rank != topology.world_size - 1:
+        return writers
+    from megatron.training import global_vars
+
+    dump = config.model_dump(mode="json")
+    interval = int(getattr(args, "tensorboard_log_interval", 1) or 1)
+    board, wandb = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
+    if board is not None:
+        writers.append(TensorBoardWriter(board, dump, interval, MEGATRON_LOGS))
+    if wandb is not None:
+        writers.append(WandbWriter(wandb, dump, interval, MEGATRON_LOGS))
     return writers
 
 
 def _directory(config: SnipConfig, args: argparse.Namespace) -> Path:
     return config.output_dir or Path(getattr(args, "save", None) or "") / "snip"
-
-
-def _megatron_writers(config: SnipConfig, args: argparse.Namespace) -> list[Writer]:
-    """Return writers that log through Megatron's, at Megatron's interval."""
-    from megatron.training import global_vars
-
-    from megatron_snip.reporting.writers import MEGATRON_LOGS, TensorBoardWriter, WandbWriter
-
-    settings = config.model_dump(mode="json")
-    interval = int(getattr(args, "tensorboard_log_interval", 1) or 1)
-    pairs: tuple[tuple[Any, Any], ...] = (
-        (TensorBoardWriter, global_vars.get_tensorboard_writer()),
-        (WandbWriter, global_vars.get_wandb_writer()),
-    )
-    return [w(log, settings, interval, MEGATRON_LOGS) for w, log in pairs if log is not None]

@@ -124,10 +124,7 @@ class StepMetrics:
             evaluation. A loss that no rank knows is NaN.
         """
         names = [name for name in self._losses if log_losses or name != "loss"]
-        values: dict[str, Any] = {}
-        if names:
-            losses = self._broadcast([self._losses.get(name) for name in names])
-            values = dict(zip(names, losses, strict=True))
+        values: dict[str, Any] = dict(zip(names, self._from_last_rank(names), strict=True))
         if self._grad_norm is not None:
             values["grad_norm"] = float(self._grad_norm)
         if lr is not None:
@@ -137,13 +134,14 @@ class StepMetrics:
         self._seconds, self._losses, self._grad_norm = 0.0, {}, None
         return values
 
-    def _broadcast(self, values: Sequence[Any]) -> list[float]:
-        """All ranks: return the last rank's values; NaN for None."""
+    def _from_last_rank(self, names: Sequence[str]) -> list[float]:
+        """All ranks: return the last rank's losses; NaN for one that it does not know."""
+        known = [self._losses[name] for name in names]
         numbers = torch.tensor(
-            [math.nan if value is None else float(value) for value in values], dtype=torch.float64
+            [math.nan if v is None else float(v) for v in known], dtype=torch.float64
         )
         group = self._topology.control
-        if group is not None:
+        if names and group is not None:
             dist.broadcast(numbers, src=self._topology.world_size - 1, group=group)
         found: list[float] = numbers.tolist()
         return found
