@@ -275,7 +275,7 @@ class SnipController:
         plan, waited_s = self._solve.result()
         plan.check_against(self._plans.work)
         saving_s = self._plans.saving_s(plan, num_microbatches)
-        if self._guard.refuses(plan):
+        if plan.digest in self._guard.state.refused:
             raise PlanningError(f"the guard reverted {plan.label} before")
         try:
             attempt("applying the plan", lambda: self.model.apply(plan.linears), self._control)

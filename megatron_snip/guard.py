@@ -191,10 +191,6 @@ class Guard:
         """Whether the current plan is being judged."""
         return self.state.loss.watch is not None
 
-    def refuses(self, plan: PrecisionPlan) -> bool:
-        """Whether this plan was reverted before."""
-        return plan.digest in self.state.refused
-
     def plan_changed(self, old: PrecisionPlan) -> None:
         """Judge a plan that replaces `old` from the next iteration on."""
         watch = self.state.loss.watch

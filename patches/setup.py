@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import naming_field
 from megatron_snip.patches.arguments import exit_on_error, snip_config
-from megatron_snip.patches.incompatible import check_flags, check_modules
+from megatron_snip.patches.incompatible import check_modules
 from megatron_snip.patches.registry import Call, Session, patch
 
 if TYPE_CHECKING:  # without --snip a run imports neither planning nor reporting
@@ -70,14 +70,7 @@ def checked_config(args: argparse.Namespace, session: Session) -> SnipConfig:
         args: Megatron's namespace, validated.
         session: it holds the flags, for namespaces that lack them.
     """
-
-    def check() -> SnipConfig:
-        config = snip_config(args, session.given)
-        if config.enabled:
-            check_flags(args)
-        return config
-
-    return exit_on_error(check)
+    return exit_on_error(lambda: snip_config(args, session.given))
 
 
 def attach(

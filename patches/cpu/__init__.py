@@ -109,7 +109,7 @@ def _torch_replacements(
     claim_cuda: bool, capability: tuple[int, int]
 ) -> Iterator[tuple[Any, str, Any]]:
     engine, run = torch.autograd, "_engine_run_backward"
-    yield engine, run, in_backward(_MODE)(getattr(engine, run))
+    yield engine, run, in_backward(_MODE, getattr(engine, run))
     for name, answer in cuda_answers(capability).items():
         yield torch.cuda, name, answer
     yield torch.cuda.random, "get_rng_state", torch.cuda.get_rng_state
