@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_snip import recursive_doubling
 from megatron_snip.errors import SnipError, UsageError, shortened
 
 T = TypeVar("T")
@@ -121,11 +120,8 @@ def one_line(error: BaseException) -> str:
 
 def sum_over(tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
     """All ranks of `group`: add `tensor` up in place and return it; identity for None."""
-    if group is None:
-        return tensor
-    if recursive_doubling.suits(tensor, group):
-        return recursive_doubling.all_reduce(tensor, group)
-    dist.all_reduce(tensor, group=group)
+    if group is not None:
+        dist.all_reduce(tensor, group=group)
     return tensor
 
 

@@ -17,7 +17,7 @@ from megatron_snip.errors import UsageError, did_you_mean, naming_field
 from megatron_snip.files import checked
 from megatron_snip.formats import get_format, lowest_precision
 from megatron_snip.options import Granularity, Option, enumerate_options
-from megatron_snip.target_schedule import TargetSchedule, make_schedule, parse_points
+from megatron_snip.target_schedule import Point, TargetSchedule, parse_points
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -203,31 +203,18 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
 
     @model_validator(mode="after")
     def _check_together(self) -> SnipConfig:
-        with naming_field("formats"):
-            if AUTO in self.formats and len(self.formats) > 1:
-                raise UsageError(f"'{AUTO}' stands alone; drop it or the other formats")
-            lowest_precision(self.named_formats)
-        with naming_field("pins"):
-            for pin in self.pins:
-                glob, sep, option = pin.rpartition("=")
-                if not sep or not glob:
-                    raise UsageError(f"'{pin}' is not GLOB=OPTION, e.g. 'decoder.layers.0.*=fp8'")
-                Option.parse(option)
+        _ = self.lowest_format, self.pin_pairs, self.alerts, self.points  # each may raise
         if self.cost != "time" and self.calibration != Path(AUTO):
             raise UsageError(
                 f"'{self.calibration}' holds seconds, which only --snip-cost time counts; add that",
                 field="calibration",
             )
-        with naming_field("alert"):
-            self.alerts  # noqa: B018  # raises
-        with naming_field("target_schedule"):
-            parse_points(self.target_schedule)
-        with naming_field("heal_order"):
-            raises = self.granularity == "gemm" and self.pipeline_balance != "stage"
-            if self.heal_order != "plan" and not raises:
-                needed = "granularity gemm and a pipeline_balance other than stage"
-                raise UsageError(f"'{self.heal_order}' raises single GEMMs; it needs {needed}")
-        window = math.ceil(1 / self.measure_fraction - 1e-9)
+        raises = self.granularity == "gemm" and self.pipeline_balance != "stage"
+        if self.heal_order != "plan" and not raises:
+            needed = "granularity gemm and a pipeline_balance other than stage"
+            text = f"'{self.heal_order}' raises single GEMMs; it needs {needed}"
+            raise UsageError(text, field="heal_order")
+        window = self.num_measuring
         if window > self.interval:
             raise UsageError(
                 f"{self.measure_fraction} takes {window} iterations to measure all linears, "
@@ -243,21 +230,18 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
         return self
 
     @property
-    def named_formats(self) -> tuple[str, ...]:
-        """The formats; for `auto`, which a model's backend resolves, those of simulation."""
-        named = SIMULATED_FORMATS if self.formats == (AUTO,) else self.formats
-        return named if self.cost == "flops" or "bf16" in named else ("bf16", *named)
+    def num_measuring(self) -> int:
+        """Iterations that one refresh observes."""
+        return math.ceil(1 / self.measure_fraction - 1e-9)
 
     @property
-    def has_schedule(self) -> bool:
-        """Whether the target changes during the run."""
-        return bool(self.target_schedule) or self.heal_from is not None
-
-    def targets(self, train_iters: int | None) -> TargetSchedule:
-        """Return the target of every iteration; see `target_schedule.make_schedule`."""
-        values = self.target_schedule, self.efficiency_target, self.heal_from
-        margin = 2 * self.lag + math.ceil(1 / self.measure_fraction - 1e-9)
-        return make_schedule(*values, train_iters, margin)
+    @naming_field("formats")
+    def named_formats(self) -> tuple[str, ...]:
+        """The formats; for `auto`, which a model's backend resolves, those of simulation."""
+        if AUTO in self.formats and len(self.formats) > 1:
+            raise UsageError(f"'{AUTO}' stands alone; drop it or the other formats")
+        named = SIMULATED_FORMATS if self.formats == (AUTO,) else self.formats
+        return named if self.cost == "flops" or "bf16" in named else ("bf16", *named)
 
     @property
     def options(self) -> tuple[Option, ...]:
@@ -265,6 +249,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
         return enumerate_options(self.named_formats, self.granularity)
 
     @property
+    @naming_field("formats")
     def lowest_format(self) -> str:
         """Name of the lowest precision among the formats: what `efficiency_target` counts."""
         return lowest_precision(self.named_formats).name
@@ -276,12 +261,59 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
         return "/".join(n for n in dict.fromkeys(self.named_formats) if get_format(n).bits == bits)
 
     @property
+    @naming_field("pins")
     def pin_pairs(self) -> tuple[tuple[str, Option], ...]:
         """`pins` as (glob, option) pairs, in order."""
-        pairs = (pin.rsplit("=", 1) for pin in self.pins)
-        return tuple((glob, Option.parse(option)) for glob, option in pairs)
+        pairs = []
+        for pin in self.pins:
+            glob, _, option = pin.rpartition("=")
+            if not glob:
+                raise UsageError(f"'{pin}' is not GLOB=OPTION, e.g. 'decoder.layers.0.*=fp8'")
+            pairs.append((glob, Option.parse(option)))
+        return tuple(pairs)
 
     @property
+    def has_schedule(self) -> bool:
+        """Whether the target changes during the run."""
+        return bool(self.target_schedule) or self.heal_from is not None
+
+    @property
+    @naming_field("target_schedule")
+    def points(self) -> tuple[Point, ...]:
+        """`target_schedule`, parsed."""
+        return parse_points(self.target_schedule)
+
+    def targets(self, train_iters: int | None) -> TargetSchedule:
+        """Return the target of every iteration.
+
+        Args:
+            train_iters: the last iteration of the run; None if it is not known.
+
+        Raises:
+            UsageError: if healing begins after the last iteration, or before a point of the
+                schedule.
+        """
+        points = self.points
+        if not points or points[0].iteration > 1 or points[0].ramp:
+            points = (Point(0, self.efficiency_target), *points)
+        if self.heal_from is None:
+            return TargetSchedule(points)
+        if train_iters is None:
+            raise UsageError("the number of iterations is not known", field="heal_from")
+        is_share = self.heal_from <= 1
+        begin = math.ceil(round(self.heal_from * train_iters, 6) if is_share else self.heal_from)
+        if not points[-1].iteration < begin < train_iters:
+            limits = (
+                f"{points[-1].iteration} (end of target_schedule) and {train_iters} (of the run)"
+            )
+            raise UsageError(f"got iteration {begin}, must be between {limits}", field="heal_from")
+        # A change of the target leads to a plan after so many iterations at most.
+        last = max(begin + 1, train_iters - 2 * self.lag - self.num_measuring)
+        healing = Point(begin, points[-1].target), Point(last, 0.0, ramp=True)
+        return TargetSchedule((*points, *healing), begin)
+
+    @property
+    @naming_field("alert")
     def alerts(self) -> tuple[tuple[str, HealthMeasure, float, float], ...]:
         """`alert` as (text, measure, 1 for above or -1 for below, threshold).
 

@@ -32,14 +32,13 @@ from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.paired_evaluation import PairedEvaluation
 from megatron_snip.linears.training_step import ForwardBackward, Results, TrainingStep
 from megatron_snip.options import BF16
-from megatron_snip.pending_solve import PendingSolve
 from megatron_snip.planning.plan import PrecisionPlan, changed_linears, format_shares
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.refresh import Refresher
 from megatron_snip.reporting.events import Event, Metrics, PlanApplied, Reporter, Writer
-from megatron_snip.run_plans import RunPlans
+from megatron_snip.run_plans import PendingSolve, RunPlans
 from megatron_snip.state import ControllerState, Pending, reported_settings
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.topology import Topology
@@ -127,8 +126,10 @@ class SnipController:
         self._alerted: set[tuple[str, str]] = set(() if state is None else state.alerted)
         self._solve = PendingSolve(PlanSettings.from_config(config, seed), self._control, solver)
         self._guarded = config.guard and self._schedule.replans
-        former = None if state is None or not self._guarded else state.guard
-        former = self._plans.guard_state(former, self._reporter.warn)
+        former = state.guard if state is not None and self._guarded else None
+        if former is not None and former.good is not None:
+            good = self._plans.runnable(former.good, self._reporter.warn)
+            former = former.model_copy(update={"good": good})
         self._guard = Guard(config.guard_sigmas, topology, former)
         self._start(state)
 
@@ -274,7 +275,7 @@ class SnipController:
         plan, waited_s = self._solve.result()
         plan.check_against(self._plans.work)
         saving_s = self._plans.saving_s(plan, num_microbatches)
-        if self._guard.refuses(plan):
+        if plan.digest in self._guard.state.refused:
             raise PlanningError(f"the guard reverted {plan.label} before")
         try:
             attempt("applying the plan", lambda: self.model.apply(plan.linears), self._control)

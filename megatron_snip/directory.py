@@ -1,7 +1,7 @@
 """Output directories: one writer at a time, and nothing is removed that SNIP did not write.
 
     DIR/.megatron-snip          marker: SNIP writes its files in this directory
-    DIR/.megatron-snip.lock     locked by the process that writes now (JSON: who that is)
+    DIR/.megatron-snip.lock     locked by the process that writes now; its text says who that is
 
 A file counts as written by SNIP if its directory has the marker and its path matches `OWN_FILES`.
 The lock is the kernel's (`flock`), which releases it when its process ends, also over NFS. Child
@@ -23,8 +23,6 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
-from pydantic import BaseModel, ValidationError
-
 from megatron_snip.errors import UsageError
 from megatron_snip.log import warn_once
 
@@ -44,7 +42,7 @@ OWN_FILES = re.compile(
 )
 """Paths below a marked directory that SNIP writes."""
 
-_MAX_HOLDER_BYTES = 4096
+_MAX_HOLDER_BYTES = 400
 _held: set[int] = set()
 """Descriptors of the locks of this process; forks close theirs."""
 
@@ -56,9 +54,9 @@ def own_files(directory: Path) -> Iterator[Path]:
 
     SNIP wrote them if the directory has the marker, which is not looked for here.
     """
-    for name, entry in _entries_below(directory):
-        if entry.is_file(follow_symlinks=False) and OWN_FILES.fullmatch(name):
-            yield Path(entry)
+    for name, path in _paths_below(directory):
+        if OWN_FILES.fullmatch(name) and path.is_file() and not path.is_symlink():
+            yield path
 
 
 def check_new_run(directory: Path, overwrite: bool) -> None:
@@ -72,12 +70,11 @@ def check_new_run(directory: Path, overwrite: bool) -> None:
         UsageError: if the directory holds another run and `overwrite` is not set, or holds files
             with SNIP's names that SNIP did not write: without the marker, or links and pipes.
     """
-    for name, entry in _entries_below(directory):
+    for name, path in _paths_below(directory):
         is_own = OWN_FILES.fullmatch(name) or name in (*OWN_FOLDERS, "tensorboard")
-        plain = entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)
-        if is_own and not plain:
+        if is_own and (path.is_symlink() or not (path.is_file() or path.is_dir())):
             raise UsageError(
-                f"'{directory / name}' is a link or a pipe, and SNIP's files would go through it; "
+                f"'{path}' is a link or a pipe, and SNIP's files would go through it; "
                 "remove it, or name another directory"
             )
     present = next(own_files(directory), None)
@@ -156,7 +153,7 @@ def lock_directory(directory: Path) -> Callable[[], None]:
             if _is_at(path, descriptor):  # else the holder before removed it meanwhile
                 cleanup.callback(_remove, path, descriptor)
                 os.ftruncate(descriptor, 0)
-                os.write(descriptor, _Holder.this_process().model_dump_json().encode())
+                os.write(descriptor, _this_process().encode())
                 return cleanup.pop_all().close
 
 
@@ -220,42 +217,21 @@ def _close_held() -> None:
 os.register_at_fork(after_in_child=_close_held)  # data loaders and checkpoint writers are forks
 
 
-def _entries_below(directory: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Yield the entries of a directory and of its folders, with their paths below it."""
-    for entry in _entries(directory):
-        yield entry.name, entry
-        if entry.is_dir(follow_symlinks=False):
-            yield from ((f"{entry.name}/{inner.name}", inner) for inner in _entries(Path(entry)))
+def _paths_below(directory: Path) -> Iterator[tuple[str, Path]]:
+    """Yield what is in a directory and in its folders, after the path below it."""
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        yield path.name, path
+        if path.is_dir() and not path.is_symlink():
+            yield from ((f"{path.name}/{inner.name}", inner) for inner in sorted(path.iterdir()))
 
 
-def _entries(directory: Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(directory) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-class _Holder(BaseModel):
-    host: str
-    pid: int
-    job: str | None
-    since: str
-
-    @classmethod
-    def this_process(cls) -> _Holder:
-        return cls(
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            job=os.environ.get("SLURM_JOB_ID"),
-            since=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        )
+def _this_process() -> str:
+    job = os.environ.get("SLURM_JOB_ID")
+    where = socket.gethostname() + (f", Slurm job {job}" if job else "")
+    return f"process {os.getpid()} on host {where}, since {time.strftime('%Y-%m-%dT%H:%M:%S%z')}"
 
 
 def _holder(descriptor: int) -> str:
-    try:
-        holder = _Holder.model_validate_json(os.pread(descriptor, _MAX_HOLDER_BYTES, 0))
-    except ValidationError:  # it has not written it yet
-        return "another job"
-    job = f", Slurm job {holder.job}" if holder.job else ""
-    return f"process {holder.pid} on host {holder.host}{job}, since {holder.since}"
+    text = os.pread(descriptor, _MAX_HOLDER_BYTES, 0).decode(errors="replace")
+    known = re.fullmatch(r"process \d+ on host [ -~]+, since [\d:T+-]+", text)
+    return text if known else "another job"  # it has not written it yet

@@ -1,26 +1,25 @@
 """Strict JSON and YAML in, values checked against a record, atomic files out.
 
-Reading refuses NaN, Infinity, duplicate keys, numbers that do not fit a double, deep nesting,
-devices, pipes, and files above `MAX_BYTES`. Writing goes to a temporary file in the same
-directory, then fsync, then rename: a reader sees the old file or the new one, never a part.
+Reading refuses NaN, Infinity, deep nesting, devices, pipes, files above `MAX_BYTES`, and in YAML
+duplicate keys. Writing goes to a temporary file in the same directory, then fsync, then rename: a
+reader sees the old file or the new one, never a part.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
 import stat
 import tempfile
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import core_schema, from_json
 
 from megatron_snip.errors import UsageError, did_you_mean, shortened
 
@@ -76,32 +75,20 @@ def read_json(path: Path, what: str) -> Any:
 
 
 def parse_json(text: str, source: str) -> Any:
-    """Return the value of a JSON document.
+    """Return the value of a JSON document; of a key that is given twice, the last value.
 
     Args:
         text: the document.
         source: how error messages call it.
 
     Raises:
-        UsageError: if it is not JSON, is nested too deeply, or holds NaN, Infinity, a duplicate
-            key or a number that does not fit a double; one line.
+        UsageError: if it is not JSON, is nested too deeply, or holds NaN, Infinity or a number of
+            thousands of digits; one line.
     """
     try:
-        return json.loads(
-            text,
-            object_pairs_hook=_object,
-            parse_constant=_finite_float,
-            parse_float=_finite_float,
-            parse_int=_finite_int,
-        )
-    except json.JSONDecodeError as error:
-        raise UsageError(
-            f"{source} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
-        ) from None
+        return from_json(text, allow_inf_nan=False)
     except ValueError as error:
-        raise UsageError(f"{source}: {error}") from None
-    except RecursionError:
-        raise UsageError(f"{source} is nested too deeply") from None
+        raise UsageError(f"{source} is not valid JSON: {error}") from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -189,7 +176,8 @@ def read_record(
     got = value.get("version")
     if got != version or isinstance(got, bool):
         readable = readable or f"version {version}"
-        raise UsageError(f"{source}: version {got!r}; this megatron-snip reads {readable}")
+        shown = shortened(repr(got), 80)
+        raise UsageError(f"{source}: version {shown}; this megatron-snip reads {readable}")
     return checked(record, value, source)
 
 
@@ -206,6 +194,17 @@ def checked(record: type[T], value: Any, source: str) -> T:
         raise UsageError(f"{source}: {problem}{_linear_of(error, value)}") from None
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
+
+
+class OwnSchema:
+    """A field whose record has a schema of its own: its `from_dict` and `to_dict` count."""
+
+    def __get_pydantic_core_schema__(self, record: Any, handler: object) -> core_schema.CoreSchema:
+        def read(value: Any) -> Any:
+            return value if isinstance(value, record) else record.from_dict(value)
+
+        to_dict = core_schema.plain_serializer_function_ser_schema(record.to_dict)
+        return core_schema.no_info_plain_validator_function(read, serialization=to_dict)
 
 
 def _linear_of(error: ValidationError, value: Any) -> str:
@@ -291,24 +290,3 @@ def _open_without_waiting(path: str, flags: int) -> int:
     descriptor = os.open(path, flags | os.O_NONBLOCK)  # ENXIO if a pipe has no reader
     os.set_blocking(descriptor, True)
     return descriptor
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table: dict[str, Any] = dict(pairs)
-    if len(table) != len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        raise ValueError(f"duplicate key '{next(key for key in counts if counts[key] > 1)}'")
-    return table
-
-
-def _finite_float(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text} is not a finite double; write null for an unknown value")
-    return value
-
-
-def _finite_int(text: str) -> int:
-    if len(text) > 300:
-        raise ValueError(f"an integer of {len(text)} digits does not fit a double")
-    return int(text)

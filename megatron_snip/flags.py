@@ -32,7 +32,7 @@ def add_flags(
         prefix: put before every flag, e.g. `snip-`.
         dest: put before every namespace attribute, e.g. `snip_`.
     """
-    for section in _sections(model):
+    for section in (*model.__bases__, model):  # argparse hides a group without flags
         title = (section.__doc__ or section.__name__).splitlines()[0].rstrip(".")
         group = parser.add_argument_group(title)
         for name in inspect.get_annotations(section):
@@ -46,12 +46,6 @@ def given_values(
     """Return the fields of `model` that were given on the command line, by field name."""
     given = vars(namespace)
     return {name: given[dest + name] for name in model.model_fields if dest + name in given}
-
-
-def _sections(model: type[BaseModel]) -> list[type[BaseModel]]:
-    """The classes that declare fields, in the order in which they are named as bases."""
-    ordered = [*model.__bases__, model]
-    return [c for c in ordered if issubclass(c, BaseModel) and inspect.get_annotations(c)]
 
 
 def _add_flag(

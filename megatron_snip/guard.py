@@ -30,10 +30,11 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict
 
+from megatron_snip.files import OwnSchema
 from megatron_snip.linears.step_loss import StepLoss, finite_gradients
 from megatron_snip.linears.training_state import TrainingStateSnapshot
 from megatron_snip.linears.training_step import Results, TrainingStep, tolerating_non_finite
@@ -94,7 +95,7 @@ class LossMonitor(_Record):
     def after_plan_change(self, sigmas: float) -> LossMonitor:
         """Return the monitor that judges a new plan; without losses before, nothing is judged."""
         if not self.recent:
-            return self.model_copy(update={"watch": None})
+            return LossMonitor()
         many = len(self.recent) >= _MEDIAN_LOSSES
         level = statistics.median(self.recent[-_MEDIAN_LOSSES:]) if many else max(self.recent)
         limit = level + max(sigmas * _noise(self.recent), MIN_RISE * abs(level))
@@ -150,15 +151,10 @@ class GuardState(_Record):
     """
 
     loss: LossMonitor = LossMonitor()
-    good: PrecisionPlan | None = None
+    good: Annotated[PrecisionPlan, OwnSchema()] | None = None
     refused: tuple[str, ...] = ()
     num_reverted: int = 0
     refresh_at: int | None = None
-
-    @field_validator("good", mode="before")
-    @classmethod
-    def _read_plan(cls, value: Any) -> Any:
-        return PrecisionPlan.from_dict(value, "good plan") if isinstance(value, dict) else value
 
 
 @dataclass(frozen=True)
@@ -194,10 +190,6 @@ class Guard:
     def is_watching(self) -> bool:
         """Whether the current plan is being judged."""
         return self.state.loss.watch is not None
-
-    def refuses(self, plan: PrecisionPlan) -> bool:
-        """Whether this plan was reverted before."""
-        return plan.digest in self.state.refused
 
     def plan_changed(self, old: PrecisionPlan) -> None:
         """Judge a plan that replaces `old` from the next iteration on."""
@@ -240,7 +232,8 @@ class Guard:
         if loss is None or not self.state.loss.is_spike(loss):
             self._add(loss)
             return Judgement(results)
-        fallback = self._fallback(plan, safe)
+        candidates = [p for p in (self.state.good, safe) if p is not None]
+        fallback = next((p for p in candidates if p.digest != plan.digest), None)
         snapshot.restore()
         training.clear_gradients(optimizer)
         results = run(plan if fallback is None else fallback)
@@ -272,10 +265,6 @@ class Guard:
             # One refresh at once. If its plan is reverted too, the next one waits for its turn.
             refresh_at=iteration + 1 if num_reverted == 1 else None,
         )
-
-    def _fallback(self, plan: PrecisionPlan, safe: PrecisionPlan) -> PrecisionPlan | None:
-        candidates = [p for p in (self.state.good, safe) if p is not None]
-        return next((p for p in candidates if p.digest != plan.digest), None)
 
     def _measure_loss(self, results: Results, training: TrainingStep) -> float | None:
         """The loss; NaN where a gradient is not finite, None if the schedule reports no loss."""

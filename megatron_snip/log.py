@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-import threading
-
-_logged: set[str] = set()
-_lock = threading.Lock()
 
 
+@functools.cache
 def warn_once(logger: logging.Logger, message: str) -> None:
     """Log `message` as a warning the first time that this process passes it."""
-    with _lock:
-        if message in _logged:
-            return
-        _logged.add(message)
     logger.warning(message)
 
 
@@ -25,7 +19,5 @@ def warn_once_per_job(logger: logging.Logger, message: str) -> None:
         warn_once(logger, message)
 
 
-def forget_warnings() -> None:
-    """Let every message be logged again (in-process restart, tests)."""
-    with _lock:
-        _logged.clear()
+forget_warnings = warn_once.cache_clear
+"""Lets every message be logged again (in-process restart, tests)."""

@@ -8,7 +8,6 @@ after the last part      statistics -> divergences -> planning problem
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -74,7 +73,7 @@ class Schedule:
         self.static = not get_policy(config.policy).needs_statistics
         plans_once = self.static and not config.has_schedule
         self.replans = not (plans_once or config.collect_only)
-        self.num_parts = math.ceil(1 / config.measure_fraction - 1e-9)
+        self.num_parts = config.num_measuring
         self.refreshed = refreshed
         self._config = config
         self._measured: int | None = None

@@ -1,29 +1,42 @@
-"""Plans and problems as this run can use them: its linears, stages, options and targets.
+"""The plans of a run: from problems as this run can use them, by the solver of rank 0.
 
 A plan or problem may come from a checkpoint, a file or a former run with another parallel layout or
 GPU. Here it gets the stages and options of this run.
+
+Training waits for the solver only at the iteration where its plan is due. If anything went wrong on
+rank 0 until then (a crash, an invalid plan, no plan in time), all ranks get the error instead.
 """
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from torch.distributed import ProcessGroup
+
+from megatron_snip.collectives import attempt, on_rank_0
 from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.quality_loss import unmeasured_problem
+from megatron_snip.errors import InfeasiblePlanError, PlanningError, SnipError, UsageError
 from megatron_snip.formats import get_format
-from megatron_snip.guard import GuardState
 from megatron_snip.linears.availability import AvailableOptions, available_options, option_refusals
 from megatron_snip.linears.calibrate import timed_options
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import BF16, Option
-from megatron_snip.pending_solve import plan_from_rank_0
 from megatron_snip.planning.plan import PrecisionPlan, assigned_plan, format_shares
 from megatron_snip.planning.planner import adapt_plan, healing_problem, initial_plan
 from megatron_snip.planning.problem import PlanningProblem
-from megatron_snip.state import ControllerState
+from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.planning.solver_process import SolverProcess
+from megatron_snip.state import ControllerState, Pending
 from megatron_snip.types import glob_matches
+
+SOLVER_GRACE_S = 10.0
+"""Seconds past the solver's own time limit after which training continues without it."""
 
 
 class RunPlans:
@@ -76,14 +89,6 @@ class RunPlans:
             warn(f"{plan.label}: {text}")
         return found
 
-    def guard_state(
-        self, state: GuardState | None, warn: Callable[[str], None]
-    ) -> GuardState | None:
-        """All ranks: return a former run's guard, with its good plan as it can run here."""
-        if state is None or state.good is None:
-            return state
-        return state.model_copy(update={"good": self.runnable(state.good, warn)})
-
     def lowest_share(self, plan: PrecisionPlan) -> float:
         """Return the share of the linears' FLOPs in the lowest precision under a plan."""
         bits = get_format(self._config.lowest_format).bits
@@ -116,13 +121,7 @@ class RunPlans:
     def healed(
         self, problem: PlanningProblem, plan: PrecisionPlan, apply_at: int
     ) -> PlanningProblem:
-        """Return the problem of a plan for `apply_at`; healing only raises, in --snip-heal-order.
-
-        Args:
-            problem: with all options.
-            plan: the current one.
-            apply_at: the iteration that the new plan is for.
-        """
+        """Return the problem of a plan for `apply_at`: healing only raises options of `plan`."""
         heal_from = self.targets.heal_from
         if heal_from is None or apply_at < heal_from or self._config.heal_order == "plan":
             return problem
@@ -142,3 +141,93 @@ class RunPlans:
         c = self._model.config
         ranks = int(c.context_parallel_size * c.tensor_model_parallel_size)
         return (before - after) * tokens * num_microbatches / ranks
+
+
+class PendingSolve:
+    """One problem at a time for rank 0's solver; all ranks call every method together.
+
+    Attributes:
+        pending: what is being solved, the same on all ranks; None if nothing is.
+    """
+
+    def __init__(
+        self, settings: PlanSettings, control: ProcessGroup | None, solver: SolverProcess | None
+    ) -> None:
+        """Start with nothing to solve; `solver` is None on ranks other than 0."""
+        self.pending: Pending | None = None
+        self._settings = settings
+        self._control = control
+        self._solver = solver
+        self._submit_error: Exception | None = None
+
+    def submit(self, pending: Pending, plan: PrecisionPlan) -> None:
+        """Rank 0 starts to solve; `plan` is the current one."""
+        self.pending, self._submit_error = pending, None
+        if self._solver is None:
+            return
+        try:
+            self._solver.submit(pending.problem, self._settings, plan, pending.iteration)
+        except Exception as error:  # all ranks get it when the plan is due
+            self._submit_error = error
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether the plan must be applied before `iteration`."""
+        return self.pending is not None and iteration >= self.pending.apply_at
+
+    def result(self) -> tuple[PrecisionPlan, float]:
+        """Return rank 0's plan and the seconds that training waited for it.
+
+        Raises:
+            SnipError: the same on every rank, if there is no plan.
+        """
+        assert self.pending is not None
+        pending, self.pending = self.pending, None
+        begin = time.perf_counter()
+        try:
+            plan = plan_from_rank_0(self._solved, self._control)
+        except SnipError as error:
+            why = f"no plan from the statistics of iteration {pending.iteration}: {error}"
+            raise PlanningError(why) from None
+        return plan, time.perf_counter() - begin
+
+    def drop(self) -> None:
+        """Forget the problem: it was measured under a plan that was reverted."""
+        self.pending = None
+        if self._solver is not None:
+            with contextlib.suppress(Exception):
+                self._solver.result(0.0)
+
+    def close(self) -> None:
+        """End the solver's process."""
+        if self._solver is not None:
+            self._solver.close()
+
+    def _solved(self) -> PrecisionPlan:
+        if self._submit_error is not None:
+            raise self._submit_error
+        assert self._solver is not None, "rank 0 has the solver"
+        return self._solver.result(self._settings.time_limit_s + SOLVER_GRACE_S)
+
+
+def plan_from_rank_0(
+    make: Callable[[], PrecisionPlan], control: ProcessGroup | None
+) -> PrecisionPlan:
+    """All ranks: return the plan that rank 0 makes.
+
+    Args:
+        make: called on rank 0 only.
+        control: a group of all ranks.
+
+    Raises:
+        UsageError: on every rank, if `make` raised one or an InfeasiblePlanError.
+        RemoteFailure: on every rank, if it raised anything else, or a rank cannot read the plan.
+    """
+
+    def plan_dict() -> dict[str, Any]:
+        try:
+            return make().to_dict()
+        except InfeasiblePlanError as error:
+            raise UsageError(str(error), "efficiency_target") from None
+
+    found = on_rank_0("planning", plan_dict, control)
+    return attempt("reading the plan", lambda: PrecisionPlan.from_dict(found), control)

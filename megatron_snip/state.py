@@ -17,15 +17,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
-from pydantic_core import core_schema
+from pydantic import TypeAdapter
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.errors import UsageError, shown
-from megatron_snip.files import first_problem
+from megatron_snip.errors import UsageError, shortened, shown
+from megatron_snip.files import OwnSchema, checked
 from megatron_snip.guard import GuardState
 from megatron_snip.log import warn_once_per_job
 from megatron_snip.planning.plan import PrecisionPlan
@@ -36,17 +35,6 @@ from megatron_snip.version import installed_version
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 2
-
-
-class _OwnSchema:
-    """A field whose record has a schema of its own: its `from_dict` and `to_dict` count."""
-
-    def __get_pydantic_core_schema__(self, record: Any, handler: object) -> core_schema.CoreSchema:
-        to_dict = core_schema.plain_serializer_function_ser_schema(record.to_dict)
-        return core_schema.no_info_plain_validator_function(record.from_dict, serialization=to_dict)
-
-
-_OWN_SCHEMA = _OwnSchema()
 
 
 @dataclass(frozen=True)
@@ -61,7 +49,7 @@ class Pending:
 
     iteration: int
     apply_at: int
-    problem: Annotated[PlanningProblem, _OWN_SCHEMA]
+    problem: Annotated[PlanningProblem, OwnSchema()]
 
 
 @dataclass(frozen=True)
@@ -82,12 +70,12 @@ class ControllerState:
     """
 
     iteration: int
-    plan: Annotated[PrecisionPlan, _OWN_SCHEMA]
+    plan: Annotated[PrecisionPlan, OwnSchema()]
     history: tuple[tuple[int, str], ...] = ()
     refreshed: int | None = None
     pending: Pending | None = None
     guard: GuardState | None = None
-    statistics: Annotated[StatisticsTable, _OWN_SCHEMA] | None = None
+    statistics: Annotated[StatisticsTable, OwnSchema()] | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
     target: float | None = None
     alerted: tuple[tuple[str, str], ...] = ()
@@ -95,10 +83,6 @@ class ControllerState:
     def to_dict(self) -> dict[str, Any]:
         """Return the dict described above."""
         return {"version": SCHEMA_VERSION, **_SCHEMA.dump_python(self)}
-
-    def restarted_at(self, iteration: int) -> ControllerState:
-        """Return the state for a run that resumes at another iteration: only the plan stays."""
-        return replace(self, iteration=iteration, refreshed=None, pending=None, guard=None)
 
     def changes(self, settings: Mapping[str, str]) -> list[str]:
         """Return one text for each of the new `settings` that differs from the former one."""
@@ -121,46 +105,38 @@ class ControllerState:
         """
         version = value.get("version") if isinstance(value, dict) else None
         if version != SCHEMA_VERSION:
+            got = shortened(repr(version), 80)
             raise UsageError(
-                f"{source}: version {version!r}; this megatron-snip reads version "
-                f"{SCHEMA_VERSION}; resume with the megatron-snip that wrote it, or start from "
-                "the weights (--finetune) with its last plan (--snip-plan-file)"
+                f"{source}: version {got}; this megatron-snip reads version {SCHEMA_VERSION}; "
+                "resume with the megatron-snip that wrote it, or start from the weights "
+                "(--finetune) with its last plan (--snip-plan-file)"
             )
+        value = value | {"guard": _guard(value.get("guard"), source)}
         try:
-            return _SCHEMA.validate_python(value | {"guard": _guard(value.get("guard"), source)})
-        except ValidationError as error:
-            raise UsageError(
-                f"{source} is damaged ({first_problem(error)}); load another checkpoint"
-            ) from None
+            return checked(cls, value, f"{source} is damaged")
         except UsageError as error:
-            raise UsageError(f"{source}, {error}") from None
+            raise UsageError(f"{error}; load another checkpoint") from None
 
 
 _SCHEMA = TypeAdapter(ControllerState)
 
+_REPORTED_SETTINGS = (
+    *("formats", "granularity", "efficiency_target", "target_schedule", "heal_from", "policy"),
+    *("pins", "pipeline_balance", "cost"),
+)
+_REPORTED_VERSIONS = ("megatron-snip", "megatron-core", "torch", "transformer-engine")
+
 
 def reported_settings(config: SnipConfig, backend: str) -> dict[str, str]:
     """Return settings and versions whose change a resumed run reports."""
-    found = {
-        "formats": ",".join(config.formats),
-        "granularity": config.granularity,
-        "efficiency_target": str(config.efficiency_target),
-        "target_schedule": ",".join(config.target_schedule),
-        "heal_from": str(config.heal_from),
-        "policy": config.policy,
-        "pins": ",".join(config.pins),
-        "pipeline_balance": config.pipeline_balance,
-        "cost": config.cost,
-        "backend": backend,
-    }
-    packages = ("megatron-snip", "megatron-core", "torch", "transformer-engine")
-    return found | {name: str(installed_version(name)) for name in packages}
+    found = {name: getattr(config, name) for name in _REPORTED_SETTINGS} | {"backend": backend}
+    found |= {name: installed_version(name) for name in _REPORTED_VERSIONS}
+    return {name: ",".join(v) if isinstance(v, tuple) else str(v) for name, v in found.items()}
 
 
-def _guard(value: dict[str, Any] | None, source: str) -> GuardState | None:
+def _guard(value: Any, source: str) -> GuardState | None:
     try:
-        return None if value is None else GuardState.model_validate(value)
-    except (ValidationError, UsageError) as error:
-        detail = str(first_problem(error) if isinstance(error, ValidationError) else error)
-        warn_once_per_job(logger, f"snip: {source}: the guard starts anew ({shown(detail)})")
+        return None if value is None else checked(GuardState, value, "the guard starts anew")
+    except UsageError as error:
+        warn_once_per_job(logger, f"snip: {source}: {shown(error)}")
         return None

@@ -75,38 +75,3 @@ def parse_points(texts: Iterable[str]) -> tuple[Point, ...]:
             raise UsageError(f"{text}; iterations must rise")
         points.append(point)
     return tuple(points)
-
-
-def make_schedule(
-    texts: Iterable[str],
-    target: float,
-    heal_from: float | None,
-    train_iters: int | None,
-    margin: int = 0,
-) -> TargetSchedule:
-    """Return the schedule of a run.
-
-    Args:
-        texts: the points; see `parse_points`.
-        target: before the first point.
-        heal_from: iteration, or up to 1 fraction of the run, at which healing begins; or None.
-        train_iters: the last iteration of the run; None if it is not known.
-        margin: iterations from a change of the target to the plan, at most.
-
-    Raises:
-        UsageError: if healing begins after the last iteration, or before a point of the schedule.
-    """
-    points = parse_points(texts)
-    if not points or points[0].iteration > 1 or points[0].ramp:
-        points = (Point(0, target), *points)
-    if heal_from is None:
-        return TargetSchedule(points)
-    if train_iters is None:
-        raise UsageError("the number of iterations is not known", field="heal_from")
-    begin = math.ceil(heal_from if heal_from > 1 else round(heal_from * train_iters, 6))
-    if not points[-1].iteration < begin < train_iters:
-        bounds = f"{points[-1].iteration} (end of target_schedule) and {train_iters} (of the run)"
-        raise UsageError(f"got iteration {begin}, must be between {bounds}", field="heal_from")
-    end = max(begin + 1, train_iters - margin)
-    healing = Point(begin, points[-1].target), Point(end, 0.0, ramp=True)
-    return TargetSchedule((*points, *healing), begin)

@@ -26,6 +26,7 @@ from megatron_snip.flags import add_flags, flag_name, given_values
 from megatron_snip.log import warn_once_per_job
 from megatron_snip.patches import cpu
 from megatron_snip.patches.cpu.megatron import set_cpu_defaults
+from megatron_snip.patches.incompatible import check_flags
 from megatron_snip.patches.registry import Call, Session, patch
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ def read_cli_args(words: Sequence[str]) -> tuple[dict[str, Any], bool]:
 
 
 def snip_config(args: argparse.Namespace, given: Mapping[str, Any]) -> SnipConfig:
-    """Build and check the settings.
+    """Build the settings and check them, and Megatron's beside them.
 
     Args:
         args: Megatron's namespace.
@@ -113,6 +114,7 @@ def snip_config(args: argparse.Namespace, given: Mapping[str, Any]) -> SnipConfi
 
     Raises:
         UsageError: one line; its `field` is the setting that is wrong.
+        UnsupportedError: if SNIP is on and cannot run with a setting of Megatron's.
     """
     flags = {k: v for k, v in vars(args).items() if k.startswith(DEST)}
     try:
@@ -121,6 +123,7 @@ def snip_config(args: argparse.Namespace, given: Mapping[str, Any]) -> SnipConfi
         raise first_problem(error, SnipConfig.model_fields) from None
     if not config.enabled:
         return config
+    check_flags(args)
     from megatron_snip.planning.policies import get_policy
 
     with naming_field("policy"):

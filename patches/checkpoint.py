@@ -29,14 +29,24 @@ CARRYING_FORMATS = ("torch_dist", "torch")
     needs=("args", "iteration"),
 )
 def save(call: Call, session: Session) -> Any:
-    """Add SNIP's state to the state dict."""
+    """Add SNIP's state to the state dict; a failure does not cost the checkpoint.
+
+    Without a controller it is what was loaded, so that converting a checkpoint loses nothing.
+    """
     result = call.run()
     iteration = call.arguments.get("iteration")
     # Loading asks for a template without an iteration; that must not name what may be absent.
-    if iteration is not None and call.arguments["args"].ckpt_format in CARRYING_FORMATS:
-        state = _state_to_save(session, int(iteration))
-        if state is not None:
-            result[KEY] = state
+    if iteration is None or call.arguments["args"].ckpt_format not in CARRYING_FORMATS:
+        return result
+    state = session.loaded
+    if session.controller is not None:
+        try:
+            state = session.controller.state(int(iteration)).to_dict()
+        except Exception as error:
+            state, detail = None, f"{type(error).__name__}: {error}"
+            logger.warning("checkpoint of iteration %d has no SNIP state: %s", iteration, detail)
+    if state is not None:
+        result[KEY] = state
     return result
 
 
@@ -61,18 +71,3 @@ def load(call: Call, session: Session) -> Any:
         if state_dict and not release and not getattr(call.arguments["args"], "finetune", False):
             session.loaded = state_dict.get(KEY)
     return result
-
-
-def _state_to_save(session: Session, iteration: int) -> dict[str, Any] | None:
-    """Return SNIP's state after `iteration`, or None. A failure does not cost the checkpoint.
-
-    Without a controller it is what was loaded, so that converting a checkpoint loses nothing.
-    """
-    if session.controller is None:
-        return session.loaded
-    try:
-        return session.controller.state(iteration).to_dict()
-    except Exception as error:
-        detail = f"{type(error).__name__}: {error}"
-        logger.warning("checkpoint of iteration %d has no SNIP state: %s", iteration, detail)
-        return None

@@ -46,13 +46,11 @@ class IncompatibleFlag:
 
 
 def _given(*names: str) -> Callable[[Namespace], bool]:
-    values = (None, False)
-    return lambda args: any(all(getattr(args, n, None) is not v for v in values) for n in names)
+    def is_on(args: Namespace) -> bool:
+        values = (getattr(args, name, None) for name in names)
+        return any(v is not None and v is not False and v != "none" for v in values)
 
-
-def _cuda_graphs(args: Namespace) -> bool:
-    has_impl = getattr(args, "cuda_graph_impl", None) not in (None, "none")
-    return has_impl or _given("enable_cuda_graph", "external_cuda_graph")(args)
+    return is_on
 
 
 def _scaled_moments(args: Namespace) -> bool:
@@ -103,7 +101,7 @@ INCOMPATIBLE_FLAGS: tuple[IncompatibleFlag, ...] = (
     ),
     IncompatibleFlag(
         "CUDA graphs (--cuda-graph-impl)",
-        _cuda_graphs,
+        _given("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"),
         "a captured graph repeats the plan under which it was captured",
         "use --cuda-graph-impl none",
     ),

@@ -13,6 +13,8 @@ from megatron_snip.patches import arguments, checkpoint, cpu, setup, train_step
 from megatron_snip.patches.cpu.megatron import fused_kernels
 from megatron_snip.patches.registry import Patch, Registry, When
 
+_LAYERS = "megatron.core.tensor_parallel.layers"
+
 PATCHES = (
     arguments.arguments,
     setup.validation,
@@ -25,18 +27,8 @@ PATCHES = (
     checkpoint.save,
     checkpoint.load,
     fused_kernels,
-    *(
-        Patch(
-            name,
-            "megatron.core.tensor_parallel.layers",
-            f"{kind}._forward_impl",
-            ("input", "weight"),
-        )
-        for name, kind in (
-            ("column-linear", "ColumnParallelLinear"),
-            ("row-linear", "RowParallelLinear"),
-        )
-    ),
+    Patch("column-linear", _LAYERS, "ColumnParallelLinear._forward_impl", ("input", "weight")),
+    Patch("row-linear", _LAYERS, "RowParallelLinear._forward_impl", ("input", "weight")),
 )
 """In the order of installation; the controller overrides the last two on instances."""
 

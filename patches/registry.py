@@ -76,15 +76,26 @@ class Call:
         arguments: those that were passed, by name; changes reach the original.
     """
 
-    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def __init__(self, patch: Patch, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Bind a call; raises TypeError as the call itself would."""
+        self._patch = patch
         self._function = function
         self._bound = inspect.signature(function).bind(*args, **kwargs)
         self.arguments: dict[str, Any] = self._bound.arguments
 
     def run(self) -> Any:
-        """Call the original."""
-        return self._function(*self._bound.args, **self._bound.kwargs)
+        """Call the original.
+
+        Raises:
+            UnsupportedError: if it returns fewer items than the handler reads.
+        """
+        result = self._function(*self._bound.args, **self._bound.kwargs)
+        found = len(result) if isinstance(result, tuple) else 0
+        if found < self._patch.returns:
+            kind = found or type(result).__name__
+            what = f"that returns {kind}, not {self._patch.returns} items or more"
+            raise self._patch.unsupported(f"has {self._patch.target} {what}")
+        return result
 
 
 Handler = Callable[[Call, Session], Any]
@@ -140,13 +151,13 @@ class Patch:
                 ) from None
             hint = "; megatron.training is in a Megatron-LM checkout and in the wheel from 0.17 on"
             found = f"has no {self.target} ({error})"
-            raise self._unsupported(found, hint * (absent is not None)) from None
+            raise self.unsupported(found, hint * (absent is not None)) from None
         parameters = inspect.signature(function).parameters
         any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         missing = [name for name in self.needs if name not in parameters and not any_keyword]
         if missing:
             found = f"{self.target}({', '.join(parameters)})"
-            raise self._unsupported(f"has {found} without {', '.join(missing)}")
+            raise self.unsupported(f"has {found} without {', '.join(missing)}")
         return owner, function
 
     def problem(self) -> str | None:
@@ -163,21 +174,13 @@ class Patch:
         assert handler is not None
 
         @functools.wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            result = function(*args, **kwargs)
-            if self.returns > (len(result) if isinstance(result, tuple) else 0):
-                found = len(result) if isinstance(result, tuple) else type(result).__name__
-                found = f"has {self.target} that returns {found}, not {self.returns} items or more"
-                raise self._unsupported(found)
-            return result
-
-        @functools.wraps(function)
         def patched(*args: Any, **kwargs: Any) -> Any:
-            return handler(Call(checked, args, kwargs), session)
+            return handler(Call(self, function, args, kwargs), session)
 
         return patched
 
-    def _unsupported(self, what: str, hint: str = "") -> UnsupportedError:
+    def unsupported(self, what: str, hint: str = "") -> UnsupportedError:
+        """Return the error of a release that does not fit; `what` follows its version."""
         return UnsupportedError(
             f"megatron-core {core_version()} {what}; use a release that SNIP supports "
             f"({TESTED}){hint}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import naming_field
 from megatron_snip.patches.arguments import exit_on_error, snip_config
-from megatron_snip.patches.incompatible import check_flags, check_modules
+from megatron_snip.patches.incompatible import check_modules
 from megatron_snip.patches.registry import Call, Session, patch
 
 if TYPE_CHECKING:  # without --snip a run imports neither planning nor reporting
@@ -70,14 +70,7 @@ def checked_config(args: argparse.Namespace, session: Session) -> SnipConfig:
         args: Megatron's namespace, validated.
         session: it holds the flags, for namespaces that lack them.
     """
-
-    def check() -> SnipConfig:
-        config = snip_config(args, session.given)
-        if config.enabled:
-            check_flags(args)
-        return config
-
-    return exit_on_error(check)
+    return exit_on_error(lambda: snip_config(args, session.given))
 
 
 def attach(
@@ -141,7 +134,7 @@ def resumed_state(
                 f"the checkpoint's SNIP state is of iteration {state.iteration} and training "
                 f"resumes after {iteration}; its plan is used, a refresh in flight is dropped"
             )
-            state = state.restarted_at(iteration)
+            state = replace(state, iteration=iteration, refreshed=None, pending=None, guard=None)
     elif iteration > 0:
         warning = (
             f"the checkpoint of iteration {iteration} has no SNIP state; "
@@ -155,6 +148,8 @@ def resumed_state(
 def make_writers(config: SnipConfig, args: argparse.Namespace, topology: Topology) -> list[Writer]:
     """All ranks: return this rank's writers: files on rank 0, Megatron's own on the last rank.
 
+    Megatron's log at its own interval.
+
     Raises:
         UsageError: on every rank, if another job writes to the directory, or it holds files of
             others with SNIP's names.
@@ -162,6 +157,7 @@ def make_writers(config: SnipConfig, args: argparse.Namespace, topology: Topolog
     """
     from megatron_snip.collectives import on_rank_0
     from megatron_snip.reporting.run_directory import open_run
+    from megatron_snip.reporting.writers import MEGATRON_LOGS, TensorBoardWriter, WandbWriter
 
     writers: list[Writer] = []
 
@@ -174,25 +170,19 @@ def make_writers(config: SnipConfig, args: argparse.Namespace, topology: Topolog
 
     with naming_field("output_dir"):
         on_rank_0("opening --snip-output-dir", open_files, topology.control)
-    if topology.rank == topology.world_size - 1:
-        writers += _megatron_writers(config, args)
+    if topology.rank != topology.world_size - 1:
+        return writers
+    from megatron.training import global_vars
+
+    dump = config.model_dump(mode="json")
+    interval = int(getattr(args, "tensorboard_log_interval", 1) or 1)
+    board, wandb = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
+    if board is not None:
+        writers.append(TensorBoardWriter(board, dump, interval, MEGATRON_LOGS))
+    if wandb is not None:
+        writers.append(WandbWriter(wandb, dump, interval, MEGATRON_LOGS))
     return writers
 
 
 def _directory(config: SnipConfig, args: argparse.Namespace) -> Path:
     return config.output_dir or Path(getattr(args, "save", None) or "") / "snip"
-
-
-def _megatron_writers(config: SnipConfig, args: argparse.Namespace) -> list[Writer]:
-    """Return writers that log through Megatron's, at Megatron's interval."""
-    from megatron.training import global_vars
-
-    from megatron_snip.reporting.writers import MEGATRON_LOGS, TensorBoardWriter, WandbWriter
-
-    settings = config.model_dump(mode="json")
-    interval = int(getattr(args, "tensorboard_log_interval", 1) or 1)
-    pairs: tuple[tuple[Any, Any], ...] = (
-        (TensorBoardWriter, global_vars.get_tensorboard_writer()),
-        (WandbWriter, global_vars.get_wandb_writer()),
-    )
-    return [w(log, settings, interval, MEGATRON_LOGS) for w, log in pairs if log is not None]

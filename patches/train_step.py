@@ -40,9 +40,9 @@ def train_step(call: Call, session: Session) -> Any:
     call.arguments["forward_backward_func"] = partial(
         controller.forward_backward, iteration, schedule
     )
-    metrics.begin()
+    begin = time.perf_counter()
     result = call.run()
-    metrics.trained(losses=result[0], grad_norm=result[5])
+    metrics.trained(time.perf_counter() - begin, losses=result[0], grad_norm=result[5])
     return result
 
 
@@ -91,23 +91,19 @@ class StepMetrics:
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
-        self._begin = time.perf_counter()
         self._seconds = 0.0
         self._losses: dict[str, Any] = {}
         self._grad_norm: Any = None
 
-    def begin(self) -> None:
-        """Start the clock of a training step."""
-        self._begin = time.perf_counter()
-
-    def trained(self, losses: Any, grad_norm: Any) -> None:
+    def trained(self, seconds: float, losses: Any, grad_norm: Any) -> None:
         """Record a training step.
 
         Args:
+            seconds: that it took.
             losses: {name: loss} as Megatron logs it; empty where it is not known.
             grad_norm: global, before clipping, or None.
         """
-        self._seconds = time.perf_counter() - self._begin
+        self._seconds = seconds
         self._losses["loss"] = _first(losses)
         self._grad_norm = grad_norm
 
@@ -127,11 +123,8 @@ class StepMetrics:
             grad_norm, lr, tokens_per_s, step_s; loss with `log_losses`; validation_loss after an
             evaluation. A loss that no rank knows is NaN.
         """
-        names = (["loss"] if log_losses else []) + [n for n in self._losses if n != "loss"]
-        values: dict[str, Any] = {}
-        if names:
-            losses = self._broadcast([self._losses.get(name) for name in names])
-            values = dict(zip(names, losses, strict=True))
+        names = [name for name in self._losses if log_losses or name != "loss"]
+        values: dict[str, Any] = dict(zip(names, self._from_last_rank(names), strict=True))
         if self._grad_norm is not None:
             values["grad_norm"] = float(self._grad_norm)
         if lr is not None:
@@ -141,13 +134,14 @@ class StepMetrics:
         self._seconds, self._losses, self._grad_norm = 0.0, {}, None
         return values
 
-    def _broadcast(self, values: Sequence[Any]) -> list[float]:
-        """All ranks: return the last rank's values; NaN for None."""
+    def _from_last_rank(self, names: Sequence[str]) -> list[float]:
+        """All ranks: return the last rank's losses; NaN for one that it does not know."""
+        known = [self._losses[name] for name in names]
         numbers = torch.tensor(
-            [math.nan if value is None else float(value) for value in values], dtype=torch.float64
+            [math.nan if v is None else float(v) for v in known], dtype=torch.float64
         )
         group = self._topology.control
-        if group is not None:
+        if names and group is not None:
             dist.broadcast(numbers, src=self._topology.world_size - 1, group=group)
         found: list[float] = numbers.tolist()
         return found

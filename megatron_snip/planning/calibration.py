@@ -32,7 +32,7 @@ from megatron_snip.planning.plan import Work
 from megatron_snip.planning.problem import STRICT, LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.types import Gemm, glob_matches
 
-_Count = Annotated[int, Field(ge=1)]
+_Count = Annotated[int, Field(ge=1, le=10**15)]
 # Sums and products of seconds must stay far from a double's overflow.
 _Seconds = Annotated[float, Field(gt=0.0, le=1e9)]
 

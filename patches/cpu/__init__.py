@@ -109,7 +109,7 @@ def _torch_replacements(
     claim_cuda: bool, capability: tuple[int, int]
 ) -> Iterator[tuple[Any, str, Any]]:
     engine, run = torch.autograd, "_engine_run_backward"
-    yield engine, run, in_backward(_MODE)(getattr(engine, run))
+    yield engine, run, in_backward(_MODE, getattr(engine, run))
     for name, answer in cuda_answers(capability).items():
         yield torch.cuda, name, answer
     yield torch.cuda.random, "get_rng_state", torch.cuda.get_rng_state
@@ -125,4 +125,3 @@ def _torch_replacements(
     yield torch.accelerator, "current_accelerator", constant(None)
     yield dist, "all_to_all_single", collectives.plain_splits(dist.all_to_all_single)
     yield dist, "all_gather", collectives.uneven_all_gather(dist.all_gather)
-    yield dist, "reduce_scatter", collectives.uneven_reduce_scatter(dist.reduce_scatter)

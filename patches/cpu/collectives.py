@@ -1,12 +1,11 @@
-"""Collectives that NCCL has and gloo lacks: uneven all-gather and reduce-scatter."""
+"""What gloo lacks: an uneven all-gather, and split sizes of an all-to-all that are tensors."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 
@@ -32,45 +31,15 @@ def plain_splits(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap all_gather for ranks that differ in their first dimension: pad, gather, cut."""
+    """Wrap all_gather for ranks that differ in their first dimension: each one broadcasts."""
 
     @functools.wraps(original)
     def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
-        if not _uneven(tensor_list):
+        if len({tuple(target.shape) for target in tensor_list}) == 1:
             return original(tensor_list, tensor, group=group, async_op=async_op)
-        rows = max(t.shape[0] for t in tensor_list)
-        padded = tensor.new_zeros((rows, *tensor.shape[1:]))
-        padded[: tensor.shape[0]] = tensor
-        gathered = [torch.empty_like(padded) for _ in tensor_list]
-        original(gathered, padded, group=group)
-        for target, source in zip(tensor_list, gathered, strict=True):
-            target.copy_(source[: target.shape[0]])
+        tensor_list[dist.get_rank(group)].copy_(tensor)
+        for rank, target in enumerate(tensor_list):
+            dist.broadcast(target, group=group, group_src=rank)
         return None
 
     return all_gather
-
-
-def uneven_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap reduce_scatter for ranks that differ in their first dimension: all-reduce, cut."""
-
-    @functools.wraps(original)
-    def reduce_scatter(
-        output: Any,
-        input_list: Any,
-        op: Any = dist.ReduceOp.SUM,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Any:
-        if not _uneven(input_list):
-            return original(output, input_list, op=op, group=group, async_op=async_op)
-        total = torch.cat(list(input_list))
-        dist.all_reduce(total, op=op, group=group)
-        rows = [t.shape[0] for t in input_list]
-        output.copy_(torch.split(total, rows)[dist.get_rank(group)])
-        return None
-
-    return reduce_scatter
-
-
-def _uneven(tensors: Sequence[torch.Tensor]) -> bool:
-    return len({tuple(t.shape) for t in tensors}) > 1

@@ -81,8 +81,8 @@ def cuda_answers(capability: tuple[int, int]) -> dict[str, Any]:
         "default_generators": _Generators(),
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-        "manual_seed": _seed,
-        "manual_seed_all": _seed,
+        "manual_seed": torch.default_generator.manual_seed,
+        "manual_seed_all": torch.default_generator.manual_seed,
         "get_device_name": constant("cpu"),
         "get_device_properties": constant(properties),
         "get_device_capability": constant(capability),
@@ -102,7 +102,3 @@ def cuda_answers(capability: tuple[int, int]) -> dict[str, Any]:
     for name in ("Float", "Half", "BFloat16", "Double", "Int", "Long", "Byte", "Bool"):
         answers[f"{name}Tensor"] = getattr(torch, f"{name}Tensor")
     return answers
-
-
-def _seed(seed: int) -> None:
-    torch.default_generator.manual_seed(int(seed))

@@ -59,20 +59,17 @@ class CudaOnCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def in_backward(mode: CudaOnCpu) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrapper that runs autograd's engine, and so Python's backwards, under the mode."""
+def in_backward(mode: CudaOnCpu, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap autograd's engine so that it, and so Python's backwards, run under the mode."""
 
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def run_backward(*args: Any, **kwargs: Any) -> Any:
-            if mode in active_modes():
-                return original(*args, **kwargs)
-            with mode:
-                return original(*args, **kwargs)
+    @functools.wraps(original)
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        if mode in active_modes():
+            return original(*args, **kwargs)
+        with mode:
+            return original(*args, **kwargs)
 
-        return run_backward
-
-    return wrapper
+    return run_backward
 
 
 def active_modes() -> list[Any]:

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-_MARK = "__snip_torch_adam__"
-
 
 def wrappers() -> dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
     """Return wrappers for methods of `DistributedOptimizer`, by name; none where TE or Apex is."""
@@ -32,15 +30,13 @@ def wrappers() -> dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
     return {name: wrapper for name, wrapper in known.items() if hasattr(owner, name)}
 
 
+@functools.cache
 def install() -> None:
     """Install the wrappers for the rest of this process; a second call changes nothing."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    if hasattr(DistributedOptimizer, _MARK):
-        return
     for name, wrapper in wrappers().items():
         setattr(DistributedOptimizer, name, wrapper(getattr(DistributedOptimizer, name)))
-    setattr(DistributedOptimizer, _MARK, True)
 
 
 def _state_dict_before_first_step(original: Callable[..., Any]) -> Callable[..., Any]:

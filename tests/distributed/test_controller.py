@@ -1,4 +1,4 @@
-"""The cycle on two ranks: it closes, replays, resumes; what fails leaves the old plan in force."""
+"""The cycle on two ranks: it closes, replays, resumes, and refuses what cannot work."""
 
 import json
 from pathlib import Path
@@ -12,21 +12,6 @@ from tests.distributed.launch import run_ranks
 from tests.distributed.layouts import TP2
 
 WORKERS = "tests.distributed.workers.controller"
-
-
-def test_a_solver_that_crashes_keeps_the_plan_and_the_next_refresh_succeeds(tmp_path: Path) -> None:
-    arguments = {"values": TP2, "folder": str(tmp_path)}
-    leader, other = run_ranks(2, f"{WORKERS}:solver_crash", arguments)
-    for result in (leader, other):
-        assert result["kept"] and result["finite"] and result["applied"]
-        assert (result["options"], result["history"]) == (["bf16"], [])
-        assert result["final history"] == [[7, leader["digest"]]]
-        assert result["late warnings"] == []
-    (warning,) = leader["warnings"]
-    assert warning.startswith("snip: iteration ")
-    assert ": keeping the uniform-bf16 plan of iteration 0: " in warning
-    assert "ended without an answer" in warning
-    assert other["warnings"] == []
 
 
 @pytest.fixture(scope="module")
@@ -44,26 +29,20 @@ def test_plans_are_applied_lag_steps_after_they_were_measured(cycles: list[dict[
     for result in (r["whole"] for r in cycles):
         assert [iteration for iteration, _ in result["history"]] == [3, 7]
         assert result["history"][-1][1] == result["digest"]
-        assert result["installed"]
+        assert result["installed"] == [True, False]
         assert result["warnings"] == []
     assert cycles[0]["whole"]["history"] == cycles[1]["whole"]["history"]
 
 
-def test_a_run_replays_bit_by_bit(cycles: list[dict[str, Any]]) -> None:
-    for result in cycles:
-        for key in ("losses", "weights", "optimizer", "history"):
-            assert result["again"][key] == result["whole"][key]
-
-
-def test_a_run_resumes_with_its_problem_in_flight(cycles: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("run", ["again", "resumed"])
+def test_a_run_replays_and_resumes_bit_by_bit(cycles: list[dict[str, Any]], run: str) -> None:
+    """It resumes with its problem in flight, and again under its plan."""
     for result in cycles:
         for key in ("losses", "weights", "optimizer", "history", "digest"):
-            assert result["resumed"][key] == result["whole"][key]
+            assert result[run][key] == result["whole"][key]
 
 
-def test_a_resumed_run_tells_at_once_which_plan_it_goes_on_with(
-    cycles: list[dict[str, Any]],
-) -> None:
+def test_a_resumed_run_reports_its_plan_at_once(cycles: list[dict[str, Any]]) -> None:
     for result in cycles:
         applied = [[], [[3, 2, False]], [[5, 2, True], [7, 6, False]]]
         assert result["resumed"]["applied"] == applied

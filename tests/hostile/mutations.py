@@ -8,6 +8,7 @@ A mutant is one of
     the document wrapped in, or replaced by, deep nesting
 """
 
+import copy
 import json
 from typing import Any
 
@@ -47,31 +48,24 @@ VALUES: tuple[str, ...] = (
 
 
 def paths(value: Any, here: Path = ()) -> list[Path]:
-    """Return the place of every value in a document, the whole included."""
+    """Return the place of every value in a document, its root included."""
     found: list[Path] = [here]
-    items: Any = ()
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list):
-        items = enumerate(value)
-    for key, item in items:
-        found += paths(item, (*here, key))
+    if isinstance(value, dict | list):
+        items: Any = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            found += paths(item, (*here, key))
     return found
 
 
 def with_text(value: Any, at: Path, text: str) -> str:
     """Return the document with `text` in place of the value at a place."""
-    marker = "@@hostile@@"
-    return json.dumps(_replaced(value, at, marker)).replace(json.dumps(marker), text, 1)
-
-
-def _replaced(value: Any, at: Path, new: Any) -> Any:
-    if not at:
-        return new
-    head, rest = at[0], at[1:]
-    if isinstance(value, dict):
-        return {k: _replaced(v, rest, new) if k == head else v for k, v in value.items()}
-    return [_replaced(v, rest, new) if k == head else v for k, v in enumerate(value)]
+    marker, root = "@@hostile@@", [copy.deepcopy(value)]
+    target: Any = root
+    *before, last = (0, *at)
+    for step in before:
+        target = target[step]
+    target[last] = marker
+    return json.dumps(root[0]).replace(json.dumps(marker), text, 1)
 
 
 def _keys_changed(value: Any, at: Path, how: str, name: str) -> str:
@@ -81,16 +75,14 @@ def _keys_changed(value: Any, at: Path, how: str, name: str) -> str:
         target = target[step]
     if not isinstance(target, dict) or not target:
         return with_text(value, at, "null")
-    key = next(iter(target))
-    rest = {k: v for k, v in target.items() if k != key}
-    if how == "removed":
-        return with_text(value, at, json.dumps(rest))
-    if how == "renamed":
-        return with_text(value, at, json.dumps({name: target[key], **rest}))
-    if how == "added":
-        return with_text(value, at, json.dumps({**target, name: 1}))
-    twice = f"{{{json.dumps(key)}: {json.dumps(target[key])}, {json.dumps(target)[1:]}"
-    return with_text(value, at, twice)
+    (key, item), *rest = target.items()
+    changed = {
+        "removed": json.dumps(dict(rest)),
+        "renamed": json.dumps({name: item, **dict(rest)}),
+        "added": json.dumps({**target, name: 1}),
+        "twice": f"{{{json.dumps(key)}: {json.dumps(item)}, {json.dumps(target)[1:]}",
+    }
+    return with_text(value, at, changed[how])
 
 
 def mutants(value: Any) -> st.SearchStrategy[bytes]:

@@ -20,12 +20,7 @@ from megatron_snip.files import MAX_BYTES, read_json, read_yaml
 from megatron_snip.linears.te.precision_config import PrecisionFile, Stages
 from megatron_snip.options import Option
 from megatron_snip.planning import solver_process
-from megatron_snip.planning.calibration import (
-    CalibratedLinear,
-    CalibrationTable,
-    read_calibration,
-    with_seconds,
-)
+from megatron_snip.planning.calibration import read_calibration, with_seconds
 from megatron_snip.planning.plan import assignment_digest, read_plan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import read_problem
@@ -34,7 +29,7 @@ from megatron_snip.planning.solver_process import PlanRequest
 from megatron_snip.reporting.run_record import read_divergences, read_metrics
 from megatron_snip.state import ControllerState
 from megatron_snip.trainer.config import load_train_config
-from tests.hostile.mutations import DEEP, mutants
+from tests.hostile.mutations import DEEP, mutants, paths, with_text
 from tests.unit.planning.build import plan_of, problem_of
 from tests.unit.test_state import STATE
 
@@ -54,21 +49,22 @@ METRICS = {
     "notices": [{"kind": "refresh_failed", "message": "why"}],
 }
 SECONDS = {"fprop": 1e-3, "dgrad": 2e-3, "wgrad": 3e-3}
-CALIBRATION = CalibrationTable(
-    machine="x86_64",
-    device="cpu",
-    date="2026-01-01T00:00:00+00:00",
-    versions={"torch": "2.13.0"},
-    tokens=128,
-    linears=(
-        CalibratedLinear(
-            names="*",
-            out_features=128,
-            in_features=256,
-            seconds=dict.fromkeys(("bf16", "fp8", "fp4"), SECONDS),
-        ),
-    ),
-).model_dump(mode="json")
+CALIBRATION = {
+    "version": 1,
+    "machine": "x86_64",
+    "device": "cpu",
+    "date": "2026-01-01T00:00:00+00:00",
+    "versions": {"torch": "2.13.0"},
+    "tokens": 128,
+    "linears": [
+        {
+            "names": "*",
+            "out_features": 128,
+            "in_features": 256,
+            "seconds": dict.fromkeys(("bf16", "fp8", "fp4"), SECONDS),
+        }
+    ],
+}
 TE_CONFIG = {
     "configs": {
         "low": {
@@ -173,6 +169,10 @@ def test_a_hostile_file_is_an_error_of_one_line_or_read_correctly(kind: str, fil
     document, use = READERS[kind]
     file.write_text(json.dumps(document) + "\n")
     use(file)  # the document itself is fine
+    for number in ("1e999", "9" * 400):  # the parser lets them pass
+        for at in paths(document):
+            file.write_text(with_text(document, at, number) + "\n")
+            survives(lambda: use(file))
 
     @fuzzed
     @given(content=mutants(document), end=st.sampled_from([b"", b"\n"]))

@@ -67,18 +67,10 @@ def test_no_source_can_run_what_it_reads() -> None:
     assert {file: names for file, names in found.items() if names} == {}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import pickle",
-        "torch.load(f)",
-        "yaml.load(f)",
-        "subprocess.run('x', shell=True)",
-        "eval(x)",
-    ],
-)
-def test_the_search_finds(text: str) -> None:
-    assert list(offences(ast.parse(text)))
+def test_the_search_finds() -> None:
+    calls = "torch.load(f)", "yaml.load(f)", "subprocess.run('x', shell=True)", "eval(x)"
+    for text in ("import pickle", *calls):
+        assert list(offences(ast.parse(text))), text
 
 
 AUDITED = """

@@ -50,11 +50,9 @@ def test_without_flags_the_namespace_is_megatrons(
 
 
 REFUSED = {
-    "wrong-value": (["--snip-efficiency-target", "2"], "--snip-efficiency-target"),
     "pin": (["--snip-pins", "decoder.layers.9.*=fp8"], "--snip-pins: pin decoder.layers.9.*"),
     "plan": (["--snip-plan-file", "none.json"], "--snip-plan-file: cannot read"),
     "typo": (["--snip-intervall", "4"], "did you mean '--snip-interval'?"),
-    "cuda-graphs": (["--cuda-graph-impl", "local"], "--cuda-graph-impl none"),
     "no-te": (
         ["--transformer-impl", "transformer_engine"],
         "Transformer Engine cannot be imported; install it, or give --transformer-impl local",

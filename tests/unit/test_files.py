@@ -10,23 +10,11 @@ from megatron_snip.files import parse_json, read_json, write_atomic
 
 
 @pytest.mark.parametrize(
-    ("text", "word"),
-    [
-        ('{"a": NaN}', "NaN"),
-        ('{"a": -Infinity}', "-Infinity"),
-        ('{"a": 1e999}', "1e999"),
-        ('{"a": ' + "9" * 400 + "}", "400 digits"),
-        ('{"a": 1, "b": {"c": 1, "c": 2}}', "duplicate key 'c'"),
-        ('{"a": 1', "line 1"),
-        ("", "not valid JSON"),
-        ("[" * 100_000, "nested too deeply"),
-    ],
+    "text", ["[NaN]", "[-Infinity]", "[1", "", "[" * 100_000, "9" * 5000, '["\\ud800"]', "[1,]"]
 )
-def test_what_json_leaves_open_is_refused_in_one_line(text: str, word: str) -> None:
-    with pytest.raises(UsageError, match=r"^file") as caught:
+def test_what_is_no_json_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(UsageError, match=r"^file is not valid JSON: .* at line 1 column \d+$"):
         parse_json(text, "file")
-    assert word in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:

@@ -59,9 +59,9 @@ def test_a_guard_that_cannot_be_read_starts_anew(guard: Any, caplog: Any) -> Non
     ("change", "text"),
     [
         ({"version": 1}, "version 1; this megatron-snip reads version 2; resume with .*--finetune"),
-        ({"plan": {}}, "here, plan: version None"),
-        ({"history": [1]}, "here is damaged"),
-        ({"pending": {"iteration": 1}}, "here is damaged .*pending"),
+        ({"plan": {}}, "here is damaged: plan: version None"),
+        ({"history": [1]}, "here is damaged: history"),
+        ({"pending": {"iteration": 1}}, "here is damaged: pending.*; load another checkpoint"),
         ({"iteration": "seven"}, "here is damaged"),
     ],
 )

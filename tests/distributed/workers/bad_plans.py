@@ -4,16 +4,17 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from megatron_snip.controller import SnipController
+from megatron_snip.linears import simulated_gemm
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.types import Gemm, Operand
 from tests.distributed.workers import small_model
-from tests.distributed.workers.broken_format import broken_format
 from tests.distributed.workers.controller import MODEL, planned
 from tests.distributed.workers.small_model import SyntheticTokens, Trainer, layout
 
@@ -42,13 +43,10 @@ class Cycles(SyntheticTokens):
 
 @contextmanager
 def learnable(values: dict[str, Any]) -> Iterator[Trainer]:
-    small_model.SyntheticTokens = Cycles  # type: ignore[misc]
     batch = {"seq_length": 64, "global_batch_size": 8, "lr": 5e-3}
-    try:
-        with layout({**MODEL, **batch, **values}) as trainer:
-            yield trainer
-    finally:
-        small_model.SyntheticTokens = SyntheticTokens  # type: ignore[misc]
+    learned = mock.patch.object(small_model, "SyntheticTokens", Cycles)
+    with learned, layout({**MODEL, **batch, **values}) as trainer:
+        yield trainer
 
 
 def _nan_gradient(tensor: torch.Tensor, operand: Operand, gemm: Gemm) -> torch.Tensor:
@@ -61,6 +59,28 @@ def _nan_loss(tensor: torch.Tensor, operand: Operand, gemm: Gemm) -> torch.Tenso
 
 def _useless(tensor: torch.Tensor, operand: Operand, gemm: Gemm) -> torch.Tensor:
     return tensor * -30.0 if operand is Operand.WEIGHT else tensor
+
+
+@contextmanager
+def broken_format(broken: str, change: Any) -> Iterator[None]:
+    """Within, operands in the format called `broken` are changed."""
+    single = simulated_gemm.quantize_dequantize_operand
+    pair = simulated_gemm.quantize_dequantize_pair
+
+    def operand(x: torch.Tensor, name: Any, role: Operand, gemm: Gemm, **options: Any) -> Any:
+        seen = single(x, name, role, gemm, **options)
+        return change(seen, role, gemm) if name == broken else seen
+
+    def both(x: torch.Tensor, names: Any, role: Operand, **options: Any) -> Any:
+        first = Gemm.FPROP if role is Operand.INPUT else Gemm.DGRAD
+        parts = zip(pair(x, names, role, **options), names, (first, Gemm.WGRAD), strict=True)
+        return tuple(change(t, role, gemm) if name == broken else t for t, name, gemm in parts)
+
+    with (
+        mock.patch.object(simulated_gemm, "quantize_dequantize_operand", operand),
+        mock.patch.object(simulated_gemm, "quantize_dequantize_pair", both),
+    ):
+        yield
 
 
 BREAKS = {"gradient": _nan_gradient, "loss": _nan_loss, "useless": _useless}

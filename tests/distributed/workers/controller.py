@@ -1,18 +1,14 @@
-"""What test_controller.py runs on ranks: whole cycles, with faults put in from outside."""
+"""What test_controller.py runs on ranks: complete cycles."""
 
 import json
-import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_snip.controller import SnipController
 from megatron_snip.errors import SnipError
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan, assignment_digest, write_plan
-from megatron_snip.planning.solver_process import SolverProcess, worker_command
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.state import ControllerState
 from megatron_snip.trainer.data import iteration_batches
@@ -32,61 +28,15 @@ MODEL: dict[str, Any] = {
 SNIP: dict[str, Any] = {"interval": 4, "start_step": 2, "lag": 1, "efficiency_target": 0.5}
 """Refreshes at iterations 2 and 6; their plans are due before iterations 3 and 7."""
 
-CRASHING_CHILD = """
-import os, sys
-healed, *worker = sys.argv[1:]
-if not os.path.exists(healed):
-    sys.exit(3)
-os.execv(worker[0], worker)
-"""
-
-
-def solver_crash(values: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Refresh while the solver's process crashes, go on, heal, refresh again."""
-    healed, solver = Path(folder) / "healed", None
-    if dist.get_rank() == 0:
-        solver = SolverProcess(
-            [sys.executable, "-c", CRASHING_CHILD, str(healed), *worker_command()]
-        )
-    with layout({**MODEL, **values}) as trainer:
-        controller = trainer.controller(SNIP, solver)
-        before = controller.plan.digest
-        trainer.advance(4, controller)
-        after = {
-            "kept": controller.plan.digest == before,
-            "options": sorted({str(p.option) for p in controller.model.linears}),
-            "warnings": list(trainer.warnings),
-            "history": list(controller.history),
-        }
-        healed.touch()
-        trainer.advance(4, controller)
-        controller.close()
-    return {
-        **after,
-        "finite": all(math.isfinite(loss) for loss in trainer.losses),
-        "late warnings": trainer.warnings[len(after["warnings"]) :],
-        "final history": controller.history,
-        "digest": controller.plan.digest,
-        "applied": assignment_digest(_options(controller)) == controller.plan.digest,
-    }
-
-
-def _options(controller: SnipController) -> dict[str, Option]:
-    """What this rank's linears really run, and the plan's word for the others."""
-    mine = {p.name: p.option for p in controller.model.linears}
-    return {name: mine.get(name, option) for name, option in controller.plan.linears.items()}
-
 
 def cycles(layout_values: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Runs that succeed: twice the same, stopped and resumed, watched only, and static."""
-    whole = _run(layout_values, SNIP, Path(folder) / "whole")
+    """Runs that succeed: twice the same, stopped and resumed, and watched only."""
+    watching = {**SNIP, "collect_only": True, "alert": "underflow>0.01"}
     return {
-        "whole": whole,
+        "whole": _run(layout_values, SNIP, Path(folder) / "whole"),
         "again": _run(layout_values, SNIP, None),
         "resumed": _resumed(layout_values),
-        "collect only": _run(
-            layout_values, {**SNIP, "collect_only": True, "alert": "underflow>0.01"}, None
-        ),
+        "collect only": _run(layout_values, watching, None),
     }
 
 
@@ -96,19 +46,17 @@ def _run(
     with layout({**MODEL, **layout_values}) as trainer:
         files = [RunDirectory(folder)] if folder is not None and dist.get_rank() == 0 else []
         controller = trainer.controller(snip, writers=files)
-        installed = all("_forward_impl" in p.module.__dict__ for p in controller.model.linears)
+        before = {"_forward_impl" in p.module.__dict__ for p in controller.model.linears}
         trainer.advance(9, controller)
         controller.close()
-        left = any("_forward_impl" in p.module.__dict__ for p in controller.model.linears)
+        after = {"_forward_impl" in p.module.__dict__ for p in controller.model.linears}
         return {
             **trainer.digests(),
             "history": controller.history,
             "digest": controller.plan.digest,
             "refreshes": [iteration for iteration, _ in trainer.events.measured],
-            "planned": planned(trainer),
             "fractions": [v["lowest_precision_fraction"] for _, v in trainer.events.metrics],
-            "installed": installed and not left,
-            "closed": trainer.events.closed,
+            "installed": [*before, *after],
             "warnings": trainer.warnings,
             "notices": [(i, n.kind, n.message) for i, n in trainer.events.notices],
         }

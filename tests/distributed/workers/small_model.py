@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_snip import pending_solve, refresh
+from megatron_snip import refresh, run_plans
 from megatron_snip.config import SnipConfig
 from megatron_snip.controller import SnipController
 from megatron_snip.log import forget_warnings
@@ -37,7 +37,7 @@ from megatron_snip.trainer.model import (
 )
 
 refresh.MIN_OPTIMIZER_STEPS = 0  # models here are measured in their first iterations
-pending_solve.SOLVER_GRACE_S = 600.0  # a slow machine takes its time to start the solver
+run_plans.SOLVER_GRACE_S = 600.0  # a slow machine takes its time to start the solver
 
 SMALL: dict[str, Any] = {
     "num_layers": 2,

@@ -30,7 +30,7 @@ class FakeMegatron:
     def __init__(self) -> None:
         self.args = argparse.Namespace(**ARGS)
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-        self.repeats = 1
+        self.aborts = False
         self.loaded: dict[str, Any] | None = {"iteration": 3}
         self.release = False
         self.arguments = ModuleType("megatron.training.arguments")
@@ -71,8 +71,9 @@ class FakeMegatron:
             iteration=None,
             pg_collection=None,
         ):
-            for _ in range(fake.repeats):
-                reports = forward_backward_func(data_iterator=data_iterator, model=model)
+            reports = forward_backward_func(data_iterator=data_iterator, model=model)
+            if fake.aborts:
+                return {}, True, True, True, 16, None, None, 0
             return {"lm loss": reports}, 0, False, False, 0, 2.5, None, 0
 
         def post_training_step_callbacks(

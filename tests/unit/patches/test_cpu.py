@@ -1,6 +1,7 @@
 """The CPU layer: its answers, and an uninstallation that puts back every object."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,6 +89,12 @@ def test_cuda_devices_mean_the_cpu() -> None:
     with torch.cuda.stream(stream):
         torch.cuda.current_stream().wait_stream(stream)
         assert torch.cuda.Event().query()
+
+
+@pytest.mark.usefixtures("patched")
+def test_a_pipeline_frees_no_output_that_gloo_may_still_send() -> None:
+    model = SimpleNamespace(config=SimpleNamespace(deallocate_pipeline_outputs=True))
+    assert not schedules.get_model_config(model).deallocate_pipeline_outputs
 
 
 class NamesCudaInBackward(torch.autograd.Function):

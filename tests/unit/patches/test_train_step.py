@@ -64,18 +64,14 @@ def test_an_iteration_runs_through_the_controller(
 
 
 def test_an_aborted_iteration_passes_through(
-    fake: FakeMegatron, monkeypatch: pytest.MonkeyPatch
+    fake: FakeMegatron, controller: FakeController
 ) -> None:
     """The rerun state machine ends an iteration without losses and norm."""
-    aborted = ({}, True, True, True, 16, None, None, 0)
-    original = lambda forward_backward_func, iteration: aborted  # noqa: E731
-    monkeypatch.setattr(fake.training, "train_step", original)
-    registry = Registry([train_step.train_step])
-    registry.install({"--snip"})
-    registry.session.controller = FakeController()  # type: ignore[assignment]
-    registry.session.metrics = StepMetrics(Topology())
-    assert fake.training.train_step(schedule, 3) is aborted
-    assert math.isnan(registry.session.metrics.finish(None, 1, log_losses=True)["loss"])
+    fake.aborts = True
+    result = fake.training.train_step(*ARGUMENTS, schedule, iteration=7)
+    assert result == ({}, True, True, True, 16, None, None, 0)
+    end_step(fake, 8)
+    assert math.isnan(reported(controller)[0]["loss"])
 
 
 def test_an_evaluation_is_reported_once(fake: FakeMegatron, controller: FakeController) -> None:
