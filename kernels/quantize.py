@@ -150,8 +150,8 @@ def expand_tiles(scale, R: tl.constexpr, C: tl.constexpr, SPEC: tl.constexpr):
 
 
 @triton.jit
-def quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Return the dequantized block in FP32; `bits16` is read only if STOCHASTIC."""
+def quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC: tl.constexpr):
+    """Return the dequantized block in FP32; `bits16` is read only by stochastic rounding."""
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     tensor_amax = 0.0
@@ -161,7 +161,7 @@ def quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC: tl.constexpr, STOCHASTI
     y = x * expand_tiles(encode, R, C, SPEC)
     if SPEC.scale == 2:
         y = tl.clamp(y, -SPEC.largest, SPEC.largest, propagate_nan=tl.PropagateNan.ALL)
-    if STOCHASTIC:
+    if SPEC.mode != 0:
         q = round_stochastic(y, bits16, SPEC.min_power_bits, SPEC.anchor, SPEC.noise)
     else:
         q = round_nearest(y, SPEC.min_power_bits, SPEC.anchor)
@@ -231,27 +231,16 @@ def _narrow(value, dtype: tl.constexpr, NATIVE_CASTS: tl.constexpr):
 
 
 @triton.jit
-def _quantize_block(
-    x,
-    amax_ptr,
-    key,
-    layout,
-    out_ptr,
-    at,
-    SPEC: tl.constexpr,
-    MODE: tl.constexpr,
-    SWAPPED: tl.constexpr,
-    NATIVE_CASTS: tl.constexpr,
-):
+def _quantize_block(x, amax_ptr, key, layout, out_ptr, at, SPEC: tl.constexpr, CASTS: tl.constexpr):
     """Quantize and dequantize a block, and write it to `out_ptr`, [rows, cols] contiguous."""
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     bits16 = 0
-    if MODE != 0:
-        bits16 = random_bits16(key, at, layout, R, C, MODE, SWAPPED)
-    value = quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC, MODE != 0)
+    if SPEC.mode != 0:
+        bits16 = random_bits16(key, at, layout, R, C, SPEC.mode, SPEC.swapped)
+    value = quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC)
     offsets, mask = _offsets(at, at[3], 1, R, C)
-    tl.store(out_ptr + offsets, _narrow(value, out_ptr.dtype.element_ty, NATIVE_CASTS), mask=mask)
+    tl.store(out_ptr + offsets, _narrow(value, out_ptr.dtype.element_ty, CASTS), mask=mask)
 
 
 @triton.jit(do_not_specialize=["key", "col_start"])
@@ -263,6 +252,7 @@ def quantize_kernel(
     rows,
     cols,
     out_ptr,  # [rows, cols] BF16 or FP32, contiguous
+    second_ptr,  # the same; written if BOTH
     key: tl.int64,
     global_cols,
     local_chunk,
@@ -271,53 +261,20 @@ def quantize_kernel(
     R: tl.constexpr,
     C: tl.constexpr,
     SPEC: tl.constexpr,
-    MODE: tl.constexpr,
-    SWAPPED: tl.constexpr,
+    SECOND: tl.constexpr,  # of `second_ptr`: tiles along the column (tokens)
+    BOTH: tl.constexpr,
     NATIVE_CASTS: tl.constexpr,
 ):
-    """Quantize along one direction."""
-    at = block_at(rows, cols, R, C)
-    x = load_block(x_ptr, x_row, x_col, at, R, C)
-    layout = (global_cols, local_chunk, global_chunk, col_start)
-    _quantize_block(x, amax_ptr, key, layout, out_ptr, at, SPEC, MODE, SWAPPED, NATIVE_CASTS)
+    """Quantize along one direction, or along the row and the column from one read of memory.
 
-
-@triton.jit(do_not_specialize=["key", "col_start"])
-def quantize_both_kernel(
-    x_ptr,  # [rows, cols] BF16 or FP32
-    x_row,
-    x_col,
-    amax_ptr,  # FP32 scalar, read by E4M3 scales
-    rows,
-    cols,
-    row_out_ptr,  # [rows, cols] BF16 or FP32, contiguous; tiles along the row
-    col_out_ptr,  # the same; tiles along the column (tokens)
-    key: tl.int64,
-    global_cols,
-    local_chunk,
-    global_chunk,
-    col_start,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    ROW_SPEC: tl.constexpr,
-    COL_SPEC: tl.constexpr,
-    ROW_MODE: tl.constexpr,
-    COL_MODE: tl.constexpr,
-    NATIVE_CASTS: tl.constexpr,
-):
-    """Quantize along the row and along the column from one read of x from memory.
-
-    The block holds complete tiles both ways. A thread holds few elements of it, which leaves room
+    The block holds complete tiles. With BOTH a thread holds few elements of it, which leaves room
     for 512 threads on a multiprocessor.
     """
     at = block_at(rows, cols, R, C)
     layout = (global_cols, local_chunk, global_chunk, col_start)
     x = load_block(x_ptr, x_row, x_col, at, R, C)
-    _quantize_block(
-        x, amax_ptr, key, layout, row_out_ptr, at, ROW_SPEC, ROW_MODE, False, NATIVE_CASTS
-    )
-    if ROW_MODE or COL_MODE:  # from the L1 cache: random numbers need the registers
-        x = load_block(x_ptr, x_row, x_col, at, R, C)
-    _quantize_block(
-        x, amax_ptr, key, layout, col_out_ptr, at, COL_SPEC, COL_MODE, True, NATIVE_CASTS
-    )
+    _quantize_block(x, amax_ptr, key, layout, out_ptr, at, SPEC, NATIVE_CASTS)
+    if BOTH:
+        if SPEC.mode or SECOND.mode:  # from the L1 cache: random numbers need the registers
+            x = load_block(x_ptr, x_row, x_col, at, R, C)
+        _quantize_block(x, amax_ptr, key, layout, second_ptr, at, SECOND, NATIVE_CASTS)

@@ -109,12 +109,12 @@ def test_streams_of_sharded_tensors(columns, cols):
 
 
 def test_results_do_not_depend_on_the_launch():
-    x, random = torch.randn(70, 200, device=DEVICE), _philox_arguments(STREAM, 200)
-    options = {"dtype": torch.float32, "random": random}
+    x = torch.randn(70, 200, device=DEVICE)
+    direction = FORMATS["fp4"], (1, 32), _philox_arguments(STREAM, 200)
     first, *others = (
         launch.quantize_dequantize(
-            x, FORMATS["fp4"], (1, 32), config=launch.LaunchConfig(*shape), **options
-        )
+            x, direction, dtype=torch.float32, config=launch.LaunchConfig(*shape)
+        )[0]
         for shape in ((32, 128, 4), (8, 32, 1), (64, 256, 8))
     )
     assert all(torch.equal(first, other) for other in others)
