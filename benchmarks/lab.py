@@ -30,12 +30,14 @@ from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.training_step import TrainingStep
 from megatron_snip.options import BF16, Option
 from megatron_snip.patches import cpu
-from megatron_snip.statistics.health import weight_norms
 from megatron_snip.statistics.observer import StepObserver
-from megatron_snip.statistics.optimizer_state import optimizer_shards
+from megatron_snip.statistics.optimizer_state import (
+    gather_sensitivities,
+    optimizer_shards,
+    weight_norms,
+)
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.sample import MeasureSettings
-from megatron_snip.statistics.sensitivity import gather_sensitivities
 from megatron_snip.trainer.config import TrainConfig, make_train_config
 from megatron_snip.trainer.data import Batch, Datasets, build_datasets, iteration_batches
 from megatron_snip.trainer.loop import PlainTraining, train_step

@@ -27,13 +27,15 @@ from megatron_snip.planning.policies import get_policy
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.reporting.events import Measurement
 from megatron_snip.state import ControllerState
-from megatron_snip.statistics.health import weight_norms
 from megatron_snip.statistics.health_table import HealthTable, LinearHealth
 from megatron_snip.statistics.observer import StepObserver
-from megatron_snip.statistics.optimizer_state import steps_of_moments
+from megatron_snip.statistics.optimizer_state import (
+    gather_sensitivities,
+    steps_of_moments,
+    weight_norms,
+)
 from megatron_snip.statistics.records import running_mean
 from megatron_snip.statistics.sample import MeasureSettings
-from megatron_snip.statistics.sensitivity import gather_sensitivities
 from megatron_snip.topology import Topology
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from megatron_snip.quantizers.quantize import operand_block, quantize_dequantize
 from megatron_snip.quantizers.reference import Block
 from megatron_snip.quantizers.stochastic import StochasticStream
 from megatron_snip.statistics.health import OPERAND_SUMS, magnitudes, tile_counts
-from megatron_snip.statistics.sensitivity import Sensitivity
+from megatron_snip.statistics.optimizer_state import Sensitivity
 from megatron_snip.topology import LinearKind
 from megatron_snip.types import Gemm, Operand
 

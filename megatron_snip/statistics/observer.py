@@ -27,9 +27,10 @@ from megatron_snip.collectives import one_line, sum_over
 from megatron_snip.quantizers.quantize import needs_tensor_amax
 from megatron_snip.quantizers.reference import amax_of
 from megatron_snip.quantizers.stochastic import grad_output_stream
-from megatron_snip.statistics.health import EXPERT_COLUMNS, NORMS
+from megatron_snip.statistics.health import EXPERT_COLUMNS
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.measure import Operands, PartialSums, partial_sums, totals
+from megatron_snip.statistics.optimizer_state import NORMS, Sensitivity
 from megatron_snip.statistics.records import COLUMNS, StatisticsTable
 from megatron_snip.statistics.reduce import num_columns, reduce_sums, table_columns
 from megatron_snip.statistics.sample import (
@@ -40,7 +41,6 @@ from megatron_snip.statistics.sample import (
     sampled_features,
     to_device,
 )
-from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.topology import Axis, LinearInfo, Placement, Topology
 from megatron_snip.types import Operand
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_snip.collectives import RemoteFailure, gather_json, one_line, sum_over
-from megatron_snip.statistics.health import EXPERT_COLUMNS, NORMS, OPERAND_SUMS, health_table
+from megatron_snip.statistics.health import EXPERT_COLUMNS, OPERAND_SUMS, health_table
 from megatron_snip.statistics.health_table import HealthTable
+from megatron_snip.statistics.optimizer_state import NORMS
 from megatron_snip.statistics.records import (
     BASE_COLUMNS,
     COLUMNS,

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.statistics.sensitivity import Sensitivity, gather_sensitivities
+from megatron_snip.statistics.optimizer_state import Sensitivity, gather_sensitivities
 from tests.distributed.workers.small_model import Trainer, layout
 from tests.unit.statistics.equations import Toy, axis_topology, row_of
 
