@@ -10,15 +10,14 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import Format, ScaleType
 from megatron_snip.log import warn_once
 
@@ -34,31 +33,11 @@ Block = tuple[int, int]
 """(rows, cols) of a tile."""
 
 
-_forced: list[bool] = []
-
-
-@contextmanager
-def forced(kernels: bool) -> Iterator[None]:
-    """Run the kernels, or the reference, inside the `with`; for tests and benchmarks."""
-    _forced.append(kernels)
-    try:
-        yield
-    finally:
-        _forced.pop()
-
-
 def use_kernels(device: torch.device, *blocks: Block) -> bool:
     """Return whether kernels quantize a tensor on `device` in tiles of `blocks`.
 
     A CUDA tensor that takes the reference, which gives the same bits, is warned about once.
-
-    Raises:
-        UnsupportedError: if the kernels are forced and cannot run.
     """
-    if _forced:
-        if _forced[-1] and (reason := obstacle(device, *blocks)):
-            raise UnsupportedError(f"Triton kernels are forced but cannot run: {reason}")
-        return _forced[-1]
     if device.type != "cuda":
         return False
     reason = obstacle(device, *blocks)

@@ -184,33 +184,25 @@ def philox(key, counter):
 
 
 @triton.jit
-def random_bits16(
-    key,
-    at,
-    layout,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    MODE: tl.constexpr,
-    SWAPPED: tl.constexpr,
-):
+def random_bits16(key, at, layout, R: tl.constexpr, C: tl.constexpr, SPEC: tl.constexpr):
     """Return the random numbers of a block: [R, C] int32, 2^16 * [-2^15, 2^15)."""
     row0, col0, _, _ = at
     global_cols, local_chunk, global_chunk, col_start = layout
     rows = (row0 + tl.arange(0, R)).to(tl.int64)[:, None]
-    cols = col0 + (tl.arange(0, C) if MODE == 3 else tl.arange(0, C // 8) * 8)
-    if MODE != 1:
+    cols = col0 + (tl.arange(0, C) if SPEC.mode == 3 else tl.arange(0, C // 8) * 8)
+    if SPEC.mode != 1:
         cols = cols // local_chunk * global_chunk + col_start + cols % local_chunk
     cols = cols.to(tl.int64)[None, :]
-    if MODE == 3:
+    if SPEC.mode == 3:
         index = rows * global_cols + cols
         w0, w1, w2, w3 = philox(key, index >> 3)
-        lane = (index & 7).to(tl.int32) ^ (4 if SWAPPED else 0)
+        lane = (index & 7).to(tl.int32) ^ (4 if SPEC.swapped else 0)
         word = tl.where(lane < 4, tl.where(lane < 2, w0, w1), tl.where(lane < 6, w2, w3))
         word = word.to(tl.int32, bitcast=True)
         bits16 = tl.where((lane & 1) == 0, word << 16, word & -65536)
     else:
         w0, w1, w2, w3 = philox(key, rows * (global_cols >> 3) + (cols >> 3))
-        if SWAPPED:
+        if SPEC.swapped:
             w0, w1, w2, w3 = w2, w3, w0, w1
         # lane = 4 * (word > 1) + 2 * (odd word) + (high half): join from the slowest bit on
         words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(R, C // 2)
@@ -237,7 +229,7 @@ def _quantize_block(x, amax_ptr, key, layout, out_ptr, at, SPEC: tl.constexpr, C
     C: tl.constexpr = x.shape[1]
     bits16 = 0
     if SPEC.mode != 0:
-        bits16 = random_bits16(key, at, layout, R, C, SPEC.mode, SPEC.swapped)
+        bits16 = random_bits16(key, at, layout, R, C, SPEC)
     value = quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC)
     offsets, mask = _offsets(at, at[3], 1, R, C)
     tl.store(out_ptr + offsets, _narrow(value, out_ptr.dtype.element_ty, CASTS), mask=mask)

@@ -114,7 +114,7 @@ def quantize_dequantize(
     tensor_amax: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return what is left of x after quantization.
+    """Return what is left of x after quantization; arguments are as `check` wants them.
 
     Args:
         x: [rows, cols], BF16 or FP32, any strides, may be empty.
@@ -128,16 +128,31 @@ def quantize_dequantize(
 
     Returns:
         [rows, cols], contiguous.
-
-    Raises:
-        ValueError: on a dtype, shape, block or format that does not fit.
     """
-    check(x, fmt, block)
+    element = fmt.element
+    assert element is not None
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     # The CPU patch inspects every torch call in Python, to redirect CUDA calls. There is nothing
     # to redirect here, and a piece takes some hundred calls.
     with torch._C.DisableTorchFunction():
-        _run(x, fmt, block, bits16, tensor_amax, out)
+        size = min(x.numel(), max(PIECE_ELEMENTS, block[0] * block[1]))
+        floats = torch.empty(size, dtype=torch.float32, device=x.device)
+        ints = torch.empty(size, dtype=torch.int32, device=x.device)
+        for piece in pieces((x.shape[0], x.shape[1]), block):
+            count = len(piece.rows) * len(piece.cols)
+            y, scratch = piece.split(floats[:count]), piece.split(ints[:count])
+            source = piece.of(x)
+            if source.dtype != torch.float32:
+                source = y.copy_(source)
+            magnitude = torch.abs(source, out=scratch.view(torch.float32))
+            encode, decode = tile_scales(tile_amax(magnitude), fmt, tensor_amax)
+            torch.mul(source, encode, out=y)
+            y.clamp_(-element.max_value, element.max_value)
+            round_in_place(y, element, scratch, None if bits16 is None else piece.of(bits16))
+            if dtype == torch.float32:
+                torch.mul(y, decode, out=piece.of(out))
+            else:
+                piece.of(out).copy_(y * decode)
     return out
 
 
@@ -177,36 +192,6 @@ def _regions(size: int, tile: int) -> list[tuple[range, int]]:
     complete = size - size % tile
     spans = [(range(complete), tile), (range(complete, size), size - complete)]
     return [(span, length) for span, length in spans if len(span)]
-
-
-def _run(
-    x: Tensor,
-    fmt: Format,
-    block: Block,
-    bits16: Tensor | None,
-    tensor_amax: Tensor | None,
-    out: Tensor,
-) -> None:
-    element = fmt.element
-    assert element is not None
-    size = min(x.numel(), max(PIECE_ELEMENTS, block[0] * block[1]))
-    floats = torch.empty(size, dtype=torch.float32, device=x.device)
-    ints = torch.empty(size, dtype=torch.int32, device=x.device)
-    for piece in pieces((x.shape[0], x.shape[1]), block):
-        count = len(piece.rows) * len(piece.cols)
-        y, scratch = piece.split(floats[:count]), piece.split(ints[:count])
-        source = piece.of(x)
-        if source.dtype != torch.float32:
-            source = y.copy_(source)
-        magnitude = torch.abs(source, out=scratch.view(torch.float32))
-        encode, decode = tile_scales(tile_amax(magnitude), fmt, tensor_amax)
-        torch.mul(source, encode, out=y)
-        y.clamp_(-element.max_value, element.max_value)
-        round_in_place(y, element, scratch, None if bits16 is None else piece.of(bits16))
-        if out.dtype == torch.float32:
-            torch.mul(y, decode, out=piece.of(out))
-        else:
-            piece.of(out).copy_(y * decode)
 
 
 def tile_amax(magnitude: Tensor) -> Tensor:

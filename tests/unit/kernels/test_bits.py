@@ -4,6 +4,8 @@ The interpreter must be chosen before Triton is imported, so without a GPU these
 process of their own (`test_interpreter.py`) and are skipped otherwise.
 """
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
@@ -52,7 +54,7 @@ def both_paths(function, *args, **options):
     """(reference result, kernel result)."""
     results = []
     for kernels in (False, True):
-        with launch.forced(kernels):
+        with patch.object(launch, "use_kernels", lambda *_, answer=kernels: answer):
             results.append(function(*args, **options))
     return results
 
