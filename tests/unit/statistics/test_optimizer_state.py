@@ -52,25 +52,19 @@ def next_update(param: torch.nn.Parameter, optimizer: Any, grad: torch.Tensor) -
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 40])
-def test_d_is_the_slope_of_the_real_update(steps: int) -> None:
+def test_d_is_the_slope_of_the_real_update_and_the_update_the_one_last_made(steps: int) -> None:
     """D leaves out that g moves v as well: around g = 0 only v's decay is between the two."""
-    param, optimizer, _ = trained(steps)
+    param, optimizer, made = trained(steps)
     h = 1e-6
     up, down = (next_update(param, optimizer, torch.full_like(param, s * h)) for s in (1, -1))
     slope = ((up - down) / (2 * h)).flatten()
-    d, _ = slope_and_update(optimizer_shards(optimizer)[param])
+    shard = optimizer_shards(optimizer)[param]
+    assert (shard.start, shard.end, shard.step) == (0, param.numel(), steps)
+    d, update = slope_and_update(shard)
+    torch.testing.assert_close(update.double(), made.flatten(), rtol=1e-5, atol=1e-7)
     beta2 = BETAS[1]
     decay = (beta2 * (1 - beta2**steps) / (1 - beta2 ** (steps + 1))) ** 0.5
     torch.testing.assert_close(d.double(), slope * decay, rtol=1e-4, atol=0)
-
-
-@pytest.mark.parametrize("steps", [1, 5])
-def test_the_update_is_the_one_last_made(steps: int) -> None:
-    _, optimizer, made = trained(steps)
-    ((param, shard),) = optimizer_shards(optimizer).items()
-    _, update = slope_and_update(shard)
-    assert (shard.start, shard.end, shard.step) == (0, param.numel(), steps)
-    torch.testing.assert_close(update.double(), made.flatten(), rtol=1e-5, atol=1e-7)
 
 
 def test_no_moments_no_sensitivity() -> None:
