@@ -55,6 +55,14 @@ def test_results_match_the_loop(fmt, shape):
         assert agrees(sample(*shape).bfloat16(), fmt, block)
 
 
+@each_format
+def test_scales_at_the_edge_of_a_power_of_two(fmt):
+    edge = fmt.element.max_value * torch.exp2(torch.arange(-90.0, 100.0))
+    above = torch.nextafter(edge, torch.tensor(np.inf))
+    for x in (edge, above):
+        assert agrees(x[:, None] * torch.linspace(1.0, 0.01, 16), fmt, (1, fmt.tile))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_tile_with_nan_or_inf_becomes_nan_and_no_other(bad):
     x = torch.randn(6, 300)

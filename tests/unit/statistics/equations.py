@@ -21,7 +21,7 @@ from megatron_snip.statistics.optimizer_state import Sensitivity
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import Axis, Placement, Topology
-from megatron_snip.types import Gemm, Operand
+from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand
 
 FORMATS = {name: get_format(name) for name in ("fp8", "fp4")}
 NAME = "decoder.layers.3.mlp.linear_fc1"
@@ -111,6 +111,8 @@ class Toy:
         for m, (x_t, g_t) in enumerate(zip(self.inputs, self.grads, strict=True)):
             x, g = x_t.double().numpy(), grad_scale * g_t.double().numpy()
             y, dx, dw = x @ w.T, g @ w, g.T @ x
+            tensors = dict(zip(Operand, (x_t, self.weight, g_t), strict=True))
+            scales = dict(zip(Operand, (1.0, 1.0, grad_scale), strict=True))
             add("microbatches", 1)
             add("tokens", len(x))
             for name, a in (("input", x), ("output", y), ("grad", g), ("input_grad", dx)):
@@ -118,15 +120,9 @@ class Toy:
             add("wgrad_square", square(dw))
             for fmt in FORMATS:
                 q = {
-                    (o, gemm): self._quantized(t, fmt, o, gemm, m) * scale
-                    for o, gemm, t, scale in (
-                        (Operand.INPUT, Gemm.FPROP, x_t, 1.0),
-                        (Operand.WEIGHT, Gemm.FPROP, self.weight, 1.0),
-                        (Operand.GRAD_OUTPUT, Gemm.DGRAD, g_t, grad_scale),
-                        (Operand.WEIGHT, Gemm.DGRAD, self.weight, 1.0),
-                        (Operand.GRAD_OUTPUT, Gemm.WGRAD, g_t, grad_scale),
-                        (Operand.INPUT, Gemm.WGRAD, x_t, 1.0),
-                    )
+                    (o, gemm): self._quantized(tensors[o], fmt, o, gemm, m) * scales[o]
+                    for gemm, operands in GEMM_OPERANDS.items()
+                    for o in operands
                 }
                 x_q, w_q = q[Operand.INPUT, Gemm.FPROP], q[Operand.WEIGHT, Gemm.FPROP]
                 e_y = x_q @ w_q.T - y
