@@ -63,22 +63,16 @@ def load_block(x_ptr, row_stride, col_stride, at, R: tl.constexpr, C: tl.constex
 
 
 @triton.jit
-def round_nearest(y, min_power_bits: tl.constexpr, anchor: tl.constexpr):
-    """Round to nearest even on the element type's grid; y within range, or NaN."""
+def power_of(y, min_power_bits: tl.constexpr):
+    """Return p of the module's docstring."""
     bits = y.to(tl.int32, bitcast=True) & _EXPONENT
-    power = tl.maximum(bits, min_power_bits).to(tl.float32, bitcast=True)
-    return tl.fma(power, -anchor, tl.fma(power, anchor, y))
+    return tl.maximum(bits, min_power_bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def round_stochastic(
-    y, bits16, min_power_bits: tl.constexpr, anchor: tl.constexpr, noise: tl.constexpr
-):
-    """Round to a neighbor on the grid; bits16 [R, C] int32, 2^16 * [-2^15, 2^15)."""
-    bits = y.to(tl.int32, bitcast=True) & _EXPONENT
-    power = tl.maximum(bits, min_power_bits).to(tl.float32, bitcast=True)
-    noisy = tl.fma(power, tl.fma(bits16.to(tl.float32), noise, 2.0**15 * noise), y)
-    return tl.fma(power, -anchor, tl.fma(power, anchor, noisy))
+def round_nearest(y, power, anchor: tl.constexpr):
+    """Round to nearest even on the element type's grid; y within range, or NaN."""
+    return tl.fma(power, -anchor, tl.fma(power, anchor, y))
 
 
 @triton.jit
@@ -97,7 +91,7 @@ def tile_scales(amax, tensor_amax, SPEC: tl.constexpr):
         tensor = tl.div_rn(top, _STORED_MAX * SPEC.largest)
         ratio = tl.div_rn(divide_by(amax, SPEC.largest), tensor)
         ratio = tl.clamp(ratio, _STORED_MIN, _STORED_MAX, propagate_nan=tl.PropagateNan.ALL)
-        stored = round_nearest(ratio, _STORED_MIN_BITS, _STORED_ANCHOR)
+        stored = round_nearest(ratio, power_of(ratio, _STORED_MIN_BITS), _STORED_ANCHOR)
         encode = tl.div_rn(tl.div_rn(1.0, tensor), stored)
         decode = stored * tensor
     else:
@@ -151,7 +145,7 @@ def expand_tiles(scale, R: tl.constexpr, C: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC: tl.constexpr):
-    """Return the dequantized block in FP32; `bits16` is read only by stochastic rounding."""
+    """Return the dequantized block in FP32; stochastic rounding reads `bits16`, [R, C] int32."""
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     tensor_amax = 0.0
@@ -161,10 +155,10 @@ def quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC: tl.constexpr):
     y = x * expand_tiles(encode, R, C, SPEC)
     if SPEC.scale == 2:
         y = tl.clamp(y, -SPEC.largest, SPEC.largest, propagate_nan=tl.PropagateNan.ALL)
+    power = power_of(y, SPEC.min_power_bits)
     if SPEC.mode != 0:
-        q = round_stochastic(y, bits16, SPEC.min_power_bits, SPEC.anchor, SPEC.noise)
-    else:
-        q = round_nearest(y, SPEC.min_power_bits, SPEC.anchor)
+        y = tl.fma(power, tl.fma(bits16.to(tl.float32), SPEC.noise, 2.0**15 * SPEC.noise), y)
+    q = round_nearest(y, power, SPEC.anchor)
     return q * expand_tiles(decode, R, C, SPEC)
 
 
