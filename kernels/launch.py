@@ -183,9 +183,11 @@ def quantize_dequantize(
     specs = [tile_spec(*direction) for direction in directions]
     drawn = next((random for *_, random in directions if random.mode), NO_RANDOM)
     config = config or _config(specs)
+    num_programs = -(-x.shape[0] // config.rows) * -(-x.shape[1] // config.cols)
     if x.numel():
-        with torch.cuda.device(x.device) if x.is_cuda else nullcontext():  # Triton's is the current
-            quantize_kernel[(-(-x.shape[0] // config.rows) * -(-x.shape[1] // config.cols),)](
+        # Triton takes the current device.
+        with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+            quantize_kernel[(num_programs,)](
                 x,
                 *x.stride(),
                 x if tensor_amax is None else tensor_amax,  # if it is not read, any pointer will do

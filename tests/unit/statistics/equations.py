@@ -72,11 +72,9 @@ class Toy:
         """Run every microbatch of this data rank forward and backward under an observer."""
         settings = settings or MeasureSettings(FORMATS, STEP, SEED, all_tokens=True)
         place = self.placement(topology)
-        d = Sensitivity(
-            self._shard(self.row, 0, "column", topology),
-            self._shard(self.col, 0, "row", topology),
-            self.update_square,
-        )
+        factors = ((self.row, "column"), (self.col, "row"))
+        parts = [self._shard(factor, 0, kind, topology) for factor, kind in factors]
+        d = Sensitivity(*parts, self.update_square)
         observer = StepObserver(settings, topology, {place.instance: d})
         weight_dim = 0 if self.kind == "column" else 1
         weight = self._shard(self.weight, weight_dim, self.kind, topology).requires_grad_()
@@ -186,7 +184,5 @@ def largest_error(found: dict[str, float], wanted: dict[str, float]) -> float:
 
 def axis_topology(rank: int, size: int, group: Any, axis: str) -> Topology:
     """A topology of `size` ranks along one axis."""
-    common: dict[str, Any] = {"rank": rank, "world_size": size, "control": group}
-    if axis == "tensor":
-        return Topology(tensor=Axis(rank, size, group), **common)
-    return Topology(data=Axis(rank, size, group), **common)
+    along: dict[str, Any] = {axis: Axis(rank, size, group)}
+    return Topology(rank=rank, world_size=size, control=group, **along)
