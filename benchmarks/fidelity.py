@@ -43,9 +43,8 @@ from megatron_snip.divergence.divergence import (
     weight_divergence,
 )
 from megatron_snip.options import Option
-from megatron_snip.statistics.optimizer_state import optimizer_shards
+from megatron_snip.statistics.optimizer_state import gather_sensitivities, optimizer_shards
 from megatron_snip.statistics.records import FormatStatistics, LinearStatistics, StatisticsTable
-from megatron_snip.statistics.sensitivity import gather_sensitivities
 
 Score = Callable[[LinearStatistics, FormatStatistics], float]
 

@@ -30,12 +30,14 @@ from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.training_step import TrainingStep
 from megatron_snip.options import BF16, Option
 from megatron_snip.patches import cpu
-from megatron_snip.statistics.health import weight_norms
 from megatron_snip.statistics.observer import StepObserver
-from megatron_snip.statistics.optimizer_state import optimizer_shards
+from megatron_snip.statistics.optimizer_state import (
+    gather_sensitivities,
+    optimizer_shards,
+    weight_norms,
+)
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.sample import MeasureSettings
-from megatron_snip.statistics.sensitivity import gather_sensitivities
 from megatron_snip.trainer.config import TrainConfig, make_train_config
 from megatron_snip.trainer.data import Batch, Datasets, build_datasets, iteration_batches
 from megatron_snip.trainer.loop import PlainTraining, train_step
@@ -204,22 +206,15 @@ class Lab:
         runtime.begin_pass(self.step + 1)
         formats = self.model.measured_formats(snip.named_formats)
         settings = MeasureSettings(formats, self.step + 1, seed, names, all_tokens)
-        sensitivities = gather_sensitivities(
-            self.model.weights(names), self.state.optimizer, topology
-        )
+        weights, optimizer = self.model.weights(names), self.state.optimizer
+        sensitivities = gather_sensitivities(weights, optimizer, topology)
         observer = StepObserver(settings, topology, sensitivities)
         training = TrainingStep(self.state.function, arguments)
         with runtime.observed_by(observer):
             reports = training.run()
         loss = float(np.mean([_mean(report) for report in reports]))
-        norms = partial(
-            weight_norms,
-            self.model.weights(names),
-            self.state.optimizer,
-            sensitivities,
-            topology,
-            training.loss_scale(),
-        )
+        loss_scale = training.loss_scale()
+        norms = partial(weight_norms, weights, optimizer, sensitivities, topology, loss_scale)
         grad_scale = training.grad_scale(topology)
         return observer.table(self.model.all_linears, grad_scale, loss, norms)[0]
 

@@ -23,6 +23,7 @@ import torch
 
 from megatron_snip.formats import FORMATS
 from megatron_snip.kernels import launch
+from megatron_snip.kernels.launch import NO_RANDOM, Block
 from megatron_snip.quantizers.quantize import _philox_arguments
 from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
 
@@ -30,17 +31,16 @@ ROW, COL, SQUARE = (1, 128), (128, 1), (128, 128)
 BF16, FP32 = torch.bfloat16, torch.float32
 KEY = StreamKey(0, "decoder.layers.0.mlp.linear_fc1", 0, 0)
 RANDOM = _philox_arguments(StochasticStream(KEY), 1024)
-KERNELS = ("quantize_kernel", "quantize_both_kernel")
 
 
-def one(fmt: str, block: tuple[int, int], dtype: torch.dtype = BF16, **options: Any) -> Any:
-    options.setdefault("tensor_amax", torch.ones(()))
-    return lambda x: launch.quantize_dequantize(x, FORMATS[fmt], block, dtype=dtype, **options)
+def one(fmt: str, block: Block, dtype: torch.dtype = BF16, random: Any = NO_RANDOM) -> Any:
+    direction, amax = (FORMATS[fmt], block, random), torch.ones(())
+    return lambda x: launch.quantize_dequantize(x, direction, dtype=dtype, tensor_amax=amax)
 
 
-def both(fmt: str, **options: Any) -> Any:
-    formats, blocks = (FORMATS[fmt],) * 2, (ROW, COL)
-    return lambda x: launch.quantize_dequantize_both(x, formats, blocks, dtype=BF16, **options)
+def both(fmt: str, random: Any = NO_RANDOM) -> Any:
+    directions = [(FORMATS[fmt], ROW, random), (FORMATS[fmt], COL, random._replace(swapped=True))]
+    return lambda x: launch.quantize_dequantize(x, *directions, dtype=BF16)
 
 
 VARIANTS: dict[str, tuple[Callable[[torch.Tensor], Any], float | None]] = {
@@ -54,7 +54,7 @@ VARIANTS: dict[str, tuple[Callable[[torch.Tensor], Any], float | None]] = {
     "mxfp8 1x32": (one("mxfp8", (1, 32)), None),
     "nvfp4 1x16": (one("nvfp4", (1, 16)), None),
     "fp8 both": (both("fp8"), 36),
-    "fp4 both stochastic": (both("fp4", random=(RANDOM, RANDOM)), 50),
+    "fp4 both stochastic": (both("fp4", random=RANDOM), 50),
 }
 """What is compiled, and the most instructions per element wanted of it."""
 
@@ -93,14 +93,14 @@ def compiling(arch: int) -> Iterator[list[Compiled]]:
 
             return launched
 
-    recorders = {name: Recorder(getattr(quantize, name)) for name in KERNELS}
+    recorder = Recorder(quantize.quantize_kernel)
     stand_in = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", arch, 32),
         get_current_device=lambda: arch,  # kernels are cached per device
         get_current_stream=lambda device: 0,
     )
     driving = patch.object(driver, "_active", stand_in)
-    with driving, patch.multiple(quantize, **recorders):
+    with driving, patch.object(quantize, "quantize_kernel", recorder):
         yield compiled
 
 

@@ -7,19 +7,17 @@ when a kernel runs. Functions take [rows, cols] matrices of any strides.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import Format, ScaleType
 from megatron_snip.log import warn_once
 
@@ -35,31 +33,11 @@ Block = tuple[int, int]
 """(rows, cols) of a tile."""
 
 
-_forced: list[bool] = []
-
-
-@contextmanager
-def forced(kernels: bool) -> Iterator[None]:
-    """Run the kernels, or the reference, inside the `with`; for tests and benchmarks."""
-    _forced.append(kernels)
-    try:
-        yield
-    finally:
-        _forced.pop()
-
-
 def use_kernels(device: torch.device, *blocks: Block) -> bool:
     """Return whether kernels quantize a tensor on `device` in tiles of `blocks`.
 
     A CUDA tensor that takes the reference, which gives the same bits, is warned about once.
-
-    Raises:
-        UnsupportedError: if the kernels are forced and cannot run.
     """
-    if _forced:
-        if _forced[-1] and (reason := obstacle(device, *blocks)):
-            raise UnsupportedError(f"Triton kernels are forced but cannot run: {reason}")
-        return _forced[-1]
     if device.type != "cuda":
         return False
     reason = obstacle(device, *blocks)
@@ -70,7 +48,22 @@ def use_kernels(device: torch.device, *blocks: Block) -> bool:
 
 def obstacle(device: torch.device, *blocks: Block) -> str:
     """Return why the kernels cannot run for a tensor, or an empty text if they can."""
-    return _device_obstacle(device) or next(filter(None, map(_tile_obstacle, blocks)), "")
+    if not triton_found():
+        return "triton is not installed (pip install triton)"
+    if device.type == "cpu":
+        if not interpreting():
+            return "the tensor is on cpu and TRITON_INTERPRET is not set"
+    elif device.type != "cuda":
+        return f"no kernels for {device.type}"
+    elif (capability := _capability(device)) < MIN_CAPABILITY:
+        needed, found = ("{}.{}".format(*c) for c in (MIN_CAPABILITY, capability))
+        return f"kernels need compute capability {needed}, this GPU has {found}"
+    for rows, cols in blocks:
+        if any(side < 1 or side & (side - 1) for side in (rows, cols)):
+            return f"tile sides must be powers of two, got {rows}x{cols}"
+        if rows * cols > MAX_TILE:
+            return f"a {rows}x{cols} tile exceeds {MAX_TILE} elements"
+    return ""
 
 
 def interpreting() -> bool:
@@ -84,31 +77,9 @@ def triton_found() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _device_obstacle(device: torch.device) -> str:
-    if not triton_found():
-        return "triton is not installed (pip install triton)"
-    if device.type == "cpu":
-        return "" if interpreting() else "the tensor is on cpu and TRITON_INTERPRET is not set"
-    if device.type != "cuda":
-        return f"no kernels for {device.type}"
-    capability = _capability(device)
-    if capability < MIN_CAPABILITY:
-        needed, found = ("{}.{}".format(*c) for c in (MIN_CAPABILITY, capability))
-        return f"kernels need compute capability {needed}, this GPU has {found}"
-    return ""
-
-
 @lru_cache(maxsize=16)
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
-
-
-def _tile_obstacle(block: Block) -> str:
-    if any(side < 1 or side & (side - 1) for side in block):
-        return f"tile sides must be powers of two, got {block[0]}x{block[1]}"
-    if block[0] * block[1] > MAX_TILE:
-        return f"a {block[0]}x{block[1]} tile exceeds {MAX_TILE} elements"
-    return ""
 
 
 class TileSpec(NamedTuple):
@@ -122,6 +93,7 @@ class TileSpec(NamedTuple):
         scale: 0 FP32, 1 E8M0, 2 E4M3.
         tile_rows: rows of a tile.
         tile_cols: columns of a tile.
+        mode, swapped: see `PhiloxArguments`.
     """
 
     largest: float
@@ -131,10 +103,12 @@ class TileSpec(NamedTuple):
     scale: int
     tile_rows: int
     tile_cols: int
+    mode: int
+    swapped: bool
 
 
-def tile_spec(fmt: Format, block: Block) -> TileSpec:
-    """Return the constants of a quantized format in tiles of `block`."""
+def tile_spec(fmt: Format, block: Block, random: PhiloxArguments) -> TileSpec:
+    """Return the constants of a quantized format in tiles of `block`, rounded with `random`."""
     element = fmt.element
     assert element is not None
     return TileSpec(
@@ -144,6 +118,8 @@ def tile_spec(fmt: Format, block: Block) -> TileSpec:
         2.0 ** (-32 - element.mantissa_bits),
         (ScaleType.FP32, ScaleType.E8M0, ScaleType.E4M3).index(fmt.scale),
         *block,
+        random.mode,
+        random.swapped,
     )
 
 
@@ -191,96 +167,50 @@ BOTH_CONFIG = LaunchConfig(128, 128, 16)
 
 def quantize_dequantize(
     x: Tensor,
-    fmt: Format,
-    block: Block,
-    *,
+    *directions: tuple[Format, Block, PhiloxArguments],
     dtype: torch.dtype,
-    random: PhiloxArguments = NO_RANDOM,
     tensor_amax: Tensor | None = None,
     config: LaunchConfig | None = None,
-) -> Tensor:
-    """Return the dequantized matrix, [rows, cols] contiguous of `dtype` (BF16 or FP32)."""
+) -> list[Tensor]:
+    """Return x dequantized in each of one or two directions, from one read of x.
+
+    Results are [rows, cols] contiguous of `dtype` (BF16 or FP32). Of two directions the first has
+    tiles along the row and the second along the column; their random numbers share key and columns.
+    """
     from megatron_snip.kernels.quantize import quantize_kernel
 
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    spec = tile_spec(fmt, block)
-    config = config or _config(ROW_CONFIG, COL_CONFIG, SQUARE_CONFIG, spec)
+    out = [torch.empty(x.shape, dtype=dtype, device=x.device) for _ in directions]
+    specs = [tile_spec(*direction) for direction in directions]
+    drawn = next((random for *_, random in directions if random.mode), NO_RANDOM)
+    config = config or _config(specs)
+    num_programs = -(-x.shape[0] // config.rows) * -(-x.shape[1] // config.cols)
     if x.numel():
-        with _on(x):
-            quantize_kernel[(_programs(x, config),)](
-                *_source(x, tensor_amax),
-                out,
-                random.key,
-                *random.columns,
+        # Triton takes the current device.
+        with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+            quantize_kernel[(num_programs,)](
+                x,
+                *x.stride(),
+                x if tensor_amax is None else tensor_amax,  # if it is not read, any pointer will do
+                *x.shape,
+                out[0],
+                out[-1],
+                drawn.key,
+                *drawn.columns,
                 R=config.rows,
                 C=config.cols,
-                SPEC=spec,
-                MODE=random.mode,
-                SWAPPED=random.swapped,
+                SPEC=specs[0],
+                SECOND=specs[-1],
+                BOTH=len(specs) == 2,
                 NATIVE_CASTS=not interpreting(),
                 num_warps=config.num_warps,
             )
     return out
 
 
-def quantize_dequantize_both(
-    x: Tensor,
-    formats: tuple[Format, Format],
-    blocks: tuple[Block, Block],
-    *,
-    dtype: torch.dtype,
-    random: tuple[PhiloxArguments, PhiloxArguments] = (NO_RANDOM, NO_RANDOM),
-    tensor_amax: Tensor | None = None,
-    config: LaunchConfig | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Quantize and dequantize x two ways from one read; each result as `quantize_dequantize`'s.
-
-    The two share a key and columns, and the second takes swapped numbers.
-    """
-    from megatron_snip.kernels.quantize import quantize_both_kernel
-
-    out = [torch.empty(x.shape, dtype=dtype, device=x.device) for _ in range(2)]
-    row, col = (tile_spec(fmt, block) for fmt, block in zip(formats, blocks, strict=True))
-    config = config or _config(ROW_CONFIG, COL_CONFIG, BOTH_CONFIG, row, col)
-    drawn = random[0] if random[0].mode else random[1]
-    if x.numel():
-        with _on(x):
-            quantize_both_kernel[(_programs(x, config),)](
-                *_source(x, tensor_amax),
-                *out,
-                drawn.key,
-                *drawn.columns,
-                R=config.rows,
-                C=config.cols,
-                ROW_SPEC=row,
-                COL_SPEC=col,
-                ROW_MODE=random[0].mode,
-                COL_MODE=random[1].mode,
-                NATIVE_CASTS=not interpreting(),
-                num_warps=config.num_warps,
-            )
-    return out[0], out[1]
-
-
-def _config(
-    row: LaunchConfig, col: LaunchConfig, square: LaunchConfig, *specs: TileSpec
-) -> LaunchConfig:
+def _config(specs: Sequence[TileSpec]) -> LaunchConfig:
     """Return the standard block for these tiles, large enough for complete tiles of each."""
     tall = max(spec.tile_rows for spec in specs)
     wide = max(spec.tile_cols for spec in specs)
-    base = row if tall == 1 else col if wide == 1 else square
+    large = SQUARE_CONFIG if len(specs) == 1 else BOTH_CONFIG
+    base = ROW_CONFIG if tall == 1 else COL_CONFIG if wide == 1 else large
     return LaunchConfig(max(base.rows, tall), max(base.cols, wide), base.num_warps)
-
-
-def _programs(x: Tensor, config: LaunchConfig) -> int:
-    return -(-x.shape[0] // config.rows) * -(-x.shape[1] // config.cols)
-
-
-def _source(x: Tensor, tensor_amax: Tensor | None) -> tuple[Any, ...]:
-    """Return the kernels' first arguments; where no amax is read, any pointer will do."""
-    return x, *x.stride(), x if tensor_amax is None else tensor_amax, *x.shape
-
-
-def _on(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Launch on x's device: Triton takes the current one."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

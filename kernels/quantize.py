@@ -63,22 +63,16 @@ def load_block(x_ptr, row_stride, col_stride, at, R: tl.constexpr, C: tl.constex
 
 
 @triton.jit
-def round_nearest(y, min_power_bits: tl.constexpr, anchor: tl.constexpr):
-    """Round to nearest even on the element type's grid; y within range, or NaN."""
+def power_of(y, min_power_bits: tl.constexpr):
+    """Return p of the module's docstring."""
     bits = y.to(tl.int32, bitcast=True) & _EXPONENT
-    power = tl.maximum(bits, min_power_bits).to(tl.float32, bitcast=True)
-    return tl.fma(power, -anchor, tl.fma(power, anchor, y))
+    return tl.maximum(bits, min_power_bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def round_stochastic(
-    y, bits16, min_power_bits: tl.constexpr, anchor: tl.constexpr, noise: tl.constexpr
-):
-    """Round to a neighbor on the grid; bits16 [R, C] int32, 2^16 * [-2^15, 2^15)."""
-    bits = y.to(tl.int32, bitcast=True) & _EXPONENT
-    power = tl.maximum(bits, min_power_bits).to(tl.float32, bitcast=True)
-    noisy = tl.fma(power, tl.fma(bits16.to(tl.float32), noise, 2.0**15 * noise), y)
-    return tl.fma(power, -anchor, tl.fma(power, anchor, noisy))
+def round_nearest(y, power, anchor: tl.constexpr):
+    """Round to nearest even on the element type's grid; y within range, or NaN."""
+    return tl.fma(power, -anchor, tl.fma(power, anchor, y))
 
 
 @triton.jit
@@ -97,7 +91,7 @@ def tile_scales(amax, tensor_amax, SPEC: tl.constexpr):
         tensor = tl.div_rn(top, _STORED_MAX * SPEC.largest)
         ratio = tl.div_rn(divide_by(amax, SPEC.largest), tensor)
         ratio = tl.clamp(ratio, _STORED_MIN, _STORED_MAX, propagate_nan=tl.PropagateNan.ALL)
-        stored = round_nearest(ratio, _STORED_MIN_BITS, _STORED_ANCHOR)
+        stored = round_nearest(ratio, power_of(ratio, _STORED_MIN_BITS), _STORED_ANCHOR)
         encode = tl.div_rn(tl.div_rn(1.0, tensor), stored)
         decode = stored * tensor
     else:
@@ -150,8 +144,8 @@ def expand_tiles(scale, R: tl.constexpr, C: tl.constexpr, SPEC: tl.constexpr):
 
 
 @triton.jit
-def quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Return the dequantized block in FP32; `bits16` is read only if STOCHASTIC."""
+def quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC: tl.constexpr):
+    """Return the dequantized block in FP32; stochastic rounding reads `bits16`, [R, C] int32."""
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     tensor_amax = 0.0
@@ -161,10 +155,10 @@ def quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC: tl.constexpr, STOCHASTI
     y = x * expand_tiles(encode, R, C, SPEC)
     if SPEC.scale == 2:
         y = tl.clamp(y, -SPEC.largest, SPEC.largest, propagate_nan=tl.PropagateNan.ALL)
-    if STOCHASTIC:
-        q = round_stochastic(y, bits16, SPEC.min_power_bits, SPEC.anchor, SPEC.noise)
-    else:
-        q = round_nearest(y, SPEC.min_power_bits, SPEC.anchor)
+    power = power_of(y, SPEC.min_power_bits)
+    if SPEC.mode != 0:
+        y = tl.fma(power, tl.fma(bits16.to(tl.float32), SPEC.noise, 2.0**15 * SPEC.noise), y)
+    q = round_nearest(y, power, SPEC.anchor)
     return q * expand_tiles(decode, R, C, SPEC)
 
 
@@ -184,33 +178,25 @@ def philox(key, counter):
 
 
 @triton.jit
-def random_bits16(
-    key,
-    at,
-    layout,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    MODE: tl.constexpr,
-    SWAPPED: tl.constexpr,
-):
+def random_bits16(key, at, layout, R: tl.constexpr, C: tl.constexpr, SPEC: tl.constexpr):
     """Return the random numbers of a block: [R, C] int32, 2^16 * [-2^15, 2^15)."""
     row0, col0, _, _ = at
     global_cols, local_chunk, global_chunk, col_start = layout
     rows = (row0 + tl.arange(0, R)).to(tl.int64)[:, None]
-    cols = col0 + (tl.arange(0, C) if MODE == 3 else tl.arange(0, C // 8) * 8)
-    if MODE != 1:
+    cols = col0 + (tl.arange(0, C) if SPEC.mode == 3 else tl.arange(0, C // 8) * 8)
+    if SPEC.mode != 1:
         cols = cols // local_chunk * global_chunk + col_start + cols % local_chunk
     cols = cols.to(tl.int64)[None, :]
-    if MODE == 3:
+    if SPEC.mode == 3:
         index = rows * global_cols + cols
         w0, w1, w2, w3 = philox(key, index >> 3)
-        lane = (index & 7).to(tl.int32) ^ (4 if SWAPPED else 0)
+        lane = (index & 7).to(tl.int32) ^ (4 if SPEC.swapped else 0)
         word = tl.where(lane < 4, tl.where(lane < 2, w0, w1), tl.where(lane < 6, w2, w3))
         word = word.to(tl.int32, bitcast=True)
         bits16 = tl.where((lane & 1) == 0, word << 16, word & -65536)
     else:
         w0, w1, w2, w3 = philox(key, rows * (global_cols >> 3) + (cols >> 3))
-        if SWAPPED:
+        if SPEC.swapped:
             w0, w1, w2, w3 = w2, w3, w0, w1
         # lane = 4 * (word > 1) + 2 * (odd word) + (high half): join from the slowest bit on
         words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(R, C // 2)
@@ -231,27 +217,16 @@ def _narrow(value, dtype: tl.constexpr, NATIVE_CASTS: tl.constexpr):
 
 
 @triton.jit
-def _quantize_block(
-    x,
-    amax_ptr,
-    key,
-    layout,
-    out_ptr,
-    at,
-    SPEC: tl.constexpr,
-    MODE: tl.constexpr,
-    SWAPPED: tl.constexpr,
-    NATIVE_CASTS: tl.constexpr,
-):
+def _quantize_block(x, amax_ptr, key, layout, out_ptr, at, SPEC: tl.constexpr, CASTS: tl.constexpr):
     """Quantize and dequantize a block, and write it to `out_ptr`, [rows, cols] contiguous."""
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     bits16 = 0
-    if MODE != 0:
-        bits16 = random_bits16(key, at, layout, R, C, MODE, SWAPPED)
-    value = quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC, MODE != 0)
+    if SPEC.mode != 0:
+        bits16 = random_bits16(key, at, layout, R, C, SPEC)
+    value = quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC)
     offsets, mask = _offsets(at, at[3], 1, R, C)
-    tl.store(out_ptr + offsets, _narrow(value, out_ptr.dtype.element_ty, NATIVE_CASTS), mask=mask)
+    tl.store(out_ptr + offsets, _narrow(value, out_ptr.dtype.element_ty, CASTS), mask=mask)
 
 
 @triton.jit(do_not_specialize=["key", "col_start"])
@@ -263,6 +238,7 @@ def quantize_kernel(
     rows,
     cols,
     out_ptr,  # [rows, cols] BF16 or FP32, contiguous
+    second_ptr,  # the same; written if BOTH
     key: tl.int64,
     global_cols,
     local_chunk,
@@ -271,53 +247,20 @@ def quantize_kernel(
     R: tl.constexpr,
     C: tl.constexpr,
     SPEC: tl.constexpr,
-    MODE: tl.constexpr,
-    SWAPPED: tl.constexpr,
+    SECOND: tl.constexpr,  # of `second_ptr`: tiles along the column (tokens)
+    BOTH: tl.constexpr,
     NATIVE_CASTS: tl.constexpr,
 ):
-    """Quantize along one direction."""
-    at = block_at(rows, cols, R, C)
-    x = load_block(x_ptr, x_row, x_col, at, R, C)
-    layout = (global_cols, local_chunk, global_chunk, col_start)
-    _quantize_block(x, amax_ptr, key, layout, out_ptr, at, SPEC, MODE, SWAPPED, NATIVE_CASTS)
+    """Quantize along one direction, or along the row and the column from one read of memory.
 
-
-@triton.jit(do_not_specialize=["key", "col_start"])
-def quantize_both_kernel(
-    x_ptr,  # [rows, cols] BF16 or FP32
-    x_row,
-    x_col,
-    amax_ptr,  # FP32 scalar, read by E4M3 scales
-    rows,
-    cols,
-    row_out_ptr,  # [rows, cols] BF16 or FP32, contiguous; tiles along the row
-    col_out_ptr,  # the same; tiles along the column (tokens)
-    key: tl.int64,
-    global_cols,
-    local_chunk,
-    global_chunk,
-    col_start,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    ROW_SPEC: tl.constexpr,
-    COL_SPEC: tl.constexpr,
-    ROW_MODE: tl.constexpr,
-    COL_MODE: tl.constexpr,
-    NATIVE_CASTS: tl.constexpr,
-):
-    """Quantize along the row and along the column from one read of x from memory.
-
-    The block holds complete tiles both ways. A thread holds few elements of it, which leaves room
+    The block holds complete tiles. With BOTH a thread holds few elements of it, which leaves room
     for 512 threads on a multiprocessor.
     """
     at = block_at(rows, cols, R, C)
     layout = (global_cols, local_chunk, global_chunk, col_start)
     x = load_block(x_ptr, x_row, x_col, at, R, C)
-    _quantize_block(
-        x, amax_ptr, key, layout, row_out_ptr, at, ROW_SPEC, ROW_MODE, False, NATIVE_CASTS
-    )
-    if ROW_MODE or COL_MODE:  # from the L1 cache: random numbers need the registers
-        x = load_block(x_ptr, x_row, x_col, at, R, C)
-    _quantize_block(
-        x, amax_ptr, key, layout, col_out_ptr, at, COL_SPEC, COL_MODE, True, NATIVE_CASTS
-    )
+    _quantize_block(x, amax_ptr, key, layout, out_ptr, at, SPEC, NATIVE_CASTS)
+    if BOTH:
+        if SPEC.mode or SECOND.mode:  # from the L1 cache: random numbers need the registers
+            x = load_block(x_ptr, x_row, x_col, at, R, C)
+        _quantize_block(x, amax_ptr, key, layout, second_ptr, at, SECOND, NATIVE_CASTS)

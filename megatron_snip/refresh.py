@@ -26,13 +26,15 @@ from megatron_snip.planning.policies import get_policy
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.reporting.events import Measurement
 from megatron_snip.state import ControllerState
-from megatron_snip.statistics.health import weight_norms
 from megatron_snip.statistics.health_table import HealthTable, LinearHealth
 from megatron_snip.statistics.observer import StepObserver
-from megatron_snip.statistics.optimizer_state import steps_of_moments
+from megatron_snip.statistics.optimizer_state import (
+    gather_sensitivities,
+    steps_of_moments,
+    weight_norms,
+)
 from megatron_snip.statistics.records import running_mean
 from megatron_snip.statistics.sample import MeasureSettings
-from megatron_snip.statistics.sensitivity import gather_sensitivities
 from megatron_snip.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -170,30 +172,23 @@ class Refresher:
         """
         if part == 0:
             self._seconds, self.failure, self._health = 0.0, None, {}
-        linears = self._model.all_linears
+        linears, topology, optimizer = self._model.all_linears, self._topology, self._optimizer
         names = frozenset(linear.name for linear in linears[part :: self.schedule.num_parts])
         try:
             weights = self._model.weights(names)
-            sensitivities = gather_sensitivities(weights, self._optimizer, self._topology)
+            sensitivities = gather_sensitivities(weights, optimizer, topology)
         except RemoteFailure as failure:
             self.failure = self.failure or str(failure)
             return run()[0]
         formats = self._model.measured_formats(self._formats)
         settings = MeasureSettings(formats, iteration, self._seed, names)
-        observer = StepObserver(settings, self._topology, sensitivities, self._dispatch.parts)
+        observer = StepObserver(settings, topology, sensitivities, self._dispatch.parts)
         with self._dispatch.counting(), self._model.runtime.observed_by(observer):
             results, ran_once = run()
-        loss = StepLoss(results, self._topology).value()
+        loss = StepLoss(results, topology).value()
         try:
-            norms = partial(
-                weight_norms,
-                weights,
-                self._optimizer,
-                sensitivities,
-                self._topology,
-                training.loss_scale(),
-            )
-            scale = training.grad_scale(self._topology)
+            scale, loss_scale = training.grad_scale(topology), training.loss_scale()
+            norms = partial(weight_norms, weights, optimizer, sensitivities, topology, loss_scale)
             table, health = observer.table(linears, scale, loss, norms)
         except RemoteFailure as failure:
             self.failure = self.failure or str(failure)

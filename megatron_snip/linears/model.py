@@ -21,7 +21,7 @@ from megatron_snip.linears.te.modules import te_kind
 from megatron_snip.linears.te.simulated import SimulatedTELinear
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan
-from megatron_snip.statistics.sensitivity import PlannedWeight
+from megatron_snip.statistics.optimizer_state import PlannedWeight
 from megatron_snip.topology import LinearInfo, Placement, Topology
 
 PRECISION_VERSION = 2

@@ -113,8 +113,8 @@ def quantize_dequantize(
         return reference.quantize_dequantize(
             x, fmt, block, bits16=bits16, tensor_amax=amax, dtype=dtype
         )
-    random = _philox_arguments(stream, x.shape[1])
-    return launch.quantize_dequantize(x, fmt, block, dtype=dtype, random=random, tensor_amax=amax)
+    direction = fmt, block, _philox_arguments(stream, x.shape[1])
+    return launch.quantize_dequantize(x, direction, dtype=dtype, tensor_amax=amax)[0]
 
 
 def quantize_dequantize_operand(
@@ -182,34 +182,29 @@ def quantize_dequantize_pair(
         Two tensors of x's shape: for the first GEMM, and for wgrad.
     """
     row, col = (get_format(f) if isinstance(f, str) else f for f in formats)
+    dtype = x.dtype if dtype is None else dtype
     row_gemm = Gemm.FPROP if operand is Operand.INPUT else Gemm.DGRAD
-    each = ((row, row_gemm), (col, Gemm.WGRAD))
-    blocks = operand_block(row, operand, row_gemm), operand_block(col, operand, Gemm.WGRAD)
+    each = [(f, g, operand_block(f, operand, g)) for f, g in ((row, row_gemm), (col, Gemm.WGRAD))]
     together = row.quantized and col.quantized and not col.wgrad_hadamard
-    if not (together and launch.use_kernels(x.device, *blocks)):
-        if stream is not None and all(is_stochastic(fmt, operand) for fmt in (row, col)):
-            stream = stream.draw(x.shape[:-1].numel(), x.shape[-1], x.device)
-        first, second = (
-            quantize_dequantize_operand(
-                x, fmt, operand, gemm, stream=stream, tensor_amax=tensor_amax, dtype=dtype
-            )
-            for fmt, gemm in each
+    if together and launch.use_kernels(x.device, *(block for *_, block in each)):
+        source = x.detach().flatten(0, -2)
+        directions = []
+        for fmt, gemm, block in each:
+            reference.check(source, fmt, block)
+            used = _stream_of(fmt, operand, gemm, stream)
+            directions.append((fmt, block, _philox_arguments(used, x.shape[-1])))
+        amax = reference.tensor_amax_of(x, tensor_amax, row, col)
+        a, b = launch.quantize_dequantize(source, *directions, dtype=dtype, tensor_amax=amax)
+        return a.view(x.shape), b.view(x.shape)
+    if stream is not None and all(is_stochastic(fmt, operand) for fmt in (row, col)):
+        stream = stream.draw(x.shape[:-1].numel(), x.shape[-1], x.device)
+    first, second = (
+        quantize_dequantize_operand(
+            x, fmt, operand, gemm, stream=stream, tensor_amax=tensor_amax, dtype=dtype
         )
-        return first, second
-    source = x.detach().flatten(0, -2)
-    for fmt, block in zip((row, col), blocks, strict=True):
-        reference.check(source, fmt, block)
-    random = [_philox_arguments(_stream_of(f, operand, g, stream), x.shape[-1]) for f, g in each]
-    amax = reference.tensor_amax_of(x, tensor_amax, row, col)
-    a, b = launch.quantize_dequantize_both(
-        source,
-        (row, col),
-        blocks,
-        dtype=x.dtype if dtype is None else dtype,
-        random=(random[0], random[1]),
-        tensor_amax=amax,
+        for fmt, gemm, _ in each
     )
-    return a.view(x.shape), b.view(x.shape)
+    return first, second
 
 
 def _stream_of(

@@ -60,7 +60,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,24 +85,6 @@ _MIN_STORED_E4M3 = 2.0**-6
 """Smallest block scale under a per-tensor scale: E4M3's smallest normal number."""
 
 
-class Piece(NamedTuple):
-    """A part of a matrix that consists of complete tiles, all of one shape."""
-
-    rows: range
-    cols: range
-    tile: Block
-
-    def of(self, matrix: Tensor) -> Tensor:
-        """Return the piece of a [rows, cols] matrix as [R, tile rows, C, tile cols], a view."""
-        part = matrix[self.rows.start : self.rows.stop, self.cols.start : self.cols.stop]
-        return self.split(part)
-
-    def split(self, part: Tensor) -> Tensor:
-        """View a tensor of the piece's elements as [R, tile rows, C, tile cols]."""
-        rows, cols = self.tile
-        return part.view(len(self.rows) // rows, rows, len(self.cols) // cols, cols)
-
-
 @torch.no_grad()
 def quantize_dequantize(
     x: Tensor,
@@ -114,7 +95,7 @@ def quantize_dequantize(
     tensor_amax: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return what is left of x after quantization.
+    """Return what is left of x after quantization; arguments are as `check` wants them.
 
     Args:
         x: [rows, cols], BF16 or FP32, any strides, may be empty.
@@ -128,16 +109,32 @@ def quantize_dequantize(
 
     Returns:
         [rows, cols], contiguous.
-
-    Raises:
-        ValueError: on a dtype, shape, block or format that does not fit.
     """
-    check(x, fmt, block)
+    element = fmt.element
+    assert element is not None
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     # The CPU patch inspects every torch call in Python, to redirect CUDA calls. There is nothing
     # to redirect here, and a piece takes some hundred calls.
     with torch._C.DisableTorchFunction():
-        _run(x, fmt, block, bits16, tensor_amax, out)
+        size = min(x.numel(), max(PIECE_ELEMENTS, block[0] * block[1]))
+        floats = torch.empty(size, dtype=torch.float32, device=x.device)
+        ints = torch.empty(size, dtype=torch.int32, device=x.device)
+        for rows, cols, tile in _pieces((x.shape[0], x.shape[1]), block):
+            source, result = _tiles(x[rows, cols], tile), _tiles(out[rows, cols], tile)
+            count, shape = source.numel(), source.shape
+            y, scratch = floats[:count].view(shape), ints[:count].view(shape)
+            bits = None if bits16 is None else _tiles(bits16[rows, cols], tile)
+            if source.dtype != torch.float32:
+                source = y.copy_(source)
+            magnitude = torch.abs(source, out=scratch.view(torch.float32))
+            encode, decode = tile_scales(tile_amax(magnitude), fmt, tensor_amax)
+            torch.mul(source, encode, out=y)
+            y.clamp_(-element.max_value, element.max_value)
+            round_in_place(y, element, scratch, bits)
+            if dtype == torch.float32:
+                torch.mul(y, decode, out=result)
+            else:
+                result.copy_(y * decode)
     return out
 
 
@@ -157,19 +154,25 @@ def check(x: Tensor, fmt: Format, block: Block) -> None:
         raise ValueError(f"a tile has at least one row and column, got {block}")
 
 
-def pieces(shape: tuple[int, int], tile: Block) -> Iterator[Piece]:
-    """Yield pieces that cover a [rows, cols] matrix once, of PIECE_ELEMENTS or one tile at most."""
+def _tiles(part: Tensor, tile: Block) -> Tensor:
+    """View a matrix of complete tiles as [R, tile rows, C, tile cols]."""
+    rows, cols = tile
+    return part.view(part.shape[0] // rows, rows, part.shape[1] // cols, cols)
+
+
+def _pieces(shape: tuple[int, int], tile: Block) -> Iterator[tuple[slice, slice, Block]]:
+    """Yield (rows, cols, tile) of pieces that cover a [rows, cols] matrix once.
+
+    A piece has complete tiles of one shape, of PIECE_ELEMENTS together or one tile at most.
+    """
     for rows, tall in _regions(shape[0], tile[0]):
         for cols, wide in _regions(shape[1], tile[1]):
             width = min(len(cols), max(1, PIECE_ELEMENTS // (tall * wide)) * wide)
             height = min(len(rows), max(1, PIECE_ELEMENTS // (tall * width)) * tall)
             for top in range(rows.start, rows.stop, height):
+                part = slice(top, min(top + height, rows.stop))
                 for left in range(cols.start, cols.stop, width):
-                    yield Piece(
-                        range(top, min(top + height, rows.stop)),
-                        range(left, min(left + width, cols.stop)),
-                        (tall, wide),
-                    )
+                    yield part, slice(left, min(left + width, cols.stop)), (tall, wide)
 
 
 def _regions(size: int, tile: int) -> list[tuple[range, int]]:
@@ -177,36 +180,6 @@ def _regions(size: int, tile: int) -> list[tuple[range, int]]:
     complete = size - size % tile
     spans = [(range(complete), tile), (range(complete, size), size - complete)]
     return [(span, length) for span, length in spans if len(span)]
-
-
-def _run(
-    x: Tensor,
-    fmt: Format,
-    block: Block,
-    bits16: Tensor | None,
-    tensor_amax: Tensor | None,
-    out: Tensor,
-) -> None:
-    element = fmt.element
-    assert element is not None
-    size = min(x.numel(), max(PIECE_ELEMENTS, block[0] * block[1]))
-    floats = torch.empty(size, dtype=torch.float32, device=x.device)
-    ints = torch.empty(size, dtype=torch.int32, device=x.device)
-    for piece in pieces((x.shape[0], x.shape[1]), block):
-        count = len(piece.rows) * len(piece.cols)
-        y, scratch = piece.split(floats[:count]), piece.split(ints[:count])
-        source = piece.of(x)
-        if source.dtype != torch.float32:
-            source = y.copy_(source)
-        magnitude = torch.abs(source, out=scratch.view(torch.float32))
-        encode, decode = tile_scales(tile_amax(magnitude), fmt, tensor_amax)
-        torch.mul(source, encode, out=y)
-        y.clamp_(-element.max_value, element.max_value)
-        round_in_place(y, element, scratch, None if bits16 is None else piece.of(bits16))
-        if out.dtype == torch.float32:
-            torch.mul(y, decode, out=piece.of(out))
-        else:
-            piece.of(out).copy_(y * decode)
 
 
 def tile_amax(magnitude: Tensor) -> Tensor:

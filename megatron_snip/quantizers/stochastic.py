@@ -32,7 +32,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -75,18 +75,14 @@ class StreamKey:
     iteration: int
     microbatch: int
 
-    @property
+    @cached_property
     def word(self) -> int:
         """The 64-bit Philox key.
 
         It is BLAKE2b-64 of `seed|linear|iteration|microbatch` in ASCII, read little-endian.
         """
-        return _hash_word(f"{self.seed}|{self.linear}|{self.iteration}|{self.microbatch}")
-
-
-@lru_cache(maxsize=4096)
-def _hash_word(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        text = f"{self.seed}|{self.linear}|{self.iteration}|{self.microbatch}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 class ColumnMap(NamedTuple):

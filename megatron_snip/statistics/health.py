@@ -12,7 +12,7 @@ microbatches and ranks; amax is a maximum. Experts have rows of their own beside
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, compress
 from typing import Any
 
@@ -28,10 +28,8 @@ from megatron_snip.statistics.health_table import (
     LinearHealth,
     OperandHealth,
 )
-from megatron_snip.statistics.optimizer_state import is_sharded, learning_rate, optimizer_shards
+from megatron_snip.statistics.optimizer_state import NORMS
 from megatron_snip.statistics.records import LinearStatistics, StatisticsTable
-from megatron_snip.statistics.sensitivity import PlannedWeight, Sensitivity
-from megatron_snip.topology import Topology
 from megatron_snip.types import Gemm, Operand
 
 LOWEST_LOG2, NUM_BINS = -96, 128
@@ -40,9 +38,6 @@ LOWEST_LOG2, NUM_BINS = -96, 128
 OPERAND_SUMS = 3 + NUM_BINS
 """Numbers of one operand in one format: error square, underflowed, saturated, then the bins. After
 the last format the same numbers of the operand itself: three zeros, then elements by magnitude."""
-
-NORMS = 3
-"""Numbers of one linear: |gradient|^2, |W|^2 and |learning rate * update|^2."""
 
 EXPERT_COLUMNS = ("microbatches", "tokens", "input_square", "weight_square", "grad_square")
 """Columns of an expert's row; the first three numbers of each format and operand follow them."""
@@ -107,44 +102,6 @@ def _log2_counts(values: Tensor, counted: Tensor) -> Tensor:
     index = torch.frexp(values).exponent.sub_(1 + LOWEST_LOG2).clamp_(0, NUM_BINS - 1)
     bins = values.new_zeros(NUM_BINS, dtype=torch.float32)
     return bins.index_add_(0, index.flatten(), counted.flatten().float())
-
-
-@torch.no_grad()
-def weight_norms(
-    weights: Mapping[str, PlannedWeight],
-    optimizer: Any,
-    sensitivities: Mapping[str, Sensitivity],
-    topology: Topology,
-    loss_scale: float,
-) -> dict[str, Tensor]:
-    """Return this rank's part of each linear's norms, FP64 [NORMS]; parts add over ranks.
-
-    Args:
-        weights: this rank's, by instance; their gradients are reduced over data ranks.
-        optimizer: Megatron's; what it owns of a weight is counted.
-        sensitivities: by instance; they hold the size of the update.
-        topology: this rank's place.
-        loss_scale: of the gradients.
-    """
-    shards = optimizer_shards(optimizer)
-    sharded, rate = is_sharded(optimizer), learning_rate(optimizer) or 0.0
-    found: dict[str, Tensor] = {}
-    for instance, (placement, weight) in weights.items():
-        rank, shard = topology.data_axis(placement).rank, shards.get(weight)
-        if placement.tensor.size == 1 and placement.tensor.rank:  # a replicated weight
-            continue
-        grad = getattr(weight, "main_grad", None)
-        grad = weight.grad if grad is None else grad
-        norms = weight.data.new_zeros(NORMS, dtype=torch.float64)
-        if grad is not None and (shard is not None if sharded else rank == 0):
-            owned = slice(shard.start, shard.end) if sharded and shard is not None else slice(None)
-            norms[0] = _square(grad.reshape(-1)[owned]) / loss_scale**2
-            norms[1] = _square(weight.detach().reshape(-1)[owned])
-        if instance in sensitivities and rank == placement.tensor.rank == 0:
-            norms[2] = rate**2 * sensitivities[instance].update_square
-        name = placement.name
-        found[name] = found[name] + norms if name in found else norms
-    return found
 
 
 def _linear_health(
@@ -257,8 +214,3 @@ def _spread(bins: Sequence[float], shift: float) -> tuple[float, float, float] |
     low, shares = histogram
     middle = next(i for i, below in enumerate(accumulate(shares)) if below >= 0.5 - 1e-9)
     return low, low + middle, low + len(shares) - 1
-
-
-def _square(x: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float32)
-    return norm.double().square()

@@ -31,7 +31,7 @@ from megatron_snip.quantizers.quantize import operand_block, quantize_dequantize
 from megatron_snip.quantizers.reference import Block
 from megatron_snip.quantizers.stochastic import StochasticStream
 from megatron_snip.statistics.health import OPERAND_SUMS, magnitudes, tile_counts
-from megatron_snip.statistics.sensitivity import Sensitivity
+from megatron_snip.statistics.optimizer_state import Sensitivity
 from megatron_snip.topology import LinearKind
 from megatron_snip.types import Gemm, Operand
 
@@ -55,6 +55,14 @@ class Operands(NamedTuple):
     input_runs: Tensor
     grad_output_runs: Tensor
     amax: Tensor | None = None
+
+    def of(self, operand: Operand, gemm: Gemm) -> tuple[Tensor, Tensor | None]:
+        """Return what enters `gemm`, and its largest magnitude."""
+        index = list(Operand).index(operand)
+        tensor = (self.input, self.weight, self.grad_output)[index]
+        if gemm is Gemm.WGRAD:
+            tensor = self.input_runs if operand is Operand.INPUT else self.grad_output_runs
+        return tensor, None if self.amax is None else self.amax[index]
 
 
 class PartialSums(NamedTuple):
@@ -143,8 +151,12 @@ def partial_sums(
             w_t = _quantized(operands, fmt, Operand.WEIGHT, Gemm.DGRAD)
         g_q = _quantized(operands, fmt, Operand.GRAD_OUTPUT, Gemm.DGRAD, stream)
         input_grads.append(matmul_fp32(g_q, w_t).sub_(input_grads[0]))
-        for operand, q in zip(Operand, (x_q, w_q, g_q), strict=True):
-            health.append(_health(operands, fmt, operand, q, maxima[operand]))
+        first = (x_q, Gemm.FPROP), (w_q, Gemm.FPROP), (g_q, Gemm.DGRAD)
+        for operand, (q, gemm) in zip(Operand, first, strict=True):
+            source, tensor_amax = operands.of(operand, gemm)
+            block = operand_block(fmt, operand, gemm)
+            counts = tile_counts(source, q, fmt, block, tensor_amax, maxima[operand])
+            health.append(torch.cat([_square(q.sub_(source)).float()[None], counts]))
         found[f"{name}.input_error_square"] = health[-3][0]
         found[f"{name}.weight_error_square"] = health[-2][0]
         del x_q, w_q, w_t  # before wgrad's error takes as much FP32 as a weight
@@ -226,30 +238,10 @@ def _quantized(
     stream: StochasticStream | None = None,
 ) -> Tensor:
     """Return what `gemm` sees of an operand, FP32."""
-    runs = gemm is Gemm.WGRAD
-    index, tensor = {
-        Operand.INPUT: (0, operands.input_runs if runs else operands.input),
-        Operand.WEIGHT: (1, operands.weight),
-        Operand.GRAD_OUTPUT: (2, operands.grad_output_runs if runs else operands.grad_output),
-    }[operand]
-    amax = None if operands.amax is None else operands.amax[index]
+    x, amax = operands.of(operand, gemm)
     return quantize_dequantize_operand(
-        tensor, fmt, operand, gemm, stream=stream, tensor_amax=amax, dtype=torch.float32
+        x, fmt, operand, gemm, stream=stream, tensor_amax=amax, dtype=torch.float32
     )
-
-
-def _health(
-    operands: Operands, fmt: Format, operand: Operand, q: Tensor, maxima: dict[Block, Tensor]
-) -> Tensor:
-    """Return an operand's OPERAND_SUMS, FP32; `q` is what the GEMM sees of it, overwritten."""
-    index = list(Operand).index(operand)
-    x = operands[index]
-    assert x is not None
-    gemm = Gemm.DGRAD if operand is Operand.GRAD_OUTPUT else Gemm.FPROP
-    tensor_amax = None if operands.amax is None else operands.amax[index]
-    block = operand_block(fmt, operand, gemm)
-    counts = tile_counts(x, q, fmt, block, tensor_amax, maxima)
-    return torch.cat([_square(q.sub_(x)).float()[None], counts])
 
 
 def _scalar_names(kind: LinearKind, formats: Iterable[str]) -> list[str]:

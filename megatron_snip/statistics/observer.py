@@ -23,15 +23,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_snip.collectives import one_line, sum_over
+from megatron_snip.collectives import sum_over
 from megatron_snip.quantizers.quantize import needs_tensor_amax
 from megatron_snip.quantizers.reference import amax_of
 from megatron_snip.quantizers.stochastic import grad_output_stream
-from megatron_snip.statistics.health import EXPERT_COLUMNS, NORMS
+from megatron_snip.statistics.health import EXPERT_COLUMNS
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.measure import Operands, PartialSums, partial_sums, totals
+from megatron_snip.statistics.optimizer_state import NORMS, Sensitivity
 from megatron_snip.statistics.records import COLUMNS, StatisticsTable
-from megatron_snip.statistics.reduce import num_columns, reduce_sums, table_columns
+from megatron_snip.statistics.reduce import RankSums, reduce_sums, table_columns
 from megatron_snip.statistics.sample import (
     MeasureSettings,
     Sample,
@@ -40,7 +41,6 @@ from megatron_snip.statistics.sample import (
     sampled_features,
     to_device,
 )
-from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.topology import Axis, LinearInfo, Placement, Topology
 from megatron_snip.types import Operand
 
@@ -101,7 +101,6 @@ class StepObserver:
     """Observes one iteration; the linears call `observe` on every rank.
 
     Attributes:
-        failure: the first error met while measuring on this rank, or None.
         seconds: time that this rank's host has spent in the taps.
     """
 
@@ -121,7 +120,6 @@ class StepObserver:
             token_parts: returns the rows of a linear's input by sender, or None if all are one
                 microbatch of this rank's.
         """
-        self.failure: str | None = None
         self.seconds = 0.0
         self._settings = settings
         self._topology = topology
@@ -130,9 +128,7 @@ class StepObserver:
         self._columns = {c: COLUMNS[c.rpartition(".")[2]] for c in table_columns(settings.formats)}
         self._needs_amax = any(map(needs_tensor_amax, settings.formats.values()))
         self._num_forwards: dict[str, int] = defaultdict(int)
-        self._sums: dict[str, Tensor] = {}
-        self._amax: dict[str, Tensor] = {}
-        self._experts: dict[tuple[str, int], Tensor] = {}
+        self._own = RankSums()
         self._seen: set[str] = set()
         self._draw = cache(partial(draw_sample, settings))  # a microbatch's tokens, for all linears
 
@@ -187,22 +183,10 @@ class StepObserver:
         loss: float | None,
         norms: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> tuple[StatisticsTable, HealthTable]:
-        """All ranks: add up over ranks; see `reduce_sums` for arguments and errors.
-
-        `norms` returns this rank's `health.weight_norms`.
-        """
-        s, control = self._settings, self._topology.control
-        first = len(self._columns)
+        """All ranks: add up over ranks; see `reduce_sums` for arguments and errors."""
+        control = self._topology.control
         with self._timed():
-            try:
-                for name, values in norms().items():
-                    row = values.new_zeros(num_columns(s.formats))
-                    row[first : first + NORMS] = values
-                    _add_to(self._sums, name, row)
-            except Exception as error:
-                self.failure = self.failure or f"{type(error).__name__}: {one_line(error)}"
-            own = self._sums, self._amax, self._experts, self.failure
-            return reduce_sums(*own, s.formats, s.iteration, linears, grad_scale, loss, control)
+            return reduce_sums(self._own, self._settings, linears, grad_scale, loss, norms, control)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -228,7 +212,7 @@ class StepObserver:
             microbatch = forward * data.size + part.data_rank
             drawn = self._draw(len(part.rows), microbatch)
             sample = replace(drawn, rows=part.rows[drawn.rows])
-            self._try(placement, partial(self._keep, call, sample, x))
+            self._try(placement, self._keep, call, sample, x)
             samples.append(sample)
         return samples
 
@@ -244,11 +228,9 @@ class StepObserver:
     def _measure(self, call: _Call, sample: Sample, grad: Tensor) -> None:
         """All ranks of the tensor axis: measure one linear on one microbatch."""
         placement, weight, settings = call.placement, call.weight, self._settings
-        formats, size = settings.formats, placement.tensor.size
-        single, count, x = sample.num_single, len(sample.rows), sample.input
-        g = self._try(
-            placement, lambda: rows_of(grad, sample.rows, call.output_is_split, call.axis)
-        )
+        formats, axis, single = settings.formats, placement.tensor, sample.num_single
+        count, x, rows = len(sample.rows), sample.input, sample.rows
+        g = self._try(placement, rows_of, grad, rows, call.output_is_split, call.axis)
         # A rank that fails takes part in what its peers exchange, with zeros.
         x = weight.new_zeros((count, weight.shape[1])) if x is None else x
         g = weight.new_zeros((count, weight.shape[0])) if g is None else g
@@ -258,34 +240,30 @@ class StepObserver:
             g = sum_over(g, call.axis.group)
         amax = self._shared_amax(call, sample, grad)
         stream = grad_output_stream(settings.seed, placement, settings.iteration, sample.microbatch)
-        features = self._try(
-            placement,
-            lambda: sampled_features(stream.column_map(weight.shape[0]), sample.first_feature),
-        ) or slice(None)
-        runs = x[single:], g[single:, features]
-        operands = Operands(x[:single], weight, g[:single], *runs, amax)
-        sensitivity = self._sensitivities.get(placement.instance)
-        measure = partial(
-            partial_sums, operands, placement.kind, size, formats, stream, sensitivity, features
-        )
-        sums = self._try(placement, measure)
+        first = sample.first_feature
+        features = self._try(placement, sampled_features, stream, weight.shape[0], first)
+        features = features or slice(None)
+        operands = Operands(x[:single], weight, g[:single], x[single:], g[single:, features], amax)
+        d = self._sensitivities.get(placement.instance)
+        given = operands, placement.kind, axis.size, formats, stream, d, features
+        sums = self._try(placement, partial_sums, *given)
         if sums is not None:
-            own = self._amax.get(placement.name, sums.amax)
-            self._amax[placement.name] = torch.maximum(own, sums.amax)
-        if placement.tensor.group is not None:
+            largest = self._own.amax.get(placement.name, sums.amax)
+            self._own.amax[placement.name] = torch.maximum(largest, sums.amax)
+        if axis.group is not None:
             if sums is None:
                 sums = PartialSums.zeros(placement.kind, single, weight, formats)
-            sums = sums.summed(placement.tensor.group)
-        if sums is not None and placement.tensor.rank == 0:
-            self._try(placement, lambda: self._add(call, sample, sums, g[:single], features))
+            sums = sums.summed(axis.group)
+        if sums is not None and axis.rank == 0:
+            self._try(placement, self._add, call, sample, sums, g[:single], features)
 
-    def _try(self, placement: Placement, action: Callable[[], T]) -> T | None:
+    def _try(self, placement: Placement, action: Callable[..., T], *arguments: Any) -> T | None:
         """Return the result of `action`; None if measuring has failed: training must go on."""
-        if self.failure is None:
+        if self._own.failure is None:
             try:
-                return action()
+                return action(*arguments)
             except Exception as error:
-                self.failure = f"{placement.name}: {type(error).__name__}: {one_line(error)}"
+                self._own.failed(error, f"{placement.name}: ")
         return None
 
     def _add(
@@ -316,20 +294,21 @@ class StepObserver:
         health = health.double() * health.new_tensor([tokens, share, tokens])[:, None]
         if (expert := call.placement.expert) is not None:
             own = torch.stack([row[list(columns).index(c)] for c in EXPERT_COLUMNS])
-            _add_to(self._experts, (name, expert), torch.cat([own, health[:-1, :, :3].flatten()]))
-        _add_to(self._sums, name, torch.cat([row, row.new_zeros(NORMS), health.flatten()]))
+            row_of_expert = torch.cat([own, health[:-1, :, :3].flatten()])
+            _add_to(self._own.experts, (name, expert), row_of_expert)
+        _add_to(self._own.rows, name, torch.cat([row, row.new_zeros(NORMS), health.flatten()]))
 
     def _shared_amax(self, call: _Call, sample: Sample, grad: Tensor) -> Tensor | None:
         """All ranks of the tensor axis: largest magnitudes of X, W and G, where a format asks."""
         if not self._needs_amax:
             return None
-        weight, zeros = call.weight, call.weight.new_zeros(len(Operand), dtype=torch.float32)
-        input_amax = zeros[0] if sample.input_amax is None else sample.input_amax
 
         def find() -> Tensor:
-            return torch.stack([input_amax, amax_of(weight), amax_of(grad)])
+            assert sample.input_amax is not None, "kept in the forward"
+            return torch.stack([sample.input_amax, amax_of(call.weight), amax_of(grad)])
 
         found = self._try(call.placement, find)
+        zeros = call.weight.new_zeros(len(Operand), dtype=torch.float32)
         amax = zeros if found is None else found
         if call.axis.group is not None:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=call.axis.group)

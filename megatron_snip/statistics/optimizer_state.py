@@ -17,20 +17,33 @@ stands for the update. Megatron's optimizers are recognized by their attributes:
 
 The step counter lives in the state (torch) or in the parameter group (Apex and Transformer
 Engine's FusedAdam).
+
+Statistics use D in factors. As in Adafactor (Shazeer and Stern, arXiv:1804.04235),
+1 / D^2 is approximated by the outer product of its row sums and column sums over their total,
+
+    D[n, k] = row[n] col[k],    row = r^-1/2,   col = (c / sum c)^-1/2
+
+so that a linear [N, K] needs N + K numbers, and a distributed optimizer, whose ranks own ranges of
+the moments, adds vectors over the data axis instead of gathering matrices. docs/measuring.md
+compares it with the exact D.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from megatron_snip.collectives import attempt, sum_together
 from megatron_snip.log import warn_once_per_job
+from megatron_snip.topology import Axis, LinearKind, Placement, Topology
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +52,9 @@ FACTORS = (("row_var", "col_var"), ("exp_avg_sq_row", "exp_avg_sq_col"))
 
 MUON_CHANGE = 0.01
 """Size of the change from which Muon's D is measured, over the momentum's."""
+
+NORMS = 3
+"""Numbers of one linear: |gradient|^2, |W|^2 and |learning rate * update|^2."""
 
 
 @dataclass(frozen=True)
@@ -59,21 +75,21 @@ class Shard:
     shape: torch.Size
     state: Mapping[str, Any]
     group: Mapping[str, Any]
-    rule: Callable[[Shard], tuple[torch.Tensor, torch.Tensor] | None]
+    rule: Callable[[Shard], tuple[Tensor, Tensor] | None]
 
     @property
     def step(self) -> int:
         """Optimizer steps taken so far."""
         step = self.state.get("step", self.group.get("step", 0))
-        return int(step.item() if isinstance(step, torch.Tensor) else step or 0)
+        return int(step.item() if isinstance(step, Tensor) else step or 0)
 
-    def slope_and_update(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def slope_and_update(self) -> tuple[Tensor, Tensor] | None:
         """Return D and the update direction, [end - start] FP32 each; None without moments."""
         found = self.rule(self)
         return None if found is None else (found[0].reshape(-1), found[1].reshape(-1))
 
 
-def _adam(shard: Shard) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _adam(shard: Shard) -> tuple[Tensor, Tensor] | None:
     first, second, step = shard.state.get("exp_avg"), shard.state.get("exp_avg_sq"), shard.step
     if first is None or second is None or step < 1:
         return None
@@ -83,20 +99,20 @@ def _adam(shard: Shard) -> tuple[torch.Tensor, torch.Tensor] | None:
     return root.reciprocal_().mul_((1 - beta1) / (1 - beta1 ** (step + 1))), update
 
 
-def _adafactor(names: tuple[str, str], shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
+def _adafactor(names: tuple[str, str], shard: Shard) -> tuple[Tensor, Tensor]:
     rows, cols = (shard.state[name].float() for name in names)
     rows, cols = rows.reshape(-1, 1), cols.reshape(1, -1)
     d = (rows / rows.mean()).rsqrt() * cols.rsqrt()
     return d, torch.ones_like(d)
 
 
-def _momentum(shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
+def _momentum(shard: Shard) -> tuple[Tensor, Tensor]:
     m, group = shard.state["momentum_buffer"].float(), shard.group
     d = 1.0 - group.get("dampening", 0.0)
     return torch.full_like(m, 1.0 + group["momentum"] * d if group.get("nesterov") else d), m
 
 
-def _muon(shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
+def _muon(shard: Shard) -> tuple[Tensor, Tensor]:
     m, group = shard.state["momentum_buffer"].float().view(shard.shape), shard.group
     # As errors of wgrad are: random, larger where gradients are, and of the size of FP4's.
     change = torch.randn(m.shape, generator=torch.Generator().manual_seed(m.numel())).to(m.device)
@@ -110,9 +126,9 @@ def _muon(shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.full_like(m, slope * float(moved.norm())), update
 
 
-def _orthogonalized(x: torch.Tensor) -> torch.Tensor:
+def _orthogonalized(x: Tensor) -> Tensor:
     """Return Muon's five Newton-Schulz steps (Jordan et al., 2024) of a matrix, FP32."""
-    y: torch.Tensor = x / x.norm().clamp(min=1e-7)
+    y: Tensor = x / x.norm().clamp(min=1e-7)
     y = y.t() if x.shape[0] > x.shape[1] else y
     for _ in range(5):
         gram = y @ y.t()
@@ -120,7 +136,7 @@ def _orthogonalized(x: torch.Tensor) -> torch.Tensor:
     return y.t() if x.shape[0] > x.shape[1] else y
 
 
-def optimizer_shards(optimizer: Any) -> dict[torch.Tensor, Shard]:
+def optimizer_shards(optimizer: Any) -> dict[Tensor, Shard]:
     """Return this rank's shard of every model parameter that `optimizer` updates.
 
     Args:
@@ -129,7 +145,7 @@ def optimizer_shards(optimizer: Any) -> dict[torch.Tensor, Shard]:
     Returns:
         {model parameter: shard}; a parameter of which this rank owns nothing is absent.
     """
-    shards: dict[torch.Tensor, Shard] = {}
+    shards: dict[Tensor, Shard] = {}
     for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
         inner = getattr(part, "optimizer", part)
         groups = {id(p): group for group in inner.param_groups for p in group["params"]}
@@ -163,7 +179,7 @@ def is_sharded(optimizer: Any) -> bool:
     return any(hasattr(part, "_get_model_param_range_map") for part in parts)
 
 
-def _owned(part: Any, inner: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
+def _owned(part: Any, inner: Any) -> Iterator[tuple[Tensor, Tensor, int, int]]:
     """Yield (model parameter, parameter that the inner optimizer steps, start, end)."""
     if hasattr(part, "_get_model_param_range_map"):
         for model_param, (group, order) in part.model_param_group_index_map.items():
@@ -206,3 +222,164 @@ def _rule(
             "Adafactor, Muon and momentum are), so gradients stand for its updates",
         )
     return _adam
+
+
+class PlannedWeight(NamedTuple):
+    """A weight of this rank that SNIP plans for.
+
+    Attributes:
+        placement: which linear and shard.
+        weight: the parameter, [N, K] of this shard.
+    """
+
+    placement: Placement
+    weight: torch.nn.Parameter
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """D of one weight's shard, and the size of its update.
+
+    Attributes:
+        row: FP32 [N].
+        col: FP32 [K].
+        update_square: |update|^2 over all shards of the linear, > 0.
+    """
+
+    row: Tensor
+    col: Tensor
+    update_square: float
+
+
+@torch.no_grad()
+def gather_sensitivities(
+    weights: Mapping[str, PlannedWeight], optimizer: Any, topology: Topology
+) -> dict[str, Sensitivity]:
+    """All ranks: return the sensitivity of each of this rank's weights, by instance.
+
+    A weight without moments for all its elements (a first step, another optimizer) is left out.
+
+    Args:
+        weights: this rank's planned weights, by `Placement.instance`, the same keys in the same
+            order on all ranks of an axis.
+        optimizer: Megatron's.
+        topology: this rank's place.
+
+    Raises:
+        RemoteFailure: on every rank, if one cannot read its moments.
+    """
+
+    def own_sums() -> dict[str, _ShardSums]:
+        shards = optimizer_shards(optimizer)
+        return {i: _ShardSums.of(w.weight, shards.get(w.weight)) for i, w in weights.items()}
+
+    sums = attempt("reading the optimizer's state", own_sums, topology.control)
+    sharded = is_sharded(optimizer)
+    by_axes: dict[tuple[Axis, Axis], list[str]] = defaultdict(list)
+    for instance, (placement, _) in weights.items():
+        data = topology.data_axis(placement) if sharded else Axis()
+        by_axes[data, placement.tensor].append(instance)
+    for (data, tensor), instances in by_axes.items():
+        _add([part for i in instances for part in sums[i]], data.group)
+        kinds = {i: weights[i].placement.kind for i in instances}
+        _add([part for i in instances for part in sums[i].shared(kinds[i])], tensor.group)
+    found = {}
+    numbers = torch.stack([s.scalars for s in sums.values()]).tolist() if sums else []
+    for (instance, (placement, _)), (known, square) in zip(weights.items(), numbers, strict=True):
+        if known == placement.in_features * placement.out_features and square > 0:
+            rows, cols, _ = sums[instance]
+            total = sums[instance].shared(placement.kind)[0].sum()
+            factors = rows.rsqrt().float(), (cols / total).rsqrt().float()
+            found[instance] = Sensitivity(*factors, square)
+    return found
+
+
+@torch.no_grad()
+def weight_norms(
+    weights: Mapping[str, PlannedWeight],
+    optimizer: Any,
+    sensitivities: Mapping[str, Sensitivity],
+    topology: Topology,
+    loss_scale: float,
+) -> dict[str, Tensor]:
+    """Return this rank's part of each linear's norms, FP64 [NORMS]; parts add over ranks.
+
+    Args:
+        weights: this rank's, by instance; their gradients are reduced over data ranks.
+        optimizer: Megatron's; what it owns of a weight is counted.
+        sensitivities: by instance; they hold the size of the update.
+        topology: this rank's place.
+        loss_scale: of the gradients.
+    """
+    shards = optimizer_shards(optimizer)
+    sharded, rate = is_sharded(optimizer), learning_rate(optimizer) or 0.0
+    found: dict[str, Tensor] = {}
+    for instance, (placement, weight) in weights.items():
+        rank, shard = topology.data_axis(placement).rank, shards.get(weight)
+        if placement.tensor.size == 1 and placement.tensor.rank:  # a replicated weight
+            continue
+        grad = getattr(weight, "main_grad", None)
+        grad = weight.grad if grad is None else grad
+        norms = weight.data.new_zeros(NORMS, dtype=torch.float64)
+        if grad is not None and (shard is not None if sharded else rank == 0):
+            owned = slice(None) if shard is None else slice(shard.start, shard.end)
+            norms[0] = _square(grad.reshape(-1)[owned]) / loss_scale**2
+            norms[1] = _square(weight.detach().reshape(-1)[owned])
+        if instance in sensitivities and rank == placement.tensor.rank == 0:
+            norms[2] = rate**2 * sensitivities[instance].update_square
+        name = placement.name
+        found[name] = found[name] + norms if name in found else norms
+    return found
+
+
+class _ShardSums(NamedTuple):
+    """Sums of 1 / D^2 over the elements whose moments are here, FP64.
+
+    Attributes:
+        rows: [N].
+        cols: [K].
+        scalars: [2], elements with moments and |update|^2.
+    """
+
+    rows: Tensor
+    cols: Tensor
+    scalars: Tensor
+
+    @classmethod
+    def of(cls, weight: torch.nn.Parameter, shard: Shard | None) -> _ShardSums:
+        num_rows, num_cols = weight.shape
+        new = weight.data.new_zeros
+        rows, cols = (new(n, dtype=torch.float64) for n in (num_rows, num_cols))
+        scalars = new(2, dtype=torch.float64)
+        if shard is not None and (found := shard.slope_and_update()) is not None:
+            d, update = found
+            scalars[0] = shard.end - shard.start
+            scalars[1] = _square(update)
+            inverse = d.square_().reciprocal_()
+            # The end of a row, complete rows, the beginning of a row.
+            head = min(-shard.start % num_cols, inverse.numel())
+            tail = (inverse.numel() - head) % num_cols
+            at = shard.start
+            for part in torch.split(inverse, [head, inverse.numel() - head - tail, tail]):
+                first, offset = divmod(at, num_cols)
+                part = part.view(-1, min(num_cols, max(part.numel(), 1)))
+                rows[first : first + part.shape[0]] += part.sum(1, dtype=torch.float64)
+                cols[offset : offset + part.shape[1]] += part.sum(0, dtype=torch.float64)
+                at += part.numel()
+        return cls(rows, cols, scalars)
+
+    def shared(self, kind: LinearKind) -> list[Tensor]:
+        """What the shards of a linear have in common and must be added over them."""
+        return [self.cols if kind == "column" else self.rows, self.scalars]
+
+
+def _add(parts: list[Tensor], group: Any) -> None:
+    """All ranks of a group: add tensors over it, in place, in one exchange."""
+    if group is not None and parts:
+        for part, total in zip(parts, sum_together(parts, group), strict=True):
+            part.copy_(total)
+
+
+def _square(x: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float32)
+    return norm.double().square()

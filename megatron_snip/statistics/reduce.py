@@ -7,7 +7,8 @@ the loss of a microbatch by their number itself, but not by data ranks and loss 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_snip.collectives import RemoteFailure, gather_json, one_line, sum_over
-from megatron_snip.statistics.health import EXPERT_COLUMNS, NORMS, OPERAND_SUMS, health_table
+from megatron_snip.statistics.health import EXPERT_COLUMNS, OPERAND_SUMS, health_table
 from megatron_snip.statistics.health_table import HealthTable
+from megatron_snip.statistics.optimizer_state import NORMS
 from megatron_snip.statistics.records import (
     BASE_COLUMNS,
     COLUMNS,
@@ -26,6 +28,7 @@ from megatron_snip.statistics.records import (
     LinearStatistics,
     StatisticsTable,
 )
+from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import LinearInfo
 from megatron_snip.types import Operand
 
@@ -37,56 +40,67 @@ def table_columns(formats: Iterable[str]) -> list[str]:
     return [*BASE_COLUMNS, *(f"{name}.{column}" for name in formats for column in FORMAT_COLUMNS)]
 
 
-def num_columns(formats: Collection[str]) -> int:
-    """Return how many numbers a row has: the columns, then what health.py adds up."""
-    health = NORMS + (1 + len(formats)) * len(Operand) * OPERAND_SUMS
-    return len(table_columns(formats)) + health
+@dataclass
+class RankSums:
+    """What one rank has measured in an iteration.
+
+    Attributes:
+        rows: by linear name; FP64: the columns, zeros for NORMS, then what health.py adds up.
+        amax: the largest magnitudes of X, W and G by linear name; FP32 [3].
+        experts: rows of experts, by linear name and expert; FP64, see EXPERT_COLUMNS.
+        failure: the first error met, or None.
+    """
+
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    amax: dict[str, Tensor] = field(default_factory=dict)
+    experts: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    failure: str | None = None
+
+    def failed(self, error: Exception, where: str = "") -> None:
+        """Remember the first error."""
+        self.failure = self.failure or f"{where}{type(error).__name__}: {one_line(error)}"
 
 
 def reduce_sums(
-    sums: Mapping[str, Tensor],
-    amax: Mapping[str, Tensor],
-    experts: Mapping[tuple[str, int], Tensor],
-    failure: str | None,
-    formats: Collection[str],
-    iteration: int,
+    own: RankSums,
+    settings: MeasureSettings,
     linears: Sequence[LinearInfo],
     grad_scale: float,
     loss: float | None,
+    norms: Callable[[], Mapping[str, Tensor]],
     control: ProcessGroup | None,
 ) -> tuple[StatisticsTable, HealthTable]:
     """All ranks: return statistics and health of the model, the same on every rank.
 
     Args:
-        sums: this rank's rows, by linear name; FP64 [num_columns], first those of `table_columns`.
-        amax: this rank's largest magnitudes, by linear name; FP32 [3].
-        experts: this rank's rows of experts, by linear name and expert; FP64, see EXPERT_COLUMNS.
-        failure: why this rank could not measure, or None.
-        formats: the formats measured.
-        iteration: Megatron's, 1-based.
+        own: this rank's.
+        settings: what was measured.
         linears: every linear of the model, in the same order on all ranks.
         grad_scale: factor from G as the linears see it to the gradient of the batch-mean loss.
         loss: of the iteration, the same on all ranks.
+        norms: returns this rank's `optimizer_state.weight_norms`.
         control: a CPU group of all ranks, or None where there is one.
 
     Raises:
         RemoteFailure: on every rank, if measuring failed on any.
     """
+    formats, names = settings.formats, [linear.name for linear in linears]
     columns = table_columns(formats)
-    names = [linear.name for linear in linears]
-    table = torch.zeros((1 + len(linears), num_columns(formats)), dtype=torch.float64)
+    width = len(columns) + NORMS + (1 + len(formats)) * len(Operand) * OPERAND_SUMS
+    table = torch.zeros((1 + len(linears), width), dtype=torch.float64)
     largest = torch.zeros((len(linears), len(Operand) + 1))  # the last: number of experts
     try:
-        _fill(table[1:], sums, names)
-        _fill(largest[:, :-1], amax, names)
-        for name, expert in experts:
+        _fill(table[1:], own.rows, names)
+        _fill(table[1:, len(columns) : len(columns) + NORMS], norms(), names)
+        _fill(largest[:, :-1], own.amax, names)
+        for name, expert in own.experts:
             largest[names.index(name), -1].clamp_(min=1 + expert)
     except Exception as error:  # the other ranks wait in the sum
-        failure = failure or f"{type(error).__name__}: {one_line(error)}"
-    table[0, 0] = float(failure is not None)
+        own.failed(error)
+    table[0, 0] = float(own.failure is not None)
     sum_over(table, control)
     if table[0, 0] > 0:
-        texts = gather_json(failure, control)
+        texts = gather_json(own.failure, control)
         failures = {rank: text for rank, text in enumerate(texts) if text is not None}
         raise RemoteFailure("measuring", failures)
     if control is not None:
@@ -95,14 +109,14 @@ def reduce_sums(
     every = [(name, e) for name, count in zip(names, counts, strict=True) for e in range(count)]
     numbers = len(EXPERT_COLUMNS) + 3 * len(Operand) * len(formats)
     by_expert = torch.zeros((len(every), numbers), dtype=torch.float64)
-    _fill(by_expert, experts, every)
+    _fill(by_expert, own.experts, every)
     sum_over(by_expert, control if every else None)
     found = [dict(zip(columns, row, strict=True)) for row in table[1:, : len(columns)].tolist()]
     # An expert sees only the tokens that are sent to it, `num_active` experts each token.
     pairs = list(zip(linears, found, strict=True))
     batch_tokens = max((row["tokens"] / info.num_active for info, row in pairs), default=0.0)
     decoded = (_linear(info, row, formats, grad_scale, batch_tokens) for info, row in pairs)
-    statistics = StatisticsTable(iteration, loss, tuple(decoded))
+    statistics = StatisticsTable(settings.iteration, loss, tuple(decoded))
     rows = table[1:, len(columns) :], largest[:, :-1], torch.split(by_expert, counts)
     return statistics, health_table(statistics, *rows, grad_scale)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_snip.formats import Format
-from megatron_snip.quantizers.stochastic import ColumnMap, StreamKey
+from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
 from megatron_snip.topology import Axis
 
 TOKENS_PER_SAMPLE, LEAST_TOKENS, MOST_TOKENS = 16, 64, 512
@@ -98,14 +98,15 @@ def draw_sample(s: MeasureSettings, num_tokens: int, microbatch: int) -> Sample:
     return Sample(microbatch, num_tokens, rows, len(single), first_feature, expansions)
 
 
-def sampled_features(columns: ColumnMap, first: int | None) -> slice:
+def sampled_features(stream: StochasticStream, cols: int, first: int | None) -> slice:
     """Return the output features of this shard that wgrad is measured on.
 
     Args:
-        columns: which of the linear's output features the shard holds.
+        stream: of grad_output; it says which of the linear's output features the shard holds.
+        cols: how many it holds.
         first: `Sample.first_feature`.
     """
-    if first is None or columns.global_chunk % FEATURE_MULTIPLE:
+    if first is None or stream.column_map(cols).global_chunk % FEATURE_MULTIPLE:
         return slice(None)
     return slice(first, None, FEATURE_STRIDE)
 

@@ -20,7 +20,8 @@ from megatron_snip.errors import InfeasiblePlanError
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.planning.plan import PrecisionPlan, assignment_digest
 from megatron_snip.planning.solver_process import SolverProcess
-from megatron_snip.statistics import observer, reduce, sensitivity
+from megatron_snip.statistics import observer, reduce
+from megatron_snip.statistics.optimizer_state import _ShardSums
 
 Strike = Callable[[Callable[[], Any]], Any]
 
@@ -63,7 +64,7 @@ def not_a_number(call: Callable[[], Any]) -> Any:
     return result._make(t * math.nan if torch.is_tensor(t) else t for t in result)
 
 
-MOMENTS = (sensitivity, "_own_sums")
+MOMENTS = (_ShardSums, "of")
 FORWARD = (observer, "rows_of")
 BACKWARD = (observer, "partial_sums")
 REDUCE = (reduce, "_fill")

@@ -1,8 +1,10 @@
 """Kernels against the PyTorch reference, bit for bit: in Triton's interpreter, or on a GPU.
 
 The interpreter must be chosen before Triton is imported, so without a GPU these tests run in a
-process of their own (`test_interpreter.py`) and are skipped otherwise.
+process of their own (`test_choose.py`) and are skipped otherwise.
 """
+
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -52,7 +54,7 @@ def both_paths(function, *args, **options):
     """(reference result, kernel result)."""
     results = []
     for kernels in (False, True):
-        with launch.forced(kernels):
+        with patch.object(launch, "use_kernels", lambda *_, answer=kernels: answer):
             results.append(function(*args, **options))
     return results
 
@@ -76,19 +78,15 @@ def test_every_format_and_direction(fmt, stream):
         agree(quantize_dequantize, x.bfloat16(), fmt, block, dtype=torch.bfloat16, **options)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 257), (129, 65), (0, 128), (5, 0)])
 @pytest.mark.parametrize("block", [(1, 128), (128, 1), (128, 128)])
-def test_ragged_and_empty_shapes(shape, block):
-    x = sample(*shape) if min(shape) else torch.empty(shape, device=DEVICE)
-    for stream in (None, STREAM):
-        agree(quantize_dequantize, x, FORMATS["fp4"], block, stream=stream)
-
-
-@pytest.mark.parametrize("block", [(1, 128), (128, 1)])
-def test_strided_input(block):
+def test_ragged_empty_and_strided_matrices(block):
     base = sample(70, 150)
-    for x in (base.T, base[::2, 1:], base[:, ::3], base[:1].expand(20, -1)):
-        agree(quantize_dequantize, x, FORMATS["fp8"], block)
+    ragged = [sample(*shape) for shape in ((1, 1), (3, 257), (129, 65))]
+    empty = [torch.empty(shape, device=DEVICE) for shape in ((0, 128), (5, 0))]
+    strided = [base.T, base[::2, 1:], base[:, ::3], base[:1].expand(20, -1)]
+    for x in ragged + empty + strided:
+        for stream in (None, STREAM):
+            agree(quantize_dequantize, x, FORMATS["fp4"], block, stream=stream)
 
 
 @pytest.mark.parametrize(
@@ -109,12 +107,12 @@ def test_streams_of_sharded_tensors(columns, cols):
 
 
 def test_results_do_not_depend_on_the_launch():
-    x, random = torch.randn(70, 200, device=DEVICE), _philox_arguments(STREAM, 200)
-    options = {"dtype": torch.float32, "random": random}
+    x = torch.randn(70, 200, device=DEVICE)
+    direction = FORMATS["fp4"], (1, 32), _philox_arguments(STREAM, 200)
     first, *others = (
         launch.quantize_dequantize(
-            x, FORMATS["fp4"], (1, 32), config=launch.LaunchConfig(*shape), **options
-        )
+            x, direction, dtype=torch.float32, config=launch.LaunchConfig(*shape)
+        )[0]
         for shape in ((32, 128, 4), (8, 32, 1), (64, 256, 8))
     )
     assert all(torch.equal(first, other) for other in others)

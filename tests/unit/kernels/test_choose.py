@@ -1,6 +1,8 @@
 """When the kernels run, and the reason that logs show."""
 
 import logging
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 from megatron_snip.kernels import launch
 from megatron_snip.kernels.launch import obstacle, use_kernels
 from megatron_snip.log import forget_warnings
-from tests.processes import run_python
+from tests.processes import ROOT, run_python
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -59,3 +61,15 @@ quantize_dequantize(x, fmt, (1, 16))
 """
     done = run_python("-c", script)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_kernels_agree_with_the_reference_in_the_interpreter():
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET"):
+        pytest.skip("this process interprets already")
+    tests = Path(__file__).with_name("test_bits.py")
+    words = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", tests]
+    done = run_python(*words, cwd=ROOT, timeout=280, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout

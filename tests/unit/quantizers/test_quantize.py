@@ -1,10 +1,15 @@
-"""Quantized matrices and operands: against a NumPy loop over formats, tiles, shapes and NaN."""
+"""Quantized matrices and operands: against a NumPy loop over formats, tiles, shapes and NaN.
+
+The random Hadamard transform leaves wgrad's product unchanged, and its matrix is SciPy's.
+"""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from scipy.linalg import hadamard
 
 from megatron_snip.formats import FORMATS
 from megatron_snip.quantizers.quantize import (
@@ -48,6 +53,14 @@ def test_results_match_the_loop(fmt, shape):
     for block in ((1, fmt.tile), (fmt.tile, 1), fmt.weight_block):
         assert agrees(sample(*shape), fmt, block)
         assert agrees(sample(*shape).bfloat16(), fmt, block)
+
+
+@each_format
+def test_scales_at_the_edge_of_a_power_of_two(fmt):
+    edge = fmt.element.max_value * torch.exp2(torch.arange(-90.0, 100.0))
+    above = torch.nextafter(edge, torch.tensor(np.inf))
+    for x in (edge, above):
+        assert agrees(x[:, None] * torch.linspace(1.0, 0.01, 16), fmt, (1, fmt.tile))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -119,30 +132,13 @@ def test_operands_are_quantized_in_their_tiles(fmt, gemm, operand):
 @pytest.mark.parametrize("operand", list(ROW_GEMM))
 @pytest.mark.parametrize("formats", itertools.product([FORMATS["bf16"], *SCALED], repeat=2))
 def test_a_pair_is_two_single_operands(operand, formats):
-    x = torch.randn(3, 50, 96).bfloat16()
-    pair = quantize_dequantize_pair(x, formats, operand, stream=STREAM, dtype=torch.float32)
-    for got, fmt, gemm in zip(pair, formats, (ROW_GEMM[operand], Gemm.WGRAD), strict=True):
-        wanted = quantize_dequantize_operand(
-            x, fmt, operand, gemm, stream=STREAM, dtype=torch.float32
-        )
-        assert got.shape == x.shape and torch.equal(got, wanted)
-
-
-@pytest.mark.parametrize("shape", [(3, 0), (0, 0), (0, 64), (2, 3, 0)])
-def test_a_pair_of_an_empty_tensor_is_empty(shape):
-    pair = quantize_dequantize_pair(
-        torch.empty(shape), ("fp4", "nvfp4"), Operand.GRAD_OUTPUT, stream=STREAM
-    )
-    assert [tuple(copy.shape) for copy in pair] == [shape, shape]
-
-
-def test_the_copies_of_grad_output_round_independently():
-    x = torch.randn(128, 128)
-    nearest = [quantize_dequantize(x, FP4, block) for block in ((1, 128), (128, 1))]
-    copies = quantize_dequantize_pair(x, ("fp4", "fp4"), Operand.GRAD_OUTPUT, stream=STREAM)
-    up = [(a != b).double().flatten() for a, b in zip(copies, nearest, strict=True)]
-    # both depend on x, hence some correlation; one stream for both gives over 0.9
-    assert torch.corrcoef(torch.stack(up))[0, 1] < 0.6
+    for x in (torch.randn(3, 50, 96).bfloat16(), *map(torch.empty, [(0, 0), (0, 64), (2, 3, 0)])):
+        pair = quantize_dequantize_pair(x, formats, operand, stream=STREAM, dtype=torch.float32)
+        for got, fmt, gemm in zip(pair, formats, (ROW_GEMM[operand], Gemm.WGRAD), strict=True):
+            wanted = quantize_dequantize_operand(
+                x, fmt, operand, gemm, stream=STREAM, dtype=torch.float32
+            )
+            assert got.shape == x.shape and torch.equal(got, wanted)
 
 
 def test_bf16_changes_nothing_and_the_dtype_is_the_input_s():
@@ -173,3 +169,25 @@ def test_bf16_changes_nothing_and_the_dtype_is_the_input_s():
 def test_bad_input_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call(torch.ones(8, 8))
+
+
+def turned(x: torch.Tensor, size: int = 16) -> torch.Tensor:
+    return rotated(x, replace(FP4, wgrad_hadamard=size), Gemm.WGRAD)
+
+
+@pytest.mark.parametrize("size", [2, 16, 128])
+def test_the_matrix_is_hadamard_s_with_signed_columns(size):
+    matrix = turned(torch.eye(size), size)
+    signs = matrix[0].sign()
+    wanted = torch.from_numpy(hadamard(size)).float() * signs * size**-0.5
+    torch.testing.assert_close(matrix, wanted)
+    assert size < 16 or set(signs.tolist()) == {-1.0, 1.0}
+
+
+@pytest.mark.parametrize("rows", [0, 5, 16, 100])
+def test_the_product_is_unchanged(rows):
+    torch.manual_seed(0)
+    grad, x = torch.randn(rows, 24), torch.randn(rows, 40)
+    torch.testing.assert_close(turned(grad).T @ turned(x), grad.T @ x, atol=1e-4, rtol=1e-4)
+    rest = rows - rows % 16
+    assert torch.equal(turned(x)[rest:], x[rest:])

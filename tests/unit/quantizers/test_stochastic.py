@@ -20,23 +20,20 @@ PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
 PI_KEY = 0xA4093822 | 0x299F31D0 << 32
 ONES = (0xFFFFFFFF,) * 4
 
-# The answers that Random123 publishes for philox4x32.
+# The answers that Random123 publishes for philox4x32 with 7 rounds.
 KNOWN_ANSWERS = [
-    (7, (0, 0, 0, 0), 0, "5f6fb709 0d893f64 4f121f81 4f730a48"),
-    (7, ONES, 2**64 - 1, "5207ddc2 45165e59 4d8ee751 8c52f662"),
-    (7, PI, PI_KEY, "4dfccaba 190a87f0 c47362ba b6b5242a"),
-    (10, (0, 0, 0, 0), 0, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-    (10, ONES, 2**64 - 1, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-    (10, PI, PI_KEY, "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ((0, 0, 0, 0), 0, "5f6fb709 0d893f64 4f121f81 4f730a48"),
+    (ONES, 2**64 - 1, "5207ddc2 45165e59 4d8ee751 8c52f662"),
+    (PI, PI_KEY, "4dfccaba 190a87f0 c47362ba b6b5242a"),
 ]
 
 
-def numpy_philox(counter: np.ndarray, key: int, num_rounds: int) -> np.ndarray:
+def numpy_philox(counter: np.ndarray, key: int) -> np.ndarray:
     """[n, 4] uint32 -> [n, 4] uint32, written from the definition."""
     c = counter.astype(np.uint64).T.copy()
     k = [np.uint64(key & 0xFFFFFFFF), np.uint64(key >> 32)]
     word = np.uint64(0xFFFFFFFF)
-    for _ in range(num_rounds):
+    for _ in range(7):
         a, b = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
         half = np.uint64(32)
         c = np.stack([(b >> half) ^ c[1] ^ k[0], b & word, (a >> half) ^ c[3] ^ k[1], a & word])
@@ -44,9 +41,9 @@ def numpy_philox(counter: np.ndarray, key: int, num_rounds: int) -> np.ndarray:
     return c.T.astype(np.uint32)
 
 
-@pytest.mark.parametrize(("rounds", "counter", "key", "answer"), KNOWN_ANSWERS)
-def test_the_numpy_version_gives_the_published_answers(rounds, counter, key, answer):
-    words = numpy_philox(np.array([counter], np.uint64), key, rounds)[0]
+@pytest.mark.parametrize(("counter", "key", "answer"), KNOWN_ANSWERS)
+def test_the_numpy_version_gives_the_published_answers(counter, key, answer):
+    words = numpy_philox(np.array([counter], np.uint64), key)[0]
     assert " ".join(f"{word:08x}" for word in words) == answer
 
 
@@ -55,7 +52,7 @@ def test_lanes_are_the_words_in_order(key):
     rng = np.random.default_rng(0)
     counters = np.concatenate([[0, 1, 7, 2**32 - 1, 2**32], rng.integers(0, 2**62, 500)])
     wide = np.stack([counters & 0xFFFFFFFF, counters >> 32], 1)
-    words = numpy_philox(np.concatenate([wide, np.zeros_like(wide)], 1), key, 7)
+    words = numpy_philox(np.concatenate([wide, np.zeros_like(wide)], 1), key)
     halves = np.stack([words & 0xFFFF, words >> 16], 2).reshape(len(counters), 8)
     given = torch.from_numpy(counters)
     assert np.array_equal(random_bits16(given, key).numpy().view(np.uint16), halves)
@@ -81,7 +78,7 @@ def test_a_number_depends_on_the_index_in_the_tensor_alone(cols, monkeypatch):
     index = np.arange(9 * cols)
     counters = np.zeros((9 * cols, 4), np.uint32)
     counters[:, 0] = index >> 3
-    words = numpy_philox(counters, KEY.word, 7)
+    words = numpy_philox(counters, KEY.word)
     lanes = np.stack([words & 0xFFFF, words >> 16], 2).reshape(-1, 8)
     wanted = lanes[index, index & 7].reshape(9, cols)
     assert np.array_equal(draw(KEY, 9, cols).numpy().view(np.uint16), wanted)

@@ -17,11 +17,11 @@ from megatron_snip.quantizers.quantize import quantize_dequantize_operand
 from megatron_snip.quantizers.stochastic import grad_output_stream
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.observer import StepObserver
+from megatron_snip.statistics.optimizer_state import Sensitivity
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.sample import MeasureSettings
-from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.topology import Axis, Placement, Topology
-from megatron_snip.types import Gemm, Operand
+from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand
 
 FORMATS = {name: get_format(name) for name in ("fp8", "fp4")}
 NAME = "decoder.layers.3.mlp.linear_fc1"
@@ -72,11 +72,9 @@ class Toy:
         """Run every microbatch of this data rank forward and backward under an observer."""
         settings = settings or MeasureSettings(FORMATS, STEP, SEED, all_tokens=True)
         place = self.placement(topology)
-        d = Sensitivity(
-            self._shard(self.row, 0, "column", topology),
-            self._shard(self.col, 0, "row", topology),
-            self.update_square,
-        )
+        factors = ((self.row, "column"), (self.col, "row"))
+        parts = [self._shard(factor, 0, kind, topology) for factor, kind in factors]
+        d = Sensitivity(*parts, self.update_square)
         observer = StepObserver(settings, topology, {place.instance: d})
         weight_dim = 0 if self.kind == "column" else 1
         weight = self._shard(self.weight, weight_dim, self.kind, topology).requires_grad_()
@@ -111,6 +109,8 @@ class Toy:
         for m, (x_t, g_t) in enumerate(zip(self.inputs, self.grads, strict=True)):
             x, g = x_t.double().numpy(), grad_scale * g_t.double().numpy()
             y, dx, dw = x @ w.T, g @ w, g.T @ x
+            tensors = dict(zip(Operand, (x_t, self.weight, g_t), strict=True))
+            scales = dict(zip(Operand, (1.0, 1.0, grad_scale), strict=True))
             add("microbatches", 1)
             add("tokens", len(x))
             for name, a in (("input", x), ("output", y), ("grad", g), ("input_grad", dx)):
@@ -118,15 +118,9 @@ class Toy:
             add("wgrad_square", square(dw))
             for fmt in FORMATS:
                 q = {
-                    (o, gemm): self._quantized(t, fmt, o, gemm, m) * scale
-                    for o, gemm, t, scale in (
-                        (Operand.INPUT, Gemm.FPROP, x_t, 1.0),
-                        (Operand.WEIGHT, Gemm.FPROP, self.weight, 1.0),
-                        (Operand.GRAD_OUTPUT, Gemm.DGRAD, g_t, grad_scale),
-                        (Operand.WEIGHT, Gemm.DGRAD, self.weight, 1.0),
-                        (Operand.GRAD_OUTPUT, Gemm.WGRAD, g_t, grad_scale),
-                        (Operand.INPUT, Gemm.WGRAD, x_t, 1.0),
-                    )
+                    (o, gemm): self._quantized(tensors[o], fmt, o, gemm, m) * scales[o]
+                    for gemm, operands in GEMM_OPERANDS.items()
+                    for o in operands
                 }
                 x_q, w_q = q[Operand.INPUT, Gemm.FPROP], q[Operand.WEIGHT, Gemm.FPROP]
                 e_y = x_q @ w_q.T - y
@@ -190,7 +184,5 @@ def largest_error(found: dict[str, float], wanted: dict[str, float]) -> float:
 
 def axis_topology(rank: int, size: int, group: Any, axis: str) -> Topology:
     """A topology of `size` ranks along one axis."""
-    common: dict[str, Any] = {"rank": rank, "world_size": size, "control": group}
-    if axis == "tensor":
-        return Topology(tensor=Axis(rank, size, group), **common)
-    return Topology(data=Axis(rank, size, group), **common)
+    along: dict[str, Any] = {axis: Axis(rank, size, group)}
+    return Topology(rank=rank, world_size=size, control=group, **along)

@@ -51,13 +51,12 @@ def test_a_sample_of_tokens_is_without_bias() -> None:
     assert all(row["tokens"] == 2048 for row in samples)
 
 
-@pytest.mark.parametrize("count", [1, 8])
-def test_errors_of_wgrad_add_as_squares_over_microbatches(count: int) -> None:
+def test_errors_of_wgrad_add_as_squares_over_microbatches() -> None:
     """Against the error of the summed gradient by brute force; 2,048 errors scatter by 5 %."""
-    toy = Toy.make("column", microbatches=count, tokens=256)
-    total = sum(toy.wgrad_error("fp4", m) for m in range(count))
+    toy = Toy.make("column", microbatches=8, tokens=256)
+    total = sum(toy.wgrad_error("fp4", m) for m in range(8))
     found = row_of(toy.observed(Topology()))["fp4.wgrad_error_square"]
-    assert found == pytest.approx(float((total**2).sum()), rel=0.05 if count > 1 else 1e-4)
+    assert found == pytest.approx(float((total**2).sum()), rel=0.05)
 
 
 def linear_with_tap(observer: StepObserver, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,21 @@
-"""D and the update, against the real AdamW; optimizers of every make, by their attributes."""
+"""D and the update, against the real AdamW; optimizers of every make; D in factors."""
 
 import copy
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_snip.statistics.optimizer_state import Shard, optimizer_shards
+from megatron_snip.statistics.optimizer_state import (
+    PlannedWeight,
+    Shard,
+    _ShardSums,
+    gather_sensitivities,
+    optimizer_shards,
+)
+from megatron_snip.topology import Placement, Topology
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 
@@ -43,25 +52,19 @@ def next_update(param: torch.nn.Parameter, optimizer: Any, grad: torch.Tensor) -
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 40])
-def test_d_is_the_slope_of_the_real_update(steps: int) -> None:
+def test_d_is_the_slope_of_the_real_update_and_the_update_the_one_last_made(steps: int) -> None:
     """D leaves out that g moves v as well: around g = 0 only v's decay is between the two."""
-    param, optimizer, _ = trained(steps)
+    param, optimizer, made = trained(steps)
     h = 1e-6
     up, down = (next_update(param, optimizer, torch.full_like(param, s * h)) for s in (1, -1))
     slope = ((up - down) / (2 * h)).flatten()
-    d, _ = slope_and_update(optimizer_shards(optimizer)[param])
+    shard = optimizer_shards(optimizer)[param]
+    assert (shard.start, shard.end, shard.step) == (0, param.numel(), steps)
+    d, update = slope_and_update(shard)
+    torch.testing.assert_close(update.double(), made.flatten(), rtol=1e-5, atol=1e-7)
     beta2 = BETAS[1]
     decay = (beta2 * (1 - beta2**steps) / (1 - beta2 ** (steps + 1))) ** 0.5
     torch.testing.assert_close(d.double(), slope * decay, rtol=1e-4, atol=0)
-
-
-@pytest.mark.parametrize("steps", [1, 5])
-def test_the_update_is_the_one_last_made(steps: int) -> None:
-    _, optimizer, made = trained(steps)
-    ((param, shard),) = optimizer_shards(optimizer).items()
-    _, update = slope_and_update(shard)
-    assert (shard.start, shard.end, shard.step) == (0, param.numel(), steps)
-    torch.testing.assert_close(update.double(), made.flatten(), rtol=1e-5, atol=1e-7)
 
 
 def test_no_moments_no_sensitivity() -> None:
@@ -147,3 +150,62 @@ def test_the_state_of_fused_adam_counts_steps_in_the_group() -> None:
     assert torch.equal(slope_and_update(found)[0], slope_and_update(wanted)[0])
     optimizer.param_groups[0]["step"] = torch.tensor(4, dtype=torch.int32)  # capturable
     assert optimizer_shards(optimizer)[param].step == 4
+
+
+ROWS, COLS, STEP = 6, 4, 5
+
+
+def weight_and_shard(separable: bool) -> tuple[torch.nn.Parameter, Shard]:
+    """A weight, and what an AdamW without epsilon keeps of it after some steps."""
+    g = torch.Generator().manual_seed(3)
+    second = torch.rand(ROWS, 1, generator=g) * torch.rand(1, COLS, generator=g)
+    if not separable:
+        second = torch.rand(ROWS, COLS, generator=g)
+    weight = torch.nn.Parameter(torch.zeros(ROWS, COLS))
+    optimizer = torch.optim.AdamW([weight], betas=BETAS, eps=0.0)
+    moments = {"exp_avg": torch.randn(ROWS * COLS, generator=g), "exp_avg_sq": second.reshape(-1)}
+    optimizer.state[weight] = {"step": STEP, **moments}
+    return weight, optimizer_shards(optimizer)[weight]
+
+
+def gathered(monkeypatch: pytest.MonkeyPatch, weight: torch.nn.Parameter, *shards: Shard) -> Any:
+    """Add the sums of several ranks' shards, as a distributed optimizer's data ranks do."""
+    parts = [_ShardSums.of(weight, each) for each in shards]
+    total = _ShardSums(*(sum(tensors) for tensors in zip(*parts, strict=True)))
+    monkeypatch.setattr(_ShardSums, "of", lambda *_: total)
+    planned = PlannedWeight(Placement("fc1", 0, "column", COLS, ROWS), weight)
+    return gather_sensitivities({"fc1": planned}, torch.optim.SGD([weight]), Topology()).get("fc1")
+
+
+def part(shard: Shard, start: int, end: int) -> Shard:
+    state = {k: v[start:end] if k != "step" else v for k, v in shard.state.items()}
+    return replace(shard, start=start, end=end, state=state)
+
+
+@pytest.mark.parametrize("cuts", [[], [8], [3, 9, 10, 17], [1, 2, 3], [23]])
+def test_a_separable_second_moment_gives_d_exactly_from_any_ranges(
+    monkeypatch: pytest.MonkeyPatch, cuts: list[int]
+) -> None:
+    weight, shard = weight_and_shard(separable=True)
+    d, update = slope_and_update(shard)
+    parts = [part(shard, a, b) for a, b in pairwise([0, *cuts, ROWS * COLS])]
+    found = gathered(monkeypatch, weight, *parts)
+    wanted = d.view(ROWS, COLS)
+    torch.testing.assert_close(found.row[:, None] * found.col, wanted, rtol=1e-5, atol=0)
+    assert found.update_square == pytest.approx(float(update.square().sum()), rel=1e-5)
+
+
+def test_factors_keep_the_sums_of_rows_and_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, shard = weight_and_shard(separable=False)
+    found = gathered(monkeypatch, weight, shard)
+    inverse = 1 / (found.row[:, None] * found.col).square()
+    wanted = slope_and_update(shard)[0].view(ROWS, COLS) ** -2
+    for dim in (0, 1):
+        torch.testing.assert_close(inverse.sum(dim), wanted.sum(dim), rtol=1e-5, atol=0)
+
+
+def test_a_weight_without_all_moments_has_no_sensitivity(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, shard = weight_and_shard(separable=True)
+    for partial in (part(shard, 0, 20), replace(shard, state={})):
+        with monkeypatch.context() as patch:
+            assert gathered(patch, weight, partial) is None

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megatron_snip.quantizers.stochastic import ColumnMap
+from megatron_snip.quantizers.stochastic import ColumnMap, StochasticStream, StreamKey
 from megatron_snip.statistics.sample import MeasureSettings, draw_sample, sampled_features
-from tests.unit.statistics.equations import FORMATS
+from tests.unit.statistics.equations import FORMATS, NAME
 
 
 @pytest.mark.parametrize(("cols", "chunks"), [(512, 1), (768, 1), (512, 2), (516, 1), (264, 2)])
@@ -18,7 +18,9 @@ def test_shards_measure_the_features_of_the_complete_linear(
     def measured(size: int) -> list[int]:
         maps = [ColumnMap.shard(cols // size, rank, size, chunks) for rank in range(size)]
         local = torch.arange(cols // size)
-        parts = [m.columns(local)[sampled_features(m, 3)] for m in maps]
+        streams = [StochasticStream(StreamKey(1, NAME, 7, 0), columns) for columns in maps]
+        sampled = [sampled_features(stream, cols // size, 3) for stream in streams]
+        parts = [m.columns(local)[s] for m, s in zip(maps, sampled, strict=True)]
         return sorted(torch.cat(parts).tolist())
 
     assert measured(world_size) == measured(1)
