@@ -35,10 +35,9 @@ from megatron_snip.reporting.events import Event, Metrics, Writer
 from megatron_snip.reporting.run_directory import OldRun, RunDirectory, open_run
 from megatron_snip.reporting.writers import TensorBoardWriter, WandbWriter, start_wandb
 from megatron_snip.trainer.checkpoint import (
-    POINTER,
     Progress,
+    check_new_save,
     checkpoint_path,
-    latest_iteration,
     load_checkpoint,
     read_saved_run,
     resume_iteration,
@@ -85,27 +84,13 @@ def check_run(config: TrainConfig, world_size: int) -> None:
             raise UsageError(f"{name} needs {needed}, a folder of checkpoints")
     iteration = resume_iteration(config)
     if config.save is not None and not (iteration and config.save == config.load):
-        _check_new_save(config.save)
+        check_new_save(config.save)
     if config.snip.enabled:  # each call raises what the run would raise later
         get_policy(config.snip.policy)
         config.snip.targets(config.train_iters)
         if config.snip.plan_file is not None:
             read_plan(config.snip.plan_file)
     check_new_run(config.run_dir, overwrite=_old_run(config, iteration) != "refuse")
-
-
-def _check_new_save(save: Path) -> None:
-    latest, found = latest_iteration(save), next(save.glob("iter_*"), None)
-    if latest is not None:
-        raise UsageError(
-            f"save '{save}' holds checkpoints of another run, up to iteration {latest}; "
-            f"resume from them (--load {save}) or name another folder"
-        )
-    if found is not None:  # it would be replaced
-        raise UsageError(
-            f"save '{save}' holds '{found.name}' but no '{POINTER}'; resume from a checkpoint "
-            f"(--load {save} --ckpt-step N) or name another folder"
-        )
 
 
 def _old_run(config: TrainConfig, done: int) -> OldRun:
@@ -163,17 +148,17 @@ def run_session(config: TrainConfig, console: Console | None) -> TrainingResult:
     done = broadcast_json(resume_iteration(config), control)
     with run_directories(config, done, control) as directory:
         state = build_training_state(config)
-        start = load_checkpoint(config, state, control, done) if done else None
+        start = load_checkpoint(state, control, done) if done else None
         datasets = build_datasets(config, control)
         if directory is not None:
             write_atomic(directory.path / "data.json", json.dumps(datasets.source) + "\n")
         writers = make_writers(config, directory, done)
         if console is not None:
             writers.append(ProgressWriter(config, console))
-        save = partial(save_checkpoint, config, state, control) if config.save else None
+        save = partial(save_checkpoint, state, control) if config.save else None
         stops = stop_requests(control) if config.save else nullcontext(lambda: None)
-        with stops as stop, closing(make_hook(config, state, writers, start)) as hook:
-            result = train(config, state, datasets, hook, start, save, stop)
+        with stops as stop, closing(make_hook(state, writers, start)) as hook:
+            result = train(state, datasets, hook, start, save, stop)
     if console is not None:
         _print_result(config, result, console)
     return result
@@ -204,13 +189,9 @@ def make_writers(
     return writers
 
 
-def make_hook(
-    config: TrainConfig,
-    state: TrainingState,
-    writers: list[Writer],
-    start: Progress | None = None,
-) -> TrainingHook:
+def make_hook(state: TrainingState, writers: list[Writer], start: Progress | None) -> TrainingHook:
     """All ranks: return SNIP's controller if it is enabled, else plain training."""
+    config = state.config
     if not config.snip.enabled:
         return PlainTraining(writers)
     return SnipController(

@@ -14,10 +14,10 @@ from megatron_snip.errors import UsageError
 from megatron_snip.flags import given_values
 from megatron_snip.trainer.config import (
     TrainConfig,
+    TrainFields,
     check_ranks,
     load_train_config,
 )
-from megatron_snip.trainer.fields import TrainFields
 
 
 def parse(*words: str) -> argparse.Namespace:
