@@ -60,8 +60,6 @@ from megatron_snip.trainer.model import (
     transformer_config,
 )
 
-logger = logging.getLogger(__name__)
-
 PROGRESS_LINES = 20
 """Approximate number of progress lines per run."""
 

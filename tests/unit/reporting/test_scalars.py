@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 
 from megatron_snip.reporting.events import Event, Metrics, Notice
-from megatron_snip.reporting.scalars import ScalarSeries
+from megatron_snip.reporting.writers import ScalarSeries
 from tests.unit.reporting.runs import Shape, applied, config, measurement_at, plan_from
 
 SHAPE = Shape(config())
