@@ -1,4 +1,4 @@
-"""Functions that test_checkpoints.py runs on ranks."""
+"""Functions that test_trainer.py and test_checkpoints.py run on ranks."""
 
 import json
 import os
