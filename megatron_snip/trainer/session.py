@@ -311,21 +311,15 @@ def _print_result(config: TrainConfig, result: TrainingResult, console: Console)
         console.print(f"nothing left to do: {result.iterations} iterations are done")
         return
     end = f", stopped by {result.stopped}" if result.stopped else ""
-    console.print(
-        f"{result.iterations} iterations in {result.seconds:.0f} s, "
-        f"training loss {result.loss:.4f}{end}"
-    )
+    text = f"{result.iterations} iterations in {result.seconds:.0f} s"
+    lines = [f"{text}, training loss {result.loss:.4f}{end}"]
     if result.stopped and config.save is not None:
-        console.print(f"to resume: the same command with --load {config.save}", soft_wrap=True)
+        lines.append(f"to resume: the same command with --load {config.save}")
     if result.validation_loss is not None and result.first_validation_loss is not None:
-        console.print(
-            f"validation loss {result.first_validation_loss:.4f} before training, "
-            f"{result.validation_loss:.4f} after"
-        )
-    console.print("written:")
-    for name in sorted({p.relative_to(config.run_dir).parts[0] for p in own_files(config.run_dir)}):
-        console.print(f"  {config.run_dir / name}", soft_wrap=True)
+        text = f"validation loss {result.first_validation_loss:.4f} before training"
+        lines.append(f"{text}, {result.validation_loss:.4f} after")
+    names = {path.relative_to(config.run_dir).parts[0] for path in own_files(config.run_dir)}
+    lines += ["written:", *(f"  {config.run_dir / name}" for name in sorted(names))]
     command = "stats" if (config.run_dir / "divergences").is_dir() else "report"
-    console.print(
-        f"next: megatron-snip {command} {shlex.quote(str(config.run_dir))}", soft_wrap=True
-    )
+    lines.append(f"next: megatron-snip {command} {shlex.quote(str(config.run_dir))}")
+    console.print("\n".join(lines), soft_wrap=True)
