@@ -154,11 +154,10 @@ bench-gpu:  ## the next 8 minutes of this machine's GPU benchmarks; again until 
 	@BENCH_PYTHON="$(BENCH_PYTHON)" $(PYTHON) benchmarks/start.py $(BENCH_ARGS)
 
 .PHONY: nightly
-nightly: $(STAMP)  ## random planning problems, 40 killed runs, faults on 4 ranks, false alarms
+nightly: $(STAMP)  ## random planning problems, 40 killed runs, faults on 4 ranks
 	$(BIN)/python -m tests.nightly.planner
-	$(BIN)/python -m tests.nightly.kills --output benchmarks/results/kills.json
-	$(BIN)/python -m tests.nightly.faults --output benchmarks/results/faults.json
-	$(BIN)/python -m tests.nightly.alarms --output benchmarks/results/alarms.json
+	$(BIN)/python -m tests.nightly.kills
+	$(BIN)/python -m tests.nightly.faults
 	$(BIN)/python -m tests.nightly.reliability --write
 
 .PHONY: lock

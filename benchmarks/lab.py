@@ -99,7 +99,7 @@ class Lab:
             self.step += 1
             self.model.runtime.begin_pass(self.step)
             samples, hook = self.datasets.train, PlainTraining()
-            metrics = train_step(self.step, self.config, self.state, samples, hook)
+            metrics = train_step(self.step, self.state, samples, hook)
             losses.append(metrics["loss"])
         return losses
 

@@ -40,7 +40,7 @@ from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.reporting.events import Writer
 from megatron_snip.trainer import session
-from megatron_snip.trainer.config import TrainConfig, make_train_config
+from megatron_snip.trainer.config import make_train_config
 from megatron_snip.trainer.loop import PlainTraining
 
 Condition = Literal["idle", "process", "thread"]
@@ -146,9 +146,7 @@ def measure(steps: int) -> StallHook:
     problem = experts_model(32, 132, 8, seed=0)
     hooks: list[StallHook] = []
 
-    def make_hook(
-        config: TrainConfig, state: object, writers: list[Writer], start: object = None
-    ) -> StallHook:
+    def make_hook(state: object, writers: list[Writer], start: object) -> StallHook:
         hooks.append(StallHook(writers, problem))
         return hooks[0]
 

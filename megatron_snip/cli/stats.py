@@ -63,18 +63,16 @@ def run(args: argparse.Namespace) -> int:
     kind = "health" if args.health or args.csv else "divergences"
     path = _find(args.run / kind, args.iteration)
     value, source = read_json(path, f"{kind} file"), f"{kind} file '{path}'"
-    if kind == "health":
-        health = HealthTable.from_dict(value, source)
-    else:
-        divergences = parse_divergences(value, source)
+    read = HealthTable.from_dict if kind == "health" else parse_divergences
+    record = read(value, source)
     if args.json:
         print(json.dumps(value, indent=1))
+    elif isinstance(record, Divergences):
+        _print_divergences(record, args.sort)
     elif args.csv:
-        csv.writer(sys.stdout).writerows([Finding._fields, *health.worst(None)])
-    elif args.health:
-        _print_health(health)
+        csv.writer(sys.stdout).writerows([Finding._fields, *record.worst(None)])
     else:
-        _print_divergences(divergences, args.sort)
+        _print_health(record)
     return 0
 
 

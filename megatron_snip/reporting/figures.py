@@ -10,8 +10,8 @@ row 17, column fc1. Names of another form get a row of their own.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, get_args
 
 import matplotlib
@@ -71,10 +71,7 @@ STYLE: dict[str, Any] = {
 }
 
 
-@contextmanager
-def _styled() -> Iterator[None]:
-    with matplotlib.rc_context(STYLE):
-        yield
+_styled = partial(matplotlib.rc_context, STYLE)
 
 
 @_styled()
@@ -359,9 +356,8 @@ def loss_curves(run: RunRecord, reference: tuple[str, MetricRows] | None = None)
     axes.plot(*run.metrics.column("loss"), color=LINE, linewidth=1.4, label="training", zorder=3)
     measured, losses = run.metrics.column("validation_loss")
     if (seen := np.isfinite(losses)).any():
-        dots: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 5, "color": LINE}
-        dots |= {"label": "validation", "markeredgecolor": SURFACE}
-        axes.plot(measured[seen], losses[seen], **dots, zorder=4)
+        style = {"color": LINE, "markersize": 5, "markeredgecolor": SURFACE}
+        axes.plot(measured[seen], losses[seen], "o", **style, label="validation", zorder=4)
     _finish(figure, axes, "loss")
     lower.set_xlabel("iteration")
     lower.xaxis.set_major_locator(_iteration_ticks(8))
@@ -387,11 +383,10 @@ def frontier_curve(points: Points, plan: tuple[float, float] | None, lowest: str
     """
     figure = _new_figure(3.0)
     axes = figure.subplots()
-    dots: dict[str, Any] = {"marker": "o", "markersize": 3, "color": LINE}
-    axes.plot(*zip(*points, strict=True), **dots, label="best plan")
+    axes.plot(*zip(*points, strict=True), "o-", color=LINE, markersize=3, label="best plan")
     if plan is not None:
-        star: dict[str, Any] = {"marker": "*", "markersize": 14, "linestyle": "none"}
-        axes.plot(*plan, **star, color=WARNING, markeredgecolor=SURFACE, label="current plan")
+        style: dict[str, Any] = {"markersize": 14, "markeredgecolor": SURFACE}
+        axes.plot(*plan, "*", color=WARNING, **style, label="current plan")
     axes.set_ylim(bottom=0.0)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(PercentFormatter(1.0))

@@ -32,14 +32,6 @@ from megatron_snip.statistics.health_table import MEANINGS
 from megatron_snip.version import __version__
 
 TEMPLATE = "report.html.j2"
-NOTICES = {
-    "refresh_failed": "refresh failed, plan unchanged",
-    "guard": "guard: bad loss",
-    "reverted": "plan reverted",
-    "health": "health alert",
-}
-"""Kinds of notices, as the table of failures names them."""
-
 TARGETS = tuple(k / 20 for k in range(21))
 TIME_LIMIT_S = 2.0  # per target of the frontier
 
@@ -83,7 +75,6 @@ def make_report(run: RunRecord, reference: Reference | None = None) -> str:
     is_bf16 = only_bf16(run.plans)
     return environment.from_string(source).render(
         run=run,
-        metrics=run.metrics,
         wall_s=run.metrics.column("wall_s")[1],
         nanmedian=np.nanmedian,
         sim=" (simulated)" if run.simulated and not is_bf16 else "",
@@ -96,7 +87,6 @@ def make_report(run: RunRecord, reference: Reference | None = None) -> str:
         option_counts=text.option_counts,
         meanings=MEANINGS,
         largest="" if run.divergences is None else _largest(run.divergences),
-        notices=NOTICES,
         settings=flatten(run.config | {"versions": run.versions}),
         version=__version__,
     )

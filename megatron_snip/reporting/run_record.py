@@ -289,10 +289,9 @@ def read_metrics(path: Path) -> MetricRows:
     Raises:
         UsageError: if no iteration has ended, the file cannot be read, or a line is not a row.
     """
-    if not path.exists():
-        raise UsageError(f"'{path.parent}' has no metrics yet: no iteration has ended")
     rows: list[dict[str, Any]] = []
-    lines = read_text(path, f"metrics file '{path}'").split("\n")[:-1]
+    text = read_text(path, f"metrics file '{path}'") if path.exists() else ""
+    lines = text.split("\n")[:-1]
     for k, line in enumerate(lines, start=1):
         source = f"'{path}', line {k}"
         row = checked(_Row, parse_json(line, source), source).model_dump(exclude_unset=True)

@@ -52,7 +52,7 @@ from megatron_snip.errors import SnipError, UsageError
 from megatron_snip.files import read_json, read_record, read_text, write_atomic
 from megatron_snip.reporting.run_directory import versions
 from megatron_snip.state import ControllerState
-from megatron_snip.trainer.config import TrainConfig
+from megatron_snip.trainer.config import ModelFields, ParallelFields, TrainConfig
 from megatron_snip.trainer.model import TrainingState
 
 logger = logging.getLogger(__name__)
@@ -66,28 +66,17 @@ SCHEMA_VERSION = 2
 
 _PARTIAL = re.compile(r"\.iter_\d{7,}(\.replaced)?\.partial")
 
+_NOT_IN_TENSORS = {
+    *("seq_length", "attention_dropout", "hidden_dropout"),
+    *("moe_router_topk", "moe_token_dispatcher_type"),
+}
 MODEL_FIELDS = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "num_experts",
-    "moe_ffn_hidden_size",
-    "make_vocab_size_divisible_by",
-    "untie_embeddings_and_output_weights",
-    "bf16",
-    "use_distributed_optimizer",
+    *(name for name in ModelFields.model_fields if name not in _NOT_IN_TENSORS),
+    *("bf16", "use_distributed_optimizer"),
 )
 """Settings that the tensors of a checkpoint depend on."""
 
-LAYOUT_FIELDS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "num_layers_per_virtual_pipeline_stage",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
+LAYOUT_FIELDS = tuple(n for n, f in ParallelFields.model_fields.items() if f.annotation is not bool)
 
 
 @dataclass(frozen=True)
@@ -176,23 +165,38 @@ def resume_iteration(config: TrainConfig) -> int:
     return iteration or 0
 
 
+def check_new_save(save: Path) -> None:
+    """Refuse a folder whose checkpoints a new run would replace.
+
+    Raises:
+        UsageError: if it holds checkpoints.
+    """
+    latest, found = latest_iteration(save), next(save.glob("iter_*"), None)
+    if latest is not None:
+        raise UsageError(
+            f"save '{save}' holds checkpoints of another run, up to iteration {latest}; "
+            f"resume from them (--load {save}) or name another folder"
+        )
+    if found is not None:  # it would be replaced
+        raise UsageError(
+            f"save '{save}' holds '{found.name}' but no '{POINTER}'; resume from a checkpoint "
+            f"(--load {save} --ckpt-step N) or name another folder"
+        )
+
+
 def _check_resume(config: TrainConfig, source: Path) -> None:
     """Refuse a checkpoint of another model, or one that Megatron cannot convert to the layout."""
     old, new = read_saved_run(source).config, config.model_dump(mode="json")
-    for change in _changes(MODEL_FIELDS, old, new):
-        raise UsageError(f"load: '{source}' is of another model: {change}")
+    for name in MODEL_FIELDS:
+        if old.get(name) != new[name]:
+            change = f"{name} {old.get(name)} -> {new[name]}"
+            raise UsageError(f"load: '{source}' is of another model: {change}")
     name = "expert_model_parallel_size"
     if (old[name] > 1) != (new[name] > 1):
         raise UsageError(
             f"load: '{source}' has {name} {old[name]}, not {new[name]}: Megatron cannot convert "
             "the optimizer between experts on every rank and distributed experts"
         )
-
-
-def _changes(fields: tuple[str, ...], old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
-    for name in fields:
-        if old.get(name) != new.get(name):
-            yield f"{name} {old.get(name)} -> {new.get(name)}"
 
 
 @contextmanager
@@ -210,14 +214,11 @@ def _signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
-def save_checkpoint(
-    config: TrainConfig, state: TrainingState, group: ProcessGroup | None, progress: Progress
-) -> None:
-    """All ranks: write a checkpoint to `config.save`.
+def save_checkpoint(state: TrainingState, group: ProcessGroup | None, progress: Progress) -> None:
+    """All ranks: write a checkpoint to the settings' `save`.
 
     Args:
-        config: the run's settings.
-        state: model, optimizer and scheduler.
+        state: model, optimizer, scheduler and settings.
         group: all ranks, carries CPU tensors.
         progress: what else a resumed run needs.
 
@@ -225,8 +226,8 @@ def save_checkpoint(
         SnipError: if it cannot be written; earlier checkpoints are untouched. After an error
             in Megatron a rank may raise while others still wait: the job must end.
     """
-    assert config.save is not None, "`save` is set"
-    path = checkpoint_path(config.save, progress.iteration)
+    assert state.config.save is not None, "`save` is set"
+    path = checkpoint_path(state.config.save, progress.iteration)
     partial = path.with_name(f".{path.name}.partial")
     on_rank_0("creating the checkpoint's folder", lambda: make_partial(partial), group)
     with state.gathered():
@@ -254,20 +255,17 @@ def save_checkpoint(
         "iteration": progress.iteration,
         "world_size": dist.get_world_size(),
         "versions": versions(),
-        "config": config.model_dump(mode="json"),
+        "config": state.config.model_dump(mode="json"),
         "files": _digests(partial, names, group),
     }
     text = json.dumps(content, indent=1) + "\n"
     on_rank_0("finishing the checkpoint", lambda: finish_checkpoint(path, partial, text), group)
 
 
-def load_checkpoint(
-    config: TrainConfig, state: TrainingState, group: ProcessGroup | None, iteration: int
-) -> Progress:
-    """All ranks: load the checkpoint of `config.load` after `iteration` iterations.
+def load_checkpoint(state: TrainingState, group: ProcessGroup | None, iteration: int) -> Progress:
+    """All ranks: load the checkpoint of the settings' `load` after `iteration` iterations.
 
     Args:
-        config: the run's settings.
         state: receives the weights and the states of optimizer and scheduler.
         group: all ranks, carries CPU tensors.
         iteration: as `resume_iteration` returned it.
@@ -275,6 +273,7 @@ def load_checkpoint(
     Raises:
         SnipError: on every rank, if it is damaged or Megatron cannot read it.
     """
+    config = state.config
     assert config.load is not None, "`load` is set"
     path = checkpoint_path(config.load, iteration)
     run = read_saved_run(path)
@@ -284,8 +283,9 @@ def load_checkpoint(
             f"load: '{path / name}' does not match the SHA-256 in {SETTINGS}: it is damaged or "
             "changed; load another checkpoint with --ckpt-step"
         )
-    same_layout = run.world_size == dist.get_world_size() and not any(
-        _changes(LAYOUT_FIELDS, run.config, config.model_dump(mode="json"))
+    new = config.model_dump(mode="json")
+    same_layout = run.world_size == dist.get_world_size() and all(
+        run.config.get(name) == new[name] for name in LAYOUT_FIELDS
     )
     content = _template(state, loading=True) | (_random_streams() if same_layout else {})
     try:

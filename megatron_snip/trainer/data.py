@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -51,16 +52,6 @@ class Samples(Protocol):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]: ...
 
 
-class _TokenIds:
-    """The tokenizer that GPTDataset asks for; the data are token ids already."""
-
-    vocab_size = BYTE_VOCABULARY
-    eod = END_OF_DOCUMENT
-
-    def __init__(self) -> None:
-        self.unique_identifiers = OrderedDict(kind="token ids", vocab_size=self.vocab_size)
-
-
 @dataclass(frozen=True)
 class Datasets:
     """Training and validation samples.
@@ -89,6 +80,11 @@ def build_datasets(config: TrainConfig, group: ProcessGroup | None) -> Datasets:
     folder = (config.run_dir / "data").resolve()
     prepare = partial(prepare_corpus, folder, config.max_corpus_bytes)
     source = on_rank_0("preparing the built-in text", prepare, group)
+    tokenizer = SimpleNamespace(  # the data are token ids already
+        vocab_size=BYTE_VOCABULARY,
+        eod=END_OF_DOCUMENT,
+        unique_identifiers=OrderedDict(kind="token ids", vocab_size=BYTE_VOCABULARY),
+    )
     blends = [([str(Path(source["path"]) / part)], None) for part in ("train", "valid")]
     num_train = config.train_iters * config.global_batch_size
     num_valid = config.eval_iters * config.global_batch_size
@@ -97,7 +93,7 @@ def build_datasets(config: TrainConfig, group: ProcessGroup | None) -> Datasets:
         sequence_length=config.seq_length,
         # Two runs that share a folder could read each other's incomplete indices.
         path_to_cache=str(config.run_dir / "data_index"),
-        tokenizer=_TokenIds(),
+        tokenizer=tokenizer,
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,

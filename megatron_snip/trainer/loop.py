@@ -33,7 +33,6 @@ from megatron_snip.errors import SnipError
 from megatron_snip.linears.training_step import ForwardBackward, Results
 from megatron_snip.reporting.events import Event, Metrics, Reporter, Writer
 from megatron_snip.trainer.checkpoint import STOP_SIGNALS, Progress
-from megatron_snip.trainer.config import TrainConfig
 from megatron_snip.trainer.data import Datasets, Samples, iteration_batches
 from megatron_snip.trainer.model import LOSS, TrainingState
 
@@ -123,7 +122,6 @@ class TrainingResult:
 
 
 def train(
-    config: TrainConfig,
     state: TrainingState,
     datasets: Datasets,
     hook: TrainingHook,
@@ -138,8 +136,7 @@ def train(
     evaluated (iteration 1: before its update, others: after it).
 
     Args:
-        config: the run's settings.
-        state: model, optimizer and scheduler.
+        state: model, optimizer, scheduler and settings.
         datasets: training and validation samples.
         hook: SNIP's controller or `PlainTraining`.
         start: resume from here; model, optimizer and scheduler are loaded already.
@@ -150,10 +147,9 @@ def train(
         SnipError: on every rank, if the loss or gradient norm is not finite or a checkpoint cannot
             be saved.
     """
-    begin = time.perf_counter()
+    begin, config = time.perf_counter(), state.config
     if start is None:
-        with hook.evaluation() as paired:
-            first = validation = evaluate(state, datasets.valid, config.eval_iters, paired)
+        first = validation = evaluate(state, datasets.valid, hook)
         start = Progress()
     else:
         first, validation = start.first_validation_loss, start.validation_loss
@@ -161,12 +157,11 @@ def train(
     iteration, stopped = start.iteration, None
     while iteration < config.train_iters and stopped is None:
         iteration += 1
-        metrics = train_step(iteration, config, state, datasets.train, hook)
+        metrics = train_step(iteration, state, datasets.train, hook)
         if iteration == 1 and first is not None:
             metrics["validation_loss"] = first
         if iteration % config.eval_interval == 0 or iteration == config.train_iters:
-            with hook.evaluation() as paired:
-                validation = evaluate(state, datasets.valid, config.eval_iters, paired)
+            validation = evaluate(state, datasets.valid, hook)
             if iteration > 1 and validation is not None:
                 metrics["validation_loss"] = validation
         hook.end_iteration(iteration, metrics)
@@ -181,7 +176,7 @@ def train(
 
 
 def train_step(
-    iteration: int, config: TrainConfig, state: TrainingState, samples: Samples, hook: TrainingHook
+    iteration: int, state: TrainingState, samples: Samples, hook: TrainingHook
 ) -> dict[str, Any]:
     """All ranks: make one iteration; return its metrics.
 
@@ -196,39 +191,27 @@ def train_step(
     loss = _mean_loss(reports)
     _check_finite(iteration, "loss", loss)
     updated, grad_norm, _ = state.optimizer.step()
-    _check_finite(iteration, "gradient norm", float(grad_norm))
+    grad_norm = float(grad_norm)
+    _check_finite(iteration, "gradient norm", grad_norm)
     if updated:
-        state.scheduler.step(increment=config.global_batch_size)
-    tokens = config.global_batch_size * config.seq_length
+        state.scheduler.step(increment=state.config.global_batch_size)
     step_s = time.perf_counter() - begin
-    return {
-        "loss": loss,
-        "grad_norm": float(grad_norm),
-        "lr": float(lr),
-        "tokens_per_s": tokens / step_s,
-        "step_s": step_s,
-    }
+    speed = state.config.global_batch_size * state.config.seq_length / step_s
+    metrics = {"loss": loss, "grad_norm": grad_norm, "lr": float(lr)}
+    return metrics | {"tokens_per_s": speed, "step_s": step_s}
 
 
 @torch.no_grad()
-def evaluate(
-    state: TrainingState,
-    samples: Samples | None,
-    eval_iters: int,
-    paired: Callable[..., Any] | None = None,
-) -> float | None:
-    """All ranks: return the mean loss over `eval_iters` global batches; None without samples.
-
-    `paired` takes the place of Megatron's function (see `SnipController.evaluation`).
-    """
+def evaluate(state: TrainingState, samples: Samples | None, hook: TrainingHook) -> float | None:
+    """All ranks: return the mean loss over `eval_iters` global batches; None without samples."""
     if samples is None:
         return None
-    function = state.function if paired is None else partial(paired, state.function)
     for chunk in state.model:
         chunk.eval()
     losses = []
-    with state.gathered():
-        for iteration in range(1, eval_iters + 1):
+    with hook.evaluation() as paired, state.gathered():
+        function = state.function if paired is None else partial(paired, state.function)
+        for iteration in range(1, state.config.eval_iters + 1):
             iterators = _iterators(state, samples, iteration)
             losses.append(_mean_loss(function(**state.arguments(iterators, True))))
     for chunk in state.model:

@@ -35,10 +35,9 @@ from megatron_snip.reporting.events import Event, Metrics, Writer
 from megatron_snip.reporting.run_directory import OldRun, RunDirectory, open_run
 from megatron_snip.reporting.writers import TensorBoardWriter, WandbWriter, start_wandb
 from megatron_snip.trainer.checkpoint import (
-    POINTER,
     Progress,
+    check_new_save,
     checkpoint_path,
-    latest_iteration,
     load_checkpoint,
     read_saved_run,
     resume_iteration,
@@ -60,8 +59,6 @@ from megatron_snip.trainer.model import (
     initialize_parallel_state,
     transformer_config,
 )
-
-logger = logging.getLogger(__name__)
 
 PROGRESS_LINES = 20
 """Approximate number of progress lines per run."""
@@ -85,27 +82,13 @@ def check_run(config: TrainConfig, world_size: int) -> None:
             raise UsageError(f"{name} needs {needed}, a folder of checkpoints")
     iteration = resume_iteration(config)
     if config.save is not None and not (iteration and config.save == config.load):
-        _check_new_save(config.save)
+        check_new_save(config.save)
     if config.snip.enabled:  # each call raises what the run would raise later
         get_policy(config.snip.policy)
         config.snip.targets(config.train_iters)
         if config.snip.plan_file is not None:
             read_plan(config.snip.plan_file)
     check_new_run(config.run_dir, overwrite=_old_run(config, iteration) != "refuse")
-
-
-def _check_new_save(save: Path) -> None:
-    latest, found = latest_iteration(save), next(save.glob("iter_*"), None)
-    if latest is not None:
-        raise UsageError(
-            f"save '{save}' holds checkpoints of another run, up to iteration {latest}; "
-            f"resume from them (--load {save}) or name another folder"
-        )
-    if found is not None:  # it would be replaced
-        raise UsageError(
-            f"save '{save}' holds '{found.name}' but no '{POINTER}'; resume from a checkpoint "
-            f"(--load {save} --ckpt-step N) or name another folder"
-        )
 
 
 def _old_run(config: TrainConfig, done: int) -> OldRun:
@@ -163,17 +146,17 @@ def run_session(config: TrainConfig, console: Console | None) -> TrainingResult:
     done = broadcast_json(resume_iteration(config), control)
     with run_directories(config, done, control) as directory:
         state = build_training_state(config)
-        start = load_checkpoint(config, state, control, done) if done else None
+        start = load_checkpoint(state, control, done) if done else None
         datasets = build_datasets(config, control)
         if directory is not None:
             write_atomic(directory.path / "data.json", json.dumps(datasets.source) + "\n")
         writers = make_writers(config, directory, done)
         if console is not None:
             writers.append(ProgressWriter(config, console))
-        save = partial(save_checkpoint, config, state, control) if config.save else None
+        save = partial(save_checkpoint, state, control) if config.save else None
         stops = stop_requests(control) if config.save else nullcontext(lambda: None)
-        with stops as stop, closing(make_hook(config, state, writers, start)) as hook:
-            result = train(config, state, datasets, hook, start, save, stop)
+        with stops as stop, closing(make_hook(state, writers, start)) as hook:
+            result = train(state, datasets, hook, start, save, stop)
     if console is not None:
         _print_result(config, result, console)
     return result
@@ -204,13 +187,9 @@ def make_writers(
     return writers
 
 
-def make_hook(
-    config: TrainConfig,
-    state: TrainingState,
-    writers: list[Writer],
-    start: Progress | None = None,
-) -> TrainingHook:
+def make_hook(state: TrainingState, writers: list[Writer], start: Progress | None) -> TrainingHook:
     """All ranks: return SNIP's controller if it is enabled, else plain training."""
+    config = state.config
     if not config.snip.enabled:
         return PlainTraining(writers)
     return SnipController(
@@ -332,21 +311,15 @@ def _print_result(config: TrainConfig, result: TrainingResult, console: Console)
         console.print(f"nothing left to do: {result.iterations} iterations are done")
         return
     end = f", stopped by {result.stopped}" if result.stopped else ""
-    console.print(
-        f"{result.iterations} iterations in {result.seconds:.0f} s, "
-        f"training loss {result.loss:.4f}{end}"
-    )
+    text = f"{result.iterations} iterations in {result.seconds:.0f} s"
+    lines = [f"{text}, training loss {result.loss:.4f}{end}"]
     if result.stopped and config.save is not None:
-        console.print(f"to resume: the same command with --load {config.save}", soft_wrap=True)
+        lines.append(f"to resume: the same command with --load {config.save}")
     if result.validation_loss is not None and result.first_validation_loss is not None:
-        console.print(
-            f"validation loss {result.first_validation_loss:.4f} before training, "
-            f"{result.validation_loss:.4f} after"
-        )
-    console.print("written:")
-    for name in sorted({p.relative_to(config.run_dir).parts[0] for p in own_files(config.run_dir)}):
-        console.print(f"  {config.run_dir / name}", soft_wrap=True)
+        text = f"validation loss {result.first_validation_loss:.4f} before training"
+        lines.append(f"{text}, {result.validation_loss:.4f} after")
+    names = {path.relative_to(config.run_dir).parts[0] for path in own_files(config.run_dir)}
+    lines += ["written:", *(f"  {config.run_dir / name}" for name in sorted(names))]
     command = "stats" if (config.run_dir / "divergences").is_dir() else "report"
-    console.print(
-        f"next: megatron-snip {command} {shlex.quote(str(config.run_dir))}", soft_wrap=True
-    )
+    lines.append(f"next: megatron-snip {command} {shlex.quote(str(config.run_dir))}")
+    console.print("\n".join(lines), soft_wrap=True)

@@ -109,11 +109,7 @@ def test_a_resumed_run_applies_the_plan_that_was_being_solved(
 @pytest.mark.parametrize("name", names(OTHER_LAYOUT, FAST))
 def test_another_layout_continues_with_the_same_model(two_ranks: Results, name: str) -> None:
     for results in two_ranks:
-        complete, resumed = results[name], results[f"{name}: resumed"]
-        for result in (complete, resumed):
-            for key in ("loss", "grad_norm"):
-                result[key + ("es" if key == "loss" else "s")] = [r[key] for r in result["metrics"]]
-        assert_same_training(resumed, complete)
+        assert_same_training(results[f"{name}: resumed"], results[name])
 
 
 # ---- damaged checkpoints and full disks -------------------------------------------------------
@@ -138,12 +134,7 @@ def flip_a_bit(path: Path) -> str:
     return file.name
 
 
-def other_iteration(path: Path) -> str:
-    shutil.copy(path.with_name("iter_0000001") / "common.pt", path / "common.pt")
-    return "common.pt"
-
-
-DAMAGES: list[Callable[[Path], str]] = [truncate, empty_metadata, flip_a_bit, other_iteration]
+DAMAGES: list[Callable[[Path], str]] = [truncate, empty_metadata, flip_a_bit]
 
 FULL_DISK = """
 import os

@@ -69,10 +69,9 @@ Results = dict[str, dict[str, Any]]
 
 
 def train_layouts(ranks: int, layouts: dict[str, dict[str, Any]], folder: Path) -> list[Results]:
-    values = {name: {**TINY, **layout} for name, layout in layouts.items()}
-    arguments = {"layouts": values, "folder": str(folder)}
-    function = "tests.distributed.workers.trainer:run_layouts"
-    return run_ranks(ranks, function, arguments)
+    base = {**TINY, "snip": {"enabled": False}}
+    runs = {k: {**base, **v, "run_dir": str(folder / k)} for k, v in layouts.items()}
+    return run_ranks(ranks, "tests.distributed.workers.checkpoints:run_all", {"runs": runs})
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +81,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 def assert_same_training(result: dict[str, Any], expected: dict[str, Any]) -> None:
     # FP32: only the order of sums differs.
-    assert result["losses"] == pytest.approx(expected["losses"], rel=2e-6)
-    assert result["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-4)
+    for key, tolerance in (("loss", 2e-6), ("grad_norm", 1e-4)):
+        found, wanted = ([row[key] for row in run["metrics"]] for run in (result, expected))
+        assert found == pytest.approx(wanted, rel=tolerance)
     for key in ("first_validation_loss", "validation_loss"):
         assert result[key] == pytest.approx(expected[key], rel=2e-6)
 
@@ -94,12 +94,10 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
 
 
 def assert_same_model(per_rank: list[Results], reference: Results) -> None:
-    for name, result in per_rank[0].items():
+    for name, result in (item for results in per_rank for item in results.items()):
         if not name.startswith("noisy"):
             assert_same_training(result, reference["tied" if "tied" in name else "one"])
-            assert result["losses"][0] > result["losses"][-1]
-        # The loss is one number for all ranks, not each rank's own.
-        assert all(other[name]["losses"] == result["losses"] for other in per_rank)
+            assert result["metrics"][0]["loss"] > result["metrics"][-1]["loss"]
 
 
 @pytest.mark.slow
@@ -262,7 +260,10 @@ def assert_all_gone(processes: list[int]) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_listen_on_the_loopback_interface_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])  # ranks handle no SIGHUP
+def test_ranks_listen_on_the_loopback_interface_only_and_end_by_a_signal(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     with training(command(tmp_path / "run", train_iters=5000), tmp_path) as front:
         processes = [front.pid, *descendants(front.pid)]
         links = [os.readlink(fd) for p in processes for fd in Path(f"/proc/{p}/fd").iterdir()]
@@ -274,19 +275,11 @@ def test_ranks_listen_on_the_loopback_interface_only(tmp_path: Path) -> None:
         ]
         listening = [row[1] for row in rows if row[3] == "0A" and row[9] in inodes]
         assert listening and all(address.startswith("0100007F:") for address in listening)
-        front.send_signal(signal.SIGTERM)
+        front.send_signal(number)
         _, errors = front.communicate(timeout=TIMEOUT_S)
-    assert front.returncode == 128 + signal.SIGTERM
-    assert errors == "megatron-snip: ended by SIGTERM\n"
+    assert front.returncode == 128 + number
+    assert errors == f"megatron-snip: ended by {number.name}\n"
     assert_all_gone(processes)
-
-
-@pytest.mark.slow
-def test_ranks_that_a_signal_ends_at_once_count_as_answered(tmp_path: Path) -> None:
-    with training(command(tmp_path / "run", train_iters=5000), tmp_path) as front:
-        front.send_signal(signal.SIGHUP)  # ranks do not handle it
-        _, errors = front.communicate(timeout=TIMEOUT_S)
-    assert (front.returncode, errors) == (128 + signal.SIGHUP, "megatron-snip: ended by SIGHUP\n")
 
 
 @pytest.mark.slow

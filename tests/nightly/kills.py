@@ -1,14 +1,15 @@
-"""kill -9 at random points of short runs; each goes on to the bitwise result of the run left alone.
+"""kill -9 at random points of short runs; each resumes to the bitwise result of the run left alone.
 
-    python -m tests.nightly.kills [--runs 40] [--seed 0] [--ranks 2] [--output FILE]
+    python -m tests.nightly.kills [--runs 40] [--seed 0] [--ranks 2]
 
 Every process of a run is killed at once, at a random moment up to three times, while it trains,
-measures, solves or saves (it saves after every second step); the same command is given again until
-the run ends. Compared with a run that nobody disturbed: the loss of every step, every plan, and
-which plan was in force when. Exit status 1 if anything differs. FILE keeps where each was killed
-and what became of it; it is written after every run.
+measures, solves or saves (it saves after every second iteration); the same command is given again
+until the run ends. Compared with a run that nobody disturbed: the loss of every iteration, every
+plan, and where each was applied. Exit status 1 if anything differs.
 """
 
+import argparse
+import itertools
 import json
 import random
 import shutil
@@ -25,8 +26,7 @@ import psutil
 
 from megatron_snip.planning.plan import read_plan
 from tests.distributed.launch import TIMEOUT_S
-from tests.distributed.test_trainer import command, environment
-from tests.nightly.results import parser, save
+from tests.distributed.test_trainer import command, environment, run_command
 
 STEPS = 22
 SETTINGS: dict[str, Any] = {
@@ -36,6 +36,9 @@ SETTINGS: dict[str, Any] = {
     "train_iters": STEPS,
     "snip": {"enabled": True, "start_step": 11, "interval": 4, "lag": 3, "efficiency_target": 0.5},
 }
+
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 
 def settings(ranks: int) -> dict[str, Any]:
@@ -53,11 +56,8 @@ def result(run_dir: Path) -> dict[str, Any]:
 def undisturbed(folder: Path, ranks: int) -> dict[str, Any]:
     """Run to the end; return the result."""
     (folder / "undisturbed").mkdir()
-    words = command(folder / "undisturbed" / "run", **settings(ranks))
-    subprocess.run(
-        words, env=_environment(folder), check=True, capture_output=True, timeout=TIMEOUT_S
-    )
-    return result(folder / "undisturbed" / "run")
+    run_dir = folder / "undisturbed" / "run"
+    return _complete(command(run_dir, **settings(ranks)), run_dir, folder)
 
 
 def disturbed(folder: Path, seed: int, ranks: int, kills: int | None = None) -> dict[str, Any]:
@@ -70,8 +70,8 @@ def disturbed(folder: Path, seed: int, ranks: int, kills: int | None = None) -> 
     killed_at = []
     for _ in range(dice.randint(1, 3) if kills is None else kills):
         before = _state(place / "run")
-        with _started(words, _environment(folder)) as front:
-            # One in five dies while it starts. A run that goes on may make some steps again first.
+        with _started(words, folder) as front:
+            # One in five dies while it starts. A resumed run may make some iterations again first.
             if dice.random() < 0.2:
                 time.sleep(dice.uniform(0.0, 5.0))
             else:
@@ -80,21 +80,21 @@ def disturbed(folder: Path, seed: int, ranks: int, kills: int | None = None) -> 
                 time.sleep(dice.uniform(0.0, 0.2))
             killed = front.poll() is None
         if killed:
-            killed_at.append(_lines(place / "run"))
-    again = subprocess.run(
-        words, env=_environment(folder), capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    if again.returncode != 0:
-        raise AssertionError(f"seed {seed}: the run did not go on: {again.stderr[-2000:]}")
-    return {**result(place / "run"), "killed_at": killed_at}
+            killed_at.append(_state(place / "run")[0])
+    return {**_complete(words, place / "run", folder), "killed_at": killed_at}
+
+
+def _complete(words: list[str], run_dir: Path, folder: Path) -> dict[str, Any]:
+    done = run_command(words, folder, **ONE_THREAD)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return result(run_dir)
 
 
 @contextmanager
-def _started(words: list[str], environ: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+def _started(words: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A run that is killed at the end of the block, all of it and without notice."""
-    front = subprocess.Popen(
-        words, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    front = subprocess.Popen(words, env=environment(folder, **ONE_THREAD), **streams)
     try:
         yield front
     finally:
@@ -126,59 +126,33 @@ def _wait(
 
 
 def _state(run_dir: Path) -> tuple[int, int]:
-    """Steps written, and when the last one was."""
+    """Return the iterations written, and when the last one was."""
     metrics = run_dir / "metrics.jsonl"
-    return _lines(run_dir), metrics.stat().st_mtime_ns if metrics.exists() else 0
-
-
-def _lines(run_dir: Path) -> int:
-    metrics = run_dir / "metrics.jsonl"
-    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-
-
-def _environment(folder: Path) -> dict[str, str]:
-    return environment(folder, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="passive")
+    if not metrics.exists():
+        return 0, 0
+    return metrics.read_bytes().count(b"\n"), metrics.stat().st_mtime_ns
 
 
 def main() -> int:
-    flags = parser(__doc__)
-    flags.add_argument("--runs", type=int, default=40)
-    flags.add_argument("--seed", type=int, default=0, help="of the first run")
-    flags.add_argument("--ranks", type=int, default=2)
-    args = flags.parse_args()
-    rows: list[dict[str, Any]] = []
-    begin = time.monotonic()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0, help="of the first run")
+    parser.add_argument("--ranks", type=int, default=2)
+    args = parser.parse_args()
+    tried = differ = 0
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        expected = undisturbed(folder, args.ranks)
-        seed = args.seed - 1
-        while len(rows) < args.runs:
-            seed += 1
-            found = disturbed(folder, seed, args.ranks)
-            killed = found.pop("killed_at")
-            shutil.rmtree(folder / f"killed-{seed}")
-            if not killed:  # it was through before
-                continue
-            same = found == expected
-            rows.append({"seed": seed, "killed_after_steps": killed, "same": same})
-            print(f"run {seed}: killed after {killed} steps: {'same' if same else 'DIFFERENT'}")
-            sys.stdout.flush()
-            save(args.output, f"gloo, {args.ranks} ranks", _record(expected, rows, begin))
-    failures = sum(not row["same"] for row in rows)
-    print(f"{args.runs} runs, {failures} differ")
-    return 1 if failures else 0
-
-
-def _record(expected: dict[str, Any], rows: list[dict[str, Any]], begin: float) -> dict[str, Any]:
-    return {
-        "steps": STEPS,
-        "plans": len(expected["plans"]),
-        "runs": len(rows),
-        "kills": sum(len(row["killed_after_steps"]) for row in rows),
-        "differ": sum(not row["same"] for row in rows),
-        "seconds": round(time.monotonic() - begin),
-        "each": rows,
-    }
+        expected = undisturbed(Path(name), args.ranks)
+        for seed in itertools.count(args.seed):
+            found = disturbed(Path(name), seed, args.ranks)
+            shutil.rmtree(Path(name) / f"killed-{seed}")
+            if killed := found.pop("killed_at"):  # else it ended before
+                tried, differ = tried + 1, differ + (found != expected)
+                result = "same" if found == expected else "DIFFERENT"
+                print(f"run {seed}: killed after {killed} iterations: {result}", flush=True)
+            if tried == args.runs:
+                break
+    print(f"{tried} runs, {differ} differ")
+    return 1 if differ else 0
 
 
 if __name__ == "__main__":

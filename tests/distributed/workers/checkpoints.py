@@ -1,4 +1,4 @@
-"""Functions that test_checkpoints.py runs on ranks."""
+"""Functions that test_trainer.py and test_checkpoints.py run on ranks."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def run_one(config: TrainConfig, stop: int = 0) -> dict[str, Any]:
     states: list[TrainingState] = []
     building, training = session.build_training_state, session.train
 
-    def train(config: Any, state: Any, datasets: Any, hook: Any, *rest: Any) -> Any:
+    def train(state: Any, datasets: Any, hook: Any, *rest: Any) -> Any:
         forward_backward = hook.forward_backward
 
         def signalled(iteration: int, *arguments: Any, **kwargs: Any) -> Any:
@@ -49,7 +49,7 @@ def run_one(config: TrainConfig, stop: int = 0) -> dict[str, Any]:
             return forward_backward(iteration, *arguments, **kwargs)
 
         hook.forward_backward = signalled
-        return training(config, state, datasets, hook, *rest)
+        return training(state, datasets, hook, *rest)
 
     def build(*args: Any) -> TrainingState:
         states.append(build_training_state(*args))

@@ -3,6 +3,7 @@
 import errno
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -103,7 +104,8 @@ def _saving(trainer: Trainer, controller: Any, folder: Path) -> dict[str, Any]:
         "plans": sorted(p.name for p in (folder / "run").glob("plans/*")),
     }
     place = folder / "checkpoints"
-    trainer.config = trainer.config.model_copy(update={"save": place})
+    config = trainer.config.model_copy(update={"save": place})
+    trainer.state = replace(trainer.state, config=config)
     before = _whole(trainer)
     with _full_disk([(checkpoint, "finish_checkpoint")]):
         try:
@@ -128,7 +130,7 @@ def _whole(trainer: Trainer) -> dict[str, Any]:
 
 def _save(trainer: Trainer, controller: Any) -> None:
     progress = Progress(trainer.step, snip=controller.state(trainer.step))
-    save_checkpoint(trainer.config, trainer.state, controller._control, progress)
+    save_checkpoint(trainer.state, controller._control, progress)
 
 
 @contextmanager

@@ -153,7 +153,7 @@ class Trainer:
     def advance(self, steps: int, hook: TrainingHook) -> None:
         """Make `steps` training steps, as the trainer's own loop does."""
         for _ in range(steps):
-            metrics = train_step(self.step + 1, self.config, self.state, self.samples, hook)
+            metrics = train_step(self.step + 1, self.state, self.samples, hook)
             self.losses.append(metrics["loss"])
             self.step += 1
             hook.end_iteration(self.step, metrics)

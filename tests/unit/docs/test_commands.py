@@ -1,5 +1,9 @@
-"""Commands in README and docs: those of `megatron-snip` are run, the words of others checked."""
+"""Commands in README and docs: those of `megatron-snip` are run, the words of others checked.
 
+The page of flags is what the parsers give.
+"""
+
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +52,12 @@ def test_it_runs(text: str, sandbox: Path, capsys: pytest.CaptureFixture[str]) -
         words += ["--seconds", "0.002"]
     assert main(words) == 0
     assert capsys.readouterr().out
+
+
+def test_the_page_of_flags_is_fresh() -> None:
+    program = runpy.run_path(str(ROOT / "docs" / "flags_page.py"))
+    stored = (ROOT / "docs" / "flags.md").read_text()
+    assert program["page"]() == stored, f"run: {program['COMMAND']}"
 
 
 def test_continuations_marks_and_variables() -> None:

@@ -1,8 +1,10 @@
-"""TensorBoard's files, read back with its own reader; rows for W&B."""
+"""Names and values of scalars; TensorBoard's files, read back with its own reader; W&B's rows."""
 
 import importlib.util
-import logging
+import math
 import sys
+import time
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from megatron_snip.reporting import writers
 from megatron_snip.reporting.events import Event, Metrics, Notice
 from megatron_snip.reporting.writers import (
     MEGATRON_LOGS,
+    ScalarSeries,
     TensorBoardWriter,
     WandbWriter,
     start_wandb,
@@ -33,6 +36,59 @@ accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_a
 
 SHAPE = Shape(config(), iterations=16, notices=((7, Notice("reverted", "back to <fp8>")),))
 PLAN = plan_from(SHAPE, measurement_at(SHAPE, 11))
+MEASURED = measurement_at(SHAPE, 3)
+
+
+def test_the_first_names_answer_whether_training_is_safe_and_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = count(10.0, 10.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    series = ScalarSeries({"weight_lambda": 0.1})
+    values: dict[str, float] = {}
+    for payload in (
+        Metrics({"loss": 4.0}),
+        MEASURED,
+        applied(SHAPE, PLAN, waited_s=0.25),
+        Notice("refresh_failed", "why"),
+        Notice("reverted", "why"),
+        Metrics({"loss": 3.0, "lr": 0.5, "lowest_precision_fraction": 0.75}),
+    ):
+        values |= series.values(Event(4, payload))
+    lowest = MEASURED.divergences.of_lowest()
+    assert sorted(values.items()) == sorted(
+        {
+            "snip/1_loss": 3.0,
+            "snip/3_lowest_precision_share": 0.75,
+            "snip/share/fp4": PLAN.efficiency,
+            "snip/share/fp8": 1 - PLAN.efficiency,
+            "snip/2_quality_loss_share": (PLAN.objective or 0) / 1.1,
+            "snip/refresh/target": PLAN.target,
+            "snip/4_refresh_overhead_percent": 2.5,  # 0.25 s of 10 s
+            "snip/refresh/failed": 1,
+            "snip/1_guard_events": 1,
+            "snip/refresh/changed_linears": 12,
+            "snip/divergence/loss_total": sum(d.loss_divergence for d in lowest),
+            "snip/divergence/weight_total": sum(d.weight_divergence for d in lowest),
+            "snip/health/sqnr_db/input/median": 24.5,
+            "snip/health/sqnr_db/input/worst": 19.0,
+            "snip/health/underflow/input/median": 0.055,
+            "snip/health/underflow/input/worst": 0.11,
+            "snip/refresh/measure_s": 0.25,
+            "snip/refresh/solve_s": 0.125,
+            "snip/refresh/wait_s": 0.25,
+            "snip/training/lr": 0.5,
+        }.items()
+    )
+
+
+def test_unknown_values_are_left_out() -> None:
+    values = {"loss": None, "a": math.nan, "b": math.inf, "c": "text", "lr": 0.5, "grad_norm": 1.0}
+    found = ScalarSeries({}, left_out=["grad_norm"]).values(Event(1, Metrics(values)))
+    assert set(found) == {"snip/training/lr", "snip/refresh/failed", "snip/1_guard_events"}
+    blind = PLAN.model_copy(update={"objective": None, "bound": None})
+    values = ScalarSeries({}).values(Event(4, applied(SHAPE, blind)))
+    assert "snip/2_quality_loss_share" not in values
 
 
 def test_wandb_that_cannot_start_is_one_line(
@@ -130,14 +186,11 @@ def test_without_matplotlib_there_are_no_pictures_and_one_warning(
     monkeypatch.setattr(writers, "find_spec", lambda n: None if n == "matplotlib" else real(n))
     forget_warnings()
     module = fake_wandb()
-    with caplog.at_level(logging.WARNING):
-        write_events(WandbWriter(module, {}), Shape(config(), iterations=16))
-    rows = module.run.rows
-    assert not any(
-        name in ("snip/5_fragile_linears", "snip/6_plan") for row in rows.values() for name in row
-    )
-    assert "pip install 'megatron-snip[report]'" in "".join(r.message for r in caplog.records)
-    assert len([r for r in caplog.records if "no pictures" in r.message]) == 1
+    write_events(WandbWriter(module, {}), SHAPE)
+    shown = {name for row in module.run.rows.values() for name in row}
+    assert not shown & {"snip/5_fragile_linears", "snip/6_plan", "snip/health/maps"}
+    (warning,) = [r.message for r in caplog.records if "no pictures" in r.message]
+    assert "pip install 'megatron-snip[report]'" in warning
 
 
 def read_tensorboard(folder: Path, **options: Any) -> Any:

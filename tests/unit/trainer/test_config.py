@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_snip.cli.commands import build_parser
-from megatron_snip.config import SnipConfig
+from megatron_snip.cli.train import read_settings
 from megatron_snip.errors import UsageError
-from megatron_snip.flags import given_values
-from megatron_snip.trainer.config import (
-    TrainConfig,
-    check_ranks,
-    load_train_config,
-)
-from megatron_snip.trainer.fields import TrainFields
+from megatron_snip.trainer.config import TrainConfig, check_ranks
 
 
-def parse(*words: str) -> argparse.Namespace:
-    return build_parser("train").parse_args(["train", *words])
-
-
-def load(file: Path | None, *words: str) -> TrainConfig:
-    args = parse(*words)
-    return load_train_config(
-        file, given_values(args, TrainFields), given_values(args, SnipConfig, "snip_")
-    )
+def load(file: Path, *words: str) -> TrainConfig:
+    words = ("train", "--config", str(file), *words)
+    return read_settings(build_parser("train").parse_args(words))
 
 
 def test_flags_win_over_the_file_field_by_field(tmp_path: Path) -> None:
