@@ -31,6 +31,9 @@ from megatron_snip.reporting.text import SOLVER_NOISE, column, quality, seconds
 INFEASIBLE = 3
 """Exit status where no plan satisfies the constraints."""
 
+_NEED_A_TARGET = ("target", "pipeline_balance", "change_penalty")
+"""Flags that policies without a target do not use."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
@@ -85,7 +88,13 @@ def run(args: argparse.Namespace) -> int:
     if args.change_penalty is not None and args.previous is None:
         raise UsageError("--change-penalty needs --previous PLAN.json, the current plan")
     settings = settings_from(args)
-    _check_used(args, settings)
+    given = [name for name in _NEED_A_TARGET if getattr(args, name) not in (None, "none")]
+    if given and not get_policy(settings.policy).heeds_target:
+        flag = f"--{given[0].replace('_', '-')}"
+        raise UsageError(
+            f"policy '{settings.policy}' has no target and does not use {flag}; leave that out, "
+            "or take another policy"
+        )
     problem = problem_from(args)
     previous = None if args.previous is None else _previous(args.previous, problem)
     try:
@@ -143,19 +152,6 @@ def _pair(text: str) -> tuple[str, str]:
     if not which or not option:
         raise argparse.ArgumentTypeError(f"'{text}' is not of the form ...=OPTION; see --help")
     return which, option
-
-
-def _check_used(args: argparse.Namespace, settings: PlanSettings) -> None:
-    """Refuse flags that the policy would not use."""
-    if get_policy(settings.policy).heeds_target:
-        return
-    for flag in ("target", "pipeline_balance", "change_penalty"):
-        if getattr(args, flag) not in (None, "none"):
-            raise UsageError(
-                f"policy '{settings.policy}' has no target and does not use "
-                f"--{flag.replace('_', '-')}; leave that out, or take another policy (snip, "
-                "greedy, ...)"
-            )
 
 
 def _previous(path: Path, problem: PlanningProblem) -> PrecisionPlan:

@@ -23,8 +23,8 @@ from megatron_snip.planning.problem import (
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.types import glob_matches, split_linear_name
 
-_WITHOUT_TARGET = ("none", "uniform-")
-"""Prefixes of the policies that ignore the target; they may use an unlisted bf16."""
+_WITHOUT_TARGET = "uniform-"
+"""Prefix of the policies that ignore the target; they may use an unlisted bf16."""
 
 _RELATIVE = 1e-9
 _UNLISTED_BF16 = OptionCost(quality_loss=0.0, saving=0.0)

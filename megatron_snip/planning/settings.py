@@ -26,8 +26,8 @@ class PlanSettings(BaseModel):
     """Name of the policy; see `policies.policy_names()`."""
 
     target: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    """Least efficiency; None takes the problem's target. The policies `uniform-OPTION` and `none`
-    ignore target and balance."""
+    """Least efficiency; None takes the problem's target. The policies `uniform-OPTION` ignore
+    target and balance."""
 
     pipeline_balance: PipelineBalance = "none"
     """`none`: the target holds for the model. `stage`: the target holds in every pipeline stage.

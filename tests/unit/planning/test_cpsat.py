@@ -20,7 +20,7 @@ def core(random: np.random.Generator, bits: float, spread: float) -> Core:
         changed = -random.integers(0, 2, count)
         rows.append((changed, -int(random.integers(0, len(sizes) + 1))))
     cost = 10.0 ** random.uniform(-spread, spread, count)
-    return Core(starts, cost, tuple(rows), None)
+    return Core(starts, cost, tuple(rows), starts[:-1])
 
 
 def best(core_: Core) -> float:
@@ -69,7 +69,7 @@ def test_large_coefficients_do_not_break_the_proof() -> None:
             *(2773901354564, 2417402113248, 2077444140060),
         ]
     )
-    given = Core(starts, cost, ((gains, 58673655320091),), None)
+    given = Core(starts, cost, ((gains, 58673655320091),), starts[:-1])
     answer = solve_core(given, EFFORT)
     assert answer.proven
     assert cost[answer.choices].sum() == best(given) == 28821534469983
@@ -99,7 +99,8 @@ def test_stopping_at_a_gap_is_no_proof_of_the_optimum() -> None:
     cost = gains * random.uniform(0.99, 1.01, count)
     both = np.stack([np.zeros(count), cost], axis=1).reshape(-1)
     line = (np.stack([np.zeros(count, dtype=np.int64), gains], axis=1).reshape(-1), 2**25)
-    given = Core(np.arange(0, 2 * count + 1, 2), both, (line,), None)
+    starts = np.arange(0, 2 * count + 1, 2)
+    given = Core(starts, both, (line,), starts[:-1])
     rough = solve_core(given, Effort(PlanSettings(), 20.0, 5.0, absolute_gap=0.1 * 2**25))
     loss = both[rough.choices].sum()
     assert 1e-9 * loss < loss - rough.bound <= 0.1 * 2**25 * (1 + 1e-9)

@@ -34,14 +34,16 @@ def relaxation(choices: ChoiceSet) -> float:
     scale = np.abs(loss).max() or 1.0
     owner = (rows[None, :] == np.arange(len(choices.cost))[:, None]).astype(float)
     lines, thresholds = [], []
-    for line in choices.budgets:
-        size = max(1.0, float(np.abs(line.coefficients).max()))
-        lines.append(-line.coefficients[rows, columns] / size)
-        thresholds.append(-line.threshold / size)
+    for floors in choices.budgets:
+        size = max(1.0, float(floors.gains.max()))
+        for p, least in enumerate(floors.least):
+            own = np.where(floors.group[rows] == p, floors.gains[rows, columns], 0)
+            lines.append(-own / size)
+            thresholds.append(-least / size)
     result = scipy.optimize.linprog(
         loss / scale,
-        A_ub=np.array(lines) if lines else None,
-        b_ub=np.array(thresholds) if lines else None,
+        A_ub=np.array(lines),
+        b_ub=np.array(thresholds),
         A_eq=owner,
         b_eq=np.ones(len(choices.cost)),
         method="highs",

@@ -14,7 +14,7 @@ from megatron_snip.errors import InfeasiblePlanError, PlanningError
 from megatron_snip.planning import planner
 from megatron_snip.planning.checker import find_violations
 from megatron_snip.planning.plan import changed_linears
-from megatron_snip.planning.planner import make_plan
+from megatron_snip.planning.planner import frontier, make_plan
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from tests.unit.planning.build import name_of, options_of, plan_of, problem_of
@@ -137,6 +137,21 @@ def test_stages_with_a_bottleneck_and_a_target_are_solved_to_the_optimum() -> No
         assert max(stages.count(p) * (1 - e / 2) for p, e in enumerate(plan.stages)) <= slowest
         coupled += plan.efficiency < 0.76  # the target decides, and not the stages alone
     assert coupled >= 3
+
+
+@pytest.mark.parametrize("balance", ["none", "stage"])
+def test_every_point_is_what_planning_for_its_target_gives(balance: str) -> None:
+    random, stages = np.random.default_rng(0), [i // 5 for i in range(20)]
+    losses = [[0.0, *sorted(map(float, random.random(2)))] for _ in stages]
+    problem = problem_of(losses, 0.5, ("fp8", "fp4-fp8-fp8", "fp4"), stages)
+    settings = PlanSettings(pipeline_balance=balance)
+    points = frontier(problem, settings, [0.9, 0.1, 0.5, 0.5])
+    assert [point.target for point in points] == [0.1, 0.5, 0.9]
+    for point in points:
+        plan = make_plan(problem, settings.model_copy(update={"target": point.target}))
+        assert point.plan.objective == pytest.approx(plan.objective)
+        assert (point.plan.status, point.plan.gap) == ("optimal", pytest.approx(0.0, abs=1e-9))
+        assert point.plan.efficiency >= point.target
 
 
 def test_the_same_input_gives_the_same_plan_in_any_process() -> None:

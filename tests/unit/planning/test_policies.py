@@ -19,14 +19,13 @@ from tests.unit.planning.build import (
     constraints_of,
     name_of,
     options_of,
-    plan_of,
     problem_of,
 )
 from tests.unit.planning.instances import random_instance
 
 LINEARS = ("random", "min-abs-err", "min-rel-err", "norms", "layer-type", "layer-id", "last-blocks")
 """They lower one linear after the other."""
-WITH_TARGET = ("snip", "greedy", *LINEARS)
+WITH_TARGET = ("snip", *LINEARS)
 GEMMS = ("random-gemm", "grads-first")
 SCORES = ("abs_error", "rel_error", "norms")
 NUM = 24
@@ -75,14 +74,13 @@ def lowered(policy: str, problem: PlanningProblem, target: float) -> list[str]:
 
 
 def test_policies_are_found_by_name_and_state_what_they_are() -> None:
-    assert set(policy_names()) == {*WITH_TARGET, *GEMMS, "none", "uniform-OPTION"}
-    static = {"random", "layer-type", "layer-id", "last-blocks", "none", *GEMMS}
+    assert set(policy_names()) == {*WITH_TARGET, *GEMMS, "uniform-OPTION"}
+    static = {"random", "layer-type", "layer-id", "last-blocks", *GEMMS}
     assert {name for name, p in POLICIES.items() if not p.needs_statistics} == static
-    assert {name for name, p in POLICIES.items() if p.granularity == "any"} == {"snip", "greedy"}
     assert {name for name, p in POLICIES.items() if p.granularity == "gemm"} == set(GEMMS)
     uniform = get_policy("uniform-fp8")
     assert (uniform.needs_statistics, uniform.heeds_target) == (False, False)
-    for name in ("", "snap", "uniform-", "uniform"):
+    for name in ("", "snap", "uniform-", "uniform", "greedy", "none"):
         with pytest.raises(UsageError, match="known: snip"):
             get_policy(name)
 
@@ -175,18 +173,6 @@ def test_no_policy_beats_snip() -> None:
         assert losses["snip"] == min(losses.values()) < losses["random"]
 
 
-def test_greedy_follows_lower_hulls_and_rounds_up_little() -> None:
-    losses = [[0.0, 1.0, 9.0], [0.0, 5.0, 6.0]]  # the second middle lies above its hull
-    problem = problem_of(losses, options=("fp8", "fp4-fp8-fp8", "fp4"))
-    made = [options_of(plan("greedy", problem, target=t)) for t in (0.1, 0.5, 0.9)]
-    assert made == [["fp4-fp8-fp8", "fp8"], ["fp4-fp8-fp8", "fp4"], ["fp4", "fp4"]]
-    free = plan("greedy", problem_of([[1.0, 0.5], [0.0, 0.0]], target=0.0))
-    assert (options_of(free), free.objective) == (["fp4", "fp4"], 0.5)
-    random = np.random.default_rng(0)
-    many = problem_of([[0.0, float(x)] for x in random.random(4000)], 0.5)
-    assert 0.0 <= plan("greedy", many).gap < 1e-3
-
-
 def test_layer_policies_protect_fc2_and_the_outer_layers() -> None:
     problem = named(3)
     assert lowered("layer-type", problem, 3 / 12) == [name_of(i, MODULES[2]) for i in range(3)]
@@ -230,14 +216,3 @@ def test_uniform_policies_ignore_the_target_and_respect_pins() -> None:
     assert f"no option is left for {name_of(1)}" in str(caught.value)
     with pytest.raises(UsageError, match="fp3"):
         plan("uniform-fp3", PROBLEM)
-
-
-def test_none_changes_nothing() -> None:
-    settings, before = PlanSettings(policy="none"), plan_of(["fp4", "bf16"])
-    assert make_plan(PROBLEM, settings, before).digest == before.digest
-    assert options_of(make_plan(PROBLEM, settings)) == ["bf16", "bf16"]
-    with pytest.raises(InfeasiblePlanError) as caught:
-        make_plan(PROBLEM, settings, plan_of(["fp4", "fp4"]))
-    assert caught.value.conflicts == ("policy none", "forbidden options")
-    with pytest.raises(UsageError, match="previous plan's option"):
-        make_plan(PROBLEM, settings, plan_of(["fp3", "fp8"]))
