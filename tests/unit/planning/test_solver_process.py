@@ -45,7 +45,7 @@ def test_plans_are_those_of_make_plan_and_the_child_stays(
             plan = solver.result(LONG_S)
             wanted = make_plan(PROBLEM, settings, previous, iteration)
             assert plan.model_copy(update={"seconds": wanted.seconds}) == wanted
-            children.add(solver._child.start())
+            children.add(solver._running_child())
         (child,) = children
         niceness = os.getpriority(os.PRIO_PROCESS, child.pid)
         assert niceness == min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
@@ -65,14 +65,14 @@ def test_errors_keep_their_type_and_the_child_stays() -> None:
         with pytest.raises(InfeasiblePlanError) as caught:
             solver.result(LONG_S)
         assert "target 0.9; pin *.layers.1.*=fp8; the best reachable" in str(caught.value)
-        child = solver._child._process
+        child = solver._running_child()
         solver.submit(PROBLEM, PlanSettings(policy="min-abs-err"))
         with pytest.raises(UsageError, match="abs_error"):
             solver.result(LONG_S)
         scored = problem_of([[0.0, 1.0]] * 3, scores=[{"abs_error": 1.0}] * 3)
         solver.submit(scored, PlanSettings(policy="min-abs-err"))
         assert solver.result(LONG_S).policy == "min-abs-err"
-        assert solver._child._process is child
+        assert solver._running_child() is child
 
 
 @pytest.mark.parametrize(
@@ -97,11 +97,11 @@ def test_failures_are_planning_errors_and_the_next_submit_starts_a_new_child(
 def test_a_child_that_hangs_is_ended_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(SolverProcess(faulty("time.sleep(600)"))) as solver:
         solver.submit(PROBLEM, PlanSettings())
-        hung = solver._child.start()
+        hung = solver._running_child()
         with pytest.raises(PlanningError, match="did not answer within"):
             solver.result(0.2)
         assert hung.poll() is not None
-        monkeypatch.setattr(solver._child, "_command", solver_process.worker_command())
+        monkeypatch.setattr(solver, "_command", solver_process.worker_command())
         solver.submit(PROBLEM, PlanSettings())
         assert solver.result(LONG_S).status == "optimal"
 
