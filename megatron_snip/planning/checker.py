@@ -81,15 +81,15 @@ def find_violations(
         usable = [cost for cost in costs.values() if cost.quality_loss is not None]
         numbers = _numbers(linear, own, [own] if pins or not usable else usable, settings.cost)
         stages[linear.stage].append(numbers)
-    faults += _check_numbers(plan, stages)
     if plan.digest != assignment_digest(plan.linears):
         faults.append("the digest does not match the assignment")
     target = problem.target if settings.target is None else settings.target
-    if not ignores_target:
-        faults += _check_target(plan, target, stages, settings.pipeline_balance)
-    elif plan.target != 0.0:
-        faults.append(f"target {plan.target} of a policy without one")
-    return faults
+    target = 0.0 if ignores_target else target
+    if plan.target != target:
+        faults.append(f"target {plan.target}, asked for {target}")
+    faults += _check_objective(plan, [each.loss for members in stages for each in members])
+    balance = "none" if ignores_target else settings.pipeline_balance
+    return faults + [*_check_efficiency(plan, target, stages, balance)]
 
 
 def _pinned(problem: PlanningProblem, settings: PlanSettings) -> dict[str, list[tuple[str, str]]]:
@@ -132,40 +132,35 @@ def _efficiency(members: Sequence[_Numbers]) -> float:
     return math.fsum(each.gain for each in members) / weight if weight else 1.0
 
 
-def _check_numbers(plan: PrecisionPlan, stages: list[list[_Numbers]]) -> Iterator[str]:
-    every = [each for members in stages for each in members]
-    known = [each.loss for each in every if each.loss is not None]
-    objective = math.fsum(known) if len(known) == len(every) else None
+def _check_objective(plan: PrecisionPlan, losses: Sequence[float | None]) -> Iterator[str]:
+    known = [loss for loss in losses if loss is not None]
     slack = _RELATIVE * math.fsum(map(abs, known))
-    if objective is None or plan.objective is None:
-        if objective != plan.objective:
-            yield f"objective {plan.objective}, recomputed {objective}"
-    elif abs(objective - plan.objective) > slack:
-        yield f"objective {plan.objective}, recomputed {objective}"
-    elif plan.bound is not None and plan.bound > objective + slack:
-        yield f"bound {plan.bound} is above the objective {objective}"
-    if len(stages) != len(plan.stages):
-        yield f"{len(plan.stages)} stages, the problem has {len(stages)}"
-    places = {"": (every, plan.efficiency)} | {
-        f" of stage {p}": pair for p, pair in enumerate(zip(stages, plan.stages, strict=False))
-    }
-    for place, (members, claimed) in places.items():
-        if abs(_efficiency(members) - claimed) > _RELATIVE:
-            yield f"efficiency {claimed}{place} is not that of the assignment"
+    total = math.fsum(known) if len(known) == len(losses) else None
+    if total is None or plan.objective is None:
+        is_wrong = plan.objective != total
+    else:
+        is_wrong = abs(total - plan.objective) > slack
+    if is_wrong:
+        yield f"objective {plan.objective}, recomputed {total}"
+    elif total is not None and plan.bound is not None and plan.bound > total + slack:
+        yield f"bound {plan.bound} is above the objective {total}"
 
 
-def _check_target(
+def _check_efficiency(
     plan: PrecisionPlan, target: float, stages: list[list[_Numbers]], balance: str
 ) -> Iterator[str]:
-    if plan.target != target:
-        yield f"target {plan.target}, asked for {target}"
-    least = target - float(TOLERANCE)
-    if _efficiency([each for members in stages for each in members]) < least:
-        yield f"efficiency {plan.efficiency} is below the target {target}"
-    if balance == "stage":
-        for p, members in enumerate(stages):
-            if _efficiency(members) < least:
-                yield f"efficiency of stage {p} is below the target {target}"
+    if len(stages) != len(plan.stages):
+        yield f"{len(plan.stages)} stages, the problem has {len(stages)}"
+    places = [("", [each for members in stages for each in members], plan.efficiency)]
+    pairs = zip(stages, plan.stages, strict=False)
+    places += [(f" of stage {p}", members, claimed) for p, (members, claimed) in enumerate(pairs)]
+    for place, members, claimed in places:
+        weight = math.fsum(each.weight for each in members)
+        found = math.fsum(each.gain for each in members) / weight if weight else 1.0
+        if abs(found - claimed) > _RELATIVE:
+            yield f"efficiency {claimed}{place} is not that of the assignment"
+        if found < target - float(TOLERANCE) and (not place or balance == "stage"):
+            yield f"efficiency {found}{place} is below the target {target}"
     if balance == "bottleneck":
         taken = max(math.fsum(each.time for each in members) for members in stages)
         needed = max(math.fsum(each.fastest for each in members) for members in stages)
