@@ -89,7 +89,8 @@ def find_violations(
         faults.append(f"target {plan.target}, asked for {target}")
     faults += _check_objective(plan, [each.loss for members in stages for each in members])
     balance = "none" if ignores_target else settings.pipeline_balance
-    return faults + [*_check_efficiency(plan, target, stages, balance)]
+    faults += _check_efficiency(plan, target, stages, balance)
+    return faults
 
 
 def _pinned(problem: PlanningProblem, settings: PlanSettings) -> dict[str, list[tuple[str, str]]]:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -14,10 +13,14 @@ from pathlib import Path
 import pytest
 
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, SnipError, UsageError
-from megatron_snip.planning import solver_process
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.planning.solver_process import NICENESS, PlanRequest, SolverProcess
+from megatron_snip.planning.solver_process import (
+    NICENESS,
+    PlanRequest,
+    SolverProcess,
+    worker_command,
+)
 from tests.unit.planning.build import plan_of, problem_of
 
 PROBLEM = problem_of([[0.0, 1.0], [0.0, 2.0], [0.0, 3.0]], target=0.3)
@@ -101,26 +104,24 @@ def test_a_child_that_hangs_is_ended_and_replaced(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(PlanningError, match="did not answer within"):
             solver.result(0.2)
         assert hung.poll() is not None
-        monkeypatch.setattr(solver, "_command", solver_process.worker_command())
+        monkeypatch.setattr(solver, "_command", worker_command())
         solver.submit(PROBLEM, PlanSettings())
         assert solver.result(LONG_S).status == "optimal"
 
 
 def test_submitting_does_not_wait_for_a_child_that_does_not_read() -> None:
-    # A request far larger than a pipe's buffer, to a child that never reads.
-    large = problem_of([[0.0, 1.0]] * 5000)
+    large = problem_of([[0.0, 1.0]] * 5000)  # far larger than a pipe's buffer
     with closing(SolverProcess(["sleep", "600"])) as solver:
-        done = threading.Event()
-
-        def submit() -> None:
-            solver.submit(large, PlanSettings())
-            done.set()
-
-        threading.Thread(target=submit, daemon=True).start()
-        assert done.wait(LONG_S)
+        with pytest.raises(PlanningError, match="no plan was submitted"):
+            solver.result(0.1)
+        solver.submit(large, PlanSettings(), iteration=8)
+        with pytest.raises(PlanningError, match="plan of iteration 8 is not finished"):
+            solver.submit(PROBLEM, PlanSettings())
         assert not solver.ready()
         with pytest.raises(PlanningError, match="did not answer"):
             solver.result(0.1)
+    with pytest.raises(PlanningError, match="closed"):
+        solver.submit(PROBLEM, PlanSettings())
 
 
 def test_output_of_the_solver_is_no_answer() -> None:
@@ -137,17 +138,6 @@ def test_output_of_the_solver_is_no_answer() -> None:
     with closing(SolverProcess([sys.executable, "-c", program])) as solver:
         solver.submit(PROBLEM, PlanSettings())
         assert solver.result(LONG_S).status == "optimal"
-
-
-def test_misuse_is_refused() -> None:
-    with closing(SolverProcess(["sleep", "600"])) as solver:
-        with pytest.raises(PlanningError, match="no plan was submitted"):
-            solver.result(0.1)
-        solver.submit(PROBLEM, PlanSettings(), iteration=8)
-        with pytest.raises(PlanningError, match="plan of iteration 8 is not finished"):
-            solver.submit(PROBLEM, PlanSettings())
-    with pytest.raises(PlanningError, match="closed"):
-        solver.submit(PROBLEM, PlanSettings())
 
 
 GOOD_PLAN = plan_of(["fp8", "fp4"], iteration=20)
