@@ -128,11 +128,6 @@ def _numbers(
     return _Numbers(own.quality_loss, weight, gain, times[0], min(times[1:]))
 
 
-def _efficiency(members: Sequence[_Numbers]) -> float:
-    weight = math.fsum(each.weight for each in members)
-    return math.fsum(each.gain for each in members) / weight if weight else 1.0
-
-
 def _check_objective(plan: PrecisionPlan, losses: Sequence[float | None]) -> Iterator[str]:
     known = [loss for loss in losses if loss is not None]
     slack = _RELATIVE * math.fsum(map(abs, known))

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -58,6 +57,7 @@ class Request:
     deadline: float
 
 
+T = TypeVar("T")
 Decide = Callable[[Request], Solution]
 Order = Callable[[Request, Task], list[int]]
 """The rows of the linears, the first to be lowered first."""
@@ -137,22 +137,19 @@ def gemms_lowered_in(order: Callable[[Request, Task], list[Item]]) -> Decide:
 
 def _steps(task: Task, start: Ints, items: Iterable[Item]) -> Iterator[tuple[int, int]]:
     """Yield (row, column) for each item; one without an allowed option joins the linear's next."""
-    table, low, columns = task.table, by_saving(task, most=True), start.copy()
-    gains, lowered = table.overall_row.coefficients, defaultdict[int, set[Gemm]](set)
+    low, columns, gains = by_saving(task, most=True), start.copy(), task.budgets[-1].gains
+    reached: dict[int, Option] = {}
     for row, gemm in items:
-        lowered[row].add(gemm)
-        column = _with_lowered(table.options(row), int(start[row]), int(low[row]), lowered[row])
+        names = task.table.options(row)
+        before = reached.get(row, parse_option(names[start[row]]))
+        lowest = parse_option(names[low[row]])
+        reached[row] = replace(before, **{gemm.value: lowest[gemm]})
+        name = str(reached[row])
+        column = names.index(name) if name in names else -1
         allowed = column >= 0 and task.allowed[row, column]
         if allowed and gains[row, column] > gains[row, columns[row]]:
             columns[row] = column
             yield row, column
-
-
-def _with_lowered(names: Sequence[str], start: int, low: int, gemms: Collection[Gemm]) -> int:
-    """Return the column of the option `start` with these GEMMs as in `low`; -1 if there is none."""
-    high, lowest = parse_option(names[start]), parse_option(names[low])
-    name = str(Option(*((lowest if gemm in gemms else high)[gemm] for gemm in Gemm)))
-    return names.index(name) if name in names else -1
 
 
 def greedy_fill(task: Task, start: Ints, steps: Iterable[tuple[int, int]]) -> Ints:
@@ -192,18 +189,17 @@ def _snip(request: Request) -> Solution:
 
 
 def _random(request: Request, task: Task) -> list[int]:
-    return _permutation(request, len(task.table.rows))
+    return _shuffled(request, range(len(task.table.rows)))
 
 
 def _random_gemm(request: Request, task: Task) -> list[Item]:
-    items = _items(task)
-    return [items[k] for k in _permutation(request, len(items))]
+    return _shuffled(request, _items(task))
 
 
-def _permutation(request: Request, count: int) -> list[int]:
+def _shuffled(request: Request, items: Sequence[T]) -> list[T]:
     # The same at all targets, so that a schedule of targets lowers the same linears again.
-    drawn: list[int] = np.random.default_rng([request.settings.seed, 0]).permutation(count).tolist()
-    return drawn
+    order = np.random.default_rng([request.settings.seed, 0]).permutation(len(items))
+    return [items[k] for k in order]
 
 
 def _items(task: Task) -> list[Item]:
@@ -216,7 +212,7 @@ def _by_score(score: str, per_gain: bool = False) -> Order:
     def order(request: Request, task: Task) -> list[int]:
         low, high = by_saving(task, most=True), by_saving(task, most=False)
         rows = np.flatnonzero(low != high)  # others cannot be lowered
-        gains = task.table.overall_row.coefficients
+        gains = task.budgets[-1].gains
         units = gains[rows, low[rows]] - gains[rows, high[rows]] if per_gain else rows >= 0
         scores = [_score(request, score, int(row), int(low[row])) for row in rows]
         ranks = np.argsort(np.array(scores) / units, kind="stable")
