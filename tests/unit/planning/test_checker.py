@@ -4,12 +4,9 @@ import pytest
 
 from megatron_snip.planning.checker import find_violations
 from megatron_snip.planning.plan import PrecisionPlan
-from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from tests.unit.planning.build import name_of, plan_of, problem_of
-
-OPTIONS = ("fp8", "fp4")
 
 
 def problem(target: float = 0.5) -> PlanningProblem:
@@ -36,10 +33,9 @@ GOOD = ["fp4", "fp8", "fp4", "fp8"]
 
 
 def test_a_correct_plan_has_no_violations() -> None:
-    assert find_violations(plan(GOOD), problem(), PlanSettings()) == []
-    stage = PlanSettings(pipeline_balance="stage")
-    assert find_violations(plan(GOOD), problem(), stage) == []
-    assert find_violations(make_plan(problem(), stage), problem(), stage) == []
+    for balance in ("none", "stage"):
+        settings = PlanSettings(pipeline_balance=balance)
+        assert find_violations(plan(GOOD), problem(), settings) == []
 
 
 @pytest.mark.parametrize(
