@@ -28,6 +28,7 @@ import yaml
 
 from megatron_snip.cli.common import add_examples, integer, write_output
 from megatron_snip.errors import UsageError
+from megatron_snip.flags import flag_name
 from megatron_snip.formats import FORMATS
 from megatron_snip.linears.te.machine import Machine, te_recipe, te_refusal
 from megatron_snip.linears.te.precision_config import (
@@ -142,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
         return _export_precision_file(plan, about, args)
     for flag in ("capability", "pipeline_stages", "chunk_layers"):
         if getattr(args, flag) is not None:
-            raise UsageError(f"--{flag.replace('_', '-')} is for --to te-precision; leave it out")
+            raise UsageError(f"{flag_name('', flag)} is for --to te-precision; leave it out")
     if args.to == "yaml":
         options = {name: str(option) for name, option in plan.linears.items()}
         text = f"# {about}\n{yaml.safe_dump(options, sort_keys=False)}"

@@ -21,7 +21,7 @@ from megatron_snip.planning.problem import (
     parse_option,
 )
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.types import glob_matches, split_linear_name
+from megatron_snip.types import glob_matches
 
 _WITHOUT_TARGET = "uniform-"
 """Prefix of the policies that ignore the target; they may use an unlisted bf16."""
@@ -61,18 +61,18 @@ def find_violations(
     if set(plan.linears) != set(problem.names):
         return ["the plan's linears are not the problem's"]
     ignores_target = settings.policy.startswith(_WITHOUT_TARGET)
-    pinned = _pinned(problem, settings)
     faults: list[str] = []
     stages: list[list[_Numbers]] = [[] for _ in range(problem.num_stages)]
     for linear in problem.linears:
-        name, option, pins = linear.name, plan.linears[linear.name], pinned[linear.name]
+        name, option = linear.name, plan.linears[linear.name]
+        pins = [(glob, wanted) for glob, wanted in settings.pins if glob_matches(name, glob)]
         costs = {parse_option(text): cost for text, cost in linear.options.items()}
         # bf16 changes nothing, and so pins and some policies may use it unlisted.
         if option not in costs and not (option == BF16 and (pins or ignores_target)):
             faults.append(f"'{name}' has no option '{option}'")
         faults += [
-            f"'{name}' has {option}, and {pin} demands {wanted}"
-            for wanted, pin in pins
+            f"'{name}' has {option}, and pin {glob} demands {wanted}"
+            for glob, wanted in pins
             if option != parse_option(wanted)
         ]
         own = costs.get(option, _UNLISTED_BF16)
@@ -91,28 +91,6 @@ def find_violations(
     balance = "none" if ignores_target else settings.pipeline_balance
     faults += _check_efficiency(plan, target, stages, balance)
     return faults
-
-
-def _pinned(problem: PlanningProblem, settings: PlanSettings) -> dict[str, list[tuple[str, str]]]:
-    """Return the options that pins demand of each linear, with the pins' names in messages."""
-    pinned = {
-        name: [
-            (option, f"pin {glob}") for glob, option in settings.pins if glob_matches(name, glob)
-        ]
-        for name in problem.names
-    }
-    for side, edge in (("first", settings.first_layers), ("last", settings.last_layers)):
-        if edge is None:
-            continue
-        layers: dict[str, set[int]] = {}
-        places = {name: split_linear_name(name)[:2] for name in problem.names}
-        for block, layer in places.values():
-            layers.setdefault(block, set()).add(layer)
-        for name, (block, layer) in places.items():
-            outer = [o for o in layers[block] if (o < layer if side == "first" else o > layer)]
-            if len(outer) < edge[0]:
-                pinned[name].append((edge[1], f"{side} {edge[0]} layers"))
-    return pinned
 
 
 def _numbers(

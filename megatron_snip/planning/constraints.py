@@ -19,7 +19,6 @@ import numpy as np
 
 from megatron_snip.config import PipelineBalance
 from megatron_snip.errors import InfeasiblePlanError, UsageError, listing
-from megatron_snip.options import Option
 from megatron_snip.planning.cost import (
     NOISE,
     CostTable,
@@ -31,7 +30,7 @@ from megatron_snip.planning.cost import (
 )
 from megatron_snip.planning.problem import parse_option
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.types import glob_matches, split_linear_name
+from megatron_snip.types import glob_matches
 
 FORBIDDEN = "forbidden options"
 """Label of the constraint that options with a null quality loss are not used."""
@@ -241,10 +240,6 @@ def make_constraints(
         UsageError: if a pin matches no linear, or its option is not available for a linear.
     """
     fixed = dict(_pin(table, glob, option) for glob, option in settings.pins)
-    if settings.first_layers is not None:
-        fixed |= [_edge_pin(table, *settings.first_layers, first=True)]
-    if settings.last_layers is not None:
-        fixed |= [_edge_pin(table, *settings.last_layers, first=False)]
     cost = table.quality + settings.change_penalty * changes(table, previous)
     return Constraints(table, cost, target, settings.pipeline_balance, fixed)
 
@@ -272,28 +267,16 @@ def _pin(table: CostTable, glob: str, option: str) -> tuple[str, Ints]:
         example = table.names[0]
         text = f"{label}: no linear's name matches; names look like '{example}'"
         raise UsageError(text, field="pins")
-    return label, fixed_columns(table, label, matching, parse_option(option))
+    return label, fixed_columns(table, label, matching, option)
 
 
-def _edge_pin(table: CostTable, count: int, option: str, first: bool) -> tuple[str, Ints]:
-    """Fix the linears of the first or last `count` layers of every block."""
-    label = f"{'first' if first else 'last'} {count} layers in {option}"
-    places = [split_linear_name(name)[:2] for name in table.names]
-    edge = set()
-    for block in {block for block, _ in places}:
-        layers = sorted({layer for other, layer in places if other == block}, reverse=not first)
-        edge |= {(block, layer) for layer in layers[:count]}
-    matching = np.array([place in edge for place in places])
-    return label, fixed_columns(table, label, matching, parse_option(option))
-
-
-def fixed_columns(table: CostTable, label: str, rows: Mask, option: Option) -> Ints:
+def fixed_columns(table: CostTable, label: str, rows: Mask, option: str) -> Ints:
     """Fix rows ([n] mask) to an option, for `Constraints.fixed`.
 
     Raises:
         UsageError: if a row has no such option.
     """
-    columns = table.columns_of([str(option)] * len(rows))
+    columns = table.columns_of([str(parse_option(option))] * len(rows))
     for row in np.flatnonzero(rows & (columns < 0)).tolist():
         raise UsageError(
             f"{label}: '{option}' is not an option of '{table.names[row]}' "

@@ -100,7 +100,7 @@ def get_policy(name: str, problem: PlanningProblem | None = None) -> Policy:
             format, or orders GEMMs and the problem has no options per GEMM.
     """
     if name.startswith(UNIFORM) and len(name) > len(UNIFORM):
-        decide = partial(_uniform, parse_option(name.removeprefix(UNIFORM)))
+        decide = partial(_uniform, str(parse_option(name.removeprefix(UNIFORM))))
         return Policy(name, decide, False, "linear", heeds_target=False)
     if name not in POLICIES:
         hint = did_you_mean(name, policy_names())
@@ -277,7 +277,7 @@ def _grads_first(request: Request, task: Task) -> list[Item]:
     return sorted(_items(task), key=lambda item: (item[1] == Gemm.FPROP, rank[item[0]]))
 
 
-def _uniform(option: Option, request: Request) -> Solution:
+def _uniform(option: str, request: Request) -> Solution:
     """Fix every linear that is not pinned, as one more pin."""
     constraints, label = request.constraints, f"policy {request.settings.policy}"
     free = np.ones(len(constraints.table.rows), dtype=np.bool_)

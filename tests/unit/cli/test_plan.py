@@ -50,6 +50,7 @@ def test_the_table_has_the_choices_the_quality_and_no_solver_noise(
         (["--pipeline-balance", "stage"], ["fp4", "fp8", "fp4", "fp8"]),
         (["--pin", "*.layers.0.*=fp8", "--pin", "*.1.*=bf16"], ["fp8", "bf16", "fp4", "fp4"]),
         (["--first-layers", "1=bf16", "--last-layers", "1=fp4"], ["bf16", "fp4", "fp8", "fp4"]),
+        (["--target", "0", "--last-layers", "2=bf16"], ["fp8", "fp8", "bf16", "bf16"]),
         (["--policy", "uniform-fp8"], ["fp8"] * 4),
         (["--policy", "layer-id"], ["fp8", "fp4", "fp4", "fp8"]),
         (
@@ -98,7 +99,7 @@ def test_infeasible_constraints_exit_with_3_and_are_named(
         ),
         (["--pin", "=fp8"], "--pin: '=fp8' is not of the form ...=OPTION"),
         (["--pin", "encoder.*=fp8"], "no linear's name matches"),
-        (["--first-layers", "x=fp8"], "--first-layers: must be a valid integer, got 'x'"),
+        (["--first-layers", "x=fp8"], "--first-layers: must be an integer from 0"),
         (["--change-penalty", "2"], "needs --previous"),
         (["--workers", "0"], "--workers: "),
         (["--pipeline-balance", "some"], "--pipeline-balance"),

@@ -67,8 +67,6 @@ def test_wrong_numbers_are_found(changes: dict[str, object], word: str) -> None:
         (["fp4", "fp4", "bf16", "fp8"], {}, "no option 'bf16'"),
         (["fp4", "fp4", "fp3", "fp8"], {}, "no option 'fp3'"),
         (GOOD, {"pins": (("*.layers.1.*", "fp4"),)}, "demands fp4"),
-        (GOOD, {"first_layers": (1, "fp8")}, "demands fp8"),
-        (GOOD, {"last_layers": (2, "fp8")}, "demands fp8"),
         (["fp4", "fp4", "fp8", "fp8"], {"pipeline_balance": "bottleneck"}, "slowest stage takes 2"),
     ],
 )

@@ -143,7 +143,7 @@ def test_output_of_the_solver_is_no_answer() -> None:
 GOOD_PLAN = plan_of(["fp8", "fp4"], iteration=20)
 REQUEST = PlanRequest(
     problem=problem_of([[0.1, None], [1 / 3, 2e-300]], 0.7, seconds=[[1.0, 0.1], [2.0, 0.3]]),
-    settings=PlanSettings(pins=(("*", "fp8"),), first_layers=(2, "bf16"), seed=3, target=0.5),
+    settings=PlanSettings(pins=(("*", "fp8"),), seed=3, target=0.5),
     previous=plan_of(["fp8", "fp4"], iteration=10),
     iteration=20,
 )
