@@ -123,9 +123,7 @@ def _dominated(task: Task) -> Mask:
     """[n, k], choices that another one of the linear makes superfluous."""
     worst = np.iinfo(np.int64).min
     criteria = [-np.where(task.allowed, task.cost, np.inf)]
-    criteria.append(np.where(task.allowed, task.table.overall_row.coefficients, worst))
-    if task.floors is not None:
-        criteria.append(np.where(task.allowed, task.table.stage_row.coefficients, worst))
+    criteria += [np.where(task.allowed, floors.gains, worst) for floors in task.budgets]
     dominated = np.zeros(task.allowed.shape, dtype=np.bool_)
     for j in range(task.allowed.shape[1]):
         as_good, better = np.ones_like(dominated), np.zeros_like(dominated)
