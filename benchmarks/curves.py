@@ -24,9 +24,7 @@ from typing import Any
 from benchmarks.machine import has_gpu, write_result
 from megatron_snip.planning.policies import POLICIES
 
-RULES = [
-    n for n, p in POLICIES.items() if p.granularity == "linear" and n not in ("greedy", "none")
-]
+RULES = [name for name, policy in POLICIES.items() if policy.granularity == "linear"]
 """Policies that choose linears by a rule."""
 
 GPU: dict[str, Any] = {

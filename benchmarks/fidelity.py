@@ -36,7 +36,7 @@ from scipy.stats import spearmanr
 from benchmarks.lab import Lab, open_lab
 from benchmarks.machine import RESULTS, write_result
 from megatron_snip.config import SnipConfig
-from megatron_snip.divergence.divergence import (
+from megatron_snip.divergence.quality_loss import (
     absolute_error,
     fprop_scale,
     relative_error,

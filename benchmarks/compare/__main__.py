@@ -45,7 +45,7 @@ from benchmarks.compare.variants import (
     snip_costs,
 )
 from benchmarks.machine import RESULTS, append_row, read_rows
-from megatron_snip.divergence.divergence import absolute_error, norm_bound, relative_error
+from megatron_snip.divergence.quality_loss import absolute_error, norm_bound, relative_error
 from megatron_snip.options import Option
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.types import Gemm

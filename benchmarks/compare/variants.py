@@ -24,7 +24,7 @@ from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.statistics.records import LinearStatistics, StatisticsTable
 from megatron_snip.types import Gemm
 
-RULES = tuple(name for name in POLICIES if name not in ("snip", "greedy", "none"))
+RULES = tuple(name for name in POLICIES if name != "snip")
 """The policies that SNIP is compared with; `norms` and `min-*-err` measure, too."""
 
 HEALING = ("heal-plan", "heal-forward", "heal-backward")

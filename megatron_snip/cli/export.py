@@ -5,6 +5,12 @@ Engine's linears by it, without SNIP; docs/backends.md has the recipes
 torchtitan     lists of fully qualified names for torchtitan's and torchao's filters (JSON)
 modelopt       `hf_quant_config.json` of ModelOpt, which vLLM and others serve by
 yaml           {linear: option}
+
+torchtitan and Hugging Face models (ModelOpt, vLLM) split Megatron's fused linears: `linear_qkv`
+into query, key and value, `linear_fc1` into gate and up projection. Routed experts and multi-token
+prediction have no linears of their own there. Sources: torchtitan's state_dict_adapter.py of Llama
+3 and DeepSeek V3 (0.2.2 has wq, wk and wv without `qkv_linear`), ModelOpt 0.47's
+`process_layer_quant_config`.
 """
 
 from __future__ import annotations
@@ -13,14 +19,16 @@ import argparse
 import json
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 
 from megatron_snip.cli.common import add_examples, integer, write_output
 from megatron_snip.errors import UsageError
+from megatron_snip.flags import flag_name
 from megatron_snip.formats import FORMATS
 from megatron_snip.linears.te.machine import Machine, te_recipe, te_refusal
 from megatron_snip.linears.te.precision_config import (
@@ -31,12 +39,40 @@ from megatron_snip.linears.te.precision_config import (
     stage_paths,
 )
 from megatron_snip.linears.te.recipe import TERecipe, run_flags
-from megatron_snip.options import Option
+from megatron_snip.options import BF16, Option
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.planner import nearest_option
-from megatron_snip.planning.translate import modelopt_config, torchtitan_filters
+from megatron_snip.types import split_linear_name
+from megatron_snip.version import __version__
 
-_TRANSLATIONS = {"torchtitan": torchtitan_filters, "modelopt": modelopt_config}
+_PARENTS = {
+    "self_attention": ("attention", "self_attn"),
+    "mlp": ("feed_forward", "mlp"),
+    "mlp.shared_experts": ("moe.shared_experts", "mlp.shared_experts"),
+}
+_LINEARS = {
+    "linear_qkv": ("qkv_linear wq wk wv", "q_proj k_proj v_proj"),
+    "linear_q_proj": ("wq", "q_proj"),
+    "linear_q_down_proj": ("wq_a", "q_a_proj"),
+    "linear_q_up_proj": ("wq_b", "q_b_proj"),
+    "linear_kv_down_proj": ("wkv_a", "kv_a_proj_with_mqa"),
+    "linear_kv_up_proj": ("wkv_b", "kv_b_proj"),
+    "linear_proj": ("wo", "o_proj"),
+    "linear_fc1": ("w1 w3", "gate_proj up_proj"),
+    "linear_fc2": ("w2", "down_proj"),
+}
+"""Megatron's name -> torchtitan's and Hugging Face's."""
+
+_CONVERTERS = {"fp8": "float8", "mxfp8": "mxfp8", "fp4": "nvfp4", "nvfp4": "nvfp4"}
+"""torchtitan's converter for each format that it and ModelOpt have."""
+_ALGORITHMS: dict[str, dict[str, Any]] = {
+    "float8": {"quant_algo": "FP8"},
+    "mxfp8": {"quant_algo": "MXFP8", "group_size": 32},
+    "nvfp4": {"quant_algo": "NVFP4", "group_size": 16},
+}
+"""ModelOpt's parameters by torchtitan's converter."""
+
+_NEVER_PLANNED = ("output", "lm_head", "router.gate")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
         return _export_precision_file(plan, about, args)
     for flag in ("capability", "pipeline_stages", "chunk_layers"):
         if getattr(args, flag) is not None:
-            raise UsageError(f"--{flag.replace('_', '-')} is for --to te-precision; leave it out")
+            raise UsageError(f"{flag_name('', flag)} is for --to te-precision; leave it out")
     if args.to == "yaml":
         options = {name: str(option) for name, option in plan.linears.items()}
         text = f"# {about}\n{yaml.safe_dump(options, sort_keys=False)}"
@@ -200,12 +236,73 @@ def _recipes(
     """Return the recipe of every option of the plan, and what had to be exchanged."""
     machine = Machine(capability, te_version="any")
     uniform = [Option.uniform(name) for name in FORMATS]
-    runnable = [option for option in uniform if te_refusal(option, machine) is None]
     recipes, changes = {}, []
     for option in dict.fromkeys(plan.linears.values()):
-        reason = te_refusal(option, machine)
-        instead = option if reason is None else nearest_option(option, runnable)
+        runnable = [o for o in (option, *uniform) if te_refusal(o, machine) is None]
+        instead = nearest_option(option, runnable)
         recipes[option] = te_recipe(instead, machine)
-        if reason is not None:
-            changes.append(f"{option} becomes {instead}: {reason}")
+        if instead != option:
+            changes.append(f"{option} becomes {instead}: {te_refusal(option, machine)}")
     return recipes, changes
+
+
+def _torchtitan_filters(
+    linears: Mapping[str, Option],
+) -> tuple[dict[str, dict[str, list[str]]], list[str]]:
+    """Return {converter: keyword arguments of its Config}, and what had to be exchanged.
+
+    torchtitan and torchao convert a linear whose fully qualified name contains an entry of `fqns`
+    (mxfp8, nvfp4), or none of `filter_fqns` (float8). Converters without a linear are left out,
+    because an empty `fqns` would convert every linear.
+    """
+    converters, changes = _renamed(linears, 0, "layers")
+    lists = {}
+    for converter in ("mxfp8", "nvfp4"):
+        names = [name for name, other in converters.items() if other == converter]
+        if names:
+            lists[converter] = {"fqns": names}
+    if "float8" in converters.values():
+        names = [name for name, other in converters.items() if other != "float8"]
+        lists["float8"] = {"filter_fqns": [*names, *_NEVER_PLANNED]}
+    return lists, changes
+
+
+def _modelopt_config(linears: Mapping[str, Option]) -> tuple[dict[str, Any], list[str]]:
+    """Return the content of ModelOpt's `hf_quant_config.json`, and what had to be exchanged.
+
+    Serving runs the forward pass, so each linear gets its format of fprop.
+    """
+    forward = {name: Option.uniform(option.fprop) for name, option in linears.items()}
+    converters, changes = _renamed(forward, 1, "model.layers")
+    quantization = {
+        "quant_algo": "MIXED_PRECISION",
+        "kv_cache_quant_algo": None,
+        "quantized_layers": {n: _ALGORITHMS[c] for n, c in converters.items() if c is not None},
+    }
+    producer = {"name": "megatron-snip", "version": __version__}
+    return {"producer": producer, "quantization": quantization}, changes
+
+
+def _renamed(
+    linears: Mapping[str, Option], column: int, prefix: str
+) -> tuple[dict[str, str | None], list[str]]:
+    """Return each linear's converter (None for BF16) by its new names, and what was exchanged."""
+    candidates = [Option.uniform(name) for name in _CONVERTERS]
+    found: dict[str, str | None] = {}
+    changes: dict[str, None] = {}
+    for name, option in linears.items():
+        block, layer, module = split_linear_name(name)
+        parent, _, linear = module.rpartition(".")
+        if block == "decoder" and parent in _PARENTS and linear in _LINEARS:
+            what, instead = f"{option}", nearest_option(option, candidates)
+            for other in _LINEARS[linear][column].split():
+                name = f"{prefix}.{layer}.{_PARENTS[parent][column]}.{other}"
+                found[name] = _CONVERTERS.get(instead.fprop)
+        else:
+            what, instead = f"{option} of {block} {module}", BF16
+        if instead != option:
+            changes[f"{what} becomes {instead}"] = None
+    return found, list(changes)
+
+
+_TRANSLATIONS = {"torchtitan": _torchtitan_filters, "modelopt": _modelopt_config}

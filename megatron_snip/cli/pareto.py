@@ -14,10 +14,10 @@ from typing import Any
 from rich.table import Table
 
 from megatron_snip.cli.common import add_examples, console, new_table
-from megatron_snip.cli.plan import INFEASIBLE, add_planning_flags, problem_from, settings_from
+from megatron_snip.cli.plan import INFEASIBLE, add_planning_flags, inputs_from
 from megatron_snip.errors import UsageError, naming_field
-from megatron_snip.planning.pareto import ParetoPoint, frontier
 from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.planning.planner import ParetoPoint, frontier
 from megatron_snip.planning.policies import get_policy
 from megatron_snip.reporting.text import SOLVER_NOISE, column
 from megatron_snip.target_schedule import parse_points
@@ -40,13 +40,11 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: for bad input.
     """
-    settings = settings_from(args)
+    problem, settings = inputs_from(args)
     targets = parse_targets(args.targets)
     if not get_policy(settings.policy).heeds_target:
-        raise UsageError(
-            f"policy '{settings.policy}' has no target and so no frontier; take snip or greedy"
-        )
-    points = frontier(problem_from(args), settings, targets)
+        raise UsageError(f"policy '{settings.policy}' has no target and so no frontier; take snip")
+    points = frontier(problem, settings, targets)
     if args.json:
         print(json.dumps(list(map(_record, points)), indent=1))
     else:

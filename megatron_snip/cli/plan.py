@@ -9,16 +9,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
 from pydantic import ValidationError
 from rich.table import Table
 
-from megatron_snip.cli.common import add_examples, console, new_table, write_output
+from megatron_snip.cli.common import add_examples, console, integer, new_table, write_output
 from megatron_snip.config import CostName, PipelineBalance
 from megatron_snip.errors import InfeasiblePlanError, UsageError
 from megatron_snip.files import first_problem
+from megatron_snip.flags import flag_name
 from megatron_snip.options import Option
 from megatron_snip.planning.calibration import read_calibration, with_seconds
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
@@ -27,6 +29,7 @@ from megatron_snip.planning.policies import get_policy, policy_names
 from megatron_snip.planning.problem import OptionCost, PlanningProblem, read_problem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.reporting.text import SOLVER_NOISE, column, quality, seconds
+from megatron_snip.types import split_linear_name
 
 INFEASIBLE = 3
 """Exit status where no plan satisfies the constraints."""
@@ -62,7 +65,7 @@ def add_planning_flags(parser: argparse.ArgumentParser) -> None:
     add("--pin", metavar="GLOB=OPTION", type=_pair, dest="pins", action="append", help=text)
     for which in ("first", "last"):
         text = f"fix the option of each block's {which} N layers"
-        add(f"--{which}-layers", metavar="N=OPTION", type=_pair, help=text)
+        add(f"--{which}-layers", metavar="N=OPTION", type=_edge, help=text)
     text = "what efficiency counts: FLOPs in the lowest precision, or seconds saved [flops]"
     add("--cost", choices=get_args(CostName), help=text)
     text = "seconds for --cost time, from 'megatron-snip calibrate'"
@@ -84,9 +87,18 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.change_penalty is not None and args.previous is None:
         raise UsageError("--change-penalty needs --previous PLAN.json, the current plan")
-    settings = settings_from(args)
-    _check_used(args, settings)
-    problem = problem_from(args)
+    problem, settings = inputs_from(args)
+    given = [
+        name
+        for name in ("target", "pipeline_balance", "change_penalty")
+        if getattr(args, name) not in (None, "none")
+    ]
+    if given and not get_policy(settings.policy).heeds_target:
+        flag = flag_name("", given[0])
+        raise UsageError(
+            f"policy '{settings.policy}' has no target and does not use {flag}; leave that out, "
+            "or take another policy"
+        )
     previous = None if args.previous is None else _previous(args.previous, problem)
     try:
         plan = make_plan(problem, settings, previous, 0)
@@ -105,37 +117,39 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def problem_from(args: argparse.Namespace) -> PlanningProblem:
-    """Read the problem, with the calibration's seconds if there is one.
+def inputs_from(args: argparse.Namespace) -> tuple[PlanningProblem, PlanSettings]:
+    """Return the problem, with the calibration's seconds if there is one, and the settings.
 
     Raises:
-        UsageError: if a file is bad, or the calibration would not be used.
+        UsageError: one line that names the flag or the file.
     """
     if args.calibration is not None and args.cost != "time":
         raise UsageError("--calibration holds seconds, which only --cost time counts; add that")
-    problem = read_problem(args.problem)
-    if args.calibration is None:
-        return problem
-    return with_seconds(problem, read_calibration(args.calibration))
-
-
-def settings_from(args: argparse.Namespace) -> PlanSettings:
-    """Return the settings that the flags give.
-
-    Raises:
-        UsageError: one line that names the flag.
-    """
     values = {name: getattr(args, name, None) for name in PlanSettings.model_fields}
     try:
         settings = PlanSettings(**{k: v for k, v in values.items() if v is not None})
     except ValidationError as error:
-        problem = first_problem(error)
-        field = str(problem.field).partition(".")[0]
-        flag = "--" + field.removesuffix("_s").replace("_", "-")
-        text = f"{flag}: {problem.message}; see 'megatron-snip {args.command} --help'"
+        wrong = first_problem(error)
+        field = str(wrong.field).partition(".")[0]
+        flag = flag_name("", field.removesuffix("_s"))
+        text = f"{flag}: {wrong.message}; see 'megatron-snip {args.command} --help'"
         raise UsageError(text) from None
     get_policy(settings.policy)  # an unknown name is an error before any file is read
-    return settings
+    problem = read_problem(args.problem)
+    if args.calibration is not None:
+        problem = with_seconds(problem, read_calibration(args.calibration))
+    pins = (*settings.pins, *_edge_pins(problem, args))
+    return problem, settings.model_copy(update={"pins": pins})
+
+
+def _edge_pins(problem: PlanningProblem, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Yield the first and last layers of every block as pins."""
+    for edge, is_last in ((args.first_layers, False), (args.last_layers, True)):
+        if edge is not None:
+            places = {split_linear_name(name)[:2] for name in problem.names}
+            for block in sorted({block for block, _ in places}):
+                layers = sorted((n for other, n in places if other == block), reverse=is_last)
+                yield from ((f"{block}.layers.{n}.*", edge[1]) for n in layers[: edge[0]])
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -145,17 +159,9 @@ def _pair(text: str) -> tuple[str, str]:
     return which, option
 
 
-def _check_used(args: argparse.Namespace, settings: PlanSettings) -> None:
-    """Refuse flags that the policy would not use."""
-    if get_policy(settings.policy).heeds_target:
-        return
-    for flag in ("target", "pipeline_balance", "change_penalty"):
-        if getattr(args, flag) not in (None, "none"):
-            raise UsageError(
-                f"policy '{settings.policy}' has no target and does not use "
-                f"--{flag.replace('_', '-')}; leave that out, or take another policy (snip, "
-                "greedy, ...)"
-            )
+def _edge(text: str) -> tuple[int, str]:
+    count, option = _pair(text)
+    return integer(count, least=0), option
 
 
 def _previous(path: Path, problem: PlanningProblem) -> PrecisionPlan:

@@ -6,7 +6,7 @@ It needs neither Megatron nor torch. Read in this order:
     settings      the constraints and the policy      cost         efficiency, and the arrays
     constraints   the minimization task               lagrangian   its dual
     search        the optimum, with cpsat.py          policies     snip and the baselines
-    planner       problem -> plan                     checker      recomputes a plan from scratch
+    planner       problem -> plan or frontier         checker      recomputes a plan from scratch
 
-solver_process.py makes plans outside of the training process; pareto.py solves many targets.
+solver_process.py makes plans outside of the training process.
 """

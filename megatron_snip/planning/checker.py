@@ -21,10 +21,10 @@ from megatron_snip.planning.problem import (
     parse_option,
 )
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.types import glob_matches, split_linear_name
+from megatron_snip.types import glob_matches
 
-_WITHOUT_TARGET = ("none", "uniform-")
-"""Prefixes of the policies that ignore the target; they may use an unlisted bf16."""
+_WITHOUT_TARGET = "uniform-"
+"""Prefix of the policies that ignore the target; they may use an unlisted bf16."""
 
 _RELATIVE = 1e-9
 _UNLISTED_BF16 = OptionCost(quality_loss=0.0, saving=0.0)
@@ -61,18 +61,18 @@ def find_violations(
     if set(plan.linears) != set(problem.names):
         return ["the plan's linears are not the problem's"]
     ignores_target = settings.policy.startswith(_WITHOUT_TARGET)
-    pinned = _pinned(problem, settings)
     faults: list[str] = []
     stages: list[list[_Numbers]] = [[] for _ in range(problem.num_stages)]
     for linear in problem.linears:
-        name, option, pins = linear.name, plan.linears[linear.name], pinned[linear.name]
+        name, option = linear.name, plan.linears[linear.name]
+        pins = [(glob, wanted) for glob, wanted in settings.pins if glob_matches(name, glob)]
         costs = {parse_option(text): cost for text, cost in linear.options.items()}
         # bf16 changes nothing, and so pins and some policies may use it unlisted.
         if option not in costs and not (option == BF16 and (pins or ignores_target)):
             faults.append(f"'{name}' has no option '{option}'")
         faults += [
-            f"'{name}' has {option}, and {pin} demands {wanted}"
-            for wanted, pin in pins
+            f"'{name}' has {option}, and pin {glob} demands {wanted}"
+            for glob, wanted in pins
             if option != parse_option(wanted)
         ]
         own = costs.get(option, _UNLISTED_BF16)
@@ -81,37 +81,16 @@ def find_violations(
         usable = [cost for cost in costs.values() if cost.quality_loss is not None]
         numbers = _numbers(linear, own, [own] if pins or not usable else usable, settings.cost)
         stages[linear.stage].append(numbers)
-    faults += _check_numbers(plan, stages)
     if plan.digest != assignment_digest(plan.linears):
         faults.append("the digest does not match the assignment")
     target = problem.target if settings.target is None else settings.target
-    if not ignores_target:
-        faults += _check_target(plan, target, stages, settings.pipeline_balance)
-    elif plan.target != 0.0:
-        faults.append(f"target {plan.target} of a policy without one")
+    target = 0.0 if ignores_target else target
+    if plan.target != target:
+        faults.append(f"target {plan.target}, asked for {target}")
+    faults += _check_objective(plan, [each.loss for members in stages for each in members])
+    balance = "none" if ignores_target else settings.pipeline_balance
+    faults += _check_efficiency(plan, target, stages, balance)
     return faults
-
-
-def _pinned(problem: PlanningProblem, settings: PlanSettings) -> dict[str, list[tuple[str, str]]]:
-    """Return the options that pins demand of each linear, with the pins' names in messages."""
-    pinned = {
-        name: [
-            (option, f"pin {glob}") for glob, option in settings.pins if glob_matches(name, glob)
-        ]
-        for name in problem.names
-    }
-    for side, edge in (("first", settings.first_layers), ("last", settings.last_layers)):
-        if edge is None:
-            continue
-        layers: dict[str, set[int]] = {}
-        places = {name: split_linear_name(name)[:2] for name in problem.names}
-        for block, layer in places.values():
-            layers.setdefault(block, set()).add(layer)
-        for name, (block, layer) in places.items():
-            outer = [o for o in layers[block] if (o < layer if side == "first" else o > layer)]
-            if len(outer) < edge[0]:
-                pinned[name].append((edge[1], f"{side} {edge[0]} layers"))
-    return pinned
 
 
 def _numbers(
@@ -127,45 +106,35 @@ def _numbers(
     return _Numbers(own.quality_loss, weight, gain, times[0], min(times[1:]))
 
 
-def _efficiency(members: Sequence[_Numbers]) -> float:
-    weight = math.fsum(each.weight for each in members)
-    return math.fsum(each.gain for each in members) / weight if weight else 1.0
-
-
-def _check_numbers(plan: PrecisionPlan, stages: list[list[_Numbers]]) -> Iterator[str]:
-    every = [each for members in stages for each in members]
-    known = [each.loss for each in every if each.loss is not None]
-    objective = math.fsum(known) if len(known) == len(every) else None
+def _check_objective(plan: PrecisionPlan, losses: Sequence[float | None]) -> Iterator[str]:
+    known = [loss for loss in losses if loss is not None]
     slack = _RELATIVE * math.fsum(map(abs, known))
-    if objective is None or plan.objective is None:
-        if objective != plan.objective:
-            yield f"objective {plan.objective}, recomputed {objective}"
-    elif abs(objective - plan.objective) > slack:
-        yield f"objective {plan.objective}, recomputed {objective}"
-    elif plan.bound is not None and plan.bound > objective + slack:
-        yield f"bound {plan.bound} is above the objective {objective}"
-    if len(stages) != len(plan.stages):
-        yield f"{len(plan.stages)} stages, the problem has {len(stages)}"
-    places = {"": (every, plan.efficiency)} | {
-        f" of stage {p}": pair for p, pair in enumerate(zip(stages, plan.stages, strict=False))
-    }
-    for place, (members, claimed) in places.items():
-        if abs(_efficiency(members) - claimed) > _RELATIVE:
-            yield f"efficiency {claimed}{place} is not that of the assignment"
+    total = math.fsum(known) if len(known) == len(losses) else None
+    if total is None or plan.objective is None:
+        is_wrong = plan.objective != total
+    else:
+        is_wrong = abs(total - plan.objective) > slack
+    if is_wrong:
+        yield f"objective {plan.objective}, recomputed {total}"
+    elif total is not None and plan.bound is not None and plan.bound > total + slack:
+        yield f"bound {plan.bound} is above the objective {total}"
 
 
-def _check_target(
+def _check_efficiency(
     plan: PrecisionPlan, target: float, stages: list[list[_Numbers]], balance: str
 ) -> Iterator[str]:
-    if plan.target != target:
-        yield f"target {plan.target}, asked for {target}"
-    least = target - float(TOLERANCE)
-    if _efficiency([each for members in stages for each in members]) < least:
-        yield f"efficiency {plan.efficiency} is below the target {target}"
-    if balance == "stage":
-        for p, members in enumerate(stages):
-            if _efficiency(members) < least:
-                yield f"efficiency of stage {p} is below the target {target}"
+    if len(stages) != len(plan.stages):
+        yield f"{len(plan.stages)} stages, the problem has {len(stages)}"
+    places = [("", [each for members in stages for each in members], plan.efficiency)]
+    pairs = zip(stages, plan.stages, strict=False)
+    places += [(f" of stage {p}", members, claimed) for p, (members, claimed) in enumerate(pairs)]
+    for place, members, claimed in places:
+        weight = math.fsum(each.weight for each in members)
+        found = math.fsum(each.gain for each in members) / weight if weight else 1.0
+        if abs(found - claimed) > _RELATIVE:
+            yield f"efficiency {claimed}{place} is not that of the assignment"
+        if found < target - float(TOLERANCE) and (not place or balance == "stage"):
+            yield f"efficiency {found}{place} is below the target {target}"
     if balance == "bottleneck":
         taken = max(math.fsum(each.time for each in members) for members in stages)
         needed = max(math.fsum(each.fastest for each in members) for members in stages)

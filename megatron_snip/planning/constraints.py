@@ -9,7 +9,7 @@ gain.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -19,10 +19,18 @@ import numpy as np
 
 from megatron_snip.config import PipelineBalance
 from megatron_snip.errors import InfeasiblePlanError, UsageError, listing
-from megatron_snip.planning.cost import NOISE, CostTable, Floats, Ints, Mask, as_fraction
+from megatron_snip.planning.cost import (
+    NOISE,
+    CostTable,
+    Floats,
+    GainRow,
+    Ints,
+    Mask,
+    as_fraction,
+)
 from megatron_snip.planning.problem import parse_option
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.types import glob_matches, split_linear_name
+from megatron_snip.types import glob_matches
 
 FORBIDDEN = "forbidden options"
 """Label of the constraint that options with a null quality loss are not used."""
@@ -41,58 +49,45 @@ class Floors(NamedTuple):
     group: Ints
     least: Ints
 
-    def missing(self, columns: Ints) -> Ints:
-        """Return what each sum lacks under an assignment ([n] columns)."""
-        own = self.gains[np.arange(len(columns)), columns]
-        sums = np.bincount(self.group, own, len(self.least))  # exact: see `cost.MAX_SUM`
-        return self.least - sums.astype(np.int64)
+    def own(self, columns: Ints) -> Ints:
+        """Return each linear's gain under an assignment ([n] columns)."""
+        return self.gains[np.arange(len(columns)), columns]
+
+    def missing(self, columns: Ints, rows: Ints | slice = slice(None)) -> Ints:
+        """Return what each sum lacks under an assignment ([n] columns), where only `rows` count."""
+        sums = np.bincount(self.group[rows], self.own(columns)[rows], len(self.least))
+        return self.least - sums.astype(np.int64)  # exact: see `cost.MAX_SUM`
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
     """Choose one allowed column x_l for each linear l so that the sum of costs is least.
 
-        sum over stage p of gain[l, x_l]  >=  floors[p]     where the stage has a floor
+        sum over stage p of gain[l, x_l]  >=  floors[p]     where the stages have floors
         sum over all linears of gain      >=  least         where there is an overall floor
 
     Attributes:
         table: the gains.
         cost: [n, k], quality loss plus the price of a change; NaN where forbidden or padded.
         allowed: [n, k], the columns to choose from.
-        floors: least gain of each stage, exact; None where the stage has none.
+        floors: least gain of each stage, exact; None if the stages have none.
         least: least overall gain, exact; None where there is none.
     """
 
     table: CostTable
     cost: Floats
     allowed: Mask
-    floors: tuple[Fraction | None, ...]
+    floors: tuple[Fraction, ...] | None
     least: Fraction | None
-
-    @cached_property
-    def stage_thresholds(self) -> tuple[int | None, ...]:
-        """Floors in the units of `table.stage_row`, for a task that has some."""
-        return tuple(map(_threshold, self.floors, self.table.stage_row.units))
-
-    @cached_property
-    def overall_threshold(self) -> int | None:
-        """`least` in the unit of `table.overall_row`."""
-        return _threshold(self.least, self.table.overall_row.units[0])
-
-    @property
-    def has_floors(self) -> bool:
-        """Whether any stage has a floor."""
-        return any(floor is not None for floor in self.floors)
 
     @cached_property
     def budgets(self) -> tuple[Floors, ...]:
         """Both kinds of floors in the solver's integers: those of the stages, then the overall."""
-        table, overall = self.table, np.array([self.overall_threshold or 0])
-        found = [Floors(table.overall_row.coefficients, np.zeros_like(table.stage), overall)]
-        if self.has_floors:
-            stages = np.array([threshold or 0 for threshold in self.stage_thresholds])
-            found.insert(0, Floors(table.stage_row.coefficients, table.stage, stages))
-        return tuple(found)
+        table, least = self.table, self.least or Fraction(0)
+        overall = _integer_floors(table.overall_row, np.zeros_like(table.stage), (least,))
+        if self.floors is None:
+            return (overall,)
+        return _integer_floors(table.stage_row, table.stage, self.floors), overall
 
     def holds(self, columns: Ints) -> bool:
         """Whether an assignment ([n] columns) satisfies the task (in the solver's integers)."""
@@ -142,14 +137,14 @@ class Constraints:
         """Return the task under the active constraints (by default all)."""
         on = set(self.labels if active is None else active)
         share = as_fraction(self.target) - NOISE
-        floors: list[Fraction | None] = [None] * self.table.problem.num_stages
-        least = None
+        floors, least = [Fraction(0)] * self.table.problem.num_stages, None
         for label, stage in self.targets.items():
             if label in on and stage is None:
                 least = share * self.table.weight
             elif label in on and stage is not None:
                 floors[stage] = share * self.table.stage_weights[stage]
-        return Task(self.table, self.cost, self._allowed(on), tuple(floors), least)
+        by_stage = tuple(floors) if self.balance == "stage" else None
+        return Task(self.table, self.cost, self._allowed(on), by_stage, least)
 
     def checked_task(self) -> Task:
         """Return the task under all constraints, with floors that keep the bottleneck fast.
@@ -176,7 +171,7 @@ class Constraints:
         if FORBIDDEN in on:
             allowed, fixable = table.available, ~np.isnan(table.quality)
         active = [columns[:, None] for label, columns in self.fixed.items() if label in on]
-        is_fixed = np.any([columns >= 0 for columns in active], axis=0) if active else False
+        is_fixed = np.any([columns >= 0 for columns in active], axis=0)
         allowed = np.where(is_fixed, fixable, allowed)  # an unlisted bf16 may be pinned
         for columns in active:  # two options for a linear leave none
             allowed &= (columns < 0) | (columns == np.arange(allowed.shape[1]))
@@ -245,10 +240,6 @@ def make_constraints(
         UsageError: if a pin matches no linear, or its option is not available for a linear.
     """
     fixed = dict(_pin(table, glob, option) for glob, option in settings.pins)
-    if settings.first_layers is not None:
-        fixed |= [_edge_pin(table, *settings.first_layers, first=True)]
-    if settings.last_layers is not None:
-        fixed |= [_edge_pin(table, *settings.last_layers, first=False)]
     cost = table.quality + settings.change_penalty * changes(table, previous)
     return Constraints(table, cost, target, settings.pipeline_balance, fixed)
 
@@ -263,9 +254,10 @@ def changes(table: CostTable, previous: Ints | None) -> Floats:
     return changed
 
 
-def _threshold(least: Fraction | None, unit: Fraction) -> int | None:
+def _integer_floors(row: GainRow, group: Ints, least: Sequence[Fraction]) -> Floors:
     # Gains are never negative. A floor far below 0 would not fit the solver's integers.
-    return None if least is None else max(0, math.ceil(least / unit))
+    integers = [max(0, math.ceil(g / unit)) for g, unit in zip(least, row.units, strict=True)]
+    return Floors(row.coefficients, group, np.array(integers))
 
 
 def _pin(table: CostTable, glob: str, option: str) -> tuple[str, Ints]:
@@ -275,34 +267,19 @@ def _pin(table: CostTable, glob: str, option: str) -> tuple[str, Ints]:
         example = table.names[0]
         text = f"{label}: no linear's name matches; names look like '{example}'"
         raise UsageError(text, field="pins")
-    return label, _fixed(table, label, matching, option)
+    return label, fixed_columns(table, label, matching, option)
 
 
-def _edge_pin(table: CostTable, count: int, option: str, first: bool) -> tuple[str, Ints]:
-    """Fix the linears of the first or last `count` layers of every block."""
-    label = f"{'first' if first else 'last'} {count} layers in {option}"
-    places = [split_linear_name(name)[:2] for name in table.names]
-    edge = set()
-    for block in {block for block, _ in places}:
-        layers = sorted({layer for other, layer in places if other == block}, reverse=not first)
-        edge |= {(block, layer) for layer in layers[:count]}
-    return label, _fixed(table, label, np.array([place in edge for place in places]), option)
-
-
-def _fixed(table: CostTable, label: str, rows: Mask, option: str) -> Ints:
-    columns = table.columns_of([str(parse_option(option))] * len(rows))
-    return fixed_columns(table, label, rows, columns, f"'{option}'")
-
-
-def fixed_columns(table: CostTable, label: str, rows: Mask, columns: Ints, wanted: str) -> Ints:
-    """Fix rows ([n] mask) to columns ([n], -1 where the table has none), for `Constraints.fixed`.
+def fixed_columns(table: CostTable, label: str, rows: Mask, option: str) -> Ints:
+    """Fix rows ([n] mask) to an option, for `Constraints.fixed`.
 
     Raises:
-        UsageError: naming `wanted`, if a row has no such column.
+        UsageError: if a row has no such option.
     """
+    columns = table.columns_of([str(parse_option(option))] * len(rows))
     for row in np.flatnonzero(rows & (columns < 0)).tolist():
         raise UsageError(
-            f"{label}: {wanted} is not an option of '{table.names[row]}' "
+            f"{label}: '{option}' is not an option of '{table.names[row]}' "
             f"({', '.join(table.options(row))})"
         )
     return np.where(rows, columns, -1)

@@ -40,13 +40,13 @@ class Core:
         starts: [m + 1], choices starts[i] .. starts[i+1]-1 belong to linear i.
         cost: [c], of every choice.
         rows: constraints: coefficients ([c], int64) and the least sum.
-        hint: [m], a choice for each linear to start from (an index into choices), or None.
+        hint: [m], a choice for each linear to start from (an index into choices).
     """
 
     starts: Ints
     cost: Floats
     rows: tuple[tuple[Ints, int], ...]
-    hint: Ints | None
+    hint: Ints
 
     def choices(self, linear: int) -> range:
         """Return the choices of a linear."""
@@ -111,11 +111,10 @@ def solve_core(core: Core, effort: Effort) -> CoreSolution:
     for coefficients, threshold in core.rows:
         model.add(weighted(coefficients) >= threshold)
     model.minimize(weighted(costs.integers))
-    if core.hint is not None:
-        for members in groups:
-            hinted = [int(core.hint[linear] - core.starts[linear]) for linear in members]
-            for option, c in enumerate(core.choices(members[0])):
-                model.add_hint(variables[c], hinted.count(option))
+    for members in groups:
+        hinted = [int(core.hint[linear] - core.starts[linear]) for linear in members]
+        for option, c in enumerate(core.choices(members[0])):
+            model.add_hint(variables[c], hinted.count(option))
     solver = _solver(effort, costs.unit)
     status = solver.solve(model)
     work = solver.response_proto.deterministic_time
@@ -149,8 +148,8 @@ def _choices(core: Core, groups: list[list[int]], counts: dict[int, int]) -> Int
         left = [counts[c] for c in core.choices(members[0])]
         waiting = []
         for linear in members:
-            hinted = -1 if core.hint is None else int(core.hint[linear] - core.starts[linear])
-            if hinted >= 0 and left[hinted] > 0:
+            hinted = int(core.hint[linear] - core.starts[linear])
+            if left[hinted] > 0:
                 left[hinted] -= 1
                 choices[linear] = core.starts[linear] + hinted
             else:

@@ -1,7 +1,7 @@
 """A task's choice set, and its Lagrangian dual: a bound and assignments close to the optimum.
 
 A choice set holds no dominated choice: one that another choice of the linear replaces without more
-cost or less gain. Its constraints are budget rows, sums of integers that must reach a threshold.
+cost or less gain. Its constraints are sums of integers that must reach a threshold.
 
 With a price on every gain the linears are independent, and each takes its cheapest choice:
 
@@ -30,27 +30,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_snip.planning.constraints import Task
+from megatron_snip.planning.constraints import Floors, Task
 from megatron_snip.planning.cost import Floats, Ints, Mask
 
 _MAX_SECANTS = 200
 _ROUNDING = 16 * np.finfo(np.float64).eps
-
-
-class BudgetRow(NamedTuple):
-    """A constraint: sum over i of coefficients[i, x_i] >= threshold.
-
-    Attributes:
-        coefficients: [m, k], int64; 0 for linears that do not count.
-        threshold: least sum.
-    """
-
-    coefficients: Ints
-    threshold: int
-
-    def own(self, columns: Ints) -> Ints:
-        """Return each linear's term under an assignment of the choice set ([m] columns)."""
-        return self.coefficients[np.arange(len(columns)), columns]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +48,7 @@ class ChoiceSet:
         stage: [m].
         floors: [p], least gain of each stage in units of `gain`; -inf without one.
         least: least gain of all linears in units of `gain`; -inf without one.
-        budgets: the same constraints in integers: one row for each floor, then the overall one.
+        budgets: the same constraints in integers: those of the stages, then the overall one.
     """
 
     linears: Ints
@@ -73,7 +57,7 @@ class ChoiceSet:
     stage: Ints
     floors: Floats
     least: float
-    budgets: tuple[BudgetRow, ...]
+    budgets: tuple[Floors, ...]
 
     @cached_property
     def rows(self) -> Ints:
@@ -88,7 +72,7 @@ class ChoiceSet:
         """Whether an assignment uses no dropped choice and satisfies every constraint."""
         if not np.isfinite(self.cost[self.rows, columns]).all():
             return False
-        return all(row.own(columns).sum() >= row.threshold for row in self.budgets)
+        return all((floors.missing(columns) <= 0).all() for floors in self.budgets)
 
     def without_dropped(self, columns: Ints) -> Ints:
         """Replace dropped choices by the cheapest ones with as much gain.
@@ -97,58 +81,49 @@ class ChoiceSet:
         """
         dropped = ~np.isfinite(self.cost[self.rows, columns])
         suits = np.isfinite(self.cost)
-        for row in self.budgets:
-            suits &= row.coefficients >= row.own(columns)[:, None]
+        for floors in self.budgets:
+            suits &= floors.gains >= floors.own(columns)[:, None]
         best: Ints = np.where(suits, self.cost, np.inf).argmin(axis=1)
         return np.where(dropped, best, columns)
 
 
 def make_choices(task: Task) -> list[ChoiceSet]:
     """Return the choice sets of a task: one a stage where only the stages have floors."""
-    table, least = task.table, task.overall_threshold
-    overall, unit = table.overall_row.coefficients, table.overall_row.units[0]
+    table, num_stages = task.table, task.table.problem.num_stages
     cost = np.where(task.allowed & ~_dominated(task), task.cost, np.inf)
-    gain, budgets = overall.astype(np.float64), []
-    floors = np.full(len(task.floors), -math.inf)
-    if task.has_floors:
-        if task.least is not None and sum(filter(None, task.floors)) >= task.least:
-            least = None  # the floors imply it
-        coefficients, by_stage = table.stage_row.coefficients, enumerate(table.members)
-        floored = [(p, rows, task.stage_thresholds[p]) for p, rows in by_stage if len(rows)]
-        if least is None:
+    limits, overall = np.full(num_stages, -math.inf), task.budgets[-1]
+    if task.floors is None:
+        gain = overall.gains.astype(np.float64)
+    else:
+        stages = task.budgets[0]
+        if task.least is None or sum(task.floors) >= task.least:  # the floors imply it
             return [
-                _stage_choices(rows, cost[rows], coefficients[rows], threshold)
-                for _, rows, threshold in floored
-                if threshold is not None
+                _stage_choices(rows, cost[rows], stages.gains[rows], stages.least[[p]])
+                for p, rows in enumerate(table.members)
+                if len(rows)
             ]
+        unit = table.overall_row.units[0]
         units = np.array([float(own / unit) for own in table.stage_row.units])
-        gain = coefficients * units[table.stage][:, None]
-        for p, _, threshold in floored:
-            if threshold is not None:
-                own = np.where(table.stage[:, None] == p, coefficients, 0)
-                budgets.append(BudgetRow(own, threshold))
-                floors[p] = threshold * units[p]
-    if least is not None:
-        budgets.append(BudgetRow(overall, least))
-    limit = -math.inf if least is None else float(least)
-    return [ChoiceSet(table.rows, cost, gain, table.stage, floors, limit, tuple(budgets))]
+        gain = stages.gains * units[table.stage][:, None]
+        used = np.unique(table.stage)
+        limits[used] = stages.least[used] * units[used]
+    least = float(overall.least[0])
+    return [ChoiceSet(table.rows, cost, gain, table.stage, limits, least, task.budgets)]
 
 
-def _stage_choices(linears: Ints, cost: Floats, coefficients: Ints, threshold: int) -> ChoiceSet:
+def _stage_choices(linears: Ints, cost: Floats, gains: Ints, least: Ints) -> ChoiceSet:
     """Return the choice set of one stage, whose floor is the overall one of the set."""
-    gain, stage = coefficients.astype(np.float64), np.zeros(len(linears), dtype=np.int64)
-    budgets = (BudgetRow(coefficients, threshold),)
-    floors = np.array([-math.inf])
-    return ChoiceSet(linears, cost, gain, stage, floors, float(threshold), budgets)
+    stage = np.zeros(len(linears), dtype=np.int64)
+    none, budgets = np.array([-math.inf]), (Floors(gains, stage, least),)
+    gain = gains.astype(np.float64)
+    return ChoiceSet(linears, cost, gain, stage, none, float(least[0]), budgets)
 
 
 def _dominated(task: Task) -> Mask:
     """[n, k], choices that another one of the linear makes superfluous."""
     worst = np.iinfo(np.int64).min
     criteria = [-np.where(task.allowed, task.cost, np.inf)]
-    criteria.append(np.where(task.allowed, task.table.overall_row.coefficients, worst))
-    if task.has_floors:
-        criteria.append(np.where(task.allowed, task.table.stage_row.coefficients, worst))
+    criteria += [np.where(task.allowed, floors.gains, worst) for floors in task.budgets]
     dominated = np.zeros(task.allowed.shape, dtype=np.bool_)
     for j in range(task.allowed.shape[1]):
         as_good, better = np.ones_like(dominated), np.zeros_like(dominated)

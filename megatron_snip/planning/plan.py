@@ -34,7 +34,7 @@ from megatron_snip.planning.problem import STRICT
 
 Status = Literal["optimal", "feasible", "fixed"]
 """optimal: proven best (to a relative 1e-9); feasible: all constraints hold, and the gap limits the
-distance from the best plan; fixed: the policy does not optimize (`uniform-OPTION`, `none`)."""
+distance from the best plan; fixed: no policy optimized it (`uniform-OPTION`)."""
 
 Work = Mapping[str, tuple[int, float]]
 """Pipeline stage and FLOPs of each linear; of the FLOPs only ratios matter."""

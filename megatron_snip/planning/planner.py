@@ -1,6 +1,7 @@
 """The plans of a run.
 
 make_plan         problem -> table -> constraints -> policy -> checked plan
+frontier          the plans of many targets
 initial_plan      the plan that a run starts with
 adapt_plan        a plan of another machine or run, changed to what the linears can run
 restrict_problem  a problem without the options that linears cannot run
@@ -12,9 +13,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.errors import PlanningError, UsageError, naming_field
+from megatron_snip.errors import InfeasiblePlanError, PlanningError, UsageError, naming_field
 from megatron_snip.formats import get_format
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.checker import find_violations
@@ -74,11 +76,8 @@ def make_plan(
     constraints = make_constraints(table, settings, target, hint)
     deadline = start + settings.time_limit_s
     found = policy.decide(Request(constraints, settings, hint, deadline))
-    columns, bound = found.columns, found.bound
-    objective = table.quality_loss(columns)
-    if bound is not None:
-        num_changes = float(changes(table, hint)[table.rows, columns].sum())
-        bound = min(bound - settings.change_penalty * num_changes, objective)
+    columns, objective = found.columns, table.quality_loss(found.columns)
+    num_changes = float(changes(table, hint)[table.rows, columns].sum())
     linears = {
         name: parse_option(table.options(row)[column])
         for row, (name, column) in enumerate(zip(table.names, columns.tolist(), strict=True))
@@ -88,7 +87,7 @@ def make_plan(
         policy=settings.policy,
         status=found.status,
         objective=objective,
-        bound=bound,
+        bound=min(found.bound - settings.change_penalty * num_changes, objective),
         seconds=time.monotonic() - start,
         target=target if policy.heeds_target else 0.0,
         efficiency=table.efficiency(columns),
@@ -100,6 +99,51 @@ def make_plan(
     if faults:
         raise PlanningError(f"policy '{settings.policy}' made an invalid plan: {faults[0]}")
     return plan
+
+
+class ParetoPoint(NamedTuple):
+    """The best plan at one target.
+
+    Attributes:
+        target: least efficiency.
+        plan: the plan; None if none reaches the target.
+        seconds: wall time.
+    """
+
+    target: float
+    plan: PrecisionPlan | None
+    seconds: float
+
+
+def frontier(
+    problem: PlanningProblem, settings: PlanSettings, targets: Sequence[float]
+) -> list[ParetoPoint]:
+    """Plan at every target, from the highest down.
+
+    An assignment that reaches a target reaches every lower one. So each solution is a feasible hint
+    for the next, and the frontier cannot rise.
+
+    Args:
+        problem: its own target is ignored.
+        settings: policy, balance, pins, limits; `time_limit_s` holds for each target.
+        targets: efficiencies in [0, 1], in any order.
+
+    Returns:
+        One point a target, in ascending order of targets.
+
+    Raises:
+        UsageError: if problem and settings do not fit each other.
+    """
+    previous, points = None, []
+    for target in sorted(set(targets), reverse=True):
+        start = time.monotonic()
+        own = settings.model_copy(update={"target": target, "change_penalty": 0.0})
+        try:
+            previous = make_plan(problem, own, previous)
+            points.append(ParetoPoint(target, previous, previous.seconds))
+        except InfeasiblePlanError:
+            points.append(ParetoPoint(target, None, time.monotonic() - start))
+    return points[::-1]
 
 
 def initial_plan(
@@ -134,7 +178,8 @@ def initial_plan(
     settings = PlanSettings.from_config(config, seed)
     if not config.collect_only and (config.has_schedule or not is_static):
         with naming_field("pins"):
-            make_plan(problem, settings.model_copy(update={"policy": "greedy"}))
+            table = make_table(problem, settings.cost)
+            make_constraints(table, settings, problem.target, None).checked_task()
     stays = config.collect_only and config.plan_file is not None
     if is_static and (not config.has_schedule or (resumed and resumed.policy != config.policy)):
         resumed = None

@@ -1,16 +1,13 @@
 """Policies: who chooses the option of every linear.
 
     snip                    minimizes the quality loss (the integer program of the paper)
-    greedy                  takes the steps of least loss per gain until the target is reached;
-                            this is the linear relaxation, rounded up
     random, min-abs-err,    order the linears and lower them in turn, each from its option of least
     min-rel-err, norms,     gain to its option of most gain, until the target is reached; a problem
     layer-type, layer-id,   with options per GEMM lets the last linear be lowered in part
     last-blocks
     random-gemm,            order the GEMMs of all linears and lower them in turn
     grads-first
-    uniform-OPTION, none    one option everywhere, or the previous plan; they respect pins and
-                            forbidden options and ignore the target
+    uniform-OPTION          gives every linear that is not pinned this option; ignores the target
 
 A new policy is an entry in `POLICIES`; most need only an order (`lowered_in`).
 """
@@ -19,16 +16,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
 from megatron_snip.errors import UsageError, did_you_mean
-from megatron_snip.options import BF16, Option
+from megatron_snip.options import Option
 from megatron_snip.planning.constraints import Constraints, Task, by_saving, fixed_columns
 from megatron_snip.planning.cost import Ints
 from megatron_snip.planning.problem import PlanningProblem, parse_option
@@ -61,6 +57,7 @@ class Request:
     deadline: float
 
 
+T = TypeVar("T")
 Decide = Callable[[Request], Solution]
 Order = Callable[[Request, Task], list[int]]
 """The rows of the linears, the first to be lowered first."""
@@ -103,7 +100,7 @@ def get_policy(name: str, problem: PlanningProblem | None = None) -> Policy:
             format, or orders GEMMs and the problem has no options per GEMM.
     """
     if name.startswith(UNIFORM) and len(name) > len(UNIFORM):
-        decide = partial(_uniform, parse_option(name.removeprefix(UNIFORM)))
+        decide = partial(_uniform, str(parse_option(name.removeprefix(UNIFORM))))
         return Policy(name, decide, False, "linear", heeds_target=False)
     if name not in POLICIES:
         hint = did_you_mean(name, policy_names())
@@ -140,22 +137,19 @@ def gemms_lowered_in(order: Callable[[Request, Task], list[Item]]) -> Decide:
 
 def _steps(task: Task, start: Ints, items: Iterable[Item]) -> Iterator[tuple[int, int]]:
     """Yield (row, column) for each item; one without an allowed option joins the linear's next."""
-    table, low, columns = task.table, by_saving(task, most=True), start.copy()
-    gains, lowered = table.overall_row.coefficients, defaultdict[int, set[Gemm]](set)
+    low, columns, gains = by_saving(task, most=True), start.copy(), task.budgets[-1].gains
+    reached: dict[int, Option] = {}
     for row, gemm in items:
-        lowered[row].add(gemm)
-        column = _with_lowered(table.options(row), int(start[row]), int(low[row]), lowered[row])
+        names = task.table.options(row)
+        before = reached.get(row, parse_option(names[start[row]]))
+        lowest = parse_option(names[low[row]])
+        reached[row] = replace(before, **{gemm.value: lowest[gemm]})
+        name = str(reached[row])
+        column = names.index(name) if name in names else -1
         allowed = column >= 0 and task.allowed[row, column]
         if allowed and gains[row, column] > gains[row, columns[row]]:
             columns[row] = column
             yield row, column
-
-
-def _with_lowered(names: Sequence[str], start: int, low: int, gemms: Collection[Gemm]) -> int:
-    """Return the column of the option `start` with these GEMMs as in `low`; -1 if there is none."""
-    high, lowest = parse_option(names[start]), parse_option(names[low])
-    name = str(Option(*((lowest if gemm in gemms else high)[gemm] for gemm in Gemm)))
-    return names.index(name) if name in names else -1
 
 
 def greedy_fill(task: Task, start: Ints, steps: Iterable[tuple[int, int]]) -> Ints:
@@ -194,46 +188,18 @@ def _snip(request: Request) -> Solution:
     return found
 
 
-def _greedy(request: Request) -> Solution:
-    task = request.constraints.checked_task()
-    gains = np.where(task.allowed, task.table.overall_row.coefficients, -1)
-    start: Ints = np.lexsort((-gains, np.where(task.allowed, task.cost, np.inf)), axis=1)[:, 0]
-    steps = sorted(
-        (step for row in range(len(start)) for step in _hull_steps(task, row, int(start[row]))),
-        key=lambda step: step[0],
-    )  # slopes grow along a hull, so the stable sort keeps each linear's steps in order
-    columns = greedy_fill(task, start, [(row, column) for _, row, column in steps])
-    return Solution(columns, "feasible", lower_bound(task))
-
-
-def _hull_steps(task: Task, row: int, start: int) -> list[tuple[float, int, int]]:
-    """Return (cost per gain, row, column) of each step along a linear's lower convex hull."""
-    gains, cost = task.table.overall_row.coefficients[row].tolist(), task.cost[row].tolist()
-    points = {c: (gains[c], cost[c]) for c in np.flatnonzero(task.allowed[row]).tolist()}
-    steps: list[tuple[float, int, int]] = []
-    gain, loss = points[start]
-    while True:
-        slopes = [((q - loss) / (g - gain), -g, c) for c, (g, q) in points.items() if g > gain]
-        if not slopes:
-            return steps
-        slope, _, column = min(slopes)
-        steps.append((slope, row, column))
-        gain, loss = points[column]
-
-
 def _random(request: Request, task: Task) -> list[int]:
-    return _permutation(request, len(task.table.rows))
+    return _shuffled(request, range(len(task.table.rows)))
 
 
 def _random_gemm(request: Request, task: Task) -> list[Item]:
-    items = _items(task)
-    return [items[k] for k in _permutation(request, len(items))]
+    return _shuffled(request, _items(task))
 
 
-def _permutation(request: Request, count: int) -> list[int]:
+def _shuffled(request: Request, items: Sequence[T]) -> list[T]:
     # The same at all targets, so that a schedule of targets lowers the same linears again.
-    drawn: list[int] = np.random.default_rng([request.settings.seed, 0]).permutation(count).tolist()
-    return drawn
+    order = np.random.default_rng([request.settings.seed, 0]).permutation(len(items))
+    return [items[k] for k in order]
 
 
 def _items(task: Task) -> list[Item]:
@@ -246,7 +212,7 @@ def _by_score(score: str, per_gain: bool = False) -> Order:
     def order(request: Request, task: Task) -> list[int]:
         low, high = by_saving(task, most=True), by_saving(task, most=False)
         rows = np.flatnonzero(low != high)  # others cannot be lowered
-        gains = task.table.overall_row.coefficients
+        gains = task.budgets[-1].gains
         units = gains[rows, low[rows]] - gains[rows, high[rows]] if per_gain else rows >= 0
         scores = [_score(request, score, int(row), int(low[row])) for row in rows]
         ranks = np.argsort(np.array(scores) / units, kind="stable")
@@ -256,17 +222,15 @@ def _by_score(score: str, per_gain: bool = False) -> Order:
 
 
 def _score(request: Request, score: str, row: int, column: int) -> float:
-    table = request.constraints.table
-    linear = table.problem.linears[row]
-    costs = list(linear.options.values())
-    scores = costs[column].scores if column < len(costs) else {}
-    if score not in scores:
+    linear = request.constraints.table.problem.linears[row]
+    name, cost = list(linear.options.items())[column]
+    if score not in cost.scores:
         raise UsageError(
-            f"policy '{request.settings.policy}' needs the score '{score}' of option "
-            f"'{table.options(row)[column]}' for '{linear.name}', and the problem has none; "
-            "use a problem that a run wrote at a refresh"
+            f"policy '{request.settings.policy}' needs the score '{score}' of option '{name}' for "
+            f"'{linear.name}', and the problem has none; use a problem that a run wrote at a "
+            "refresh"
         )
-    value = scores[score]
+    value = cost.scores[score]
     return math.inf if value is None else value
 
 
@@ -313,26 +277,13 @@ def _grads_first(request: Request, task: Task) -> list[Item]:
     return sorted(_items(task), key=lambda item: (item[1] == Gemm.FPROP, rank[item[0]]))
 
 
-def _uniform(option: Option, request: Request) -> Solution:
-    table, name = request.constraints.table, str(option)
-    return _fixed(request, table.columns_of([name] * len(table.rows)), name)
-
-
-def _none(request: Request) -> Solution:
-    if request.hint is None:
-        return _uniform(BF16, request)
-    return _fixed(request, request.hint, "the previous plan's option")
-
-
-def _fixed(request: Request, columns: Ints, wanted: str) -> Solution:
-    """Set every linear that is not pinned to `columns`, as one more pin."""
-    constraints, policy = request.constraints, request.settings.policy
-    free = np.ones(len(columns), dtype=np.bool_)
+def _uniform(option: str, request: Request) -> Solution:
+    """Fix every linear that is not pinned, as one more pin."""
+    constraints, label = request.constraints, f"policy {request.settings.policy}"
+    free = np.ones(len(constraints.table.rows), dtype=np.bool_)
     for pinned in constraints.fixed.values():
         free &= pinned < 0
-    label = f"policy {policy}"
-    own = fixed_columns(constraints.table, label, free, columns, wanted)
-    fixed = {**constraints.fixed, label: own}
+    fixed = {**constraints.fixed, label: fixed_columns(constraints.table, label, free, option)}
     task = replace(constraints, target=0.0, balance="none", fixed=fixed).checked_task()
     only: Ints = task.allowed.argmax(axis=1)
     return Solution(only, "fixed", task.loss(only))
@@ -351,8 +302,6 @@ POLICIES: dict[str, Policy] = {
         Policy("last-blocks", lowered_in(_last_blocks), False, "linear"),
         Policy("grads-first", gemms_lowered_in(_grads_first), False, "gemm"),
         Policy("norms", lowered_in(_by_score("norms", per_gain=True)), True, "linear"),
-        Policy("greedy", _greedy, True, "any"),
-        Policy("none", _none, False, "linear", heeds_target=False),
     )
 }
 """Every policy by name, except `uniform-OPTION`, which is made from its option."""

@@ -47,12 +47,12 @@ class Solution:
     Attributes:
         columns: [n], the chosen column of each linear.
         status: `optimal` if no better assignment exists, up to a relative `EXACT`.
-        bound: lower bound on the cost of every assignment of the task, or None.
+        bound: lower bound on the cost of every assignment of the task.
     """
 
     columns: Ints
     status: Status
-    bound: float | None
+    bound: float
 
 
 def solve(task: Task, settings: PlanSettings, hint: Ints | None, deadline: float) -> Solution:
@@ -189,16 +189,17 @@ class Search:
         rows, columns = np.nonzero(part[free])
         number = np.zeros(part[free].shape, dtype=np.int64)
         number[rows, columns] = np.arange(len(rows))
+        owner = free[rows]
+        constraints: list[tuple[Ints, int]] = []
+        for floors in choices.budgets:
+            gains, group = floors.gains[owner, columns], floors.group[owner]
+            left = floors.missing(found, fixed).tolist()
+            used = np.unique(floors.group).tolist()
+            constraints += [(np.where(group == p, gains, 0), left[p]) for p in used]
         core = Core(
             starts=np.concatenate(([0], np.cumsum(counts[free]))),
-            cost=choices.cost[free[rows], columns],
-            rows=tuple(
-                (
-                    row.coefficients[free[rows], columns],
-                    row.threshold - int(row.own(found)[fixed].sum()),
-                )
-                for row in choices.budgets
-            ),
+            cost=choices.cost[owner, columns],
+            rows=tuple(constraints),
             hint=number[np.arange(len(free)), self.best[free]],
         )
         answer = solve_core(core, effort)
@@ -234,18 +235,20 @@ def round_up(choices: ChoiceSet, dual: Dual) -> Ints:
     closes the rest. Equal linears tie at the dual's price; moving all of them would overshoot.
     """
     columns = dual.below.copy()
-    for row in choices.budgets:
-        lacking = row.threshold - int(row.own(columns).sum())
-        step = row.own(dual.above) - row.own(columns)
-        skipped = []
+    for floors in choices.budgets:
+        lacking = floors.missing(columns)
+        step = floors.own(dual.above) - floors.own(columns)
+        skipped: dict[int, int] = {}
         for i in np.argsort(-step, kind="stable"):
-            if lacking <= 0 or step[i] <= 0:
+            group = int(floors.group[i])
+            if step[i] <= 0:
                 break
-            if step[i] <= lacking:
+            if step[i] <= lacking[group]:
                 columns[i] = dual.above[i]
-                lacking -= int(step[i])
-            else:
-                skipped.append(i)
-        if lacking > 0 and skipped:
-            columns[skipped[-1]] = dual.above[skipped[-1]]
+                lacking[group] -= step[i]
+            elif lacking[group] > 0:
+                skipped[group] = i
+        for group, i in skipped.items():
+            if lacking[group] > 0:
+                columns[i] = dual.above[i]
     return columns

@@ -8,8 +8,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_snip.config import CostName, PipelineBalance, SnipConfig
 
-_Count = Annotated[int, Field(ge=0)]
-
 
 class PlanSettings(BaseModel):
     """Rules for one plan; values in JSON and Python are the same.
@@ -26,8 +24,8 @@ class PlanSettings(BaseModel):
     """Name of the policy; see `policies.policy_names()`."""
 
     target: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    """Least efficiency; None takes the problem's target. The policies `uniform-OPTION` and `none`
-    ignore target and balance."""
+    """Least efficiency; None takes the problem's target. The policies `uniform-OPTION` ignore
+    target and balance."""
 
     pipeline_balance: PipelineBalance = "none"
     """`none`: the target holds for the model. `stage`: the target holds in every pipeline stage.
@@ -38,12 +36,6 @@ class PlanSettings(BaseModel):
     pins: tuple[tuple[str, str], ...] = ()
     """(glob, option) pairs: every linear whose name matches has that option. Two pins with
     different options for a linear conflict."""
-
-    first_layers: tuple[_Count, str] | None = None
-    """(N, option): the linears of the first N layers of every block have that option."""
-
-    last_layers: tuple[_Count, str] | None = None
-    """(N, option): the linears of the last N layers of every block have that option."""
 
     change_penalty: Annotated[float, Field(ge=0.0, le=1e150)] = 0.0
     """Quality loss that a plan pays for each linear whose option differs from the previous

@@ -39,7 +39,7 @@ from typing import Any
 from pydantic import BaseModel
 
 import megatron_snip
-from megatron_snip.errors import InfeasiblePlanError, PlanningError, SnipError, UsageError
+from megatron_snip.errors import InfeasiblePlanError, PlanningError, UsageError
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import PlanningProblem
@@ -103,12 +103,13 @@ class SolverProcess:
     """
 
     def __init__(self, command: Sequence[str] | None = None) -> None:
-        self._child = _Child(worker_command() if command is None else list(command))
+        self._command = worker_command() if command is None else list(command)
+        self._children: list[subprocess.Popen[str]] = []  # one, unless none could be started
         self._request: PlanRequest | None = None
         self._answer: Future[PrecisionPlan] = Future()
-        self._end = weakref.finalize(self, _kill_in_creator, self._child, os.getpid())
+        self._end = weakref.finalize(self, _kill_in_creator, self._children, os.getpid())
         with contextlib.suppress(OSError):  # it loads OR-Tools now; `result` reports a failure
-            self._child.start()
+            self._running_child()
 
     def submit(
         self,
@@ -135,8 +136,13 @@ class SolverProcess:
             problem=problem, settings=settings, previous=previous, iteration=iteration
         )
         self._answer = Future()
-        job = (self._child, self._request, self._answer)
-        threading.Thread(target=_answer, args=job, name="snip-solver", daemon=True).start()
+        try:
+            job = (self._running_child(), self._request, self._answer)
+        except OSError as error:
+            text = f"the solver process cannot be started: {error}"
+            self._answer.set_exception(PlanningError(text))
+        else:
+            threading.Thread(target=_exchange, args=job, name="snip-solver", daemon=True).start()
 
     def ready(self) -> bool:
         """Whether `result` would return at once. Never blocks."""
@@ -160,7 +166,7 @@ class SolverProcess:
         try:
             return self._answer.result(timeout_s)
         except TimeoutError:
-            self._child.kill()
+            _kill(*self._children)
             raise PlanningError(
                 f"the solver process did not answer within {timeout_s:g} s; it was stopped"
             ) from None
@@ -169,6 +175,22 @@ class SolverProcess:
         """End the child; nothing can be submitted afterwards. May be called twice."""
         self._request = None
         self._end()
+
+    def _running_child(self) -> subprocess.Popen[str]:
+        """Return the child, a new one if it has ended. Raises OSError."""
+        if not self._children or self._children[0].poll() is not None:
+            child = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                encoding="utf-8",
+                errors="replace",
+                env=worker_environment(),
+                start_new_session=True,
+            )
+            self._children[:] = [child]  # the pipes of the former one close with their last user
+        return self._children[0]
 
 
 def worker_command() -> list[str]:
@@ -187,80 +209,41 @@ def worker_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
-class _Child:
-    """The process behind the pipes; started when needed, ended by `kill`."""
-
-    def __init__(self, command: list[str]) -> None:
-        self._command = command
-        self._process: subprocess.Popen[str] | None = None
-        self._lock = threading.Lock()
-
-    def start(self) -> subprocess.Popen[str]:
-        """Return the running process; start one if there is none. Raises OSError."""
-        with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._process = subprocess.Popen(
-                    self._command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    encoding="utf-8",
-                    errors="replace",
-                    env=worker_environment(),
-                    start_new_session=True,
-                )
-            return self._process
-
-    def kill(self, process: subprocess.Popen[str] | None = None) -> int | None:
-        """End a process, by default the current one; return its exit status."""
-        with self._lock:
-            victim = self._process if process is None else process
-            if victim is self._process:  # its pipes close with the last thread that uses them
-                self._process = None
-        if victim is None:
-            return None
-        victim.kill()  # does nothing to a process that has ended
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            victim.wait(_REAP_S)
-        return victim.returncode
-
-
-def _answer(child: _Child, request: PlanRequest, answer: Future[PrecisionPlan]) -> None:
-    """Run one exchange with the child (in a thread of its own)."""
+def _exchange(
+    child: subprocess.Popen[str], request: PlanRequest, answer: Future[PrecisionPlan]
+) -> None:
+    """Get the answer to a request from the child (in a thread of its own)."""
+    assert child.stdin is not None and child.stdout is not None
+    line = ""
     try:
-        answer.set_result(_exchange(child, request))
-    except SnipError as error:
+        with contextlib.suppress(OSError, ValueError):  # it died or was killed: there is no line
+            child.stdin.writelines(request.json_pieces())
+            child.stdin.flush()
+            line = child.stdout.readline()
+        if not line.endswith("\n"):
+            _kill(child)
+            text = f"the solver process ended without an answer (status {child.returncode})"
+            raise PlanningError(text)
+        answer.set_result(request.plan_of(line))
+    except (InfeasiblePlanError, UsageError) as error:
         answer.set_exception(error)
     except Exception as error:
-        kind = type(error).__name__
-        answer.set_exception(PlanningError(f"solver process: {kind}: {error}"))
+        _kill(child)  # a child with an invalid reply is not used again
+        failed = PlanningError(f"solver process: {type(error).__name__}: {error}")
+        answer.set_exception(error if isinstance(error, PlanningError) else failed)
 
 
-def _exchange(child: _Child, request: PlanRequest) -> PrecisionPlan:
-    try:
-        process = child.start()
-    except OSError as error:
-        raise PlanningError(f"the solver process cannot be started: {error}") from None
-    assert process.stdin is not None and process.stdout is not None
-    line = ""
-    with contextlib.suppress(OSError, ValueError):  # it died or was killed: there is no line
-        process.stdin.writelines(request.json_pieces())
-        process.stdin.flush()
-        line = process.stdout.readline()
-    if not line.endswith("\n"):
-        status = child.kill(process)
-        raise PlanningError(f"the solver process ended without an answer (status {status})")
-    try:
-        return request.plan_of(line)
-    except PlanningError:
-        child.kill(process)  # a child with an invalid reply is not used again
-        raise
+def _kill(*children: subprocess.Popen[str]) -> None:
+    for child in children:
+        child.kill()  # does nothing to a process that has ended
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_REAP_S)
 
 
-def _kill_in_creator(child: _Child, creator: int) -> None:
+def _kill_in_creator(children: list[subprocess.Popen[str]], creator: int) -> None:
     """End the child when the process that made it ends; a forked copy of it does nothing."""
     if os.getpid() == creator:
-        child.kill()
+        _kill(*children)
 
 
 def serve(parent: int) -> None:

@@ -16,7 +16,7 @@ from jinja2 import Environment, StrictUndefined
 from matplotlib.figure import Figure
 
 from megatron_snip.errors import SnipError, UsageError, listing
-from megatron_snip.planning.pareto import frontier
+from megatron_snip.planning.planner import frontier
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.reporting import figures, text
 from megatron_snip.reporting.run_record import (

@@ -11,7 +11,7 @@ import yaml
 from megatron_snip.__main__ import main
 from megatron_snip.planning.plan import read_plan, write_plan
 from megatron_snip.planning.problem import write_problem
-from tests.unit.planning.build import name_of, plan_of, problem_of
+from tests.unit.planning.build import name_of, options_of, plan_of, problem_of
 
 EXPORT = ["export", "plan.json", "--output", "out.yaml", "--capability"]
 
@@ -24,15 +24,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def options_in(file: str) -> list[str]:
-    return [str(option) for option in read_plan(Path(file)).linears.values()]
-
-
 @pytest.fixture
 def imported(printed: Any) -> Callable[..., list[str]]:
     def run(*words: str) -> list[str]:
         printed("import", *words, "--problem", "problem.json", "--output", "back.json")
-        return options_in("back.json")
+        return options_of(read_plan(Path("back.json")))
 
     return run
 
@@ -155,7 +151,7 @@ matchers:
 def test_a_file_written_by_hand(folder: Path, printed: Any) -> None:
     Path("hand.yaml").write_text(WRITTEN_BY_HAND)
     text = printed("import", "hand.yaml", "--problem", "problem.json", "--output", "back.json")
-    assert options_in("back.json") == ["bf16", "nvfp4", "nvfp4", "nvfp4"]
+    assert options_of(read_plan(Path("back.json"))) == ["bf16", "nvfp4", "nvfp4", "nvfp4"]
     assert "nvfp4: 3 linears" in text and "precision: 0.9000" in text
     assert "warning: evaluation recipes are left out" in text
     assert read_plan(Path("back.json")).stages == (pytest.approx(0.9),)
@@ -226,9 +222,8 @@ def test_modelopt_gets_the_precision_of_the_forward_pass(folder: Path) -> None:
 
 
 def test_yaml_is_the_plan(folder: Path) -> None:
-    options = ["fp8", "fp4-fp8-fp8"]
-    plan = {name_of(layer): option for layer, option in enumerate(options)}
-    assert exported("yaml", "mlp.linear_fc1", options) == plan
+    plan = {name_of(0): "fp8", name_of(1): "fp4-fp8-fp8"}
+    assert exported("yaml", "mlp.linear_fc1", [*plan.values()]) == plan
 
 
 @pytest.mark.parametrize(

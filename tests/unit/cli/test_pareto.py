@@ -1,4 +1,4 @@
-"""`megatron-snip pareto`: the frontier as table, CSV and JSON, and bad input."""
+"""`megatron-snip pareto`: the frontier as table and JSON, and bad input."""
 
 import json
 from typing import Any
@@ -10,19 +10,15 @@ from tests.unit.planning.build import problem_of
 PROBLEM = problem_of([[0.0, 1.0], [0.0, 2.0], [0.0, 3.0], [3.79e-14, None]], target=0.5)
 
 
-@pytest.mark.parametrize(
-    ("text", "targets"),
-    [
+def test_ranges_include_both_ends_and_are_exact(problem: str, printed: Any) -> None:
+    for text, targets in (
         ("0:1:0.05", [k / 20 for k in range(21)]),
         ("0.1:0.5:0.3", [0.1, 0.4]),
         ("0.75, 0.5", [0.5, 0.75]),
-    ],
-)
-def test_ranges_include_both_ends_and_are_exact(
-    problem: str, text: str, targets: list[float], printed: Any
-) -> None:
-    points = json.loads(printed("pareto", problem, "--targets", text, "--json"))
-    assert [point["target"] for point in points] == targets
+        ("0:0,200:0.75", [0.0, 0.75]),
+    ):
+        points = json.loads(printed("pareto", problem, "--targets", text, "--json"))
+        assert [point["target"] for point in points] == targets
 
 
 def test_the_frontier_as_table_and_json(problem: str, printed: Any) -> None:
@@ -35,7 +31,6 @@ def test_the_frontier_as_table_and_json(problem: str, printed: Any) -> None:
     assert rows["1.00"][0] == "infeasible" and max(map(len, text.splitlines())) <= 100
     values = json.loads(printed(*words, "--json"))
     assert [value["status"] for value in values] == ["optimal"] * 4 + ["infeasible"]
-    assert [value["target"] for value in values] == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert [v["objective"] for v in values] == pytest.approx([0.0, 1.0, 3.0, 6.0, None])
     assert values[1]["options"] == {"fp4": 1, "fp8": 3}
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron_snip.divergence.divergence import (
+from megatron_snip.divergence.quality_loss import (
     absolute_error,
     fprop_scale,
     loss_divergence,

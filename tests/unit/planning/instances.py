@@ -29,18 +29,18 @@ def random_instance(seed: int, num_linears: int | None = None) -> Instance:
 
     Args:
         seed: of the generator.
-        num_linears: by default few enough for enumeration. With a number, the instance is one
-            that HiGHS can judge: efficiencies come in steps above its feasibility tolerance of
-            1e-6, and there is no bottleneck balance.
+        num_linears: by default few enough for enumeration. With a number, HiGHS can judge the
+            instance: efficiencies come in steps above its feasibility tolerance of 1e-6, and there
+            is no bottleneck balance.
     """
     r = random.Random(seed)
     count = num_linears if num_linears is not None else r.randint(1, 7)
     stages = r.randint(1, min(4, count))
     names = r.sample(OPTIONS, r.randint(2, 4)) if num_linears is None else list(OPTIONS[1:])
     small = num_linears is None
-    loss_of, flops_of = r.choice(LOSSES if small else LOSSES[:5]), r.choice(FLOPS)
+    loss_of, flops_of = r.choice(LOSSES if small else LOSSES[:6]), r.choice(FLOPS)
     saving_of = r.choice(SAVINGS)
-    with_seconds = small and r.random() < 0.3
+    with_seconds, is_mixed = small and r.random() < 0.3, small and r.random() < 0.3
     if not small:
         flops_of, saving_of = r.choice(FLOPS[:2]), SAVINGS[0]
     linears = []
@@ -53,17 +53,17 @@ def random_instance(seed: int, num_linears: int | None = None) -> Instance:
             options[name] = OptionCost(
                 quality_loss=None if forbidden else loss_of(r, share),
                 saving=saving_of(r, share),
-                seconds=flops * r.uniform(0.2, 1.0) if with_seconds else None,
+                seconds=r.choice([r.randint(0, 9), flops * r.random()]) if with_seconds else None,
             )
-        stage = i * stages // count
+        stage = r.randrange(stages) if is_mixed else i * stages // count
         linears.append(LinearChoices(name=name_of(i), stage=stage, flops=flops, options=options))
-    target = r.choice([0.0, 1.0, 0.5, 0.75, r.random(), r.random()])
+    target = r.choice([0.0, 1.0, 1 / 3, 0.5, 0.75, r.random(), r.random()])
     problem = PlanningProblem(linears=tuple(linears), target=target)
     previous = random_plan(problem, r) if r.random() < 0.4 else None
     settings = PlanSettings(
         pipeline_balance=r.choice(BALANCES if small else BALANCES[:2]),
         pins=_pins(r, problem),
-        change_penalty=r.choice([0.0, abs(loss_of(r, 0.2))]),
+        change_penalty=r.choice([0.0, abs(loss_of(r, 0.2)), 0.25, 1e3]),
         cost="time" if with_seconds and r.random() < 0.5 else "flops",
     )
     return Instance(problem, settings, previous)
@@ -80,10 +80,8 @@ def random_plan(problem: PlanningProblem, r: random.Random) -> PrecisionPlan:
 
 
 def _pins(r: random.Random, problem: PlanningProblem) -> tuple[tuple[str, str], ...]:
-    if r.random() < 0.7:
-        return ()
-    chosen = r.choice(problem.linears)
-    return ((chosen.name, r.choice(list(chosen.options))),)
+    chosen = [r.choice(problem.linears) for _ in range(r.choice([0, 0, 0, 1, 2]))]
+    return tuple((linear.name, r.choice(list(linear.options))) for linear in chosen)
 
 
 LOSSES = (
@@ -92,6 +90,7 @@ LOSSES = (
     lambda r, share: float(r.randint(0, 2)),
     lambda r, share: 0.0,
     lambda r, share: r.uniform(-1.0, 1.0),
+    lambda r, share: 10.0 ** r.randint(-6, 6),
     lambda r, share: 1e-30 * (r.random() + share),
 )
 FLOPS = (

@@ -34,20 +34,12 @@ def test_pins_fix_the_linears_that_match() -> None:
     assert options(problem_of(LOSSES, target=0.75), pins=pins) == ["bf16", "fp4", "fp4", "fp4"]
 
 
-def test_edge_layers_are_counted_in_every_block() -> None:
-    edges = {"first_layers": (1, "fp4"), "last_layers": (2, "bf16")}
-    assert options(problem_of(LOSSES, target=0.0), **edges) == ["fp4", "fp8", "bf16", "bf16"]
-
-
 def test_pins_that_cannot_be_met_are_usage_errors() -> None:
     problem = problem_of(LOSSES)
     with pytest.raises(UsageError, match="no linear's name matches"):
         options(problem, pins=(("encoder.*", "fp8"),))
     with pytest.raises(UsageError, match=r"'fp3' is not an option .*fp8, fp4"):
         options(problem, pins=(("*", "fp3"),))
-    odd = problem.linears[0].model_copy(update={"name": "strange"})
-    with pytest.raises(UsageError, match="strange"):
-        options(problem.model_copy(update={"linears": (odd,)}), first_layers=(1, "fp8"))
 
 
 def test_an_unreachable_target_names_the_pin_and_the_best_target() -> None:

@@ -33,9 +33,9 @@ def test_the_efficiency_of_linears_with_different_options_is_exact() -> None:
 
 
 def test_time_needs_the_seconds_of_every_option() -> None:
-    for settings in (PlanSettings(cost="time"), PlanSettings(cost="time", pins=(("*", "bf16"),))):
-        with pytest.raises(UsageError, match=r"calibrate|bf16"):
-            make_plan(problem_of([[0.0, 1.0]]), settings)
+    for pins in ((), (("*", "bf16"),)):
+        with pytest.raises(UsageError, match="calibrate"):
+            make_plan(problem_of([[0.0, 1.0]]), PlanSettings(cost="time", pins=pins))
 
 
 @given(st.lists(FINITE, min_size=1, max_size=40), st.floats(min_value=0.0, max_value=1.0))

@@ -1,6 +1,5 @@
-"""The dual against the linear relaxation solved by HiGHS, and its bounds against enumeration."""
+"""The dual against the linear relaxation solved by HiGHS."""
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -13,14 +12,14 @@ from tests.unit.planning.build import constraints_of
 from tests.unit.planning.instances import random_instance
 
 
-def choice_sets(seed: int, balance: str, num_linears: int | None = None) -> list[ChoiceSet]:
-    problem = random_instance(seed, num_linears=num_linears).problem
+def choice_sets(seed: int, balance: str) -> list[ChoiceSet]:
+    problem = random_instance(seed, num_linears=30).problem
     constraints = constraints_of(problem, pipeline_balance=balance)
     if max_saving_assignment(constraints.task()) is None:
         return []
     task = constraints.checked_task()
     sets = make_choices(task)
-    if balance == "bottleneck" and num_linears is not None:  # stages and an overall row at once
+    if balance == "bottleneck":  # stages and an overall row at once
         share = 0.5 * (1 + task.table.efficiency(max_saving_assignment(task)))
         coupled = replace(task, least=share * task.table.weight)
         sets += make_choices(coupled) if max_saving_assignment(coupled) is not None else []
@@ -34,14 +33,16 @@ def relaxation(choices: ChoiceSet) -> float:
     scale = np.abs(loss).max() or 1.0
     owner = (rows[None, :] == np.arange(len(choices.cost))[:, None]).astype(float)
     lines, thresholds = [], []
-    for line in choices.budgets:
-        size = max(1.0, float(np.abs(line.coefficients).max()))
-        lines.append(-line.coefficients[rows, columns] / size)
-        thresholds.append(-line.threshold / size)
+    for floors in choices.budgets:
+        size = max(1.0, float(floors.gains.max()))
+        for p, least in enumerate(floors.least):
+            own = np.where(floors.group[rows] == p, floors.gains[rows, columns], 0)
+            lines.append(-own / size)
+            thresholds.append(-least / size)
     result = scipy.optimize.linprog(
         loss / scale,
-        A_ub=np.array(lines) if lines else None,
-        b_ub=np.array(thresholds) if lines else None,
+        A_ub=np.array(lines),
+        b_ub=np.array(thresholds),
         A_eq=owner,
         b_eq=np.ones(len(choices.cost)),
         method="highs",
@@ -54,27 +55,9 @@ def relaxation(choices: ChoiceSet) -> float:
 def test_the_maximum_is_the_optimum_of_the_linear_relaxation(balance: str) -> None:
     compared = 0
     for seed in range(30):
-        for choices in choice_sets(seed, balance, num_linears=30):
+        for choices in choice_sets(seed, balance):
             size = float(np.nan_to_num(choices.cost, posinf=0.0).max(axis=1).sum())
             wanted = relaxation(choices)
             assert maximize(choices).bound == pytest.approx(wanted, abs=1e-7 * size), seed
             compared += 1
     assert compared >= 5
-
-
-def test_the_bound_and_the_reduced_costs_hold_for_every_assignment() -> None:
-    checked = 0
-    for seed, balance in itertools.product(range(150), ("none", "stage", "bottleneck")):
-        for choices in choice_sets(seed, balance):
-            dual = maximize(choices)
-            finite = [np.flatnonzero(row) for row in np.isfinite(choices.cost)]
-            for assignment in itertools.product(*finite):
-                columns = np.array(assignment)
-                if not choices.holds(columns):
-                    continue
-                extra, loss = dual.reduced[choices.rows, columns].max(), choices.loss(columns)
-                slack = 1e-9 * (1e-30 + np.abs(choices.cost[choices.rows, columns]).sum())
-                assert dual.bound <= loss + slack, seed
-                assert dual.bound + extra <= loss + slack + 1e-9 * extra, seed
-                checked += 1
-    assert checked > 1000

@@ -6,12 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_snip.errors import UsageError
-from megatron_snip.planning.plan import (
-    PrecisionPlan,
-    assignment_digest,
-    read_plan,
-    write_plan,
-)
+from megatron_snip.planning.plan import PrecisionPlan, read_plan, write_plan
 from tests.unit.planning.build import name_of, plan_of
 
 KEYS = (
@@ -38,9 +33,8 @@ def test_the_digest_is_the_documented_one_and_ignores_order_and_metadata() -> No
     linears = plan().to_dict()["linears"]
     text = json.dumps(linears, sort_keys=True, separators=(",", ":"))
     assert plan().digest == hashlib.sha256(text.encode()).hexdigest()
-    turned = dict(reversed(plan().linears.items()))
-    assert assignment_digest(turned) == plan().digest
-    assert plan_of(["fp8", "fp4-fp8-bf16"], iteration=99).digest == plan().digest
+    turned = {name_of(1): "fp4-fp8-bf16", name_of(0): "fp8"}
+    assert plan_of(turned, iteration=99).digest == plan().digest
     assert plan_of(["fp8", "fp4"]).digest != plan().digest
 
 
@@ -56,11 +50,9 @@ def test_the_digest_is_the_documented_one_and_ignores_order_and_metadata() -> No
     ],
 )
 def test_a_damaged_plan_is_refused_in_one_line(changes: dict[str, Any], word: str) -> None:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError, match=r"\Aplan file 'x'[^\n]*\Z") as caught:
         PrecisionPlan.from_dict(plan().to_dict() | changes, "plan file 'x'")
     assert word in str(caught.value)
-    assert str(caught.value).startswith("plan file 'x'")
-    assert "\n" not in str(caught.value)
 
 
 def test_version_1_counted_iterations_from_0() -> None:

@@ -7,64 +7,17 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_snip.errors import InfeasiblePlanError, PlanningError
 from megatron_snip.planning import planner
 from megatron_snip.planning.checker import find_violations
 from megatron_snip.planning.plan import changed_linears
-from megatron_snip.planning.planner import make_plan
-from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
+from megatron_snip.planning.planner import frontier, make_plan
 from megatron_snip.planning.settings import PlanSettings
-from tests.unit.planning.build import name_of, options_of, plan_of, problem_of
+from tests.unit.planning.build import options_of, plan_of, problem_of
 from tests.unit.planning.highs import highs_model
-from tests.unit.planning.instances import OPTIONS, Instance, random_instance
+from tests.unit.planning.instances import Instance, random_instance
 from tests.unit.planning.oracle import brute_force, num_changes
-
-LOSS = st.one_of(
-    st.none(),
-    st.just(0.0),
-    st.integers(0, 3).map(float),
-    st.floats(-1.0, 1.0),
-    st.floats(1e-6, 1e6),
-    st.integers(-6, 6).map(lambda power: 10.0**power),
-)
-FLOPS = st.one_of(st.integers(0, 5).map(float), st.floats(0.5, 100.0))
-SAVING = st.sampled_from([0.0, 0.1, 1 / 3, 0.5, 2 / 3, 1.0])
-
-
-@st.composite
-def small_instances(draw: st.DrawFn) -> Instance:
-    """Any problem that is small enough to enumerate, under any constraints."""
-    count = draw(st.integers(1, 6))
-    names = draw(st.lists(st.sampled_from(OPTIONS), min_size=1, max_size=4, unique=True))
-    timed = draw(st.booleans())
-    linears = []
-    for i in range(count):
-        options = {
-            name: OptionCost(
-                quality_loss=draw(LOSS),
-                saving=draw(SAVING),
-                seconds=draw(st.integers(0, 9).map(float)) if timed else None,
-            )
-            for name in names
-        }
-        stage, flops = draw(st.integers(0, 2)), draw(FLOPS)
-        linears.append(LinearChoices(name=name_of(i), stage=stage, flops=flops, options=options))
-    # Targets of the size of the tolerance are met by nothing or not, as they round.
-    target = draw(st.sampled_from([0.0, 0.25, 1 / 3, 0.5, 0.75, 1.0]) | st.floats(1e-6, 1.0))
-    previous = None
-    if draw(st.booleans()):
-        previous = plan_of([draw(st.sampled_from([*names, "fp8"])) for _ in range(count)])
-    pins = st.tuples(st.integers(0, count - 1).map(name_of), st.sampled_from(names))
-    rules = PlanSettings(
-        pipeline_balance=draw(st.sampled_from(["none", "stage", "bottleneck"])),
-        pins=tuple(draw(st.lists(pins, max_size=2))),
-        change_penalty=draw(st.sampled_from([0.0, 0.0, 1e-3, 0.25, 1.0, 1e3])),
-        cost=draw(st.sampled_from(["flops", "time"])) if timed else "flops",
-    )
-    return Instance(PlanningProblem(linears=tuple(linears), target=target), rules, previous)
 
 
 def check_against_enumeration(instance: Instance) -> None:
@@ -105,14 +58,8 @@ def check_against_highs(instance: Instance) -> bool:
     return True
 
 
-@settings(max_examples=300, deadline=None)
-@given(small_instances())
-def test_small_problems_are_solved_as_enumeration_solves_them(instance: Instance) -> None:
-    check_against_enumeration(instance)
-
-
-@pytest.mark.parametrize("chunk", range(4))
-def test_adversarial_problems_are_solved_as_enumeration_solves_them(chunk: int) -> None:
+@pytest.mark.parametrize("chunk", range(6))
+def test_small_problems_are_solved_as_enumeration_solves_them(chunk: int) -> None:
     for seed in range(chunk * 100, (chunk + 1) * 100):
         check_against_enumeration(random_instance(seed))
 
@@ -137,6 +84,21 @@ def test_stages_with_a_bottleneck_and_a_target_are_solved_to_the_optimum() -> No
         assert max(stages.count(p) * (1 - e / 2) for p, e in enumerate(plan.stages)) <= slowest
         coupled += plan.efficiency < 0.76  # the target decides, and not the stages alone
     assert coupled >= 3
+
+
+@pytest.mark.parametrize("balance", ["none", "stage"])
+def test_every_point_is_what_planning_for_its_target_gives(balance: str) -> None:
+    random, stages = np.random.default_rng(0), [i // 5 for i in range(20)]
+    losses = [[0.0, *sorted(map(float, random.random(2)))] for _ in stages]
+    problem = problem_of(losses, 0.5, ("fp8", "fp4-fp8-fp8", "fp4"), stages)
+    settings = PlanSettings(pipeline_balance=balance)
+    points = frontier(problem, settings, [0.9, 0.1, 0.5, 0.5])
+    assert [point.target for point in points] == [0.1, 0.5, 0.9]
+    for point in points:
+        plan = make_plan(problem, settings.model_copy(update={"target": point.target}))
+        assert point.plan.objective == pytest.approx(plan.objective)
+        assert (point.plan.status, point.plan.gap) == ("optimal", pytest.approx(0.0, abs=1e-9))
+        assert point.plan.efficiency >= point.target
 
 
 def test_the_same_input_gives_the_same_plan_in_any_process() -> None:

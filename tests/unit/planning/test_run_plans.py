@@ -8,8 +8,7 @@ import pytest
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import InfeasiblePlanError, UsageError
-from megatron_snip.formats import get_format
-from megatron_snip.options import BF16, Option, enumerate_options
+from megatron_snip.options import BF16, Option
 from megatron_snip.planning.plan import write_plan
 from megatron_snip.planning.planner import (
     adapt_plan,
@@ -68,24 +67,19 @@ def test_plans_of_other_machines_lose_no_precision() -> None:
     assert adapt_plan(plan, (FP8,), {FP4: {}, FP8: {C: "no"}}, WORK, "fp4") == (plan, [])
 
 
-def bits(option: Option) -> list[int]:
-    return [get_format(name).bits for name in option.formats]
-
-
 def test_the_nearest_option_has_the_fewest_bits_with_enough_in_every_gemm() -> None:
-    for option in enumerate_options(("bf16", "fp8", "fp4"), "gemm"):
-        for candidates in ((FP8,), (BF16, FP8), (Option.parse("fp4-fp8-bf16"), FP8), ()):
-            chosen = nearest_option(option, candidates)
-            enough = [
-                other
-                for other in (*candidates, BF16)
-                if all(a >= b for a, b in zip(bits(other), bits(option), strict=True))
-            ]
-            assert chosen in enough
-            assert sum(bits(chosen)) == min(sum(bits(other)) for other in enough)
-    assert nearest_option(FP4, (NVFP4, FP4)) == FP4
-    assert nearest_option(FP4, (NVFP4, MXFP8)) == NVFP4
-    assert nearest_option(MXFP8, (FP8, BF16)) == FP8
+    mixed, forward = Option.parse("fp4-fp8-bf16"), Option.parse("fp8-fp4-fp4")
+    for option, candidates, wanted in (
+        (FP4, (NVFP4, FP4), FP4),
+        (FP4, (NVFP4, MXFP8), NVFP4),
+        (MXFP8, (FP8, BF16), FP8),
+        (FP4, (BF16, mixed, FP8), FP8),  # 24 bits, `mixed` has 28
+        (mixed, (FP8,), BF16),
+        (forward, (FP4, mixed, FP8), FP8),
+        (FP4, (FP8, forward), forward),
+        (FP8, (), BF16),
+    ):
+        assert nearest_option(option, candidates) == wanted
 
 
 def test_the_guards_last_resort_leaves_pinned_linears() -> None:
