@@ -230,8 +230,8 @@ class SnipController:
         """All ranks: run the forward-backward; return its results, and False if it ran twice."""
         if self._guard.is_watching:
             return self._train_watched(iteration, training)
-        self.model.runtime.begin_pass(iteration)
-        results = training.run()
+        with self.model.runtime.training_pass(iteration):
+            results = training.run()
         if self._guarded:
             self._guard.start_loss(results)
         return results, True
@@ -306,8 +306,8 @@ class SnipController:
 
         def run(plan: PrecisionPlan) -> Results:
             self.model.apply(plan.linears)
-            self.model.runtime.begin_pass(iteration)
-            return training.run()
+            with self.model.runtime.training_pass(iteration):
+                return training.run()
 
         safe = self._plans.fallback(self.plan, iteration)
         judged = self._guard.run_watched(training, self.plan, safe, run, self._optimizer)

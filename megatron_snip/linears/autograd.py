@@ -18,19 +18,16 @@ import torch.distributed as dist
 from megatron.core.parallel_state import get_global_memory_buffer
 from torch import Tensor
 
-from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.simulated_gemm import (
-    Cached,
+    WeightCache,
     activation_gemm,
     can_quantize_before_gather,
     operand_dtype,
     quantize_activation,
-    uncached,
     wgrad_gemm,
 )
 from megatron_snip.options import Option
 from megatron_snip.quantizers.stochastic import StochasticStream
-from megatron_snip.topology import Placement
 from megatron_snip.types import Gemm, Operand
 
 
@@ -45,7 +42,7 @@ class LinearCall:
         allreduce_dgrad: sum dX over `tp_group`.
         fuse_wgrad: add dW into `weight.main_grad` instead of returning it.
         tp_group: process group of the tensor axis, where one of the above needs it.
-        cached: caches the quantized weight.
+        cache: holds the quantized weight; None quantizes it in every GEMM.
         saves_input: save X itself for the backward, not its quantized form.
     """
 
@@ -55,65 +52,8 @@ class LinearCall:
     allreduce_dgrad: bool = False
     fuse_wgrad: bool = False
     tp_group: dist.ProcessGroup | None = None
-    cached: Cached = uncached
+    cache: WeightCache | None = None
     saves_input: bool = False
-
-
-class QuantizedGemms:
-    """The quantized GEMMs of one weight: its random numbers and its cached quantized forms."""
-
-    def __init__(self, placement: Placement, runtime: Runtime, config: Any) -> None:
-        """Prepare; nothing is drawn or cached yet. `config` is the model's TransformerConfig."""
-        self._placement = placement
-        self._runtime = runtime
-        self._saves_input = _frees_inputs(config)
-        self._pass_number = -1
-        self._num_backwards = 0
-
-    def __call__(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        option: Option,
-        *,
-        training: bool,
-        tp_group: dist.ProcessGroup | None = None,
-        **how: bool,
-    ) -> Tensor:
-        """Return Y; `how` and the others are `LinearCall`'s. An evaluation caches nothing."""
-        cache, instance = self._runtime.weight_cache, self._placement.instance
-        call = LinearCall(
-            option=option,
-            stream=self._next_stream,
-            tp_group=tp_group or self._placement.tensor.group,
-            cached=(lambda key, make: cache.get((instance, key), weight, make))
-            if training
-            else uncached,
-            saves_input=self._saves_input,
-            **how,
-        )
-        return quantized_linear(input, weight, bias, call)
-
-    def _next_stream(self) -> StochasticStream:
-        """Return the stream of this backward; backwards of a pass come in microbatch order."""
-        if self._runtime.pass_number != self._pass_number:
-            self._pass_number, self._num_backwards = self._runtime.pass_number, 0
-        stream = self._runtime.stream(self._placement, self._num_backwards)
-        self._num_backwards += 1
-        return stream
-
-
-def _frees_inputs(config: Any) -> bool:
-    """Return whether Megatron frees or offloads inputs of linears after the forward.
-
-    It restores the same tensors before the backward, so these are what a linear must save.
-    """
-    recomputed = set(getattr(config, "recompute_modules", None) or ())
-    recomputed -= {"core_attn", "mlp", "moe", "shared_experts"}  # they keep their outputs
-    selective = getattr(config, "recompute_granularity", None) == "selective"
-    offloading = ("cpu_offloading", "fine_grained_activation_offloading")
-    return bool(selective and recomputed) or any(getattr(config, n, False) for n in offloading)
 
 
 def quantized_linear(
@@ -148,9 +88,9 @@ class _QuantizedLinear(torch.autograd.Function):
         ctx.use_bias = bias is not None
         ctx.main_grad = getattr(weight, "main_grad", None) if call.fuse_wgrad else None
         x, saved, ctx.saves_quantized = _prepare_input(input, weight, call, needs_wgrad)
-        ctx.save_for_backward(weight, *([] if saved is None else [saved]))
+        ctx.save_for_backward(weight, *saved)
         rows = x.reshape(-1, x.shape[-1])
-        y = activation_gemm(rows, weight, Gemm.FPROP, call.option, input.dtype, call.cached)
+        y = activation_gemm(rows, weight, Gemm.FPROP, call.option, input.dtype, call.cache)
         y = y.view(*x.shape[:-1], weight.shape[0])
         return y if bias is None else y + bias
 
@@ -164,12 +104,11 @@ class _QuantizedLinear(torch.autograd.Function):
         if saved and call.sequence_parallel:  # overlaps with dgrad
             x, gathering = _start_gather(saved[0], call, async_op=True)
         dtype = operand_dtype(g, weight.shape[1])
-        role, stream = Operand.GRAD_OUTPUT, call.stream()
-        g_row, g_col = quantize_activation(
-            g, role, call.option, dtype, stream=stream, wgrad=bool(saved)
+        gemms = (Gemm.DGRAD, Gemm.WGRAD) if saved else (Gemm.DGRAD,)
+        g_row, *g_col = quantize_activation(
+            g, Operand.GRAD_OUTPUT, call.option, dtype, *gemms, stream=call.stream()
         )
-        assert g_row is not None
-        dx = activation_gemm(g_row, weight, Gemm.DGRAD, call.option, g.dtype, call.cached)
+        dx = activation_gemm(g_row, weight, Gemm.DGRAD, call.option, g.dtype, call.cache)
         del g_row
         dx = dx.view(*grads[0].shape[:-1], weight.shape[1])
         if gathering is not None:
@@ -177,11 +116,11 @@ class _QuantizedLinear(torch.autograd.Function):
         dx, reducing = _start_reduce(dx, ctx.input_shape, call)  # overlaps with wgrad
 
         dw = None
-        if x is not None and g_col is not None:
+        if x is not None:
             if not ctx.saves_quantized:
-                _, x = _quantize_input(x, call, dtype, first=False)
+                (x,) = quantize_activation(x, Operand.INPUT, call.option, dtype, Gemm.WGRAD)
             wgrad_dtype = torch.float32 if call.fuse_wgrad else weight.dtype
-            dw = wgrad_gemm(g_col, x.flatten(0, -2), call.option, wgrad_dtype)
+            dw = wgrad_gemm(g_col[0], x.flatten(0, -2), call.option, wgrad_dtype)
             if call.fuse_wgrad:
                 dw = _accumulate(weight, ctx.main_grad, dw)
         db = g.sum(dim=0) if ctx.use_bias else None
@@ -192,35 +131,28 @@ class _QuantizedLinear(torch.autograd.Function):
 
 def _prepare_input(
     input: Tensor, weight: Tensor, call: LinearCall, wgrad: bool
-) -> tuple[Tensor, Tensor | None, bool]:
-    """Return X as fprop multiplies it, what the backward needs of X, and whether that is quantized.
+) -> tuple[Tensor, list[Tensor], bool]:
+    """Return X as fprop multiplies it, what wgrad needs of X, and whether that is quantized.
 
     X is quantized once for both GEMMs, before it is gathered, unless X itself must be saved, its
     quantized form is larger, or tiles of a shard differ from those of the gathered X.
     """
-    num_shards, num_rows = 1, input.shape[:-1].numel()
+    num_shards, num_rows, option = 1, input.shape[:-1].numel(), call.option
     if call.sequence_parallel:
         assert call.tp_group is not None
         num_shards = call.tp_group.size()
     dtype = operand_dtype(input, weight.shape[0] * num_shards)
     is_small = dtype.itemsize <= input.dtype.itemsize and not call.saves_input
-    before_gather = is_small and (
-        num_shards == 1 or can_quantize_before_gather(call.option, num_rows)
-    )
-    x, saved = input, input if wgrad else None
+    before_gather = is_small and (num_shards == 1 or can_quantize_before_gather(option, num_rows))
+    x, saved = input, [input] if wgrad else []
     if before_gather:
-        x, saved = _quantize_input(x, call, dtype, wgrad=wgrad)
+        gemms = (Gemm.FPROP, Gemm.WGRAD) if wgrad else (Gemm.FPROP,)
+        x, *saved = quantize_activation(x, Operand.INPUT, option, dtype, *gemms)
     if call.sequence_parallel:
         x, _ = _start_gather(x, call)
     if not before_gather:
-        x, _ = _quantize_input(x, call, dtype, wgrad=False)
+        (x,) = quantize_activation(x, Operand.INPUT, option, dtype, Gemm.FPROP)
     return x, saved, before_gather
-
-
-def _quantize_input(
-    x: Tensor, call: LinearCall, dtype: torch.dtype, *, first: bool = True, wgrad: bool = True
-) -> Any:
-    return quantize_activation(x, Operand.INPUT, call.option, dtype, first=first, wgrad=wgrad)
 
 
 def _start_gather(input: Tensor, call: LinearCall, async_op: bool = False) -> tuple[Tensor, Any]:

@@ -257,16 +257,11 @@ def linear_gemms(
 
     def quantized(gemm: Gemm, operand: Operand) -> Tensor:
         tensor, other = (x, w.shape[0]) if operand is Operand.INPUT else (g, w.shape[1])
-        both = simulated_gemm.quantize_activation(
-            tensor,
-            operand,
-            option,
-            simulated_gemm.operand_dtype(tensor, other),
-            stream=stream,
-            first=gemm is not Gemm.WGRAD,
-            wgrad=gemm is Gemm.WGRAD,
+        dtype = simulated_gemm.operand_dtype(tensor, other)
+        (one,) = simulated_gemm.quantize_activation(
+            tensor, operand, option, dtype, gemm, stream=stream
         )
-        return next(each for each in both if each is not None)
+        return one
 
     def run(gemm: Gemm) -> Tensor:
         first, second = GEMM_OPERANDS[gemm]

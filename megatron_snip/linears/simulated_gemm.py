@@ -13,7 +13,7 @@ M tokens, K in_features, N out_features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -30,13 +30,8 @@ from megatron_snip.quantizers.quantize import (
 from megatron_snip.quantizers.stochastic import StochasticStream
 from megatron_snip.types import Gemm, Operand
 
-Cached = Callable[[Hashable, Callable[[], Tensor]], Tensor]
-"""(key, function that quantizes a weight) -> the quantized weight, new or from a cache."""
-
-
-def uncached(_: Hashable, make: Callable[[], Tensor]) -> Tensor:
-    """Quantize the weight now."""
-    return make()
+WeightCache = dict[Hashable, Tensor]
+"""The quantized forms of one weight, by format, block and dtype."""
 
 
 def quantize_activation(
@@ -44,35 +39,31 @@ def quantize_activation(
     operand: Operand,
     option: Option,
     dtype: torch.dtype,
-    *,
+    *gemms: Gemm,
     stream: StochasticStream | None = None,
-    first: bool = True,
-    wgrad: bool = True,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return two quantized copies of X or G: one for fprop or dgrad, and one for wgrad.
+) -> list[Tensor]:
+    """Return X or G as each of `gemms` multiplies it.
 
-    Kernels read the operand once for both.
+    Kernels read the operand once for two GEMMs.
 
     Args:
         x: X [M, K] or G [M, N].
         operand: which of them.
         option: decides the formats; for a bf16 GEMM the tensor is returned as it is.
         dtype: of a quantized result, from `operand_dtype`.
+        gemms: one of the operand's two, or both: first fprop or dgrad, then wgrad.
         stream: random numbers, for formats that round G stochastically.
-        first: whether the copy for fprop or dgrad is needed; else None is returned for it.
-        wgrad: likewise the copy for wgrad.
     """
-    gemm = Gemm.FPROP if operand is Operand.INPUT else Gemm.DGRAD
-    names = option[gemm], option.wgrad
-    if first and wgrad and "bf16" not in names:
-        return quantize_dequantize_pair(x, names, operand, stream=stream, dtype=dtype)
-
-    def one(name: str, gemm: Gemm) -> Tensor:
-        if name == "bf16":
-            return x
-        return quantize_dequantize_operand(x, name, operand, gemm, stream=stream, dtype=dtype)
-
-    return one(names[0], gemm) if first else None, one(names[1], Gemm.WGRAD) if wgrad else None
+    names = [option[gemm] for gemm in gemms]
+    if len(names) == 2 and "bf16" not in names:
+        pair = names[0], names[1]
+        return list(quantize_dequantize_pair(x, pair, operand, stream=stream, dtype=dtype))
+    return [
+        x
+        if name == "bf16"
+        else quantize_dequantize_operand(x, name, operand, gemm, stream=stream, dtype=dtype)
+        for name, gemm in zip(names, gemms, strict=True)
+    ]
 
 
 def can_quantize_before_gather(option: Option, num_rows: int) -> bool:
@@ -96,7 +87,7 @@ def activation_gemm(
     gemm: Gemm,
     option: Option,
     dtype: torch.dtype,
-    cached: Cached = uncached,
+    cache: WeightCache | None = None,
 ) -> Tensor:
     """Return Y = X W^T [M, N] for fprop, dX = G W [M, K] for dgrad.
 
@@ -106,17 +97,17 @@ def activation_gemm(
         gemm: fprop or dgrad.
         option: decides the format of both.
         dtype: of a quantized GEMM's result; a bf16 GEMM has that of its operands.
-        cached: caches the quantized W; fprop and dgrad share one where their blocks are equal.
+        cache: holds the quantized W; fprop and dgrad share one where their blocks are equal.
     """
     name, is_fprop = option[gemm], gemm is Gemm.FPROP
     if name == "bf16":
         return torch.matmul(a, w.t() if is_fprop else w)
     used = operand_dtype(a, w.shape[0 if is_fprop else 1])
     key = (name, operand_block(get_format(name), Operand.WEIGHT, gemm), used)
-    w_q = cached(
-        key, lambda: quantize_dequantize_operand(w, name, Operand.WEIGHT, gemm, dtype=used)
-    )
-    return matmul_fp32(a, w_q.t() if is_fprop else w_q, dtype)
+    cache = {} if cache is None else cache
+    if key not in cache:
+        cache[key] = quantize_dequantize_operand(w, name, Operand.WEIGHT, gemm, dtype=used)
+    return matmul_fp32(a, cache[key].t() if is_fprop else cache[key], dtype)
 
 
 def wgrad_gemm(g: Tensor, x: Tensor, option: Option, dtype: torch.dtype) -> Tensor:

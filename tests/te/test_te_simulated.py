@@ -38,8 +38,8 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 
 
 def run(model: Any, under: PlannedModel) -> tuple[list[float], dict[str, torch.Tensor]]:
-    under.runtime.begin_pass(1)
-    return losses(model), gradients(model)
+    with under.runtime.training_pass(1):
+        return losses(model), gradients(model)
 
 
 @pytest.mark.parametrize(

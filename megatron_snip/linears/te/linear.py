@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_snip.config import Backend
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import get_format
 from megatron_snip.linears.runtime import Runtime
@@ -34,13 +35,13 @@ from megatron_snip.linears.te.modules import (
     is_grouped,
     multiplied_input,
     output_is_split,
-    refuse_overlap,
     shape_refusal,
     weights_of,
 )
 from megatron_snip.linears.te.recipe import TERecipe
 from megatron_snip.log import warn_once
 from megatron_snip.options import BF16, Option
+from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.topology import Placement
 
 logger = logging.getLogger(__name__)
@@ -51,78 +52,23 @@ _SET = (_PARAMS, "fp8_initialized", "fp8_meta_tensors_initialized", "_fp8_worksp
 """Attributes of a module that change its precision."""
 
 
-class ObservedTELinear:
-    """One Transformer Engine linear whose GEMMs an observer can watch.
+class PlannedTELinear:
+    """One Transformer Engine linear under its own recipes; see `SimulatedLinear`."""
 
-    Attributes:
-        module: Megatron's wrapper.
-        name: of the linear.
-        placements: of its weights: one per expert of a grouped linear, else one.
-        weights: [N, K] of this shard, in the same order.
-    """
+    backend: Backend = "te"
 
     def __init__(
-        self, module: torch.nn.Module, placements: Sequence[Placement], runtime: Runtime
+        self, module: Any, placements: Sequence[Placement], runtime: Runtime, machine: Machine
     ) -> None:
         """Prepare.
 
         Raises:
-            UnsupportedError: if the module's communication allows for one precision only.
+            UnsupportedError: if the module lacks an attribute that changes its precision.
         """
-        refuse_overlap(module, placements[0].name)
         self.module = module
         self.name = placements[0].name
         self.placements = tuple(placements)
         self.weights = weights_of(module)
-        self._runtime = runtime
-        self._grouped = is_grouped(module)
-        self._hooks: list[Any] = []
-
-    def _observe(self) -> Any:
-        """Register the hook that observes; return its handle."""
-        return self.module.register_forward_hook(self._after_forward, with_kwargs=True)
-
-    def _after_forward(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Any:
-        """Put a tap on the output of every weight's GEMM; an expert may have zero rows."""
-        observer = self._runtime.observer
-        if observer is None or not torch.is_grad_enabled():
-            return None  # a forward without gradients is recomputed later
-        out, bias = output
-        given = dict(zip(("x", "m_splits"), args, strict=False)) | kwargs
-        if not self._grouped:
-            tapped = observer.observe(
-                self.placements[0],
-                given["x"],
-                self.weights[0],
-                out,
-                input_is_split=input_is_split(module),
-                output_is_split=output_is_split(module),
-                prepare_input=lambda rows: multiplied_input(module, rows),
-            )
-            return tapped, bias
-        splits = given["m_splits"]
-        sizes = splits.tolist() if isinstance(splits, Tensor) else list(splits)
-        inputs, outputs = torch.split(given["x"], sizes), torch.split(out, sizes)
-        experts = zip(self.placements, inputs, self.weights, outputs, strict=True)
-        return torch.cat([observer.observe(p, x, w, y) for p, x, w, y in experts]), bias
-
-
-class PlannedTELinear(ObservedTELinear):
-    """One Transformer Engine linear under its own recipes; see `megatron_linear.PlannedLinear`."""
-
-    backend = "te"
-
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        placements: Sequence[Placement],
-        runtime: Runtime,
-        machine: Machine,
-    ) -> None:
-        """Prepare; raises as `ObservedTELinear` does, and where a module lacks an attribute."""
-        super().__init__(module, placements, runtime)
         missing = [name for name in _SET if not hasattr(module, name)]
         if missing:
             raise UnsupportedError(
@@ -130,10 +76,12 @@ class PlannedTELinear(ObservedTELinear):
                 f"{', '.join(_SET)} to change its precision (Transformer Engine 2.8 to 2.20 under "
                 "megatron-core 0.16 or later); use --snip-backend simulate"
             )
+        self._runtime = runtime
         self._machine = machine
         self._option = BF16
         self._planned = self._bf16 = quant_params(TERecipe())
         self._original = getattr(module, _PARAMS)
+        self._hooks: list[Any] = []
 
     @property
     def option(self) -> Option:
@@ -161,7 +109,7 @@ class PlannedTELinear(ObservedTELinear):
         if reason is not None:
             return reason
         recipe = te_recipe(option, self._machine)
-        if self._grouped and not recipe.is_uniform:
+        if is_grouped(self.module) and not recipe.is_uniform:
             return "grouped experts take one format for all three GEMMs"
         if gathers_input(self.module) and _wgrad_is_finer(option):
             return (
@@ -182,7 +130,7 @@ class PlannedTELinear(ObservedTELinear):
         setattr(self.module, _PARAMS, self._planned)
         self._hooks = [
             self.module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            self._observe(),
+            self.module.register_forward_hook(self._after_forward, with_kwargs=True),
         ]
 
     def uninstall(self) -> None:
@@ -197,6 +145,53 @@ class PlannedTELinear(ObservedTELinear):
 
     def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         setattr(module, _PARAMS, self._bf16 if self._runtime.in_bf16 else self._planned)
+
+    def _after_forward(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        return observed(self._runtime.observer, module, self.placements, args, kwargs, output)
+
+
+def observed(
+    observer: StepObserver | None,
+    module: Any,
+    placements: Sequence[Placement],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+) -> Any:
+    """Return what a linear's forward returned, with a tap on the output of every weight's GEMM.
+
+    Args:
+        observer: hands out the taps; None, or a forward without gradients (which is recomputed
+            later), needs none.
+        module: Megatron's wrapper.
+        placements: of its weights; an expert may have zero rows.
+        args: of the forward.
+        kwargs: of the forward.
+        result: of the forward.
+    """
+    if observer is None or not torch.is_grad_enabled():
+        return result
+    out, bias = result
+    given = dict(zip(("x", "m_splits"), args, strict=False)) | kwargs
+    weights = weights_of(module)
+    if not is_grouped(module):
+        tapped = observer.observe(
+            placements[0],
+            given["x"],
+            weights[0],
+            out,
+            input_is_split=input_is_split(module),
+            output_is_split=output_is_split(module),
+            prepare_input=lambda rows: multiplied_input(module, rows),
+        )
+        return tapped, bias
+    splits = given["m_splits"]
+    sizes = splits.tolist() if isinstance(splits, Tensor) else list(splits)
+    inputs, outputs = torch.split(given["x"], sizes), torch.split(out, sizes)
+    experts = zip(placements, inputs, weights, outputs, strict=True)
+    return torch.cat([observer.observe(p, x, w, y) for p, x, w, y in experts]), bias
 
 
 class FreshWeights:

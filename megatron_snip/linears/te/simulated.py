@@ -20,85 +20,46 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from megatron_snip.linears.autograd import QuantizedGemms
-from megatron_snip.linears.megatron_linear import simulated_recipe
+from megatron_snip.linears.megatron_linear import SimulatedLinear
 from megatron_snip.linears.runtime import Runtime
-from megatron_snip.linears.te.linear import ObservedTELinear
-from megatron_snip.linears.te.modules import multiplied_input
-from megatron_snip.options import BF16, Option
+from megatron_snip.linears.te.linear import observed
+from megatron_snip.linears.te.modules import is_grouped, multiplied_input, weights_of
 from megatron_snip.topology import Placement
 
-_METHOD = "forward"
 
+class SimulatedTELinear(SimulatedLinear):
+    """One Transformer Engine linear with simulated GEMMs."""
 
-class SimulatedTELinear(ObservedTELinear):
-    """One Transformer Engine linear with simulated GEMMs; see `megatron_linear.PlannedLinear`.
+    _method = "forward"
+    _bf16_recipe = "bf16"
 
-    Attributes:
-        option: formats of its GEMMs; assign between iterations only, on all ranks alike.
-    """
-
-    backend = "simulate"
-
-    def __init__(
-        self, module: torch.nn.Module, placements: Sequence[Placement], runtime: Runtime
-    ) -> None:
-        """Prepare; raises as `ObservedTELinear` does."""
-        super().__init__(module, placements, runtime)
-        self.option: Option = BF16
-        self._original = module.forward
-        config = getattr(module, "config", None)
-        self._gemms = [QuantizedGemms(placement, runtime, config) for placement in placements]
-
-    @property
-    def recipe(self) -> str:
-        """Label of what runs the GEMMs; per GEMM where they differ."""
-        return simulated_recipe(self.option, "bf16")
-
-    def refusal(self, option: Option) -> str | None:
-        """Return None: every option can be simulated."""
-        return None
-
-    def install(self) -> None:
-        """Override the instance's `forward`; idempotent."""
-        if self._hooks:
-            return
-        if _METHOD in self.module.__dict__:
-            raise RuntimeError(f"{self.name}: {_METHOD} is already overridden; undo that first")
-        setattr(self.module, _METHOD, self._forward)
-        self._hooks = [self._observe()]
-
-    def uninstall(self) -> None:
-        """Restore the class's method, unless another override has replaced ours."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        if self.module.__dict__.get(_METHOD) == self._forward:
-            delattr(self.module, _METHOD)
+    def __init__(self, module: Any, placements: Sequence[Placement], runtime: Runtime) -> None:
+        """Prepare; nothing is overridden yet."""
+        super().__init__(module, placements, weights_of(module), runtime)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.option == BF16 or self._runtime.in_bf16:
-            return self._original(*args, **kwargs)
-        run = self._run_experts if self._grouped else self._run
-        result = run(*args, **kwargs)
-        # Transformer Engine's own wgrad overwrites main_grad while this is set.
-        self.module.is_first_microbatch = False  # type: ignore[assignment]
-        return result
+        if self._is_bf16():
+            output = self._original(*args, **kwargs)
+        else:
+            run = self._run_experts if is_grouped(self.module) else self._run
+            output = run(*args, **kwargs)
+            # Transformer Engine's own wgrad overwrites main_grad while this is set.
+            self.module.is_first_microbatch = False
+        return observed(self._runtime.observer, self.module, self.placements, args, kwargs, output)
 
     def _run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        module: Any = self.module
+        module = self.module
         parallel = module.parallel_mode if module.tp_size > 1 else None
         bias = module.bias if module.use_bias else None
-        y = self._gemms[0](
+        y = self._simulate(
             multiplied_input(module, x),
             module.weight,
             None,
-            self.option,
-            training=module.training,
+            self.placements[0],
+            module.tp_group,
             sequence_parallel=parallel == "column" and module.sequence_parallel,
             allreduce_dgrad=parallel == "column" and not module.sequence_parallel,
             fuse_wgrad=module.fuse_wgrad_accumulation,
-            tp_group=module.tp_group,
         )
         if parallel == "row" and module.sequence_parallel:
             y = reduce_scatter_to_sequence_parallel_region(y, group=module.tp_group)
@@ -109,13 +70,13 @@ class SimulatedTELinear(ObservedTELinear):
         return y + bias, None
 
     def _run_experts(self, x: Tensor, m_splits: Any) -> tuple[Tensor, list[Any] | None]:
-        module: Any = self.module
+        module = self.module
         sizes = m_splits.tolist() if isinstance(m_splits, Tensor) else list(m_splits)
         biases = [
             getattr(module, f"bias{i}") if module.use_bias else None for i in range(len(sizes))
         ]
         added = [None] * len(sizes) if module.te_return_bias else biases
-        experts = zip(self._gemms, torch.split(x, sizes), self.weights, added, strict=True)
-        how = {"training": module.training, "fuse_wgrad": module.fuse_wgrad_accumulation}
-        y = torch.cat([gemms(rows, w, b, self.option, **how) for gemms, rows, w, b in experts])
+        experts = zip(torch.split(x, sizes), self.weights, added, self.placements, strict=True)
+        fused = module.fuse_wgrad_accumulation
+        y = torch.cat([self._simulate(*each, fuse_wgrad=fused) for each in experts])
         return y, (biases if module.te_return_bias else None)

@@ -25,16 +25,14 @@ def test_an_observer_watches_within_its_block_whatever_happens() -> None:
 
 
 def test_streams_count_microbatches_over_data_ranks() -> None:
-    def key(rank: int, microbatch: int, step: int = 4) -> Any:
-        runtime = Runtime(Topology(data=Axis(rank, 3), expert_data=Axis(rank, 2)), seed=9)
-        runtime.begin_pass(step)
-        return runtime.stream(PLACEMENT, microbatch).key
+    def keys(placement: Placement, rank: int) -> list[Any]:
+        runtime = Runtime(Topology(data=Axis(rank, 3), expert_data=Axis(1, 2)), seed=9)
+        with runtime.training_pass(4):
+            return [runtime.next_stream(placement).key for _ in range(4)]
 
-    assert (key(1, 2).microbatch, key(1, 2).iteration, key(1, 2).seed) == (7, 4, 9)
-    assert len({key(r, m).word for r in range(3) for m in range(4)}) == 12
-
-
-def test_experts_count_over_their_own_data_ranks() -> None:
-    topology = Topology(data=Axis(2, 4), expert_data=Axis(1, 2))
+    found = [key for rank in range(3) for key in keys(PLACEMENT, rank)]
+    assert {(key.iteration, key.seed) for key in found} == {(4, 9)}
+    assert [key.microbatch for key in found] == [3 * m + r for r in range(3) for m in range(4)]
+    assert len({key.word for key in found}) == 12
     expert = Placement("decoder.layers.0.mlp.experts.linear_fc2", 0, "row", 64, 48, expert=5)
-    assert Runtime(topology, seed=0).stream(expert, 3).key.microbatch == 7
+    assert [key.microbatch for key in keys(expert, 2)] == [1, 3, 5, 7]
