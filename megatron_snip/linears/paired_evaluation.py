@@ -18,9 +18,13 @@ from megatron.core import parallel_state
 
 from megatron_snip.collectives import sum_over
 from megatron_snip.linears.runtime import Runtime
-from megatron_snip.linears.step_loss import microbatch_losses
-from megatron_snip.linears.training_state import TrainingStateSnapshot
-from megatron_snip.linears.training_step import ForwardBackward, Results, TrainingStep
+from megatron_snip.linears.training_step import (
+    ForwardBackward,
+    Results,
+    TrainingStateSnapshot,
+    TrainingStep,
+    microbatch_losses,
+)
 
 
 class PairedEvaluation:
