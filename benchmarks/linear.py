@@ -26,8 +26,7 @@ from rich.table import Table
 
 from benchmarks.machine import has_gpu, write_result
 from benchmarks.timing import seconds_by_turns
-from megatron_snip.linears.autograd import LinearCall, quantized_linear
-from megatron_snip.linears.simulated_gemm import WeightCache
+from megatron_snip.linears.quantized_linear import LinearCall, WeightCache, quantized_linear
 from megatron_snip.options import Option
 from megatron_snip.patches import cpu
 from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey

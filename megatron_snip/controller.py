@@ -29,8 +29,12 @@ from megatron_snip.guard import Guard
 from megatron_snip.linears.availability import resolve_formats
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.linears.paired_evaluation import PairedEvaluation
-from megatron_snip.linears.training_step import ForwardBackward, Results, TrainingStep
+from megatron_snip.linears.training_step import (
+    ForwardBackward,
+    PairedEvaluation,
+    Results,
+    TrainingStep,
+)
 from megatron_snip.options import BF16
 from megatron_snip.pending_solve import PendingSolve
 from megatron_snip.planning.plan import PrecisionPlan, changed_linears, format_shares

@@ -33,9 +33,9 @@ from megatron_snip.collectives import gather_json, on_rank_0
 from megatron_snip.config import AUTO, SnipConfig
 from megatron_snip.errors import UnsupportedError, UsageError, naming_field
 from megatron_snip.files import write_atomic
-from megatron_snip.linears.autograd import LinearCall, quantized_linear
 from megatron_snip.linears.availability import AvailableOptions
 from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.quantized_linear import LinearCall, quantized_linear
 from megatron_snip.linears.te.linear import quant_params
 from megatron_snip.linears.te.machine import Machine, te_recipe
 from megatron_snip.linears.te.modules import EXTENSION

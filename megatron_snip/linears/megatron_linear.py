@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_snip.config import Backend
-from megatron_snip.linears.autograd import LinearCall, quantized_linear
+from megatron_snip.linears.quantized_linear import LinearCall, quantized_linear
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.log import warn_once
 from megatron_snip.options import BF16, Option

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from megatron_snip.linears.simulated_gemm import WeightCache
+from megatron_snip.linears.quantized_linear import WeightCache
 from megatron_snip.quantizers.stochastic import StochasticStream, grad_output_stream
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.topology import Placement, Topology

@@ -1,7 +1,7 @@
 """Transformer Engine's linears with simulated GEMMs: `forward`, overridden on the instance.
 
 A linear at bf16 runs Transformer Engine's own forward with all arguments untouched. At any other
-option its GEMMs are simulated as those of Megatron's own linears are (`autograd.quantized_linear`);
+option its GEMMs are simulated as those of Megatron's own linears are (`quantized_linear`);
 what Transformer Engine fuses around them (norm, bias, tensor-parallel communication, accumulation
 into main_grad) is done by torch and Megatron's mappings. The rest of the model, its attention
 above all, stays Transformer Engine's. So formats without tensor cores on this GPU can be studied at

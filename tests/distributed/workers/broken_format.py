@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from megatron_snip.linears import simulated_gemm
+from megatron_snip.linears import quantized_linear as gemms
 from megatron_snip.types import Gemm, Operand
 
 Change = Callable[[torch.Tensor, Operand, Gemm], torch.Tensor]
@@ -17,8 +17,8 @@ Change = Callable[[torch.Tensor, Operand, Gemm], torch.Tensor]
 @contextmanager
 def broken_format(broken: str, change: Change) -> Iterator[None]:
     """Within, operands in the format called `broken` are changed."""
-    single = simulated_gemm.quantize_dequantize_operand
-    pair = simulated_gemm.quantize_dequantize_pair
+    single = gemms.quantize_dequantize_operand
+    pair = gemms.quantize_dequantize_pair
 
     def operand(x: torch.Tensor, name: Any, role: Operand, gemm: Gemm, **options: Any) -> Any:
         seen = single(x, name, role, gemm, **options)
@@ -30,7 +30,7 @@ def broken_format(broken: str, change: Change) -> Iterator[None]:
         return tuple(change(t, role, gemm) if name == broken else t for t, name, gemm in parts)
 
     with (
-        mock.patch.object(simulated_gemm, "quantize_dequantize_operand", operand),
-        mock.patch.object(simulated_gemm, "quantize_dequantize_pair", both),
+        mock.patch.object(gemms, "quantize_dequantize_operand", operand),
+        mock.patch.object(gemms, "quantize_dequantize_pair", both),
     ):
         yield

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_snip.linears import simulated_gemm
+from megatron_snip.linears import quantized_linear as gemms
 from megatron_snip.linears.megatron_linear import PlannedLinear
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.log import forget_warnings
@@ -46,8 +46,8 @@ def planned(option: Option = FP4, config: Any = None) -> tuple[Linear, PlannedLi
 
 
 def simulated(module: Linear, x: torch.Tensor, option: Option = FP4) -> torch.Tensor:
-    (x_q,) = simulated_gemm.quantize_activation(x, Operand.INPUT, option, torch.float32, Gemm.FPROP)
-    return simulated_gemm.activation_gemm(x_q, module.weight.detach(), Gemm.FPROP, option, x.dtype)
+    (x_q,) = gemms.quantize_activation(x, Operand.INPUT, option, torch.float32, Gemm.FPROP)
+    return gemms.activation_gemm(x_q, module.weight.detach(), Gemm.FPROP, option, x.dtype)
 
 
 def test_another_override_is_neither_replaced_nor_removed() -> None:
@@ -146,14 +146,14 @@ def test_microbatches_draw_different_numbers_and_a_repeated_step_the_same() -> N
 def test_a_training_pass_quantizes_each_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over microbatches, and over fprop and dgrad; outside of a pass nothing is cached."""
     made: list[Any] = []
-    original = simulated_gemm.quantize_dequantize_operand
+    original = gemms.quantize_dequantize_operand
 
     def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if tensor.shape == (48, 64):
             made.append(args)
         return original(tensor, *args, **kwargs)
 
-    monkeypatch.setattr(simulated_gemm, "quantize_dequantize_operand", counted)
+    monkeypatch.setattr(gemms, "quantize_dequantize_operand", counted)
     module, _, runtime = planned()
     x = torch.ones(5, 64)
     for step in range(2):

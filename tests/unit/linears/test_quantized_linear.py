@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_snip.linears import simulated_gemm
-from megatron_snip.linears.autograd import LinearCall
-from megatron_snip.linears.autograd import quantized_linear as run
+from megatron_snip.linears import quantized_linear as gemms
+from megatron_snip.linears.quantized_linear import LinearCall
+from megatron_snip.linears.quantized_linear import quantized_linear as run
 from megatron_snip.matmul import matmul_fp32
 from megatron_snip.options import Option
 from megatron_snip.quantizers.quantize import quantize_dequantize_operand
@@ -170,7 +170,7 @@ def test_a_forward_without_a_backward_quantizes_for_fprop_alone(
 ) -> None:
     x, w, _, _ = tensors()
     wanted = run(x, w.requires_grad_(), None, call())
-    monkeypatch.setattr(simulated_gemm, "quantize_dequantize_pair", None)
+    monkeypatch.setattr(gemms, "quantize_dequantize_pair", None)
     with torch.no_grad():
         assert torch.equal(run(x, w, None, call()), wanted)
 
