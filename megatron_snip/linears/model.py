@@ -66,13 +66,9 @@ class PlannedModel:
             _planned(module, placements, self.runtime, backend, self.machine)
             for module, placements in found
         ]
-        te = {id(p.module) for p in self.linears if isinstance(p, PlannedTELinear)}
-        inside = [[m for m in chunk.modules() if id(m) in te] for chunk in self.chunks]
-        self._fresh_weights = [
-            FreshWeights(chunk, modules)
-            for chunk, modules in zip(self.chunks, inside, strict=True)
-            if modules
-        ]
+        te = {linear.module for linear in self.linears if isinstance(linear, PlannedTELinear)}
+        inside = [(chunk, te & set(chunk.modules())) for chunk in self.chunks]
+        self._fresh_weights = [FreshWeights(chunk, modules) for chunk, modules in inside if modules]
         own = [placement for _, placements in found for placement in placements]
         self.all_linears: tuple[LinearInfo, ...] = global_linears(own, topology)
         if not self.all_linears:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -111,7 +111,10 @@ class PlannedTELinear:
         recipe = te_recipe(option, self._machine)
         if is_grouped(self.module) and not recipe.is_uniform:
             return "grouped experts take one format for all three GEMMs"
-        if gathers_input(self.module) and _wgrad_is_finer(option):
+        is_finer = get_format(option.fprop).bits < get_format(option.wgrad).bits
+        if is_finer and gathers_input(self.module):
+            # A shard that was quantized by two formats is dequantized from its rows, which are
+            # fprop's, before it is gathered (`HybridQuantizedTensorStorage.dequantize`, 2.20).
             return (
                 f"{option}: under sequence parallelism Transformer Engine gathers the input as "
                 "fprop quantized it, so wgrad cannot have more bits than fprop"
@@ -208,7 +211,7 @@ class FreshWeights:
     adding to it, which is wrong for a module that runs twice in a microbatch.
     """
 
-    def __init__(self, chunk: torch.nn.Module, modules: Sequence[torch.nn.Module]) -> None:
+    def __init__(self, chunk: Any, modules: Collection[Any]) -> None:
         """Prepare.
 
         Args:
@@ -223,8 +226,8 @@ class FreshWeights:
                 f"the model chunk {type(chunk).__name__} has no {_FIRST_MICROBATCH}, so quantized "
                 "weights would become stale; wrap it in a MegatronModule"
             )
-        self._chunk: Any = chunk
-        self._modules = tuple(modules)
+        self._chunk = chunk
+        self._modules = modules
         self._original: Callable[[], None] = getattr(chunk, _FIRST_MICROBATCH)
 
     def install(self) -> None:
@@ -238,7 +241,7 @@ class FreshWeights:
 
     def _first_microbatch(self) -> None:
         for module in self._modules:
-            _drop_quantized_weights(module)
+            module._fp8_workspaces.clear()
         self._original()
 
 
@@ -252,17 +255,4 @@ def reset_quantizers(module: Any) -> None:
     """Make Transformer Engine build a module's quantizers and quantized weights anew."""
     module.fp8_initialized = False
     module.fp8_meta_tensors_initialized = False
-    _drop_quantized_weights(module)
-
-
-def _drop_quantized_weights(module: Any) -> None:
     module._fp8_workspaces.clear()
-
-
-def _wgrad_is_finer(option: Option) -> bool:
-    """Return whether wgrad would take the input in more bits than fprop.
-
-    A shard that was quantized by two formats is dequantized from its rows, which are fprop's,
-    before it is gathered for the backward (`HybridQuantizedTensorStorage.dequantize`, 2.20).
-    """
-    return get_format(option.fprop).bits < get_format(option.wgrad).bits

@@ -135,11 +135,8 @@ def output_is_split(module: Any) -> bool:
 
 
 def _is_sequence_parallel(module: Any, parallel_mode: str) -> bool:
-    return bool(
-        getattr(module, "sequence_parallel", False)
-        and getattr(module, "parallel_mode", None) == parallel_mode
-        and not is_grouped(module)
-    )
+    is_parallel = module.sequence_parallel and module.parallel_mode == parallel_mode
+    return bool(is_parallel) and not is_grouped(module)
 
 
 def _splits_tokens(module: Any) -> bool:

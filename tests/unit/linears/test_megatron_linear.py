@@ -11,7 +11,7 @@ from megatron_snip.linears.megatron_linear import PlannedLinear
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.log import forget_warnings
 from megatron_snip.options import Option
-from megatron_snip.topology import Placement, Topology
+from megatron_snip.topology import Axis, Placement, Topology
 from megatron_snip.types import Gemm, Operand
 
 PLACEMENT = Placement("decoder.layers.0.mlp.linear_fc2", 0, "row", 64, 48)
@@ -208,3 +208,31 @@ def test_x_itself_is_saved_where_megatron_frees_it(config: dict[str, Any], saves
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         module(x)
     assert (saved[1].data_ptr() == x.data_ptr()) == saves_x
+
+
+def test_an_observer_watches_within_its_block_whatever_happens() -> None:
+    runtime = Runtime(Topology(), seed=0)
+    observer: Any = object()
+
+    def fail() -> None:
+        with runtime.observed_by(observer):
+            assert runtime.observer is observer
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert runtime.observer is None
+
+
+def test_streams_count_microbatches_over_data_ranks() -> None:
+    def keys(placement: Placement, rank: int) -> list[Any]:
+        runtime = Runtime(Topology(data=Axis(rank, 3), expert_data=Axis(1, 2)), seed=9)
+        with runtime.training_pass(4):
+            return [runtime.next_stream(placement).key for _ in range(4)]
+
+    found = [key for rank in range(3) for key in keys(PLACEMENT, rank)]
+    assert {(key.iteration, key.seed) for key in found} == {(4, 9)}
+    assert [key.microbatch for key in found] == [3 * m + r for r in range(3) for m in range(4)]
+    assert len({key.word for key in found}) == 12
+    expert = Placement("decoder.layers.0.mlp.experts.linear_fc2", 0, "row", 64, 48, expert=5)
+    assert [key.microbatch for key in keys(expert, 2)] == [1, 3, 5, 7]
