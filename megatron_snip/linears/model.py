@@ -15,10 +15,9 @@ from megatron_snip.formats import Format
 from megatron_snip.linears.discovery import find_linears, global_linears
 from megatron_snip.linears.megatron_linear import PlannedLinear, SimulatedLinear
 from megatron_snip.linears.runtime import Runtime
-from megatron_snip.linears.te.linear import FreshWeights, PlannedTELinear
+from megatron_snip.linears.te.linear import FreshWeights, PlannedTELinear, SimulatedTELinear
 from megatron_snip.linears.te.machine import Machine, measured_format, this_machine
 from megatron_snip.linears.te.modules import refuse_overlap, te_kind
-from megatron_snip.linears.te.simulated import SimulatedTELinear
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.statistics.sensitivity import PlannedWeight
