@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from megatron_snip.collectives import any_rank, gather_json
 from megatron_snip.config import AUTO, SIMULATED_FORMATS, SnipConfig
 from megatron_snip.errors import UnsupportedError
-from megatron_snip.linears.model import AnyLinear, PlannedModel
+from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.te.machine import te_support, this_machine
 from megatron_snip.linears.te.modules import te_kind
 from megatron_snip.options import Option
@@ -94,8 +94,7 @@ def available_options(model: PlannedModel, config: SnipConfig) -> AvailableOptio
     if config.collect_only and config.plan_file is None:
         return AvailableOptions(config.options, {})
     lowest = Option.uniform(config.lowest_format)
-    control = model.runtime.topology.control
-    refusals = option_refusals(model.linears, (*config.options, lowest), control)
+    refusals = option_refusals(model, (*config.options, lowest))
     num_linears = len(model.all_linears)
     options = tuple(o for o in config.options if len(refusals[o]) < num_linears)
     warnings = []
@@ -112,23 +111,15 @@ def available_options(model: PlannedModel, config: SnipConfig) -> AvailableOptio
     return AvailableOptions(options, refusals, tuple(warnings))
 
 
-def option_refusals(
-    linears: Sequence[AnyLinear], options: Iterable[Option], control: ProcessGroup | None
-) -> dict[Option, dict[str, str]]:
-    """All ranks, with the same options: return which linears of the model cannot run them.
-
-    Args:
-        linears: this rank's.
-        options: in the same order on all ranks.
-        control: group of all ranks, or None for one.
-    """
+def option_refusals(model: PlannedModel, options: Iterable[Option]) -> dict[Option, dict[str, str]]:
+    """All ranks, with the same options in the same order: return which linears cannot run them."""
     distinct = list(dict.fromkeys(options))
     own = [
-        {linear.name: why for linear in linears if (why := linear.refusal(option)) is not None}
+        {linear.name: why for linear in model.linears if (why := linear.refusal(option))}
         for option in distinct
     ]
     found: dict[Option, dict[str, str]] = {option: {} for option in distinct}
-    for rank in gather_json(own, control):
+    for rank in gather_json(own, model.runtime.topology.control):
         for option, refused in zip(distinct, rank, strict=True):
             found[option].update(refused)
     return found

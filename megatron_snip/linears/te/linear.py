@@ -212,7 +212,7 @@ class SimulatedTELinear(SimulatedLinear):
 
     def _run_experts(self, x: Tensor, m_splits: Any) -> tuple[Tensor, list[Any] | None]:
         module = self.module
-        sizes = m_splits.tolist() if isinstance(m_splits, Tensor) else list(m_splits)
+        sizes = _sizes(m_splits)
         biases = [
             getattr(module, f"bias{i}") if module.use_bias else None for i in range(len(sizes))
         ]
@@ -258,11 +258,14 @@ def observed(
             prepare_input=lambda rows: multiplied_input(module, rows),
         )
         return tapped, bias
-    splits = given["m_splits"]
-    sizes = splits.tolist() if isinstance(splits, Tensor) else list(splits)
+    sizes = _sizes(given["m_splits"])
     inputs, outputs = torch.split(given["x"], sizes), torch.split(out, sizes)
     experts = zip(placements, inputs, weights, outputs, strict=True)
     return torch.cat([observer.observe(p, x, w, y) for p, x, w, y in experts]), bias
+
+
+def _sizes(m_splits: Any) -> list[int]:
+    return m_splits.tolist() if isinstance(m_splits, Tensor) else list(m_splits)
 
 
 class FreshWeights:
