@@ -97,9 +97,9 @@ class Lab:
         losses = []
         for _ in range(steps):
             self.step += 1
-            self.model.runtime.begin_pass(self.step)
             samples, hook = self.datasets.train, PlainTraining()
-            metrics = train_step(self.step, self.state, samples, hook)
+            with self.model.runtime.training_pass(self.step):
+                metrics = train_step(self.step, self.state, samples, hook)
             losses.append(metrics["loss"])
         return losses
 
@@ -134,8 +134,8 @@ class Lab:
         """Return the mean loss and each linear's gradient of it, FP64."""
         self.model.apply(self._assignment(options))
         self.state.zero_gradients()
-        self.model.runtime.begin_pass(self.step + 1)
-        reports = self._run(batches, forward_only=False)
+        with self.model.runtime.training_pass(self.step + 1):
+            reports = self._run(batches, forward_only=False)
         found = {
             p.name: p.weights[0].main_grad.double().clone()  # type: ignore[attr-defined]
             for p in self.model.linears
@@ -203,14 +203,13 @@ class Lab:
             seed: of the sample and of stochastic rounding.
         """
         topology, runtime = self.model.runtime.topology, self.model.runtime
-        runtime.begin_pass(self.step + 1)
         formats = self.model.measured_formats(snip.named_formats)
         settings = MeasureSettings(formats, self.step + 1, seed, names, all_tokens)
         weights, optimizer = self.model.weights(names), self.state.optimizer
         sensitivities = gather_sensitivities(weights, optimizer, topology)
         observer = StepObserver(settings, topology, sensitivities)
         training = TrainingStep(self.state.function, arguments)
-        with runtime.observed_by(observer):
+        with runtime.training_pass(self.step + 1), runtime.observed_by(observer):
             reports = training.run()
         loss = float(np.mean([_mean(report) for report in reports]))
         loss_scale = training.loss_scale()

@@ -26,9 +26,7 @@ from rich.table import Table
 
 from benchmarks.machine import has_gpu, write_result
 from benchmarks.timing import seconds_by_turns
-from megatron_snip.linears.autograd import LinearCall, quantized_linear
-from megatron_snip.linears.runtime import QuantizedWeightCache
-from megatron_snip.linears.simulated_gemm import Cached, uncached
+from megatron_snip.linears.quantized_linear import LinearCall, WeightCache, quantized_linear
 from megatron_snip.options import Option
 from megatron_snip.patches import cpu
 from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
@@ -54,16 +52,14 @@ Keeper = Callable[[dict[str, Any]], None]
 def forwards(x: torch.Tensor, w: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
     """Return name -> one forward of X [M, K] and W [N, K]."""
 
-    def simulated(name: str, cached: Cached = uncached) -> Callable[[], torch.Tensor]:
-        call = LinearCall(Option.uniform(name), lambda: STREAM, cached=cached)
+    def simulated(name: str, cache: WeightCache | None = None) -> Callable[[], torch.Tensor]:
+        call = LinearCall(Option.uniform(name), lambda: STREAM, cache=cache)
         return lambda: quantized_linear(x, w, None, call)
 
-    cache = QuantizedWeightCache()
-    cache.open()
     return {
         "bf16": lambda: x @ w.t(),
         "fp8 simulate": simulated("fp8"),
-        "fp8 simulate, W cached": simulated("fp8", lambda key, make: cache.get(key, w, make)),
+        "fp8 simulate, W cached": simulated("fp8", {}),
         "fp4 simulate": simulated("fp4"),
     }
 

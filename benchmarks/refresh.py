@@ -54,8 +54,8 @@ def iterate(lab: Lab, config: SnipConfig | None = None, part: int = 0) -> None:
     arguments = lab.state.arguments(iter(batches))
     lab.state.zero_gradients()
     if config is None:
-        lab.model.runtime.begin_pass(lab.step + 1)
-        lab.state.function(**arguments)
+        with lab.model.runtime.training_pass(lab.step + 1):
+            lab.state.function(**arguments)
     else:
         linears = lab.model.all_linears
         stride = math.ceil(1 / config.measure_fraction - 1e-9)

@@ -29,8 +29,12 @@ from megatron_snip.guard import Guard
 from megatron_snip.linears.availability import resolve_formats
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.linears.paired_evaluation import PairedEvaluation
-from megatron_snip.linears.training_step import ForwardBackward, Results, TrainingStep
+from megatron_snip.linears.training_step import (
+    ForwardBackward,
+    PairedEvaluation,
+    Results,
+    TrainingStep,
+)
 from megatron_snip.options import BF16
 from megatron_snip.planning.plan import PrecisionPlan, changed_linears, format_shares
 from megatron_snip.planning.problem import PlanningProblem
@@ -231,8 +235,8 @@ class SnipController:
         """All ranks: run the forward-backward; return its results, and False if it ran twice."""
         if self._guard.is_watching:
             return self._train_watched(iteration, training)
-        self.model.runtime.begin_pass(iteration)
-        results = training.run()
+        with self.model.runtime.training_pass(iteration):
+            results = training.run()
         if self._guarded:
             self._guard.start_loss(results)
         return results, True
@@ -307,8 +311,8 @@ class SnipController:
 
         def run(plan: PrecisionPlan) -> Results:
             self.model.apply(plan.linears)
-            self.model.runtime.begin_pass(iteration)
-            return training.run()
+            with self.model.runtime.training_pass(iteration):
+                return training.run()
 
         safe = self._plans.fallback(self.plan, iteration)
         judged = self._guard.run_watched(training, self.plan, safe, run, self._optimizer)

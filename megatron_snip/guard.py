@@ -35,9 +35,14 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict
 
 from megatron_snip.files import OwnSchema
-from megatron_snip.linears.step_loss import StepLoss, finite_gradients
-from megatron_snip.linears.training_state import TrainingStateSnapshot
-from megatron_snip.linears.training_step import Results, TrainingStep, tolerating_non_finite
+from megatron_snip.linears.training_step import (
+    Results,
+    StepLoss,
+    TrainingStateSnapshot,
+    TrainingStep,
+    finite_gradients,
+    tolerating_non_finite,
+)
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.topology import Topology
 

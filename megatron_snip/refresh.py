@@ -19,8 +19,7 @@ from megatron_snip.formats import lowest_precision
 from megatron_snip.linears.availability import AvailableOptions
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.moe_dispatch import ExpertDispatch
-from megatron_snip.linears.step_loss import StepLoss
-from megatron_snip.linears.training_step import Results, TrainingStep
+from megatron_snip.linears.training_step import Results, StepLoss, TrainingStep
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.policies import get_policy
 from megatron_snip.planning.problem import PlanningProblem

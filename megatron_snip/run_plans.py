@@ -82,7 +82,7 @@ class RunPlans:
         """All ranks: return a plan as it can run here; `warn` gets a line for each change."""
         plan.check_against(self.work)
         options = (*plan.linears.values(), *self.available.options)
-        refusals = option_refusals(self._model.linears, options, self._control)
+        refusals = option_refusals(self._model, options)
         lowest = self._config.lowest_format
         found, changes = adapt_plan(plan, self.available.options, refusals, self.work, lowest)
         for text in changes:
@@ -114,7 +114,7 @@ class RunPlans:
             row.model_copy(update={"stage": self.work[row.name][0]}) for row in problem.linears
         )
         options = dict.fromkeys(Option.parse(name) for row in rows for name in row.options)
-        refusals = option_refusals(self._model.linears, options, self._control)
+        refusals = option_refusals(self._model, options)
         problem = problem.model_copy(update={"linears": rows})
         return replace(self.available, refusals=refusals).restrict(problem)
 

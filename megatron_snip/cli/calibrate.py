@@ -1,16 +1,18 @@
 """`megatron-snip calibrate`: measure this machine's GEMMs, for planning by time.
 
-Every linear shape of a model runs its three GEMMs in every format, quantization included, as
-`--snip-backend simulate` runs them. A GEMM is timed by itself, so what training does once for two
-of them (reading G, quantizing W) is counted in each. With the resulting table,
-`megatron-snip plan --cost time` counts this machine's seconds.
+Every linear shape of a model runs forward and backward in every format, quantization included, as
+Transformer Engine runs it; on a machine that does not, as `--snip-backend simulate` does. With the
+resulting table, `megatron-snip plan --cost time` counts this machine's seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
+import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -25,9 +27,12 @@ from megatron_snip.cli.common import (
 )
 from megatron_snip.errors import UsageError
 from megatron_snip.formats import FORMATS, get_format
-from megatron_snip.linears.calibrate import measure, this_setup
+from megatron_snip.linears.calibrate import Shape, measure, this_setup
+from megatron_snip.linears.te.machine import Machine, te_refusal, te_support, this_machine
+from megatron_snip.linears.te.recipe import RECIPES
+from megatron_snip.options import Option
 from megatron_snip.patches.cpu.tensors import CudaOnCpu
-from megatron_snip.planning.calibration import CalibratedLinear, CalibrationTable
+from megatron_snip.planning.calibration import CalibrationTable
 from megatron_snip.trainer.config import TrainConfig, load_train_config
 from megatron_snip.types import Gemm
 
@@ -46,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--linear", metavar="GLOB=OUTxIN", type=_shape, action="append", default=[], help=text)
     text = "tokens in a GEMM [a microbatch of --config, else 1024]"
     add("--tokens", metavar="M", type=integer, help=text)
-    add("--formats", metavar="A,B,...", default=",".join(FORMATS), help="what to measure [all]")
+    text = "what to measure, without what Transformer Engine cannot run here [all]"
+    add("--formats", metavar="A,B,...", default=",".join(FORMATS), help=text)
     text = "time to spend on each GEMM and format [0.5]"
     add("--seconds", metavar="S", type=positive, default=0.5, help=text)
     add("--output", metavar="TABLE.json", type=Path, required=True, help="where the table goes")
@@ -63,29 +69,51 @@ def run(args: argparse.Namespace) -> int:
     if not args.output.parent.is_dir() or args.output.is_dir():
         raise UsageError(f"--output: '{args.output}' is no file in a folder that exists")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    setup = this_setup(device)
     on_cpu = CudaOnCpu() if device.type == "cpu" else contextlib.nullcontext()
+    here = this_machine(with_te=True)
+    machine = None if None in (here.capability, here.te_version) else here
+    if machine is not None:
+        formats = _runnable(formats, machine, (tokens, *itertools.chain(*shapes.values())))
     linears = []
     for names, (rows, columns) in shapes.items():
+        shape = Shape(rows, columns, tokens, "", ",".join(formats))
         try:
             with on_cpu:  # training on the CPU computes products of BF16 in FP32
-                seconds = measure((tokens, rows, columns), device, args.seconds, formats)
+                found = measure(shape, machine, device, args.seconds)
         except (MemoryError, RuntimeError) as error:
             # How torch says, on any device, that memory is short, or that no memory is so large.
             if "allocate" not in str(error) and "overflow" not in str(error):
                 raise
             raise UsageError(
                 f"'{names}': {rows} x {columns} with {tokens} tokens does not fit into the memory "
-                f"of {device_name}"
+                f"of {setup['device']}"
             ) from None
-        linears.append(
-            CalibratedLinear(names=names, out_features=rows, in_features=columns, seconds=seconds)
-        )
-    table = CalibrationTable(**this_setup(device), tokens=tokens, linears=tuple(linears))
+        linears.append(found.model_copy(update={"names": names}))
+    table = CalibrationTable(**setup, tokens=tokens, linears=tuple(linears))
     write_output(args.output, table.model_dump_json(indent=1) + "\n")
     _print(table)
-    print(f"wrote {args.output}")
+    how = "simulated, which is never faster than bf16" if machine is None else "Transformer Engine"
+    print(f"GEMMs: {how}\nwrote {args.output}")
     return 0
+
+
+def _runnable(formats: list[str], machine: Machine, sizes: Iterable[int]) -> list[str]:
+    """Return the formats that Transformer Engine runs here; print why the others are left out."""
+    found, divisor = [], math.gcd(*sizes)
+    for name in formats:
+        reason = te_refusal(Option.uniform(name), machine)
+        if reason is None:
+            multiple = RECIPES[te_support(name, machine)[0]].dim_multiple
+            if divisor % multiple:
+                reason = f"features and tokens must be multiples of {multiple}"
+        if reason is None:
+            found.append(name)
+        else:
+            print(f"left out {name}: {reason}")
+    if not found:
+        raise UsageError(f"--formats: Transformer Engine runs none of {', '.join(formats)} here")
+    return found
 
 
 def _model_shapes(config: TrainConfig) -> dict[str, tuple[int, int]]:

@@ -16,10 +16,10 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megatron_snip.collectives import any_rank, gather_json
-from megatron_snip.config import AUTO, SIMULATED_FORMATS, Backend, SnipConfig
+from megatron_snip.config import AUTO, SIMULATED_FORMATS, SnipConfig
 from megatron_snip.errors import UnsupportedError
-from megatron_snip.linears.model import AnyLinear, PlannedModel
-from megatron_snip.linears.te.machine import Machine, te_refusal, te_support, this_machine
+from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.te.machine import te_support, this_machine
 from megatron_snip.linears.te.modules import te_kind
 from megatron_snip.options import Option
 from megatron_snip.planning.calibration import CalibrationTable, with_seconds
@@ -29,39 +29,31 @@ from megatron_snip.planning.problem import PlanningProblem
 logger = logging.getLogger(__name__)
 
 
-def auto_formats(backend: Backend, machine: Machine) -> tuple[str, ...]:
-    """Return what `--snip-formats auto` means.
-
-    Raises:
-        UnsupportedError: if Transformer Engine can run BF16 only on this machine.
-    """
-    if backend == "simulate":
-        return SIMULATED_FORMATS
-    formats = [n for n in SIMULATED_FORMATS if te_refusal(Option.uniform(n), machine) is None]
-    if not formats:
-        reasons = "; ".join(te_support(name, machine)[1] for name in SIMULATED_FORMATS)
-        raise UnsupportedError(
-            f"--snip-formats auto: Transformer Engine runs only bf16 on {machine} ({reasons}); "
-            "use --snip-backend simulate for fp8,fp4 without speed-up"
-        )
-    return ("bf16", *formats)
-
-
 def resolve_formats(
     config: SnipConfig, model: Sequence[torch.nn.Module], control: ProcessGroup | None
 ) -> SnipConfig:
     """All ranks: return the settings with the formats that `auto` means for a model; log them.
 
     Raises:
-        UnsupportedError: on every rank, see `auto_formats`.
+        UnsupportedError: on every rank, if Transformer Engine can run BF16 only on this machine.
     """
     if config.formats != (AUTO,):
         return config
     with_te = any(te_kind(module) is not None for chunk in model for module in chunk.modules())
     with_te = config.backend != "simulate" and any_rank(with_te, control)
-    backend: Backend = "te" if with_te else "simulate"
-    formats = auto_formats(backend, this_machine(with_te))
+    formats: tuple[str, ...] = SIMULATED_FORMATS
+    if with_te:
+        machine = this_machine(with_te=True)
+        support = {name: te_support(name, machine) for name in SIMULATED_FORMATS}
+        formats = ("bf16", *(name for name, (recipe, _) in support.items() if recipe))
+        if len(formats) == 1:
+            raise UnsupportedError(
+                f"--snip-formats auto: Transformer Engine runs only bf16 on {machine} "
+                f"({'; '.join(text for _, text in support.values())}); "
+                "use --snip-backend simulate for fp8,fp4 without speed-up"
+            )
     if control is None or torch.distributed.get_rank() == 0:
+        backend = "te" if with_te else "simulate"
         logger.info("snip: formats auto: %s (backend %s)", ",".join(formats), backend)
     return config.model_copy(update={"formats": formats})
 
@@ -102,8 +94,7 @@ def available_options(model: PlannedModel, config: SnipConfig) -> AvailableOptio
     if config.collect_only and config.plan_file is None:
         return AvailableOptions(config.options, {})
     lowest = Option.uniform(config.lowest_format)
-    control = model.runtime.topology.control
-    refusals = option_refusals(model.linears, (*config.options, lowest), control)
+    refusals = option_refusals(model, (*config.options, lowest))
     num_linears = len(model.all_linears)
     options = tuple(o for o in config.options if len(refusals[o]) < num_linears)
     warnings = []
@@ -120,23 +111,15 @@ def available_options(model: PlannedModel, config: SnipConfig) -> AvailableOptio
     return AvailableOptions(options, refusals, tuple(warnings))
 
 
-def option_refusals(
-    linears: Sequence[AnyLinear], options: Iterable[Option], control: ProcessGroup | None
-) -> dict[Option, dict[str, str]]:
-    """All ranks, with the same options: return which linears of the model cannot run them.
-
-    Args:
-        linears: this rank's.
-        options: in the same order on all ranks.
-        control: group of all ranks, or None for one.
-    """
+def option_refusals(model: PlannedModel, options: Iterable[Option]) -> dict[Option, dict[str, str]]:
+    """All ranks, with the same options in the same order: return which linears cannot run them."""
     distinct = list(dict.fromkeys(options))
     own = [
-        {linear.name: why for linear in linears if (why := linear.refusal(option)) is not None}
+        {linear.name: why for linear in model.linears if (why := linear.refusal(option))}
         for option in distinct
     ]
     found: dict[Option, dict[str, str]] = {option: {} for option in distinct}
-    for rank in gather_json(own, control):
+    for rank in gather_json(own, model.runtime.topology.control):
         for option, refused in zip(distinct, rank, strict=True):
             found[option].update(refused)
     return found

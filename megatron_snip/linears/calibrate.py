@@ -1,8 +1,8 @@
 """Seconds of a linear's GEMMs on this machine, simulated or under Transformer Engine.
 
 `timed_options` is time as the objective of a run: rank 0 reads the table of `--snip-calibration`,
-or measures every distinct shape of the model once. A linear of Transformer Engine is timed forward
-and backward, quantization (and a fused norm) included, without communication:
+or measures every distinct shape of the model once. A linear is timed forward and backward,
+quantization (and a fused norm of Transformer Engine) included, without communication:
 
     fprop = forward       dgrad = with dX - forward       wgrad = with dX and dW - with dX
 
@@ -18,14 +18,13 @@ import json
 import logging
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,13 +33,13 @@ from megatron_snip.collectives import gather_json, on_rank_0
 from megatron_snip.config import AUTO, SnipConfig
 from megatron_snip.errors import UnsupportedError, UsageError, naming_field
 from megatron_snip.files import write_atomic
-from megatron_snip.linears import simulated_gemm
 from megatron_snip.linears.availability import AvailableOptions
 from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.quantized_linear import LinearCall, quantized_linear
 from megatron_snip.linears.te.linear import quant_params
 from megatron_snip.linears.te.machine import Machine, te_recipe
 from megatron_snip.linears.te.modules import EXTENSION
-from megatron_snip.linears.training_state import TrainingStateSnapshot
+from megatron_snip.linears.training_step import TrainingStateSnapshot
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.calibration import (
     CalibratedLinear,
@@ -48,21 +47,38 @@ from megatron_snip.planning.calibration import (
     read_calibration,
 )
 from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
-from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand, glob_matches, split_linear_name
+from megatron_snip.types import Gemm, glob_matches, split_linear_name
 from megatron_snip.version import installed_version
 
 logger = logging.getLogger(__name__)
 
 MAX_RUNS = 200
-"""Most times a GEMM is run; fast ones stop here, slow ones when their seconds are spent."""
+"""Most times a linear is run; fast ones stop here, slow ones when their seconds are spent."""
 
 AUTO_BUDGET_S = 0.05
 """Seconds that `auto` spends on each time that it measures."""
 
 
-Shape = tuple[int, int, int, str, str]
-"""What is measured once for all linears that have it: out_features and in_features of the shard,
-tokens of a GEMM, kind of the fused norm (or nothing), and what it can run, comma separated."""
+class Shape(NamedTuple):
+    """What is measured once for all linears that have it.
+
+    Attributes:
+        out_features: of the shard.
+        in_features: of the shard.
+        tokens: of a GEMM.
+        norm: kind of the fused norm, or nothing.
+        options: what it can run, comma separated.
+    """
+
+    out_features: int
+    in_features: int
+    tokens: int
+    norm: str
+    options: str
+
+
+Linear = tuple[Callable[[], Tensor], Tensor]
+"""A linear's forward on some input, and its weight."""
 
 
 def timed_options(
@@ -135,7 +151,7 @@ def _shapes(model: PlannedModel, options: Sequence[Option]) -> dict[str, Shape]:
     globs: dict[str, Shape] = {}
     for rank in gather_json(own, model.runtime.topology.control):
         for name, *values in rank:
-            shape, glob = tuple(values), f"*.layers.*.{split_linear_name(name)[2]}"
+            shape, glob = Shape(*values), f"*.layers.*.{split_linear_name(name)[2]}"
             globs[glob if globs.setdefault(glob, shape) == shape else name] = shape
     return dict(sorted(globs.items(), key=lambda pair: -len(pair[0])))  # a name before its glob
 
@@ -143,13 +159,14 @@ def _shapes(model: PlannedModel, options: Sequence[Option]) -> dict[str, Shape]:
 def _cached(cache: Path | None, shapes: Mapping[str, Shape], machine: Machine) -> CalibrationTable:
     """Return the cached table if it is of these shapes, device and versions; else measure."""
     digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
-    here = this_setup(torch.device("cuda"), shapes=digest)
+    device = torch.device("cuda")
+    here = this_setup(device, shapes=digest)
     if cache is not None and cache.is_file():
         table = read_calibration(cache)
         if table.model_dump(include=set(here)) | {"date": here["date"]} == here:
             return table
     state = TrainingStateSnapshot(())
-    found = {each: _measure_te(each, machine) for each in set(shapes.values())}
+    found = {s: measure(s, machine, device, AUTO_BUDGET_S) for s in set(shapes.values())}
     state.restore()  # of random number generators
     logger.info("snip: measured the seconds of %d shapes of linears", len(found))
     linears = [found[shape].model_copy(update={"names": glob}) for glob, shape in shapes.items()]
@@ -170,31 +187,35 @@ def this_setup(device: torch.device, **versions: str) -> dict[str, Any]:
     }
 
 
-def _measure_te(shape: Shape, machine: Machine) -> CalibratedLinear:
-    """Time a linear of Transformer Engine under every option; see the module's description."""
-    te: Any = importlib.import_module("transformer_engine.pytorch")
-    extension: Any = sys.modules[EXTENSION]
-    rows, columns, tokens, norm, options = shape
-    fused = {"normalization": norm} if norm else {}
-    make = partial(te.LayerNormLinear if norm else te.Linear, columns, rows, bias=False, **fused)
-    x, g = (torch.randn(tokens, size).bfloat16().cuda() for size in (columns, rows))
+def measure(
+    shape: Shape, machine: Machine | None, device: torch.device, budget_s: float
+) -> CalibratedLinear:
+    """Time a linear under every option of a shape; see the file's description.
+
+    Args:
+        shape: what to measure.
+        machine: gives the recipes of Transformer Engine; None simulates.
+        device: where to run.
+        budget_s: seconds to spend on each time.
+
+    Raises:
+        RuntimeError: if memory is short.
+    """
+    rows, columns, tokens, _, options = shape
+    x, g = (torch.randn(tokens, size).bfloat16().to(device) for size in (columns, rows))
     x.requires_grad_()
 
     def times(option: Option) -> tuple[float, float, float]:
-        linear, params = make(params_dtype=g.dtype), quant_params(te_recipe(option, machine))
-
-        def forward() -> Tensor:
-            with extension._get_fp8_autocast_for_quant_params(params, True):
-                y: Tensor = linear(x)
-            return y
+        make = simulated_linear if machine is None else partial(te_linear, machine)
+        forward, weight = make(shape, option, x)
 
         def both() -> None:
-            inputs = [x, linear.weight] if linear.weight.requires_grad else [x]
+            inputs = [x, weight] if weight.requires_grad else [x]
             torch.autograd.grad(forward(), inputs, g)
 
-        fprop, total = (median_s(call, x.device, AUTO_BUDGET_S) for call in (forward, both))
-        linear.weight.requires_grad_(False)
-        with_dgrad = median_s(both, x.device, AUTO_BUDGET_S)
+        fprop, total = (median_s(call, device, budget_s) for call in (forward, both))
+        weight.requires_grad_(False)
+        with_dgrad = median_s(both, device, budget_s)
         return fprop, with_dgrad - fprop, total - with_dgrad
 
     seconds: dict[str, dict[str, float]] = {}
@@ -216,66 +237,29 @@ def _measure_te(shape: Shape, machine: Machine) -> CalibratedLinear:
     )
 
 
-def measure(
-    size: tuple[int, int, int], device: torch.device, budget_s: float, formats: list[str]
-) -> dict[str, dict[str, float]]:
-    """Return the seconds of every format, by GEMM.
+def te_linear(machine: Machine, shape: Shape, option: Option, x: Tensor) -> Linear:
+    """Return a linear of Transformer Engine, with its norm if it has one."""
+    te: Any = importlib.import_module("transformer_engine.pytorch")
+    extension: Any = importlib.import_module(EXTENSION)
+    fused = {"normalization": shape.norm} if shape.norm else {}
+    make = te.LayerNormLinear if shape.norm else te.Linear
+    linear = make(shape.in_features, shape.out_features, bias=False, params_dtype=x.dtype, **fused)
+    params = quant_params(te_recipe(option, machine))
 
-    Args:
-        size: tokens, out_features and in_features.
-        device: where to run.
-        budget_s: seconds to spend on each GEMM and format.
-        formats: names.
+    def forward() -> Tensor:
+        with extension._get_fp8_autocast_for_quant_params(params, True):
+            y: Tensor = linear(x)
+        return y
 
-    Raises:
-        RuntimeError: if memory is short.
-    """
-    tokens, rows, columns = size
-    x, w, g = (
-        torch.randn(shape, device=device).to(torch.bfloat16)
-        for shape in ((tokens, columns), (rows, columns), (tokens, rows))
-    )
-    seconds: dict[str, dict[str, float]] = {}
-    for name in formats:
-        gemms = linear_gemms(x, w, g, Option.uniform(name))
-        seconds[name] = {k.value: median_s(call, device, budget_s) for k, call in gemms.items()}
-    return seconds
+    return forward, linear.weight
 
 
-def linear_gemms(
-    x: Tensor, w: Tensor, g: Tensor, option: Option
-) -> dict[Gemm, Callable[[], Tensor]]:
-    """Return calls that run the GEMMs of a linear as training does, quantization included.
-
-    Args:
-        x: [M, K].
-        w: [N, K].
-        g: [M, N].
-        option: of the linear.
-    """
+def simulated_linear(shape: Shape, option: Option, x: Tensor) -> Linear:
+    """Return a linear with simulated GEMMs."""
+    weight = torch.randn(shape.out_features, shape.in_features).to(x).requires_grad_()
     stream = StochasticStream(StreamKey(seed=0, linear="", iteration=0, microbatch=0))
-
-    def quantized(gemm: Gemm, operand: Operand) -> Tensor:
-        tensor, other = (x, w.shape[0]) if operand is Operand.INPUT else (g, w.shape[1])
-        both = simulated_gemm.quantize_activation(
-            tensor,
-            operand,
-            option,
-            simulated_gemm.operand_dtype(tensor, other),
-            stream=stream,
-            first=gemm is not Gemm.WGRAD,
-            wgrad=gemm is Gemm.WGRAD,
-        )
-        return next(each for each in both if each is not None)
-
-    def run(gemm: Gemm) -> Tensor:
-        first, second = GEMM_OPERANDS[gemm]
-        a = quantized(gemm, first)
-        if gemm is Gemm.WGRAD:
-            return simulated_gemm.wgrad_gemm(a, quantized(gemm, second), option, x.dtype)
-        return simulated_gemm.activation_gemm(a, w, gemm, option, x.dtype)
-
-    return {gemm: partial(run, gemm) for gemm in Gemm}
+    call = LinearCall(option, lambda: stream)
+    return partial(quantized_linear, x, weight, None, call), weight
 
 
 def median_s(call: Callable[[], object], device: torch.device, budget_s: float) -> float:

@@ -1,4 +1,4 @@
-"""Megatron's own linears under a plan: `_forward_impl`, overridden on the instance.
+"""Linears with simulated GEMMs: a method of Megatron's, overridden on the instance.
 
 ColumnParallelLinear and RowParallelLinear call `self._forward_impl(input=..., weight=..., ...)`
 by keyword and do everything else (copy to or gather from the tensor-parallel region, reduce, bias)
@@ -10,13 +10,16 @@ every call, so a change of plan compiles nothing and waits for nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_snip.linears.autograd import QuantizedGemms
+from megatron_snip.config import Backend
+from megatron_snip.linears.quantized_linear import LinearCall, quantized_linear
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.log import warn_once
 from megatron_snip.options import BF16, Option
@@ -24,79 +27,120 @@ from megatron_snip.topology import Placement
 
 logger = logging.getLogger(__name__)
 
-_METHOD = "_forward_impl"
 
-
-class PlannedLinear:
-    """One of Megatron's own linears: its placement, its option and its override.
+class SimulatedLinear:
+    """A linear whose GEMMs are simulated: its placement, its option and its override.
 
     Attributes:
-        module: Megatron's linear.
+        backend: what runs it.
+        module: Megatron's.
         name: the linear's layout-independent name.
-        placements: one entry, as the linear has one weight.
-        weights: one entry, [N, K] of this shard.
+        placements: one per weight.
+        weights: [N, K] of this shard, in the same order.
         option: formats of its GEMMs; assign between iterations only, on all ranks alike.
     """
 
-    backend = "simulate"
+    backend: Backend = "simulate"
+    _method: ClassVar[str]
+    """What is overridden, by `_forward`."""
+    _bf16_recipe: ClassVar[str]
+    """Label of what runs the GEMMs at bf16."""
 
-    def __init__(self, module: torch.nn.Module, placement: Placement, runtime: Runtime) -> None:
+    def __init__(
+        self,
+        module: Any,
+        placements: Sequence[Placement],
+        weights: Sequence[torch.nn.Parameter],
+        runtime: Runtime,
+    ) -> None:
         """Prepare; nothing is overridden yet."""
         self.module = module
-        self.name = placement.name
-        self.placements = (placement,)
-        self.weights: tuple[Any, ...] = (module.weight,)
+        self.name = placements[0].name
+        self.placements = tuple(placements)
+        self.weights = tuple(weights)
         self.option: Option = BF16
         self._runtime = runtime
-        self._original: Callable[..., Tensor] = getattr(module, _METHOD)
-        self._gemms = QuantizedGemms(placement, runtime, getattr(module, "config", None))
+        self._original = getattr(module, self._method)
+        self._saves_input = _frees_inputs(getattr(module, "config", None))
 
     @property
     def recipe(self) -> str:
         """Label of what runs the GEMMs; per GEMM where they differ."""
-        return simulated_recipe(self.option, "megatron")
+        labels = [self._bf16_recipe if f == "bf16" else "simulated" for f in self.option.formats]
+        return labels[0] if len(set(labels)) == 1 else "-".join(labels)
 
     def refusal(self, option: Option) -> str | None:
         """Return None: every option can be simulated."""
         return None
 
     def install(self) -> None:
-        """Override the instance's `_forward_impl`; idempotent."""
-        current = self.module.__dict__.get(_METHOD)
-        if current is None:
-            setattr(self.module, _METHOD, self._forward)
-        elif current != self._forward:
+        """Override the instance's method; idempotent."""
+        current = self.module.__dict__.setdefault(self._method, self._forward)
+        if current != self._forward:
             raise RuntimeError(
-                f"{self.name}: {_METHOD} is already overridden by {current!r}; undo that first"
+                f"{self.name}: {self._method} is already overridden by {current!r}; undo that first"
             )
 
     def uninstall(self) -> None:
         """Restore the class's method, unless another override has replaced ours."""
-        if self.module.__dict__.get(_METHOD) == self._forward:
-            delattr(self.module, _METHOD)
+        if self.module.__dict__.get(self._method) == self._forward:
+            delattr(self.module, self._method)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def _is_bf16(self) -> bool:
+        return self.option == BF16 or self._runtime.in_bf16
+
+    def _simulate(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        placement: Placement,
+        tp_group: dist.ProcessGroup | None = None,
+        **how: bool,
+    ) -> Tensor:
+        """Return Y under the option; `how` is `LinearCall`'s."""
+        call = LinearCall(
+            option=self.option,
+            stream=partial(self._runtime.next_stream, placement),
+            tp_group=tp_group or placement.tensor.group,
+            cache=self._runtime.weight_cache(placement),
+            saves_input=self._saves_input,
+            **how,
+        )
+        return quantized_linear(input, weight, bias, call)
+
+
+class PlannedLinear(SimulatedLinear):
+    """One of Megatron's own linears; it has one weight."""
+
+    _method = "_forward_impl"
+    _bf16_recipe = "megatron"
 
     def _forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        bf16 = self.option == BF16 or self._runtime.in_bf16
-        plain = bf16 or not self._quantizable(kwargs)
-        output = self._original(*args, **kwargs) if plain else self._quantized(args, kwargs)
+        given = dict(zip(("input", "weight"), args, strict=False)) | kwargs
+        input, weight, (placement,) = given["input"], given["weight"], self.placements
+        split = bool(kwargs.get("sequence_parallel", False))
+        output: Tensor
+        if self._is_bf16() or not self._quantizable(kwargs):
+            output = self._original(*args, **kwargs)
+        else:
+            output = self._simulate(
+                input,
+                weight,
+                kwargs.get("bias"),
+                placement,
+                kwargs.get("tp_group"),
+                sequence_parallel=split,
+                allreduce_dgrad=bool(kwargs.get("allreduce_dgrad", False)),
+                fuse_wgrad=bool(kwargs.get("gradient_accumulation_fusion", False)),
+            )
         observer = self._runtime.observer
         if observer is None:
             return output
-        input, weight = _operands(args, kwargs)
-        split = bool(kwargs.get("sequence_parallel", False))
-        return observer.observe(self.placements[0], input, weight, output, input_is_split=split)
-
-    def _quantized(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        return self._gemms(
-            *_operands(args, kwargs),
-            kwargs.get("bias"),
-            self.option,
-            training=self.module.training,
-            sequence_parallel=bool(kwargs.get("sequence_parallel", False)),
-            allreduce_dgrad=bool(kwargs.get("allreduce_dgrad", False)),
-            fuse_wgrad=bool(kwargs.get("gradient_accumulation_fusion", False)),
-            tp_group=kwargs.get("tp_group"),
-        )
+        return observer.observe(placement, input, weight, output, input_is_split=split)
 
     def _quantizable(self, kwargs: dict[str, Any]) -> bool:
         """Return whether `quantized_linear` supports a call; warn once if it does not."""
@@ -110,13 +154,13 @@ class PlannedLinear:
         return reason is None
 
 
-def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return (input, weight), which Megatron passes by keyword."""
-    given = dict(zip(("input", "weight"), args, strict=False)) | kwargs
-    return given["input"], given["weight"]
+def _frees_inputs(config: Any) -> bool:
+    """Return whether Megatron frees or offloads inputs of linears after the forward.
 
-
-def simulated_recipe(option: Option, bf16: str) -> str:
-    """Return the label of simulated GEMMs; `bf16` names what runs the others."""
-    labels = [bf16 if name == "bf16" else "simulated" for name in option.formats]
-    return labels[0] if len(set(labels)) == 1 else "-".join(labels)
+    It restores the same tensors before the backward, so these are what a linear must save.
+    """
+    recomputed = set(getattr(config, "recompute_modules", None) or ())
+    recomputed -= {"core_attn", "mlp", "moe", "shared_experts"}  # they keep their outputs
+    selective = getattr(config, "recompute_granularity", None) == "selective"
+    offloading = ("cpu_offloading", "fine_grained_activation_offloading")
+    return bool(selective and recomputed) or any(getattr(config, n, False) for n in offloading)

@@ -13,12 +13,11 @@ from megatron_snip.config import Backend
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import Format
 from megatron_snip.linears.discovery import find_linears, global_linears
-from megatron_snip.linears.megatron_linear import PlannedLinear
+from megatron_snip.linears.megatron_linear import PlannedLinear, SimulatedLinear
 from megatron_snip.linears.runtime import Runtime
-from megatron_snip.linears.te.linear import FreshWeights, PlannedTELinear
+from megatron_snip.linears.te.linear import FreshWeights, PlannedTELinear, SimulatedTELinear
 from megatron_snip.linears.te.machine import Machine, measured_format, this_machine
-from megatron_snip.linears.te.modules import te_kind
-from megatron_snip.linears.te.simulated import SimulatedTELinear
+from megatron_snip.linears.te.modules import refuse_overlap, te_kind
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.statistics.optimizer_state import PlannedWeight
@@ -27,7 +26,7 @@ from megatron_snip.topology import LinearInfo, Placement, Topology
 PRECISION_VERSION = 2
 """Of the schema of precision/<iteration>.json."""
 
-AnyLinear = PlannedLinear | PlannedTELinear | SimulatedTELinear
+AnyLinear = SimulatedLinear | PlannedTELinear
 
 
 class PlannedModel:
@@ -66,13 +65,9 @@ class PlannedModel:
             _planned(module, placements, self.runtime, backend, self.machine)
             for module, placements in found
         ]
-        te = {id(p.module) for p in self.linears if isinstance(p, PlannedTELinear)}
-        inside = [[m for m in chunk.modules() if id(m) in te] for chunk in self.chunks]
-        self._fresh_weights = [
-            FreshWeights(chunk, modules)
-            for chunk, modules in zip(self.chunks, inside, strict=True)
-            if modules
-        ]
+        te = {linear.module for linear in self.linears if isinstance(linear, PlannedTELinear)}
+        inside = [(chunk, te & set(chunk.modules())) for chunk in self.chunks]
+        self._fresh_weights = [FreshWeights(chunk, modules) for chunk, modules in inside if modules]
         own = [placement for _, placements in found for placement in placements]
         self.all_linears: tuple[LinearInfo, ...] = global_linears(own, topology)
         if not self.all_linears:
@@ -178,6 +173,7 @@ def _planned(
         UnsupportedError: if the chosen backend does not run it.
     """
     if te_kind(module) is not None:
+        refuse_overlap(module, placements[0].name)
         if backend == "simulate":
             return SimulatedTELinear(module, placements, runtime)
         return PlannedTELinear(module, placements, runtime, machine)
@@ -187,7 +183,8 @@ def _planned(
             "Megatron's own; "
             "use --transformer-impl transformer_engine, or --snip-backend simulate"
         )
-    return PlannedLinear(module, placements[0], runtime)
+    weight: Any = module.weight
+    return PlannedLinear(module, placements, [weight], runtime)
 
 
 def _storage(weight: torch.nn.Parameter) -> str:

@@ -1,17 +1,24 @@
-"""One training step's forward-backward call, which can be run and, on the same data, run again."""
+"""A step that can run again: its forward-backward call, the state that it changes, its loss."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, rerun_state_machine
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import get_model_config
 
+from megatron_snip.collectives import any_rank, sum_over
+from megatron_snip.linears.runtime import Runtime
 from megatron_snip.topology import Topology
 
 Results = list[dict[str, Any]]
@@ -111,6 +118,219 @@ class TrainingStep:
             tokens = self.kwargs["seq_length"] * samples
             scale *= tokens / parallel_state.get_context_parallel_world_size()
         return 1.0 / scale
+
+
+class TrainingStateSnapshot:
+    """What a forward-backward changes besides gradients, saved so that it can be undone.
+
+    Random number generators (torch, CUDA, Megatron's tracker, numpy, random), module buffers, and
+    the losses that Megatron adds up for its log (MoE's auxiliary losses, MTP's).
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Save it; `chunks` are the model's, wrapped or not."""
+        # DDP hides `Module.buffers` behind a list of its own
+        buffers = [b for chunk in chunks for b in torch.nn.Module.buffers(chunk)]
+        self._tensors = buffers + _logged_losses()
+        self._values = [tensor.clone() for tensor in self._tensors]
+        tracker = get_cuda_rng_tracker().get_states()
+        self._tracker = {name: _copied(state) for name, state in tracker.items()}
+        self._torch = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        self._numpy = np.random.get_state()
+        self._random = random.getstate()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore everything; may be called more than once."""
+        for tensor, value in zip(self._tensors, self._values, strict=True):
+            tensor.copy_(value)
+        for tensor in _logged_losses():
+            if not any(tensor is saved for saved in self._tensors):
+                tensor.zero_()  # created since
+        torch.set_rng_state(self._torch)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)
+        if self._tracker:  # the tracker changes the dict and generators that it is given
+            states = {name: _copied(state) for name, state in self._tracker.items()}
+            get_cuda_rng_tracker().set_states(states)
+        np.random.set_state(self._numpy)
+        random.setstate(self._random)
+
+
+def _logged_losses() -> list[torch.Tensor]:
+    """Return the sums that every forward adds to (MoE's auxiliary losses, MTP's)."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    tracker = MTPLossLoggingHelper.tracker
+    return _moe_losses() + ([tracker["values"]] if "values" in tracker else [])
+
+
+def _moe_losses() -> list[torch.Tensor]:
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:  # Megatron-Core before 0.18
+        from megatron.core.transformer.moe import moe_utils
+
+        trackers = moe_utils.get_moe_layer_wise_logging_tracker().values()
+        return [tracker["values"] for tracker in trackers if "values" in tracker]
+    return [entry.values for entry in get_moe_metrics_tracker().metrics.values()]
+
+
+def _copied(state: Any) -> Any:
+    """Copy a tracker's state: a tensor, or a generator whose own state advances."""
+    return state.clone_state() if isinstance(state, torch.Generator) else state.clone()
+
+
+class StepLoss:
+    """The loss of a step that has run; made on all ranks together, in the same order.
+
+    The schedule gives a loss to the last pipeline stage alone, for its own data. It is summed over
+    data ranks there,
+
+        loss = sum over microbatches and data ranks of (sum of token losses)
+               / sum over the same of (number of tokens)
+
+    and the last rank of all, which is of the last stage in every layout of Megatron's, broadcasts
+    it. So all ranks hold the same bits and decide alike. Megatron's older form of a report, a mean
+    without a number of tokens, counts as one token.
+
+    Making it does not wait for the device; `value` does.
+    """
+
+    def __init__(self, results: Results, topology: Topology) -> None:
+        """Start the sum.
+
+        Args:
+            results: what the schedule returned on this rank.
+            topology: this rank's place.
+        """
+        self._topology = topology
+        self._sums = torch.zeros(2, dtype=torch.float64)
+        self._copied: torch.cuda.Event | None = None
+        losses = microbatch_losses(results)
+        if losses is None:
+            return
+        sums = losses.sum(dim=0)
+        sum_over(sums, topology.data.group)
+        self._sums = sums.to("cpu", non_blocking=True)
+        if sums.is_cuda:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def value(self) -> float | None:
+        """All ranks: return the loss, the same everywhere; None if the schedule reports none."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        if self._topology.control is not None:
+            last = self._topology.world_size - 1
+            dist.broadcast(self._sums, src=last, group=self._topology.control)
+        total, count = self._sums.tolist()
+        return None if count == 0.0 else float(total / count)
+
+
+def finite_gradients(chunks: Sequence[torch.nn.Module], topology: Topology) -> bool:
+    """All ranks: return whether every gradient of every rank is finite.
+
+    With FP16 the answer is True: there an overflow is the loss scaler's job.
+    """
+    return not any_rank(not _finite_here(chunks), topology.control)
+
+
+@torch.no_grad()
+def _finite_here(chunks: Sequence[torch.nn.Module]) -> bool:
+    if get_model_config(chunks[0]).fp16:
+        return True
+    grads = [
+        grad
+        for chunk in chunks
+        for parameter in chunk.parameters()
+        if (grad := getattr(parameter, "main_grad", None)) is not None
+        or (grad := parameter.grad) is not None
+    ]
+    if not grads:
+        return True
+    largest = torch.stack([torch.linalg.vector_norm(g, ord=math.inf).float() for g in grads])
+    return bool(torch.isfinite(largest).all())
+
+
+def microbatch_losses(results: Results) -> torch.Tensor | None:
+    """Return the sum of token losses and the number of tokens of each microbatch.
+
+    Args:
+        results: what the schedule returned on this rank.
+
+    Returns:
+        FP64 [microbatches, 2] on the device; None where the schedule reports no loss.
+    """
+    reports = [next(iter(r.values())) for r in results if isinstance(r, dict) and r]
+    return torch.stack([_loss_and_tokens(report) for report in reports]) if reports else None
+
+
+def _loss_and_tokens(reported: Any) -> torch.Tensor:
+    """Return one microbatch's [2] FP64 on the device: sum of losses, number of tokens."""
+    flat = torch.as_tensor(reported).detach().double().reshape(-1)
+    return flat if flat.numel() == 2 else torch.stack([flat[0], torch.ones_like(flat[0])])
+
+
+class PairedEvaluation:
+    """What a plan costs now: an evaluation's microbatches run under the plan and again in BF16.
+
+    For microbatch i with t_i tokens and x_i = (sum of its token losses under the plan) - (in BF16),
+
+        increase = sum x / sum t      error = sqrt(n / (n - 1) sum (x - increase t)^2) / sum t
+
+    over the n microbatches of all data ranks: the standard error of a ratio of means (Cochran,
+    Sampling Techniques, 1977, 6.4). The pairs share their samples, so the error is that of the
+    difference alone. All ranks make the same calls.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        """Nothing was evaluated; `runtime` is the planned linears'."""
+        self._runtime = runtime
+        self._sums = torch.zeros(6, dtype=torch.float64)
+
+    def run(self, function: ForwardBackward, **kwargs: Any) -> Results:
+        """All ranks: return what Megatron's `function` returns under the plan; `kwargs` are its.
+
+        Random numbers, buffers and the data are then as after one call.
+        """
+        step = TrainingStep(function, kwargs)
+        if kwargs.get("collect_non_loss_data") or not kwargs.get("forward_only"):
+            return step.run()
+        before = TrainingStateSnapshot(step.chunks)
+        results = step.run()
+        after = TrainingStateSnapshot(step.chunks)
+        before.restore()
+        with self._runtime.running_in_bf16():
+            in_bf16 = step.run()
+        after.restore()
+        self._add(microbatch_losses(results), microbatch_losses(in_bf16))
+        return results
+
+    def increase(self) -> tuple[float, float] | None:
+        """All ranks: return the increase per token and its standard error, or None.
+
+        The error is NaN for a single microbatch. None: no rank reported a loss.
+        """
+        sums = sum_over(self._sums.clone(), self._runtime.topology.control)
+        n, x, t, xx, xt, tt = sums.tolist()
+        if t <= 0:
+            return None
+        mean = x / t
+        residual = max(xx - 2 * mean * xt + mean**2 * tt, 0.0)
+        return mean, math.sqrt(n / (n - 1) * residual) / t if n > 1 else math.nan
+
+    def _add(self, planned: torch.Tensor | None, in_bf16: torch.Tensor | None) -> None:
+        if planned is None or in_bf16 is None:
+            return
+        pairs = torch.stack([planned[:, 0] - in_bf16[:, 0], planned[:, 1]])
+        if parallel_state.get_context_parallel_world_size() > 1:  # parts of each sample
+            sum_over(pairs, parallel_state.get_context_parallel_group())
+        if parallel_state.get_context_parallel_rank() == self._runtime.topology.tensor.rank == 0:
+            x, t = pairs.cpu()
+            parts = (torch.ones_like(x), x, t, x * x, x * t, t * t)
+            self._sums += torch.stack([part.sum() for part in parts])
 
 
 @contextmanager

@@ -103,17 +103,6 @@ def test_every_linear_runs_its_option_from_the_next_step_on() -> None:
             assert seen == {("nvfp4" if ".layers.1." in name else "bf16",) * 3}, name
 
 
-def test_nothing_of_an_earlier_plan_remains() -> None:
-    with planned() as (model, under):
-        apply(under, OTHERS)
-        losses(model)
-        apply(under, CHOICES)
-        changed = results(model)
-    with planned() as (model, under):
-        apply(under, CHOICES)
-        assert equal(results(model), changed)
-
-
 def test_a_new_option_needs_no_first_microbatch() -> None:
     """Recipes that differ by their factory alone have one class; cached weights must go."""
 

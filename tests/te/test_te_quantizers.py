@@ -10,9 +10,9 @@ from transformer_engine.pytorch.quantization import QuantizerRole
 from transformer_engine.pytorch.quantizers import HybridQuantizer, IdentityQuantizer
 
 from megatron_snip.linears.te import quantizers
-from megatron_snip.linears.te.recipe import FORMAT_OF_RECIPE, TERecipe
+from megatron_snip.linears.te.recipe import RECIPES, TERecipe
 
-EVERY = [TERecipe(*names) for names in itertools.product(FORMAT_OF_RECIPE, repeat=3)]
+EVERY = [TERecipe(*names) for names in itertools.product(RECIPES, repeat=3)]
 
 
 def factory(recipe: TERecipe) -> Any:

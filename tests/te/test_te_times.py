@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformer_engine.pytorch.gemms import LinearFunction
 
+from megatron_snip.__main__ import main
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears import calibrate
@@ -92,6 +93,24 @@ def test_auto_measures_each_shape_once_and_keeps_the_table(
     after = torch.random.get_rng_state()
     timed(None)
     assert torch.equal(torch.random.get_rng_state(), after)
+
+
+def test_the_command_measures_transformer_engine_where_it_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Clock(monkeypatch)
+    path = tmp_path / "table.json"
+    words = ["calibrate", "--linear", "*=96x64", "--tokens", "32", "--output", str(path)]
+    assert main([*words, "--formats", "bf16,fp8,fp3"]) == 0
+    (entry,) = read_calibration(path).linears
+    assert entry.seconds == {
+        name: dict.fromkeys(("fprop", "dgrad", "wgrad"), SECONDS[recipe])
+        for name, recipe in (("bf16", "bf16"), ("fp8", "mxfp8"))
+    }
+    assert "left out fp3: fp3 on compute capability 10.0" in capsys.readouterr().out
+    assert main([*words, "--formats", "fp3"]) == 2
+    assert main([*words, "--formats", "bf16,fp4", "--linear", "*=24x64"]) == 0
+    assert "left out fp4: features and tokens must be multiples of 32" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("balance", ["none", "stage", "bottleneck"])

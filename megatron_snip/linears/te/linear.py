@@ -1,4 +1,4 @@
-"""Transformer Engine's linears under a plan: Megatron's own per-module recipes.
+"""Transformer Engine's linears under a plan: Megatron's per-module recipes, or simulated GEMMs.
 
 Megatron stores `te_quant_params` on each of its Transformer Engine linears and, in every forward,
 opens the autocast that they ask for. A plan sets them; no code of Megatron or Transformer Engine
@@ -17,14 +17,20 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from torch import Tensor
 
+from megatron_snip.config import Backend
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import get_format
+from megatron_snip.linears.megatron_linear import SimulatedLinear
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.te.machine import Machine, te_recipe, te_refusal
 from megatron_snip.linears.te.modules import (
@@ -34,13 +40,13 @@ from megatron_snip.linears.te.modules import (
     is_grouped,
     multiplied_input,
     output_is_split,
-    refuse_overlap,
     shape_refusal,
     weights_of,
 )
 from megatron_snip.linears.te.recipe import TERecipe
 from megatron_snip.log import warn_once
 from megatron_snip.options import BF16, Option
+from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.topology import Placement
 
 logger = logging.getLogger(__name__)
@@ -51,78 +57,23 @@ _SET = (_PARAMS, "fp8_initialized", "fp8_meta_tensors_initialized", "_fp8_worksp
 """Attributes of a module that change its precision."""
 
 
-class ObservedTELinear:
-    """One Transformer Engine linear whose GEMMs an observer can watch.
+class PlannedTELinear:
+    """One Transformer Engine linear under its own recipes; see `SimulatedLinear`."""
 
-    Attributes:
-        module: Megatron's wrapper.
-        name: of the linear.
-        placements: of its weights: one per expert of a grouped linear, else one.
-        weights: [N, K] of this shard, in the same order.
-    """
+    backend: Backend = "te"
 
     def __init__(
-        self, module: torch.nn.Module, placements: Sequence[Placement], runtime: Runtime
+        self, module: Any, placements: Sequence[Placement], runtime: Runtime, machine: Machine
     ) -> None:
         """Prepare.
 
         Raises:
-            UnsupportedError: if the module's communication allows for one precision only.
+            UnsupportedError: if the module lacks an attribute that changes its precision.
         """
-        refuse_overlap(module, placements[0].name)
         self.module = module
         self.name = placements[0].name
         self.placements = tuple(placements)
         self.weights = weights_of(module)
-        self._runtime = runtime
-        self._grouped = is_grouped(module)
-        self._hooks: list[Any] = []
-
-    def _observe(self) -> Any:
-        """Register the hook that observes; return its handle."""
-        return self.module.register_forward_hook(self._after_forward, with_kwargs=True)
-
-    def _after_forward(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Any:
-        """Put a tap on the output of every weight's GEMM; an expert may have zero rows."""
-        observer = self._runtime.observer
-        if observer is None or not torch.is_grad_enabled():
-            return None  # a forward without gradients is recomputed later
-        out, bias = output
-        given = dict(zip(("x", "m_splits"), args, strict=False)) | kwargs
-        if not self._grouped:
-            tapped = observer.observe(
-                self.placements[0],
-                given["x"],
-                self.weights[0],
-                out,
-                input_is_split=input_is_split(module),
-                output_is_split=output_is_split(module),
-                prepare_input=lambda rows: multiplied_input(module, rows),
-            )
-            return tapped, bias
-        splits = given["m_splits"]
-        sizes = splits.tolist() if isinstance(splits, Tensor) else list(splits)
-        inputs, outputs = torch.split(given["x"], sizes), torch.split(out, sizes)
-        experts = zip(self.placements, inputs, self.weights, outputs, strict=True)
-        return torch.cat([observer.observe(p, x, w, y) for p, x, w, y in experts]), bias
-
-
-class PlannedTELinear(ObservedTELinear):
-    """One Transformer Engine linear under its own recipes; see `megatron_linear.PlannedLinear`."""
-
-    backend = "te"
-
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        placements: Sequence[Placement],
-        runtime: Runtime,
-        machine: Machine,
-    ) -> None:
-        """Prepare; raises as `ObservedTELinear` does, and where a module lacks an attribute."""
-        super().__init__(module, placements, runtime)
         missing = [name for name in _SET if not hasattr(module, name)]
         if missing:
             raise UnsupportedError(
@@ -130,10 +81,12 @@ class PlannedTELinear(ObservedTELinear):
                 f"{', '.join(_SET)} to change its precision (Transformer Engine 2.8 to 2.20 under "
                 "megatron-core 0.16 or later); use --snip-backend simulate"
             )
+        self._runtime = runtime
         self._machine = machine
         self._option = BF16
         self._planned = self._bf16 = quant_params(TERecipe())
         self._original = getattr(module, _PARAMS)
+        self._hooks: list[Any] = []
 
     @property
     def option(self) -> Option:
@@ -161,9 +114,12 @@ class PlannedTELinear(ObservedTELinear):
         if reason is not None:
             return reason
         recipe = te_recipe(option, self._machine)
-        if self._grouped and not recipe.is_uniform:
+        if is_grouped(self.module) and not recipe.is_uniform:
             return "grouped experts take one format for all three GEMMs"
-        if gathers_input(self.module) and _wgrad_is_finer(option):
+        is_finer = get_format(option.fprop).bits < get_format(option.wgrad).bits
+        if is_finer and gathers_input(self.module):
+            # A shard that was quantized by two formats is dequantized from its rows, which are
+            # fprop's, before it is gathered (`HybridQuantizedTensorStorage.dequantize`, 2.20).
             return (
                 f"{option}: under sequence parallelism Transformer Engine gathers the input as "
                 "fprop quantized it, so wgrad cannot have more bits than fprop"
@@ -182,7 +138,7 @@ class PlannedTELinear(ObservedTELinear):
         setattr(self.module, _PARAMS, self._planned)
         self._hooks = [
             self.module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            self._observe(),
+            self.module.register_forward_hook(self._after_forward, with_kwargs=True),
         ]
 
     def uninstall(self) -> None:
@@ -197,6 +153,119 @@ class PlannedTELinear(ObservedTELinear):
 
     def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         setattr(module, _PARAMS, self._bf16 if self._runtime.in_bf16 else self._planned)
+
+    def _after_forward(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        return observed(self._runtime.observer, module, self.placements, args, kwargs, output)
+
+
+class SimulatedTELinear(SimulatedLinear):
+    """One Transformer Engine linear with simulated GEMMs: its `forward` is overridden.
+
+    A linear at bf16 runs Transformer Engine's own forward with all arguments untouched. At any
+    other option its GEMMs are simulated as those of Megatron's own linears are; what Transformer
+    Engine fuses around them (norm, bias, tensor-parallel communication, accumulation into
+    main_grad) is done by torch and Megatron's mappings. The rest of the model, its attention above
+    all, stays Transformer Engine's. So formats without tensor cores on this GPU can be studied at
+    the speed of a normal model but for the linears.
+    """
+
+    _method = "forward"
+    _bf16_recipe = "bf16"
+
+    def __init__(self, module: Any, placements: Sequence[Placement], runtime: Runtime) -> None:
+        """Prepare; nothing is overridden yet."""
+        super().__init__(module, placements, weights_of(module), runtime)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_bf16():
+            output = self._original(*args, **kwargs)
+        else:
+            run = self._run_experts if is_grouped(self.module) else self._run
+            output = run(*args, **kwargs)
+            # Transformer Engine's own wgrad overwrites main_grad while this is set.
+            self.module.is_first_microbatch = False
+        return observed(self._runtime.observer, self.module, self.placements, args, kwargs, output)
+
+    def _run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        module = self.module
+        parallel = module.parallel_mode if module.tp_size > 1 else None
+        bias = module.bias if module.use_bias else None
+        y = self._simulate(
+            multiplied_input(module, x),
+            module.weight,
+            None,
+            self.placements[0],
+            module.tp_group,
+            sequence_parallel=parallel == "column" and module.sequence_parallel,
+            allreduce_dgrad=parallel == "column" and not module.sequence_parallel,
+            fuse_wgrad=module.fuse_wgrad_accumulation,
+        )
+        if parallel == "row" and module.sequence_parallel:
+            y = reduce_scatter_to_sequence_parallel_region(y, group=module.tp_group)
+        elif parallel == "row":
+            y = reduce_from_tensor_model_parallel_region(y, group=module.tp_group)
+        if bias is None or module.te_return_bias:
+            return y, bias
+        return y + bias, None
+
+    def _run_experts(self, x: Tensor, m_splits: Any) -> tuple[Tensor, list[Any] | None]:
+        module = self.module
+        sizes = _sizes(m_splits)
+        biases = [
+            getattr(module, f"bias{i}") if module.use_bias else None for i in range(len(sizes))
+        ]
+        added = [None] * len(sizes) if module.te_return_bias else biases
+        experts = zip(torch.split(x, sizes), self.weights, added, self.placements, strict=True)
+        fused = module.fuse_wgrad_accumulation
+        y = torch.cat([self._simulate(*each, fuse_wgrad=fused) for each in experts])
+        return y, (biases if module.te_return_bias else None)
+
+
+def observed(
+    observer: StepObserver | None,
+    module: Any,
+    placements: Sequence[Placement],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+) -> Any:
+    """Return what a linear's forward returned, with a tap on the output of every weight's GEMM.
+
+    Args:
+        observer: hands out the taps; None, or a forward without gradients (which is recomputed
+            later), needs none.
+        module: Megatron's wrapper.
+        placements: of its weights; an expert may have zero rows.
+        args: of the forward.
+        kwargs: of the forward.
+        result: of the forward.
+    """
+    if observer is None or not torch.is_grad_enabled():
+        return result
+    out, bias = result
+    given = dict(zip(("x", "m_splits"), args, strict=False)) | kwargs
+    weights = weights_of(module)
+    if not is_grouped(module):
+        tapped = observer.observe(
+            placements[0],
+            given["x"],
+            weights[0],
+            out,
+            input_is_split=input_is_split(module),
+            output_is_split=output_is_split(module),
+            prepare_input=lambda rows: multiplied_input(module, rows),
+        )
+        return tapped, bias
+    sizes = _sizes(given["m_splits"])
+    inputs, outputs = torch.split(given["x"], sizes), torch.split(out, sizes)
+    experts = zip(placements, inputs, weights, outputs, strict=True)
+    return torch.cat([observer.observe(p, x, w, y) for p, x, w, y in experts]), bias
+
+
+def _sizes(m_splits: Any) -> list[int]:
+    return m_splits.tolist() if isinstance(m_splits, Tensor) else list(m_splits)
 
 
 class FreshWeights:
@@ -213,7 +282,7 @@ class FreshWeights:
     adding to it, which is wrong for a module that runs twice in a microbatch.
     """
 
-    def __init__(self, chunk: torch.nn.Module, modules: Sequence[torch.nn.Module]) -> None:
+    def __init__(self, chunk: Any, modules: Collection[Any]) -> None:
         """Prepare.
 
         Args:
@@ -228,8 +297,8 @@ class FreshWeights:
                 f"the model chunk {type(chunk).__name__} has no {_FIRST_MICROBATCH}, so quantized "
                 "weights would become stale; wrap it in a MegatronModule"
             )
-        self._chunk: Any = chunk
-        self._modules = tuple(modules)
+        self._chunk = chunk
+        self._modules = modules
         self._original: Callable[[], None] = getattr(chunk, _FIRST_MICROBATCH)
 
     def install(self) -> None:
@@ -243,7 +312,7 @@ class FreshWeights:
 
     def _first_microbatch(self) -> None:
         for module in self._modules:
-            _drop_quantized_weights(module)
+            module._fp8_workspaces.clear()
         self._original()
 
 
@@ -257,17 +326,4 @@ def reset_quantizers(module: Any) -> None:
     """Make Transformer Engine build a module's quantizers and quantized weights anew."""
     module.fp8_initialized = False
     module.fp8_meta_tensors_initialized = False
-    _drop_quantized_weights(module)
-
-
-def _drop_quantized_weights(module: Any) -> None:
     module._fp8_workspaces.clear()
-
-
-def _wgrad_is_finer(option: Option) -> bool:
-    """Return whether wgrad would take the input in more bits than fprop.
-
-    A shard that was quantized by two formats is dequantized from its rows, which are fprop's,
-    before it is gathered for the backward (`HybridQuantizedTensorStorage.dequantize`, 2.20).
-    """
-    return get_format(option.fprop).bits < get_format(option.wgrad).bits

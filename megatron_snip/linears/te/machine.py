@@ -1,7 +1,6 @@
 """What runs on this machine: its GPU, its Transformer Engine, and the recipe of each format.
 
-Sources: NVIDIA's compute capabilities (FP8 tensor cores from 8.9, block-scaled ones from 10.0);
-Transformer Engine 2.20's checks of recipes (`is_mxfp8_available` and the like).
+`te/recipe.py` has the recipes; Transformer Engine's own checks of them (2.20) count as well.
 """
 
 from __future__ import annotations
@@ -9,22 +8,15 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megatron_snip.config import Backend
-from megatron_snip.formats import FORMATS, Format, ScaleType, get_format
-from megatron_snip.linears.te.recipe import TERecipe
+from megatron_snip.formats import FORMATS, Format, get_format
+from megatron_snip.linears.te.recipe import RECIPES, TERecipe
 from megatron_snip.options import Option
-
-_TE_CHECKS = {
-    "blockwise": "is_fp8_block_scaling_available",
-    "mxfp8": "is_mxfp8_available",
-    "nvfp4": "is_nvfp4_available",
-}
-"""Recipe -> the method of FP8GlobalStateManager that returns (available, reason)."""
 
 _PER_GEMM = (
     ("transformer_engine.common.recipe", "CustomRecipe"),
@@ -34,34 +26,6 @@ _PER_GEMM = (
     ("transformer_engine.pytorch.custom_recipes.quantizer_factories", "nvfp4_factory"),
 )
 """What our quantizer factories need of Transformer Engine."""
-
-_NVFP4_GPUS = (
-    {10: "nvfp4", 12: "nvfp4"},
-    "NVFP4 GEMMs need a GPU of compute capability 10.x or 12.x",
-)
-_TE_RECIPES = {
-    "fp8": (
-        {9: "blockwise", 10: "mxfp8"},
-        "FP8 GEMMs in blocks need a GPU of compute capability 9.0 or 10.x",
-    ),
-    "mxfp8": ({10: "mxfp8"}, "MXFP8 GEMMs need a GPU of compute capability 10.x"),
-    "fp4": _NVFP4_GPUS,
-    "nvfp4": _NVFP4_GPUS,
-}
-"""Format -> (major compute capability -> Transformer Engine's recipe, why no other GPU runs it)."""
-
-RECIPE_FORMATS: dict[str, Format] = {
-    "blockwise": replace(FORMATS["fp8"], scale=ScaleType.E8M0),
-    "mxfp8": FORMATS["mxfp8"],
-    "nvfp4": replace(FORMATS["nvfp4"], weight_block=(16, 16), wgrad_hadamard=16),
-}
-"""Transformer Engine's recipe -> how it quantizes; this is what is measured for it."""
-
-_RECIPE_TEXTS = {
-    "blockwise": "1x128 tiles, 128x128 weight blocks, power-of-two scales",
-    "mxfp8": "1x32 tiles, power-of-two scales",
-    "nvfp4": "1x16 tiles, 16x16 weight blocks, random Hadamard transform in wgrad",
-}
 
 _FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 """Transformer Engine's variable that gives the blockwise recipe FP32 scales."""
@@ -112,13 +76,11 @@ def this_machine(with_te: bool) -> Machine:
 def _unavailable_recipes(manager: Any) -> dict[str, str]:
     """Return the recipes that the installed Transformer Engine cannot run here, and why."""
     found = {}
-    for recipe, method in _TE_CHECKS.items():
-        if not hasattr(manager, method):
-            found[recipe] = "this Transformer Engine does not have the recipe"
-            continue
-        available, reason = getattr(manager, method)()
+    missing = False, "this Transformer Engine does not have the recipe"
+    for name, check in ((name, recipe.check) for name, recipe in RECIPES.items() if recipe.check):
+        available, reason = getattr(manager, check)() if hasattr(manager, check) else missing
         if not available:
-            found[recipe] = str(reason)
+            found[name] = str(reason)
     if not has_per_gemm():
         found["custom"] = "has no quantizers per GEMM (CustomRecipe with HybridQuantizer)"
     return found
@@ -144,16 +106,21 @@ def te_support(name: str, machine: Machine) -> tuple[str, str]:
         UsageError: if the format is unknown.
     """
     if not get_format(name).quantized:
-        return "bf16", "as Megatron runs it"
-    recipes, needs = _TE_RECIPES.get(name, ({}, f"Transformer Engine has no recipe for {name}"))
-    recipe = "" if machine.capability is None else recipes.get(machine.capability[0], "")
-    if not recipe:
-        return "", needs
+        return "bf16", RECIPES["bf16"].text
+    by_name = {key: recipe for key, recipe in RECIPES.items() if name in recipe.formats}
+    if not by_name:
+        return "", f"Transformer Engine has no recipe for {name}"
+    gpus = {major: key for key, recipe in by_name.items() for major in recipe.gpus}
+    found = "" if machine.capability is None else gpus.get(machine.capability[0], "")
+    if not found:
+        labels = " or ".join(text for recipe in by_name.values() for text in recipe.gpus.values())
+        first = next(iter(by_name.values()))
+        return "", f"{first.gemms} need a GPU of compute capability {labels}"
     if machine.te_version is None:
         return "", "Transformer Engine cannot be imported"
-    if recipe in machine.te_unavailable:
-        return "", machine.te_unavailable[recipe]
-    return recipe, f"{recipe} recipe: {_RECIPE_TEXTS[recipe]}"
+    if found in machine.te_unavailable:
+        return "", machine.te_unavailable[found]
+    return found, f"{found} recipe: {RECIPES[found].text}"
 
 
 def measured_format(name: str, backend: Backend, machine: Machine) -> Format:
@@ -164,7 +131,7 @@ def measured_format(name: str, backend: Backend, machine: Machine) -> Format:
     recipe = te_support(name, machine)[0] if backend == "te" else ""
     if recipe == "blockwise" and os.environ.get(_FP32_SCALES) == "1":
         return FORMATS["fp8"]
-    return RECIPE_FORMATS.get(recipe, get_format(name))
+    return RECIPES[recipe].quantization if recipe else get_format(name)
 
 
 def te_refusal(option: Option, machine: Machine) -> str | None:

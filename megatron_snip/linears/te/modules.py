@@ -30,7 +30,7 @@ import torch
 from torch.nn import functional
 
 from megatron_snip.errors import UnsupportedError
-from megatron_snip.linears.te.recipe import TERecipe
+from megatron_snip.linears.te.recipe import RECIPES, TERecipe
 from megatron_snip.topology import LinearKind
 
 EXTENSION = "megatron.core.extensions.transformer_engine"
@@ -55,14 +55,6 @@ _TOKENS_KNOWN = frozenset(
 )
 """Replicated modules that Megatron (0.16 to 0.19) gives a rank's own part of the tokens under
 sequence parallelism. Others may gather their input first (a sparse attention's indexer does)."""
-
-DIM_MULTIPLE = {"bf16": 1, "blockwise": 16, "mxfp8": 32, "nvfp4": 32}
-"""Recipe -> what both dimensions of a weight's shard and a dense linear's tokens must be multiples
-of: each is the contraction of one GEMM (16 bytes for tensor cores; MXFP8's tiles have 32)."""
-
-TOKEN_MULTIPLE = {"bf16": 1, "blockwise": 16, "mxfp8": 32, "nvfp4": 128}
-"""Recipe -> what an expert's tokens must be multiples of. Megatron pads to 128 for FP4, because
-the Hadamard transform and the scale layout work in complete groups."""
 
 
 def te_kind(module: torch.nn.Module) -> LinearKind | None:
@@ -143,11 +135,8 @@ def output_is_split(module: Any) -> bool:
 
 
 def _is_sequence_parallel(module: Any, parallel_mode: str) -> bool:
-    return bool(
-        getattr(module, "sequence_parallel", False)
-        and getattr(module, "parallel_mode", None) == parallel_mode
-        and not is_grouped(module)
-    )
+    is_parallel = module.sequence_parallel and module.parallel_mode == parallel_mode
+    return bool(is_parallel) and not is_grouped(module)
 
 
 def _splits_tokens(module: Any) -> bool:
@@ -194,7 +183,7 @@ def shape_refusal(
         microbatch_tokens: tokens of a microbatch before they are divided; None if they vary.
     """
     shape = tuple(weights_of(module)[0].shape)
-    multiple = max(DIM_MULTIPLE[name] for name in recipe)
+    multiple = max(RECIPES[name].dim_multiple for name in recipe)
     if any(size % multiple for size in shape):
         return f"its weight's shard {shape} is not a multiple of {multiple} as {recipe} needs"
     if not is_expert:
@@ -209,7 +198,7 @@ def shape_refusal(
             f"{recipe} needs a multiple of {multiple} tokens on each rank, and a microbatch has "
             f"{microbatch_tokens}{divided}; change --micro-batch-size or --seq-length"
         )
-    needed = max(TOKEN_MULTIPLE[name] for name in recipe)
+    needed = max(RECIPES[name].token_multiple for name in recipe)
     padded = padded_tokens(module.config)
     if needed == 1 or (padded > 0 and padded % needed == 0):
         return None

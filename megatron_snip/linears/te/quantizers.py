@@ -23,7 +23,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_snip.linears.te.recipe import TERecipe, factory_recipe
+from megatron_snip.linears.te.recipe import RECIPES, TERecipe, factory_recipe
 
 Quantizer = Any
 """A Transformer Engine quantizer."""
@@ -76,13 +76,7 @@ def _built_in(recipe: str, role: Role) -> Quantizer:
     """Return a new quantizer as the built-in recipe has it for a role."""
     from transformer_engine.pytorch.custom_recipes import quantizer_factories as built_in
 
-    factories = {
-        "bf16": built_in.high_precision_factory,
-        "blockwise": built_in.float8_block_scaling_factory,
-        "mxfp8": built_in.mxfp8_factory,
-        "nvfp4": built_in.nvfp4_factory,
-    }
-    return factories[recipe](role)
+    return getattr(built_in, RECIPES[recipe].factory)(role)
 
 
 def _column(recipe: str, role: Role) -> Quantizer:

@@ -1,29 +1,24 @@
 """A Transformer Engine recipe for one linear, in the terms of Megatron's precision files.
 
 Megatron has two recipes per module (training and, where it differs, evaluation); each names an FP8
-or an FP4 quantization, or neither, which is BF16. What a recipe's GEMMs run in:
+or an FP4 quantization, or neither, which is BF16; or `custom`, which is one of `RECIPES` per GEMM,
+through one of our quantizer factories (te/quantizers.py).
 
-    blockwise   fp8     E4M3, 1x128 tiles, 128x128 blocks of the weight
-    mxfp8       mxfp8   E4M3, 1x32 tiles, power-of-two scales
-    nvfp4       nvfp4   E2M1, 1x16 tiles, E4M3 scales under one FP32 scale
-    bf16        bf16
-    custom      one of these per GEMM, through one of our quantizer factories (te/quantizers.py)
-
-Sources: Megatron-Core's TEQuantizationRecipe (0.16 and later), Transformer Engine's recipes.
+Sources: Megatron-Core's TEQuantizationRecipe (0.16 and later), Transformer Engine's recipes,
+NVIDIA's compute capabilities (FP8 tensor cores from 8.9, block-scaled ones from 10.0).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 from pydantic import BaseModel, model_validator
 
 from megatron_snip.errors import UsageError
+from megatron_snip.formats import FORMATS, Format, ScaleType
 from megatron_snip.options import Option
-
-FORMAT_OF_RECIPE = {"bf16": "bf16", "blockwise": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
-"""Recipe of one GEMM -> the number format that it runs in."""
 
 FACTORIES = "megatron_snip.linears.te.quantizers"
 """Module of the quantizer factories of options that differ per GEMM."""
@@ -31,12 +26,79 @@ FACTORIES = "megatron_snip.linears.te.quantizers"
 _EARLIER_FACTORIES = "megatron_snip.linears.te_factories"
 """The same module in files of earlier versions."""
 
-_RUN_FLAGS = {
-    "nvfp4": "--fp4-format e2m1",
-    "mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8",
-    "blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
+
+@dataclass(frozen=True)
+class GemmRecipe:
+    """What Transformer Engine can run a GEMM in.
+
+    Attributes:
+        text: what it does.
+        formats: formats of plans that it runs as; the last is its own.
+        quantization: how it quantizes; this is what is measured for it.
+        factory: Transformer Engine's quantizer factory.
+        gemms: what its GEMMs are called.
+        gpus: major compute capability of GPUs with such tensor cores -> how it is written.
+        check: method of FP8GlobalStateManager that returns (available, reason).
+        run_flags: Megatron's flags that make it the run's own precision.
+        dim_multiple: what both dimensions of a weight's shard and a dense linear's tokens must be
+            multiples of: each is the contraction of one GEMM (16 bytes for tensor cores; MXFP8's
+            tiles have 32).
+        token_multiple: what an expert's tokens must be multiples of. Megatron pads to 128 for FP4,
+            because the Hadamard transform and the scale layout work in complete groups.
+    """
+
+    text: str
+    formats: tuple[str, ...]
+    quantization: Format
+    factory: str
+    gemms: str = ""
+    gpus: Mapping[int, str] = field(default_factory=dict)
+    check: str = ""
+    run_flags: str = ""
+    dim_multiple: int = 1
+    token_multiple: int = 1
+
+
+RECIPES = {
+    "bf16": GemmRecipe("as Megatron runs it", ("bf16",), FORMATS["bf16"], "high_precision_factory"),
+    "blockwise": GemmRecipe(
+        "1x128 tiles, 128x128 weight blocks, power-of-two scales",
+        ("fp8",),
+        replace(FORMATS["fp8"], scale=ScaleType.E8M0),
+        "float8_block_scaling_factory",
+        "FP8 GEMMs in blocks",
+        {9: "9.0"},
+        "is_fp8_block_scaling_available",
+        "--fp8-format e4m3 --fp8-recipe blockwise",
+        dim_multiple=16,
+        token_multiple=16,
+    ),
+    "mxfp8": GemmRecipe(
+        "1x32 tiles, power-of-two scales",
+        ("fp8", "mxfp8"),
+        FORMATS["mxfp8"],
+        "mxfp8_factory",
+        "MXFP8 GEMMs",
+        {10: "10.x"},
+        "is_mxfp8_available",
+        "--fp8-format e4m3 --fp8-recipe mxfp8",
+        dim_multiple=32,
+        token_multiple=32,
+    ),
+    "nvfp4": GemmRecipe(
+        "1x16 tiles, 16x16 weight blocks, random Hadamard transform in wgrad",
+        ("fp4", "nvfp4"),
+        replace(FORMATS["nvfp4"], weight_block=(16, 16), wgrad_hadamard=16),
+        "nvfp4_factory",
+        "NVFP4 GEMMs",
+        {10: "10.x", 12: "12.x"},
+        "is_nvfp4_available",
+        "--fp4-format e2m1",
+        dim_multiple=32,
+        token_multiple=128,
+    ),
 }
-"""Recipe -> the flags that make it the run's own precision, from the widest padding down."""
+"""Transformer Engine's recipes by name; FP8 and FP4 in E4M3 and E2M1 alone."""
 
 
 class TERecipe(NamedTuple):
@@ -58,7 +120,7 @@ class TERecipe(NamedTuple):
     @property
     def option(self) -> Option:
         """The option that names the formats which really run."""
-        return Option(*(FORMAT_OF_RECIPE[name] for name in self))
+        return Option(*(RECIPES[name].formats[-1] for name in self))
 
     @property
     def factory(self) -> str:
@@ -120,8 +182,8 @@ class RecipeFields(BaseModel, extra="forbid", strict=True):
         name = fp8 or fp4 or "bf16"
         if name == "custom":
             return _from_factory(self.custom_recipe_factory)
-        if name not in FORMAT_OF_RECIPE:
-            known = ", ".join(other for other in FORMAT_OF_RECIPE if other != "bf16")
+        if name not in RECIPES:
+            known = ", ".join(other for other in RECIPES if other != "bf16")
             raise UsageError(f"recipe '{name}' is no format of a plan; known: {known}")
         if fp8 is not None and self.fp8_format != "e4m3":
             raise UsageError(
@@ -140,9 +202,7 @@ class RecipeFields(BaseModel, extra="forbid", strict=True):
 def factory_recipe(name: str) -> TERecipe | None:
     """Return the recipe of the quantizer factory called `name`; None if there is no such one."""
     recipes = name.split("_")
-    return (
-        TERecipe(*recipes) if len(recipes) == 3 and set(recipes) <= set(FORMAT_OF_RECIPE) else None
-    )
+    return TERecipe(*recipes) if len(recipes) == 3 and set(recipes) <= set(RECIPES) else None
 
 
 def _from_factory(factory: str | None) -> TERecipe:
@@ -162,5 +222,5 @@ def run_flags(recipes: Iterable[TERecipe]) -> str:
     with the widest padding is named; modules without a recipe of their own run it. Empty for BF16
     alone.
     """
-    names = {name for recipe in recipes for name in recipe}
-    return next((flags for name, flags in _RUN_FLAGS.items() if name in names), "")
+    used = [RECIPES[name] for recipe in recipes for name in recipe]
+    return max(used, key=lambda one: one.token_multiple, default=RECIPES["bf16"]).run_flags

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_snip.controller import SnipController
-from megatron_snip.linears import simulated_gemm
+from megatron_snip.linears import quantized_linear as gemms
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.types import Gemm, Operand
@@ -64,8 +64,8 @@ def _useless(tensor: torch.Tensor, operand: Operand, gemm: Gemm) -> torch.Tensor
 @contextmanager
 def broken_format(broken: str, change: Any) -> Iterator[None]:
     """Within, operands in the format called `broken` are changed."""
-    single = simulated_gemm.quantize_dequantize_operand
-    pair = simulated_gemm.quantize_dequantize_pair
+    single = gemms.quantize_dequantize_operand
+    pair = gemms.quantize_dequantize_pair
 
     def operand(x: torch.Tensor, name: Any, role: Operand, gemm: Gemm, **options: Any) -> Any:
         seen = single(x, name, role, gemm, **options)
@@ -77,8 +77,8 @@ def broken_format(broken: str, change: Any) -> Iterator[None]:
         return tuple(change(t, role, gemm) if name == broken else t for t, name, gemm in parts)
 
     with (
-        mock.patch.object(simulated_gemm, "quantize_dequantize_operand", operand),
-        mock.patch.object(simulated_gemm, "quantize_dequantize_pair", both),
+        mock.patch.object(gemms, "quantize_dequantize_operand", operand),
+        mock.patch.object(gemms, "quantize_dequantize_pair", both),
     ):
         yield
 

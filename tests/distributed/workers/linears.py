@@ -155,20 +155,18 @@ def _errors(case: Case, option: Option, topology: Topology) -> dict[str, float |
     tensors = Tensors.make(case)
     module = _module(case, tensors)
     runtime = Runtime(topology, SEED)
-    linear = PlannedLinear(module, case.placement(topology), runtime)
+    linear = PlannedLinear(module, [case.placement(topology)], [module.weight], runtime)
     linear.option = option
     assert linear.refusal(option) is None
     linear.install()
-    runtime.begin_pass(STEP)
-    outputs, input_grads = [], []
-    for x, g in zip(tensors.inputs, tensors.grads, strict=True):
-        y, dx = _run(case, module, x, g)
-        outputs.append(y)
-        input_grads.append(dx)
+    with runtime.training_pass(STEP):
+        runs = [
+            _run(case, module, *each) for each in zip(tensors.inputs, tensors.grads, strict=True)
+        ]
     truth = [_truth(case, option, tensors, m) for m in range(2)]
     errors: dict[str, float | bool] = {
-        "output": max(_error(y, t["output"]) for y, t in zip(outputs, truth, strict=True)),
-        "input grad": max(_error(d, t["input"]) for d, t in zip(input_grads, truth, strict=True)),
+        "output": max(_error(y, t["output"]) for (y, _), t in zip(runs, truth, strict=True)),
+        "input grad": max(_error(d, t["input"]) for (_, d), t in zip(runs, truth, strict=True)),
     }
     return errors | _weight_errors(case, module, truth)
 

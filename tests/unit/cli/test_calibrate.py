@@ -3,17 +3,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_snip.formats import FORMATS
-from megatron_snip.linears.autograd import LinearCall, quantized_linear
-from megatron_snip.linears.calibrate import linear_gemms
-from megatron_snip.options import Option
 from megatron_snip.planning.calibration import read_calibration
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.problem import write_problem
-from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
-from megatron_snip.types import Gemm
 from tests.unit.planning.build import problem_of
 
 QUICK = ["--seconds", "1e-6"]
@@ -82,19 +76,3 @@ def test_shapes_come_from_a_training_config_as_a_rank_holds_them(
 def test_bad_input_is_refused(words: list[str], word: str, refused: Any, tmp_path: Path) -> None:
     assert word in refused("calibrate", "--output", tmp_path / "t.json", *words)
     assert not (tmp_path / "t.json").exists()
-
-
-@pytest.mark.parametrize("name", ["fp4", "bf16"])
-def test_gemms_are_those_of_a_linear(name: str) -> None:
-    shapes = ((200, 272), (144, 272), (200, 144))
-    x, w, g = (torch.randn(shape).to(torch.bfloat16) for shape in shapes)
-    option = Option.uniform(name)
-    timed = {gemm: call() for gemm, call in linear_gemms(x, w, g, option).items()}
-    x.requires_grad_()
-    w.requires_grad_()
-    stream = StochasticStream(StreamKey(seed=0, linear="", iteration=0, microbatch=0))
-    call = LinearCall(option, lambda: stream)
-    y = quantized_linear(x, w, None, call)
-    y.backward(g)
-    assert torch.equal(timed[Gemm.FPROP], y) and torch.equal(timed[Gemm.DGRAD], x.grad)
-    assert torch.equal(timed[Gemm.WGRAD].to(w.dtype), w.grad)

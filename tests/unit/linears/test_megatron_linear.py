@@ -1,16 +1,17 @@
 """The override on the instance: installed, removed, bypassed; streams, cache and observers."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_snip.linears import simulated_gemm
+from megatron_snip.linears import quantized_linear as gemms
 from megatron_snip.linears.megatron_linear import PlannedLinear
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.log import forget_warnings
 from megatron_snip.options import Option
-from megatron_snip.topology import Placement, Topology
+from megatron_snip.topology import Axis, Placement, Topology
 from megatron_snip.types import Gemm, Operand
 
 PLACEMENT = Placement("decoder.layers.0.mlp.linear_fc2", 0, "row", 64, 48)
@@ -23,6 +24,7 @@ class Linear(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(48, 64))
+        self.config: Any = None
         self.calls: list[dict[str, Any]] = []
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **kwargs: Any) -> Any:
@@ -33,21 +35,19 @@ class Linear(torch.nn.Module):
         return self._forward_impl(input=x, weight=self.weight, bias=None, **kwargs)
 
 
-def planned(option: Option = FP4) -> tuple[Linear, PlannedLinear, Runtime]:
+def planned(option: Option = FP4, config: Any = None) -> tuple[Linear, PlannedLinear, Runtime]:
     torch.manual_seed(0)
     module, runtime = Linear(), Runtime(Topology(), seed=0)
-    linear = PlannedLinear(module, PLACEMENT, runtime)
+    module.config = config
+    linear = PlannedLinear(module, [PLACEMENT], [module.weight], runtime)
     linear.option = option
     linear.install()
     return module, linear, runtime
 
 
 def simulated(module: Linear, x: torch.Tensor, option: Option = FP4) -> torch.Tensor:
-    x_q, _ = simulated_gemm.quantize_activation(
-        x, Operand.INPUT, option, torch.float32, wgrad=False
-    )
-    assert x_q is not None
-    return simulated_gemm.activation_gemm(x_q, module.weight.detach(), Gemm.FPROP, option, x.dtype)
+    (x_q,) = gemms.quantize_activation(x, Operand.INPUT, option, torch.float32, Gemm.FPROP)
+    return gemms.activation_gemm(x_q, module.weight.detach(), Gemm.FPROP, option, x.dtype)
 
 
 def test_another_override_is_neither_replaced_nor_removed() -> None:
@@ -130,52 +130,109 @@ def backward(module: Linear, microbatches: int) -> list[torch.Tensor]:
 
 def test_microbatches_draw_different_numbers_and_a_repeated_step_the_same() -> None:
     module, _, runtime = planned()
-    runtime.begin_pass(3)
-    first = backward(module, 2)
+    with runtime.training_pass(3):
+        first = backward(module, 2)
     assert not torch.equal(first[0], first[1])
-    runtime.begin_pass(3)
-    again = backward(module, 1)
-    with torch.no_grad():  # an evaluation between two microbatches draws nothing
-        module(torch.ones(5, 64))
-    again += backward(module, 1)
+    with runtime.training_pass(3):
+        again = backward(module, 1)
+        with torch.no_grad():  # a forward alone draws nothing
+            module(torch.ones(5, 64))
+        again += backward(module, 1)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    runtime.begin_pass(4)
-    assert not torch.equal(first[0], backward(module, 1)[0])
+    with runtime.training_pass(4):
+        assert not torch.equal(first[0], backward(module, 1)[0])
 
 
-def test_a_step_quantizes_each_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over microbatches, and over fprop and dgrad; an evaluation caches nothing."""
+def test_a_training_pass_quantizes_each_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over microbatches, and over fprop and dgrad; outside of a pass nothing is cached."""
     made: list[Any] = []
-    original = simulated_gemm.quantize_dequantize_operand
+    original = gemms.quantize_dequantize_operand
 
     def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if tensor.shape == (48, 64):
             made.append(args)
         return original(tensor, *args, **kwargs)
 
-    monkeypatch.setattr(simulated_gemm, "quantize_dequantize_operand", counted)
+    monkeypatch.setattr(gemms, "quantize_dequantize_operand", counted)
     module, _, runtime = planned()
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    x = torch.ones(5, 64)
     for step in range(2):
-        runtime.begin_pass(step)
         made.clear()
-        backward(module, 3)
-        assert len(made) == 1 and runtime.weight_cache.nbytes == 48 * 64 * 4
-        optimizer.step()
-        assert runtime.weight_cache.nbytes == 0
-    module.eval()
-    runtime.begin_pass(2)
-    made.clear()
-    with torch.no_grad():
-        module(torch.ones(5, 64))
-    assert len(made) == 1 and runtime.weight_cache.nbytes == 0
+        with runtime.training_pass(step):
+            backward(module, 3)
+            assert len(made) == 1
+        with torch.no_grad():
+            module.weight.mul_(-3.0)  # as an optimizer does
+            assert torch.equal(module(x), simulated(module, x))
+            assert torch.equal(module(x), simulated(module, x))
+
+
+def test_a_failed_training_pass_caches_nothing_either() -> None:
+    module, _, runtime = planned()
+    x = torch.ones(5, 64)
+
+    def fail() -> None:
+        with runtime.training_pass(1):
+            module(x)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    module.weight.data.mul_(-3.0)
+    assert torch.equal(module(x), simulated(module, x))
 
 
 def test_a_new_option_applies_to_the_next_forward() -> None:
     """The cached weight of the old option is not used for the new one."""
     module, linear, runtime = planned()
     x = torch.randn(5, 64)
-    runtime.begin_pass(0)
-    for option in (FP4, Option.uniform("fp8"), Option("fp8", "fp4", "fp4"), FP4):
-        linear.option = option
-        assert torch.equal(module(x), simulated(module, x, option))
+    with runtime.training_pass(0):
+        for option in (FP4, Option.uniform("fp8"), Option("fp8", "fp4", "fp4"), FP4):
+            linear.option = option
+            assert torch.equal(module(x), simulated(module, x, option))
+
+
+@pytest.mark.parametrize(
+    ("config", "saves_x"),
+    [
+        ({}, False),
+        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, False),
+        ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, True),
+        ({"cpu_offloading": True}, True),
+    ],
+)
+def test_x_itself_is_saved_where_megatron_frees_it(config: dict[str, Any], saves_x: bool) -> None:
+    x = torch.randn(5, 64)
+    module, _, _ = planned(config=SimpleNamespace(**config))
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        module(x)
+    assert (saved[1].data_ptr() == x.data_ptr()) == saves_x
+
+
+def test_an_observer_watches_within_its_block_whatever_happens() -> None:
+    runtime = Runtime(Topology(), seed=0)
+    observer: Any = object()
+
+    def fail() -> None:
+        with runtime.observed_by(observer):
+            assert runtime.observer is observer
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert runtime.observer is None
+
+
+def test_streams_count_microbatches_over_data_ranks() -> None:
+    def keys(placement: Placement, rank: int) -> list[Any]:
+        runtime = Runtime(Topology(data=Axis(rank, 3), expert_data=Axis(1, 2)), seed=9)
+        with runtime.training_pass(4):
+            return [runtime.next_stream(placement).key for _ in range(4)]
+
+    found = [key for rank in range(3) for key in keys(PLACEMENT, rank)]
+    assert {(key.iteration, key.seed) for key in found} == {(4, 9)}
+    assert [key.microbatch for key in found] == [3 * m + r for r in range(3) for m in range(4)]
+    assert len({key.word for key in found}) == 12
+    expert = Placement("decoder.layers.0.mlp.experts.linear_fc2", 0, "row", 64, 48, expert=5)
+    assert [key.microbatch for key in keys(expert, 2)] == [1, 3, 5, 7]

@@ -8,8 +8,8 @@ import torch
 from megatron.core.enums import Fp4Recipe, Fp8Recipe
 from megatron.core.transformer.moe import moe_utils
 
-from megatron_snip.linears.te.modules import TOKEN_MULTIPLE, padded_tokens, shape_refusal
-from megatron_snip.linears.te.recipe import TERecipe
+from megatron_snip.linears.te.modules import padded_tokens, shape_refusal
+from megatron_snip.linears.te.recipe import RECIPES, TERecipe
 
 
 def linear(rows: int, cols: int, **config: Any) -> Any:
@@ -18,7 +18,7 @@ def linear(rows: int, cols: int, **config: Any) -> Any:
 
 
 def accepted(module: Any, is_expert: bool = False) -> set[str]:
-    names = set(TOKEN_MULTIPLE)
+    names = set(RECIPES)
     return {n for n in names if shape_refusal(module, is_expert, TERecipe(n, n, n)) is None}
 
 
@@ -57,7 +57,7 @@ def test_experts_run_what_their_tokens_are_padded_for(
     config: dict[str, Any], names: set[str]
 ) -> None:
     module = linear(128, 128, **config)
-    assert accepted(module) == set(TOKEN_MULTIPLE)  # a dense linear's tokens are not padded
+    assert accepted(module) == set(RECIPES)  # a dense linear's tokens are not padded
     assert accepted(module, is_expert=True) == names
 
 

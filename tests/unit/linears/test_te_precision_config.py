@@ -19,15 +19,15 @@ from megatron_snip.linears.te.precision_config import (
     num_layers,
     stage_paths,
 )
-from megatron_snip.linears.te.recipe import FORMAT_OF_RECIPE, RecipeFields, TERecipe
+from megatron_snip.linears.te.recipe import RECIPES, RecipeFields, TERecipe
 from megatron_snip.options import Option
 from tests.unit.planning.build import MODULES
 
 EXPERTS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
 MIXED = Option.parse("nvfp4-mxfp8-bf16")
-OPTIONS = (*map(Option.uniform, FORMAT_OF_RECIPE.values()), MIXED)
-RECIPE_OF_FORMAT = {fmt: name for name, fmt in FORMAT_OF_RECIPE.items()}
-RECIPES = {option: TERecipe(*(RECIPE_OF_FORMAT[f] for f in option.formats)) for option in OPTIONS}
+UNIFORM = [TERecipe(*[name] * 3) for name in RECIPES]
+RECIPE = {recipe.option: recipe for recipe in (*UNIFORM, TERecipe("nvfp4", "mxfp8", "bf16"))}
+OPTIONS = tuple(RECIPE)
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4), (2, 4)]
 """Pipeline stages and chunks a stage; eight layers."""
 
@@ -87,7 +87,7 @@ def as_megatron_reads(path: Path, name: str) -> TERecipe | None:
 def written(
     linears: Mapping[str, Option], stages: Stages, folder: Path
 ) -> tuple[list[dict[str, Any]], list[Path]]:
-    configs = export_configs(linears, RECIPES, stages)
+    configs = export_configs(linears, RECIPE, stages)
     paths = stage_paths(folder / "out.yaml", len(configs))
     for path, config in zip(paths, configs, strict=True):
         path.write_text(config_text(config, "a plan\nof two lines"))
@@ -106,7 +106,7 @@ def test_megatron_gives_every_module_its_recipe(stages: int, chunks: int, tmp_pa
     for name, (stage, local) in megatron_names(stages, chunks).items():
         assert layout.local(name) == (stage, local)
         which = stage if len(paths) > 1 else 0
-        assert as_megatron_reads(paths[which], local) == RECIPES[plan[name]], name
+        assert as_megatron_reads(paths[which], local) == RECIPE[plan[name]], name
         assert imported[which].option(name, layout, OPTIONS[0]) == plan[name]
 
 
@@ -114,10 +114,10 @@ def test_two_chunks_of_a_stage_cannot_differ() -> None:
     plan = {f"decoder.layers.{i}.mlp.linear_fc1": OPTIONS[0] for i in range(4)}
     plan["decoder.layers.2.mlp.linear_fc1"] = OPTIONS[1]
     with pytest.raises(UsageError, match=r"layers\.2.*layers\.0.*both.*stage 0") as caught:
-        export_configs(plan, RECIPES, chunked(2, 2, layers=4))
+        export_configs(plan, RECIPE, chunked(2, 2, layers=4))
     assert "--snip-collect-only" in str(caught.value)
     # Options that differ in name alone do not differ.
-    recipes = {OPTIONS[0]: RECIPES[OPTIONS[1]], OPTIONS[1]: RECIPES[OPTIONS[1]]}
+    recipes = {OPTIONS[0]: RECIPE[OPTIONS[1]], OPTIONS[1]: RECIPE[OPTIONS[1]]}
     assert len(export_configs(plan, recipes, chunked(2, 2, layers=4))) == 1
 
 
@@ -127,11 +127,11 @@ def test_names_match_themselves_alone_and_experts_also_one_by_one(tmp_path: Path
     configs, paths = written(plan, stages, tmp_path)
     for name, option in plan.items():
         stage, local = stages.local(name)
-        assert as_megatron_reads(paths[stage], local) == RECIPES[option]
+        assert as_megatron_reads(paths[stage], local) == RECIPE[option]
         head, _, tail = local.rpartition(".linear_")
         for expert in (0, 63) if "experts" in name else ():
             alone = f"{head}.local_experts.{expert}.linear_{tail}"
-            assert as_megatron_reads(paths[stage], alone) == RECIPES[option]
+            assert as_megatron_reads(paths[stage], alone) == RECIPE[option]
             file = PrecisionFile(configs[stage], "x")
             assert file.option(name, stages, OPTIONS[0], True) == option
     assert as_megatron_reads(paths[0], "decoder.layers.1.mlp.linear_fc2") is None
@@ -140,8 +140,7 @@ def test_names_match_themselves_alone_and_experts_also_one_by_one(tmp_path: Path
     assert lines[2].startswith("# Give the run a default low precision as well")
     bf16 = {name: Option.uniform("bf16") for name in plan}
     assert (
-        "configs:"
-        in config_text(*export_configs(bf16, RECIPES, stages), "one line").splitlines()[1]
+        "configs:" in config_text(*export_configs(bf16, RECIPE, stages), "one line").splitlines()[1]
     )
 
 
@@ -153,7 +152,7 @@ def test_layers_of_another_block_are_on_the_last_stage(tmp_path: Path) -> None:
     assert stages.local(mtp) == (1, mtp)
     _, paths = written(plan, stages, tmp_path)
     assert as_megatron_reads(paths[0], mtp) is None
-    assert as_megatron_reads(paths[1], mtp) == RECIPES[MIXED]
+    assert as_megatron_reads(paths[1], mtp) == RECIPE[MIXED]
 
 
 def a_file(*matchers: dict[str, Any], **configs: dict[str, Any]) -> dict[str, Any]:

@@ -7,9 +7,9 @@ import pytest
 
 from megatron_snip.errors import UsageError
 from megatron_snip.files import checked
-from megatron_snip.linears.te.recipe import FORMAT_OF_RECIPE, RecipeFields, TERecipe
+from megatron_snip.linears.te.recipe import RECIPES, RecipeFields, TERecipe
 
-EVERY = [TERecipe(*names) for names in itertools.product(FORMAT_OF_RECIPE, repeat=3)]
+EVERY = [TERecipe(*names) for names in itertools.product(RECIPES, repeat=3)]
 
 
 def parsed(fields: dict[str, Any]) -> Any:

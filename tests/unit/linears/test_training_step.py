@@ -1,30 +1,39 @@
-"""A step can run again: on the same microbatches, and what it changed is restored."""
+"""A step can run again: same microbatches, what it changed is restored; its loss and gradients."""
 
+import math
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_snip.linears.training_state import TrainingStateSnapshot
-from megatron_snip.linears.training_step import ReplayableIterator, TrainingStep
+from megatron_snip.linears.training_step import (
+    StepLoss,
+    TrainingStateSnapshot,
+    TrainingStep,
+    finite_gradients,
+)
+from megatron_snip.topology import Topology
+
+ALONE = Topology()
 
 
-def counting(taken: list[int]) -> Iterator[dict[str, int]]:
-    for number in range(6):
-        taken.append(number)
+def counting(size: int = 6) -> Iterator[dict[str, int]]:
+    for number in range(size):
         yield {"number": number}
 
 
 def schedule(data_iterator: Any, model: Any, num_microbatches: int) -> Any:
+    """Read microbatches; like Megatron's scripts, put what is moved to the device into the dict."""
     chunks = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-    return [
-        [next(data)["number"] for _ in range(num_microbatches)]
-        for data in chunks
-        if data is not None
-    ]
+    found = []
+    for data in (each for each in chunks if each is not None):
+        batches = [next(data) for _ in range(num_microbatches)]
+        found.append([batch.pop("number") for batch in batches])
+    return found
 
 
 def step(data: Any, num_microbatches: int = 2) -> TrainingStep:
@@ -32,28 +41,20 @@ def step(data: Any, num_microbatches: int = 2) -> TrainingStep:
     return TrainingStep(schedule, kwargs)
 
 
-def test_ranks_without_data_and_several_chunks() -> None:
+def test_a_step_runs_again_on_the_same_microbatches() -> None:
+    """Also where a rank reads no data, and with several chunks."""
     assert step(None).run() == []
-    training = step([counting([]), None, counting([])])
+    source = counting()
+    training = step([source, None, counting()])
     assert training.run() == training.run() == [[0, 1], [0, 1]]
-
-
-def test_a_reader_that_changes_its_microbatch_does_not_change_the_next_one() -> None:
-    """Megatron's scripts put what they move to the device back into the dict."""
-    data = ReplayableIterator(counting([]))
-    first = next(data)
-    first["number"] = 99
-    data.rewind()
-    assert next(data) == {"number": 0}
+    assert next(source) == {"number": 2}  # nothing is read ahead
 
 
 def test_the_end_of_the_data_is_passed_on() -> None:
-    data = ReplayableIterator(iter([1]))
-    assert next(data) == 1
-    with pytest.raises(StopIteration):
-        next(data)
-    data.rewind()
-    assert next(data) == 1
+    training = step(counting(1))
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            training.run()
 
 
 def draws() -> list[float]:
@@ -72,3 +73,34 @@ def test_random_numbers_and_buffers_are_restored_twice() -> None:
         assert model.num_batches_tracked == 0
         assert torch.equal(model.running_mean, torch.zeros(3))
         assert draws() == wanted
+
+
+@pytest.mark.parametrize(
+    ("reports", "loss"),
+    [
+        ([[2.0, 1.0], [9.0, 3.0]], 2.75),  # (2 + 9) / (1 + 3) tokens
+        ([2.0, 3.0], 2.5),  # means count alike
+        ([[math.nan, 1.0], [9.0, 3.0]], math.nan),
+        ([], None),
+    ],
+)
+def test_microbatches_count_by_their_tokens(reports: list[Any], loss: float | None) -> None:
+    results = [{"lm loss": torch.tensor(report)} for report in reports]
+    assert StepLoss(results, ALONE).value() == pytest.approx(loss, abs=0.0, nan_ok=True)
+    assert StepLoss([{}], ALONE).value() is None
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_gradients_wherever_they_are(bad: float) -> None:
+    linear: Any = torch.nn.Linear(2, 2)
+    linear.config = SimpleNamespace(fp16=False)
+    assert finite_gradients([linear], ALONE)  # none yet
+    linear.weight.grad = torch.ones(2, 2)
+    linear.bias.main_grad = torch.tensor([1.0, 2.0])
+    for gradient in (linear.weight.grad[1], linear.bias.main_grad):
+        assert finite_gradients([linear], ALONE)
+        gradient[1] = bad
+        assert not finite_gradients([linear], ALONE)
+        linear.config.fp16 = True  # there an overflow is the loss scaler's business
+        assert finite_gradients([linear], ALONE)
+        linear.config.fp16, gradient[1] = False, 1.0

@@ -1,24 +1,20 @@
 """The autograd function on one rank: gradients, bias, main_grad, frozen weights, recompute."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_snip.linears import simulated_gemm
-from megatron_snip.linears.autograd import LinearCall, QuantizedGemms
-from megatron_snip.linears.autograd import quantized_linear as run
-from megatron_snip.linears.runtime import Runtime
+from megatron_snip.linears import quantized_linear as gemms
+from megatron_snip.linears.quantized_linear import LinearCall
+from megatron_snip.linears.quantized_linear import quantized_linear as run
 from megatron_snip.matmul import matmul_fp32
 from megatron_snip.options import Option
 from megatron_snip.quantizers.quantize import quantize_dequantize_operand
 from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
-from megatron_snip.topology import Placement, Topology
 from megatron_snip.types import Gemm, Operand
 
-PLACEMENT = Placement("decoder.layers.0.mlp.linear_fc1", 0, "column", 64, 48)
 STREAM = StochasticStream(StreamKey(0, "linear", 0, 0))
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
@@ -169,30 +165,12 @@ def test_the_forward_saves_w_and_what_wgrad_needs_of_x(
         assert saved[1].dtype == dtype and torch.equal(saved[1].flatten(0, -2), wanted)
 
 
-@pytest.mark.parametrize(
-    ("config", "saves_x"),
-    [
-        ({}, False),
-        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, False),
-        ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, True),
-        ({"cpu_offloading": True}, True),
-    ],
-)
-def test_x_itself_is_saved_where_megatron_frees_it(config: dict[str, Any], saves_x: bool) -> None:
-    x, w, _, _ = tensors()
-    gemms = QuantizedGemms(PLACEMENT, Runtime(Topology(), seed=0), SimpleNamespace(**config))
-    saved: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        gemms(x, w.requires_grad_(), None, Option.parse("fp8"), training=True)
-    assert (saved[1].data_ptr() == x.data_ptr()) == saves_x
-
-
 def test_a_forward_without_a_backward_quantizes_for_fprop_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x, w, _, _ = tensors()
     wanted = run(x, w.requires_grad_(), None, call())
-    monkeypatch.setattr(simulated_gemm, "quantize_dequantize_pair", None)
+    monkeypatch.setattr(gemms, "quantize_dequantize_pair", None)
     with torch.no_grad():
         assert torch.equal(run(x, w, None, call()), wanted)
 

@@ -1,0 +1,312 @@
+"""A linear with simulated GEMMs, forward and backward.
+
+    fprop   Y  = Q(X) Q(W)^T      dgrad   dX = Q(G) Q(W)      wgrad   dW = Q(G)^T Q(X)
+
+Each GEMM quantizes its operands along its own contraction dimension. Operands are dequantized to
+FP32 and multiplied with FP32 accumulation, then the result is rounded to the output's dtype once,
+as a block-scaled tensor-core GEMM does up to the order of its accumulation. On a GPU the
+dequantized operands of large GEMMs are BF16 (`matmul_fp32`). A bf16 GEMM is a plain product in
+its operands' dtype, but for wgrad that is added into an FP32 `main_grad`.
+
+The autograd function does what pretraining uses of Megatron's own one: the all-gather of the input
+over the tensor-parallel group under sequence parallelism (in the forward, and overlapped with dgrad
+in the backward), the reduce-scatter or all-reduce of the input gradient overlapped with wgrad,
+accumulation into `main_grad` with `grad_added_to_main_grad`, bias, and frozen weights. The forward
+saves this rank's X for the backward. Where X's form for wgrad is no larger than X, X is quantized
+for both GEMMs at once, and that form is saved instead of X.
+
+M tokens, K in_features, N out_features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.parallel_state import get_global_memory_buffer
+from torch import Tensor
+
+from megatron_snip.formats import get_format
+from megatron_snip.matmul import LARGE_GEMM, matmul_fp32
+from megatron_snip.options import Option
+from megatron_snip.quantizers.quantize import (
+    needs_tensor_amax,
+    operand_block,
+    quantize_dequantize_operand,
+    quantize_dequantize_pair,
+)
+from megatron_snip.quantizers.stochastic import StochasticStream
+from megatron_snip.types import Gemm, Operand
+
+WeightCache = dict[Hashable, Tensor]
+"""The quantized forms of one weight, by format, block and dtype."""
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """How one call of a linear runs.
+
+    Attributes:
+        option: formats of the three GEMMs.
+        stream: returns the backward's random numbers; called once per backward.
+        sequence_parallel: X holds this rank's tokens: all-gather it, and reduce-scatter dX.
+        allreduce_dgrad: sum dX over `tp_group`.
+        fuse_wgrad: add dW into `weight.main_grad` instead of returning it.
+        tp_group: process group of the tensor axis, where one of the above needs it.
+        cache: holds the quantized weight; None quantizes it in every GEMM.
+        saves_input: save X itself for the backward, not its quantized form.
+    """
+
+    option: Option
+    stream: Callable[[], StochasticStream]
+    sequence_parallel: bool = False
+    allreduce_dgrad: bool = False
+    fuse_wgrad: bool = False
+    tp_group: dist.ProcessGroup | None = None
+    cache: WeightCache | None = None
+    saves_input: bool = False
+
+
+def quantized_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall
+) -> Tensor:
+    """Return Y = X W^T + b.
+
+    Args:
+        input: X [s, b, K] or [M, K]; s is this rank's share under sequence parallelism.
+        weight: W [N, K], this rank's shard.
+        bias: b [N] or None.
+        call: how to run.
+    """
+    wgrad = torch.is_grad_enabled() and weight.requires_grad  # a forward of recompute has none
+    output: Tensor = _QuantizedLinear.apply(input, weight, bias, call, wgrad)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        call: LinearCall,
+        needs_wgrad: bool,
+    ) -> Tensor:
+        """Return Y; see `quantized_linear`."""
+        ctx.input_shape = input.shape
+        ctx.call = call
+        ctx.use_bias = bias is not None
+        ctx.main_grad = getattr(weight, "main_grad", None) if call.fuse_wgrad else None
+        x, saved, ctx.saves_quantized = _prepare_input(input, weight, call, needs_wgrad)
+        ctx.save_for_backward(weight, *saved)
+        rows = x.reshape(-1, x.shape[-1])
+        y = activation_gemm(rows, weight, Gemm.FPROP, call.option, input.dtype, call.cache)
+        y = y.view(*x.shape[:-1], weight.shape[0])
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return (dX, dW, db, None, None)."""
+        call: LinearCall = ctx.call
+        weight, *saved = ctx.saved_tensors
+        g = grads[0].reshape(-1, grads[0].shape[-1])
+        x, gathering = saved[0] if saved else None, None
+        if saved and call.sequence_parallel:  # overlaps with dgrad
+            x, gathering = _start_gather(saved[0], call, async_op=True)
+        dtype = operand_dtype(g, weight.shape[1])
+        gemms = (Gemm.DGRAD, Gemm.WGRAD) if saved else (Gemm.DGRAD,)
+        g_row, *g_col = quantize_activation(
+            g, Operand.GRAD_OUTPUT, call.option, dtype, *gemms, stream=call.stream()
+        )
+        dx = activation_gemm(g_row, weight, Gemm.DGRAD, call.option, g.dtype, call.cache)
+        del g_row
+        dx = dx.view(*grads[0].shape[:-1], weight.shape[1])
+        if gathering is not None:
+            gathering.wait()
+        dx, reducing = _start_reduce(dx, ctx.input_shape, call)  # overlaps with wgrad
+
+        dw = None
+        if x is not None:
+            if not ctx.saves_quantized:
+                (x,) = quantize_activation(x, Operand.INPUT, call.option, dtype, Gemm.WGRAD)
+            wgrad_dtype = torch.float32 if call.fuse_wgrad else weight.dtype
+            dw = wgrad_gemm(g_col[0], x.flatten(0, -2), call.option, wgrad_dtype)
+            if call.fuse_wgrad:
+                dw = _accumulate(weight, ctx.main_grad, dw)
+        db = g.sum(dim=0) if ctx.use_bias else None
+        if reducing is not None:
+            reducing.wait()
+        return dx, dw, db, None, None
+
+
+def _prepare_input(
+    input: Tensor, weight: Tensor, call: LinearCall, wgrad: bool
+) -> tuple[Tensor, list[Tensor], bool]:
+    """Return X as fprop multiplies it, what wgrad needs of X, and whether that is quantized.
+
+    X is quantized once for both GEMMs, before it is gathered, unless X itself must be saved, its
+    quantized form is larger, or tiles of a shard differ from those of the gathered X.
+    """
+    num_shards, num_rows, option = 1, input.shape[:-1].numel(), call.option
+    if call.sequence_parallel:
+        assert call.tp_group is not None
+        num_shards = call.tp_group.size()
+    dtype = operand_dtype(input, weight.shape[0] * num_shards)
+    is_small = dtype.itemsize <= input.dtype.itemsize and not call.saves_input
+    before_gather = is_small and (num_shards == 1 or can_quantize_before_gather(option, num_rows))
+    x, saved = input, [input] if wgrad else []
+    if before_gather:
+        gemms = (Gemm.FPROP, Gemm.WGRAD) if wgrad else (Gemm.FPROP,)
+        x, *saved = quantize_activation(x, Operand.INPUT, option, dtype, *gemms)
+    if call.sequence_parallel:
+        x, _ = _start_gather(x, call)
+    if not before_gather:
+        (x,) = quantize_activation(x, Operand.INPUT, option, dtype, Gemm.FPROP)
+    return x, saved, before_gather
+
+
+def _start_gather(input: Tensor, call: LinearCall, async_op: bool = False) -> tuple[Tensor, Any]:
+    """Gather X over the tensor axis into Megatron's shared buffer; return it and a handle."""
+    assert call.tp_group is not None
+    shape = [input.shape[0] * call.tp_group.size(), *input.shape[1:]]
+    buffer = get_global_memory_buffer().get_tensor(shape, input.dtype, "mpu")
+    handle = dist.all_gather_into_tensor(
+        buffer, input.contiguous(), group=call.tp_group, async_op=async_op
+    )
+    return buffer, handle
+
+
+def _start_reduce(dx: Tensor, input_shape: torch.Size, call: LinearCall) -> tuple[Tensor, Any]:
+    """Start the sum of dX over the tensor axis, if one is due; return the result and a handle."""
+    if call.sequence_parallel:
+        assert not call.allreduce_dgrad
+        scattered = dx.new_empty(input_shape)
+        handle = dist.reduce_scatter_tensor(
+            scattered, dx.contiguous(), group=call.tp_group, async_op=True
+        )
+        return scattered, handle
+    if call.allreduce_dgrad:
+        dx = dx.contiguous()
+        return dx, dist.all_reduce(dx, group=call.tp_group, async_op=True)
+    return dx, None
+
+
+def _accumulate(weight: Tensor, main_grad: Tensor | None, dw: Tensor) -> Tensor | None:
+    """Add dW into main_grad; return what autograd must get instead.
+
+    DDP's hook skips a gradient that is flagged as added. Autograd still needs a tensor there, so
+    that the hook runs in the main backward thread.
+    """
+    assert main_grad is not None, "gradient accumulation fusion without main_grad"
+    weight.main_grad = main_grad  # type: ignore[attr-defined]
+    main_grad.add_(dw)
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+    return make(main_grad.shape, dtype=weight.dtype, device=weight.device)
+
+
+def quantize_activation(
+    x: Tensor,
+    operand: Operand,
+    option: Option,
+    dtype: torch.dtype,
+    *gemms: Gemm,
+    stream: StochasticStream | None = None,
+) -> list[Tensor]:
+    """Return X or G as each of `gemms` multiplies it.
+
+    Kernels read the operand once for two GEMMs.
+
+    Args:
+        x: X [M, K] or G [M, N].
+        operand: which of them.
+        option: decides the formats; for a bf16 GEMM the tensor is returned as it is.
+        dtype: of a quantized result, from `operand_dtype`.
+        gemms: one of the operand's two, or both: first fprop or dgrad, then wgrad.
+        stream: random numbers, for formats that round G stochastically.
+    """
+    names = [option[gemm] for gemm in gemms]
+    if len(names) == 2 and "bf16" not in names:
+        pair = names[0], names[1]
+        return list(quantize_dequantize_pair(x, pair, operand, stream=stream, dtype=dtype))
+    return [
+        x
+        if name == "bf16"
+        else quantize_dequantize_operand(x, name, operand, gemm, stream=stream, dtype=dtype)
+        for name, gemm in zip(names, gemms, strict=True)
+    ]
+
+
+def can_quantize_before_gather(option: Option, num_rows: int) -> bool:
+    """Return whether quantizing X before the all-gather gives bitwise the same as after it.
+
+    Args:
+        option: decides the formats of X.
+        num_rows: tokens of a shard.
+    """
+    for name, gemm in ((option.fprop, Gemm.FPROP), (option.wgrad, Gemm.WGRAD)):
+        fmt = get_format(name)
+        tile_rows, _ = operand_block(fmt, Operand.INPUT, gemm)
+        if fmt.quantized and (needs_tensor_amax(fmt) or num_rows % tile_rows):
+            return False
+    return True
+
+
+def activation_gemm(
+    a: Tensor,
+    w: Tensor,
+    gemm: Gemm,
+    option: Option,
+    dtype: torch.dtype,
+    cache: WeightCache | None = None,
+) -> Tensor:
+    """Return Y = X W^T [M, N] for fprop, dX = G W [M, K] for dgrad.
+
+    Args:
+        a: X [M, K] or G [M, N], from `quantize_activation`.
+        w: W [N, K].
+        gemm: fprop or dgrad.
+        option: decides the format of both.
+        dtype: of a quantized GEMM's result; a bf16 GEMM has that of its operands.
+        cache: holds the quantized W; fprop and dgrad share one where their blocks are equal.
+    """
+    name, is_fprop = option[gemm], gemm is Gemm.FPROP
+    if name == "bf16":
+        return torch.matmul(a, w.t() if is_fprop else w)
+    used = operand_dtype(a, w.shape[0 if is_fprop else 1])
+    key = (name, operand_block(get_format(name), Operand.WEIGHT, gemm), used)
+    cache = {} if cache is None else cache
+    if key not in cache:
+        cache[key] = quantize_dequantize_operand(w, name, Operand.WEIGHT, gemm, dtype=used)
+    return matmul_fp32(a, cache[key].t() if is_fprop else cache[key], dtype)
+
+
+def wgrad_gemm(g: Tensor, x: Tensor, option: Option, dtype: torch.dtype) -> Tensor:
+    """Return dW [N, K] in `dtype`.
+
+    Args:
+        g: [M, N], from `quantize_activation`.
+        x: [M, K], likewise.
+        option: decides the format of both.
+        dtype: of the result; FP32 for GEMMs that add into `main_grad`.
+    """
+    if option.wgrad == "bf16" and dtype == g.dtype:
+        return g.t().matmul(x)
+    return matmul_fp32(g.t(), x, dtype)
+
+
+def operand_dtype(tensor: Tensor, other: int) -> torch.dtype:
+    """Return what quantized operands are written in: FP32, or BF16 where `matmul_fp32` takes it.
+
+    Args:
+        tensor: one operand, whose dims are two of the GEMM's three.
+        other: the third.
+    """
+    large = tensor.is_cuda and tensor.numel() * other > LARGE_GEMM
+    return torch.bfloat16 if large else torch.float32
