@@ -1,8 +1,9 @@
 """Seconds of a linear's GEMMs on this machine, simulated or under Transformer Engine.
 
 `timed_options` is time as the objective of a run: rank 0 reads the table of `--snip-calibration`,
-or measures every distinct shape of the model once. A linear is timed forward and backward,
-quantization (and a fused norm of Transformer Engine) included, without communication:
+or measures every distinct shape of the model once. A linear is timed forward and backward (the
+least of several runs), quantization and a fused norm of Transformer Engine included, without
+communication:
 
     fprop = forward       dgrad = with dX - forward       wgrad = with dX and dW - with dX
 
@@ -213,9 +214,9 @@ def measure(
             inputs = [x, weight] if weight.requires_grad else [x]
             torch.autograd.grad(forward(), inputs, g)
 
-        fprop, total = (median_s(call, device, budget_s) for call in (forward, both))
+        fprop, total = (least_s(call, device, budget_s) for call in (forward, both))
         weight.requires_grad_(False)
-        with_dgrad = median_s(both, device, budget_s)
+        with_dgrad = least_s(both, device, budget_s)
         return fprop, with_dgrad - fprop, total - with_dgrad
 
     seconds: dict[str, dict[str, float]] = {}
@@ -262,8 +263,8 @@ def simulated_linear(shape: Shape, option: Option, x: Tensor) -> Linear:
     return partial(quantized_linear, x, weight, None, call), weight
 
 
-def median_s(call: Callable[[], object], device: torch.device, budget_s: float) -> float:
-    """Return the median time of a call; the first run, which compiles and warms up, excluded."""
+def least_s(call: Callable[[], object], device: torch.device, budget_s: float) -> float:
+    """Return the least time of a call: other work on the machine only adds to it."""
 
     def timed() -> float:
         start = time.perf_counter()
@@ -272,6 +273,6 @@ def median_s(call: Callable[[], object], device: torch.device, budget_s: float) 
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    timed()
+    timed()  # compiles and warms up
     runs = max(3, min(MAX_RUNS, int(budget_s / max(timed(), 1e-9))))
-    return statistics.median(timed() for _ in range(runs))
+    return min(timed() for _ in range(runs))
