@@ -11,9 +11,9 @@ in turn under three conditions:
     thread     the same in a thread of the training process, which is what SolverProcess avoids
 
 Each plan is for a mixture of experts with 4,224 linears, hundreds of times the model's own, so that
-a solve (and passing its problem on) lasts many steps. A step's time is from one `begin_step` to
-the next, so it holds all that the training thread does for the solver. Needs a core beside the
-trainer's; on a busy machine compare the conditions, not the numbers.
+a solve (and passing its problem on) lasts many steps. A step's time is from one
+`forward_backward` to the next, so it holds all that the training thread does for the solver. Needs
+a core beside the trainer's; on a busy machine compare the conditions, not the numbers.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ Block = tuple[int, int]
 def use_kernels(device: torch.device, *blocks: Block) -> bool:
     """Return whether kernels quantize a tensor on `device` in tiles of `blocks`.
 
-    A CUDA tensor that takes the reference, which gives the same bits, is warned about once.
+    If the reference must quantize a CUDA tensor (to the same bits), a warning is logged once.
     """
     if device.type != "cuda":
         return False
@@ -124,7 +124,9 @@ def tile_spec(fmt: Format, block: Block, random: PhiloxArguments) -> TileSpec:
 
 
 class PhiloxArguments(NamedTuple):
-    """Where a kernel's random numbers come from (`quantizers.stochastic`), launch-time numbers.
+    """Where a kernel's random numbers come from (`quantizers.stochastic`).
+
+    `key` and `columns` are launch-time numbers, `mode` and `swapped` compile-time ones.
 
     Attributes:
         key: Philox key, as a signed 64-bit number.
@@ -176,6 +178,7 @@ def quantize_dequantize(
 
     Results are [rows, cols] contiguous of `dtype` (BF16 or FP32). Of two directions the first has
     tiles along the row and the second along the column; their random numbers share key and columns.
+    `tensor_amax` is an FP32 scalar, needed by E4M3 scales.
     """
     from megatron_snip.kernels.quantize import quantize_kernel
 
@@ -190,7 +193,7 @@ def quantize_dequantize(
             quantize_kernel[(num_programs,)](
                 x,
                 *x.stride(),
-                x if tensor_amax is None else tensor_amax,  # if it is not read, any pointer will do
+                x if tensor_amax is None else tensor_amax,  # not read without E4M3: any pointer
                 *x.shape,
                 out[0],
                 out[-1],

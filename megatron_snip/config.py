@@ -123,7 +123,7 @@ class PlanFields(Section):
     0:0,200:0.75,9000:0.5; 9500:~0 ramps linearly to 0. A new target needs no new measurement."""
 
     heal_from: Annotated[float, Field(gt=0.0)] | None = None
-    """Iteration, or fraction of the run, from which the target falls linearly to 0 at its end."""
+    """Iteration, or fraction of the run, from which the target falls in steps to 0 at the end."""
 
     heal_order: HealOrder = "plan"
     """What healing raises first: `plan` (what the quality losses say), `forward` (fprop) or
@@ -183,7 +183,7 @@ class OutputFields(Section):
     """Directory for plans, problems, divergences and metrics. Default: snip/ below --save."""
 
     reference: Path | None = None
-    """A run, usually BF16, or its metrics.jsonl: the report takes this run's loss gap to it."""
+    """A run, usually in BF16, or its metrics.jsonl: the report shows the gap of the loss to it."""
 
 
 class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputFields):
@@ -237,7 +237,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
     @property
     @naming_field("formats")
     def named_formats(self) -> tuple[str, ...]:
-        """The formats; for `auto`, which a model's backend resolves, those of simulation."""
+        """`formats`; for an unresolved `auto` those of simulation. Cost `time` adds bf16."""
         if AUTO in self.formats and len(self.formats) > 1:
             raise UsageError(f"'{AUTO}' stands alone; drop it or the other formats")
         named = SIMULATED_FORMATS if self.formats == (AUTO,) else self.formats
@@ -256,7 +256,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
 
     @property
     def lowest_formats(self) -> str:
-        """All formats that count towards the target, for people: `fp4`, `fp4/nvfp4`."""
+        """All formats that count towards the target, as text: `fp4`, `fp4/nvfp4`."""
         bits = get_format(self.lowest_format).bits
         return "/".join(n for n in dict.fromkeys(self.named_formats) if get_format(n).bits == bits)
 
@@ -290,8 +290,8 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
             train_iters: the last iteration of the run; None if it is not known.
 
         Raises:
-            UsageError: if healing begins after the last iteration, or before a point of the
-                schedule.
+            UsageError: if healing begins after the last iteration or before a point of the
+                schedule, or if it has no `train_iters`.
         """
         points = self.points
         if not points or points[0].iteration > 1 or points[0].ramp:
@@ -317,7 +317,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputF
     def alerts(self) -> tuple[tuple[str, HealthMeasure, float, float], ...]:
         """`alert` as (text, measure, 1 for above or -1 for below, threshold).
 
-        The same alert has the same text, however it was written: `underflow>0.3`.
+        The text is in one form: `underflow > .30` becomes `underflow>0.3`.
         """
         found, known = {}, get_args(HealthMeasure)
         for text in self.alert:

@@ -158,7 +158,7 @@ class SnipController:
             with self._keeping_plan(iteration):
                 self._apply_solved(iteration, kwargs.get("num_microbatches", 1))
         training = TrainingStep(function, kwargs)
-        # A refresh out of turn may still be with the solver; its plan comes first.
+        # A plan that is being solved (the guard's refresh, a new target) is applied first.
         may_begin, wanted_at = self._solve.pending is None, self._guard.state.refresh_at
         part = self._schedule.part(iteration, wanted_at, may_begin)
         if part is None:
@@ -177,8 +177,11 @@ class SnipController:
     def end_iteration(self, iteration: int, metrics: dict[str, Any]) -> None:
         """All ranks, after an iteration and its evaluation: report its metrics.
 
-        `step_s` is left out of an iteration that measured, was watched by the guard, or was the
-        first under its plan or in this process.
+        Args:
+            iteration: Megatron's (1-based).
+            metrics: by name, such as `loss`, `grad_norm` and `lr`; `step_s` is in seconds. It is
+                dropped if the iteration measured, was watched by the guard, or was the first under
+                its plan or in this process.
         """
         self._guard.finish_loss()
         if not self._is_timed:
@@ -229,7 +232,7 @@ class SnipController:
         self._solve.close()
         self._reporter.close()
 
-    # A refresh, from measuring to the plan.
+    # An iteration, and a refresh from measuring to the plan.
 
     def _train(self, iteration: int, training: TrainingStep) -> tuple[Results, bool]:
         """All ranks: run the forward-backward; return its results, and False if it ran twice."""
@@ -347,7 +350,7 @@ class SnipController:
         before = {} if state is None else state.plan.linears
         num_changed = sum(o != before.get(name, BF16) for name, o in self.plan.linears.items())
         if num_changed or self.history or not self._schedule.replans:
-            # A plan file may be another one than before the stop.
+            # The plan file may differ from that of the stopped run.
             is_other = self.config.plan_file is not None and num_changed > 0
             first = 1 if state is None else state.iteration + 1
             self._report_plan(first, num_changed, resumed=state is not None and not is_other)

@@ -1,10 +1,10 @@
-"""The plans of a run: from problems as this run can use them, by the solver of rank 0.
+"""Plans inside of a running job: what it can run, what it must reach, and the pending solve.
 
 A plan or problem may come from a checkpoint, a file or a former run with another parallel layout or
-GPU. Here it gets the stages and options of this run.
+GPU. `RunPlans` gives it the stages and options of this run.
 
-Training waits for the solver only at the iteration where its plan is due. If anything went wrong on
-rank 0 until then (a crash, an invalid plan, no plan in time), all ranks get the error instead.
+With `PendingSolve` training waits for the solver only at the iteration where its plan is due. If
+rank 0 has no valid plan then (a crash, a timeout), all ranks get the same error.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ SOLVER_GRACE_S = 10.0
 
 
 class RunPlans:
-    """What plans of this run choose from and must reach; every method is the same on all ranks.
+    """The options and targets of this run's plans; every method returns the same on all ranks.
 
     Attributes:
         available: what the linears can run.
         targets: the efficiency target of every iteration.
-        work: stage and FLOPs for each token, by linear.
+        work: (stage, FLOPs per token) by linear.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class RunPlans:
         return sum(share for name, share in shares if get_format(name).bits == bits)
 
     def fallback(self, plan: PrecisionPlan, iteration: int) -> PrecisionPlan:
-        """Return the guard's last resort: BF16 but for pinned linears, which stay as in `plan`."""
+        """Return the guard's last fallback: BF16; pinned linears stay as in `plan`."""
         c, names = self._config, plan.linears
         pinned = {name for glob, _ in c.pin_pairs for name in names if glob_matches(name, glob)}
         linears = {name: o if name in pinned else BF16 for name, o in plan.linears.items()}
@@ -121,7 +121,7 @@ class RunPlans:
     def healed(
         self, problem: PlanningProblem, plan: PrecisionPlan, apply_at: int
     ) -> PlanningProblem:
-        """Return the problem of a plan for `apply_at`: healing only raises options of `plan`."""
+        """Return the problem of a plan for iteration `apply_at`; healing only raises options."""
         heal_from = self.targets.heal_from
         if heal_from is None or apply_at < heal_from or self._config.heal_order == "plan":
             return problem
@@ -138,13 +138,13 @@ class RunPlans:
             return None
         bf16 = dict.fromkeys(plan.linears, BF16)
         before, after = (table.slowest_stage(o, self.work) for o in (bf16, plan.linears))
-        c = self._model.config
-        ranks = int(c.context_parallel_size * c.tensor_model_parallel_size)
+        megatron = self._model.config
+        ranks = int(megatron.context_parallel_size * megatron.tensor_model_parallel_size)
         return (before - after) * tokens * num_microbatches / ranks
 
 
 class PendingSolve:
-    """One problem at a time for rank 0's solver; all ranks call every method together.
+    """The problem that rank 0's solver works on; all ranks call every method together.
 
     Attributes:
         pending: what is being solved, the same on all ranks; None if nothing is.

@@ -7,7 +7,7 @@
 
 A patch replaces one attribute of a module, by name, and never copies the original's body. All
 symbols and their parameters are checked before the first one is replaced. A release that was not
-tested then runs with a warning. `uninstall` puts back the very objects.
+tested then runs with a warning. `uninstall` restores the original objects.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Session:
     """What the patches of a process share.
 
     Attributes:
-        given: `--snip-*` flags of the command line, by namespace attribute.
+        given: values of the `--snip-*` flags on the command line, by attribute of the namespace.
         parsed: whether Megatron's parser was built.
         controller: attached to the model, or None.
         loaded: SNIP's state in the checkpoint that Megatron has loaded, or None.
@@ -106,7 +106,7 @@ class Patch:
     """One function of Megatron's that SNIP needs.
 
     Attributes:
-        name: short, for lists.
+        name: a short unique name.
         module: that holds it, e.g. `megatron.training.training`.
         attribute: its name there; `Class.method` for a method.
         needs: parameters that its signature must have.
@@ -190,7 +190,7 @@ class Patch:
 def patch(
     name: str, module: str, attribute: str, needs: tuple[str, ...] = (), **fields: Any
 ) -> Callable[[Handler], Patch]:
-    """Return a decorator that makes a handler a `Patch`; see there for the arguments."""
+    """Return a decorator that makes a handler a `Patch`; the arguments are its attributes."""
     return lambda handler: Patch(name, module, attribute, needs, handler=handler, **fields)
 
 
@@ -243,7 +243,7 @@ class Registry:
                 self._installed[p.name] = replace_attribute(owner, name, wrapper)
 
     def uninstall(self) -> None:
-        """End the session and put back the very objects that `install` replaced."""
+        """End the session and restore the objects that `install` replaced."""
         self.session.end()
         for undo in reversed(self._installed.values()):
             undo()

@@ -68,7 +68,7 @@ def checked_config(args: argparse.Namespace, session: Session) -> SnipConfig:
 
     Args:
         args: Megatron's namespace, validated.
-        session: it holds the flags, for namespaces that lack them.
+        session: its `given` has the flags, for namespaces that lack them (--yaml-cfg).
     """
     return exit_on_error(lambda: snip_config(args, session.given))
 
@@ -146,9 +146,9 @@ def resumed_state(
 
 
 def make_writers(config: SnipConfig, args: argparse.Namespace, topology: Topology) -> list[Writer]:
-    """All ranks: return this rank's writers: files on rank 0, Megatron's own on the last rank.
+    """All ranks: return this rank's writers: files on rank 0, TensorBoard and W&B on the last rank.
 
-    Megatron's log at its own interval.
+    TensorBoard and W&B are Megatron's own, which log at Megatron's interval.
 
     Raises:
         UsageError: on every rank, if another job writes to the directory, or it holds files of

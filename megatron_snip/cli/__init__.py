@@ -1,1 +1,1 @@
-"""The command line: one subcommand a file, each with `add_parser` and `run`."""
+"""The command line: one file per subcommand, each with `add_arguments` and `run`."""

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
             with on_cpu:  # training on the CPU computes products of BF16 in FP32
                 found = measure(shape, machine, device, args.seconds)
         except (MemoryError, RuntimeError) as error:
-            # How torch says, on any device, that memory is short, or that no memory is so large.
+            # torch's messages on any device: memory is short, or no memory is that large.
             if "allocate" not in str(error) and "overflow" not in str(error):
                 raise
             raise UsageError(

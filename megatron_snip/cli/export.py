@@ -1,9 +1,9 @@
 """`megatron-snip export`: a plan for other programs.
 
-te-precision   what Megatron-LM reads with `--te-precision-config-file`: it runs Transformer
-Engine's linears by it, without SNIP; docs/backends.md has the recipes
+te-precision   recipes of Transformer Engine's linears: Megatron-LM reads them, without SNIP, with
+               `--te-precision-config-file`; docs/backends.md has the recipes
 torchtitan     lists of fully qualified names for torchtitan's and torchao's filters (JSON)
-modelopt       `hf_quant_config.json` of ModelOpt, which vLLM and others serve by
+modelopt       `hf_quant_config.json` of ModelOpt, which vLLM and other servers read
 yaml           {linear: option}
 
 torchtitan and Hugging Face models (ModelOpt, vLLM) split Megatron's fused linears: `linear_qkv`
@@ -132,7 +132,7 @@ def stages_from(args: argparse.Namespace, num_layers: int, known: int) -> Stages
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the files and say what they hold; return 0.
+    """Write the files and print what they hold; return 0.
 
     Raises:
         UsageError: for bad input, or options that cannot run on these GPUs.
@@ -233,7 +233,7 @@ def _capability(text: str) -> tuple[int, int]:
 def _recipes(
     plan: PrecisionPlan, capability: tuple[int, int]
 ) -> tuple[dict[Option, TERecipe], list[str]]:
-    """Return the recipe of every option of the plan, and what had to be exchanged."""
+    """Return the recipe of every option of the plan, and a line for each replaced option."""
     machine = Machine(capability, te_version="any")
     uniform = [Option.uniform(name) for name in FORMATS]
     recipes, changes = {}, []
@@ -249,7 +249,7 @@ def _recipes(
 def _torchtitan_filters(
     linears: Mapping[str, Option],
 ) -> tuple[dict[str, dict[str, list[str]]], list[str]]:
-    """Return {converter: keyword arguments of its Config}, and what had to be exchanged.
+    """Return {converter: keyword arguments of its Config}, and a line for each replaced option.
 
     torchtitan and torchao convert a linear whose fully qualified name contains an entry of `fqns`
     (mxfp8, nvfp4), or none of `filter_fqns` (float8). Converters without a linear are left out,
@@ -268,7 +268,7 @@ def _torchtitan_filters(
 
 
 def _modelopt_config(linears: Mapping[str, Option]) -> tuple[dict[str, Any], list[str]]:
-    """Return the content of ModelOpt's `hf_quant_config.json`, and what had to be exchanged.
+    """Return the content of `hf_quant_config.json`, and a line for each replaced option.
 
     Serving runs the forward pass, so each linear gets its format of fprop.
     """
@@ -286,7 +286,7 @@ def _modelopt_config(linears: Mapping[str, Option]) -> tuple[dict[str, Any], lis
 def _renamed(
     linears: Mapping[str, Option], column: int, prefix: str
 ) -> tuple[dict[str, str | None], list[str]]:
-    """Return each linear's converter (None for BF16) by its new names, and what was exchanged."""
+    """Return {new name: converter, None for BF16}, and a line for each replaced option."""
     candidates = [Option.uniform(name) for name in _CONVERTERS]
     found: dict[str, str | None] = {}
     changes: dict[str, None] = {}

@@ -2,7 +2,7 @@
 
 The scores of an option q at a linear l come from its statistics; all are 0 for bf16.
 
-    loss_l(q)      = fisher of fprop's format                     sensitivity of the loss
+    loss_l(q)      = fisher of fprop's format
     weight_l(q)^2  = kappa aligned_fisher(fprop) + 1/8 loc^2(dgrad) + loc^2(wgrad)
 
 Only fprop changes the loss of the iteration. `fisher` orders linears; it is 15 to 700 times smaller
@@ -18,13 +18,13 @@ of the updates below through dgrad is small and about equal at all linears; an e
 stands for it. The factors come from brute force on one model (5 layers of width 192), and
 docs/measuring.md judges them on others.
 
-The measures of the baselines are sums over the GEMMs, and of min-abs-err and min-rel-err over their
-operands. C is the tensor of X, W and G that is not an operand (the paper's bound):
+The scores of the baselines are sums over the GEMMs; min-abs-err and min-rel-err also sum over a
+GEMM's operands A. `norms` is the paper's bound; C is that of X, W and G which is no operand:
 
     abs_error = sum |Q(A) - A|         rel_error = sum |Q(A) - A| / |A|
     norms     = sum |C| (|A| |Q(B) - B| + |Q(A) - A| |B|)
 
-The functions of these scores raise KeyError if one of the option's formats was not measured.
+The functions of these scores raise KeyError if a format of the option was not measured.
 
 Quality loss is both divergences in one number:
 
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 FPROP_RATIO = 4.0
 """Sum of the fprop terms over linears, in units of the sum of loc^2, for one microbatch."""
 DGRAD_SHARE = 0.125
-"""Of loc^2, for dgrad."""
+"""Share of loc^2 that stands for dgrad."""
 
 _ERROR_FIELDS = {
     Operand.INPUT: ("input_error_square", "input_square"),
@@ -75,8 +75,8 @@ class OptionDivergence:
         loss_divergence: score of the change of the loss, in units of the loss.
         weight_divergence: score of the change of the next updates, no unit.
         quality_loss: Q, or None if the option is forbidden.
-        abs_error: the min-abs-err baseline's measure.
-        rel_error: the min-rel-err baseline's measure.
+        abs_error: the score of the baseline min-abs-err.
+        rel_error: the score of the baseline min-rel-err, no unit.
     """
 
     loss_divergence: float
@@ -127,7 +127,7 @@ def divergence_table(
         table: the statistics.
         options: what every linear may choose.
         lowest_format: the lowest precision among the formats.
-        config: `loss_divergence` and `weight_lambda` say how the divergences are combined.
+        config: its `loss_divergence` and `weight_lambda` are used.
         warn: whether to log what is forbidden; one rank of many is enough.
     """
     lowest, kappa = Option.uniform(lowest_format), fprop_scale(table.linears, lowest_format)

@@ -1,8 +1,8 @@
 """Seconds of a linear's GEMMs on this machine, simulated or under Transformer Engine.
 
-`timed_options` is time as the objective of a run: rank 0 reads the table of `--snip-calibration`,
-or measures every distinct shape of the model once. A linear is timed forward and backward (the
-least of several runs), quantization and a fused norm of Transformer Engine included, without
+For `--snip-cost time`, `timed_options` reads the table of `--snip-calibration` on rank 0, or
+measures every distinct shape of the model once. A linear is timed forward and backward (the least
+of several runs), with quantization (and a fused norm of Transformer Engine) and without
 communication:
 
     fprop = forward       dgrad = with dX - forward       wgrad = with dX and dW - with dX
@@ -54,21 +54,22 @@ from megatron_snip.version import installed_version
 logger = logging.getLogger(__name__)
 
 MAX_RUNS = 200
-"""Most times a linear is run; fast ones stop here, slow ones when their seconds are spent."""
+"""Largest number of runs of a linear; slow linears stop earlier, at the limit of seconds."""
 
 AUTO_BUDGET_S = 0.05
-"""Seconds that `auto` spends on each time that it measures."""
+"""Seconds that `auto` spends on each time that it reports."""
 
 
 class Shape(NamedTuple):
-    """What is measured once for all linears that have it.
+    """A linear's size, norm and options: what is measured once for all linears that share them.
 
     Attributes:
         out_features: of the shard.
         in_features: of the shard.
         tokens: of a GEMM.
-        norm: kind of the fused norm, or nothing.
-        options: what it can run, comma separated.
+        norm: kind of the fused norm (`RMSNorm`, `LayerNorm`), or an empty text.
+        options: what it can run, comma separated; with a mixed option, the uniform ones of its
+            formats too.
     """
 
     out_features: int
@@ -78,7 +79,7 @@ class Shape(NamedTuple):
     options: str
 
 
-Linear = tuple[Callable[[], Tensor], Tensor]
+TimedLinear = tuple[Callable[[], Tensor], Tensor]
 """A linear's forward on some input, and its weight."""
 
 
@@ -87,19 +88,20 @@ def timed_options(
 ) -> AvailableOptions:
     """All ranks: return the options with their seconds, for --snip-cost time.
 
-    A linear is refused what is not faster than BF16, unless a pin demands it.
+    No linear gets an option that is not faster than BF16, unless a pin demands it.
 
     Args:
         available: what the linears can run.
         model: the planned linears.
         config: the run's settings.
-        cache: where `auto` keeps its table, on rank 0; it is used again for the same shapes,
-            device and versions.
+        cache: file of rank 0 for the table of `auto`; it is read again if shapes, device and
+            versions are the same. None writes no file.
 
     Raises:
         RemoteFailure: on every rank, if the table cannot be measured.
-        UsageError: on every rank, if the table is bad, or lacks a linear or format.
-        UnsupportedError: on every rank, if nothing is faster than BF16.
+        UsageError: on every rank, if the table is bad or lacks a linear or format, or if `auto`
+            finds microbatches of several lengths.
+        UnsupportedError: on every rank, if nothing is faster than BF16 (as in simulation).
     """
     make: Callable[[], CalibrationTable] = partial(read_calibration, config.calibration)
     if config.calibration == Path(AUTO):
@@ -238,7 +240,7 @@ def measure(
     )
 
 
-def te_linear(machine: Machine, shape: Shape, option: Option, x: Tensor) -> Linear:
+def te_linear(machine: Machine, shape: Shape, option: Option, x: Tensor) -> TimedLinear:
     """Return a linear of Transformer Engine, with its norm if it has one."""
     te: Any = importlib.import_module("transformer_engine.pytorch")
     extension: Any = importlib.import_module(EXTENSION)
@@ -255,7 +257,7 @@ def te_linear(machine: Machine, shape: Shape, option: Option, x: Tensor) -> Line
     return forward, linear.weight
 
 
-def simulated_linear(shape: Shape, option: Option, x: Tensor) -> Linear:
+def simulated_linear(shape: Shape, option: Option, x: Tensor) -> TimedLinear:
     """Return a linear with simulated GEMMs."""
     weight = torch.randn(shape.out_features, shape.in_features).to(x).requires_grad_()
     stream = StochasticStream(StreamKey(seed=0, linear="", iteration=0, microbatch=0))

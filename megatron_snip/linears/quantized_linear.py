@@ -15,7 +15,7 @@ accumulation into `main_grad` with `grad_added_to_main_grad`, bias, and frozen w
 saves this rank's X for the backward. Where X's form for wgrad is no larger than X, X is quantized
 for both GEMMs at once, and that form is saved instead of X.
 
-M tokens, K in_features, N out_features.
+Shapes: M tokens, K in_features, N out_features.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ def quantized_linear(
         bias: b [N] or None.
         call: how to run.
     """
-    wgrad = torch.is_grad_enabled() and weight.requires_grad  # a forward of recompute has none
-    output: Tensor = _QuantizedLinear.apply(input, weight, bias, call, wgrad)  # type: ignore[no-untyped-call]
+    # Under recompute the first forward runs without gradients and saves nothing.
+    needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
+    output: Tensor = _QuantizedLinear.apply(input, weight, bias, call, needs_wgrad)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -144,12 +145,12 @@ class _QuantizedLinear(torch.autograd.Function):
 
 
 def _prepare_input(
-    input: Tensor, weight: Tensor, call: LinearCall, wgrad: bool
+    input: Tensor, weight: Tensor, call: LinearCall, needs_wgrad: bool
 ) -> tuple[Tensor, list[Tensor], bool]:
     """Return X as fprop multiplies it, what wgrad needs of X, and whether that is quantized.
 
-    X is quantized once for both GEMMs, before it is gathered, unless X itself must be saved, its
-    quantized form is larger, or tiles of a shard differ from those of the gathered X.
+    X is quantized once for both GEMMs, before it is gathered. Exceptions: X itself must be saved,
+    its quantized form is larger, or the tiles of a shard differ from those of the gathered X.
     """
     num_shards, num_rows, option = 1, input.shape[:-1].numel(), call.option
     if call.sequence_parallel:
@@ -158,9 +159,9 @@ def _prepare_input(
     dtype = operand_dtype(input, weight.shape[0] * num_shards)
     is_small = dtype.itemsize <= input.dtype.itemsize and not call.saves_input
     before_gather = is_small and (num_shards == 1 or can_quantize_before_gather(option, num_rows))
-    x, saved = input, [input] if wgrad else []
+    x, saved = input, [input] if needs_wgrad else []
     if before_gather:
-        gemms = (Gemm.FPROP, Gemm.WGRAD) if wgrad else (Gemm.FPROP,)
+        gemms = (Gemm.FPROP, Gemm.WGRAD) if needs_wgrad else (Gemm.FPROP,)
         x, *saved = quantize_activation(x, Operand.INPUT, option, dtype, *gemms)
     if call.sequence_parallel:
         x, _ = _start_gather(x, call)
@@ -170,7 +171,7 @@ def _prepare_input(
 
 
 def _start_gather(input: Tensor, call: LinearCall, async_op: bool = False) -> tuple[Tensor, Any]:
-    """Gather X over the tensor axis into Megatron's shared buffer; return it and a handle."""
+    """Gather X over the tensor axis into Megatron's shared buffer; return that and a handle."""
     assert call.tp_group is not None
     shape = [input.shape[0] * call.tp_group.size(), *input.shape[1:]]
     buffer = get_global_memory_buffer().get_tensor(shape, input.dtype, "mpu")
@@ -181,7 +182,7 @@ def _start_gather(input: Tensor, call: LinearCall, async_op: bool = False) -> tu
 
 
 def _start_reduce(dx: Tensor, input_shape: torch.Size, call: LinearCall) -> tuple[Tensor, Any]:
-    """Start the sum of dX over the tensor axis, if one is due; return the result and a handle."""
+    """Start the sum of dX over the tensor axis, if it needs one; return dX and a handle or None."""
     if call.sequence_parallel:
         assert not call.allreduce_dgrad
         scattered = dx.new_empty(input_shape)
@@ -272,9 +273,9 @@ def activation_gemm(
         a: X [M, K] or G [M, N], from `quantize_activation`.
         w: W [N, K].
         gemm: fprop or dgrad.
-        option: decides the format of both.
+        option: decides the format of both operands.
         dtype: of a quantized GEMM's result; a bf16 GEMM has that of its operands.
-        cache: holds the quantized W; fprop and dgrad share one where their blocks are equal.
+        cache: holds the quantized W; fprop and dgrad share it where format and block are equal.
     """
     name, is_fprop = option[gemm], gemm is Gemm.FPROP
     if name == "bf16":
@@ -293,7 +294,7 @@ def wgrad_gemm(g: Tensor, x: Tensor, option: Option, dtype: torch.dtype) -> Tens
     Args:
         g: [M, N], from `quantize_activation`.
         x: [M, K], likewise.
-        option: decides the format of both.
+        option: decides the format of both operands.
         dtype: of the result; FP32 for GEMMs that add into `main_grad`.
     """
     if option.wgrad == "bf16" and dtype == g.dtype:
@@ -306,7 +307,7 @@ def operand_dtype(tensor: Tensor, other: int) -> torch.dtype:
 
     Args:
         tensor: one operand, whose dims are two of the GEMM's three.
-        other: the third.
+        other: size of the third dim.
     """
     large = tensor.is_cuda and tensor.numel() * other > LARGE_GEMM
     return torch.bfloat16 if large else torch.float32

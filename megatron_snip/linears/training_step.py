@@ -1,4 +1,7 @@
-"""A step that can run again: its forward-backward call, the state that it changes, its loss."""
+"""A forward-backward call that can run again: its data, the state that it changes, its loss.
+
+The guard repeats a training step, and an evaluation in two precisions runs each microbatch twice.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +92,7 @@ class TrainingStep:
         return self.function(**{**self.kwargs, "data_iterator": data})
 
     def clear_gradients(self, optimizer: Any) -> None:
-        """Zero the gradients of a run that does not count."""
+        """Zero the gradients of a run whose results are dropped."""
         for chunk in self.chunks:
             zero: Any = getattr(chunk, "zero_grad_buffer", None)
             if zero is not None:
@@ -191,11 +194,11 @@ class StepLoss:
         loss = sum over microbatches and data ranks of (sum of token losses)
                / sum over the same of (number of tokens)
 
-    and the last rank of all, which is of the last stage in every layout of Megatron's, broadcasts
-    it. So all ranks hold the same bits and decide alike. Megatron's older form of a report, a mean
-    without a number of tokens, counts as one token.
+    and the last rank broadcasts it; in every layout of Megatron it is on the last stage. So all
+    ranks hold the same bits and decide alike. Megatron's older form of a report, a mean without a
+    number of tokens, counts as one token.
 
-    Making it does not wait for the device; `value` does.
+    The constructor does not wait for the device; `value` does.
     """
 
     def __init__(self, results: Results, topology: Topology) -> None:
@@ -207,7 +210,7 @@ class StepLoss:
         """
         self._topology = topology
         self._sums = torch.zeros(2, dtype=torch.float64)
-        self._copied: torch.cuda.Event | None = None
+        self._copy_done: torch.cuda.Event | None = None
         losses = microbatch_losses(results)
         if losses is None:
             return
@@ -215,13 +218,13 @@ class StepLoss:
         sum_over(sums, topology.data.group)
         self._sums = sums.to("cpu", non_blocking=True)
         if sums.is_cuda:
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record()
+            self._copy_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copy_done.record()
 
     def value(self) -> float | None:
         """All ranks: return the loss, the same everywhere; None if the schedule reports none."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        if self._copy_done is not None:
+            self._copy_done.synchronize()
         if self._topology.control is not None:
             last = self._topology.world_size - 1
             dist.broadcast(self._sums, src=last, group=self._topology.control)
@@ -286,14 +289,14 @@ class PairedEvaluation:
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        """Nothing was evaluated; `runtime` is the planned linears'."""
+        """Start without microbatches; `runtime` is that of the planned linears."""
         self._runtime = runtime
         self._sums = torch.zeros(6, dtype=torch.float64)
 
     def run(self, function: ForwardBackward, **kwargs: Any) -> Results:
-        """All ranks: return what Megatron's `function` returns under the plan; `kwargs` are its.
+        """All ranks: return what Megatron's `function` returns under the plan.
 
-        Random numbers, buffers and the data are then as after one call.
+        Afterwards random numbers, buffers and the data are as after one call with `kwargs`.
         """
         step = TrainingStep(function, kwargs)
         if kwargs.get("collect_non_loss_data") or not kwargs.get("forward_only"):
@@ -335,9 +338,9 @@ class PairedEvaluation:
 
 @contextmanager
 def tolerating_non_finite() -> Iterator[None]:
-    """Within, NaN and infinite results are not passed to Megatron's rerun state machine.
+    """Inside the block Megatron's rerun state machine does not see NaN and infinite results.
 
-    It would end the job, and the caller can recover; finite results are validated as usual.
+    It would end the job, and the caller can recover. Finite results are validated as usual.
     """
     machine = getattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", None)
     if machine is None:

@@ -2,8 +2,8 @@
 
 Every constraint has a label, so that an infeasible problem is reported with constraints that
 conflict. A deletion filter finds them: each label is dropped in turn, and stays dropped if the
-rest is still infeasible. Feasibility is exact and needs no solver: every linear takes its largest
-gain.
+rest is still infeasible. Feasibility is exact and needs no solver: it is checked with every linear
+at its largest gain (`cost.py` defines gains).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Floors(NamedTuple):
     least: Ints
 
     def own(self, columns: Ints) -> Ints:
-        """Return each linear's gain under an assignment ([n] columns)."""
+        """Return each linear's gain [n] under an assignment ([n] columns)."""
         return self.gains[np.arange(len(columns)), columns]
 
     def missing(self, columns: Ints, rows: Ints | slice = slice(None)) -> Ints:
@@ -159,7 +159,7 @@ class Constraints:
             raise self._infeasible()
         if self.balance != "bottleneck":
             return task
-        # The slowest stage's least time T*: a stage of base time b needs gain >= (b - T*) / rate.
+        # T* is the least time of the slowest stage; base time b needs gain >= (b - T*) / rate.
         bases, rate = self.table.stage_bases, self.table.rate
         times = map(lambda b, g: b - rate * g, bases, self.table.stage_gains(columns))
         slowest = max(times) * (1 + NOISE)
@@ -190,7 +190,7 @@ class Constraints:
         )
 
     def _conflicting(self) -> tuple[str, ...]:
-        """Return labels that are infeasible together; without any one of them they are not."""
+        """Return labels that conflict; without any one of them the others are feasible."""
         core = self.labels
         for label in self.labels:
             rest = tuple(other for other in core if other != label)

@@ -1,9 +1,9 @@
-"""The plans of a run.
+"""Making plans from problems, and changing plans and problems to fit a run.
 
 make_plan         problem -> table -> constraints -> policy -> checked plan
 frontier          the plans of many targets
 initial_plan      the plan that a run starts with
-adapt_plan        a plan of another machine or run, changed to what the linears can run
+adapt_plan        the nearest plan that the linears can run
 restrict_problem  a problem without the options that linears cannot run
 healing_problem   a problem whose plans raise some GEMMs of a plan before the others
 """
@@ -120,8 +120,8 @@ def frontier(
 ) -> list[ParetoPoint]:
     """Plan at every target, from the highest down.
 
-    An assignment that reaches a target reaches every lower one. So each solution is a feasible hint
-    for the next, and the frontier cannot rise.
+    An assignment that reaches a target reaches every lower one. So each plan is a feasible hint for
+    the next, and a lower target never has a higher quality loss.
 
     Args:
         problem: its own target is ignored.
@@ -129,7 +129,7 @@ def frontier(
         targets: efficiencies in [0, 1], in any order.
 
     Returns:
-        One point a target, in ascending order of targets.
+        One point for each target, in ascending order of targets.
 
     Raises:
         UsageError: if problem and settings do not fit each other.
@@ -156,7 +156,7 @@ def initial_plan(
     """Return the plan for the first iteration of a run.
 
     Priority: plan file with `collect_only`, resumed plan, plan file, policy without statistics,
-    BF16. A policy without statistics makes its plan anew in a resumed run without a schedule.
+    BF16. In a run without a schedule, a policy without statistics plans again when it resumes.
 
     Args:
         problem: what every linear can run; quality losses are not used.
@@ -207,7 +207,7 @@ def adapt_plan(
     work: Work,
     lowest_format: str,
 ) -> tuple[PrecisionPlan, list[str]]:
-    """Return a plan that can run here, and one line for each pair of options that was exchanged.
+    """Return a plan that can run here, and one line for each option that another one replaced.
 
     Args:
         plan: of the same linears.
@@ -225,12 +225,12 @@ def adapt_plan(
     if linears == plan.linears:
         return plan, []
     pairs = Counter((old, linears[name]) for name, old in plan.linears.items())
-    changes = [
+    lines = [
         f"{count} of {len(linears)} linears run {new} instead of {old}: {reasons(refusals[old])}"
         for (old, new), count in pairs.items()
         if old != new
     ]
-    return assigned_plan(linears, work, lowest_format, plan.policy, plan.iteration), changes
+    return assigned_plan(linears, work, lowest_format, plan.policy, plan.iteration), lines
 
 
 def nearest_option(option: Option, candidates: Iterable[Option]) -> Option:
@@ -263,9 +263,9 @@ def healing_problem(
 ) -> PlanningProblem:
     """Return a problem whose plans lower no GEMM of `plan`, and raise some GEMMs before the others.
 
-    Options are left out: the GEMMs that come second stay as in `plan` until the target is below
-    their share; then those that come first stay above the lowest precision. Pinned linears keep
-    their options. If `plan` is below the target already, so do all.
+    Options are left out. While the target is above the share of the GEMMs that come second, these
+    stay as in `plan`. Below it, the GEMMs that come first stay above the lowest precision. Pinned
+    linears keep all options; so do all linears if `plan` does not reach the target.
 
     Args:
         problem: with options per GEMM.
@@ -305,7 +305,7 @@ def healing_problem(
 
 
 def reasons(refused: Mapping[str, str]) -> str:
-    """Return the distinct reasons for which linears cannot run an option, the first few of them."""
+    """Return the first few distinct reasons why linears cannot run an option, in one line."""
     distinct = list(dict.fromkeys(refused.values()))
     more = f" and {len(distinct) - _MAX_REASONS} other reasons"
     return "; ".join(distinct[:_MAX_REASONS]) + (more if len(distinct) > _MAX_REASONS else "")

@@ -1,4 +1,4 @@
-"""SolverProcess: plans are made outside of the training process, and training never waits.
+"""SolverProcess: plans are made in a child process while training continues.
 
 A child process keeps OR-Tools loaded and answers one request at a time over pipes. It is not a
 thread, because building a model holds the interpreter lock. It does not use multiprocessing, which
@@ -9,7 +9,7 @@ would import the user's training script a second time.
     result(t)     before the iteration that applies; the plan, or the error as an exception
 
 A failure of the child (crash, hang, invalid reply) is an exception of `result` and ends that child;
-the next `submit` starts a new one. Called on the coordinator rank only, from one thread.
+the next `submit` starts a new one. Used on rank 0 only, from one thread.
 
 The child is `python -m megatron_snip.planning.solver_process PARENT_PID`. It has a low priority,
 ignores SIGINT (the trainer handles Ctrl-C) and exits with its parent, even during a solve.
@@ -49,10 +49,10 @@ _REAP_S = 5.0
 _PARENT_CHECK_S = 1.0
 
 NICENESS = 10
-"""Added to the priority of the child."""
+"""Added to the niceness of the child, which lowers its priority."""
 
 _ERRORS = {error.__name__: error for error in (InfeasiblePlanError, UsageError, PlanningError)}
-"""Errors of the worker that keep their class."""
+"""Errors of the child that have the same class in `result`."""
 
 
 class PlanRequest(BaseModel):
@@ -74,8 +74,8 @@ class PlanRequest(BaseModel):
         """Read the reply to this request.
 
         Raises:
-            InfeasiblePlanError, UsageError: with the worker's message.
-            PlanningError: if the worker failed in another way, or the line is no valid reply.
+            InfeasiblePlanError, UsageError: with the child's message.
+            PlanningError: if the child failed in another way, or the line is no valid reply.
         """
         try:
             value = json.loads(reply)
@@ -99,7 +99,7 @@ class SolverProcess:
     """A persistent solver process; see the file's description.
 
     Args:
-        command: what to start; by default the worker.
+        command: what to start; by default `worker_command()`.
     """
 
     def __init__(self, command: Sequence[str] | None = None) -> None:
@@ -194,7 +194,7 @@ class SolverProcess:
 
 
 def worker_command() -> list[str]:
-    """Return the command of the worker.
+    """Return the command that starts the child.
 
     -P removes the current directory from the child's import path: a user's `types.py` there must
     not replace the standard library's.
@@ -210,9 +210,9 @@ def worker_environment() -> dict[str, str]:
 
 
 def _exchange(
-    child: subprocess.Popen[str], request: PlanRequest, answer: Future[PrecisionPlan]
+    child: subprocess.Popen[str], request: PlanRequest, future: Future[PrecisionPlan]
 ) -> None:
-    """Get the answer to a request from the child (in a thread of its own)."""
+    """Send a request to the child and wait for its reply (in a thread of its own)."""
     assert child.stdin is not None and child.stdout is not None
     line = ""
     try:
@@ -224,13 +224,13 @@ def _exchange(
             _kill(child)
             text = f"the solver process ended without an answer (status {child.returncode})"
             raise PlanningError(text)
-        answer.set_result(request.plan_of(line))
+        future.set_result(request.plan_of(line))
     except (InfeasiblePlanError, UsageError) as error:
-        answer.set_exception(error)
+        future.set_exception(error)
     except Exception as error:
         _kill(child)  # a child with an invalid reply is not used again
         failed = PlanningError(f"solver process: {type(error).__name__}: {error}")
-        answer.set_exception(error if isinstance(error, PlanningError) else failed)
+        future.set_exception(error if isinstance(error, PlanningError) else failed)
 
 
 def _kill(*children: subprocess.Popen[str]) -> None:
@@ -261,7 +261,7 @@ def serve(parent: int) -> None:
 
 
 def answer(line: str) -> str:
-    """Return the reply's line to a request's line."""
+    """In the child: return the line of JSON that replies to a request's line."""
     reply: dict[str, Any]
     try:
         r = PlanRequest.model_validate_json(line)

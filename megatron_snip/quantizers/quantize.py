@@ -1,4 +1,4 @@
-"""Quantizing an operand of a GEMM: which tiles, along which dimension, rounded how, and by whom.
+"""Quantizing an operand of a GEMM: its tiles, its rounding, and kernels or reference.
 
 Tiles run along the contraction dimension, so the same tensor is tiled differently in two GEMMs. In
 a tensor's own [rows, cols], with `t` the format's tile and (r, c) its weight block:
@@ -102,9 +102,10 @@ def quantize_dequantize(
     tensor_amax: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return what is left of a matrix; `reference.quantize_dequantize` has the contract.
+    """Return a matrix quantized and dequantized; `reference.quantize_dequantize` has the contract.
 
-    Here `tensor_amax` None takes x's own, and the device decides who computes.
+    Differences: `stream` instead of `bits16`, None for `tensor_amax` takes x's own, and a CUDA
+    tensor is quantized by kernels.
     """
     reference.check(x, fmt, block)
     amax = reference.tensor_amax_of(x, tensor_amax, fmt)
@@ -134,7 +135,7 @@ def quantize_dequantize_operand(
         fmt: the format or its name; bf16 returns x itself (detached, cast to `dtype`).
         operand: what x is.
         gemm: what it enters.
-        stream: the tensor's random numbers, needed for stochastic rounding; `gemm` says which copy.
+        stream: the tensor's random numbers, needed for stochastic rounding.
         tensor_amax: FP32 scalar, see `needs_tensor_amax`; None takes x's own.
         dtype: of the result; None is x's own.
 

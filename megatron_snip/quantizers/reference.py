@@ -95,7 +95,7 @@ def quantize_dequantize(
     tensor_amax: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return what is left of x after quantization; arguments are as `check` wants them.
+    """Return x quantized and dequantized; `check` validates the arguments.
 
     Args:
         x: [rows, cols], BF16 or FP32, any strides, may be empty.

@@ -1,13 +1,13 @@
-"""Reading an optimizer's state: how strongly each weight's next update depends on its gradient.
+"""From an optimizer's state: sensitivity D (of the next update to the gradient), norms, steps.
 
     AdamW       update = m^ / (sqrt(v^) + eps)   D = (1 - beta1) / (1 - beta1^t) / (sqrt(v^) + eps)
     momentum    update = m                       D = 1 - dampening, with Nesterov 1 + mu D
     Adafactor   update of RMS 1                  D = 1 / sqrt(v), v in factors
     Muon        update = orthogonalized m        D measured: one number for each weight
 
-with t the step about to be taken. Only D / |update| counts, so factors of both are left out. Where
-there is nothing of the kind (first step, SGD, another optimizer) D = 1 and the gradient itself
-stands for the update. Megatron's optimizers are recognized by their attributes:
+with t the next step. Only D / |update| is used, so factors of both are left out. Without such state
+(first step, SGD, another optimizer) D = 1 and the gradient itself stands for the update. Megatron's
+optimizers are recognized by their attributes:
 
     DistributedOptimizer              FP32 shards of flat ranges over the data axis
     Float16OptimizerWithFloat16Params full FP32 copies
@@ -48,10 +48,10 @@ from megatron_snip.topology import Axis, LinearKind, Placement, Topology
 logger = logging.getLogger(__name__)
 
 FACTORS = (("row_var", "col_var"), ("exp_avg_sq_row", "exp_avg_sq_col"))
-"""Where Adafactor has its second moments: PyTorch's, and that of Transformers and fairseq."""
+"""State of Adafactor's second moments, in PyTorch and in Transformers and fairseq."""
 
 MUON_CHANGE = 0.01
-"""Size of the change from which Muon's D is measured, over the momentum's."""
+"""Norm of the change from which Muon's D is measured, relative to the momentum's."""
 
 NORMS = 3
 """Numbers of one linear: |gradient|^2, |W|^2 and |learning rate * update|^2."""
@@ -59,7 +59,7 @@ NORMS = 3
 
 @dataclass(frozen=True)
 class Shard:
-    """Elements [start, end) of one flattened parameter, and what the optimizer keeps of them.
+    """Elements [start, end) of one flattened parameter, and their optimizer state.
 
     Attributes:
         start: first element of the flattened parameter.
@@ -165,7 +165,7 @@ def steps_of_moments(optimizer: Any) -> int | None:
 
 
 def learning_rate(optimizer: Any) -> float | None:
-    """Return the largest of the parameter groups that this rank holds, or None."""
+    """Return the largest learning rate of this rank's parameter groups; None without any."""
     groups = getattr(optimizer, "param_groups", None) or []
     rates = [float(group["lr"]) for group in groups if group.get("lr") is not None]
     return max(rates, default=None)
@@ -309,7 +309,7 @@ def weight_norms(
         optimizer: Megatron's; what it owns of a weight is counted.
         sensitivities: by instance; they hold the size of the update.
         topology: this rank's place.
-        loss_scale: of the gradients.
+        loss_scale: factor of the gradients; the norms are without it.
     """
     shards = optimizer_shards(optimizer)
     sharded, rate = is_sharded(optimizer), learning_rate(optimizer) or 0.0
@@ -356,7 +356,7 @@ class _ShardSums(NamedTuple):
             scalars[0] = shard.end - shard.start
             scalars[1] = _square(update)
             inverse = d.square_().reciprocal_()
-            # The end of a row, complete rows, the beginning of a row.
+            # A shard is the end of a row, complete rows, and the beginning of a row.
             head = min(-shard.start % num_cols, inverse.numel())
             tail = (inverse.numel() - head) % num_cols
             at = shard.start
@@ -369,7 +369,7 @@ class _ShardSums(NamedTuple):
         return cls(rows, cols, scalars)
 
     def shared(self, kind: LinearKind) -> list[Tensor]:
-        """What the shards of a linear have in common and must be added over them."""
+        """Return the sums that must be added over the shards of a linear."""
         return [self.cols if kind == "column" else self.rows, self.scalars]
 
 

@@ -1,8 +1,8 @@
-"""From the sums of each rank to one table that all ranks hold.
+"""The sums of all ranks become one table of statistics and health, the same on every rank.
 
-The table is FP64, [1 + linears, columns]; its first row counts the ranks that failed to measure.
-With G as a linear sees it, the gradient of the batch-mean loss is `grad_scale` G: Megatron divides
-the loss of a microbatch by their number itself, but not by data ranks and loss scale.
+The sums are FP64, [1 + linears, columns]; the first row counts the ranks that failed to measure.
+If G is what a linear sees, the gradient of the batch-mean loss is `grad_scale` G. Megatron divides
+the loss by the number of microbatches itself, but not by data ranks and loss scale.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def reduce_sums(
         linears: every linear of the model, in the same order on all ranks.
         grad_scale: factor from G as the linears see it to the gradient of the batch-mean loss.
         loss: of the iteration, the same on all ranks.
-        norms: returns this rank's `optimizer_state.weight_norms`.
+        norms: returns this rank's `optimizer_state.weight_norms`; its errors count as failures.
         control: a CPU group of all ranks, or None where there is one.
 
     Raises:

@@ -341,7 +341,7 @@ def check_ranks(config: TrainConfig, world_size: int) -> None:
 
 
 def _conflicts(c: TrainConfig) -> Iterator[str]:
-    """Yield one line for each pair of settings that do not fit; Megatron checks others."""
+    """Yield one line for each pair of settings that do not fit; Megatron checks more."""
     tp = (c.tensor_model_parallel_size, "tensor_model_parallel_size")
     etp = (c.expert_tensor_size, "expert_tensor_parallel_size")
     ep = (c.expert_model_parallel_size, "expert_model_parallel_size")

@@ -115,7 +115,7 @@ class TrainingState:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Within the context all weights are complete and forward passes do not gather."""
+        """Inside the block all weights are complete and forward passes do not gather."""
         hooked = [chunk for chunk in self.model if chunk.use_forward_hook]
         for chunk in hooked:
             chunk.disable_forward_pre_hook()
@@ -129,8 +129,8 @@ class TrainingState:
 def initialize_parallel_state(config: TrainConfig) -> None:
     """All ranks: create Megatron's process groups and seed its random streams.
 
-    torch.distributed is initialized. As in Megatron, data-parallel ranks share a seed and pipeline
-    stages do not.
+    torch.distributed must be initialized. As in Megatron, data-parallel ranks share a seed and
+    pipeline stages do not.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
@@ -158,7 +158,7 @@ def destroy_parallel_state() -> None:
 def build_training_state(config: TrainConfig) -> TrainingState:
     """All ranks: build, initialize and wrap the model; create its optimizer and scheduler.
 
-    Megatron's process groups exist already (`initialize_parallel_state`).
+    Megatron's process groups must exist (`initialize_parallel_state`).
     """
     transformer = transformer_config(config)
     chunks = _build_chunks(config, transformer)
@@ -217,8 +217,8 @@ def transformer_config(config: TrainConfig) -> TransformerConfig:
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
-        "init_method": _keep,
-        "output_layer_init_method": _keep,
+        "init_method": _unchanged,
+        "output_layer_init_method": _unchanged,
         "virtual_pipeline_model_parallel_size": config.virtual_pipeline_size,
         "sequence_parallel": config.sequence_parallel and config.tensor_model_parallel_size > 1,
         "params_dtype": compute,
@@ -325,7 +325,7 @@ def _build_scheduler(config: TrainConfig, optimizer: MegatronOptimizer) -> Optim
     )
 
 
-def _keep(weight: torch.Tensor) -> torch.Tensor:
+def _unchanged(weight: torch.Tensor) -> torch.Tensor:
     return weight  # `initialize_weights` sets every weight
 
 

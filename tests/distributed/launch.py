@@ -1,6 +1,6 @@
 """Run a Python function on N gloo ranks of this machine and bring back what each rank returned.
 
-    results = run_ranks(2, "tests.distributed.workers.sums:add", {"value": 3})
+    results = run_ranks(2, "tests.distributed.workers.MODULE:FUNCTION", {"value": 3})
 
 One fresh interpreter imports the function's module once and forks the ranks, so that the import of
 torch and Megatron is paid once and not N times. Rank 0 serves the rendezvous on a listening socket

@@ -1,4 +1,4 @@
-"""Rooms import only from their left, and only the packages that may touch Megatron do."""
+"""Packages import only from their left, and only those that may import Megatron do."""
 
 import ast
 from collections import defaultdict

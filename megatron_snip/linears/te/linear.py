@@ -1,16 +1,16 @@
 """Transformer Engine's linears under a plan: Megatron's per-module recipes, or simulated GEMMs.
 
 Megatron stores `te_quant_params` on each of its Transformer Engine linears and, in every forward,
-opens the autocast that they ask for. A plan sets them; no code of Megatron or Transformer Engine
-is replaced. Two module hooks do the rest: one before the forward sets the recipe of the moment
-(the plan's, or BF16 in BF16 evaluations), one after it hands X, W and G to an observer. Three traps
-of Transformer Engine are handled here:
+opens the autocast for them. A plan sets them; no code of Megatron or Transformer Engine is
+replaced. Two module hooks do the rest: one before the forward sets the recipe (the plan's, or BF16
+in BF16 evaluations), one after it lets an observer see X, W and G. Three properties of Transformer
+Engine need care:
 
 - It rebuilds quantizers when the recipe's class changes, and (up to 2.20) not when a recipe of
   the same class differs. So a changed option makes it drop quantizers and quantized weights.
 - It reuses quantized weights until a microbatch is marked as the first of its step. Megatron marks
   it only in runs that quantize by default; see `FreshWeights`.
-- A linear that runs in BF16 for a while still has what it quantized before; it is dropped too.
+- A linear that changes to BF16 still has the weights that it quantized before. They are dropped.
 """
 
 from __future__ import annotations
@@ -166,9 +166,8 @@ class SimulatedTELinear(SimulatedLinear):
     A linear at bf16 runs Transformer Engine's own forward with all arguments untouched. At any
     other option its GEMMs are simulated as those of Megatron's own linears are; what Transformer
     Engine fuses around them (norm, bias, tensor-parallel communication, accumulation into
-    main_grad) is done by torch and Megatron's mappings. The rest of the model, its attention above
-    all, stays Transformer Engine's. So formats without tensor cores on this GPU can be studied at
-    the speed of a normal model but for the linears.
+    main_grad) is done by torch and Megatron's mappings. The rest of the model, also its attention,
+    stays Transformer Engine's. So only the linears are slower than in a normal model.
     """
 
     _method = "forward"
@@ -234,9 +233,9 @@ def observed(
     """Return what a linear's forward returned, with a tap on the output of every weight's GEMM.
 
     Args:
-        observer: hands out the taps; None, or a forward without gradients (which is recomputed
-            later), needs none.
-        module: Megatron's wrapper.
+        observer: makes the taps; with None, or in a forward without gradients (which is recomputed
+            later), there are none.
+        module: Megatron's subclass of a Transformer Engine linear.
         placements: of its weights; an expert may have zero rows.
         args: of the forward.
         kwargs: of the forward.
@@ -269,7 +268,7 @@ def _sizes(m_splits: Any) -> list[int]:
 
 
 class FreshWeights:
-    """Makes Transformer Engine quantize the weights of one model chunk anew in every step.
+    """Makes Transformer Engine quantize the weights of one model chunk again in every step.
 
     Transformer Engine quantizes a weight in the first microbatch of a step and reuses the result.
     Megatron's schedules call `set_is_first_microbatch` on each chunk, in training and evaluation.
@@ -278,8 +277,8 @@ class FreshWeights:
     (NVIDIA/Megatron-LM#5641).
 
     So the method is overridden on the chunk, and drops the quantized weights. Setting the modules'
-    own flag would do as well, but it makes a fused weight gradient overwrite `main_grad` instead of
-    adding to it, which is wrong for a module that runs twice in a microbatch.
+    own flag would also quantize again. But then a fused weight gradient overwrites `main_grad`
+    instead of adding to it, which is wrong for a module that runs twice in a microbatch.
     """
 
     def __init__(self, chunk: Any, modules: Collection[Any]) -> None:
@@ -323,7 +322,7 @@ def quant_params(recipe: TERecipe) -> Any:
 
 
 def reset_quantizers(module: Any) -> None:
-    """Make Transformer Engine build a module's quantizers and quantized weights anew."""
+    """Make Transformer Engine build a module's quantizers and quantized weights again."""
     module.fp8_initialized = False
     module.fp8_meta_tensors_initialized = False
     module._fp8_workspaces.clear()

@@ -1,11 +1,11 @@
 """A Transformer Engine recipe for one linear, in the terms of Megatron's precision files.
 
-Megatron has two recipes per module (training and, where it differs, evaluation); each names an FP8
-or an FP4 quantization, or neither, which is BF16; or `custom`, which is one of `RECIPES` per GEMM,
-through one of our quantizer factories (te/quantizers.py).
+Megatron has a recipe per module for training and, where it differs, one for evaluation. A recipe
+names an FP8 or an FP4 quantization; without one the module runs BF16. With `custom` each GEMM has
+one of `RECIPES`, through one of our quantizer factories (te/quantizers.py).
 
 Sources: Megatron-Core's TEQuantizationRecipe (0.16 and later), Transformer Engine's recipes,
-NVIDIA's compute capabilities (FP8 tensor cores from 8.9, block-scaled ones from 10.0).
+NVIDIA's compute capabilities (`GemmRecipe.gpus`).
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _EARLIER_FACTORIES = "megatron_snip.linears.te_factories"
 
 @dataclass(frozen=True)
 class GemmRecipe:
-    """What Transformer Engine can run a GEMM in.
+    """One precision that Transformer Engine can run a GEMM in.
 
     Attributes:
-        text: what it does.
-        formats: formats of plans that it runs as; the last is its own.
-        quantization: how it quantizes; this is what is measured for it.
+        text: tiles and scales, in words.
+        formats: formats of a plan that it stands for; the last one names what really runs.
+        quantization: how it quantizes; the statistics quantize in the same way.
         factory: Transformer Engine's quantizer factory.
         gemms: what its GEMMs are called.
-        gpus: major compute capability of GPUs with such tensor cores -> how it is written.
+        gpus: major compute capability of GPUs with such tensor cores -> its name in tables.
         check: method of FP8GlobalStateManager that returns (available, reason).
         run_flags: Megatron's flags that make it the run's own precision.
         dim_multiple: what both dimensions of a weight's shard and a dense linear's tokens must be
@@ -98,11 +98,11 @@ RECIPES = {
         token_multiple=128,
     ),
 }
-"""Transformer Engine's recipes by name; FP8 and FP4 in E4M3 and E2M1 alone."""
+"""Transformer Engine's recipes by name; FP8 is always E4M3, and FP4 always E2M1."""
 
 
 class TERecipe(NamedTuple):
-    """What one linear's three GEMMs run in: bf16, blockwise, mxfp8 or nvfp4 each."""
+    """Names in `RECIPES` for the three GEMMs of a linear."""
 
     fprop: str = "bf16"
     dgrad: str = "bf16"
@@ -110,7 +110,7 @@ class TERecipe(NamedTuple):
 
     @property
     def is_uniform(self) -> bool:
-        """Whether one of Transformer Engine's own recipes is enough; else it takes a factory."""
+        """Whether one of Transformer Engine's own recipes is enough; else it needs a factory."""
         return self.fprop == self.dgrad == self.wgrad
 
     def __str__(self) -> str:
@@ -150,7 +150,7 @@ class RecipeFields(BaseModel, extra="forbid", strict=True):
     """A recipe of a precision file: the fields of Megatron's TEQuantizationRecipe.
 
     Raises:
-        UsageError: if it is no format of a plan.
+        UsageError: if no plan can have the recipe.
     """
 
     fp8_quantization_recipe: str | None = None
@@ -200,7 +200,7 @@ class RecipeFields(BaseModel, extra="forbid", strict=True):
 
 
 def factory_recipe(name: str) -> TERecipe | None:
-    """Return the recipe of the quantizer factory called `name`; None if there is no such one."""
+    """Return the recipe of our quantizer factory `name`, e.g. `nvfp4_mxfp8_bf16`, or None."""
     recipes = name.split("_")
     return TERecipe(*recipes) if len(recipes) == 3 and set(recipes) <= set(RECIPES) else None
 
@@ -218,9 +218,9 @@ def _from_factory(factory: str | None) -> TERecipe:
 def run_flags(recipes: Iterable[TERecipe]) -> str:
     """Return Megatron's flags for the low precision that a run of such recipes needs by default.
 
-    Megatron has one default per run. It decides what experts' tokens are padded to, so the recipe
-    with the widest padding is named; modules without a recipe of their own run it. Empty for BF16
-    alone.
+    Megatron has one default per run; modules without a recipe of their own run it. It decides what
+    experts' tokens are padded to, so the recipe with the widest padding is named. The text is empty
+    if all recipes are BF16.
     """
     used = [RECIPES[name] for recipe in recipes for name in recipe]
     return max(used, key=lambda one: one.token_multiple, default=RECIPES["bf16"]).run_flags
