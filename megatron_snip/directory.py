@@ -54,9 +54,9 @@ def own_files(directory: Path) -> Iterator[Path]:
 
     SNIP wrote them if the directory has the marker, which is not looked for here.
     """
-    for name, path in _paths_below(directory):
-        if OWN_FILES.fullmatch(name) and path.is_file() and not path.is_symlink():
-            yield path
+    for name, entry in _entries_below(directory):
+        if OWN_FILES.fullmatch(name) and entry.is_file(follow_symlinks=False):
+            yield Path(entry)
 
 
 def check_new_run(directory: Path, overwrite: bool) -> None:
@@ -70,11 +70,12 @@ def check_new_run(directory: Path, overwrite: bool) -> None:
         UsageError: if the directory holds another run and `overwrite` is not set, or holds files
             with SNIP's names that SNIP did not write: without the marker, or links and pipes.
     """
-    for name, path in _paths_below(directory):
+    for name, entry in _entries_below(directory):
         is_own = OWN_FILES.fullmatch(name) or name in (*OWN_FOLDERS, "tensorboard")
-        if is_own and (path.is_symlink() or not (path.is_file() or path.is_dir())):
+        plain = entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)
+        if is_own and not plain:
             raise UsageError(
-                f"'{path}' is a link or a pipe, and SNIP's files would go through it; "
+                f"'{directory / name}' is a link or a pipe, and SNIP's files would go through it; "
                 "remove it, or name another directory"
             )
     present = next(own_files(directory), None)
@@ -217,12 +218,20 @@ def _close_held() -> None:
 os.register_at_fork(after_in_child=_close_held)  # data loaders and checkpoint writers are forks
 
 
-def _paths_below(directory: Path) -> Iterator[tuple[str, Path]]:
-    """Yield what is in a directory and in its folders, after the path below it."""
-    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
-        yield path.name, path
-        if path.is_dir() and not path.is_symlink():
-            yield from ((f"{path.name}/{inner.name}", inner) for inner in sorted(path.iterdir()))
+def _entries_below(directory: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Yield the entries of a directory and of its folders, with their paths below it."""
+    for entry in _entries(directory):
+        yield entry.name, entry
+        if entry.is_dir(follow_symlinks=False):
+            yield from ((f"{entry.name}/{inner.name}", inner) for inner in _entries(Path(entry)))
+
+
+def _entries(directory: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(directory) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError):  # it vanished meanwhile
+        return []
 
 
 def _this_process() -> str:

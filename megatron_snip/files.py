@@ -75,7 +75,10 @@ def read_json(path: Path, what: str) -> Any:
 
 
 def parse_json(text: str, source: str) -> Any:
-    """Return the value of a JSON document; of a key that is given twice, the last value.
+    """Return the value of a JSON document.
+
+    Of a key that is given twice, the last value counts. A number beyond a double's range (1e999) is
+    read as infinity, which the records of our files refuse.
 
     Args:
         text: the document.

@@ -63,7 +63,7 @@ class PrecisionPlan(BaseModel):
     model_config = STRICT
 
     version: Literal[2] = 2
-    iteration: Annotated[int, Field(ge=0)]
+    iteration: Annotated[int, Field(ge=0, lt=2**53)]
     policy: str
     status: Status
     objective: float | None
