@@ -58,7 +58,7 @@ def page() -> str:
 
 def _snip() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
-    add_flags(parser, SnipConfig, "snip-", "snip_")
+    add_flags(parser, SnipConfig, "snip-")
     return parser
 
 

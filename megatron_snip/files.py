@@ -101,32 +101,21 @@ def read_yaml(path: Path) -> dict[str, Any]:
         UsageError: if the file is missing, is not YAML, holds a key twice, is nested or aliased
             beyond what settings need, or does not hold a mapping.
     """
-    loaded = parse_yaml(read_text(path, f"'{path}'", _MAX_YAML_BYTES), f"'{path}'")
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
-        raise UsageError(f"'{path}' must hold a mapping of settings, got {type(loaded).__name__}")
-    return loaded
-
-
-def parse_yaml(text: str, source: str) -> Any:
-    """Return the value of a YAML document, plain types only.
-
-    Args:
-        text: the document.
-        source: how error messages call it.
-
-    Raises:
-        UsageError: as `read_yaml` does.
-    """
+    source = f"'{path}'"
+    text = read_text(path, source, _MAX_YAML_BYTES)
     try:
         _check_shape(text, source)
-        return yaml.load(text, Loader=_UniqueKeys)
+        loaded = yaml.load(text, Loader=_UniqueKeys)
     except yaml.YAMLError as error:
         detail = " ".join(str(error).split())
         raise UsageError(f"{source} is not valid YAML: {shortened(detail, 500)}") from None
     except (ValueError, RecursionError) as error:  # a 13th month, a number of 5000 digits
         raise UsageError(f"{source} is not valid YAML: {shortened(str(error), 200)}") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
+        raise UsageError(f"{source} must hold a mapping of settings, got {type(loaded).__name__}")
+    return loaded
 
 
 def _check_shape(text: str, source: str) -> None:

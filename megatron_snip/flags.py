@@ -21,42 +21,37 @@ def flag_name(prefix: str, field: str) -> str:
     return "--" + prefix + field.replace("_", "-")
 
 
-def add_flags(
-    parser: argparse.ArgumentParser, model: type[BaseModel], prefix: str = "", dest: str = ""
-) -> None:
+def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel], prefix: str = "") -> None:
     """Add a flag for every field of `model`, grouped by the section that declares it.
 
     Args:
         parser: receives one argument group a section.
         model: its fields' docstrings become the help.
-        prefix: put before every flag, e.g. `snip-`.
-        dest: put before every namespace attribute, e.g. `snip_`.
+        prefix: put before every flag, e.g. `snip-`, and before every namespace attribute (`snip_`).
     """
     for section in (*model.__bases__, model):  # argparse hides a group without flags
         title = (section.__doc__ or section.__name__).splitlines()[0].rstrip(".")
         group = parser.add_argument_group(title)
         for name in inspect.get_annotations(section):
             if name in model.model_fields:
-                _add_flag(group, model.model_fields[name], name, prefix, dest)
+                _add_flag(group, model.model_fields[name], name, prefix)
 
 
 def given_values(
-    namespace: argparse.Namespace, model: type[BaseModel], dest: str = ""
+    namespace: argparse.Namespace, model: type[BaseModel], prefix: str = ""
 ) -> dict[str, Any]:
     """Return the fields of `model` that were given on the command line, by field name."""
-    given = vars(namespace)
+    given, dest = vars(namespace), prefix.replace("-", "_")
     return {name: given[dest + name] for name in model.model_fields if dest + name in given}
 
 
-def _add_flag(
-    group: argparse._ArgumentGroup, field: FieldInfo, name: str, prefix: str, dest: str
-) -> None:
+def _add_flag(group: argparse._ArgumentGroup, field: FieldInfo, name: str, prefix: str) -> None:
     flag = flag_name(prefix, name)
     default = field.get_default(call_default_factory=True)
     shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
     text = " ".join((field.description or "").split()).replace("%", "%%")
     common: dict[str, Any] = {
-        "dest": dest + name,
+        "dest": prefix.replace("-", "_") + name,
         "default": argparse.SUPPRESS,
         "help": f"{text} [default: {shown if shown not in (None, '') else 'none'}]",
     }

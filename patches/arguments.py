@@ -56,7 +56,7 @@ def add_snip_arguments(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="YAML file with settings by name (efficiency_target: 0.75); flags win",
     )
-    add_flags(parser, SnipConfig, PREFIX, DEST)
+    add_flags(parser, SnipConfig, PREFIX)
 
 
 @patch(
@@ -169,7 +169,7 @@ def _values(given: Mapping[str, Any]) -> dict[str, Any]:
             make_config(values)
         except UsageError as error:
             raise UsageError(f"'{path}': {error}", field="config") from None
-    return values | given_values(argparse.Namespace(**given), SnipConfig, DEST)
+    return values | given_values(argparse.Namespace(**given), SnipConfig, PREFIX)
 
 
 def _bf16_layers(args: argparse.Namespace) -> tuple[str, ...]:

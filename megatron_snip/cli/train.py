@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "ranks to start on this machine [default: one model replica on CPU, all GPUs else]"
     group.add_argument("--nproc-per-node", metavar="N", type=integer, help=text)
     add_flags(parser, TrainFields)
-    add_flags(parser, SnipConfig, prefix="snip-", dest="snip_")
+    add_flags(parser, SnipConfig, "snip-")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,5 +70,5 @@ def read_settings(args: argparse.Namespace) -> TrainConfig:
     Raises:
         UsageError: one line naming the file, field or flag and what is wrong.
     """
-    values, snip = given_values(args, TrainFields), given_values(args, SnipConfig, "snip_")
+    values, snip = given_values(args, TrainFields), given_values(args, SnipConfig, "snip-")
     return load_train_config(args.config, values, snip, args.snip_config)

@@ -20,7 +20,6 @@ rounding of doubles remains. The returned bound is lowered by `error`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from ortools.sat.python import cp_model
@@ -90,7 +89,7 @@ class CoreSolution:
 
 def solve_core(core: Core, effort: Effort) -> CoreSolution:
     """Solve a core with CP-SAT."""
-    groups, costs = _groups(core), _integer_costs(core)
+    groups, (integers, unit, base, error) = _groups(core), _integer_costs(core)
     model = cp_model.CpModel()
     variables: dict[int, cp_model.IntVar] = {}
     for members in groups:  # the first linear of a group stands for all: its choices are counted
@@ -110,22 +109,22 @@ def solve_core(core: Core, effort: Effort) -> CoreSolution:
 
     for coefficients, threshold in core.rows:
         model.add(weighted(coefficients) >= threshold)
-    model.minimize(weighted(costs.integers))
+    model.minimize(weighted(integers))
     for members in groups:
         hinted = [int(core.hint[linear] - core.starts[linear]) for linear in members]
         for option, c in enumerate(core.choices(members[0])):
             model.add_hint(variables[c], hinted.count(option))
-    solver = _solver(effort, costs.unit)
+    solver = _solver(effort, unit)
     status = solver.solve(model)
     work = solver.response_proto.deterministic_time
     if status == cp_model.INFEASIBLE:
         return CoreSolution(None, np.inf, True, work)
-    bound = costs.base + costs.unit * solver.best_objective_bound - costs.error
+    bound = base + unit * solver.best_objective_bound - error
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return CoreSolution(None, bound if np.isfinite(bound) else -np.inf, False, work)
     chosen = _choices(core, groups, {c: solver.value(v) for c, v in variables.items()})
-    scaled = costs.base + costs.unit * float(costs.integers[chosen].sum())
-    assert abs(scaled - core.cost[chosen].sum()) <= costs.error, "the scaling error is too small"
+    scaled = base + unit * float(integers[chosen].sum())
+    assert abs(scaled - core.cost[chosen].sum()) <= error, "the scaling error is too small"
     # A search that a gap limit ends is called optimal, too.
     proven = status == cp_model.OPTIMAL and solver.objective_value < solver.best_objective_bound + 1
     return CoreSolution(chosen, bound, proven, work)
@@ -160,32 +159,24 @@ def _choices(core: Core, groups: list[list[int]], counts: dict[int, int]) -> Int
     return choices
 
 
-class _Costs(NamedTuple):
-    """Integer costs; the least of every linear is 0.
+def _integer_costs(core: Core) -> tuple[Ints, float, float, float]:
+    """Return (integers, unit, base, error); the least integer of every linear is 0.
 
-    The true cost of an assignment is base + unit * (its integers' sum), up to `error`.
+    The true cost of an assignment is base + unit * (its integers' sum), up to the error.
     """
-
-    integers: Ints
-    unit: float
-    base: float
-    error: float
-
-
-def _integer_costs(core: Core) -> _Costs:
     sizes = np.diff(core.starts)
     least = np.minimum.reduceat(core.cost, core.starts[:-1])
     above = core.cost - np.repeat(least, sizes)
     total = float(np.maximum.reduceat(above, core.starts[:-1]).sum())
     base, rounding = float(least.sum()), 1e-15 * float(np.abs(core.cost).sum())
     if total == 0.0:
-        return _Costs(np.zeros(len(above), dtype=np.int64), 1.0, base, rounding)
+        return np.zeros(len(above), dtype=np.int64), 1.0, base, rounding
     unit = _common_unit(core.cost)
     error = rounding
     if unit is None:
         unit = total / _COST_SUM
         error = len(sizes) * unit / 2 + rounding
-    return _Costs(np.rint(above / unit).astype(np.int64), unit, base, error)
+    return np.rint(above / unit).astype(np.int64), unit, base, error
 
 
 def _common_unit(values: Floats) -> float | None:

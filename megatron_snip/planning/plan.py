@@ -119,7 +119,7 @@ class PrecisionPlan(BaseModel):
         return self.model_dump(mode="json")
 
     def to_json(self) -> str:
-        """Return the file's text (also what ranks broadcast)."""
+        """Return the file's text."""
         return json.dumps(self.to_dict(), indent=1) + "\n"
 
     @classmethod

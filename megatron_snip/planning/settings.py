@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from megatron_snip.config import CostName, PipelineBalance, SnipConfig
+from megatron_snip.config import CostName, Fraction, PipelineBalance, Section, SnipConfig
 
 
-class PlanSettings(BaseModel):
+class PlanSettings(Section):
     """Rules for one plan; values in JSON and Python are the same.
 
     Raises:
         pydantic.ValidationError: on an unknown key or a value out of range.
     """
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
-    )
-
     policy: str = "snip"
     """Name of the policy; see `policies.policy_names()`."""
 
-    target: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    target: Fraction | None = None
     """Least efficiency; None takes the problem's target. The policies `uniform-OPTION` ignore
     target and balance."""
 

@@ -32,8 +32,8 @@ OTHER: dict[str, Any] = {
 
 def from_flags(*words: str) -> SnipConfig:
     parser = argparse.ArgumentParser()
-    add_flags(parser, SnipConfig, "snip-", "snip_")
-    return make_config(given_values(parser.parse_args(words), SnipConfig, "snip_"))
+    add_flags(parser, SnipConfig, "snip-")
+    return make_config(given_values(parser.parse_args(words), SnipConfig, "snip-"))
 
 
 def test_an_alert_is_known_by_its_meaning_and_a_wrong_measure_gets_a_hint() -> None:

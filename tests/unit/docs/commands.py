@@ -18,7 +18,7 @@ from megatron_snip.cli.train import read_settings
 from megatron_snip.config import make_config
 from megatron_snip.errors import UsageError
 from megatron_snip.flags import given_values
-from megatron_snip.patches.arguments import DEST, PREFIX, add_snip_arguments
+from megatron_snip.patches.arguments import PREFIX, add_snip_arguments
 from megatron_snip.trainer.config import SnipConfig
 
 ROOT = Path(__file__).parents[3]
@@ -132,7 +132,7 @@ def _check_job(words: list[str]) -> None:
     args, unknown = parser.parse_known_args(words[1:])
     wrong = [word for word in unknown if word.startswith(f"--{PREFIX}")]
     _check(not wrong, f"SNIP has no flags {wrong}")
-    make_config(given_values(args, SnipConfig, DEST))
+    make_config(given_values(args, SnipConfig, PREFIX))
 
 
 def _index(words: Sequence[str], *endings: str) -> int | None:
