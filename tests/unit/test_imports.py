@@ -1,4 +1,4 @@
-"""Packages import only from their left, and only those that may import Megatron do."""
+"""Packages import only from their left, and only those that may touch Megatron do."""
 
 import ast
 from collections import defaultdict
