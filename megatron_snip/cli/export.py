@@ -93,8 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "te-precision: compute capability of the GPUs, such as 9.0 (Hopper) [this machine's]"
     add("--capability", metavar="X.Y", type=_capability, help=text)
     text = (
-        "give options that cannot run there the nearest precision that loses nothing, and BF16 to "
-        "linears that it does not know"
+        "replace options that the program cannot run by the nearest with at least as many bits, "
+        "and leave linears that it has no name for in BF16"
     )
     add("--nearest", action="store_true", help=text)
     add_stage_flags(parser)

@@ -95,7 +95,7 @@ class Task:
             return False
         return all((floors.missing(columns) <= 0).all() for floors in self.budgets)
 
-    def loss(self, columns: Ints) -> float:
+    def cost_of(self, columns: Ints) -> float:
         """Return the cost of an assignment, correctly rounded."""
         return math.fsum(self.cost[self.table.rows, columns])
 

@@ -64,7 +64,7 @@ class ChoiceSet:
         """0 .. m-1, for indexing one column per linear."""
         return np.arange(len(self.linears))
 
-    def loss(self, columns: Ints) -> float:
+    def cost_of(self, columns: Ints) -> float:
         """Return the cost of an assignment ([m] columns)."""
         return math.fsum(self.cost[self.rows, columns])
 

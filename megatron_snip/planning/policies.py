@@ -183,7 +183,7 @@ def _snip(request: Request) -> Solution:
         known = (hint >= 0) & (task.table.listed | task.allowed)[task.table.rows, hint]
         hint = hint if known.all() else None
     found = solve(task, request.settings, hint, request.deadline)
-    if hint is not None and task.holds(hint) and task.loss(hint) <= task.loss(found.columns):
+    if hint is not None and task.holds(hint) and task.cost_of(hint) <= task.cost_of(found.columns):
         return replace(found, columns=hint)  # ties do not change the plan
     return found
 
@@ -286,7 +286,7 @@ def _uniform(option: str, request: Request) -> Solution:
     fixed = {**constraints.fixed, label: fixed_columns(constraints.table, label, free, option)}
     task = replace(constraints, target=0.0, balance="none", fixed=fixed).checked_task()
     only: Ints = task.allowed.argmax(axis=1)
-    return Solution(only, "fixed", task.loss(only))
+    return Solution(only, "fixed", task.cost_of(only))
 
 
 POLICIES: dict[str, Policy] = {

@@ -92,7 +92,7 @@ def _close_gap(searches: Sequence[Search], gap: float, deadline: float) -> None:
     """Improve the searches with the largest gaps until the total gap is small enough."""
     unsolved = [search for search in searches if not search.optimal]
     for search in sorted(unsolved, key=lambda search: -search.gap):
-        total = math.fsum(each.loss for each in searches)
+        total = math.fsum(each.best_cost for each in searches)
         excess = math.fsum(each.gap for each in searches) - gap * abs(total)
         if excess <= 0 or time.monotonic() >= deadline:
             return
@@ -129,15 +129,15 @@ class Search:
         self.bound = self._dual.bound
         candidates = [choices.without_dropped(start) for start in starts]
         candidates += [self._dual.above, self._dual.below, round_up(choices, self._dual)]
-        self.best = min((c for c in candidates if choices.holds(c)), key=choices.loss)
-        self.loss = choices.loss(self.best)
+        self.best = min((c for c in candidates if choices.holds(c)), key=choices.cost_of)
+        self.best_cost = choices.cost_of(self.best)
         self._tolerance = EXACT * float(np.abs(choices.cost[choices.rows, self.best]).sum())
         self.optimal = self.gap <= self._tolerance
 
     @property
     def gap(self) -> float:
         """Incumbent minus bound, absolute."""
-        return max(0.0, self.loss - self.bound)
+        return max(0.0, self.best_cost - self.bound)
 
     def improve(self, work: float, good_gap: float = 0.0) -> float:
         """Solve cores, from a small one to the complete one.
@@ -168,7 +168,7 @@ class Search:
         cost, least = self.choices.cost, self.choices.cost.min(axis=1)
         open_ = np.isfinite(cost) & (self._dual.reduced <= self.gap + self._tolerance)
         # Nor can a better one hold a choice that alone costs more than the incumbent.
-        slack = self.loss - math.fsum(least) + self._tolerance
+        slack = self.best_cost - math.fsum(least) + self._tolerance
         open_ &= cost - least[:, None] <= slack
         open_[self.choices.rows, self.best] = True
         return open_
@@ -182,7 +182,7 @@ class Search:
         free, fixed = np.flatnonzero(counts > 1), np.flatnonzero(counts == 1)
         if not len(free):
             self.optimal = self.optimal or complete
-            self.bound = self.loss if complete else self.bound
+            self.bound = self.best_cost if complete else self.bound
             return 0.0
         found = self.best.copy()
         found[fixed] = part[fixed].argmax(axis=1)
@@ -207,10 +207,10 @@ class Search:
         if answer.choices is not None:
             found[free] = columns[answer.choices]
             assert choices.holds(found), "the solver's assignment breaks an integer constraint"
-            if choices.loss(found) < self.loss:
-                self.best, self.loss = found, choices.loss(found)
+            if choices.cost_of(found) < self.best_cost:
+                self.best, self.best_cost = found, choices.cost_of(found)
         if complete:
-            self.bound = max(self.bound, min(self.loss, base + answer.bound))
+            self.bound = max(self.bound, min(self.best_cost, base + answer.bound))
             self.optimal = answer.proven
         self.optimal = self.optimal or self.gap <= self._tolerance
         return answer.work

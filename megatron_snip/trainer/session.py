@@ -103,9 +103,6 @@ def _old_run(config: TrainConfig, done: int) -> OldRun:
     return "archive" if done or starts_and_resumes else "refuse"
 
 
-# The run.
-
-
 def run_rank(config: TrainConfig) -> TrainingResult:
     """Every rank of a launcher: train, and write the run's files (rank 0).
 
@@ -272,9 +269,6 @@ def _iteration_of(line: str) -> int | None:
     except (UsageError, KeyError, TypeError):
         return None  # a crash of the machine cut the line
     return iteration if isinstance(iteration, int) else None
-
-
-# What the user sees.
 
 
 class ProgressWriter:
