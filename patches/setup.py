@@ -160,11 +160,12 @@ def make_writers(config: SnipConfig, args: argparse.Namespace, topology: Topolog
     from megatron_snip.reporting.writers import MEGATRON_LOGS, TensorBoardWriter, WandbWriter
 
     writers: list[Writer] = []
+    dump = config.model_dump(mode="json")
 
     def open_files() -> None:
         megatron = {k: v for k, v in sorted(vars(args).items()) if type(v) in _YAML_TYPES}
-        settings = {"snip": config.model_dump(mode="json"), "megatron": megatron}
         path, resumes = _directory(config, args), getattr(args, "iteration", 0)
+        settings = {"snip": dump, "megatron": megatron}
         writers.append(open_run(path, settings, "continue" if resumes else "archive"))
         logger.info("snip: plans, problems and metrics go to %s", path)
 
@@ -174,7 +175,6 @@ def make_writers(config: SnipConfig, args: argparse.Namespace, topology: Topolog
         return writers
     from megatron.training import global_vars
 
-    dump = config.model_dump(mode="json")
     interval = int(getattr(args, "tensorboard_log_interval", 1) or 1)
     board, wandb = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
     if board is not None:
