@@ -29,11 +29,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megatron_snip.formats import Format, ScaleType, get_format
+from megatron_snip.formats import Block, Format, ScaleType, get_format
 from megatron_snip.kernels import launch
 from megatron_snip.kernels.launch import NO_RANDOM, PhiloxArguments
 from megatron_snip.quantizers import reference
-from megatron_snip.quantizers.reference import Block
 from megatron_snip.quantizers.stochastic import StochasticStream, random_bits16
 from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand
 
