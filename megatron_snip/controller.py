@@ -112,7 +112,7 @@ class SnipController:
         available = self._plans.available
         for text in available.warnings:
             self._reporter.warn(text)
-        self._refresher = Refresher(config, self.model, available, optimizer, topology, seed, state)
+        self._refresher = Refresher(config, self.model, available, optimizer, state)
         self._schedule = self._refresher.schedule
         measures = config.plan_file is None and (config.collect_only or not self._schedule.static)
         if measures and train_iters is not None and train_iters < config.start_step:

@@ -34,7 +34,6 @@ from megatron_snip.statistics.optimizer_state import (
 )
 from megatron_snip.statistics.records import running_mean
 from megatron_snip.statistics.sample import MeasureSettings
-from megatron_snip.topology import Topology
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +132,6 @@ class Refresher:
         model: PlannedModel,
         available: AvailableOptions,
         optimizer: Any,
-        topology: Topology,
-        seed: int,
         state: ControllerState | None,
     ) -> None:
         """Measure `model` with the available options; continue from `state`."""
@@ -147,9 +144,8 @@ class Refresher:
         names = {name for option in available.options for name in option.formats}
         self._formats = tuple(name for name in config.formats if name in names)
         self._optimizer = optimizer
-        self._topology = topology
-        self._seed = seed
-        self._dispatch = ExpertDispatch(model.chunks, topology)
+        self._topology = model.runtime.topology
+        self._dispatch = ExpertDispatch(model.chunks, self._topology)
         self._seconds = 0.0
         self.failure: str | None = None
         self._health: dict[str, LinearHealth] = {}
@@ -180,7 +176,7 @@ class Refresher:
             self.failure = self.failure or str(failure)
             return run()[0]
         formats = self._model.measured_formats(self._formats)
-        settings = MeasureSettings(formats, iteration, self._seed, names)
+        settings = MeasureSettings(formats, iteration, self._model.runtime.seed, names)
         observer = StepObserver(settings, topology, sensitivities, self._dispatch.parts)
         with self._dispatch.counting(), self._model.runtime.observed_by(observer):
             results, ran_once = run()
