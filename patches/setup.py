@@ -33,7 +33,7 @@ _YAML_TYPES = (bool, int, float, str, type(None))
 def validation(call: Call, session: Session) -> Any:
     """Check SNIP's settings after Megatron has validated its own."""
     result = call.run()
-    checked_config(call.arguments["args"], session)
+    exit_on_error(lambda: snip_config(call.arguments["args"], session.given))
     return result
 
 
@@ -55,22 +55,13 @@ def model_setup(call: Call, session: Session) -> Any:
 
     session.end()  # the training run before this one in the process (in-process restart)
     args = get_args()
-    config = checked_config(args, session)  # a --yaml-cfg namespace is not validated before
+    # A --yaml-cfg namespace is not validated before.
+    config = exit_on_error(lambda: snip_config(args, session.given))
     result = call.run()
     if config.enabled:
         model, optimizer = result[0], result[1]
         exit_on_error(lambda: attach(session, config, args, model, optimizer))
     return result
-
-
-def checked_config(args: argparse.Namespace, session: Session) -> SnipConfig:
-    """Return the settings, or end the process with status 2 if they cannot be used.
-
-    Args:
-        args: Megatron's namespace, validated.
-        session: it holds the flags, for namespaces that lack them.
-    """
-    return exit_on_error(lambda: snip_config(args, session.given))
 
 
 def attach(
