@@ -169,12 +169,13 @@ def _factored(
     weights = lab.model.weights()
     factors = gather_sensitivities(weights, lab.state.optimizer, lab.model.runtime.topology)
     factored, exact = [], []
-    for linear in lab.names:
+    for placement, weight in weights.items():
+        linear = placement.name
         error = lab.gradients(batches, {linear: option(name, "wgrad")})[1][linear] - base[linear]
-        found = shards[weights[linear].weight].slope_and_update()
+        found = shards[weight].slope_and_update()
         assert found is not None
         exact.append(float((found[0].view_as(error) * error).norm()))
-        row, col = factors[linear].row, factors[linear].col
+        row, col = factors[placement].row, factors[placement].col
         factored.append(float((row[:, None] * error * col).norm()))
     return Agreement.of(np.array(factored), np.array(exact))
 

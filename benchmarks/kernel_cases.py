@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from benchmarks.timing import said
-from megatron_snip.formats import FORMATS, Format
+from megatron_snip.formats import FORMATS, Block, Format
 from megatron_snip.quantizers.quantize import quantize_dequantize, quantize_dequantize_pair
-from megatron_snip.quantizers.reference import Block
 from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
 from megatron_snip.types import Operand
 

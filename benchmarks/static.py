@@ -21,9 +21,9 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_snip.formats import FORMATS
+from megatron_snip.formats import FORMATS, Block
 from megatron_snip.kernels import launch
-from megatron_snip.kernels.launch import NO_RANDOM, Block
+from megatron_snip.kernels.launch import NO_RANDOM
 from megatron_snip.quantizers.quantize import _philox_arguments
 from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
 

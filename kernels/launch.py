@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_snip.formats import Format, ScaleType
+from megatron_snip.formats import Block, Format, ScaleType
 from megatron_snip.log import warn_once
 
 _LOGGER = logging.getLogger(__name__)
@@ -28,9 +28,6 @@ MIN_CAPABILITY = (8, 0)
 
 MAX_TILE = 128 * 128
 """Elements of the largest tile that a kernel holds in registers."""
-
-Block = tuple[int, int]
-"""(rows, cols) of a tile."""
 
 
 def use_kernels(device: torch.device, *blocks: Block) -> bool:

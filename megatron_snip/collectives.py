@@ -22,10 +22,10 @@ T = TypeVar("T")
 class RemoteFailure(SnipError):
     """At least one rank failed; every rank raises this with the same message."""
 
-    def __init__(self, what: str, failures: dict[int, str]) -> None:
-        """`failures` is {rank: message} of the ranks that failed."""
-        detail = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
-        super().__init__(f"{what} failed on {detail}")
+    def __init__(self, what: str, failures: Sequence[str | None]) -> None:
+        """`failures` has every rank's message; None for a rank that did not fail."""
+        failed = (f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None)
+        super().__init__(f"{what} failed on {'; '.join(failed)}")
 
 
 def gather_json(value: Any, group: ProcessGroup | None) -> list[Any]:
@@ -84,8 +84,7 @@ def attempt(what: str, action: Callable[[], T], group: ProcessGroup | None) -> T
     except Exception as error:  # any error must reach all ranks
         failure = f"{type(error).__name__}: {one_line(error)}"
     if any_rank(failure is not None, group):
-        texts = gather_json(failure, group)
-        raise RemoteFailure(what, {rank: t for rank, t in enumerate(texts) if t is not None})
+        raise RemoteFailure(what, gather_json(failure, group))
     return result  # type: ignore[return-value]  # no rank failed
 
 

@@ -17,6 +17,9 @@ from enum import StrEnum
 
 from megatron_snip.errors import UsageError, did_you_mean
 
+Block = tuple[int, int]
+"""(rows, cols) of a tile in the tensor's own two dims."""
+
 
 class ScaleType(StrEnum):
     """How a tile's scale is stored."""
@@ -70,7 +73,7 @@ class Format:
     bits: int
     element: ElementType | None = None
     tile: int = 128
-    weight_block: tuple[int, int] = (128, 128)
+    weight_block: Block = (128, 128)
     scale: ScaleType = ScaleType.FP32
     stochastic_grad: bool = False
     wgrad_hadamard: int = 0

@@ -30,7 +30,7 @@ from megatron_snip.log import warn_once_per_job
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.statistics.records import StatisticsTable
-from megatron_snip.version import installed_version
+from megatron_snip.version import PACKAGES, installed_version
 
 logger = logging.getLogger(__name__)
 
@@ -124,13 +124,12 @@ _REPORTED_SETTINGS = (
     *("formats", "granularity", "efficiency_target", "target_schedule", "heal_from", "policy"),
     *("pins", "pipeline_balance", "cost"),
 )
-_REPORTED_VERSIONS = ("megatron-snip", "megatron-core", "torch", "transformer-engine")
 
 
 def reported_settings(config: SnipConfig, backend: str) -> dict[str, str]:
     """Return settings and versions whose change a resumed run reports."""
     found = {name: getattr(config, name) for name in _REPORTED_SETTINGS} | {"backend": backend}
-    found |= {name: installed_version(name) for name in _REPORTED_VERSIONS}
+    found |= {name: installed_version(name) for name in PACKAGES}
     return {name: ",".join(v) if isinstance(v, tuple) else str(v) for name, v in found.items()}
 
 

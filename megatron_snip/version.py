@@ -5,6 +5,9 @@ from importlib.metadata import version as _metadata_version
 
 __version__ = "0.1.0"
 
+PACKAGES = ("megatron-snip", "megatron-core", "torch", "transformer-engine")
+"""Packages whose versions decide what a run does and how long its linears take."""
+
 
 def installed_version(package: str) -> str | None:
     """Return the version of a package; None where it is not installed."""

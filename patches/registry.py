@@ -236,7 +236,13 @@ class Registry:
         wanted = [p for p in self.patches if p.when in asked and p.name not in self._installed]
         wanted = [p for p in wanted if not (p.optional and p.problem())]
         found = [(p, *p.find()) for p in wanted]
-        _check_version()
+        version = core_version()
+        if not is_tested(version):
+            warn_once_per_job(
+                logger,
+                f"megatron-core {version} was not tested with SNIP (tested: {TESTED}); all "
+                "functions that SNIP needs were found, so the run continues",
+            )
         for p, owner, function in found:
             if p.handler is not None:
                 name, wrapper = p.attribute.rpartition(".")[2], p.wrapper(function, self.session)
@@ -269,13 +275,3 @@ def is_tested(version: str) -> bool:
     """Return whether SNIP was tested with a release; its pre-releases and local builds count."""
     parsed = Version(version)
     return SpecifierSet(TESTED).contains(f"{parsed.major}.{parsed.minor}")
-
-
-def _check_version() -> None:
-    version = core_version()
-    if not is_tested(version):
-        warn_once_per_job(
-            logger,
-            f"megatron-core {version} was not tested with SNIP (tested: {TESTED}); all functions "
-            "that SNIP needs were found, so the run continues",
-        )

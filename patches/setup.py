@@ -33,7 +33,7 @@ _YAML_TYPES = (bool, int, float, str, type(None))
 def validation(call: Call, session: Session) -> Any:
     """Check SNIP's settings after Megatron has validated its own."""
     result = call.run()
-    checked_config(call.arguments["args"], session)
+    exit_on_error(lambda: snip_config(call.arguments["args"], session.given))
     return result
 
 
@@ -55,22 +55,13 @@ def model_setup(call: Call, session: Session) -> Any:
 
     session.end()  # the training run before this one in the process (in-process restart)
     args = get_args()
-    config = checked_config(args, session)  # a --yaml-cfg namespace is not validated before
+    # A --yaml-cfg namespace is not validated before.
+    config = exit_on_error(lambda: snip_config(args, session.given))
     result = call.run()
     if config.enabled:
         model, optimizer = result[0], result[1]
         exit_on_error(lambda: attach(session, config, args, model, optimizer))
     return result
-
-
-def checked_config(args: argparse.Namespace, session: Session) -> SnipConfig:
-    """Return the settings, or end the process with status 2 if they cannot be used.
-
-    Args:
-        args: Megatron's namespace, validated.
-        session: its `given` has the flags, for namespaces that lack them (--yaml-cfg).
-    """
-    return exit_on_error(lambda: snip_config(args, session.given))
 
 
 def attach(
@@ -160,11 +151,12 @@ def make_writers(config: SnipConfig, args: argparse.Namespace, topology: Topolog
     from megatron_snip.reporting.writers import MEGATRON_LOGS, TensorBoardWriter, WandbWriter
 
     writers: list[Writer] = []
+    dump = config.model_dump(mode="json")
 
     def open_files() -> None:
         megatron = {k: v for k, v in sorted(vars(args).items()) if type(v) in _YAML_TYPES}
-        settings = {"snip": config.model_dump(mode="json"), "megatron": megatron}
         path, resumes = _directory(config, args), getattr(args, "iteration", 0)
+        settings = {"snip": dump, "megatron": megatron}
         writers.append(open_run(path, settings, "continue" if resumes else "archive"))
         logger.info("snip: plans, problems and metrics go to %s", path)
 
@@ -174,7 +166,6 @@ def make_writers(config: SnipConfig, args: argparse.Namespace, topology: Topolog
         return writers
     from megatron.training import global_vars
 
-    dump = config.model_dump(mode="json")
     interval = int(getattr(args, "tensorboard_log_interval", 1) or 1)
     board, wandb = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
     if board is not None:

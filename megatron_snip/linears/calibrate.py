@@ -49,7 +49,7 @@ from megatron_snip.planning.calibration import (
 )
 from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
 from megatron_snip.types import Gemm, glob_matches, split_linear_name
-from megatron_snip.version import installed_version
+from megatron_snip.version import PACKAGES, installed_version
 
 logger = logging.getLogger(__name__)
 
@@ -181,11 +181,10 @@ def _cached(cache: Path | None, shapes: Mapping[str, Shape], machine: Machine) -
 
 def this_setup(device: torch.device, **versions: str) -> dict[str, Any]:
     """Return a table's machine, device, date and versions: those installed and `versions`."""
-    packages = ("megatron-snip", "megatron-core", "torch", "transformer-engine")
     return {
         "machine": f"{platform.node()} ({platform.machine()})",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "versions": {name: str(installed_version(name)) for name in packages} | versions,
+        "versions": {name: str(installed_version(name)) for name in PACKAGES} | versions,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

@@ -22,9 +22,9 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron_snip.collectives import gather_json
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.te.modules import (
+    TOKENS_KNOWN,
     is_grouped,
     is_replicated,
-    knows_tokens,
     te_kind,
     weights_of,
 )
@@ -99,10 +99,10 @@ def find_linears(
     found: list[tuple[torch.nn.Module, list[Placement]]] = []
     unknown: list[str] = []
     for block, number, name, module in _layer_modules(model):
-        kind = _kind(module)
-        if is_replicated(module) and not knows_tokens(name):
+        kind, own_name = _kind(module), name.rpartition(".")[2]
+        if is_replicated(module) and own_name not in TOKENS_KNOWN:
             unknown.append(linear_name(number, name, block))
-        elif kind is not None and name.rsplit(".", 1)[-1] not in _NOT_PLANNED:
+        elif kind is not None and own_name not in _NOT_PLANNED:
             found.append((module, _placements(module, kind, name, number, block, topology)))
     if unknown:
         warn_once(

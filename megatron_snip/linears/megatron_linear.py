@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_snip.config import Backend
 from megatron_snip.linears.quantized_linear import LinearCall, quantized_linear
 from megatron_snip.linears.runtime import Runtime
+from megatron_snip.linears.te.modules import weights_of
 from megatron_snip.log import warn_once
 from megatron_snip.options import BF16, Option
 from megatron_snip.topology import Placement
@@ -46,18 +46,12 @@ class SimulatedLinear:
     _bf16_recipe: ClassVar[str]
     """Label of what runs the GEMMs at bf16."""
 
-    def __init__(
-        self,
-        module: Any,
-        placements: Sequence[Placement],
-        weights: Sequence[torch.nn.Parameter],
-        runtime: Runtime,
-    ) -> None:
+    def __init__(self, module: Any, placements: Sequence[Placement], runtime: Runtime) -> None:
         """Prepare; nothing is overridden yet."""
         self.module = module
         self.name = placements[0].name
         self.placements = tuple(placements)
-        self.weights = tuple(weights)
+        self.weights = weights_of(module)
         self.option: Option = BF16
         self._runtime = runtime
         self._original = getattr(module, self._method)

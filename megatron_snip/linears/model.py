@@ -20,13 +20,10 @@ from megatron_snip.linears.te.machine import Machine, measured_format, this_mach
 from megatron_snip.linears.te.modules import refuse_overlap, te_kind
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan
-from megatron_snip.statistics.optimizer_state import PlannedWeight
 from megatron_snip.topology import LinearInfo, Placement, Topology
 
 PRECISION_VERSION = 2
 """Of the schema of precision/<iteration>.json."""
-
-AnyLinear = SimulatedLinear | PlannedTELinear
 
 
 class PlannedModel:
@@ -149,10 +146,10 @@ class PlannedModel:
             "linears": rows,
         }
 
-    def weights(self, names: frozenset[str] | None = None) -> dict[str, PlannedWeight]:
-        """Return this rank's trained weights of the named linears, by instance, in model order."""
+    def weights(self, names: frozenset[str] | None = None) -> dict[Placement, torch.nn.Parameter]:
+        """Return this rank's trained weights of the named linears, in model order."""
         return {
-            placement.instance: PlannedWeight(placement, weight)
+            placement: weight
             for linear in self.linears
             if names is None or linear.name in names
             for placement, weight in zip(linear.placements, linear.weights, strict=True)
@@ -166,7 +163,7 @@ def _planned(
     runtime: Runtime,
     backend: Backend,
     machine: Machine,
-) -> AnyLinear:
+) -> SimulatedLinear | PlannedTELinear:
     """Return a linear under its backend.
 
     Raises:
@@ -183,8 +180,7 @@ def _planned(
             "Megatron's own; "
             "use --transformer-impl transformer_engine, or --snip-backend simulate"
         )
-    weight: Any = module.weight
-    return PlannedLinear(module, placements, [weight], runtime)
+    return PlannedLinear(module, placements, runtime)
 
 
 def _storage(weight: torch.nn.Parameter) -> str:

@@ -25,7 +25,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 
 from megatron_snip.linears.discovery import expert_layers
-from megatron_snip.statistics.observer import TokenPart
+from megatron_snip.statistics.observer import TokenParts
 from megatron_snip.topology import Placement, Topology
 
 
@@ -45,7 +45,7 @@ class ExpertDispatch:
                 stack.callback(layer.router.register_forward_hook(layer.count).remove)
             yield
 
-    def parts(self, placement: Placement, num_rows: int) -> list[TokenPart] | None:
+    def parts(self, placement: Placement, num_rows: int) -> TokenParts | None:
         """Return the rows of an expert's input by data rank; None if they need no sorting.
 
         Args:
@@ -85,7 +85,7 @@ class _Layer:
         dist.all_gather_into_tensor(everyone, sent, group=self.group)
         self.counts = everyone.view(self.group.size(), -1).tolist()
 
-    def parts(self, expert: int, num_rows: int) -> list[TokenPart] | None:
+    def parts(self, expert: int, num_rows: int) -> TokenParts | None:
         """Return an expert's rows by data rank; None if their number is not the router's."""
         counts = [sent[expert] for sent in self.counts]
         if sum(counts) != num_rows:  # tokens over an expert's capacity are dropped, rows padded
@@ -95,7 +95,7 @@ class _Layer:
         by_rank: dict[int, list[torch.Tensor]] = {}
         for place in sorted(by_place):  # in the order of the sender's sequence
             by_rank.setdefault(place[0], []).append(by_place[place])
-        return [TokenPart(rank, torch.cat(parts)) for rank, parts in by_rank.items()]
+        return {rank: torch.cat(parts) for rank, parts in by_rank.items()}
 
 
 def _layer(moe: Any, topology: Topology) -> _Layer | None:

@@ -232,16 +232,11 @@ def quantize_activation(
         gemms: one of the operand's two, or both: first fprop or dgrad, then wgrad.
         stream: random numbers, for formats that round G stochastically.
     """
-    names = [option[gemm] for gemm in gemms]
-    if len(names) == 2 and "bf16" not in names:
-        pair = names[0], names[1]
+    first, *second = (option[gemm] for gemm in gemms)
+    if second:
+        pair = first, second[0]
         return list(quantize_dequantize_pair(x, pair, operand, stream=stream, dtype=dtype))
-    return [
-        x
-        if name == "bf16"
-        else quantize_dequantize_operand(x, name, operand, gemm, stream=stream, dtype=dtype)
-        for name, gemm in zip(names, gemms, strict=True)
-    ]
+    return [quantize_dequantize_operand(x, first, operand, gemms[0], stream=stream, dtype=dtype)]
 
 
 def can_quantize_before_gather(option: Option, num_rows: int) -> bool:

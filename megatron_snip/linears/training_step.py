@@ -22,6 +22,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_snip.collectives import any_rank, sum_over
 from megatron_snip.linears.runtime import Runtime
+from megatron_snip.statistics.optimizer_state import gradient_of
 from megatron_snip.topology import Topology
 
 Results = list[dict[str, Any]]
@@ -232,29 +233,13 @@ class StepLoss:
         return None if count == 0.0 else float(total / count)
 
 
-def finite_gradients(chunks: Sequence[torch.nn.Module], topology: Topology) -> bool:
-    """All ranks: return whether every gradient of every rank is finite.
-
-    With FP16 the answer is True: there an overflow is the loss scaler's job.
-    """
-    return not any_rank(not _finite_here(chunks), topology.control)
-
-
 @torch.no_grad()
-def _finite_here(chunks: Sequence[torch.nn.Module]) -> bool:
-    if get_model_config(chunks[0]).fp16:
-        return True
-    grads = [
-        grad
-        for chunk in chunks
-        for parameter in chunk.parameters()
-        if (grad := getattr(parameter, "main_grad", None)) is not None
-        or (grad := parameter.grad) is not None
-    ]
-    if not grads:
-        return True
-    largest = torch.stack([torch.linalg.vector_norm(g, ord=math.inf).float() for g in grads])
-    return bool(torch.isfinite(largest).all())
+def finite_gradients(chunks: Sequence[torch.nn.Module], topology: Topology) -> bool:
+    """All ranks: return whether every gradient of every rank is finite."""
+    grads = (gradient_of(weight) for chunk in chunks for weight in chunk.parameters())
+    norms = [torch.linalg.vector_norm(g, ord=math.inf).float() for g in grads if g is not None]
+    is_finite = not norms or bool(torch.isfinite(torch.stack(norms)).all())
+    return not any_rank(not is_finite, topology.control)
 
 
 def microbatch_losses(results: Results) -> torch.Tensor | None:

@@ -29,11 +29,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megatron_snip.formats import Format, ScaleType, get_format
+from megatron_snip.formats import Block, Format, ScaleType, get_format
 from megatron_snip.kernels import launch
 from megatron_snip.kernels.launch import NO_RANDOM, PhiloxArguments
 from megatron_snip.quantizers import reference
-from megatron_snip.quantizers.reference import Block
 from megatron_snip.quantizers.stochastic import StochasticStream, random_bits16
 from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand
 
@@ -132,12 +131,12 @@ def quantize_dequantize_operand(
 
     Args:
         x: [.., cols], BF16 or FP32, any strides; leading dims are flattened to rows (tokens).
-        fmt: the format or its name; bf16 returns x itself (detached, cast to `dtype`).
+        fmt: the format or its name; bf16 returns x itself.
         operand: what x is.
         gemm: what it enters.
         stream: the tensor's random numbers, needed for stochastic rounding.
         tensor_amax: FP32 scalar, see `needs_tensor_amax`; None takes x's own.
-        dtype: of the result; None is x's own.
+        dtype: of a quantized result; None is x's own.
 
     Returns:
         x's shape.
@@ -147,12 +146,13 @@ def quantize_dequantize_operand(
             enter `gemm`, or on a dtype that cannot be quantized.
     """
     fmt = get_format(fmt) if isinstance(fmt, str) else fmt
-    dtype = x.dtype if dtype is None else dtype
     if not fmt.quantized:
-        return x.detach().to(dtype)
+        return x
     block, used = operand_block(fmt, operand, gemm), _stream_of(fmt, operand, gemm, stream)
     source = rotated(x.detach().flatten(0, -2), fmt, gemm)
-    out = quantize_dequantize(source, fmt, block, stream=used, tensor_amax=tensor_amax, dtype=dtype)
+    out = quantize_dequantize(
+        source, fmt, block, stream=used, tensor_amax=tensor_amax, dtype=dtype or x.dtype
+    )
     return out.view(x.shape)
 
 
@@ -163,7 +163,6 @@ def quantize_dequantize_pair(
     operand: Operand,
     *,
     stream: StochasticStream | None = None,
-    tensor_amax: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return what two GEMMs see of `operand`; kernels read it once, and draw once, for both.
@@ -176,14 +175,12 @@ def quantize_dequantize_pair(
         formats: for the GEMM along the row (fprop of input, dgrad of grad_output) and for wgrad.
         operand: input or grad_output.
         stream: random numbers.
-        tensor_amax: for E4M3 scales.
-        dtype: of the results.
+        dtype: of the quantized results.
 
     Returns:
         Two tensors of x's shape: for the first GEMM, and for wgrad.
     """
     row, col = (get_format(f) if isinstance(f, str) else f for f in formats)
-    dtype = x.dtype if dtype is None else dtype
     row_gemm = Gemm.FPROP if operand is Operand.INPUT else Gemm.DGRAD
     each = [(f, g, operand_block(f, operand, g)) for f, g in ((row, row_gemm), (col, Gemm.WGRAD))]
     together = row.quantized and col.quantized and not col.wgrad_hadamard
@@ -194,15 +191,15 @@ def quantize_dequantize_pair(
             reference.check(source, fmt, block)
             used = _stream_of(fmt, operand, gemm, stream)
             directions.append((fmt, block, _philox_arguments(used, x.shape[-1])))
-        amax = reference.tensor_amax_of(x, tensor_amax, row, col)
-        a, b = launch.quantize_dequantize(source, *directions, dtype=dtype, tensor_amax=amax)
+        amax = reference.tensor_amax_of(x, None, row, col)
+        a, b = launch.quantize_dequantize(
+            source, *directions, dtype=dtype or x.dtype, tensor_amax=amax
+        )
         return a.view(x.shape), b.view(x.shape)
     if stream is not None and all(is_stochastic(fmt, operand) for fmt in (row, col)):
         stream = stream.draw(x.shape[:-1].numel(), x.shape[-1], x.device)
     first, second = (
-        quantize_dequantize_operand(
-            x, fmt, operand, gemm, stream=stream, tensor_amax=tensor_amax, dtype=dtype
-        )
+        quantize_dequantize_operand(x, fmt, operand, gemm, stream=stream, dtype=dtype)
         for fmt, gemm, _ in each
     )
     return first, second

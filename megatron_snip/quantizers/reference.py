@@ -64,10 +64,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_snip.formats import E4M3, ElementType, Format, ScaleType
-
-Block = tuple[int, int]
-"""(rows, cols) of a tile in the tensor's own two dims."""
+from megatron_snip.formats import E4M3, Block, ElementType, Format, ScaleType
 
 PIECE_ELEMENTS = 1 << 17
 """Elements of a piece, the fastest of 2^16 .. 2^18 measured: larger ones leave a 1 MiB cache,

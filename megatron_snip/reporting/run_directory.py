@@ -48,20 +48,10 @@ from megatron_snip.files import without_nan, write_atomic
 from megatron_snip.planning.plan import write_plan
 from megatron_snip.planning.problem import write_problem
 from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, PlanApplied
-from megatron_snip.version import installed_version
+from megatron_snip.version import PACKAGES, installed_version
 
 logger = logging.getLogger(__name__)
 
-PACKAGES = (
-    "megatron-snip",
-    "megatron-core",
-    "torch",
-    "transformer-engine",
-    "ortools",
-    "numpy",
-    "wandb",
-)
-"""Distributions whose versions a run records."""
 
 OldRun = Literal["continue", "archive", "delete", "refuse"]
 """What becomes of the files of a run before: the new run continues them, they move to a folder
@@ -69,9 +59,10 @@ OldRun = Literal["continue", "archive", "delete", "refuse"]
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python and of `PACKAGES` (None where not installed)."""
+    """Return the versions of Python and of packages (None where not installed)."""
     python = {"python": platform.python_version()}
-    return python | {package: installed_version(package) for package in PACKAGES}
+    packages = (*PACKAGES, "ortools", "numpy", "wandb")
+    return python | {package: installed_version(package) for package in packages}
 
 
 class RunDirectory:

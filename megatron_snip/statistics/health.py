@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from megatron_snip.config import HealthMeasure
-from megatron_snip.formats import Format, ScaleType
-from megatron_snip.quantizers.reference import Block, tile_amax, tile_scales
+from megatron_snip.formats import Block, Format, ScaleType
+from megatron_snip.quantizers.reference import tile_amax, tile_scales
 from megatron_snip.statistics.health_table import (
     SMALL_IS_BAD,
     HealthTable,

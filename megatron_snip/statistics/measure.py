@@ -25,10 +25,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_snip.collectives import sum_together
-from megatron_snip.formats import Format
+from megatron_snip.formats import Block, Format
 from megatron_snip.matmul import matmul_fp32
 from megatron_snip.quantizers.quantize import operand_block, quantize_dequantize_operand, rotated
-from megatron_snip.quantizers.reference import Block
 from megatron_snip.quantizers.stochastic import StochasticStream
 from megatron_snip.statistics.health import OPERAND_SUMS, magnitudes, tile_counts
 from megatron_snip.statistics.optimizer_state import Sensitivity

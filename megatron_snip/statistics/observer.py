@@ -47,17 +47,9 @@ from megatron_snip.types import Operand
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class TokenPart:
-    """The rows of a linear's input that came from one data rank.
-
-    Attributes:
-        data_rank: of their sender.
-        rows: [R] int64 on the CPU, in the order of the sender's sequence.
-    """
-
-    data_rank: int
-    rows: Tensor
+TokenParts = Mapping[int, Tensor]
+"""The rows of a linear's input by the data rank that sent them: [R] int64 on the CPU each, in the
+order of the sender's sequence."""
 
 
 class _Tap(torch.autograd.Function):
@@ -108,15 +100,15 @@ class StepObserver:
         self,
         settings: MeasureSettings,
         topology: Topology,
-        sensitivities: Mapping[str, Sensitivity],
-        token_parts: Callable[[Placement, int], list[TokenPart] | None] = lambda *_: None,
+        sensitivities: Mapping[Placement, Sensitivity],
+        token_parts: Callable[[Placement, int], TokenParts | None] = lambda *_: None,
     ) -> None:
         """Start with nothing observed.
 
         Args:
             settings: what to observe.
             topology: this rank's place.
-            sensitivities: by `Placement.instance`.
+            sensitivities: of the weights that have one.
             token_parts: returns the rows of a linear's input by sender, or None if all are one
                 microbatch of this rank's.
         """
@@ -127,9 +119,9 @@ class StepObserver:
         self._token_parts = token_parts
         self._columns = {c: COLUMNS[c.rpartition(".")[2]] for c in table_columns(settings.formats)}
         self._needs_amax = any(map(needs_tensor_amax, settings.formats.values()))
-        self._num_forwards: dict[str, int] = defaultdict(int)
+        self._num_forwards: dict[Placement, int] = defaultdict(int)
         self._own = RankSums()
-        self._seen: set[str] = set()
+        self._seen: set[Placement] = set()
         self._draw = cache(partial(draw_sample, settings))  # a microbatch's tokens, for all linears
 
     def observe(
@@ -199,19 +191,18 @@ class StepObserver:
     def _samples(self, call: _Call, input: Tensor) -> list[Sample]:
         """Keep the sampled tokens of a linear's input, by sender; communicates nothing."""
         placement = call.placement
-        forward = self._num_forwards[placement.instance]
-        self._num_forwards[placement.instance] += 1
+        forward = self._num_forwards[placement]
+        self._num_forwards[placement] += 1
         x = input.reshape(-1, input.shape[-1])
         num_tokens = x.shape[0] * (call.axis.size if call.input_is_split else 1)
         data, parts = self._topology.data, self._token_parts(placement, num_tokens)
         if parts is None:
             data = self._topology.data_axis(placement)
-            parts = [TokenPart(data.rank, torch.arange(num_tokens))]
+            parts = {data.rank: torch.arange(num_tokens)}
         samples = []
-        for part in parts:
-            microbatch = forward * data.size + part.data_rank
-            drawn = self._draw(len(part.rows), microbatch)
-            sample = replace(drawn, rows=part.rows[drawn.rows])
+        for data_rank, rows in parts.items():
+            drawn = self._draw(len(rows), forward * data.size + data_rank)
+            sample = replace(drawn, rows=rows[drawn.rows])
             self._try(placement, self._keep, call, sample, x)
             samples.append(sample)
         return samples
@@ -244,7 +235,7 @@ class StepObserver:
         features = self._try(placement, sampled_features, stream, weight.shape[0], first)
         features = features or slice(None)
         operands = Operands(x[:single], weight, g[:single], x[single:], g[single:, features], amax)
-        d = self._sensitivities.get(placement.instance)
+        d = self._sensitivities.get(placement)
         given = operands, placement.kind, axis.size, formats, stream, d, features
         sums = self._try(placement, partial_sums, *given)
         if sums is not None:
@@ -270,15 +261,15 @@ class StepObserver:
         self, call: _Call, sample: Sample, sums: PartialSums, grad: Tensor, features: slice
     ) -> None:
         """Add one microbatch's sums to its linear's row; `grad` is G of the sample."""
-        found = totals(sums, call.placement.kind, grad, self._settings.formats)
+        placement, name = call.placement, call.placement.name
+        found = totals(sums, placement.kind, grad, self._settings.formats)
         health = sums.health
         share = 1.0 / self._topology.context  # of a microbatch: context ranks divide its tokens
         known = {"microbatches": share, "tokens": float(sample.num_tokens)}
-        instance, name = call.placement.instance, call.placement.name
-        if instance not in self._seen and self._topology.data_axis(call.placement).rank == 0:
-            sensitivity = self._sensitivities.get(instance)
+        if placement not in self._seen and self._topology.data_axis(placement).rank == 0:
+            sensitivity = self._sensitivities.get(placement)
             known["update_square"] = 0.0 if sensitivity is None else sensitivity.update_square
-        self._seen.add(instance)
+        self._seen.add(placement)
         columns = self._columns
         tokens, tiles = sample.expansions
         tiles *= features.step or 1
@@ -292,7 +283,7 @@ class StepObserver:
         zero = torch.zeros_like(added[0])
         row = torch.stack([found.get(c, zero) for c in columns]) * factors + added
         health = health.double() * health.new_tensor([tokens, share, tokens])[:, None]
-        if (expert := call.placement.expert) is not None:
+        if (expert := placement.expert) is not None:
             own = torch.stack([row[list(columns).index(c)] for c in EXPERT_COLUMNS])
             row_of_expert = torch.cat([own, health[:-1, :, :3].flatten()])
             _add_to(self._own.experts, (name, expert), row_of_expert)

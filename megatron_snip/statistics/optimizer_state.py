@@ -224,18 +224,6 @@ def _rule(
     return _adam
 
 
-class PlannedWeight(NamedTuple):
-    """A weight of this rank that SNIP plans for.
-
-    Attributes:
-        placement: which linear and shard.
-        weight: the parameter, [N, K] of this shard.
-    """
-
-    placement: Placement
-    weight: torch.nn.Parameter
-
-
 @dataclass(frozen=True)
 class Sensitivity:
     """D of one weight's shard, and the size of its update.
@@ -253,14 +241,14 @@ class Sensitivity:
 
 @torch.no_grad()
 def gather_sensitivities(
-    weights: Mapping[str, PlannedWeight], optimizer: Any, topology: Topology
-) -> dict[str, Sensitivity]:
-    """All ranks: return the sensitivity of each of this rank's weights, by instance.
+    weights: Mapping[Placement, torch.nn.Parameter], optimizer: Any, topology: Topology
+) -> dict[Placement, Sensitivity]:
+    """All ranks: return the sensitivity of each of this rank's weights.
 
     A weight without moments for all its elements (a first step, another optimizer) is left out.
 
     Args:
-        weights: this rank's planned weights, by `Placement.instance`, the same keys in the same
+        weights: this rank's planned weights, [N, K] of the shard; the same linears in the same
             order on all ranks of an axis.
         optimizer: Megatron's.
         topology: this rank's place.
@@ -269,67 +257,71 @@ def gather_sensitivities(
         RemoteFailure: on every rank, if one cannot read its moments.
     """
 
-    def own_sums() -> dict[str, _ShardSums]:
+    def own_sums() -> dict[Placement, _ShardSums]:
         shards = optimizer_shards(optimizer)
-        return {i: _ShardSums.of(w.weight, shards.get(w.weight)) for i, w in weights.items()}
+        return {place: _ShardSums.of(w, shards.get(w)) for place, w in weights.items()}
 
     sums = attempt("reading the optimizer's state", own_sums, topology.control)
     sharded = is_sharded(optimizer)
-    by_axes: dict[tuple[Axis, Axis], list[str]] = defaultdict(list)
-    for instance, (placement, _) in weights.items():
+    by_axes: dict[tuple[Axis, Axis], list[Placement]] = defaultdict(list)
+    for placement in weights:
         data = topology.data_axis(placement) if sharded else Axis()
-        by_axes[data, placement.tensor].append(instance)
-    for (data, tensor), instances in by_axes.items():
-        _add([part for i in instances for part in sums[i]], data.group)
-        kinds = {i: weights[i].placement.kind for i in instances}
-        _add([part for i in instances for part in sums[i].shared(kinds[i])], tensor.group)
+        by_axes[data, placement.tensor].append(placement)
+    for (data, tensor), places in by_axes.items():
+        _add([part for place in places for part in sums[place]], data.group)
+        _add([part for place in places for part in sums[place].shared(place.kind)], tensor.group)
     found = {}
     numbers = torch.stack([s.scalars for s in sums.values()]).tolist() if sums else []
-    for (instance, (placement, _)), (known, square) in zip(weights.items(), numbers, strict=True):
+    for placement, (known, square) in zip(weights, numbers, strict=True):
         if known == placement.in_features * placement.out_features and square > 0:
-            rows, cols, _ = sums[instance]
-            total = sums[instance].shared(placement.kind)[0].sum()
+            rows, cols, _ = sums[placement]
+            total = sums[placement].shared(placement.kind)[0].sum()
             factors = rows.rsqrt().float(), (cols / total).rsqrt().float()
-            found[instance] = Sensitivity(*factors, square)
+            found[placement] = Sensitivity(*factors, square)
     return found
 
 
 @torch.no_grad()
 def weight_norms(
-    weights: Mapping[str, PlannedWeight],
+    weights: Mapping[Placement, torch.nn.Parameter],
     optimizer: Any,
-    sensitivities: Mapping[str, Sensitivity],
+    sensitivities: Mapping[Placement, Sensitivity],
     topology: Topology,
     loss_scale: float,
 ) -> dict[str, Tensor]:
     """Return this rank's part of each linear's norms, FP64 [NORMS]; parts add over ranks.
 
     Args:
-        weights: this rank's, by instance; their gradients are reduced over data ranks.
+        weights: this rank's; their gradients are reduced over data ranks.
         optimizer: Megatron's; what it owns of a weight is counted.
-        sensitivities: by instance; they hold the size of the update.
+        sensitivities: of the weights; they hold the size of the update.
         topology: this rank's place.
         loss_scale: factor of the gradients; the norms are without it.
     """
     shards = optimizer_shards(optimizer)
     sharded, rate = is_sharded(optimizer), learning_rate(optimizer) or 0.0
     found: dict[str, Tensor] = {}
-    for instance, (placement, weight) in weights.items():
+    for placement, weight in weights.items():
         rank, shard = topology.data_axis(placement).rank, shards.get(weight)
         if placement.tensor.size == 1 and placement.tensor.rank:  # a replicated weight
             continue
-        grad = getattr(weight, "main_grad", None)
-        grad = weight.grad if grad is None else grad
+        grad = gradient_of(weight)
         norms = weight.data.new_zeros(NORMS, dtype=torch.float64)
         if grad is not None and (shard is not None if sharded else rank == 0):
             owned = slice(None) if shard is None else slice(shard.start, shard.end)
             norms[0] = _square(grad.reshape(-1)[owned]) / loss_scale**2
             norms[1] = _square(weight.detach().reshape(-1)[owned])
-        if instance in sensitivities and rank == placement.tensor.rank == 0:
-            norms[2] = rate**2 * sensitivities[instance].update_square
+        if placement in sensitivities and rank == placement.tensor.rank == 0:
+            norms[2] = rate**2 * sensitivities[placement].update_square
         name = placement.name
         found[name] = found[name] + norms if name in found else norms
     return found
+
+
+def gradient_of(weight: torch.nn.Parameter) -> Tensor | None:
+    """Return a weight's gradient: Megatron's `main_grad` where DDP made one, else autograd's."""
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    return weight.grad if main_grad is None else main_grad
 
 
 class _ShardSums(NamedTuple):

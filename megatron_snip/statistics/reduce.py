@@ -100,9 +100,7 @@ def reduce_sums(
     table[0, 0] = float(own.failure is not None)
     sum_over(table, control)
     if table[0, 0] > 0:
-        texts = gather_json(own.failure, control)
-        failures = {rank: text for rank, text in enumerate(texts) if text is not None}
-        raise RemoteFailure("measuring", failures)
+        raise RemoteFailure("measuring", gather_json(own.failure, control))
     if control is not None:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=control)
     counts = [int(count) for count in largest[:, -1].tolist()]

@@ -4,8 +4,8 @@ Megatron-Core names the CUDA device everywhere. `install` answers these calls fr
 
 * tensors.py moves tensors for a CUDA device to the CPU and computes BF16 products in FP32;
 * device.py gives `torch.cuda`'s functions (streams, events, RNG, memory) CPU answers;
-* collectives.py adds to gloo what it lacks;
-* megatron.py and torch_adam.py replace what Megatron-Core takes from CUDA packages.
+* megatron.py and torch_adam.py replace what Megatron-Core takes from CUDA packages;
+* gloo gets an uneven all-gather, and an all-to-all that takes split sizes as tensors.
 
 Nothing is replaced where CUDA is available. `uninstall` puts back the very objects it found,
 except where another replacement was made since.
@@ -15,10 +15,11 @@ kernels, streams or speed.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any
@@ -26,7 +27,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_snip.patches.cpu import collectives
 from megatron_snip.patches.cpu.device import constant, cuda_answers, local_ranks
 from megatron_snip.patches.cpu.megatron import megatron_replacements
 from megatron_snip.patches.cpu.tensors import CudaOnCpu, active_modes, in_backward
@@ -123,5 +123,41 @@ def _torch_replacements(
     # A CUDA build of torch would ask the driver at every optimizer step.
     yield torch.accelerator, "is_available", constant(False)
     yield torch.accelerator, "current_accelerator", constant(None)
-    yield dist, "all_to_all_single", collectives.plain_splits(dist.all_to_all_single)
-    yield dist, "all_gather", collectives.uneven_all_gather(dist.all_gather)
+    yield dist, "all_to_all_single", _plain_splits(dist.all_to_all_single)
+    yield dist, "all_gather", _uneven_all_gather(dist.all_gather)
+
+
+def _plain_splits(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap all_to_all_single to take split sizes as tensors, as the MoE dispatcher passes them."""
+
+    def plain(sizes: Any) -> Any:
+        return sizes.tolist() if hasattr(sizes, "tolist") else sizes
+
+    @functools.wraps(original)
+    def all_to_all_single(
+        output: Any,
+        input: Any,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        splits = (plain(output_split_sizes), plain(input_split_sizes))
+        return original(output, input, *splits, *args, **kwargs)
+
+    return all_to_all_single
+
+
+def _uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap all_gather for ranks that differ in their first dimension: each one broadcasts."""
+
+    @functools.wraps(original)
+    def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+        if len({tuple(target.shape) for target in tensor_list}) == 1:
+            return original(tensor_list, tensor, group=group, async_op=async_op)
+        tensor_list[dist.get_rank(group)].copy_(tensor)
+        for rank, target in enumerate(tensor_list):
+            dist.broadcast(target, group=group, group_src=rank)
+        return None
+
+    return all_gather

@@ -46,7 +46,6 @@ from megatron_snip.linears.te.modules import (
 from megatron_snip.linears.te.recipe import TERecipe
 from megatron_snip.log import warn_once
 from megatron_snip.options import BF16, Option
-from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.topology import Placement
 
 logger = logging.getLogger(__name__)
@@ -157,7 +156,7 @@ class PlannedTELinear:
     def _after_forward(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        return observed(self._runtime.observer, module, self.placements, args, kwargs, output)
+        return observed(self, self._runtime, args, kwargs, output)
 
 
 class SimulatedTELinear(SimulatedLinear):
@@ -173,10 +172,6 @@ class SimulatedTELinear(SimulatedLinear):
     _method = "forward"
     _bf16_recipe = "bf16"
 
-    def __init__(self, module: Any, placements: Sequence[Placement], runtime: Runtime) -> None:
-        """Prepare; nothing is overridden yet."""
-        super().__init__(module, placements, weights_of(module), runtime)
-
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_bf16():
             output = self._original(*args, **kwargs)
@@ -185,7 +180,7 @@ class SimulatedTELinear(SimulatedLinear):
             output = run(*args, **kwargs)
             # Transformer Engine's own wgrad overwrites main_grad while this is set.
             self.module.is_first_microbatch = False
-        return observed(self._runtime.observer, self.module, self.placements, args, kwargs, output)
+        return observed(self, self._runtime, args, kwargs, output)
 
     def _run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         module = self.module
@@ -223,9 +218,8 @@ class SimulatedTELinear(SimulatedLinear):
 
 
 def observed(
-    observer: StepObserver | None,
-    module: Any,
-    placements: Sequence[Placement],
+    linear: SimulatedTELinear | PlannedTELinear,
+    runtime: Runtime,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     result: Any,
@@ -233,24 +227,23 @@ def observed(
     """Return what a linear's forward returned, with a tap on the output of every weight's GEMM.
 
     Args:
-        observer: makes the taps; with None, or in a forward without gradients (which is recomputed
-            later), there are none.
-        module: Megatron's subclass of a Transformer Engine linear.
-        placements: of its weights; an expert may have zero rows.
+        linear: what ran; an expert may have zero rows.
+        runtime: its observer makes the taps. Without one, or in a forward without gradients (which
+            is recomputed later), there are none.
         args: of the forward.
         kwargs: of the forward.
         result: of the forward.
     """
+    observer, module = runtime.observer, linear.module
     if observer is None or not torch.is_grad_enabled():
         return result
     out, bias = result
     given = dict(zip(("x", "m_splits"), args, strict=False)) | kwargs
-    weights = weights_of(module)
     if not is_grouped(module):
         tapped = observer.observe(
-            placements[0],
+            linear.placements[0],
             given["x"],
-            weights[0],
+            linear.weights[0],
             out,
             input_is_split=input_is_split(module),
             output_is_split=output_is_split(module),
@@ -259,7 +252,7 @@ def observed(
         return tapped, bias
     sizes = _sizes(given["m_splits"])
     inputs, outputs = torch.split(given["x"], sizes), torch.split(out, sizes)
-    experts = zip(placements, inputs, weights, outputs, strict=True)
+    experts = zip(linear.placements, inputs, linear.weights, outputs, strict=True)
     return torch.cat([observer.observe(p, x, w, y) for p, x, w, y in experts]), bias
 
 

@@ -81,19 +81,12 @@ def _unavailable_recipes(manager: Any) -> dict[str, str]:
         available, reason = getattr(manager, check)() if hasattr(manager, check) else missing
         if not available:
             found[name] = str(reason)
-    if not has_per_gemm():
+    try:
+        for module, name in _PER_GEMM:
+            getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
         found["custom"] = "has no quantizers per GEMM (CustomRecipe with HybridQuantizer)"
     return found
-
-
-def has_per_gemm() -> bool:
-    """Return whether the installed Transformer Engine lets every GEMM have its own quantizers."""
-    for module, name in _PER_GEMM:
-        try:
-            getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError):
-            return False
-    return True
 
 
 def te_support(name: str, machine: Machine) -> tuple[str, str]:

@@ -34,20 +34,24 @@ from megatron_snip.linears.te.recipe import RECIPES, TERecipe
 from megatron_snip.topology import LinearKind
 
 EXTENSION = "megatron.core.extensions.transformer_engine"
-_KINDS: dict[str, LinearKind] = {
+_KINDS: dict[str, LinearKind | None] = {
     "TELayerNormColumnParallelLinear": "column",
     "TEColumnParallelLinear": "column",
     "TERowParallelLinear": "row",
     "TEColumnParallelGroupedLinear": "column",
     "TERowParallelGroupedLinear": "row",
+    "TELinear": "column",
+    "TEGroupedLinear": None,
 }
+"""Children come before the classes that they inherit from."""
+
 _OVERLAPS = (
     *("ub_overlap_ag_fprop", "ub_overlap_ag_dgrad", "ub_overlap_rs_fprop", "ub_overlap_rs_dgrad"),
     *("ub_bulk_dgrad", "ub_bulk_wgrad"),
 )
 """What Transformer Engine sets where a GEMM runs while tensor-parallel ranks communicate."""
 
-_TOKENS_KNOWN = frozenset(
+TOKENS_KNOWN = frozenset(
     {
         *("linear_q_down_proj", "linear_kv_down_proj", "linear_qkv_down_proj"),
         *("fc1_latent_proj", "fc2_latent_proj"),
@@ -62,8 +66,7 @@ def te_kind(module: torch.nn.Module) -> LinearKind | None:
 
     A plain TELinear is not sharded: it counts as a column linear with one shard.
     """
-    name = _class_of(module)
-    return "column" if name == "TELinear" else _KINDS.get(name)
+    return _KINDS.get(_class_of(module))
 
 
 def is_grouped(module: torch.nn.Module) -> bool:
@@ -76,11 +79,6 @@ def is_replicated(module: torch.nn.Module) -> bool:
     config: Any = getattr(module, "config", None)
     num_ranks = int(getattr(config, "tensor_model_parallel_size", 1))
     return num_ranks > 1 and _class_of(module) == "TELinear"
-
-
-def knows_tokens(name: str) -> bool:
-    """Return whether it is known which tokens a replicated linear of this name multiplies."""
-    return name.rsplit(".", 1)[-1] in _TOKENS_KNOWN
 
 
 def weights_of(module: Any) -> tuple[torch.nn.Parameter, ...]:
@@ -226,6 +224,5 @@ def _classes() -> dict[str, type]:
     extension: Any = sys.modules.get(EXTENSION)
     if extension is None or not getattr(extension, "HAVE_TE", False):
         return {}
-    names = (*_KINDS, "TELinear", "TEGroupedLinear")
-    found = {name: getattr(extension, name, None) for name in names}
+    found = {name: getattr(extension, name, None) for name in _KINDS}
     return {name: cls for name, cls in found.items() if isinstance(cls, type)}

@@ -14,7 +14,7 @@ three recipes, fprop_dgrad_wgrad: `megatron_snip.linears.te.quantizers.nvfp4_mxf
 Transformer Engine recognizes that the recipe has not changed.
 
 Needs Transformer Engine's QuantizerRole, HybridQuantizer and IdentityQuantizer
-(`machine.has_per_gemm` checks). The quantizers are those of its built-in recipes.
+(`machine.this_machine` checks). The quantizers are those of its built-in recipes.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def _errors(case: Case, option: Option, topology: Topology) -> dict[str, float |
     tensors = Tensors.make(case)
     module = _module(case, tensors)
     runtime = Runtime(topology, SEED)
-    linear = PlannedLinear(module, [case.placement(topology)], [module.weight], runtime)
+    linear = PlannedLinear(module, [case.placement(topology)], runtime)
     linear.option = option
     assert linear.refusal(option) is None
     linear.install()

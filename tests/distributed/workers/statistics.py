@@ -41,7 +41,8 @@ def sensitivities(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
             weights = PlannedModel(trainer.state.model, topology, 0).weights()
             before = gather_sensitivities(weights, optimizer, topology)
             trainer.advance(3, trainer.plain())
-            found = gather_sensitivities(weights, optimizer, topology)
+            places = gather_sensitivities(weights, optimizer, topology)
+            found = {place.instance: one for place, one in places.items()}
             truth = first.setdefault(trainer.config.bf16, found)
             results[name] = {
                 "classes": _classes(trainer),

@@ -124,8 +124,7 @@ def test_results_do_not_depend_on_the_launch():
 @pytest.mark.parametrize("operand", [Operand.INPUT, Operand.GRAD_OUTPUT], ids=str)
 def test_both_directions_from_one_read(names, operand):
     x = sample(150, 140, torch.bfloat16).view(3, 50, 140)
-    options = {"stream": STREAM, "tensor_amax": torch.tensor(1e7, device=DEVICE)}
-    agree(quantize_dequantize_pair, x, names, operand, **options)
+    agree(quantize_dequantize_pair, x, names, operand, stream=STREAM)
 
 
 def test_the_tensors_own_amax_is_used_where_none_is_given():

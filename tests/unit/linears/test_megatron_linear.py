@@ -39,7 +39,7 @@ def planned(option: Option = FP4, config: Any = None) -> tuple[Linear, PlannedLi
     torch.manual_seed(0)
     module, runtime = Linear(), Runtime(Topology(), seed=0)
     module.config = config
-    linear = PlannedLinear(module, [PLACEMENT], [module.weight], runtime)
+    linear = PlannedLinear(module, [PLACEMENT], runtime)
     linear.option = option
     linear.install()
     return module, linear, runtime

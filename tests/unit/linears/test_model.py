@@ -90,10 +90,10 @@ def test_weights_are_the_trained_ones_of_the_names(make_model: MakeModel) -> Non
     model = PlannedModel([make_model()], Topology(), seed=0)
     frozen = model.linears[2]
     frozen.module.weight.requires_grad_(False)  # type: ignore[union-attr]
-    instances = [linear.placements[0].instance for linear in model.linears]
-    assert list(model.weights()) == [i for i in instances if i != frozen.placements[0].instance]
+    places = [linear.placements[0] for linear in model.linears]
+    assert list(model.weights()) == [place for place in places if place != frozen.placements[0]]
     name = model.linears[0].name
-    assert list(model.weights(frozenset({name}))) == [name]
+    assert [p.name for p in model.weights(frozenset({name}))] == [name]
 
 
 def test_a_model_without_linears_is_refused() -> None:

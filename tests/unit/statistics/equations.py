@@ -75,7 +75,7 @@ class Toy:
         factors = ((self.row, "column"), (self.col, "row"))
         parts = [self._shard(factor, 0, kind, topology) for factor, kind in factors]
         d = Sensitivity(*parts, self.update_square)
-        observer = StepObserver(settings, topology, {place.instance: d})
+        observer = StepObserver(settings, topology, {place: d})
         weight_dim = 0 if self.kind == "column" else 1
         weight = self._shard(self.weight, weight_dim, self.kind, topology).requires_grad_()
         axis, data = topology.tensor, topology.data

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_snip.collectives import RemoteFailure
 from megatron_snip.statistics import observer as observer_module
-from megatron_snip.statistics.observer import StepObserver, TokenPart
+from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import Axis, Placement, Topology
 from tests.unit.statistics.equations import FORMATS, NAME, SEED, STEP, Toy, largest_error, row_of
@@ -144,7 +144,7 @@ def test_tokens_of_several_senders_are_measured_as_microbatches_of_their_own() -
     x, g = torch.cat(toy.inputs), torch.cat(toy.grads)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
     place_of = order.argsort()
-    parts = [TokenPart(0, place_of[:128]), TokenPart(1, place_of[128:])]
+    parts = {0: place_of[:128], 1: place_of[128:]}
     topology = Topology(data=Axis(0, 2))
     place = Placement(NAME, 0, "column", 256, 512, expert=3)
     observer = StepObserver(ALL, topology, {}, lambda placement, rows: parts)

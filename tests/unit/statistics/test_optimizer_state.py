@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron_snip.statistics.optimizer_state import (
-    PlannedWeight,
     Shard,
     _ShardSums,
     gather_sensitivities,
@@ -173,8 +172,8 @@ def gathered(monkeypatch: pytest.MonkeyPatch, weight: torch.nn.Parameter, *shard
     parts = [_ShardSums.of(weight, each) for each in shards]
     total = _ShardSums(*(sum(tensors) for tensors in zip(*parts, strict=True)))
     monkeypatch.setattr(_ShardSums, "of", lambda *_: total)
-    planned = PlannedWeight(Placement("fc1", 0, "column", COLS, ROWS), weight)
-    return gather_sensitivities({"fc1": planned}, torch.optim.SGD([weight]), Topology()).get("fc1")
+    place = Placement("fc1", 0, "column", COLS, ROWS)
+    return gather_sensitivities({place: weight}, torch.optim.SGD([weight]), Topology()).get(place)
 
 
 def part(shard: Shard, start: int, end: int) -> Shard:
