@@ -14,7 +14,11 @@ from typing import Any
 
 from megatron_snip.collectives import RemoteFailure, any_rank
 from megatron_snip.config import SnipConfig
-from megatron_snip.divergence.quality_loss import divergence_table, planning_problem
+from megatron_snip.divergence.quality_loss import (
+    DivergenceTable,
+    divergence_table,
+    planning_problem,
+)
 from megatron_snip.formats import lowest_precision
 from megatron_snip.linears.availability import AvailableOptions
 from megatron_snip.linears.model import PlannedModel
@@ -198,16 +202,12 @@ class Refresher:
 
     def measurement(self, target: float) -> Measurement:
         """Return divergences, and the planning problem at `target`, of the measurements so far."""
-        assert self.mean is not None, "something was measured"
-        c, options = self._config, self._available.options
-        # Another format of as few bits stands in for a lowest precision that no linear can run.
-        lowest = lowest_precision(self._formats).name
-        warn = self._topology.rank == 0
-        divergences = divergence_table(self.mean, options, lowest, c, warn)
+        divergences = self._divergences(warn=self._topology.rank == 0)
         problem = planning_problem(divergences, target)
         problem = self._available.restrict(problem)
-        linears = (self._health.get(linear.name) for linear in self.mean.linears)
-        health = HealthTable(self.mean.iteration, tuple(each for each in linears if each))
+        table = divergences.statistics
+        linears = (self._health.get(linear.name) for linear in table.linears)
+        health = HealthTable(table.iteration, tuple(each for each in linears if each))
         return Measurement(divergences, problem, self._seconds, health)
 
     def problem(self, target: float) -> PlanningProblem:
@@ -218,7 +218,13 @@ class Refresher:
         """Return a plan's loss divergence by the measurements so far; None without any."""
         if self.mean is None:
             return None
-        return self.measurement(0.0).divergences.loss_divergence(plan.linears)
+        return self._divergences(warn=False).loss_divergence(plan.linears)
+
+    def _divergences(self, warn: bool) -> DivergenceTable:
+        assert self.mean is not None, "something was measured"
+        # Another format of as few bits stands in for a lowest precision that no linear can run.
+        lowest = lowest_precision(self._formats).name
+        return divergence_table(self.mean, self._available.options, lowest, self._config, warn)
 
     def _may_measure(self, iteration: int) -> bool:
         """All ranks: whether AdamW's moments have seen enough steps on every rank."""

@@ -276,7 +276,8 @@ def activation_gemm(
     if name == "bf16":
         return torch.matmul(a, w.t() if is_fprop else w)
     used = operand_dtype(a, w.shape[0 if is_fprop else 1])
-    key = (name, operand_block(get_format(name), Operand.WEIGHT, gemm), used)
+    block = operand_block(get_format(name), Operand.WEIGHT, gemm)
+    key = (name, block, used, w.data_ptr(), w._version)  # a loop may step inside of a pass
     cache = {} if cache is None else cache
     if key not in cache:
         cache[key] = quantize_dequantize_operand(w, name, Operand.WEIGHT, gemm, dtype=used)

@@ -39,7 +39,7 @@ class Runtime:
     def training_pass(self, iteration: int) -> Iterator[None]:
         """Run an iteration's forward-backward inside the block; microbatches count from 0 again.
 
-        Weights do not change inside it. So each is quantized once for all microbatches, and for
+        Each weight is quantized once for all microbatches (again if it changes), and once for
         fprop and dgrad if both agree in format and block. Memory until the end of the block: what
         the simulated GEMM multiplies, 4 bytes per weight on the CPU and 2 on a GPU.
         """

@@ -161,6 +161,9 @@ def test_a_training_pass_quantizes_each_weight_once(monkeypatch: pytest.MonkeyPa
         with runtime.training_pass(step):
             backward(module, 3)
             assert len(made) == 1
+            with torch.no_grad():
+                module.weight.mul_(0.5)  # as a loop that steps its optimizer in a pass does
+            assert torch.equal(module(x), simulated(module, x))
         with torch.no_grad():
             module.weight.mul_(-3.0)  # as an optimizer does
             assert torch.equal(module(x), simulated(module, x))
