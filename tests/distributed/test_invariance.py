@@ -42,7 +42,9 @@ FOUR = {"tp pp": {**TP2, **PP2}, "tp sp dp distributed optimizer": {**TP2, **SP,
 FAST = ["tp sp", "pp", "dp distributed optimizer"]
 RTOL = 1e-3
 FLIPPED_RTOL = 4e-2
-FLIPPED_SHARE = 0.02  # of about 500 statistics and 200 divergences
+FLIPPED_SHARE = 0.04
+"""Of about 500 statistics and 160 divergences. An element that rounds the other way changes one
+statistic and up to three divergences; which elements do depends on the CPU."""
 SIGNED = "first"
 """A sum of terms of both signs: what is left of it is compared with the size of the terms."""
 
