@@ -24,13 +24,13 @@ import torch
 from megatron_snip.formats import FORMATS, Block
 from megatron_snip.kernels import launch
 from megatron_snip.kernels.launch import NO_RANDOM
-from megatron_snip.quantizers.quantize import _philox_arguments
+from megatron_snip.quantizers.quantize import philox_arguments
 from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
 
 ROW, COL, SQUARE = (1, 128), (128, 1), (128, 128)
 BF16, FP32 = torch.bfloat16, torch.float32
 KEY = StreamKey(0, "decoder.layers.0.mlp.linear_fc1", 0, 0)
-RANDOM = _philox_arguments(StochasticStream(KEY), 1024)
+RANDOM = philox_arguments(StochasticStream(KEY), 1024)
 
 
 def one(fmt: str, block: Block, dtype: torch.dtype = BF16, random: Any = NO_RANDOM) -> Any:

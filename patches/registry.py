@@ -151,7 +151,7 @@ class Patch:
                 ) from None
             hint = "; megatron.training is in a Megatron-LM checkout and in the wheel from 0.17 on"
             found = f"has no {self.target} ({error})"
-            raise self.unsupported(found, hint * (absent is not None)) from None
+            raise self.unsupported(found, "" if absent is None else hint) from None
         parameters = inspect.signature(function).parameters
         any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         missing = [name for name in self.needs if name not in parameters and not any_keyword]

@@ -113,7 +113,7 @@ def quantize_dequantize(
         return reference.quantize_dequantize(
             x, fmt, block, bits16=bits16, tensor_amax=amax, dtype=dtype
         )
-    direction = fmt, block, _philox_arguments(stream, x.shape[1])
+    direction = fmt, block, philox_arguments(stream, x.shape[1])
     return launch.quantize_dequantize(x, direction, dtype=dtype, tensor_amax=amax)[0]
 
 
@@ -190,7 +190,7 @@ def quantize_dequantize_pair(
         for fmt, gemm, block in each:
             reference.check(source, fmt, block)
             used = _stream_of(fmt, operand, gemm, stream)
-            directions.append((fmt, block, _philox_arguments(used, x.shape[-1])))
+            directions.append((fmt, block, philox_arguments(used, x.shape[-1])))
         amax = reference.tensor_amax_of(x, None, row, col)
         a, b = launch.quantize_dequantize(
             source, *directions, dtype=dtype or x.dtype, tensor_amax=amax
@@ -216,7 +216,8 @@ def _stream_of(
     return stream.for_gemm(gemm)
 
 
-def _philox_arguments(stream: StochasticStream | None, cols: int) -> PhiloxArguments:
+def philox_arguments(stream: StochasticStream | None, cols: int) -> PhiloxArguments:
+    """Return where a kernel draws the random numbers of a local tensor with `cols` columns."""
     if stream is None:
         return NO_RANDOM
     columns, word = stream.column_map(cols), stream.key.word

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import megatron.core.optimizer
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -293,15 +294,13 @@ def _build_chunk(config: TrainConfig, transformer: TransformerConfig, vp_stage: 
 def _build_optimizer(
     config: TrainConfig, chunks: list[DistributedDataParallel]
 ) -> MegatronOptimizer:
-    import megatron.core.optimizer as optimizer
-
     settings = OptimizerConfig(
         optimizer="adam",
         params_dtype=torch.bfloat16 if config.bf16 else torch.float32,
         **_same_names(config, OptimizerConfig),
     )
     # megatron-core 0.16 excludes norms from weight decay only if asked to.
-    standard = getattr(optimizer, "get_standard_config_overrides", None)
+    standard = getattr(megatron.core.optimizer, "get_standard_config_overrides", None)
     rule = {} if standard is None else {"config_overrides": standard(settings)}
     return get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False, **rule)
 

@@ -12,7 +12,7 @@ import torch
 from megatron_snip.formats import FORMATS
 from megatron_snip.kernels import launch
 from megatron_snip.quantizers.quantize import (
-    _philox_arguments,
+    philox_arguments,
     quantize_dequantize,
     quantize_dequantize_pair,
 )
@@ -108,7 +108,7 @@ def test_streams_of_sharded_tensors(columns, cols):
 
 def test_results_do_not_depend_on_the_launch():
     x = torch.randn(70, 200, device=DEVICE)
-    direction = FORMATS["fp4"], (1, 32), _philox_arguments(STREAM, 200)
+    direction = FORMATS["fp4"], (1, 32), philox_arguments(STREAM, 200)
     first, *others = (
         launch.quantize_dequantize(
             x, direction, dtype=torch.float32, config=launch.LaunchConfig(*shape)

@@ -28,7 +28,7 @@ from benchmarks.static import (
     table,
 )
 from megatron_snip.kernels import launch
-from megatron_snip.quantizers.quantize import _philox_arguments
+from megatron_snip.quantizers.quantize import philox_arguments
 from megatron_snip.quantizers.stochastic import StochasticStream
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -91,7 +91,7 @@ def test_new_steps_and_streams_do_not_recompile():
     with compiling(90) as kernels:
         for step in range(5):
             stream = StochasticStream(replace(KEY, iteration=step))
-            one("fp4", ROW, random=_philox_arguments(stream, 256))(x)
+            one("fp4", ROW, random=philox_arguments(stream, 256))(x)
         for small in (1, -5, 2**31):  # a key is 64 bits, however few it needs
             one("fp4", ROW, random=RANDOM._replace(key=small, columns=(256, 256, 256, 0)))(x)
     hashes = [found.kernel.hash for found in kernels]
