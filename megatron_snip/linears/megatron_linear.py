@@ -10,6 +10,7 @@ every call, so a change of plan compiles nothing and waits for nothing.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -28,7 +29,7 @@ from megatron_snip.topology import Placement
 logger = logging.getLogger(__name__)
 
 
-class SimulatedLinear:
+class SimulatedLinear(ABC):
     """A linear whose GEMMs are simulated: its placement, its option and its override.
 
     Attributes:
@@ -80,8 +81,8 @@ class SimulatedLinear:
         if self.module.__dict__.get(self._method) == self._forward:
             delattr(self.module, self._method)
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _forward(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _is_bf16(self) -> bool:
         return self.option == BF16 or self._runtime.in_bf16

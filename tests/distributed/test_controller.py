@@ -26,12 +26,12 @@ def cycles(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_plans_are_applied_lag_steps_after_they_were_measured(cycles: list[dict[str, Any]]) -> None:
-    for result in (r["whole"] for r in cycles):
+    for result in (r["uninterrupted"] for r in cycles):
         assert [iteration for iteration, _ in result["history"]] == [3, 7]
         assert result["history"][-1][1] == result["digest"]
         assert result["installed"] == [True, False]
         assert result["warnings"] == []
-    assert cycles[0]["whole"]["history"] == cycles[1]["whole"]["history"]
+    assert cycles[0]["uninterrupted"]["history"] == cycles[1]["uninterrupted"]["history"]
 
 
 @pytest.mark.parametrize("run", ["again", "resumed"])
@@ -39,7 +39,7 @@ def test_a_run_replays_and_resumes_bit_by_bit(cycles: list[dict[str, Any]], run:
     """It resumes with its problem in flight, and again under its plan."""
     for result in cycles:
         for key in ("losses", "weights", "optimizer", "history", "digest"):
-            assert result[run][key] == result["whole"][key]
+            assert result[run][key] == result["uninterrupted"][key]
 
 
 def test_a_resumed_run_reports_its_plan_at_once(cycles: list[dict[str, Any]]) -> None:
@@ -62,11 +62,11 @@ def test_collecting_makes_no_plan(cycles: list[dict[str, Any]]) -> None:
 def test_the_run_directory_holds_what_was_decided(
     cycles: list[dict[str, Any]], folder: Path
 ) -> None:
-    run = folder / "whole"
+    run = folder / "uninterrupted"
     kinds = ("divergences", "health", "plans", "problems")
     for kind in kinds:
         assert sorted(p.name for p in (run / kind).iterdir()) == ["2.json", "6.json"]
-    digests = [digest for _, digest in cycles[0]["whole"]["history"]]
+    digests = [digest for _, digest in cycles[0]["uninterrupted"]["history"]]
     for step, digest in zip((2, 6), digests, strict=True):
         plan = read_plan(run / "plans" / f"{step}.json")
         problem = read_problem(run / "problems" / f"{step}.json")

@@ -1,11 +1,11 @@
-"""kill -9 at random points of short runs; each resumes to the bitwise result of the run left alone.
+"""kill -9 at random points of short runs; each resumes to the bits of an uninterrupted run.
 
     python -m tests.nightly.kills [--runs 40] [--seed 0] [--ranks 2]
 
 Every process of a run is killed at once, at a random moment up to three times, while it trains,
 measures, solves or saves (it saves after every second iteration); the same command is given again
-until the run ends. Compared with a run that nobody disturbed: the loss of every iteration, every
-plan, and where each was applied. Exit status 1 if anything differs.
+until the run ends. The loss of every iteration, every plan and where it was applied are compared
+with those of an uninterrupted run. Exit status 1 if anything differs.
 """
 
 import argparse
@@ -53,14 +53,14 @@ def result(run_dir: Path) -> dict[str, Any]:
     return {"rows": [{k: row.get(k) for k in kept} for row in rows], "plans": plans}
 
 
-def undisturbed(folder: Path, ranks: int) -> dict[str, Any]:
+def run_uninterrupted(folder: Path, ranks: int) -> dict[str, Any]:
     """Run to the end; return the result."""
-    (folder / "undisturbed").mkdir()
-    run_dir = folder / "undisturbed" / "run"
+    (folder / "uninterrupted").mkdir()
+    run_dir = folder / "uninterrupted" / "run"
     return _complete(command(run_dir, **settings(ranks)), run_dir, folder)
 
 
-def disturbed(folder: Path, seed: int, ranks: int, kills: int | None = None) -> dict[str, Any]:
+def run_killed(folder: Path, seed: int, ranks: int, kills: int | None = None) -> dict[str, Any]:
     """Run, kill, run again to the end; return the result, and the lines written at each kill."""
     dice = random.Random(seed)
     place = folder / f"killed-{seed}"
@@ -141,14 +141,14 @@ def main() -> int:
     args = parser.parse_args()
     tried = differ = 0
     with tempfile.TemporaryDirectory() as name:
-        expected = undisturbed(Path(name), args.ranks)
+        expected = run_uninterrupted(Path(name), args.ranks)
         for seed in itertools.count(args.seed):
-            found = disturbed(Path(name), seed, args.ranks)
+            found = run_killed(Path(name), seed, args.ranks)
             shutil.rmtree(Path(name) / f"killed-{seed}")
-            if killed := found.pop("killed_at"):  # else it ended before
+            if iterations := found.pop("killed_at"):  # else it ended before
                 tried, differ = tried + 1, differ + (found != expected)
                 result = "same" if found == expected else "DIFFERENT"
-                print(f"run {seed}: killed after {killed} iterations: {result}", flush=True)
+                print(f"run {seed}: killed after {iterations} iterations: {result}", flush=True)
             if tried == args.runs:
                 break
     print(f"{tried} runs, {differ} differ")

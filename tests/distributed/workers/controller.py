@@ -33,7 +33,7 @@ def cycles(layout_values: dict[str, Any], folder: str) -> dict[str, Any]:
     """Runs that succeed: twice the same, stopped and resumed, and watched only."""
     watching = {**SNIP, "collect_only": True, "alert": "underflow>0.01"}
     return {
-        "whole": _run(layout_values, SNIP, Path(folder) / "whole"),
+        "uninterrupted": _run(layout_values, SNIP, Path(folder) / "uninterrupted"),
         "again": _run(layout_values, SNIP, None),
         "resumed": _resumed(layout_values),
         "collect only": _run(layout_values, watching, None),
