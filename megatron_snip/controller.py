@@ -137,21 +137,16 @@ class SnipController:
         self._guard = Guard(config.guard_sigmas, topology, former)
         self._start(state)
 
-    # What a training loop calls.
-
     def forward_backward(self, iteration: int, function: ForwardBackward, **kwargs: Any) -> Results:
         """All ranks: run an iteration's forward-backward under the plan, observed if it is due.
 
         A plan that is due is applied first. Megatron may call this several times for one
-        iteration.
+        iteration. Returns what `function` returns.
 
         Args:
             iteration: Megatron's (1-based).
             function: Megatron's forward-backward function.
             kwargs: its keyword arguments.
-
-        Returns:
-            What `function` returns.
         """
         self._guard.finish_loss()
         if self._solve.is_due(iteration):
@@ -232,8 +227,6 @@ class SnipController:
         self._solve.close()
         self._reporter.close()
 
-    # An iteration, and a refresh from measuring to the plan.
-
     def _train(self, iteration: int, training: TrainingStep) -> tuple[Results, bool]:
         """All ranks: run the forward-backward; return its results, and False if it ran twice."""
         if self._guard.is_watching:
@@ -306,8 +299,6 @@ class SnipController:
             text = f"keeping {self.plan.label}: {failure}"
             self._reporter.notify(iteration, "refresh_failed", text)
 
-    # A plan that the guard judges.
-
     def _train_watched(self, iteration: int, training: TrainingStep) -> tuple[Results, bool]:
         """All ranks: run an iteration whose loss decides whether the current plan stays."""
         self._is_timed = False
@@ -341,8 +332,6 @@ class SnipController:
         self._reporter.notify(iteration, "reverted", text)
         self._set_plan(iteration, plan)
 
-    # The beginning of a run.
-
     def _start(self, state: ControllerState | None) -> None:
         """All ranks: apply the first plan; solve again what was being solved."""
         self.model.install()
@@ -364,8 +353,6 @@ class SnipController:
                 state.pending, problem=self._plans.for_this_run(state.pending.problem)
             )
             self._solve.submit(pending, self.plan)
-
-    # Reports.
 
     def _set_plan(self, iteration: int, plan: PrecisionPlan, **more: Any) -> PlanApplied:
         """All ranks: `plan`, which was applied, is the current one from `iteration` on."""
