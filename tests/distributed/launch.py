@@ -1,8 +1,8 @@
-"""Run a Python function on N gloo ranks of this machine and bring back what each rank returned.
+"""Run a Python function on N ranks of this machine and bring back what each rank returned.
 
-    results = run_ranks(2, "tests.distributed.workers.MODULE:FUNCTION", {"value": 3})
+    results = run_ranks(2, "tests.distributed.MODULE:FUNCTION", {"value": 3})
 
-One fresh interpreter imports the function's module once and forks the ranks, so that the import of
+A fresh interpreter imports the function's module once and forks the ranks, so that the import of
 torch and Megatron is paid once and not N times. Rank 0 serves the rendezvous on a listening socket
 that was opened before the fork: no port is guessed. Everything a rank prints goes to its own log,
 which is shown when a rank fails or when the time is up (then with every rank's stack).
@@ -20,9 +20,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.processes import ROOT
 
@@ -46,16 +47,80 @@ RANK_ENVIRONMENT = {
 }
 
 
-class RankFailure(AssertionError):
-    """A rank raised, died, or was still running when the time was up; the text holds its log."""
+@dataclass(frozen=True)
+class Run:
+    """How each rank of a job ended."""
+
+    statuses: tuple[int, ...]  # -9 for one that was killed
+    logs: tuple[str, ...]
+    results: tuple[Any, ...]  # None for a rank that wrote none
+    output: Path = Path()  # SNIP's run directory, if it has one
+
+    @property
+    def report(self) -> str:
+        ends = zip(self.statuses, self.logs, strict=True)
+        return "\n".join(
+            f"---- rank {rank} ended with exit code {status} ----\n{log.strip()[-LOG_TAIL:]}"
+            for rank, (status, log) in enumerate(ends)
+        )
+
+    def finished(self) -> list[Any]:
+        """Every rank's result, after a trip through JSON; fails if a rank did not end well."""
+        assert all(status == 0 for status in self.statuses), self.report
+        return list(self.results)
+
+
+class Server:
+    """An interpreter that imports once what takes long, and forks the ranks of each job."""
+
+    def __init__(self, *folders: Path, preload: Sequence[str] = ()) -> None:
+        """Start it; ranks import from `folders` before all others. `preload` are modules."""
+        path = [*map(str, folders), str(ROOT), os.environ.get("PYTHONPATH")]
+        environment = {**os.environ, **RANK_ENVIRONMENT, "PYTHONWARNINGS": "ignore"}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.distributed.launch", *preload],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=ROOT,
+            start_new_session=True,  # a process group of its own: ending it ends the ranks only
+        )
+
+    def run(
+        self,
+        ranks: int,
+        function: str,
+        arguments: Mapping[str, Any],
+        timeout_s: float = TIMEOUT_S,
+        join: bool = False,
+    ) -> Run:
+        """Call `function(**arguments)` on ranks; if `join`, they are a gloo process group.
+
+        After `timeout_s` the ranks are ended, with their stacks in the logs.
+        """
+        with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+            folder = Path(name)
+            job = {"ranks": ranks, "function": function, "arguments": arguments, "join": join}
+            job |= {"timeout_s": timeout_s, "folder": name}
+            self._process.stdin.write(json.dumps(job) + "\n")
+            self._process.stdin.flush()
+            reply = self._process.stdout.readline()
+            assert reply, f"the server has ended: {function}"
+            logs = [(folder / f"{i}.log").read_text(errors="replace") for i in range(ranks)]
+            files = [folder / f"{i}.json" for i in range(ranks)]
+            results = [json.loads(f.read_text()) if f.exists() else None for f in files]
+            return Run(tuple(json.loads(reply)), tuple(logs), tuple(results))
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 def run_ranks(
-    world_size: int,
-    function: str,
-    arguments: Mapping[str, Any] | None = None,
-    timeout_s: float = TIMEOUT_S,
-    environment: Mapping[str, str] | None = None,
+    world_size: int, function: str, arguments: Mapping[str, Any] | None = None
 ) -> list[Any]:
     """Call `function(**arguments)` on every rank of a gloo process group.
 
@@ -65,103 +130,53 @@ def run_ranks(
             must not start threads at import. Inside, `torch.distributed` is initialized, and
             RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set.
         arguments: JSON values, passed as keywords.
-        timeout_s: seconds after the start of the ranks until all are ended.
-        environment: variables on top of this process' own and of `RANK_ENVIRONMENT`.
 
     Returns:
         What each rank returned, by rank, after a trip through JSON.
 
     Raises:
-        RankFailure: if any rank fails or the time is up.
+        AssertionError: if a rank raised, died, or was still running after `TIMEOUT_S`; it holds
+            the logs.
     """
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        job = {
-            "world_size": world_size,
-            "function": function,
-            "arguments": dict(arguments or {}),
-            "timeout_s": timeout_s,
-            "folder": folder,
-        }
-        environ = {**os.environ, **RANK_ENVIRONMENT, **(environment or {})}
-        environ["PYTHONPATH"] = os.pathsep.join(
-            [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        )
-        parent = subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed.launch", json.dumps(job)],
-            cwd=ROOT,
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # a process group of its own: ending it ends the ranks only
-        )
-        try:
-            output, _ = parent.communicate(timeout=timeout_s + TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            output = b"the ranks did not end in time"
-        finally:
-            _end_group(parent)
-        if parent.returncode != 0:
-            raise RankFailure(_report(Path(folder), job, output.decode(errors="replace")))
-        return [
-            json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world_size)
-        ]
+    server = Server()
+    try:
+        return server.run(world_size, function, arguments or {}, join=True).finished()
+    finally:
+        server.close()
 
 
 def free_port() -> int:
     """Return a TCP port that was free a moment ago (for commands that want one in advance)."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 
 
-def _end_group(parent: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of the process group that `parent` leads."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(parent.pid, signal.SIGKILL)
-    parent.wait()
+# ---- below: the server, and the ranks that it forks --------------------------------------------
 
 
-def _report(folder: Path, job: Mapping[str, Any], output: str) -> str:
-    lines = [f"{job['function']} on {job['world_size']} ranks: {output.strip()}"]
-    for rank in range(job["world_size"]):
-        log = folder / f"{rank}.log"
-        text = log.read_text(errors="replace").strip() if log.exists() else "(not started)"
-        lines.append(f"---- rank {rank} ----\n{text[-LOG_TAIL:]}")
-    return "\n".join(lines)
+def serve(preload: Sequence[str]) -> None:
+    """Answer every request with the ranks' exit statuses, one line of JSON each way."""
+    for module in preload:
+        importlib.import_module(module)
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # nothing that is printed here may look like a reply
+    for line in sys.stdin:
+        job = json.loads(line)
+        module, _, name = job["function"].partition(":")
+        function = getattr(importlib.import_module(module), name)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            children: dict[int, int] = {}
+            for rank in range(job["ranks"]):
+                pid = os.fork()
+                if pid == 0:
+                    _be_rank(rank, job, function, listener)
+                children[pid] = rank
+        print(json.dumps(_wait(children, job["timeout_s"])), file=replies, flush=True)
 
 
-# ---- below: what runs in the fresh interpreter ------------------------------------------------
-
-
-def _serve(job: Mapping[str, Any]) -> int:
-    """Import the module, fork the ranks, wait; return 0 if every rank wrote its result."""
-    module, _, name = job["function"].partition(":")
-    function = getattr(importlib.import_module(module), name)
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen()
-    children: dict[int, int] = {}
-    for rank in range(job["world_size"]):
-        pid = os.fork()
-        if pid == 0:
-            _be_rank(rank, job, function, listener)
-        children[pid] = rank
-    listener.close()
-    statuses = wait(children, job["timeout_s"])
-    for rank, status in statuses.items():
-        if status != 0:
-            end = "was still running" if status is None else f"ended with exit code {status}"
-            print(f"rank {rank} {end};", flush=True)
-    return int(any(status != 0 for status in statuses.values()))
-
-
-def wait(children: dict[int, int], timeout_s: float) -> dict[int, int | None]:
-    """Wait for {process: rank}; after the first failure end the others soon.
-
-    Returns:
-        {rank: exit status}, in the order of their ends; None for one that had to be killed.
-    """
-    statuses: dict[int, int | None] = {}
+def _wait(children: dict[int, int], timeout_s: float) -> list[int]:
+    """Wait for {process: rank}; return exit statuses. After the first failure, end the others."""
+    statuses = [-int(signal.SIGKILL)] * len(children)
     deadline = time.monotonic() + timeout_s + KILL_AFTER_S
     while children and time.monotonic() < deadline:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -171,23 +186,33 @@ def wait(children: dict[int, int], timeout_s: float) -> dict[int, int | None]:
             statuses[rank] = os.waitstatus_to_exitcode(status)
             if status != 0:
                 deadline = min(deadline, time.monotonic() + KILL_AFTER_S)
-    for pid, rank in children.items():
+    for pid in children:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        statuses[rank] = None
     return statuses
 
 
-def _be_rank(rank: int, job: Mapping[str, Any], function: Any, listener: socket.socket) -> None:
-    """Run the function as one rank and leave the process; never returns."""
+def _be_rank(
+    rank: int, job: Mapping[str, Any], function: Callable[..., Any], listener: socket.socket
+) -> NoReturn:
+    """Be one rank; when the time is up, print every thread's stack and end."""
     folder = Path(job["folder"])
-    log_to(folder / f"{rank}.log", job["timeout_s"])
+    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(job["timeout_s"], exit=True)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["ranks"]))
+    os.environ["TINY_RESULTS"] = job["folder"]  # where a script writes what its rank returns
     status = 1
     try:
-        _join(rank, job["world_size"], listener)
-        result = json.dumps(function(**job["arguments"]))
-        (folder / f"{rank}.json").write_text(result)
+        if job["join"]:
+            _join(rank, job["ranks"], listener)
+        result = function(**job["arguments"])
+        (folder / f"{rank}.json").write_text(json.dumps(result))
         status = 0
+    except SystemExit as end:
+        status = int(end.code or 0) if isinstance(end.code, int | None) else 1
     except BaseException as error:
         # Not print_exc: some of torch's messages are longer than all that a failure shows.
         traceback.print_tb(error.__traceback__)
@@ -198,15 +223,6 @@ def _be_rank(rank: int, job: Mapping[str, Any], function: Any, listener: socket.
         os._exit(status)  # no atexit handlers: they belong to the parent
 
 
-def log_to(file: Path, timeout_s: float) -> None:
-    """Let this process print into a file; when the time is up, its stacks too, and end it."""
-    log = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    faulthandler.enable()
-    faulthandler.dump_traceback_later(timeout_s, exit=True)
-
-
 def _join(rank: int, world_size: int, listener: socket.socket) -> None:
     """Join the gloo process group through the socket that was opened before the fork."""
     import torch
@@ -215,9 +231,7 @@ def _join(rank: int, world_size: int, listener: socket.socket) -> None:
 
     torch.set_num_threads(1)
     port = listener.getsockname()[1]
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_PORT=str(port)
-    )
+    os.environ["MASTER_PORT"] = str(port)
     if rank == 0:
         options = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
         store = TCPStore("127.0.0.1", port, world_size, is_master=True, **options)
@@ -228,4 +242,4 @@ def _join(rank: int, world_size: int, listener: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(_serve(json.loads(sys.argv[1])))
+    serve(sys.argv[1:])

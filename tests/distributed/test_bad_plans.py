@@ -1,22 +1,150 @@
 """Plans that break the loss go, and training is as if they had not been, or recovers."""
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.distributed.layouts import names, results_on
-from tests.distributed.test_faults import LAYOUTS
-from tests.distributed.workers.bad_plans import START
+from megatron_snip.controller import SnipController
+from megatron_snip.linears import quantized_linear as gemms
+from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.planning.planner import make_plan
+from megatron_snip.types import Gemm, Operand
+from tests.distributed import small_model
+from tests.distributed.layouts import OVERLAP, TP2, names, results_on
+from tests.distributed.small_model import NARROW, SyntheticTokens, Trainer, layout
 
-bad_plans = results_on(2, "tests.distributed.workers.bad_plans:bad_plans", LAYOUTS)
+LAYOUTS = {"tp": TP2, "dp": OVERLAP}
+START = 15
+GUARDED: dict[str, Any] = {
+    "interval": 200,
+    "start_step": START + 1,
+    "lag": 1,
+    "efficiency_target": 0.5,
+}
+"""One refresh, when the model has learned something; its plan comes before the step after."""
 
 
-@pytest.mark.parametrize("name", names(["tp", "dp"], []))
-@pytest.mark.parametrize("how", ["gradient", "loss", "useless"])
+class Cycles(SyntheticTokens):
+    """Tokens that count to 8 again and again, but for one in thirty: learned within 15 steps."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(7919 * index + 1)
+        sample = super().__getitem__(index)
+        count = self._length + 1
+        tokens = (int(torch.randint(8, (), generator=generator)) + torch.arange(count)) % 8
+        odd = torch.rand(count, generator=generator) < 0.03
+        tokens = tokens.where(~odd, torch.randint(0, 256, (count,), generator=generator))
+        return {**sample, "tokens": tokens[:-1], "labels": tokens[1:]}
+
+
+@contextmanager
+def learnable(values: dict[str, Any]) -> Iterator[Trainer]:
+    batch = {"seq_length": 64, "global_batch_size": 8, "lr": 5e-3}
+    learned = mock.patch.object(small_model, "SyntheticTokens", Cycles)
+    with learned, layout({**NARROW, **batch, **values}) as trainer:
+        yield trainer
+
+
+def _nan_gradient(tensor: torch.Tensor, operand: Operand, gemm: Gemm) -> torch.Tensor:
+    return torch.full_like(tensor, math.nan) if operand is Operand.GRAD_OUTPUT else tensor
+
+
+def _nan_loss(tensor: torch.Tensor, operand: Operand, gemm: Gemm) -> torch.Tensor:
+    return torch.full_like(tensor, math.inf) if operand is Operand.INPUT else tensor
+
+
+def _useless(tensor: torch.Tensor, operand: Operand, gemm: Gemm) -> torch.Tensor:
+    return tensor * -30.0 if operand is Operand.WEIGHT else tensor
+
+
+@contextmanager
+def broken_format(broken: str, change: Any) -> Iterator[None]:
+    """Within, operands in the format called `broken` are changed."""
+    single = gemms.quantize_dequantize_operand
+    pair = gemms.quantize_dequantize_pair
+
+    def operand(x: torch.Tensor, name: Any, role: Operand, gemm: Gemm, **options: Any) -> Any:
+        seen = single(x, name, role, gemm, **options)
+        return change(seen, role, gemm) if name == broken else seen
+
+    def both(x: torch.Tensor, names: Any, role: Operand, **options: Any) -> Any:
+        first = Gemm.FPROP if role is Operand.INPUT else Gemm.DGRAD
+        parts = zip(pair(x, names, role, **options), names, (first, Gemm.WGRAD), strict=True)
+        return tuple(change(t, role, gemm) if name == broken else t for t, name, gemm in parts)
+
+    with (
+        mock.patch.object(gemms, "quantize_dequantize_operand", operand),
+        mock.patch.object(gemms, "quantize_dequantize_pair", both),
+    ):
+        yield
+
+
+BREAKS = {"gradient": _nan_gradient, "loss": _nan_loss, "useless": _useless}
+
+
+def stop_refreshes(controller: SnipController) -> None:
+    """Let the first refresh be the only one: the run then becomes one that never had a plan."""
+    due = controller._schedule._is_due
+    controller._schedule._is_due = lambda i, wanted_at: i <= START + 1 and due(i, wanted_at)
+
+
+class AllFp4:
+    def submit(self, problem: Any, settings: Any, *rest: Any) -> None:
+        settings = settings.model_copy(update={"policy": "uniform-fp4"})
+        self._plan = make_plan(problem, settings, *rest)
+
+    def result(self, timeout_s: float) -> PrecisionPlan:
+        return self._plan
+
+    def close(self) -> None:
+        pass
+
+
+def bad_plans(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """On ranks, for each layout: plans that break a step, and the run that never had one."""
+    results = {}
+    for name, values in layouts.items():
+        runs = {how: _bad_plan(values, how) for how in BREAKS}
+        with learnable(values) as trainer:
+            trainer.advance(START + 4)
+            runs["plain"] = trainer.digests()
+        results[name] = runs
+    return results
+
+
+def _bad_plan(values: dict[str, Any], how: str) -> dict[str, Any]:
+    solver: Any = AllFp4() if dist.get_rank() == 0 else None
+    with learnable(values) as trainer, broken_format("fp4", BREAKS[how]):
+        controller = trainer.controller(GUARDED, solver)
+        stop_refreshes(controller)
+        trainer.advance(START + 4, controller)
+        controller.close()
+        return {
+            **trainer.digests(),
+            "history": controller.history,
+            "digest": controller.plan.digest,
+            "bf16": sorted({str(option) for option in controller.plan.linears.values()}),
+            "events": [(i, notice.kind) for i, notice in trainer.events.notices],
+            "warnings": trainer.warnings,
+            "planned": [(i, a.plan.iteration, a.num_changed) for i, a in trainer.events.applied],
+        }
+
+
+results = results_on(2, "tests.distributed.test_bad_plans:bad_plans", LAYOUTS)
+
+
+@pytest.mark.parametrize("name", names(LAYOUTS, []))
+@pytest.mark.parametrize("how", BREAKS)
 def test_a_plan_that_breaks_a_step_leaves_no_trace(
-    bad_plans: list[dict[str, Any]], name: str, how: str
+    results: list[dict[str, Any]], name: str, how: str
 ) -> None:
-    for rank, runs in enumerate(r[name] for r in bad_plans):
+    for rank, runs in enumerate(r[name] for r in results):
         run, plain = runs[how], runs["plain"]
         assert {key: run[key] for key in plain} == plain
         # Applied before this iteration, reverted within it; the digest is that of BF16 throughout.

@@ -5,26 +5,34 @@ Runs share one launch, because starting ranks takes longer than training them.
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
+from megatron_snip.errors import SnipError
 from megatron_snip.planning.plan import read_plan
-from megatron_snip.trainer.checkpoint import checkpoint_path
-from tests.distributed.launch import run_ranks
-from tests.distributed.layouts import EP2, OVERLAP, PP2, SP, TP2, VPP, names, selected
-from tests.distributed.test_trainer import (
-    DROPOUT,
-    TINY,
-    assert_same_training,
-    command,
-    run_command,
+from megatron_snip.trainer import session
+from megatron_snip.trainer.checkpoint import checkpoint_path, latest_iteration
+from megatron_snip.trainer.config import TrainConfig, make_train_config
+from megatron_snip.trainer.model import (
+    TrainingState,
+    destroy_parallel_state,
+    initialize_parallel_state,
 )
+from tests.distributed.launch import run_ranks
+from tests.distributed.layouts import EP2, OVERLAP, SP, TP2, VPP, names, selected
+from tests.distributed.small_model import digest, prepare_rank
+from tests.distributed.test_trainer import TINY, command, read_rows, run_command
+
+RUN_ALL = "tests.distributed.test_checkpoints:run_all"
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 ITERATIONS = 6
 STOP = 3
@@ -36,29 +44,88 @@ EXPERTS = {"num_experts": 4, **EP2}
 ETP1 = {"expert_tensor_parallel_size": 1}
 SHARDED_FP32 = {**OVERLAP, "bf16": False}
 
-SAME_LAYOUT: dict[str, dict[str, Any]] = {
-    "tp2 snip": {**TP2, **DROPOUT, "snip": SNIP},
-    "pp2 interleaved, sharded": {**VPP, **DROPOUT, **OVERLAP},
-    "ep2 sharded": {**EXPERTS, **DROPOUT, **OVERLAP, "snip": SNIP},
-}
-OTHER_LAYOUT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "tp2 to pp2": ({**TP2, "bf16": False}, {**PP2, "bf16": False}),
+
+def alike(**layout: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    return layout, layout
+
+
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tp2 snip": alike(**TP2, **DROPOUT, snip=SNIP),
+    "pp2 interleaved, sharded": alike(**VPP, **DROPOUT, **OVERLAP),
+    "ep2 sharded": alike(**EXPERTS, **DROPOUT, **OVERLAP, snip=SNIP),
+    "tp2 to interleaved pp2": ({**TP2, "bf16": False}, {**VPP, "bf16": False}),
     "ep2 to tp2 ep2": ({**EXPERTS, "bf16": False}, {**EXPERTS, **TP2, **SP, **ETP1, "bf16": False}),
     "dp2 sharded to tp2": (SHARDED_FP32, {**SHARDED_FP32, **TP2}),
 }
+"""Of the run that stops, and of the one that resumes it."""
 
 FAST = ["tp2 snip"]
 
 Results = list[dict[str, dict[str, Any]]]
 
 
+def run_all(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """On ranks: run one after the other; return what each gave, or its error, by name."""
+    prepare_rank()
+    results = {}
+    for name, values in runs.items():
+        print("run", name, flush=True)
+        stop = values.pop("stop", 0)
+        try:
+            results[name] = run_one(make_train_config(values), stop)
+        except SnipError as error:
+            results[name] = {"error": (type(error).__name__, str(error))}
+        dist.barrier()
+    return results
+
+
+def run_one(config: TrainConfig, stop: int) -> dict[str, Any]:
+    """One run, as `session.run_rank` makes it; in iteration `stop` the last rank gets a signal."""
+    session.check_run(config, dist.get_world_size())
+    dist.barrier()  # all have looked at the folders before one writes
+    initialize_parallel_state(config)
+    states: list[TrainingState] = []
+    training = session.train
+
+    def train(state: TrainingState, datasets: Any, hook: Any, *rest: Any) -> Any:
+        states.append(state)
+        forward_backward = hook.forward_backward
+
+        def signalled(iteration: int, *arguments: Any, **kwargs: Any) -> Any:
+            if iteration == stop and dist.get_rank() == dist.get_world_size() - 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            return forward_backward(iteration, *arguments, **kwargs)
+
+        hook.forward_backward = signalled
+        return training(state, datasets, hook, *rest)
+
+    try:
+        with mock.patch.object(session, "train", train):
+            result = session.run_session(config, None)
+    finally:
+        destroy_parallel_state()
+    dist.barrier()  # its files are complete
+    timed = ("tokens_per_s", "step_s", "wall_s", "refresh_s", "wait_s")
+    return {
+        "iterations": result.iterations,
+        "stopped": result.stopped,
+        "first_validation_loss": result.first_validation_loss,
+        "validation_loss": result.validation_loss,
+        "weights": digest([p for chunk in states[0].model for p in chunk.parameters()]),
+        "metrics": [
+            {k: v for k, v in row.items() if k not in timed} for row in read_rows(config.run_dir)
+        ],
+    }
+
+
 def runs_of(
     name: str, before: dict[str, Any], after: dict[str, Any], folder: Path
 ) -> dict[str, dict[str, Any]]:
-    """Three runs: one never stops, one stops after STOP iterations, one resumes it."""
+    """Three runs: one never stops or saves, one stops after STOP iterations, one resumes it."""
     base = {**TINY, "bf16": True, "train_iters": ITERATIONS}
     place = folder / name
     saving = {"run_dir": str(place / "run"), "save": str(place / "checkpoints")}
+    saving["save_interval"] = 2
     resuming = {**saving, "load": saving["save"]}
     return {
         name: {**base, **before, "run_dir": str(place / "complete")},
@@ -75,25 +142,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two_ranks(request: pytest.FixtureRequest, folder: Path) -> Results:
     runs: dict[str, Any] = {}
-    for name, layout in selected(request, SAME_LAYOUT).items():
-        runs |= runs_of(name, layout, layout, folder)
-    for name, (before, after) in selected(request, OTHER_LAYOUT).items():
+    for name, (before, after) in selected(request, LAYOUTS).items():
         runs |= runs_of(name, before, after, folder)
-    function = "tests.distributed.workers.checkpoints:run_all"
-    return run_ranks(2, function, {"runs": runs})
+    return run_ranks(2, RUN_ALL, {"runs": runs})
 
 
-@pytest.mark.parametrize("name", names(SAME_LAYOUT, FAST))
-def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(two_ranks: Results, name: str) -> None:
+@pytest.mark.parametrize("name", names(LAYOUTS, FAST))
+def test_a_resumed_run_is_the_run_that_never_stopped(two_ranks: Results, name: str) -> None:
+    """Bit by bit in the same layout; in another one only the order of sums differs."""
+    before, after = LAYOUTS[name]
     for results in two_ranks:
+        complete, resumed = results[name], results[f"{name}: resumed"]
         stopped = results[f"{name}: stopped"]  # by a signal to rank 1
         assert (stopped["iterations"], stopped["stopped"]) == (STOP, "SIGUSR1")
-        assert results[f"{name}: resumed"] == results[name]
-        assert [row["iteration"] for row in results[name]["metrics"]] == list(
-            range(1, ITERATIONS + 1)
-        )
+        iterations = [row["iteration"] for row in complete["metrics"]]
+        assert iterations == list(range(1, ITERATIONS + 1))
         # Training changed the weights after the checkpoint.
-        assert results[name]["weights"] != stopped["weights"]
+        assert complete["weights"] != stopped["weights"]
+        if before == after:
+            assert resumed == complete
+        for key, tolerance in (("loss", 2e-6), ("grad_norm", 1e-4)):
+            found, wanted = ([row[key] for row in run["metrics"]] for run in (resumed, complete))
+            assert found == pytest.approx(wanted, rel=tolerance)
+        for key in ("first_validation_loss", "validation_loss"):
+            assert resumed[key] == pytest.approx(complete[key], rel=2e-6)
 
 
 @pytest.mark.parametrize("name", ["tp2 snip"])
@@ -104,12 +176,6 @@ def test_a_resumed_run_applies_the_plan_that_was_being_solved(
     assert [row["lowest_precision_fraction"] > 0 for row in rows] == [False] * 4 + [True] * 2
     complete, resumed = (read_plan(folder / name / f / "plans/3.json") for f in ("complete", "run"))
     assert resumed.digest == complete.digest
-
-
-@pytest.mark.parametrize("name", names(OTHER_LAYOUT, FAST))
-def test_another_layout_continues_with_the_same_model(two_ranks: Results, name: str) -> None:
-    for results in two_ranks:
-        assert_same_training(results[f"{name}: resumed"], results[name])
 
 
 # ---- damaged checkpoints and full disks -------------------------------------------------------
@@ -141,16 +207,22 @@ import os
 if "RANK" in os.environ:
     import errno
     from megatron.core import dist_checkpointing
+    from megatron_snip.trainer import checkpoint
     from torch.distributed.checkpoint.api import CheckpointException
-    save, calls = dist_checkpointing.save, []
-    def failing(content, folder):
-        calls.append(save(content, folder))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    failures = {1: (full, None)} if os.environ["RANK"] == "0" else {}
+    owner, name, error = {
+        "save": (dist_checkpointing, "save", CheckpointException("write", failures)),
+        "finish": (checkpoint, "finish_checkpoint", full),
+    }[os.environ["FULL_DISK"]]
+    original, calls = getattr(owner, name), []
+    def failing(*arguments):
+        calls.append(original(*arguments) if not calls or name == "save" else None)
         if len(calls) == 2:
-            full = OSError(errno.ENOSPC, "No space left on device")
-            rank = int(os.environ["RANK"])
-            raise CheckpointException("write", {} if rank else {1: (full, None)})
-    dist_checkpointing.save = failing
+            raise error
+    setattr(owner, name, failing)
 """
+"""The second checkpoint finds the disk full, after its tensors were written or before."""
 
 
 @pytest.mark.slow
@@ -168,26 +240,35 @@ def test_damage_to_a_checkpoint_is_one_line(tmp_path: Path) -> None:
         run = {**TINY, **TP2, "bf16": True, "eval_iters": 0, "load": str(copy)}
         runs[damage.__name__] = {**run, "run_dir": str(tmp_path / "resumed" / damage.__name__)}
     previous = {**runs["truncate"], "ckpt_step": 1, "run_dir": str(tmp_path / "resumed" / "1")}
-    function = "tests.distributed.workers.checkpoints:errors"
-    results = run_ranks(2, function, {"runs": {**runs, "previous": previous}})
-    for errors in results:
-        assert errors.pop("previous") is None
-        for name, (kind, message) in errors.items():
+    for results in run_ranks(2, RUN_ALL, {"runs": {**runs, "previous": previous}}):
+        assert "error" not in results.pop("previous")
+        for name, result in results.items():
+            kind, message = result["error"]
             assert kind == "UsageError" and "\n" not in message
             assert f"iter_0000002/{names[name]}' does not match the SHA-256" in message
 
 
 @pytest.mark.slow
-def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("where", "wanted"),
+    [
+        ("save", "cannot save '{path}': "),
+        ("finish", "finishing the checkpoint failed on rank 0: "),
+    ],
+)
+def test_a_full_disk_leaves_the_previous_checkpoint(
+    tmp_path: Path, where: str, wanted: str
+) -> None:
     (tmp_path / "sitecustomize.py").write_text(FULL_DISK)
     save = tmp_path / "checkpoints"
     values = {"save": str(save), "save_interval": 1, "eval_iters": 0, "train_iters": 3}
-    done = run_command(command(tmp_path / "run", **values), tmp_path)
+    done = run_command(command(tmp_path / "run", **values), tmp_path, FULL_DISK=where)
     assert done.returncode == 1
-    path = checkpoint_path(save, 2)
-    reason = f"OSError: [Errno {errno.ENOSPC}] No space left on device"
-    assert done.stderr == f"megatron-snip: cannot save '{path}': {reason}\n"
-    assert [p.name for p in save.iterdir() if p.is_dir()] == ["iter_0000001"]
+    reason = wanted.format(path=checkpoint_path(save, 2))
+    reason += "OSError: [Errno 28] No space left on device"
+    assert done.stderr == f"megatron-snip: {reason}\n"
+    assert [p.name for p in save.glob("iter_*")] == ["iter_0000001"]
+    assert latest_iteration(save) == 1
     (tmp_path / "sitecustomize.py").unlink()
     resumed = run_command(command(tmp_path / "run", **values, load=str(save)), tmp_path)
     assert (resumed.returncode, resumed.stderr) == (0, "")

@@ -3,13 +3,17 @@
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from megatron_snip.linears.discovery import current_topology
+from megatron_snip.linears.model import PlannedModel
+from megatron_snip.statistics.optimizer_state import Sensitivity, gather_sensitivities
 from tests.distributed.launch import run_ranks
 from tests.distributed.layouts import OVERLAP, SHARDED
-from tests.unit.statistics.equations import Toy, largest_error
+from tests.distributed.small_model import Trainer, layout
+from tests.unit.statistics.equations import Toy, axis_topology, largest_error, row_of
 from tests.unit.statistics.test_health import check_health
 
-WORKERS = "tests.distributed.workers.statistics"
 TOYS: dict[str, dict[str, Any]] = {
     "column": {"kind": "column", "axis": "tensor"},
     "row": {"kind": "row", "axis": "tensor"},
@@ -25,10 +29,70 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def all_checks(cases: dict[str, Any], layouts: dict[str, Any]) -> dict[str, Any]:
+    """On ranks: everything in one process group: starting one takes longer than the checks."""
+    return {"toys": toys(cases), "sensitivities": sensitivities(layouts)}
+
+
+def toys(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Observe a linear in each layout; return its row of the reduced table, and its health."""
+    results = {}
+    for name, case in cases.items():
+        topology = axis_topology(
+            dist.get_rank(), dist.get_world_size(), dist.group.WORLD, case["axis"]
+        )
+        toy = Toy.make(case["kind"], microbatches=4)
+        row = row_of(toy.observed(topology, split=case.get("split", False)))
+        assert toy.health is not None
+        results[name] = {"row": row, "health": toy.health.to_dict()}
+    return results
+
+
+def sensitivities(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Train under each optimizer; compare D with the first layout's of its precision."""
+    first: dict[bool, dict[str, Sensitivity]] = {}
+    results = {}
+    for name, values in layouts.items():
+        # An even D: where v is tiny, D would amplify the order in which gradients are added.
+        with layout({"num_layers": 1, "seq_length": 32, "adam_eps": 1e-4, **values}) as trainer:
+            topology, optimizer = current_topology(), trainer.state.optimizer
+            weights = PlannedModel(trainer.state.model, topology, 0).weights()
+            before = gather_sensitivities(weights, optimizer, topology)
+            trainer.advance(3)
+            places = gather_sensitivities(weights, optimizer, topology)
+            found = {place.instance: one for place, one in places.items()}
+            truth = first.setdefault(trainer.config.bf16, found)
+            results[name] = {
+                "classes": _classes(trainer),
+                "before": len(before),
+                "count": len(found),
+                "difference": _difference(found, truth),
+            }
+    return results
+
+
+def _classes(trainer: Trainer) -> list[str]:
+    optimizer: Any = trainer.state.optimizer
+    parts = getattr(optimizer, "chained_optimizers", [])
+    return [type(optimizer).__name__, *(type(part).__name__ for part in parts)]
+
+
+def _difference(found: dict[str, Sensitivity], truth: dict[str, Sensitivity]) -> float:
+    assert list(found) == list(truth)
+    worst = 0.0
+    for name, a in found.items():
+        b = truth[name]
+        for mine, theirs in ((a.row, b.row), (a.col, b.col)):
+            worst = max(worst, ((mine - theirs).abs() / theirs).max().item())
+        worst = max(worst, abs(a.update_square / b.update_square - 1))
+    return worst
+
+
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
     layouts = {name: layout for name, (_, layout) in OPTIMIZERS.items()}
-    return run_ranks(2, f"{WORKERS}:all_checks", {"cases": TOYS, "layouts": layouts})
+    arguments = {"cases": TOYS, "layouts": layouts}
+    return run_ranks(2, "tests.distributed.test_statistics:all_checks", arguments)
 
 
 @pytest.mark.parametrize("name", TOYS)

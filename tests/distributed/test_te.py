@@ -20,7 +20,7 @@ WORDS = {"fp8": "mxfp8", "fp4": "nvfp4", "bf16": "bf16"}
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    worker = "tests.distributed.workers.te:everything"
+    worker = "tests.distributed.te_models:everything"
     return run_ranks(2, worker, {"values": {**TP2, **SP}})
 
 

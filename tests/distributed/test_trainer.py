@@ -1,7 +1,4 @@
-"""The embedded trainer on gloo ranks: every layout trains the same model, run after run.
-
-Several layouts share one launch, because starting ranks takes longer than training them.
-"""
+"""The command of the embedded trainer on two ranks: its files, its errors, and signals."""
 
 from __future__ import annotations
 
@@ -17,12 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
 from megatron_snip.trainer.launch import ANSWER_S, SAVED_AND_STOPPED
-from tests.distributed.launch import ROOT, TIMEOUT_S, run_ranks
-from tests.distributed.layouts import OVERLAP, PP2, RECOMPUTE, SHARDED, SP, TIED, TP2, VPP
+from tests.distributed.launch import ROOT, TIMEOUT_S
+from tests.distributed.layouts import TP2
 
 TINY = {
     "num_layers": 4,
@@ -38,92 +36,6 @@ TINY = {
     "max_corpus_bytes": 200_000,
     "bf16": False,
 }
-DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-
-NOISY = {**TP2, **DROPOUT, "bf16": True}
-
-LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
-    1: {"one": {}, "tied": TIED},
-    2: {
-        "tp2": TP2,
-        "tp2 sequence parallel": {**TP2, **SP},
-        "pp2": PP2,
-        "dp2": {},
-        "dp2 sharded, overlapping": OVERLAP,
-        "tp2 tied": {**TP2, **TIED},
-        "pp2 tied": {**PP2, **TIED},
-        "noisy": NOISY,
-        "noisy again": NOISY,
-        "noisy recompute": {**NOISY, **RECOMPUTE},
-        "noisy other seed": {**NOISY, "seed": 7},
-    },
-    4: {
-        "tp2 pp2": {**TP2, **PP2},
-        "tp2 pp2 interleaved, sequence parallel": {**TP2, **VPP, **SP},
-        "pp2 dp2 interleaved, sharded, overlapping": {**VPP, **OVERLAP},
-        "tp2 dp2 sharded": {**TP2, **SHARDED},
-    },
-}
-
-Results = dict[str, dict[str, Any]]
-
-
-def train_layouts(ranks: int, layouts: dict[str, dict[str, Any]], folder: Path) -> list[Results]:
-    base = {**TINY, "snip": {"enabled": False}}
-    runs = {k: {**base, **v, "run_dir": str(folder / k)} for k, v in layouts.items()}
-    return run_ranks(ranks, "tests.distributed.workers.checkpoints:run_all", {"runs": runs})
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return train_layouts(1, LAYOUTS[1], tmp_path_factory.mktemp("one"))[0]
-
-
-def assert_same_training(result: dict[str, Any], expected: dict[str, Any]) -> None:
-    # FP32: only the order of sums differs.
-    for key, tolerance in (("loss", 2e-6), ("grad_norm", 1e-4)):
-        found, wanted = ([row[key] for row in run["metrics"]] for run in (result, expected))
-        assert found == pytest.approx(wanted, rel=tolerance)
-    for key in ("first_validation_loss", "validation_loss"):
-        assert result[key] == pytest.approx(expected[key], rel=2e-6)
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
-    return train_layouts(2, LAYOUTS[2], tmp_path_factory.mktemp("two"))
-
-
-def assert_same_model(per_rank: list[Results], reference: Results) -> None:
-    for name, result in (item for results in per_rank for item in results.items()):
-        if not name.startswith("noisy"):
-            assert_same_training(result, reference["tied" if "tied" in name else "one"])
-            assert result["metrics"][0]["loss"] > result["metrics"][-1]["loss"]
-
-
-@pytest.mark.slow
-def test_every_layout_of_two_ranks_trains_the_same_model(
-    two_ranks: list[Results], reference: Results
-) -> None:
-    assert_same_model(two_ranks, reference)
-
-
-@pytest.mark.slow
-def test_every_layout_of_four_ranks_trains_the_same_model(
-    reference: Results, tmp_path: Path
-) -> None:
-    assert_same_model(train_layouts(4, LAYOUTS[4], tmp_path), reference)
-
-
-@pytest.mark.slow
-def test_recomputing_and_running_again_change_no_bit(two_ranks: list[Results]) -> None:
-    for results in two_ranks:
-        noisy = results["noisy"]
-        assert results["noisy again"] == noisy
-        assert results["noisy recompute"] == noisy
-        assert results["noisy other seed"]["weights"] != noisy["weights"]
-
-
-# ---- the command ------------------------------------------------------------------------------
 
 
 def command(run_dir: Path, **values: Any) -> list[str]:
@@ -246,17 +158,17 @@ def training(words: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
         front.wait()
 
 
-def descendants(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    own = [int(child) for task in tasks for child in task.read_text().split()]
-    return own + [grandchild for child in own for grandchild in descendants(child)]
+def processes_of(front: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(front.pid).children(recursive=True)
 
 
-def assert_all_gone(processes: list[int]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while left := [p for p in processes if Path(f"/proc/{p}").exists()]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+def rank_1(processes: list[psutil.Process]) -> psutil.Process:
+    return next(p for p in processes if p.environ().get("RANK") == "1")
+
+
+def assert_all_gone(processes: list[psutil.Process]) -> None:
+    _, left = psutil.wait_procs(processes, TIMEOUT_S)
+    assert not left
 
 
 @pytest.mark.slow
@@ -265,16 +177,10 @@ def test_ranks_listen_on_the_loopback_interface_only_and_end_by_a_signal(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     with training(command(tmp_path / "run", train_iters=5000), tmp_path) as front:
-        processes = [front.pid, *descendants(front.pid)]
-        links = [os.readlink(fd) for p in processes for fd in Path(f"/proc/{p}/fd").iterdir()]
-        inodes = {match[1] for link in links if (match := re.match(r"socket:\[(\d+)\]", link))}
-        rows = [
-            line.split()
-            for name in ("tcp", "tcp6")
-            for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
-        ]
-        listening = [row[1] for row in rows if row[3] == "0A" and row[9] in inodes]
-        assert listening and all(address.startswith("0100007F:") for address in listening)
+        processes = [psutil.Process(front.pid), *processes_of(front)]
+        connections = [c for p in processes for c in p.net_connections("tcp")]
+        addresses = {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
+        assert addresses == {"127.0.0.1"}
         front.send_signal(number)
         _, errors = front.communicate(timeout=TIMEOUT_S)
     assert front.returncode == 128 + number
@@ -286,13 +192,13 @@ def test_ranks_listen_on_the_loopback_interface_only_and_end_by_a_signal(
 def test_a_killed_rank_is_named_and_a_killed_launcher_ends_its_ranks(tmp_path: Path) -> None:
     words = command(tmp_path / "run", train_iters=5000)
     with training(words, tmp_path) as front:
-        processes = descendants(front.pid)
-        os.kill(next(p for p in processes if rank_of(p) == "1"), signal.SIGKILL)
+        processes = processes_of(front)
+        rank_1(processes).kill()
         _, errors = front.communicate(timeout=TIMEOUT_S)
     assert (front.returncode, errors) == (1, "megatron-snip: rank 1 ended by SIGKILL\n")
     assert_all_gone(processes)
     with training([*words, "--overwrite"], tmp_path) as front:
-        processes = descendants(front.pid)
+        processes = processes_of(front)
         front.kill()
         assert_all_gone(processes)
 
@@ -305,8 +211,8 @@ def test_a_stopped_rank_does_not_hold_up_the_end(
     """A second interrupt ends the run at once."""
     values = {"save": str(tmp_path / "checkpoints")} if save else {}
     with training(command(tmp_path / "run", train_iters=5000, **values), tmp_path) as front:
-        processes = descendants(front.pid)
-        os.kill(next(p for p in processes if rank_of(p) == "1"), signal.SIGSTOP)
+        processes = processes_of(front)
+        rank_1(processes).suspend()
         begin = time.monotonic()
         for _ in range(interrupts):
             front.send_signal(signal.SIGINT)
@@ -317,11 +223,6 @@ def test_a_stopped_rank_does_not_hold_up_the_end(
         assert time.monotonic() - begin > ANSWER_S
         assert errors == "megatron-snip: ended by SIGINT; no answer from rank 1\n"
     assert_all_gone(processes)
-
-
-def rank_of(process: int) -> str | None:
-    variables = Path(f"/proc/{process}/environ").read_text().split("\0")
-    return next((v.removeprefix("RANK=") for v in variables if v.startswith("RANK=")), None)
 
 
 @pytest.mark.slow
@@ -346,7 +247,7 @@ def test_a_signal_saves_and_the_same_command_resumes(
     save = str(tmp_path / "b" / "checkpoints")
     words = command(tmp_path / "b" / "run", **values, save=save, load=save, save_interval=2)
     with training(words, tmp_path) as front:
-        processes = descendants(front.pid)
+        processes = processes_of(front)
         while while_saving and not list(Path(save).glob(".iter_*.partial/*.distcp")):
             assert front.poll() is None
             time.sleep(0.01)

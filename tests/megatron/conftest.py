@@ -2,12 +2,11 @@
 
 import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import closing
 
 import pytest
 
 from tests.distributed.launch import ROOT
-from tests.megatron.fleet import Fleet
 from tests.megatron.lab import Lab
 
 HAS_TRAINING = (
@@ -20,15 +19,12 @@ collect_ignore_glob = [] if HAS_TRAINING else ["test_*.py"]
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    fleet = Fleet()
-    folder: Path = tmp_path_factory.mktemp("lab")
-    yield Lab(fleet, folder)
-    fleet.close()
+    with closing(Lab(tmp_path_factory.mktemp("lab"))) as lab:
+        yield lab
 
 
 @pytest.fixture(scope="session")
 def stand_in_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """Its ranks find the stand-ins of Transformer Engine and Mamba's kernels."""
-    fleet = Fleet(ROOT / "tests" / "stand_ins")
-    yield Lab(fleet, tmp_path_factory.mktemp("lab"))
-    fleet.close()
+    with closing(Lab(tmp_path_factory.mktemp("lab"), ROOT / "tests" / "stand_ins")) as lab:
+        yield lab

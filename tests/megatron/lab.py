@@ -1,13 +1,13 @@
 """The tiny training of this tier, under several layouts; runs are made once and shared by tests."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.launch import ROOT
-from tests.megatron.fleet import Fleet, Run
+from tests.distributed.launch import ROOT, Run, Server, free_port
 
 SCRIPT = str(ROOT / "tests" / "megatron" / "pretrain_tiny.py")
 
@@ -69,8 +69,9 @@ WITH_STAND_INS = {
 class Lab:
     """Runs the training in many ways, each once."""
 
-    def __init__(self, fleet: Fleet, folder: Path) -> None:
-        self._fleet = fleet
+    def __init__(self, folder: Path, *before: Path) -> None:
+        """Ranks import from the folders `before` first."""
+        self._server = Server(*before, preload=["tests.megatron.script"])
         self.folder = folder
         self._runs: dict[Any, Run] = {}
 
@@ -89,16 +90,32 @@ class Lab:
             ranks, parallel = {**LAYOUTS, **WITH_STAND_INS}[layout]
             start = [script, *CPU.split()] if plain else ["--cpu", script]
             words = [*start, *MODEL.split(), *parallel, *flags]
-            self._runs[case] = self._fleet.run(ranks, words, environment, plain)
+            if "--save" in flags:
+                output = Path(flags[flags.index("--save") + 1]) / "snip"
+            else:
+                output = self.folder / f"run-{len(self._runs)}"
+                words += ["--snip-output-dir", str(output)] if "--snip" in flags else []
+            run = self.run_words(ranks, words, environment, plain)
+            self._runs[case] = dataclasses.replace(run, output=output)
         return self._runs[case]
+
+    def run_words(
+        self, ranks: int, words: Sequence[str], environment: dict[str, str], plain: bool
+    ) -> Run:
+        """Run `python -m megatron_snip WORDS`, or `python WORDS` with the CPU patch alone."""
+        environment = {**environment, "MASTER_PORT": str(free_port())}
+        arguments = {"words": words, "environment": environment, "plain": plain}
+        return self._server.run(ranks, "tests.megatron.script:run_script", arguments, 200.0)
+
+    def close(self) -> None:
+        self._server.close()
 
     def output(self, name: str) -> Path:
         return self.folder / name
 
-    def planned(self, layout: str) -> tuple[Run, Path]:
-        """The run with SNIP that most tests look at, saving at iteration 7, and its `--save`."""
-        save = self.output(f"planned-{layout}")
-        return self.run(layout, [*SNIP, *saving(save)]), save
+    def planned(self, layout: str) -> Run:
+        """The run with SNIP that most tests look at, saving at iteration 7."""
+        return self.run(layout, [*SNIP, *saving(self.output(f"planned-{layout}"))])
 
 
 def saving(directory: Path, at: int = 7) -> list[str]:

@@ -6,17 +6,23 @@ TINY_DOUBT: Megatron doubts the losses of this iteration (0-based) and repeats i
 TINY_BAD_STATE: checkpoints hold a state of SNIP that is damaged, of this version.
 TINY_OWN_FLAGS: the script parses its own flags.
 TINY_EARLY: SNIP may measure before the optimizer has made ten steps.
+TINY_AUTO: the script imports megatron_snip.auto, before all else.
+TINY_BREAK: the loss is infinite whenever a linear runs FP4.
 TINY_RESTART: a second training in the same process, as in-process restart does.
 """
 
 import argparse
 import hashlib
 import json
+import math
 import os
 import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+if "TINY_AUTO" in os.environ:
+    import megatron_snip.auto  # noqa: F401
 
 import torch
 from megatron.core import parallel_state
@@ -51,6 +57,19 @@ if "TINY_OWN_FLAGS" in os.environ:
 MODELS: list[torch.nn.Module] = []
 LOSSES: list[str] = []
 EVALUATED: list[str] = []
+OPTIONS: list[str] = []
+"""Of the linears; filled for TINY_BREAK alone."""
+
+if "TINY_BREAK" in os.environ:
+    from megatron_snip.linears.model import PlannedModel
+
+    apply = PlannedModel.apply
+
+    def noted(self: PlannedModel, options: Any) -> Any:
+        OPTIONS[:] = map(str, options.values())
+        return apply(self, options)
+
+    setattr(PlannedModel, "apply", noted)  # noqa: B010
 
 
 class MadeUpText(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -140,6 +159,8 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
     cp_group = parallel_state.get_context_parallel_group()
     batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    if any("fp4" in option for option in OPTIONS):
+        output = output * math.inf
     training = get_attr_wrapped_model(model, "training")
     return output, partial(loss_func, batch["loss_mask"], training=training)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron.fleet import Run
+from tests.distributed.launch import Run
 from tests.megatron.lab import SNIP, Lab, applied_plans, logged, saving, snip_lines, weights
 
 
@@ -19,15 +19,19 @@ def killed(lab: Lab, layout: str, *flags: str) -> Path:
 
 
 def resumed(lab: Lab, layout: str, load: Path, *flags: str) -> Run:
-    output = lab.output(f"resumed-{layout}-from-{load.name}-{len(flags)}")
-    return lab.run(layout, [*SNIP, "--load", str(load), "--snip-output-dir", str(output), *flags])
+    return lab.run(layout, [*SNIP, "--load", str(load), *flags])
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
-def test_a_killed_run_resumes_bitwise(lab: Lab, layout: str) -> None:
+TORCH_FORMAT = ("--ckpt-format", "torch")
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags"), [("tp2", ()), ("tp2", TORCH_FORMAT), ("pp2", ()), ("dp2", ())]
+)
+def test_a_killed_run_resumes_bitwise(lab: Lab, layout: str, flags: tuple[str, ...]) -> None:
     """Plan, problem being solved and schedule are those of the run that was not killed."""
-    whole, _ = lab.planned(layout)
-    again = resumed(lab, layout, killed(lab, layout))
+    whole = lab.planned(layout)
+    again = resumed(lab, layout, killed(lab, layout, *flags), *flags)
     assert weights(again) == weights(whole)
     assert any("training resumes after iteration 7 with" in line for line in snip_lines(again))
     assert applied_plans(again) == [9]
@@ -36,28 +40,19 @@ def test_a_killed_run_resumes_bitwise(lab: Lab, layout: str) -> None:
     }
 
 
-def test_torch_format_carries_the_state(lab: Lab) -> None:
-    whole, _ = lab.planned("tp2")
-    flags = ("--ckpt-format", "torch")
-    again = resumed(lab, "tp2", killed(lab, "tp2", *flags), *flags)
-    assert weights(again) == weights(whole)
-    assert applied_plans(again) == [9]
-
-
 @pytest.mark.parametrize("layout", ["one", "pp2"])
 def test_other_parallel_sizes_keep_the_plan(lab: Lab, layout: str) -> None:
     """Saved by two tensor-parallel ranks: linears are named alike everywhere."""
-    load = killed(lab, "tp2")
-    again = resumed(lab, layout, load)
+    again = resumed(lab, layout, killed(lab, "tp2"))
     again.finished()
     assert any(
         "after iteration 7 with the snip plan of iteration 3" in x for x in snip_lines(again)
     )
     assert applied_plans(again) == [9]
-    new = lab.output(f"resumed-{layout}-from-{load.name}-0") / "plans" / "7.json"
-    old = lab.planned("tp2")[1] / "snip" / "plans" / "7.json"
-    assert json.loads(new.read_text())["digest"] == json.loads(old.read_text())["digest"]
-    assert len(json.loads(new.read_text())["stages"]) == (2 if layout == "pp2" else 1)
+    runs = again, lab.planned("tp2")
+    new, old = (json.loads((r.output / "plans" / "7.json").read_text()) for r in runs)
+    assert new["digest"] == old["digest"]
+    assert len(new["stages"]) == (2 if layout == "pp2" else 1)
 
 
 def test_a_checkpoint_without_snip_starts_from_the_initial_plan(lab: Lab) -> None:
@@ -82,7 +77,7 @@ def test_finetuning_starts_anew(lab: Lab) -> None:
 
 
 def test_a_frozen_plan_file_wins_over_the_checkpoints(lab: Lab) -> None:
-    plan = lab.planned("tp2")[1] / "snip" / "plans" / "7.json"
+    plan = lab.planned("tp2").output / "plans" / "7.json"
     flags = ("--snip-plan-file", str(plan), "--snip-collect-only")
     again = resumed(lab, "tp2", killed(lab, "tp2"), *flags)
     again.finished()

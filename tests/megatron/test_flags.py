@@ -68,8 +68,7 @@ BY_THE_MODEL = ("pin", "plan")
 @pytest.mark.parametrize("name", REFUSED)
 def test_bad_input_ends_in_one_line(lab: Lab, name: str) -> None:
     flags, named = REFUSED[name]
-    output = lab.output(f"refused-{name}")
-    run = lab.run("one", [*SNIP, "--snip-output-dir", str(output), *flags])
+    run = lab.run("one", [*SNIP, *flags])
     assert run.statuses == (2,), run.report
     lines = [x for x in run.logs[0].splitlines() if x.startswith("megatron-snip: error:")]
     assert len(lines) == 1 and named in lines[0], run.report
@@ -86,9 +85,9 @@ def test_a_script_with_its_own_flags(lab: Lab) -> None:
 
 
 def test_a_checkpoint_of_another_version(lab: Lab) -> None:
-    save = str(lab.output("other-version"))
-    lab.run("one", [*SNIP, *saving(lab.output("other-version"))], {"TINY_BAD_STATE": "9"})
-    run = lab.run("one", [*SNIP, "--load", save, "--snip-output-dir", f"{save}-again"])
+    save = lab.output("other-version")
+    lab.run("one", [*SNIP, *saving(save)], {"TINY_BAD_STATE": "9"})
+    run = lab.run("one", [*SNIP, "--load", str(save)])
     assert run.statuses == (2,), run.report
     lines = [x for x in run.logs[0].splitlines() if x.startswith("megatron-snip: error:")]
     assert len(lines) == 1 and "version 9; this megatron-snip reads version 2" in lines[0]

@@ -19,19 +19,16 @@ def test_torchrun_runs_what_the_other_tests_run(lab: Lab) -> None:
     done = run_python(*launcher, *words, cwd=folder, timeout=280, **environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = [json.loads((folder / f"{rank}.json").read_text())["weights"] for rank in range(ranks)]
-    assert found == weights(lab.planned("tp2")[0])
+    assert found == weights(lab.planned("tp2"))
     assert (folder / "snip" / "plans" / "7.json").is_file()  # no --save: the current directory
 
 
 def test_one_import_does_the_same(lab: Lab) -> None:
-    output = str(lab.output("auto"))
-    script = SCRIPT.replace("pretrain_tiny", "pretrain_auto")
-    run = lab.run("tp2", [*SNIP, "--snip-output-dir", output], script=script, plain=True)
-    assert weights(run) == weights(lab.planned("tp2")[0])
+    run = lab.run("tp2", SNIP, {"TINY_AUTO": "1"}, plain=True)
+    assert weights(run) == weights(lab.planned("tp2"))
 
 
 def test_one_import_without_the_flag_changes_nothing(lab: Lab) -> None:
-    script = SCRIPT.replace("pretrain_tiny", "pretrain_auto")
-    run = lab.run("tp2", script=script, plain=True)
+    run = lab.run("tp2", (), {"TINY_AUTO": "1"}, plain=True)
     assert weights(run) == weights(lab.run("tp2", plain=True))
     assert "megatron_snip" not in run.logs[0]

@@ -42,14 +42,13 @@ def test_all_linears_are_planned_and_measuring_changes_no_bit(
 ) -> None:
     lab = stand_in_lab
     plain = lab.run(layout, plain=True)
-    collected, planned = lab.output(f"c-{layout}"), lab.output(f"p-{layout}")
-    measured = lab.run(layout, [*COLLECT_ONLY, "--snip-output-dir", str(collected)])
+    measured = lab.run(layout, COLLECT_ONLY)
     assert weights(measured) == weights(plain)
     assert [r["losses"] for r in measured.finished()] == [r["losses"] for r in plain.finished()]
-    run = lab.run(layout, [*SNIP, "--snip-output-dir", str(planned)])
+    run = lab.run(layout, SNIP)
     assert applied_plans(run) == [5, 9], run.report
     assert logged(run)[4] == logged(measured)[4] and logged(run)[5] != logged(measured)[5]
-    plan = json.loads((planned / "plans" / "3.json").read_text())["linears"]
+    plan = json.loads((run.output / "plans" / "3.json").read_text())["linears"]
     assert list(plan) == LINEARS[layout]
     assert {gemms["fprop"] for gemms in plan.values()} == {"fp4", "fp8"}
 
@@ -58,10 +57,9 @@ def test_context_parallel_ranks_add_up_to_the_statistics_of_one(stand_in_lab: La
     """wgrad alone differs: its tiles hold a rank's own tokens, and sums are over ranks' parts."""
     tables = []
     for layout in ("te", "cp2"):
-        output = stand_in_lab.output(f"collected-{layout}")
-        flags = [*COLLECT_ONLY, "--snip-start-step", "1", "--snip-output-dir", str(output)]
-        stand_in_lab.run(layout, flags).finished()
-        linears = json.loads((output / "divergences" / "1.json").read_text())["linears"]
+        run = stand_in_lab.run(layout, [*COLLECT_ONLY, "--snip-start-step", "1"])
+        run.finished()
+        linears = json.loads((run.output / "divergences" / "1.json").read_text())["linears"]
         tables.append({linear["name"]: linear for linear in linears})
     one, two = tables
     for name, wanted in one.items():

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,6 @@ from tests.distributed.launch import free_port
 from tests.megatron.lab import (
     COLLECT_ONLY,
     ITERATIONS,
-    SCRIPT,
     SNIP,
     Lab,
     applied_plans,
@@ -34,21 +32,23 @@ def test_without_snip_a_run_is_bitwise_plain_megatron(lab: Lab, layout: str) -> 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_measuring_without_planning_changes_no_bit(lab: Lab, layout: str) -> None:
-    output = lab.output(f"collected-{layout}")
-    collected = lab.run(layout, [*COLLECT_ONLY, "--snip-output-dir", str(output)])
+    collected = lab.run(layout, COLLECT_ONLY)
     assert weights(collected) == weights(lab.run(layout))
     assert logged(collected) == logged(lab.run(layout))
     assert logged(collected, "grad norm") == logged(lab.run(layout), "grad norm")
-    assert sorted(p.name for p in (output / "problems").iterdir()) == ["3.json", "7.json"]
+    assert sorted(p.name for p in (collected.output / "problems").iterdir()) == ["3.json", "7.json"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "vpp2", "ep2"])
 def test_plans_are_made_and_run(lab: Lab, layout: str) -> None:
-    run, save = lab.planned(layout)
+    run = lab.planned(layout)
+    run.finished()
     assert applied_plans(run) == [5, 9], run.report
-    plan = json.loads((save / "snip" / "plans" / "3.json").read_text())
+    plan = json.loads((run.output / "plans" / "3.json").read_text())
     assert plan["efficiency"] >= 0.5
     assert len(plan["linears"]) == 16
+    fc1 = "mlp.experts.linear_fc1" if layout == "ep2" else "mlp.linear_fc1"
+    assert f"decoder.layers.3.{fc1}" in plan["linears"]
     losses = {i: float(value) for i, value in logged(run).items()}
     assert losses[ITERATIONS] < losses[1] - 0.5
     # Until the first plan the run is plain Megatron; from then on linears run in FP4.
@@ -58,8 +58,7 @@ def test_plans_are_made_and_run(lab: Lab, layout: str) -> None:
 
 
 def test_a_plan_that_breaks_an_iteration_is_reverted_without_a_trace(lab: Lab) -> None:
-    script = str(Path(SCRIPT).with_name("pretrain_breaking.py"))
-    run = lab.run("tp2", SNIP, script=script)
+    run = lab.run("tp2", SNIP, {"TINY_BREAK": "1"})
     assert weights(run) == weights(lab.run("tp2"))  # as if there had been no plan
     assert logged(run) == logged(lab.run("tp2"))
     applied = applied_plans(run)
@@ -70,8 +69,8 @@ def test_a_plan_that_breaks_an_iteration_is_reverted_without_a_trace(lab: Lab) -
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rank_0_writes_the_run_directory(lab: Lab, layout: str) -> None:
     """By default `snip/` below --save; losses come from the last rank."""
-    run, save = lab.planned(layout)
-    directory = save / "snip"
+    run = lab.planned(layout)
+    directory = run.output
     present = {p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()}
     assert {"config.yaml", "versions.json", "divergences/7.json", "problems/7.json"} <= present
     metrics = read_lines(directory / "metrics.jsonl")
@@ -85,31 +84,15 @@ def test_rank_0_writes_the_run_directory(lab: Lab, layout: str) -> None:
     assert fractions[:4] == [0.0] * 4 and min(fractions[4:]) >= 0.5
 
 
-@pytest.mark.parametrize("layout", ["vpp2", "ep2"])
-def test_interleaved_pipelines_and_experts_are_planned(lab: Lab, layout: str) -> None:
-    output = lab.output(f"planned-{layout}")
-    run = lab.run(layout, [*SNIP, "--snip-output-dir", str(output)])
-    run.finished()
-    assert applied_plans(run) == [5, 9], run.report
-    names = json.loads((output / "plans" / "3.json").read_text())["linears"]
-    assert len(names) == 16
-    fc1 = "mlp.experts.linear_fc1" if layout == "ep2" else "mlp.linear_fc1"
-    assert f"decoder.layers.3.{fc1}" in names
-
-
 def test_recomputed_activations_change_no_bit(lab: Lab) -> None:
     recompute = ["--recompute-granularity", "full", "--recompute-method", "uniform"]
     flags = [*SNIP, *recompute, "--recompute-num-layers", "1"]
-    run = lab.run("tp2", [*flags, "--snip-output-dir", str(lab.output("recompute"))])
-    planned, _ = lab.planned("tp2")
-    assert weights(run) == weights(planned)
+    assert weights(lab.run("tp2", flags)) == weights(lab.planned("tp2"))
 
 
 def test_a_repeated_iteration_measures_once_and_draws_the_same_numbers(lab: Lab) -> None:
     """Megatron's rerun state machine repeats iteration 7, a refresh's, and compares the losses."""
-    flags = [*SNIP, "--snip-output-dir", str(lab.output("repeated"))]
-    run = lab.run("pp2", flags, {"TINY_DOUBT": "6"})
-    planned, _ = lab.planned("pp2")
+    run, planned = lab.run("pp2", SNIP, {"TINY_DOUBT": "6"}), lab.planned("pp2")
     assert "unexpected result is reproducible" in run.logs[1], run.report
     assert "not reproducible" not in run.logs[1]
     assert weights(run) == weights(planned)
@@ -121,17 +104,16 @@ def test_a_repeated_iteration_measures_once_and_draws_the_same_numbers(lab: Lab)
 def test_an_evaluation_in_both_precisions_is_one_under_the_plan_and_one_in_bf16(
     lab: Lab, layout: str
 ) -> None:
-    runs, outputs = {}, {}
-    for precision in ("plan", "bf16", "both"):
-        outputs[precision] = lab.output(f"eval-{precision}-{layout}")
-        flags = ["--snip-eval-precision", precision, "--snip-output-dir", str(outputs[precision])]
-        runs[precision] = lab.run(layout, [*SNIP, *flags])
+    runs = {
+        precision: lab.run(layout, [*SNIP, "--snip-eval-precision", precision])
+        for precision in ("plan", "bf16", "both")
+    }
     assert weights(runs["plan"]) == weights(runs["bf16"]) == weights(runs["both"])
     plan, bf16, both = (run.finished()[-1]["evaluated"] for run in runs.values())
     pairs = [(plan[i : i + 4], bf16[i : i + 4]) for i in range(0, len(plan), 4)]  # microbatches
     assert both == [loss for pair in pairs for part in pair for loss in part] != []
-    metrics = {name: read_lines(path / "metrics.jsonl") for name, path in outputs.items()}
-    plan, bf16, rows = ([m for m in metrics[p] if "validation_loss" in m] for p in metrics)
+    metrics = [read_lines(run.output / "metrics.jsonl") for run in runs.values()]
+    plan, bf16, rows = ([m for m in lines if "validation_loss" in m] for lines in metrics)
     assert [row["iteration"] for row in rows] == [5, 10]
     for under_plan, in_bf16, row in zip(plan, bf16, rows, strict=True):
         increase = under_plan["validation_loss"] - in_bf16["validation_loss"]
@@ -142,8 +124,6 @@ def test_an_evaluation_in_both_precisions_is_one_under_the_plan_and_one_in_bf16(
 def test_a_second_training_in_the_process_is_the_first_again(lab: Lab) -> None:
     """In-process restart: arguments are parsed again and the model is another."""
     environment = {"TINY_RESTART": str(free_port())}
-    output = str(lab.output("restart"))
-    run = lab.run("tp2", [*SNIP, "--snip-output-dir", output], environment)
-    planned, _ = lab.planned("tp2")
-    assert weights(run) == weights(planned)
+    run = lab.run("tp2", SNIP, environment)
+    assert weights(run) == weights(lab.planned("tp2"))
     assert applied_plans(run) == [5, 9] * 2

@@ -19,7 +19,7 @@ def written(lab: Lab) -> Path:
         *["--wandb-project", "tiny", "--wandb-exp-name", "writers"],
     ]
     run = lab.run("pp2", flags, {"WANDB_MODE": "offline", "WANDB_SILENT": "true"})
-    assert weights(run) == weights(lab.planned("pp2")[0])
+    assert weights(run) == weights(lab.planned("pp2"))
     return folder
 
 

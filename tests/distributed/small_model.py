@@ -36,9 +36,6 @@ from megatron_snip.trainer.model import (
     initialize_parallel_state,
 )
 
-refresh.MIN_OPTIMIZER_STEPS = 0  # models here are measured in their first iterations
-run_plans.SOLVER_GRACE_S = 600.0  # a slow machine takes its time to start the solver
-
 SMALL: dict[str, Any] = {
     "num_layers": 2,
     "hidden_size": 256,
@@ -54,6 +51,16 @@ SMALL: dict[str, Any] = {
     "run_dir": Path("unused"),
 }
 """Shards of two tensor-parallel ranks are multiples of 128, so tiles never straddle them."""
+
+
+NARROW: dict[str, Any] = {
+    "hidden_size": 128,
+    "ffn_hidden_size": 128,
+    "num_attention_heads": 2,
+    "seq_length": 16,
+    "global_batch_size": 2,
+}
+"""Changes for runs of many steps."""
 
 
 class SyntheticTokens:
@@ -88,7 +95,6 @@ class Memory:
         self.applied: list[tuple[int, PlanApplied]] = []
         self.metrics: list[tuple[int, dict[str, Any]]] = []
         self.notices: list[tuple[int, Notice]] = []
-        self.closed = 0
 
     def write(self, event: Event) -> None:
         lists = {Measurement: self.measured, PlanApplied: self.applied, Notice: self.notices}
@@ -98,7 +104,7 @@ class Memory:
             lists[type(event.payload)].append((event.iteration, event.payload))
 
     def close(self) -> None:
-        self.closed += 1
+        pass
 
 
 class Warnings(logging.Handler):
@@ -147,27 +153,20 @@ class Trainer:
             train_iters=self.config.train_iters,
         )
 
-    def plain(self) -> TrainingHook:
-        return PlainTraining()
-
-    def advance(self, steps: int, hook: TrainingHook) -> None:
-        """Make `steps` training steps, as the trainer's own loop does."""
+    def advance(self, steps: int, hook: TrainingHook | None = None) -> None:
+        """Make `steps` training steps, as the trainer's own loop does; without a hook no SNIP."""
+        hook = hook or PlainTraining()
         for _ in range(steps):
             metrics = train_step(self.step + 1, self.state, self.samples, hook)
             self.losses.append(metrics["loss"])
             self.step += 1
             hook.end_iteration(self.step, metrics)
 
-    @property
-    def measured(self) -> Measurement:
-        """The first measurement of the last controller."""
-        return self.events.measured[0][1]
-
-    def run(self, steps: int, snip: dict[str, Any], solver: Any = None) -> SnipController:
-        hook = self.controller(snip, solver)
-        self.advance(steps, hook)
-        hook.close()
-        return hook
+    def run(self, steps: int, snip: dict[str, Any]) -> SnipController:
+        controller = self.controller(snip)
+        self.advance(steps, controller)
+        controller.close()
+        return controller
 
     def digests(self) -> dict[str, Any]:
         """Bits of what training has made: losses, this rank's weights and optimizer state."""
@@ -197,10 +196,17 @@ def digest(tensors: list[torch.Tensor]) -> str:
     return total.hexdigest()
 
 
+def prepare_rank() -> None:
+    """Let this process train on CPUs, measure in its first iterations, and wait for its solver."""
+    cpu.install()
+    refresh.MIN_OPTIMIZER_STEPS = 0
+    run_plans.SOLVER_GRACE_S = 600.0  # a slow machine takes its time to start the solver
+
+
 @contextmanager
 def layout(values: dict[str, Any]) -> Iterator[Trainer]:
     """Build the small model in one layout; parallel groups are destroyed at the end."""
-    cpu.install()
+    prepare_rank()
     config = make_train_config({**SMALL, **values})
     initialize_parallel_state(config)
     listener = Warnings()
@@ -226,7 +232,7 @@ def save_random_plan(trainer: Trainer, file: Path, **snip: Any) -> None:
 
 def refresh_json(trainer: Trainer, controller: SnipController) -> dict[str, Any]:
     """What the first refresh found and what was decided after it."""
-    refresh = trainer.measured
+    _, refresh = trainer.events.measured[0]
     return {
         "plan": {n: str(o) for n, o in controller.plan.linears.items()},
         "history": controller.history,

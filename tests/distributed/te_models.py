@@ -12,7 +12,6 @@ import tests.stand_ins.on_path  # noqa: F401 - before anything that imports Mega
 import contextlib
 import dataclasses
 import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +31,7 @@ from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.te.machine import measured_format, this_machine
 from megatron_snip.patches import cpu
 from megatron_snip.trainer import model as trainer_model
-from tests.distributed.workers.small_model import layout, refresh_json, save_random_plan
+from tests.distributed.small_model import layout, refresh_json, save_random_plan
 from tests.te.models import EXPERTS, build, copy_weights
 from tests.te.test_te_statistics import Seen, agree, observed
 
@@ -140,7 +139,7 @@ def _refresh(
 
 
 def _frozen(values: dict[str, Any], snip: dict[str, Any]) -> dict[str, Any]:
-    file = Path(tempfile.gettempdir()) / f"snip-te-{os.environ['MASTER_PORT']}.json"
+    file = Path(os.environ["TINY_RESULTS"]) / "plan.json"
     settings = {"collect_only": True, "plan_file": file, "formats": FORMATS}
     with _linears(te=True), layout(values) as trainer:
         save_random_plan(trainer, file, formats=FORMATS)
