@@ -155,9 +155,7 @@ bench-gpu:  ## the next 8 minutes of this machine's GPU benchmarks; again until 
 
 .PHONY: nightly
 nightly: $(STAMP)  ## random planning problems, 40 killed runs, faults on 4 ranks
-	$(BIN)/python -m tests.nightly.planner
-	$(BIN)/python -m tests.nightly.kills
-	$(BIN)/python -m tests.nightly.faults
+	$(BIN)/pytest tests/nightly/planner.py tests/nightly/kills.py tests/nightly/faults.py
 	$(BIN)/python -m tests.nightly.reliability --write
 
 .PHONY: lock

@@ -1,4 +1,4 @@
-"""What happens to a job under faults; writes docs/reliability.md.
+"""What happens to a job under faults; writes the tables of docs/reliability.md.
 
     python -m tests.nightly.reliability [--only WORD] [--write]
 
@@ -25,22 +25,18 @@ from pathlib import Path
 
 import psutil
 
+from tests.distributed.launch import RANK_ENVIRONMENT, ROOT, free_port
 from tests.distributed.test_checkpoints import flip_a_bit, truncate
+from tests.megatron.lab import MODEL
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
 PATIENCE_S = 300.0
 SNIP = "--snip-interval 4 --snip-start-step 11 --snip-lag 2 --snip-efficiency-target 0.5"
 TRAIN = f"""train --config configs/demo.yaml --train-iters 400 --lr-warmup-iters 2 --eval-iters 0
     --num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --seq-length 64 --global-batch-size 4
     --micro-batch-size 2 --tensor-model-parallel-size 2 {SNIP}"""
-PRETRAIN = f"""--num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4
-    --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8
-    --train-iters 400 --lr 3e-3 --bf16 --tokenizer-type NullTokenizer --vocab-size 127
-    --make-vocab-size-divisible-by 1 --normalization RMSNorm --swiglu --disable-bias-linear
-    --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --log-interval 1
-    --eval-interval 1000 --eval-iters 0 --num-workers 0 --tensor-model-parallel-size 2
-    --snip --snip-formats fp8,fp4 {SNIP}"""
+PRETRAIN = f"""{MODEL} --num-layers 2 --train-iters 400 --eval-interval 1000 --eval-iters 0
+    --tensor-model-parallel-size 2 --snip --snip-formats fp8,fp4 {SNIP}"""
 
 
 class Job:
@@ -53,21 +49,13 @@ class Job:
             words = f"{sys.executable} -W ignore -m megatron_snip {TRAIN} --run-dir {folder}/run"
         else:
             python = ROOT / ".venv-megatron" / "bin" / "python"
-            port = 20000 + os.getpid() % 20000
             words = f"{python} -W ignore -m torch.distributed.run --nproc-per-node 2"
-            words += f" --master-port {port} -m megatron_snip --cpu tests/megatron/pretrain_tiny.py"
-            words += f" {PRETRAIN} --snip-output-dir {folder}/run"
+            words += f" --master-port {free_port()} -m megatron_snip --cpu"
+            words += f" tests/megatron/pretrain_tiny.py {PRETRAIN} --snip-output-dir {folder}/run"
         words += f" --save {folder}/save --save-interval 8"
         (folder / "save").mkdir(exist_ok=True)
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONPATH": str(ROOT),
-            "TINY_RESULTS": str(folder),
-        }
+        environment = {**os.environ, **RANK_ENVIRONMENT}
+        environment |= {"PYTHONPATH": str(ROOT), "TINY_RESULTS": str(folder)}
         command = f"{prefix} exec {' '.join(words.split())} {more}"
         self._process = subprocess.Popen(
             ["bash", "-c", command],
@@ -124,9 +112,6 @@ class Job:
                 continue
         return [ranks[rank] for rank in sorted(ranks)]
 
-    def solver(self) -> list[psutil.Process]:
-        return [p for p in self.processes() if "solver_process" in " ".join(p.cmdline())]
-
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
 
@@ -178,8 +163,9 @@ def _stop_rank_and_interrupt(job: Job) -> None:
 
 
 def _kill_solver(job: Job) -> None:
-    for process in job.solver():
-        process.kill()
+    for process in job.processes():
+        if "solver_process" in " ".join(process.cmdline()):
+            process.kill()
 
 
 def _sending(number: int) -> Fault:
@@ -312,39 +298,16 @@ def _short(line: str) -> str:
     return line.strip().replace("|", "/").replace("`", "'")[:160]
 
 
-def _known_rows() -> dict[tuple[str, str], tuple[str, ...]]:
-    found: dict[tuple[str, str], tuple[str, ...]] = {}
-    for kind, title in TITLES.items():
-        section = PAGE.read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
-        for line in section.splitlines()[3:]:
-            cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-            if len(cells) == 6:
-                found[kind, cells[0]] = (*cells[:4], cells[4].strip("`"), cells[5])
-    return found
-
-
-def page(rows: dict[tuple[str, str], tuple[str, ...]]) -> str:
-    head = ("fault", "exit status", "s to end", "left", "last message", "then, with `--load`")
-    lines = [
-        "# Reliability",
-        "",
-        "What was tried on jobs of two CPU ranks, and what happened. `python -m",
-        "tests.nightly.reliability --write` (part of `make nightly`) writes this page. A fault",
-        "comes after iteration 14 if nothing else is said, with a plan applied. A checkpoint is",
-        "saved every 8 iterations, and by `megatron-snip train` also on SIGTERM and Ctrl-C;",
-        "Megatron does so with `--exit-signal-handler`. *Left* counts processes that live 15 s",
-        "after the end. Megatron's own checkpoint writer is not counted: it outlives killed ranks",
-        "without SNIP, too. Under `pretrain` torchrun ends the job, and waits 30 s for a rank that",
-        "does not answer. In the last column the job starts again and loads the newest checkpoint.",
-        "",
-    ]
-    for kind, title in TITLES.items():
-        lines += [f"## {title}", "", "| " + " | ".join(head) + " |", "|" + "---|" * 6]
-        for case in CASES:
-            if (row := rows.get((kind, case.name))) is not None:
-                lines.append("| " + " | ".join((*row[:4], f"`{row[4]}`", row[5])) + " |")
-        lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
+def write_row(kind: str, row: tuple[str, ...]) -> None:
+    """Put a case's row into the page: in place of its last one, or at the end of the table."""
+    title = f"## {TITLES[kind]}\n"
+    before, _, section = PAGE.read_text().partition(title)
+    table, end, after = section.partition("\n## ")
+    lines = table.rstrip().split("\n")
+    known = [i for i, line in enumerate(lines) if line.startswith(f"| {row[0]} |")]
+    at = known[0] if known else len(lines)
+    lines[at : at + 1] = ["| " + " | ".join((*row[:4], f"`{row[4]}`", row[5])) + " |"]
+    PAGE.write_text(before + title + "\n".join(lines) + "\n" + end + after)
 
 
 def main() -> int:
@@ -352,14 +315,14 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose kind or name holds this text")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
     args = parser.parse_args()
-    known, bad = _known_rows(), False
+    bad = False
     for kind in TITLES:
         for case in CASES:
             if kind in case.kinds and args.only in f"{kind} {case.name}":
-                row = known[kind, case.name] = run(case, kind)
+                row = run(case, kind)
                 bad |= "did not end" in row[1] or row[3] != "0"
-                if args.write:  # rows of cases that were not run stay
-                    PAGE.write_text(page(known))
+                if args.write:
+                    write_row(kind, row)
     return int(bad)
 
 
