@@ -22,7 +22,7 @@ from megatron_snip.linears.te.recipe import TERecipe
 from megatron_snip.patches import cpu
 
 NAMES = {
-    "common.recipe": "DelayedScaling Float8CurrentScaling Float8BlockScaling MXFP8BlockScaling "
+    "common.recipe": "DelayedScaling Float8BlockScaling MXFP8BlockScaling "
     "NVFP4BlockScaling CustomRecipe",
     "pytorch": "Linear LayerNormLinear GroupedLinear DotProductAttention LayerNorm RMSNorm "
     "Fp8Padding Fp8Unpadding",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-MANTISSA_BITS = {"tensorwise": 2, "blockwise": 3, "mxfp8": 4, "nvfp4": 1}
+MANTISSA_BITS = {"blockwise": 3, "mxfp8": 4, "nvfp4": 1}
 
 
 def rounded(tensor: torch.Tensor, recipe: str) -> torch.Tensor:
@@ -54,10 +54,6 @@ class Float8BlockQuantizer(Quantizer):
 
 class MXFP8Quantizer(Quantizer):
     label = "mxfp8"
-
-
-class Float8CurrentScalingQuantizer(Quantizer):
-    label = "tensorwise"
 
 
 class NVFP4Quantizer(Quantizer):
