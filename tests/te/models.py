@@ -16,7 +16,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.training_step import TrainingStep
-from megatron_snip.options import BF16, Option
+from megatron_snip.options import Option
+from megatron_snip.topology import Topology
 
 DEVICE = "cuda" if os.environ.get("SNIP_TE_REAL") == "1" else "cpu"
 SEQUENCE, BATCH = 16, 2
@@ -143,13 +144,27 @@ def by_name(model: PlannedModel) -> dict[str, Any]:
     return {linear.name: linear.module for linear in model.linears}
 
 
-def plan(model: PlannedModel, choose: Callable[[str], str]) -> dict[str, Option]:
-    """A plan that gives every linear the option that `choose` finds for its name."""
+def ran(model: PlannedModel) -> set[tuple[str, ...]]:
+    """Recipes of all GEMMs that the stand-in ran."""
+    return {recipes for module in by_name(model).values() for recipes in module.seen}
+
+
+Choice = str | Callable[[str], str]
+"""An option, or what finds it for a linear's name."""
+
+
+def plan(model: PlannedModel, choice: Choice) -> dict[str, Option]:
+    """A plan that gives every linear its option."""
+    choose = (lambda _: choice) if isinstance(choice, str) else choice
     return {info.name: Option.parse(choose(info.name)) for info in model.all_linears}
 
 
-def everything(model: PlannedModel, option: Option = BF16) -> dict[str, Option]:
-    return {info.name: option for info in model.all_linears}
+def planned(model: Any, choice: Choice = "bf16", **settings: Any) -> PlannedModel:
+    """A model under a plan; keywords go to PlannedModel."""
+    under = PlannedModel([model], Topology(), **{"seed": 7, **settings})
+    under.install()
+    under.apply(plan(under, choice))
+    return under
 
 
 def ours(caplog: Any) -> list[Any]:

@@ -10,21 +10,15 @@ import pytest
 import torch
 
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.options import Option
-from megatron_snip.topology import Topology
-from tests.te.models import EXPERTS, build, copy_weights, everything, local_name, losses, plan
+from tests.te.models import EXPERTS, Choice, build, copy_weights, local_name, losses, plan, planned
 from tests.te.test_te_statistics import Keeper, observed
 
 RTOL = 1e-2
 """Of a gradient's norm: a norm's last bit can move single elements to the next FP4 value."""
 
 
-def planned(model: Any, backend: str = "simulate", options: Any = None) -> PlannedModel:
-    under = PlannedModel([model], Topology(), seed=7, backend=backend)
-    under.install()
-    if options is not None:
-        under.apply(plan(under, options))
-    return under
+def simulated(model: Any, choice: Choice) -> PlannedModel:
+    return planned(model, choice, backend="simulate")
 
 
 def mixed(name: str) -> str:
@@ -57,7 +51,7 @@ def test_losses_and_gradients_are_those_of_megatrons_own_linears(changes: dict[s
     grouped = changes.pop("grouped", False)
     te, local = build(grouped=grouped, **changes), build(te=False, **changes)
     copy_weights(te, local)
-    found = [run(model, planned(model, "simulate", mixed)) for model in (te, local)]
+    found = [run(model, simulated(model, mixed)) for model in (te, local)]
     plain = losses(build(grouped=grouped, **changes))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-5) and found[0][0] != plain
     there = found[1][1]
@@ -70,7 +64,7 @@ def test_losses_and_gradients_are_those_of_megatrons_own_linears(changes: dict[s
 def test_observers_see_the_same() -> None:
     te, local = build(), build(te=False)
     copy_weights(te, local)
-    seen, wanted = (observed(model, planned(model, "simulate", mixed)) for model in (te, local))
+    seen, wanted = (observed(model, simulated(model, mixed)) for model in (te, local))
     assert set(seen) == set(wanted)
     for instance, microbatches in seen.items():
         for found, truth in zip(microbatches, wanted[instance], strict=True):
@@ -84,10 +78,10 @@ def test_bf16_is_transformer_engine_bit_by_bit(grouped: bool) -> None:
     changes = {**EXPERTS, "grouped": grouped} if grouped else {}
     truth = losses(model := build(**changes)), gradients(model)
     model = build(**changes)
-    under = planned(model)
+    under = simulated(model, "bf16")
     assert run(model, under)[0] == truth[0]
     assert all(torch.equal(g, truth[1][n]) for n, g in gradients(model).items())
-    under.apply(everything(under, Option.parse("fp4")))
+    under.apply(plan(under, "fp4"))
     with under.runtime.running_in_bf16():
         assert losses(model) == truth[0]
     assert losses(model) != truth[0]
@@ -105,7 +99,7 @@ def test_biases_of_grouped_experts_are_added() -> None:
         torch.nn.init.normal_(bias)
     plain = losses(model), gradients(model)
     model.zero_grad()
-    found = run(model, planned(model, "simulate", lambda _: "bf16-bf16-fp8"))
+    found = run(model, simulated(model, "bf16-bf16-fp8"))
     assert found[0] == pytest.approx(plain[0], rel=1e-5)
     for name in biases:
         torch.testing.assert_close(found[1][name], plain[1][name], rtol=1e-4, atol=1e-6)
@@ -115,9 +109,9 @@ def test_biases_of_grouped_experts_are_added() -> None:
 def test_fused_weight_gradients_add_up_in_main_grad() -> None:
     for changes in ({}, {**EXPERTS, "grouped": True}):
         model = build(**changes)
-        separate = run(model, planned(model, "simulate", lambda _: "fp4"))[1]
+        separate = run(model, simulated(model, "fp4"))[1]
         model = build(**changes)
-        under = planned(model, "simulate", lambda _: "fp4")
+        under = simulated(model, "fp4")
         for linear in under.linears:
             linear.module.fuse_wgrad_accumulation = True
             for weight in linear.weights:
@@ -130,13 +124,23 @@ def test_fused_weight_gradients_add_up_in_main_grad() -> None:
                 torch.testing.assert_close(weight.main_grad, separate[name], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.real_te
-def test_a_measurement_under_the_plan_is_an_identity() -> None:
-    model = build()
-    under = planned(model, "simulate", mixed)
+@pytest.mark.parametrize(
+    ("choice", "backend", "changes"),
+    [
+        ("bf16", "te", {}),
+        ("bf16", "te", {**EXPERTS, "grouped": True}),
+        pytest.param(mixed, "simulate", {}, marks=pytest.mark.real_te),
+    ],
+    ids=["dense", "grouped", "simulated"],
+)
+def test_a_measurement_under_the_plan_is_an_identity(
+    choice: Choice, backend: str, changes: dict[str, Any]
+) -> None:
+    model = build(**changes)
+    under = planned(model, choice, backend=backend)
     plain = run(model, under)
     model.zero_grad()
     with under.runtime.observed_by(Keeper()):
         watched = run(model, under)
-    assert plain[0] == watched[0]
+    assert plain[0] == watched[0] and set(plain[1]) == set(watched[1])
     assert all(torch.equal(g, watched[1][n]) for n, g in plain[1].items())
