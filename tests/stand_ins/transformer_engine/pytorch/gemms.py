@@ -19,8 +19,6 @@ class Call:
     tp_group: Any
     parallel_mode: str | None
     sequence_parallel: bool
-    main_grad: torch.Tensor | None
-    overwrite: bool
 
 
 class LinearFunction(torch.autograd.Function):
@@ -51,15 +49,7 @@ class LinearFunction(torch.autograd.Function):
         if column and call.tp_group is not None:
             dx = reduced(dx, call)
         dw = quantized.columns.reshape(-1, g.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
-        if call.main_grad is None:
-            return dx, dw.to(weight.dtype), None
-        if call.overwrite:
-            call.main_grad.copy_(dw)
-        else:
-            call.main_grad.add_(dw)
-        if hasattr(weight, "grad_added_to_main_grad"):
-            weight.grad_added_to_main_grad = True
-        return dx, torch.zeros_like(weight), None
+        return dx, dw.to(weight.dtype), None
 
 
 def gathered(x: torch.Tensor, group: Any) -> torch.Tensor:

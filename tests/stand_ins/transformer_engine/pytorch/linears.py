@@ -38,8 +38,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
     ) -> None:
         """Take this rank's part of the features."""
         super().__init__()
-        if not torch.cuda.is_available():
-            raise RuntimeError("TransformerEngine needs CUDA.")
         self.name = name or "Layer_1"
         self.fp8 = False
         self.fp8_initialized = False
@@ -81,12 +79,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         """Custom recipes are not read back."""
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        self.tp_group = tp_group
-
-    def backward_dw(self) -> None:
-        pass
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """Follow the autocast: rebuild quantizers where Transformer Engine would."""
@@ -134,7 +126,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.seen.append(
             (quantized.quantizer.row_recipe, quantized.quantizer.column_recipe, q_in.column_recipe)
         )
-        fused = self.fuse_wgrad_accumulation
         call = Call(
             weight=quantized,
             input_quantizer=q_in,
@@ -142,8 +133,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
             tp_group=self.tp_group if communicates else None,
             parallel_mode=self.parallel_mode if communicates else None,
             sequence_parallel=self.sequence_parallel and communicates,
-            main_grad=weight.main_grad if fused else None,
-            overwrite=bool(first),
         )
         return LinearFunction.apply(x, weight, call)
 
@@ -167,10 +156,7 @@ def _same_state(meta: dict[str, Any], recipe: Recipe) -> bool:
 
 def _made(recipe: Recipe, role: QuantizerRole | None) -> Quantizer:
     if isinstance(recipe, CustomRecipe):
-        quantizer = recipe.qfactory(role)
-        if not isinstance(quantizer, Quantizer):
-            raise ValueError(f"qfactory returned {quantizer!r} for {role}")
-        return quantizer
+        return recipe.qfactory(role)
     return BY_NAME[recipe.label]()
 
 
@@ -269,8 +255,6 @@ class GroupedLinear(TransformerEngineBaseModule):
         sizes = (in_features, out_features, tp_group, tp_size, parallel_mode, sequence_parallel)
         super().__init__(name, *sizes, fuse_wgrad_accumulation, bias, return_bias)
         self.num_gemms = num_gemms
-        if tp_size > 1 and bias:
-            raise ValueError("GroupedLinear doesn't support bias when TP > 1.")
         for i in range(num_gemms):
             self._add_weight(i, params_dtype, init_method)
 
