@@ -21,7 +21,7 @@ from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.topology import Topology
-from tests.te.models import BATCH, SEQUENCE, build, by_name, losses, plan
+from tests.te.models import BATCH, SEQUENCE, build, losses, plan, planned, ran
 from tests.unit.planning.oracle import brute_force
 
 SECONDS = {"bf16": 3.0, "mxfp8": 2.0, "nvfp4": 1.0}
@@ -183,12 +183,9 @@ def test_what_is_refused_would_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.te.models.BATCH", 1)
     monkeypatch.setattr("tests.te.models.SEQUENCE", 24)
     model = build()
-    under = PlannedModel([model], Topology(), 0, microbatch_tokens=24)
-    under.install()
-    under.apply(plan(under, lambda _: "fp8"))
+    under = planned(model, "fp8", microbatch_tokens=24)
     with pytest.raises(ValueError, match="cannot take"):
         losses(model)
-    under.apply(plan(under, lambda _: "bf16"))
+    under.apply(plan(under, "bf16"))
     losses(model)
-    assert {seen for module in by_name(under).values() for seen in module.seen} == {("bf16",) * 3}
-    under.uninstall()
+    assert ran(under) == {("bf16",) * 3}
