@@ -2,9 +2,12 @@
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -30,6 +33,20 @@ EXPERTS: dict[str, Any] = {
     "moe_router_load_balancing_type": "none",
     "moe_ffn_hidden_size": 96,
 }
+
+
+@contextmanager
+def alone(backend: str) -> Iterator[None]:
+    """Megatron's parallel state of size 1, on GPU 0 if the backend is nccl."""
+    if backend == "nccl":
+        torch.cuda.set_device(0)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
 
 
 def build(te: bool = True, grouped: bool = False, **changes: Any) -> GPTModel:
