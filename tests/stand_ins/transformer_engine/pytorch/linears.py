@@ -151,7 +151,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
 def _same_state(meta: dict[str, Any], recipe: Recipe) -> bool:
     state = meta.get("state")
-    return state is recipe if recipe.custom() else type(state) is type(recipe)
+    return state is recipe if isinstance(recipe, CustomRecipe) else type(state) is type(recipe)
 
 
 def _made(recipe: Recipe, role: QuantizerRole | None) -> Quantizer:

@@ -18,9 +18,6 @@ class Recipe:
 
     label = ""
 
-    def custom(self) -> bool:
-        return isinstance(self, CustomRecipe)
-
 
 class DelayedScaling(Recipe):
     """Megatron's class inherits from it."""
@@ -52,5 +49,4 @@ class NVFP4BlockScaling(Recipe):
 @dataclass
 class CustomRecipe(Recipe):
     qfactory: Callable[..., Any]
-    quantization_alignment: int = 128
     label = "custom"
