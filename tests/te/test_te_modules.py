@@ -109,20 +109,17 @@ def test_replicated_linears(caplog: pytest.LogCaptureFixture) -> None:
             setattr(layer.self_attention, name, linear)
     assert len(find_linears([model], Topology())) == 12 and not ours(caplog)  # on one rank
     model.config.tensor_model_parallel_size = 2
-    try:
-        places = {place.name: place for _, (place,) in find_linears([model], SECOND_OF_TWO)}
-        assert len(places) == 10
-        (text,) = [r.getMessage() for r in caplog.records if "stay BF16" in r.getMessage()]
-        for i, layer in enumerate(model.decoder.layers):
-            prefix = f"decoder.layers.{i}"
-            place = places[f"{prefix}.self_attention.linear_q_down_proj"]
-            assert (place.in_features, place.out_features) == (64, 32)
-            assert (place.tensor, place.tensor.shard) == (Axis(rank=1), 0)
-            assert places[f"{prefix}.mlp.linear_fc1"].tensor == SECOND_OF_TWO.tensor
-            assert f"{prefix}.self_attention.linear_wk" in text
-            for split in (False, True):
-                model.config.sequence_parallel = split
-                assert input_is_split(layer.self_attention.linear_q_down_proj) == split
-                assert output_is_split(layer.self_attention.linear_q_down_proj) == split
-    finally:
-        model.config.sequence_parallel, model.config.tensor_model_parallel_size = False, 1
+    places = {place.name: place for _, (place,) in find_linears([model], SECOND_OF_TWO)}
+    assert len(places) == 10
+    (text,) = [r.getMessage() for r in caplog.records if "stay BF16" in r.getMessage()]
+    for i, layer in enumerate(model.decoder.layers):
+        prefix = f"decoder.layers.{i}"
+        place = places[f"{prefix}.self_attention.linear_q_down_proj"]
+        assert (place.in_features, place.out_features) == (64, 32)
+        assert (place.tensor, place.tensor.shard) == (Axis(rank=1), 0)
+        assert places[f"{prefix}.mlp.linear_fc1"].tensor == SECOND_OF_TWO.tensor
+        assert f"{prefix}.self_attention.linear_wk" in text
+        for split in (False, True):
+            model.config.sequence_parallel = split
+            assert input_is_split(layer.self_attention.linear_q_down_proj) == split
+            assert output_is_split(layer.self_attention.linear_q_down_proj) == split

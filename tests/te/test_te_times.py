@@ -158,7 +158,6 @@ def test_tokens_that_a_recipe_cannot_take_are_found_before_training(
                 available_options(under, SnipConfig(formats=("bf16", "fp8")))
             assert "--micro-batch-size or --seq-length" in str(caught.value)
             assert "\n" not in str(caught.value)
-    model.config.tensor_model_parallel_size, model.config.sequence_parallel = 1, False
 
 
 def test_what_is_refused_would_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.models.T5.t5_spec import (
     decoder_model_with_local_spec,
@@ -99,22 +101,30 @@ def test_a_model_without_linears_is_refused() -> None:
         PlannedModel([torch.nn.Linear(2, 2)], Topology(), seed=0)
 
 
-def test_encoders_are_measured_and_run_their_plan(make_model: MakeModel) -> None:
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_encoders_are_measured_and_run_their_plan(make_model: MakeModel, kind: str) -> None:
     config = make_model(hidden_dropout=0.0, normalization="LayerNorm").config
-    specs = encoder_model_with_local_spec(), decoder_model_with_local_spec()
-    built = T5Model(config, config, *specs, vocab_size=32, max_sequence_length=16)
-    tokens, seen = torch.arange(32).view(2, 16), torch.zeros(2, 1, 16, 8, dtype=torch.bool)
-    masks = seen[..., :1].mT | seen[..., :1], seen[:, :, :8], seen.mT
+    size, blocks = {"vocab_size": 32, "max_sequence_length": 16}, ["encoder"]
+    tokens, mask = torch.arange(32).view(2, 16), torch.ones(2, 16, dtype=torch.bool)
+    if kind == "bert":
+        built = BertModel(config, 0, bert_layer_local_spec, **size)
+        inputs = (tokens, mask)
+    else:
+        specs = encoder_model_with_local_spec(), decoder_model_with_local_spec()
+        built, blocks = T5Model(config, config, *specs, **size), ["encoder", "decoder"]
+        seen = torch.zeros(2, 1, 16, 8, dtype=torch.bool)  # the decoder's sequence is shorter
+        masks = seen[..., :1].mT | seen[..., :1], seen[:, :, :8], seen.mT
+        inputs = (tokens, tokens[:, :8], *masks)
 
     def loss() -> torch.Tensor:
-        output: torch.Tensor = built(tokens, tokens[:, :8], *masks)  # the decoder's is shorter
-        return output.float().square().sum()
+        output = built(*inputs)
+        return (output[0] if kind == "bert" else output).float().square().sum()
 
     wanted = loss()
     model = PlannedModel([built], Topology(), seed=0)
     model.install()
-    assert {info.name.split(".")[0] for info in model.all_linears} == {"encoder", "decoder"}
-    assert len(model.all_linears) == 8 + 14
+    assert {info.name.split(".")[0] for info in model.all_linears} == set(blocks)
+    assert len(model.all_linears) == (8 if kind == "bert" else 8 + 14)
     observer = StepObserver(MeasureSettings({"fp8": get_format("fp8")}, 1, 0), Topology(), {})
     with model.runtime.observed_by(observer):
         measured = loss()
