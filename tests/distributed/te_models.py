@@ -33,7 +33,7 @@ from megatron_snip.patches import cpu
 from megatron_snip.trainer import model as trainer_model
 from tests.distributed.small_model import layout, refresh_json, save_random_plan
 from tests.te.models import EXPERTS, build, copy_weights
-from tests.te.test_te_statistics import Seen, agree, observed
+from tests.te.test_te_against_megatron import Seen, agree, observed
 
 BLACKWELL = (10, 0)
 MODEL = {"num_layers": 1, "seq_length": 128, "adam_eps": 1e-4, "train_iters": 10}

@@ -14,21 +14,11 @@ Without a GPU only those run that compare the stand-in with it.
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 
 collect_ignore_glob = ["test_*.py"]
-
-
-def _alone(backend: str) -> Iterator[None]:
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 if os.environ.get("SNIP_TE_REAL") == "1":
@@ -46,10 +36,9 @@ if os.environ.get("SNIP_TE_REAL") == "1":
     @pytest.fixture(scope="session", autouse=True)
     def megatron() -> Iterator[None]:
         """Parallel state of size 1 on the GPU."""
-        if torch.cuda.is_available():
-            torch.cuda.set_device(0)
-            yield from _alone("nccl")
-        else:
+        from tests.te.models import alone
+
+        with alone("nccl") if torch.cuda.is_available() else nullcontext():
             yield
 
 elif os.environ.get("SNIP_TE_STAND_IN") == "1":
@@ -63,11 +52,14 @@ elif os.environ.get("SNIP_TE_STAND_IN") == "1":
         from megatron_snip.patches import cpu
 
         cpu.install(claim_cuda=True, capability=(10, 0))
-        yield from _alone("gloo")
+        from tests.te.models import alone
+
+        with alone("gloo"):
+            yield
 
     @pytest.fixture(autouse=True)
-    def capability(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        """What a test changes of the machine is put back, warnings are logged again."""
+    def autocast() -> Iterator[None]:
+        """No test leaves one open; warnings are logged again."""
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
         from megatron_snip.log import forget_warnings

@@ -22,7 +22,7 @@ from megatron_snip.linears.te.recipe import TERecipe
 from megatron_snip.patches import cpu
 
 NAMES = {
-    "common.recipe": "DelayedScaling Float8CurrentScaling Float8BlockScaling MXFP8BlockScaling "
+    "common.recipe": "DelayedScaling Float8BlockScaling MXFP8BlockScaling "
     "NVFP4BlockScaling CustomRecipe",
     "pytorch": "Linear LayerNormLinear GroupedLinear DotProductAttention LayerNorm RMSNorm "
     "Fp8Padding Fp8Unpadding",
@@ -40,12 +40,9 @@ NAMES = {
 }
 """Module -> what is imported from it."""
 
-METHODS = (
-    "forward get_extra_state set_extra_state set_tensor_parallel_group backward_dw "
-    "init_fp8_metadata"
-)
+METHODS = "forward get_extra_state set_extra_state init_fp8_metadata"
 MANAGER = (
-    "is_fp8_enabled get_fp8_recipe get_fp8_group is_fp8_calibration with_fp8_parameters "
+    "is_fp8_enabled get_fp8_recipe "
     "is_fp8_block_scaling_available is_mxfp8_available is_nvfp4_available"
 )
 """Methods of linears and of FP8GlobalStateManager."""

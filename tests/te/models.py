@@ -2,9 +2,12 @@
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -16,7 +19,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.training_step import TrainingStep
-from megatron_snip.options import BF16, Option
+from megatron_snip.options import Option
+from megatron_snip.topology import Topology
 
 DEVICE = "cuda" if os.environ.get("SNIP_TE_REAL") == "1" else "cpu"
 SEQUENCE, BATCH = 16, 2
@@ -29,6 +33,20 @@ EXPERTS: dict[str, Any] = {
     "moe_router_load_balancing_type": "none",
     "moe_ffn_hidden_size": 96,
 }
+
+
+@contextmanager
+def alone(backend: str) -> Iterator[None]:
+    """Megatron's parallel state of size 1, on GPU 0 if the backend is nccl."""
+    if backend == "nccl":
+        torch.cuda.set_device(0)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
 
 
 def build(te: bool = True, grouped: bool = False, **changes: Any) -> GPTModel:
@@ -143,13 +161,27 @@ def by_name(model: PlannedModel) -> dict[str, Any]:
     return {linear.name: linear.module for linear in model.linears}
 
 
-def plan(model: PlannedModel, choose: Callable[[str], str]) -> dict[str, Option]:
-    """A plan that gives every linear the option that `choose` finds for its name."""
+def ran(model: PlannedModel) -> set[tuple[str, ...]]:
+    """Recipes of all GEMMs that the stand-in ran."""
+    return {recipes for module in by_name(model).values() for recipes in module.seen}
+
+
+Choice = str | Callable[[str], str]
+"""An option, or what finds it for a linear's name."""
+
+
+def plan(model: PlannedModel, choice: Choice) -> dict[str, Option]:
+    """A plan that gives every linear its option."""
+    choose = (lambda _: choice) if isinstance(choice, str) else choice
     return {info.name: Option.parse(choose(info.name)) for info in model.all_linears}
 
 
-def everything(model: PlannedModel, option: Option = BF16) -> dict[str, Option]:
-    return {info.name: option for info in model.all_linears}
+def planned(model: Any, choice: Choice = "bf16", **settings: Any) -> PlannedModel:
+    """A model under a plan; keywords go to PlannedModel."""
+    under = PlannedModel([model], Topology(), **{"seed": 7, **settings})
+    under.install()
+    under.apply(plan(under, choice))
+    return under
 
 
 def ours(caplog: Any) -> list[Any]:

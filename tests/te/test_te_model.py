@@ -22,7 +22,7 @@ from megatron_snip.options import Option
 from megatron_snip.planning.plan import assigned_plan, write_plan
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.topology import Topology
-from tests.te.models import EXPERTS, build, by_name, losses, ours, plan
+from tests.te.models import EXPERTS, build, by_name, losses, ours, plan, planned, ran
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 
@@ -151,23 +151,9 @@ def test_experts_need_a_run_that_pads_their_tokens(grouped: bool) -> None:
     padded = build(grouped=grouped, fp8="e4m3", fp8_recipe="mxfp8", **EXPERTS)
     found = available(padded, formats=("bf16", "mxfp8"))
     assert not found.refusals[mxfp8] and not found.warnings
-    under = PlannedModel([padded], Topology(), 0)
-    under.install()
-    under.apply(plan(under, lambda _: "mxfp8"))
+    under = planned(padded, "mxfp8")
     losses(padded)
-    assert {seen for module in by_name(under).values() for seen in module.seen} == {("mxfp8",) * 3}
-    under.uninstall()
-
-
-def frozen(model: Any, folder: Path, option: str, **settings: Any) -> SnipController:
-    """A controller under a plan file that gives every linear `option`."""
-    under = PlannedModel([model], Topology(), seed=0)
-    work = {i.name: (i.stage, i.flops_per_token) for i in under.all_linears}
-    path = folder / "plan.json"
-    write_plan(assigned_plan(plan(under, lambda _: option), work, "fp4", "snip"), path)
-    config = SnipConfig(collect_only=True, start_step=1000, plan_file=path, **settings)
-    writers = [RunDirectory(folder / "run")]
-    return SnipController(config, [model], None, writers=writers, topology=Topology())
+    assert ran(under) == {("mxfp8",) * 3}
 
 
 def test_a_run_that_ends_before_its_first_refresh_warns(caplog: pytest.LogCaptureFixture) -> None:
@@ -183,12 +169,17 @@ def test_a_run_that_ends_before_its_first_refresh_warns(caplog: pytest.LogCaptur
         assert warned == (train_iters < 100)
 
 
+MIXED = "fp4-fp8-bf16"
+FELL_BACK = "linears run fp8 instead of fp4"
+
+
 @pytest.mark.parametrize(
-    ("capability", "formats", "option", "changed", "recipe", "warning"),
+    ("capability", "formats", "option", "runs", "label", "warning"),
     [
-        (BLACKWELL, ("fp8", "fp4"), "fp4", "fp4", "nvfp4", ""),
-        (HOPPER, ("bf16", "fp8"), "fp4", "fp8", "blockwise", "linears run fp8 instead of fp4"),
+        (BLACKWELL, ("bf16", "fp8", "fp4"), MIXED, MIXED, "custom(nvfp4, mxfp8, bf16)", ""),
+        (HOPPER, ("bf16", "fp8"), "fp4", "fp8", "blockwise", FELL_BACK),
     ],
+    ids=["Blackwell", "Hopper"],
 )
 def test_a_plan_file_runs_as_the_machine_can(
     monkeypatch: pytest.MonkeyPatch,
@@ -197,35 +188,32 @@ def test_a_plan_file_runs_as_the_machine_can(
     capability: tuple[int, int],
     formats: tuple[str, ...],
     option: str,
-    changed: str,
-    recipe: str,
+    runs: str,
+    label: str,
     warning: str,
 ) -> None:
+    """And the run directory records what runs."""
     on(monkeypatch, capability)
-    model = build()
+    model, path = build(), tmp_path / "plan.json"
+    under = PlannedModel([model], Topology(), seed=0)
+    work = {i.name: (i.stage, i.flops_per_token) for i in under.all_linears}
+    write_plan(assigned_plan(plan(under, option), work, "fp4", "snip"), path)
+    config = SnipConfig(
+        collect_only=True, start_step=1000, plan_file=path, formats=formats, granularity="gemm"
+    )
+    writers = [RunDirectory(tmp_path / "run")]
     with caplog.at_level(logging.WARNING, "megatron_snip"):
-        run = frozen(model, tmp_path, option, formats=formats)
-    assert set(map(str, run.plan.linears.values())) == {changed}
+        run = SnipController(config, [model], None, writers=writers, topology=Topology())
+    assert set(map(str, run.plan.linears.values())) == {runs}
     assert len(ours(caplog)) == bool(warning) and warning in caplog.text
     losses(model)
-    modules = by_name(run.model).values()
-    assert {seen for module in modules for seen in module.seen} == {(recipe,) * 3}
+    recipes = ("nvfp4", "mxfp8", "bf16") if option == MIXED else ("blockwise",) * 3
+    assert ran(run.model) == {recipes}
     run.close()
     losses(model)
-    assert all(module.seen[-1] == ("bf16",) * 3 for module in modules)
-
-
-def test_the_run_directory_records_what_runs(tmp_path: Path) -> None:
-    formats = ("bf16", "fp8", "fp4")
-    frozen(build(), tmp_path, "fp4-fp8-bf16", formats=formats, granularity="gemm").close()
+    assert all(module.seen[-1] == ("bf16",) * 3 for module in by_name(run.model).values())
     (file,) = (tmp_path / "run" / "precision").iterdir()
-    table = json.loads(file.read_text())
-    assert len(table["linears"]) == 8
-    for row in table["linears"]:
-        del row["name"]
-        assert row == {
-            "option": "fp4-fp8-bf16",
-            "recipe": "custom(nvfp4, mxfp8, bf16)",
-            "backend": "te",
-            "weight_storage": "float32",
-        }
+    rows = json.loads(file.read_text())["linears"]
+    assert [row.pop("name") for row in rows] == list(run.plan.linears)
+    wanted = {"option": runs, "recipe": label, "backend": "te", "weight_storage": "float32"}
+    assert all(row == wanted for row in rows)

@@ -3,12 +3,10 @@
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
 from megatron_snip.patches import cpu
-from tests.te.models import build
+from tests.te.models import alone, build
 
 MakeModel = Callable[..., GPTModel]
 
@@ -17,15 +15,10 @@ MakeModel = Callable[..., GPTModel]
 def megatron() -> Iterator[None]:
     """Parallel state of size 1, on the CPU patch; everything is put back."""
     installed = cpu.install()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    try:
+    with alone("gloo"):
         yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-        if installed:
-            cpu.uninstall()
+    if installed:
+        cpu.uninstall()
 
 
 @pytest.fixture

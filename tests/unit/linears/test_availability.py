@@ -54,19 +54,15 @@ def test_an_option_is_refused_if_and_only_if_one_of_its_formats_is(
         assert (te_refusal(option, machine) is None) == (set(option.formats) <= runs)
 
 
-def test_options_per_gemm_need_a_transformer_engine_that_has_them() -> None:
-    mixed, same = Option.parse("nvfp4-mxfp8-bf16"), Option.parse("fp4-nvfp4-nvfp4")
-    older = te(BLACKWELL, te_unavailable={"custom": "has no quantizers per GEMM"})
-    assert te_refusal(mixed, te(BLACKWELL)) is None
-    assert "2.20.2 has no quantizers per GEMM" in str(te_refusal(mixed, older))
-    assert te_refusal(same, older) is None  # two formats that run as one recipe
-
-
 def test_transformer_engine_s_own_refusal_counts() -> None:
     machine = te(HOPPER, te_unavailable={"blockwise": "CUDA 12.9 is needed"})
     assert te_refusal(FP8, machine) == "fp8 on compute capability 9.0: CUDA 12.9 is needed"
     assert "cannot be imported" in str(te_refusal(FP8, te(BLACKWELL, te_version=None)))
     assert te_refusal(BF16, te(BLACKWELL, te_version=None)) is None
+    older = te(BLACKWELL, te_unavailable={"custom": "has no quantizers per GEMM"})
+    mixed, same = Option.parse("nvfp4-mxfp8-bf16"), Option.parse("fp4-nvfp4-nvfp4")
+    assert "2.20.2 has no quantizers per GEMM" in str(te_refusal(mixed, older))
+    assert te_refusal(same, older) is None  # two formats that run as one recipe
 
 
 class Linear:
@@ -87,23 +83,28 @@ def available(linears: Sequence[Linear], **settings: Any) -> AvailableOptions:
     return available_options(model, SnipConfig(**settings))
 
 
-def test_options_that_every_linear_runs_come_without_warning() -> None:
-    assert available([Linear(A), Linear(B)]) == AvailableOptions((FP8, FP4), {FP8: {}, FP4: {}})
-
-
-def test_an_option_that_no_linear_runs_is_left_out() -> None:
-    found = available([Linear(name, fp8="needs 9.0") for name in (A, B)])
-    assert found.options == (FP4,)
-    assert found.warnings == ("fp8 is not available to any linear: needs 9.0",)
-
-
-def test_an_option_that_some_linears_run_stays_with_few_of_the_reasons() -> None:
-    found = available([*(Linear(f"{A}{i}", fp8=f"reason {i // 2}") for i in range(10)), Linear(B)])
-    assert found.options == (FP8, FP4)
-    (warning,) = found.warnings
-    assert warning == (
-        "fp8 is not available to 10 linears: reason 0; reason 1; reason 2 and 2 other reasons"
-    )
+@pytest.mark.parametrize(
+    ("linears", "options", "warnings"),
+    [
+        ([Linear(A), Linear(B)], (FP8, FP4), ()),
+        (
+            [Linear(name, fp8="needs 9.0") for name in (A, B)],
+            (FP4,),
+            ("fp8 is not available to any linear: needs 9.0",),
+        ),
+        (
+            [*(Linear(f"{A}{i}", fp8=f"why {i // 2}") for i in range(10)), Linear(B)],
+            (FP8, FP4),
+            ("fp8 is not available to 10 linears: why 0; why 1; why 2 and 2 other reasons",),
+        ),
+    ],
+    ids=["every linear", "none", "some, with few of the reasons"],
+)
+def test_an_option_stays_if_some_linear_runs_it(
+    linears: list[Linear], options: tuple[Option, ...], warnings: tuple[str, ...]
+) -> None:
+    found = available(linears)
+    assert (found.options, found.warnings) == (options, warnings)
 
 
 def test_runs_that_only_measure_have_all_options() -> None:

@@ -7,6 +7,7 @@ from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.discovery import current_topology, find_linears, global_linears
 from megatron_snip.log import forget_warnings
 from megatron_snip.topology import Axis, Placement, Topology
+from tests.te.models import EXPERTS
 from tests.unit.linears.conftest import MakeModel
 from tests.unit.planning.build import MODULES as IN_LAYER
 
@@ -17,8 +18,14 @@ def test_without_megatron_s_groups_there_is_no_topology(monkeypatch: pytest.Monk
         current_topology()
 
 
-def test_linears_of_the_layers_and_no_others(make_model: MakeModel) -> None:
-    model = make_model(num_query_groups=1)
+@pytest.mark.parametrize("gated", [True, False])
+def test_linears_of_the_layers_and_no_others(make_model: MakeModel, gated: bool) -> None:
+    model = make_model(
+        num_query_groups=1,
+        gated_linear_unit=gated,
+        activation_func=torch.nn.functional.silu if gated else torch.nn.functional.gelu,
+    )
+    chunks = 2 if gated else 1
     wrapped = torch.nn.Sequential(torch.nn.Sequential(model))  # wrappers do not show in names
     found = {p.name: (m, p) for m, (p,) in find_linears([wrapped], Topology())}
     assert set(found) == {f"decoder.layers.{i}.{name}" for i in range(2) for name in IN_LAYER}
@@ -26,9 +33,9 @@ def test_linears_of_the_layers_and_no_others(make_model: MakeModel) -> None:
     for name, (_, placement) in found.items():
         assert shapes[name] == (placement.out_features, placement.in_features)
         assert placement.kind == ("row" if name.endswith(("proj", "fc2")) else "column")
-        assert placement.num_chunks == (2 if name.endswith("fc1") else 1)
+        assert placement.num_chunks == (chunks if name.endswith("fc1") else 1)
     assert shapes["decoder.layers.0.self_attention.linear_qkv"] == (64 + 2 * 32, 64)
-    assert shapes["decoder.layers.1.mlp.linear_fc1"] == (2 * 96, 64)
+    assert shapes["decoder.layers.1.mlp.linear_fc1"] == (chunks * 96, 64)
 
 
 def test_layers_have_global_numbers(make_model: MakeModel) -> None:
@@ -41,21 +48,8 @@ def test_layers_have_global_numbers(make_model: MakeModel) -> None:
     assert {p.stage for _, (p,) in find_linears([model], Topology(stage=2))} == {2}
 
 
-def test_an_ungated_mlp_is_one_chunk(make_model: MakeModel) -> None:
-    model = make_model(gated_linear_unit=False, activation_func=torch.nn.functional.gelu)
-    fc1 = [p for _, (p,) in find_linears([model], Topology()) if p.name.endswith("fc1")]
-    assert [p.num_chunks for p in fc1] == [1, 1]
-    assert [p.out_features for p in fc1] == [96, 96]
-
-
 def test_experts_share_a_row(make_model: MakeModel) -> None:
-    model = make_model(
-        num_moe_experts=4,
-        moe_router_topk=2,
-        moe_token_dispatcher_type="allgather",
-        moe_router_load_balancing_type="none",
-    )
-    placements = [p for _, (p,) in find_linears([model], Topology())]
+    placements = [p for _, (p,) in find_linears([make_model(**EXPERTS)], Topology())]
     experts = [p for p in placements if p.expert is not None]
     assert {p.name for p in experts} == {
         f"decoder.layers.{i}.mlp.experts.linear_fc{j}" for i in range(2) for j in (1, 2)
@@ -66,8 +60,7 @@ def test_experts_share_a_row(make_model: MakeModel) -> None:
     assert all(p.num_active == 2.0 and p.num_chunks in (1, 2) for p in experts)
     rows = global_linears(placements, Topology())
     assert len(rows) == 2 * 4
-    by_name = {row.name: row for row in rows}
-    fc2 = by_name["decoder.layers.0.mlp.experts.linear_fc2"]
+    (fc2,) = (row for row in rows if row.name == "decoder.layers.0.mlp.experts.linear_fc2")
     assert fc2.flops_per_token == 2 * 6 * fc2.in_features * fc2.out_features
 
 
@@ -94,19 +87,13 @@ def test_shards_that_cut_tiles_are_warned_of_once(
     two = Topology(tensor=Axis(0, 2))
     forget_warnings()
     find_linears([make_model(hidden_size=128, ffn_hidden_size=128)], two)
+    odd = make_model(hidden_size=128, ffn_hidden_size=192)  # fc1 is [192; 192] of 384
+    find_linears([odd], Topology())  # with one rank there is nothing to differ from
     assert caplog.records == []
-    find_linears([make_model(hidden_size=128, ffn_hidden_size=192)], two)  # [192; 192] of 384
-    assert [r.getMessage()[:31] for r in caplog.records] == [
-        "shard (192, 128) of linear_fc1 ",
-        "shard (128, 192) of linear_fc2 ",
-    ]
-    caplog.clear()
-    forget_warnings()
-    small = make_model()
-    find_linears([small], Topology())
-    assert caplog.records == []  # with one rank there is nothing to differ from
     for _ in range(2):
-        find_linears([small], two)
-    texts = [record.getMessage() for record in caplog.records]
-    assert len(texts) == len(set(texts)) == 4  # one a kind, whatever the number of layers
-    assert all("is not a multiple of 128" in text for text in texts)
+        find_linears([odd], two)
+    # One a kind, whatever the number of layers.
+    assert [r.getMessage().split(":")[0] for r in caplog.records] == [
+        "shard (192, 128) of linear_fc1 is not a multiple of 128",
+        "shard (128, 192) of linear_fc2 is not a multiple of 128",
+    ]

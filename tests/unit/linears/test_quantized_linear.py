@@ -103,14 +103,20 @@ def test_recomputing_the_forward_changes_nothing(reentrant: bool) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("option", ["fp4", "fp4-fp4-bf16"])
-@pytest.mark.parametrize("flagged", [True, False])
-def test_fused_gradients_are_added_in_fp32(option: str, flagged: bool, dtype: torch.dtype) -> None:
-    """Two microbatches into main_grad. Autograd gets a dummy that DDP's hook skips, if DDP asks."""
+@pytest.mark.parametrize("flags", [(), ("added",), ("added", "zero_out_wgrad")])
+def test_fused_gradients_are_added_in_fp32(
+    option: str, flags: tuple[str, ...], dtype: torch.dtype
+) -> None:
+    """Two microbatches into main_grad. Autograd gets a dummy that DDP's hook skips, if DDP asks.
+
+    It is zero where it is added: a tied embedding's main_grad gets `.grad` on top.
+    """
     x, w, _, g = tensors(dtype)
     parameter: Any = torch.nn.Parameter(w)
     parameter.main_grad = torch.ones(w.shape)
-    if flagged:
+    if flags:
         parameter.grad_added_to_main_grad = False
+        parameter.zero_out_wgrad = "zero_out_wgrad" in flags
     for _ in range(2):
         run(x.clone().requires_grad_(), parameter, None, call(option, fuse=True)).backward(g)
     name = Option.parse(option).wgrad
@@ -119,21 +125,12 @@ def test_fused_gradients_are_added_in_fp32(option: str, flagged: bool, dtype: to
         quantized(x, name, Operand.INPUT, Gemm.WGRAD),
     )
     assert torch.equal(parameter.main_grad, 1 + one + one)
-    if not flagged:
+    if not flags:
         assert parameter.grad is None
         return
     assert parameter.grad_added_to_main_grad is True
     assert parameter.grad is not None and parameter.grad.dtype == dtype  # its hooks must run
-
-
-def test_the_dummy_is_zero_where_it_is_added() -> None:
-    """A tied embedding's main_grad gets `.grad` on top of what was added (zero_out_wgrad)."""
-    x, w, _, g = tensors()
-    parameter: Any = torch.nn.Parameter(w)
-    parameter.main_grad = torch.zeros(w.shape)
-    parameter.grad_added_to_main_grad, parameter.zero_out_wgrad = False, True
-    run(x, parameter, None, call(fuse=True)).backward(g)
-    assert parameter.grad is not None and parameter.grad.abs().max() == 0
+    assert not parameter.zero_out_wgrad or parameter.grad.abs().max() == 0
 
 
 @pytest.mark.parametrize("option", ["fp4", "fp8-fp8-bf16"])

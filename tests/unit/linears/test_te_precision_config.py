@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.extensions.transformer_engine import TEQuantizationParams
+from megatron.core.quantization.quant_config import RecipeConfig
+from megatron.core.quantization.utils import get_quant_config_or_none
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -60,27 +63,17 @@ def megatron_names(stages: int, chunks: int, layers: int = 8) -> dict[str, tuple
     return found
 
 
-@functools.cache
-def loaded(path: Path) -> Any:
-    from megatron.core.quantization.quant_config import RecipeConfig
-
-    return RecipeConfig.from_yaml_file(str(path))
+loaded = functools.cache(RecipeConfig.from_yaml_file)
 
 
 def as_megatron_reads(path: Path, name: str) -> TERecipe | None:
     """The recipe that Megatron would give the module `name`; None where no matcher matches."""
-    from megatron.core.extensions.transformer_engine import TEQuantizationParams
-    from megatron.core.quantization.utils import get_quant_config_or_none
-
-    found = get_quant_config_or_none(name, loaded(path))
+    found = get_quant_config_or_none(name, loaded(str(path)))
     if found is None:
         return None
     params = TEQuantizationParams.parse_from_config(found)
     assert params.evaluation_recipe is None
-    fields = {name: value for name, value in vars(params.training_recipe).items() if value}
-    for name in ("fp8_quantization_recipe", "fp4_quantization_recipe"):
-        if name in fields:
-            fields[name] = str(getattr(fields[name], "value", fields[name]))
+    fields = {n: getattr(v, "value", v) for n, v in vars(params.training_recipe).items() if v}
     return RecipeFields(**fields).recipe
 
 
@@ -138,10 +131,8 @@ def test_names_match_themselves_alone_and_experts_also_one_by_one(tmp_path: Path
     lines = paths[0].read_text().splitlines()
     assert lines[:2] == ["# a plan", "# of two lines"]
     assert lines[2].startswith("# Give the run a default low precision as well")
-    bf16 = {name: Option.uniform("bf16") for name in plan}
-    assert (
-        "configs:" in config_text(*export_configs(bf16, RECIPE, stages), "one line").splitlines()[1]
-    )
+    (bf16,) = export_configs(dict.fromkeys(plan, Option.uniform("bf16")), RECIPE, stages)
+    assert "configs:" in config_text(bf16, "one line").splitlines()[1]
 
 
 def test_layers_of_another_block_are_on_the_last_stage(tmp_path: Path) -> None:
@@ -155,11 +146,11 @@ def test_layers_of_another_block_are_on_the_last_stage(tmp_path: Path) -> None:
     assert as_megatron_reads(paths[1], mtp) == RECIPE[MIXED]
 
 
+PARAMS = {"transformer_engine_config_type": "TEQuantizationParams"}
+
+
 def a_file(*matchers: dict[str, Any], **configs: dict[str, Any]) -> dict[str, Any]:
-    named = {
-        name: {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": recipe}
-        for name, recipe in configs.items()
-    }
+    named = {name: {**PARAMS, "training_recipe": recipe} for name, recipe in configs.items()}
     return {"configs": named, "matchers": {str(i): m for i, m in enumerate(matchers)}}
 
 
@@ -190,9 +181,6 @@ def test_what_does_not_match_or_does_not_apply_stays_at_the_base() -> None:
 def one(**fields: Any) -> dict[str, Any]:
     """A file with one config of these fields."""
     return {"configs": {"mx": fields}, "matchers": {"a": glob("*", "mx")}}
-
-
-PARAMS = {"transformer_engine_config_type": "TEQuantizationParams"}
 
 
 @pytest.mark.parametrize(

@@ -47,13 +47,10 @@ def test_a_step_runs_again_on_the_same_microbatches() -> None:
     training = step([source, None, counting()])
     assert training.run() == training.run() == [[0, 1], [0, 1]]
     assert next(source) == {"number": 2}  # nothing is read ahead
-
-
-def test_the_end_of_the_data_is_passed_on() -> None:
-    training = step(counting(1))
+    too_short = step(counting(1))
     for _ in range(2):
         with pytest.raises(StopIteration):
-            training.run()
+            too_short.run()
 
 
 def draws() -> list[float]:

@@ -31,22 +31,16 @@ def test_second_order_is_averaged_and_first_order_is_the_last() -> None:
     assert running_mean(first, second, 0.0) == second
 
 
-def test_a_linear_that_was_not_observed_keeps_its_mean() -> None:
+def test_a_linear_that_was_not_observed_keeps_its_mean_and_a_new_format_starts_its_own() -> None:
     first = measured(1.0)
     unobserved = replace(linear(1, fp4=errors(0.0)), microbatches=0.0, tokens=0.0)
-    mean = running_mean(first, table(linear(0, fp4=errors(5.0)), unobserved), 0.5)
+    observed = linear(0, fp4=errors(5.0), fp8=errors(0.5))
+    mean = running_mean(first, table(observed, unobserved), 0.5)
     assert mean.linears[1] == first.linears[1]
     assert mean.linears[0].formats["fp4"].fisher == 0.5 * (7.0 + 35.0)
+    assert mean.linears[0].formats["fp8"] == errors(0.5)
     never = table(unobserved, unobserved)
     assert running_mean(never, first, 0.9) == first
-
-
-def test_a_format_that_is_new_starts_its_own_mean() -> None:
-    first = table(linear(0, fp4=errors(1.0)))
-    second = table(linear(0, fp4=errors(3.0), fp8=errors(0.5)))
-    (row,) = running_mean(first, second, 0.5).linears
-    assert row.formats["fp8"] == errors(0.5)
-    assert row.formats["fp4"].fisher == 14.0
 
 
 def test_what_is_not_finite_is_gone_with_the_next_measurement() -> None:

@@ -1,22 +1,18 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from transformer_engine.pytorch.gemms import gathered, reduced
 
 
 class _Gather(torch.autograd.Function):  # torch's own has a wrong backward under gloo (2.15)
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
         ctx.group = group
-        parts = [torch.empty_like(part) for _ in range(group.size())]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts)
+        return gathered(part, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = grads[0].contiguous()
-        dist.all_reduce(total, group=ctx.group)
-        return total.chunk(ctx.group.size())[ctx.group.rank()], None
+        return reduced(grads[0], ctx.group, of_own_tokens=True), None
 
 
 class DotProductAttention(torch.nn.Module):

@@ -19,8 +19,6 @@ class Call:
     tp_group: Any
     parallel_mode: str | None
     sequence_parallel: bool
-    main_grad: torch.Tensor | None
-    overwrite: bool
 
 
 class LinearFunction(torch.autograd.Function):
@@ -35,7 +33,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.call = call
         out = (quantized.rows @ call.weight.rows.t()).to(x.dtype)
         if row and call.tp_group is not None:
-            out = reduced(out, call)
+            out = reduced(out, call.tp_group, call.sequence_parallel)
         return out
 
     @staticmethod
@@ -49,17 +47,9 @@ class LinearFunction(torch.autograd.Function):
         quantized = call.grad_quantizer.quantize(g)
         dx = (quantized.rows @ w).to(g.dtype)
         if column and call.tp_group is not None:
-            dx = reduced(dx, call)
+            dx = reduced(dx, call.tp_group, call.sequence_parallel)
         dw = quantized.columns.reshape(-1, g.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
-        if call.main_grad is None:
-            return dx, dw.to(weight.dtype), None
-        if call.overwrite:
-            call.main_grad.copy_(dw)
-        else:
-            call.main_grad.add_(dw)
-        if hasattr(weight, "grad_added_to_main_grad"):
-            weight.grad_added_to_main_grad = True
-        return dx, torch.zeros_like(weight), None
+        return dx, dw.to(weight.dtype), None
 
 
 def gathered(x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -68,11 +58,8 @@ def gathered(x: torch.Tensor, group: Any) -> torch.Tensor:
     return torch.cat(pieces)
 
 
-def reduced(x: torch.Tensor, call: Call) -> torch.Tensor:
-    """Sum over the ranks; under sequence parallelism, of this rank's tokens alone."""
-    total, group = x.contiguous().clone(), call.tp_group
-    if group.size() > 1:
-        dist.all_reduce(total, group=group)
-    if call.sequence_parallel:
-        return total.chunk(group.size())[group.rank()].contiguous()
-    return total
+def reduced(x: torch.Tensor, group: Any, of_own_tokens: bool) -> torch.Tensor:
+    """Sum over the ranks, of all tokens or of this rank's alone."""
+    total = x.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return total.chunk(group.size())[group.rank()].contiguous() if of_own_tokens else total

@@ -23,10 +23,21 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     module_type = "linear"
 
-    def __init__(self, name: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str | None,
+        in_features: int,
+        out_features: int,
+        tp_group: Any,
+        tp_size: int,
+        parallel_mode: str | None,
+        sequence_parallel: bool,
+        fuse_wgrad_accumulation: bool,
+        bias: bool,
+        return_bias: bool,
+    ) -> None:
+        """Take this rank's part of the features."""
         super().__init__()
-        if not torch.cuda.is_available():
-            raise RuntimeError("TransformerEngine needs CUDA.")
         self.name = name or "Layer_1"
         self.fp8 = False
         self.fp8_initialized = False
@@ -38,15 +49,25 @@ class TransformerEngineBaseModule(torch.nn.Module):
         """How often quantizers were built (not in Transformer Engine)."""
         self.seen: list[tuple[str, str, str]] = []
         """fprop, dgrad and wgrad recipes of every forward (not in Transformer Engine)."""
+        self.tp_group, self.tp_size, self.parallel_mode = tp_group, tp_size, parallel_mode
+        assert (out_features if parallel_mode == "column" else in_features) % tp_size == 0
+        self.in_features = in_features // tp_size if parallel_mode == "row" else in_features
+        self.out_features = out_features // tp_size if parallel_mode == "column" else out_features
+        self.sequence_parallel = tp_size > 1 and sequence_parallel
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.use_bias, self.return_bias = bias, return_bias
+        self.save_original_input = False
 
-    def _share(
-        self, tp_group: Any, tp_size: int, mode: str | None, in_features: int, out_features: int
-    ) -> None:
-        """Take this rank's part of the features."""
-        self.tp_group, self.tp_size, self.parallel_mode = tp_group, tp_size, mode
-        assert (out_features if mode == "column" else in_features) % tp_size == 0
-        self.in_features = in_features // tp_size if mode == "row" else in_features
-        self.out_features = out_features // tp_size if mode == "column" else out_features
+    def _add_weight(self, index: int | str, dtype: torch.dtype | None, init_method: Any) -> None:
+        """Make the parameters of a GEMM, `weight` and `bias` with its index behind."""
+        dtype = dtype or torch.get_default_dtype()
+        weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, dtype=dtype))
+        if init_method is not None:
+            init_method(weight)
+        self.register_parameter(f"weight{index}", weight)
+        if self.use_bias:
+            zeros = torch.zeros(self.out_features, dtype=dtype)
+            self.register_parameter(f"bias{index}", torch.nn.Parameter(zeros))
 
     def get_extra_state(self) -> torch.Tensor:
         """A pickled custom recipe; empty for the others here, which have no state."""
@@ -58,12 +79,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         """Custom recipes are not read back."""
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        self.tp_group = tp_group
-
-    def backward_dw(self) -> None:
-        pass
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """Follow the autocast: rebuild quantizers where Transformer Engine would."""
@@ -111,7 +126,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.seen.append(
             (quantized.quantizer.row_recipe, quantized.quantizer.column_recipe, q_in.column_recipe)
         )
-        fused = self.fuse_wgrad_accumulation
         call = Call(
             weight=quantized,
             input_quantizer=q_in,
@@ -119,8 +133,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
             tp_group=self.tp_group if communicates else None,
             parallel_mode=self.parallel_mode if communicates else None,
             sequence_parallel=self.sequence_parallel and communicates,
-            main_grad=weight.main_grad if fused else None,
-            overwrite=bool(first),
         )
         return LinearFunction.apply(x, weight, call)
 
@@ -139,15 +151,12 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
 def _same_state(meta: dict[str, Any], recipe: Recipe) -> bool:
     state = meta.get("state")
-    return state is recipe if recipe.custom() else type(state) is type(recipe)
+    return state is recipe if isinstance(recipe, CustomRecipe) else type(state) is type(recipe)
 
 
 def _made(recipe: Recipe, role: QuantizerRole | None) -> Quantizer:
     if isinstance(recipe, CustomRecipe):
-        quantizer = recipe.qfactory(role)
-        if not isinstance(quantizer, Quantizer):
-            raise ValueError(f"qfactory returned {quantizer!r} for {role}")
-        return quantizer
+        return recipe.qfactory(role)
     return BY_NAME[recipe.label]()
 
 
@@ -168,8 +177,6 @@ class Linear(TransformerEngineBaseModule):
         fuse_wgrad_accumulation: bool = False,
         tp_group: Any = None,
         tp_size: int = 1,
-        get_rng_state_tracker: Any = None,
-        rng_tracker_name: str | None = None,
         init_method: Callable[[torch.Tensor], Any] | None = None,
         bias: bool = True,
         return_bias: bool = False,
@@ -178,23 +185,13 @@ class Linear(TransformerEngineBaseModule):
         name: str | None = None,
         **unused: Any,
     ) -> None:
-        super().__init__(name)
         tp_size = tp_size if tp_group is None else tp_group.size()
-        self._share(tp_group, tp_size, parallel_mode, in_features, out_features)
-        self.sequence_parallel = tp_size > 1 and sequence_parallel
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.use_bias, self.return_bias = bias, return_bias
-        self.save_original_input = False
-        dtype = params_dtype or torch.get_default_dtype()
-        weight = torch.empty(self.out_features, self.in_features, dtype=dtype)
-        self.weight = torch.nn.Parameter(weight)
-        if init_method is not None:
-            init_method(self.weight)
+        sizes = (in_features, out_features, tp_group, tp_size, parallel_mode, sequence_parallel)
+        super().__init__(name, *sizes, fuse_wgrad_accumulation, bias, return_bias)
+        self._add_weight("", params_dtype, init_method)
         self.weight.tensor_model_parallel = True
         self.weight.partition_dim = 1 if parallel_mode == "row" else 0
         self.weight.partition_stride = 1
-        if bias:
-            self.bias = torch.nn.Parameter(torch.zeros(self.out_features, dtype=dtype))
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         self.init_fp8_metadata(1)
@@ -255,26 +252,11 @@ class GroupedLinear(TransformerEngineBaseModule):
         name: str | None = None,
         **unused: Any,
     ) -> None:
-        super().__init__(name)
+        sizes = (in_features, out_features, tp_group, tp_size, parallel_mode, sequence_parallel)
+        super().__init__(name, *sizes, fuse_wgrad_accumulation, bias, return_bias)
         self.num_gemms = num_gemms
-        self._share(tp_group, tp_size, parallel_mode, in_features, out_features)
-        if tp_size > 1 and bias:
-            raise ValueError("GroupedLinear doesn't support bias when TP > 1.")
-        self.sequence_parallel = tp_size > 1 and sequence_parallel
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.use_bias, self.return_bias = bias, return_bias
-        self.save_original_input = False
-        dtype = params_dtype or torch.get_default_dtype()
         for i in range(num_gemms):
-            weight = torch.nn.Parameter(
-                torch.empty(self.out_features, self.in_features, dtype=dtype)
-            )
-            if init_method is not None:
-                init_method(weight)
-            self.register_parameter(f"weight{i}", weight)
-            if bias:
-                zeros = torch.zeros(self.out_features, dtype=dtype)
-                self.register_parameter(f"bias{i}", torch.nn.Parameter(zeros))
+            self._add_weight(i, params_dtype, init_method)
 
     def forward(
         self, inp: torch.Tensor, m_splits: Any, is_first_microbatch: bool | None = None

@@ -13,14 +13,10 @@ def normalized(
 ) -> torch.Tensor:
     gain = weight.float() + (1.0 if zero_centered else 0.0)
     wide = x.float()
-    if kind == "RMSNorm":
-        out = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * gain
-    else:
-        assert bias is not None
-        centered = wide - wide.mean(-1, keepdim=True)
-        out = centered * torch.rsqrt(centered.pow(2).mean(-1, keepdim=True) + eps) * gain
-        out = out + bias.float()
-    return out.to(x.dtype)
+    if kind == "LayerNorm":
+        wide = wide - wide.mean(-1, keepdim=True)
+    out = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * gain
+    return (out if bias is None else out + bias.float()).to(x.dtype)
 
 
 class _Norm(torch.nn.Module):

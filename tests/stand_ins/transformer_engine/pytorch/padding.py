@@ -1,17 +1,12 @@
 """Rows of zeros behind every expert's tokens, and their removal."""
 
 import torch
-from transformer_engine.common.recipe import CustomRecipe, MXFP8BlockScaling, NVFP4BlockScaling
+from transformer_engine.common.recipe import MXFP8BlockScaling
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 
 def align_size() -> int:
-    recipe = FP8GlobalStateManager.get_fp8_recipe()
-    if isinstance(recipe, CustomRecipe):
-        return recipe.quantization_alignment
-    if isinstance(recipe, NVFP4BlockScaling):
-        return 128
-    return 32 if isinstance(recipe, MXFP8BlockScaling) else 16
+    return 32 if isinstance(FP8GlobalStateManager.get_fp8_recipe(), MXFP8BlockScaling) else 16
 
 
 class _Padding(torch.nn.Module):

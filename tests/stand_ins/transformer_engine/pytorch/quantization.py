@@ -6,12 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformer_engine.common.recipe import (
-    Float8BlockScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    Recipe,
-)
+from transformer_engine.common.recipe import MXFP8BlockScaling, Recipe
 
 
 @dataclass(frozen=True)
@@ -32,7 +27,6 @@ class FP8GlobalStateManager:
 
     enabled = False
     recipe: Recipe | None = None
-    group: Any = None
     entered = 0
     """How many autocasts were entered: with a plan at BF16 in a BF16 run none should be."""
 
@@ -43,18 +37,6 @@ class FP8GlobalStateManager:
     @classmethod
     def get_fp8_recipe(cls) -> Recipe:
         return cls.recipe if cls.recipe is not None else MXFP8BlockScaling()
-
-    @classmethod
-    def get_fp8_group(cls) -> Any:
-        return cls.group
-
-    @classmethod
-    def is_fp8_calibration(cls) -> bool:
-        return False
-
-    @classmethod
-    def with_fp8_parameters(cls) -> bool:
-        return False
 
     @classmethod
     def is_fp8_block_scaling_available(cls) -> tuple[bool, str]:
@@ -71,13 +53,6 @@ class FP8GlobalStateManager:
         return _at_least(10, "NVFP4")
 
 
-_CHECKS = {
-    Float8BlockScaling: FP8GlobalStateManager.is_fp8_block_scaling_available,
-    MXFP8BlockScaling: FP8GlobalStateManager.is_mxfp8_available,
-    NVFP4BlockScaling: FP8GlobalStateManager.is_nvfp4_available,
-}
-
-
 @contextmanager
 def fp8_autocast(
     enabled: bool = True,
@@ -86,25 +61,15 @@ def fp8_autocast(
     fp8_group: Any = None,
     _graph: bool = False,
 ) -> Iterator[None]:
-    check = _CHECKS.get(type(fp8_recipe))
-    if enabled and check is not None:
-        available, reason = check()
-        if not available:
-            raise RuntimeError(reason)
     manager = FP8GlobalStateManager
-    before = (manager.enabled, manager.recipe, manager.group)
-    manager.enabled, manager.recipe, manager.group = enabled, fp8_recipe, fp8_group
+    before = (manager.enabled, manager.recipe)
+    manager.enabled, manager.recipe = enabled, fp8_recipe
     manager.entered += 1
     try:
         yield
     finally:
-        manager.enabled, manager.recipe, manager.group = before
+        manager.enabled, manager.recipe = before
 
 
-@contextmanager
-def fp8_model_init(
-    enabled: bool = True, recipe: Any = None, preserve_high_precision_init_val: bool = False
-) -> Iterator[None]:
-    if enabled:
-        raise RuntimeError("the stand-in stores no parameters in low precision")
-    yield
+fp8_model_init = None
+"""The stand-in stores no parameters in low precision."""

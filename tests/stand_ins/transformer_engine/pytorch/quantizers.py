@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-MANTISSA_BITS = {"tensorwise": 2, "blockwise": 3, "mxfp8": 4, "nvfp4": 1}
+MANTISSA_BITS = {"blockwise": 3, "mxfp8": 4, "nvfp4": 1}
 
 
 def rounded(tensor: torch.Tensor, recipe: str) -> torch.Tensor:
@@ -32,13 +32,8 @@ class Quantized:
 class Quantizer:
     label = ""
 
-    @property
-    def row_recipe(self) -> str:
-        return self.label
-
-    @property
-    def column_recipe(self) -> str:
-        return self.label
+    def __init__(self) -> None:
+        self.row_recipe = self.column_recipe = self.label
 
     def quantize(self, tensor: torch.Tensor) -> Quantized:
         return Quantized(self, tensor)
@@ -56,10 +51,6 @@ class MXFP8Quantizer(Quantizer):
     label = "mxfp8"
 
 
-class Float8CurrentScalingQuantizer(Quantizer):
-    label = "tensorwise"
-
-
 class NVFP4Quantizer(Quantizer):
     label = "nvfp4"
 
@@ -72,14 +63,8 @@ class HybridQuantizer(Quantizer):
             raise ValueError("HybridQuantizer composes two distinct quantizers")
         self.rowwise_quantizer = rowwise_quantizer
         self.columnwise_quantizer = columnwise_quantizer
-
-    @property
-    def row_recipe(self) -> str:
-        return self.rowwise_quantizer.row_recipe
-
-    @property
-    def column_recipe(self) -> str:
-        return self.columnwise_quantizer.column_recipe
+        self.row_recipe = rowwise_quantizer.row_recipe
+        self.column_recipe = columnwise_quantizer.column_recipe
 
 
 BY_NAME = {cls.label: cls for cls in Quantizer.__subclasses__() if cls.label}

@@ -18,19 +18,9 @@ class Recipe:
 
     label = ""
 
-    def custom(self) -> bool:
-        return isinstance(self, CustomRecipe)
 
-
-@dataclass
 class DelayedScaling(Recipe):
-    margin: int = 0
-    fp8_format: Format = Format.HYBRID
-    amax_history_len: int = 1024
-    amax_compute_algo: str = "max"
-    reduce_amax: bool = True
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
+    """Megatron's class inherits from it."""
 
 
 @dataclass
@@ -38,12 +28,6 @@ class _Float8(Recipe):
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
     fp8_mha: bool = False
-
-
-@dataclass
-class Float8CurrentScaling(_Float8):
-    fp8_format: Format = Format.HYBRID
-    label = "tensorwise"
 
 
 class Float8BlockScaling(_Float8):
@@ -65,5 +49,4 @@ class NVFP4BlockScaling(Recipe):
 @dataclass
 class CustomRecipe(Recipe):
     qfactory: Callable[..., Any]
-    quantization_alignment: int = 128
     label = "custom"

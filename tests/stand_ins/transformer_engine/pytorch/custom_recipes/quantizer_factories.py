@@ -1,6 +1,7 @@
 """One factory a built-in recipe."""
 
-from transformer_engine.pytorch.quantization import QuantizerRole
+from typing import Any
+
 from transformer_engine.pytorch.quantizers import (
     Float8BlockQuantizer,
     IdentityQuantizer,
@@ -9,17 +10,11 @@ from transformer_engine.pytorch.quantizers import (
 )
 
 
-def high_precision_factory(role: QuantizerRole | None) -> IdentityQuantizer:
-    return IdentityQuantizer()
+def _factory(quantizer: Any) -> Any:
+    return lambda role: quantizer()
 
 
-def float8_block_scaling_factory(role: QuantizerRole | None) -> Float8BlockQuantizer:
-    return Float8BlockQuantizer()
-
-
-def mxfp8_factory(role: QuantizerRole | None) -> MXFP8Quantizer:
-    return MXFP8Quantizer()
-
-
-def nvfp4_factory(role: QuantizerRole | None) -> NVFP4Quantizer:
-    return NVFP4Quantizer()
+high_precision_factory = _factory(IdentityQuantizer)
+float8_block_scaling_factory = _factory(Float8BlockQuantizer)
+mxfp8_factory = _factory(MXFP8Quantizer)
+nvfp4_factory = _factory(NVFP4Quantizer)

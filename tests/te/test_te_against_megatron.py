@@ -1,0 +1,251 @@
+"""Transformer Engine's linears, observed or simulated, against Megatron's own.
+
+Same weights, same data; what the stand-in computes forward and backward is plain PyTorch, so X, W
+and G differ by the order of sums alone, and so do losses and gradients of simulated GEMMs by that
+of the norm. At bf16 everywhere Transformer Engine's forward runs, bit by bit. Statistics are
+functions of X, W and G; that those of a whole refresh agree too, on ranks that share tokens and
+weights, is tested with the trainer in tests/distributed/test_te.py.
+"""
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from megatron_snip.linears.model import PlannedModel
+from megatron_snip.statistics.observer import tap
+from megatron_snip.topology import Placement
+from tests.te.models import (
+    EXPERTS,
+    Choice,
+    build,
+    copy_weights,
+    local_name,
+    losses,
+    plan,
+    planned,
+)
+
+Seen = dict[str, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]
+"""X [M, K], W and G [M, N] of every linear (of every expert), by instance, in order."""
+
+ORDER_RTOL = 2e-5
+
+
+class Keeper:
+    """An observer that keeps X, W and G."""
+
+    def __init__(self) -> None:
+        self.seen: Seen = defaultdict(list)
+
+    def observe(
+        self,
+        placement: Placement,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        output: torch.Tensor,
+        *,
+        input_is_split: bool = False,
+        output_is_split: bool = False,
+        prepare_input: Any = None,
+    ) -> torch.Tensor:
+        assert not (input_is_split or output_is_split)  # on one rank
+        rows = input.detach().reshape(-1, input.shape[-1]).clone()
+        x = rows if prepare_input is None else prepare_input(rows)
+
+        def on_backward(g: torch.Tensor) -> None:
+            found = (x, weight.detach().clone(), g.reshape(-1, g.shape[-1]).clone())
+            self.seen[placement.instance].append(found)
+
+        return tap(output, on_backward)
+
+
+def observed(model: Any, under: PlannedModel, microbatches: int = 2) -> Seen:
+    keeper = Keeper()
+    with under.runtime.observed_by(keeper):
+        assert len(losses(model, microbatches)) == microbatches
+    return keeper.seen
+
+
+def twins(grouped: bool = False, **changes: Any) -> tuple[GPTModel, GPTModel]:
+    te, local = build(grouped=grouped, **changes), build(te=False, **changes)
+    copy_weights(te, local)
+    return te, local
+
+
+def agree(te: Seen, local: Seen) -> None:
+    assert set(te) == set(local)
+    for instance, each in te.items():
+        assert len(each) == len(local[instance])
+        for mine, theirs in zip(each, local[instance], strict=True):
+            for a, b in zip(mine, theirs, strict=True):
+                assert a.shape == b.shape
+                if b.numel():
+                    atol = ORDER_RTOL * b.abs().max().item()
+                    torch.testing.assert_close(a, b, rtol=ORDER_RTOL, atol=atol, msg=instance)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"normalization": "LayerNorm"},
+        {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu},
+        {"num_query_groups": 1, "layernorm_zero_centered_gamma": False},
+        EXPERTS,
+        {**EXPERTS, "grouped": True},
+    ],
+    ids=["RMSNorm", "LayerNorm", "ungated", "grouped queries", "sequential", "grouped experts"],
+)
+def test_observers_see_what_they_see_of_megatrons_own_linears(changes: dict[str, Any]) -> None:
+    te, local = (observed(model, planned(model)) for model in twins(**changes))
+    assert len(te) == (20 if "num_moe_experts" in changes else 8)
+    assert {len(each) for each in te.values()} == {2}
+    agree(te, local)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_experts_without_tokens_show_no_rows(grouped: bool) -> None:
+    models = twins(grouped, **EXPERTS, normalization="LayerNorm")
+    for layer in (layer for model in models for layer in model.decoder.layers):
+        # All tokens are alike, so the router gives them the same two of four experts.
+        torch.nn.init.zeros_(layer.pre_mlp_layernorm.weight)
+        torch.nn.init.ones_(layer.pre_mlp_layernorm.bias)
+    te, local = (observed(model, planned(model)) for model in models)
+    agree(te, local)
+    for layer in range(2):
+        for module in ("linear_fc1", "linear_fc2"):
+            prefix = f"decoder.layers.{layer}.mlp.experts.{module}"
+            each = [te[instance] for instance in te if instance.startswith(prefix)]
+            sizes = sorted(tuple(len(x) for x, _, _ in microbatches) for microbatches in each)
+            assert sizes == [(0, 0), (0, 0), (32, 32), (32, 32)]
+
+
+GRADIENT_RTOL = 1e-2
+"""Of a gradient's norm: a norm's last bit can move single elements to the next FP4 value."""
+
+
+def simulated(model: Any, choice: Choice) -> PlannedModel:
+    return planned(model, choice, backend="simulate")
+
+
+def mixed(name: str) -> str:
+    """An option of its own for each kind of linear; one has bf16 in one GEMM, one in all."""
+    kinds = {"qkv": "fp8", "proj": "fp8-fp4-fp4", "fc1": "fp4", "fc2": "bf16-fp8-fp8"}
+    return "bf16" if "layers.1" in name and "proj" in name else kinds[name.rsplit("_", 1)[1]]
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def run(model: Any, under: PlannedModel) -> tuple[list[float], dict[str, torch.Tensor]]:
+    with under.runtime.training_pass(1):
+        return losses(model), gradients(model)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"normalization": "LayerNorm", "add_bias_linear": True},
+        {**EXPERTS},
+        {**EXPERTS, "grouped": True},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ],
+    ids=["RMSNorm", "LayerNorm and bias", "experts", "grouped", "recompute"],
+)
+def test_losses_and_gradients_are_those_of_megatrons_own_linears(changes: dict[str, Any]) -> None:
+    (te, te_gradients), (local, wanted) = (
+        run(model, simulated(model, mixed)) for model in twins(**changes)
+    )
+    assert te == pytest.approx(local, rel=1e-5) and te != losses(build(**changes))
+    assert set(wanted) == {local_name(name) for name in te_gradients}
+    for name, gradient in te_gradients.items():
+        truth = wanted[local_name(name)]
+        assert torch.norm(gradient - truth) <= GRADIENT_RTOL * torch.norm(truth), name
+
+
+def test_observers_see_the_same() -> None:
+    seen, wanted = (observed(model, simulated(model, mixed)) for model in twins())
+    assert set(seen) == set(wanted)
+    for instance, microbatches in seen.items():
+        for found, truth in zip(microbatches, wanted[instance], strict=True):
+            for a, b in zip(found, truth, strict=True):
+                assert torch.norm(a - b) <= GRADIENT_RTOL * torch.norm(b), instance
+
+
+@pytest.mark.real_te
+@pytest.mark.parametrize("grouped", [False, True])
+def test_bf16_is_transformer_engine_bit_by_bit(grouped: bool) -> None:
+    changes = {**EXPERTS, "grouped": grouped} if grouped else {}
+    truth = losses(model := build(**changes)), gradients(model)
+    model = build(**changes)
+    under = simulated(model, "bf16")
+    assert run(model, under)[0] == truth[0]
+    assert all(torch.equal(g, truth[1][n]) for n, g in gradients(model).items())
+    under.apply(plan(under, "fp4"))
+    with under.runtime.running_in_bf16():
+        assert losses(model) == truth[0]
+    assert losses(model) != truth[0]
+    under.uninstall()
+    assert losses(model) == truth[0]
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.real_te
+def test_biases_of_grouped_experts_are_added() -> None:
+    model = build(grouped=True, add_bias_linear=True, **EXPERTS)
+    biases = {n: p for n, p in model.named_parameters() if ".experts." in n and ".bias" in n}
+    assert len(biases) == 2 * 2 * EXPERTS["num_moe_experts"]
+    for bias in biases.values():
+        torch.nn.init.normal_(bias)
+    plain = losses(model), gradients(model)
+    model.zero_grad()
+    found = run(model, simulated(model, "bf16-bf16-fp8"))
+    assert found[0] == pytest.approx(plain[0], rel=1e-5)
+    for name in biases:
+        torch.testing.assert_close(found[1][name], plain[1][name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.real_te
+def test_fused_weight_gradients_add_up_in_main_grad() -> None:
+    for changes in ({}, {**EXPERTS, "grouped": True}):
+        model = build(**changes)
+        separate = run(model, simulated(model, "fp4"))[1]
+        model = build(**changes)
+        under = simulated(model, "fp4")
+        for linear in under.linears:
+            linear.module.fuse_wgrad_accumulation = True
+            for weight in linear.weights:
+                weight.main_grad = torch.zeros_like(weight)
+        run(model, under)
+        for linear in under.linears:
+            assert linear.module.is_first_microbatch is False
+            for weight in linear.weights:
+                name = next(n for n, p in model.named_parameters() if p is weight)
+                torch.testing.assert_close(weight.main_grad, separate[name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("choice", "backend", "changes"),
+    [
+        ("bf16", "te", {}),
+        ("bf16", "te", {**EXPERTS, "grouped": True}),
+        pytest.param(mixed, "simulate", {}, marks=pytest.mark.real_te),
+    ],
+    ids=["dense", "grouped", "simulated"],
+)
+def test_a_measurement_under_the_plan_is_an_identity(
+    choice: Choice, backend: str, changes: dict[str, Any]
+) -> None:
+    model = build(**changes)
+    under = planned(model, choice, backend=backend)
+    plain = run(model, under)
+    model.zero_grad()
+    with under.runtime.observed_by(Keeper()):
+        watched = run(model, under)
+    assert plain[0] == watched[0] and set(plain[1]) == set(watched[1])
+    assert all(torch.equal(g, watched[1][n]) for n, g in plain[1].items())
