@@ -8,6 +8,4 @@ from tests.unit.patches.fake_megatron import FakeMegatron
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeMegatron:
     """A `megatron.training` for the length of a test."""
-    megatron = FakeMegatron()
-    megatron.install(monkeypatch)
-    return megatron
+    return FakeMegatron(monkeypatch)

@@ -5,9 +5,7 @@ The wheel of megatron-core 0.16.1 has no `megatron.training`; these modules take
 
 import argparse
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,26 +25,17 @@ ARGS: dict[str, Any] = {
 class FakeMegatron:
     """The modules; `args` is Megatron's namespace, `calls` records some of the calls."""
 
-    def __init__(self) -> None:
+    arguments: Any
+    checkpointing: Any
+    global_vars: Any
+    training: Any
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.args = argparse.Namespace(**ARGS)
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.aborts = False
         self.loaded: dict[str, Any] | None = {"iteration": 3}
         self.release = False
-        self.arguments = ModuleType("megatron.training.arguments")
-        self.training = ModuleType("megatron.training.training")
-        self.checkpointing = ModuleType("megatron.training.checkpointing")
-        self.global_vars = ModuleType("megatron.training.global_vars")
-        self._fill()
-
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        package = ModuleType("megatron.training")
-        package.__path__ = []  # type: ignore[attr-defined]
-        modules = (package, self.arguments, self.training, self.checkpointing, self.global_vars)
-        for module in modules:
-            monkeypatch.setitem(sys.modules, module.__name__, module)
-
-    def _fill(self) -> None:
         fake: Any = self
 
         def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -103,39 +92,24 @@ class FakeMegatron:
             fake.calls.append(("validate", (args,), {}))
             return args
 
-        writers = dict.fromkeys(("get_tensorboard_writer", "get_wandb_writer"), lambda: None)
-        vars(self.global_vars).update(writers, get_args=lambda: self.args)
-        self._set(self.arguments, add_megatron_arguments, validate_args)
-        self._set(self.checkpointing, generate_state_dict, _load_base_checkpoint)
-        self._set(self.training, setup_model_and_optimizer, train_step, evaluate)
-        self._set(self.training, post_training_step_callbacks, get_forward_backward_func)
+        def get_args():
+            return fake.args
 
-    @staticmethod
-    def _set(module: ModuleType, *functions: Any) -> None:
-        vars(module).update({function.__name__: function for function in functions})
+        def get_tensorboard_writer():
+            return None
 
-
-class FakeController:
-    """Records its calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def forward_backward(self, iteration: int, function: Any, **kwargs: Any) -> Any:
-        self.calls.append(("forward-backward", iteration))
-        return function(**kwargs)
-
-    def end_iteration(self, iteration: int, metrics: dict[str, Any]) -> None:
-        self.calls.append(("end", iteration, metrics))
-
-    @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        self.calls.append("evaluation begins")
-        yield
-        self.calls.append("evaluation ends")
-
-    def state(self, iteration: int) -> Any:
-        return SimpleNamespace(to_dict=lambda: {"version": 2, "iteration": iteration})
-
-    def close(self) -> None:
-        self.calls.append("closed")
+        training = (setup_model_and_optimizer, train_step, post_training_step_callbacks)
+        modules = {
+            "arguments": (add_megatron_arguments, validate_args),
+            "checkpointing": (generate_state_dict, _load_base_checkpoint),
+            "global_vars": (get_args, get_tensorboard_writer),
+            "training": (*training, evaluate, get_forward_backward_func),
+        }
+        package: Any = ModuleType("megatron.training")
+        package.__path__ = []
+        monkeypatch.setitem(sys.modules, package.__name__, package)
+        for name, functions in modules.items():
+            module = ModuleType(f"megatron.training.{name}")
+            vars(module).update({function.__name__: function for function in functions})
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+            setattr(self, name, module)

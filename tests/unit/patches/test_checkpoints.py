@@ -1,7 +1,6 @@
 """SNIP's state in Megatron's checkpoints."""
 
 from argparse import Namespace
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -9,7 +8,7 @@ import pytest
 
 from megatron_snip.patches import checkpoint
 from megatron_snip.patches.registry import Registry, Session
-from tests.unit.patches.fake_megatron import FakeController, FakeMegatron
+from tests.unit.patches.fake_megatron import FakeMegatron
 
 STATE = {"version": 2, "iteration": 3}
 
@@ -35,16 +34,16 @@ def load(fake: FakeMegatron, rank0: bool = False, finetune: bool = False) -> Any
 def test_the_state_is_saved_under_one_key(
     fake: FakeMegatron, session: Session, ckpt_format: str
 ) -> None:
-    controller: Any = FakeController()
-    session.controller = controller
+    session.controller = Mock()
+    session.controller.state().to_dict.return_value = STATE
     assert save(fake, ckpt_format) == {"model": "model", "snip": STATE}
+    session.controller.state.assert_called_with(3)
 
 
 def test_a_failure_does_not_cost_the_checkpoint(
     fake: FakeMegatron, session: Session, caplog: pytest.LogCaptureFixture
 ) -> None:
-    controller: Any = SimpleNamespace(state=Mock(side_effect=RuntimeError("a bug")))
-    session.controller = controller
+    session.controller = Mock(state=Mock(side_effect=RuntimeError("a bug")))
     assert save(fake) == {"model": "model"}
     assert "checkpoint of iteration 3 has no SNIP state: RuntimeError: a bug" in caplog.text
 

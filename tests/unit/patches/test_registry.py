@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -10,7 +11,7 @@ from megatron_snip.errors import UnsupportedError
 from megatron_snip.log import forget_warnings
 from megatron_snip.patches.install import PATCHES, REGISTRY, install_for
 from megatron_snip.patches.registry import Registry, core_version, is_tested
-from tests.unit.patches.fake_megatron import FakeController, FakeMegatron
+from tests.unit.patches.fake_megatron import FakeMegatron
 
 ALL = ("always", "--snip", "--cpu")
 OLD = {"fused-kernels", "validation-initialize"}
@@ -49,11 +50,10 @@ def test_uninstall_puts_back_the_very_objects(fake: FakeMegatron, registry: Regi
     assert len(changed(before, functions(fake))) == len(NEEDED)
     assert fake.training.train_step.__name__ == "train_step"
     assert fake.training.train_step.__wrapped__ is before["megatron.training.training.train_step"]
-    controller: Any = FakeController()
-    registry.session.controller = controller
+    registry.session.controller = controller = Mock()
     registry.uninstall()
     assert changed(before, functions(fake)) == set()
-    assert controller.calls == ["closed"]
+    controller.close.assert_called_once_with()
     registry.uninstall()  # nothing is left to undo
 
 

@@ -3,6 +3,7 @@
 import math
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from megatron_snip.patches import train_step
 from megatron_snip.patches.registry import Registry
 from megatron_snip.patches.train_step import StepMetrics
 from megatron_snip.topology import Topology
-from tests.unit.patches.fake_megatron import FakeController, FakeMegatron
+from tests.unit.patches.fake_megatron import FakeMegatron
 
 PATCHES = (train_step.train_step, train_step.step_end, train_step.evaluation)
 ARGUMENTS = ("step_func", "data", "model", "optimizer", "scheduler", "config")
@@ -25,18 +26,13 @@ def schedule(**kwargs: Any) -> torch.Tensor:
 
 
 @pytest.fixture
-def registry(fake: FakeMegatron, monkeypatch: pytest.MonkeyPatch) -> Registry:
+def controller(fake: FakeMegatron, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(num_microbatches_calculator, "get_current_global_batch_size", lambda: 4)
     registry = Registry(PATCHES)
     registry.install({"--snip"})
-    return registry
-
-
-@pytest.fixture
-def controller(registry: Registry) -> FakeController:
-    controller: Any = FakeController()
-    registry.session.controller = controller
     registry.session.metrics = StepMetrics(Topology())
+    registry.session.controller = controller = MagicMock()
+    controller.forward_backward.side_effect = lambda iteration, function, **given: function(**given)
     return controller
 
 
@@ -46,40 +42,33 @@ def end_step(fake: FakeMegatron, iteration: int) -> Any:
     )
 
 
-def reported(controller: FakeController) -> list[dict[str, Any]]:
-    return [call[2] for call in controller.calls if call[0] == "end"]
-
-
-def test_an_iteration_runs_through_the_controller(
-    fake: FakeMegatron, controller: FakeController
-) -> None:
+def test_an_iteration_runs_through_the_controller(fake: FakeMegatron, controller: Any) -> None:
     result = fake.training.train_step(*ARGUMENTS, schedule, iteration=7)
     assert result == ({"lm loss": torch.tensor(2.0)}, 0, False, False, 0, 2.5, None, 0)
     assert end_step(fake, 8) == 42.0
-    assert controller.calls[0] == ("forward-backward", 8)
-    kind, iteration, values = controller.calls[1]
-    assert (kind, iteration) == ("end", 8)
+    assert controller.forward_backward.call_args.args == (8, schedule)
+    iteration, values = controller.end_iteration.call_args.args
+    assert iteration == 8
     assert values.pop("tokens_per_s") > 0 and values.pop("step_s") > 0
     assert values == {"loss": 2.0, "grad_norm": 2.5, "lr": 0.3}
 
 
-def test_an_aborted_iteration_passes_through(
-    fake: FakeMegatron, controller: FakeController
-) -> None:
+def test_an_aborted_iteration_passes_through(fake: FakeMegatron, controller: Any) -> None:
     """The rerun state machine ends an iteration without losses and norm."""
     fake.aborts = True
     result = fake.training.train_step(*ARGUMENTS, schedule, iteration=7)
     assert result == ({}, True, True, True, 16, None, None, 0)
     end_step(fake, 8)
-    assert math.isnan(reported(controller)[0]["loss"])
+    assert math.isnan(controller.end_iteration.call_args.args[1]["loss"])
 
 
-def test_an_evaluation_is_reported_once(fake: FakeMegatron, controller: FakeController) -> None:
+def test_an_evaluation_is_reported_once(fake: FakeMegatron, controller: Any) -> None:
     expected = ({"lm loss": 1.5}, None, False)
     assert fake.training.evaluate("step", "data", model="model") == expected
-    assert controller.calls == ["evaluation begins", "evaluation ends"]
+    names = [name for name, *_ in controller.mock_calls]
+    assert names == ["evaluation", "evaluation().__enter__", "evaluation().__exit__"]
     end_step(fake, 1)
     end_step(fake, 3)
-    first, second = reported(controller)
+    first, second = (call.args[1] for call in controller.end_iteration.call_args_list)
     assert first["validation_loss"] == 1.5 and "loss" not in first
     assert "validation_loss" not in second

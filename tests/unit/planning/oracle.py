@@ -15,6 +15,7 @@ from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.problem import LinearChoices, PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
+from tests.unit.planning.instances import Instance
 
 SLACK = 1e-9
 """Efficiencies this far below the target still reach it."""
@@ -56,17 +57,14 @@ def choices_of(
     return found
 
 
-def num_changes(
-    plan: PrecisionPlan, problem: PlanningProblem, previous: PrecisionPlan | None
-) -> int:
+def num_changes(plan: PrecisionPlan, instance: Instance) -> int:
     """Return how many linears leave an available option of the previous plan."""
-    count = 0
-    for linear in problem.linears if previous is not None else ():
-        before = previous.linears[linear.name]
-        cost = {Option.parse(name): cost for name, cost in linear.options.items()}.get(before)
-        available = cost is not None and cost.quality_loss is not None
-        count += available and plan.linears[linear.name] != before
-    return count
+    return sum(
+        choice.changes
+        for linear in instance.problem.linears
+        for choice in choices_of(linear, instance.settings, instance.previous)
+        if choice.option == plan.linears[linear.name]
+    )
 
 
 def brute_force(

@@ -6,15 +6,9 @@ import pytest
 
 from megatron_snip.errors import UsageError
 from megatron_snip.options import Option
-from megatron_snip.planning.calibration import (
-    CalibrationTable,
-    read_calibration,
-    with_seconds,
-)
-from megatron_snip.planning.planner import make_plan
-from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.planning.calibration import CalibrationTable, read_calibration, with_seconds
 from megatron_snip.types import Gemm
-from tests.unit.planning.build import options_of, problem_of
+from tests.unit.planning.build import problem_of
 
 
 def measured(names: str, size: tuple[int, int], **seconds: tuple[float, ...]) -> dict[str, Any]:
@@ -45,21 +39,12 @@ def table(tmp_path: Path, value: dict[str, Any]) -> CalibrationTable:
 
 
 def test_seconds_come_from_the_first_match_and_scale_with_flops(tmp_path: Path) -> None:
-    seconds, (first, second) = table(tmp_path, TABLE).seconds, PROBLEM.linears
+    measured = table(tmp_path, TABLE)
+    first, second = with_seconds(PROBLEM, measured).linears
     # 6 * 2 * 10 * 5 = 600 FLOPs were measured, the linear has twice as many.
-    assert seconds(first.name, first.flops, Option.parse("fp8")) == 12.0
-    assert seconds(first.name, first.flops, Option.parse("fp4-fp8-fp8")) == 8.0
-    assert seconds(second.name, second.flops, Option.parse("fp4")) == pytest.approx(0.5)
-
-
-def test_planning_by_time_follows_the_measured_seconds(tmp_path: Path) -> None:
-    problem = with_seconds(PROBLEM, table(tmp_path, TABLE))
-    plan = make_plan(problem, PlanSettings(cost="time"))
-    assert options_of(plan) == ["fp4", "fp8"]  # layer 1 hardly gains: 0.1 of 8.6 seconds
-    assert plan.efficiency == pytest.approx(8.5 / 8.6)
-    assert options_of(make_plan(problem, PlanSettings(cost="flops"))) == ["fp4", "fp8"]
-    late = make_plan(problem, PlanSettings(cost="time", target=0.99))
-    assert options_of(late) == ["fp4", "fp4"]
+    assert [cost.seconds for cost in first.options.values()] == [12.0, 3.5]
+    assert [cost.seconds for cost in second.options.values()] == pytest.approx([0.6, 0.5])
+    assert measured.seconds(first.name, first.flops, Option.parse("fp4-fp8-fp8")) == 8.0
 
 
 @pytest.mark.parametrize(

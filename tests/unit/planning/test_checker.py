@@ -30,16 +30,11 @@ def plan(options: list[str], **changes: object) -> PrecisionPlan:
 
 
 GOOD = ["fp4", "fp8", "fp4", "fp8"]
-
-
-def test_a_correct_plan_has_no_violations() -> None:
-    for balance in ("none", "stage"):
-        settings = PlanSettings(pipeline_balance=balance)
-        assert find_violations(plan(GOOD), problem(), settings) == []
+FIRST_STAGE = ["fp4", "fp4", "fp8", "fp8"]
 
 
 @pytest.mark.parametrize(
-    ("changes", "word"),
+    ("changes", "fault"),
     [
         ({"objective": 5.0}, "objective 5.0, recomputed 4.0"),
         ({"objective": None}, "objective None"),
@@ -52,29 +47,31 @@ def test_a_correct_plan_has_no_violations() -> None:
         ({"linears": {}}, "not the problem's"),
     ],
 )
-def test_wrong_numbers_are_found(changes: dict[str, object], word: str) -> None:
-    faults = find_violations(plan(GOOD, **changes), problem(), PlanSettings())
-    assert len(faults) == 1
-    assert word in faults[0]
+def test_wrong_numbers_are_found(changes: dict[str, object], fault: str) -> None:
+    (found,) = find_violations(plan(GOOD, **changes), problem(), PlanSettings())
+    assert fault in found
 
 
 @pytest.mark.parametrize(
-    ("options", "settings", "word"),
+    ("options", "settings", "faults"),
     [
-        (["fp4", "fp8", "fp8", "fp8"], {}, "below the target"),
-        (["fp4", "fp4", "fp8", "fp8"], {"pipeline_balance": "stage"}, "stage 1 is below"),
-        (["fp8", "fp8", "fp4", "fp4"], {}, "which is forbidden"),
-        (["fp4", "fp4", "bf16", "fp8"], {}, "no option 'bf16'"),
-        (["fp4", "fp4", "fp3", "fp8"], {}, "no option 'fp3'"),
-        (GOOD, {"pins": (("*.layers.1.*", "fp4"),)}, "demands fp4"),
-        (["fp4", "fp4", "fp8", "fp8"], {"pipeline_balance": "bottleneck"}, "slowest stage takes 2"),
+        (GOOD, {}, []),
+        (GOOD, {"pipeline_balance": "stage"}, []),
+        (["fp4", "bf16", "fp4", "fp8"], {"pins": ((name_of(1), "bf16"),)}, []),
+        (GOOD, {"pins": (("*.layers.1.*", "fp4"),)}, ["demands fp4"]),
+        (["fp4", "fp8", "fp8", "fp8"], {}, ["below the target"]),
+        (FIRST_STAGE, {"pipeline_balance": "stage"}, ["stage 1 is below"]),
+        (FIRST_STAGE, {"pipeline_balance": "bottleneck"}, ["slowest stage takes 2"]),
+        (["fp8", "fp8", "fp4", "fp4"], {}, ["which is forbidden"]),
+        (["fp4", "fp4", "bf16", "fp8"], {}, ["no option 'bf16'"]),
+        (["fp4", "fp4", "fp3", "fp8"], {}, ["no option 'fp3'"]),
     ],
 )
 def test_broken_constraints_are_found(
-    options: list[str], settings: dict[str, object], word: str
+    options: list[str], settings: dict[str, object], faults: list[str]
 ) -> None:
-    faults = find_violations(plan(options), problem(), PlanSettings(**settings))
-    assert any(word in fault for fault in faults), faults
+    found = find_violations(plan(options), problem(), PlanSettings(**settings))
+    assert len(found) == len(faults) and all(map(str.__contains__, found, faults)), found
 
 
 def test_policies_without_a_target_meet_the_other_constraints() -> None:
@@ -85,8 +82,6 @@ def test_policies_without_a_target_meet_the_other_constraints() -> None:
     assert faults("fp8", "uniform-fp8") == faults("bf16", "uniform-bf16") == []
     assert faults("fp4", "uniform-fp4") == [f"'{name_of(3)}' has 'fp4', which is forbidden"]
     assert len(faults("fp8", "uniform-fp8", target=0.5)) == 1
-    pinned = PlanSettings(pins=((name_of(1), "bf16"),))
-    assert find_violations(plan(["fp4", "bf16", "fp4", "fp8"]), problem(), pinned) == []
 
 
 def test_time_is_checked_in_seconds() -> None:

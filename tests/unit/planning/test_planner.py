@@ -1,9 +1,6 @@
 """make_plan against enumeration and HiGHS, and its contract."""
 
 import itertools
-import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -11,9 +8,9 @@ import pytest
 from megatron_snip.errors import InfeasiblePlanError, PlanningError
 from megatron_snip.planning import planner
 from megatron_snip.planning.checker import find_violations
-from megatron_snip.planning.plan import changed_linears
 from megatron_snip.planning.planner import frontier, make_plan
 from megatron_snip.planning.settings import PlanSettings
+from tests.processes import run_python
 from tests.unit.planning.build import options_of, plan_of, problem_of
 from tests.unit.planning.highs import highs_model
 from tests.unit.planning.instances import Instance, random_instance
@@ -31,7 +28,7 @@ def check_against_enumeration(instance: Instance) -> None:
     plan = make_plan(problem, rules, previous)
     known = [c.quality_loss or 0.0 for linear in problem.linears for c in linear.options.values()]
     slack = 1e-9 * (sum(map(abs, known)) + rules.change_penalty * len(problem.linears))
-    changed = num_changes(plan, problem, previous)
+    changed = num_changes(plan, instance)
     wanted = (losses + rules.change_penalty * changes).min()
     assert plan.status == "optimal"
     assert plan.objective + rules.change_penalty * changed == pytest.approx(wanted, abs=slack)
@@ -50,7 +47,7 @@ def check_against_highs(instance: Instance) -> bool:
             make_plan(problem, rules, previous)
         return False
     plan = make_plan(problem, rules, previous)
-    paid = rules.change_penalty * num_changes(plan, problem, previous)
+    paid = rules.change_penalty * num_changes(plan, instance)
     # HiGHS stops at an absolute gap of 1e-6 of the largest loss, and may miss by as much.
     slack = 2e-6 * model.scale
     assert wanted - 2e-2 * abs(wanted) - slack <= plan.objective + paid <= wanted + slack
@@ -102,7 +99,6 @@ def test_every_point_is_what_planning_for_its_target_gives(balance: str) -> None
 
 
 def test_the_same_input_gives_the_same_plan_in_any_process() -> None:
-    instance = random_instance(11, num_linears=90)
     program = (
         "from tests.unit.planning.instances import random_instance\n"
         "from megatron_snip.planning.planner import make_plan\n"
@@ -110,27 +106,8 @@ def test_the_same_input_gives_the_same_plan_in_any_process() -> None:
         "p = make_plan(i.problem, i.settings, i.previous)\n"
         "print(p.digest, p.objective.hex(), p.bound.hex())\n"
     )
-    here = make_plan(instance.problem, instance.settings, instance.previous)
-    there = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=600
-    )
-    assert there.stdout.split() == [here.digest, here.objective.hex(), here.bound.hex()]
-
-
-def test_a_higher_change_penalty_gives_fewer_changes() -> None:
-    random = np.random.default_rng(1)
-    problem = problem_of([[0.0, float(x)] for x in random.random(20)], target=0.5)
-    previous = plan_of(["fp4"] * 10 + ["fp8"] * 10)
-    plans = [
-        make_plan(problem, PlanSettings(change_penalty=price), previous)
-        for price in (0.0, 0.1, 0.3, 1.0)
-    ]
-    counts = [len(changed_linears(previous, plan)) for plan in plans]
-    assert counts == sorted(counts, reverse=True) and counts[0] > counts[1] > counts[-1] == 0
-    losses = [plan.objective for plan in plans]
-    assert losses == sorted(losses)
-    assert plans[0].digest == make_plan(problem, PlanSettings()).digest
-    assert plans[-1].bound == pytest.approx(plans[-1].objective)
+    first, second = (run_python("-c", program).stdout for _ in range(2))
+    assert first == second != ""
 
 
 def test_ties_do_not_change_the_plan() -> None:
@@ -170,7 +147,4 @@ def test_the_planner_needs_neither_torch_nor_megatron() -> None:
         "import megatron_snip.cli.plan, megatron_snip.cli.pareto\n"
         "print([m for m in ('torch', 'megatron', 'matplotlib', 'scipy') if m in sys.modules])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=600
-    )
-    assert json.loads(done.stdout.replace("'", '"')) == []
+    assert run_python("-c", program).stdout == "[]\n"
