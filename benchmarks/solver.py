@@ -28,7 +28,7 @@ from benchmarks.machine import write_result
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
-from tests.unit.planning.highs import highs_model
+from tests.unit.planning.oracle import highs_model
 
 GAP = 1e-3
 TARGET = 0.75

@@ -38,19 +38,3 @@ def test_the_frontier_as_table_and_json(problem: str, printed: Any) -> None:
 def test_unreachable_targets_exit_with_3(problem: str, printed: Any) -> None:
     text = printed("pareto", problem, "--targets", "0.9,1", status=3)
     assert text.count("infeasible") == 2
-
-
-TARGETS = ["", "0:1", "0:1:0", "1:0:0.1", "0:1:1e-999999999", "0:1e999999999:1e999999999"]
-TARGETS += ["0:2:0.5", "nan", "inf", "0:1:0.1,0.2"]
-
-
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        *((["--targets", text], "--targets") for text in TARGETS),
-        (["--policy", "uniform-fp8"], "no frontier"),
-        (["--policy", "min-abs-err"], "needs the score 'abs_error'"),
-    ],
-)
-def test_bad_input_is_refused(problem: str, words: list[str], complaint: str, refused: Any) -> None:
-    assert complaint in refused("pareto", problem, *words)

@@ -87,37 +87,3 @@ def test_infeasible_constraints_exit_with_3_and_are_named(
         "conflicts": ["target 0.9", "pin *.layers.1.*=fp8"],
         "best_target": 0.75,
     }
-
-
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (["--target", "1.5"], "--target: must be less than or equal to 1, got '1.5'"),
-        (["--target", "abc"], "must be a valid number, got 'abc'; see 'megatron-snip plan"),
-        (["--pin", "=fp8"], "--pin: '=fp8' is not of the form ...=OPTION"),
-        (["--pin", "encoder.*=fp8"], "no linear's name matches"),
-        (["--first-layers", "x=fp8"], "--first-layers: must be an integer from 0"),
-        (["--change-penalty", "2"], "needs --previous"),
-        (["--workers", "0"], "--workers: "),
-        (["--pipeline-balance", "some"], "--pipeline-balance"),
-        (["--policy", "SNIP"], "unknown policy 'SNIP' (did you mean 'snip'?)"),
-        (["--calibration", "absent.json"], "--cost time"),
-        (["--policy", "uniform-fp4", "--target", "0.5"], "does not use --target"),
-        (["--cost", "time"], "calibrate"),
-        (["--output", "/absent/folder/plan.json"], "cannot write"),
-    ],
-)
-def test_bad_input_is_refused(problem: str, words: list[str], complaint: str, refused: Any) -> None:
-    assert complaint in refused("plan", problem, *words)
-
-
-def test_a_bad_file_is_named(problem: str, tmp_path: Path, refused: Any) -> None:
-    path = tmp_path / "other.json"
-    write_plan(plan_of(["fp8"] * 3), path)
-    error = refused("plan", problem, "--previous", path)
-    assert "other.json" in error and name_of(3) in error
-    text = Path(problem).read_text()
-    empty = '{"version": 1, "linears": [], "target": 0.5}'
-    for bad in (text.replace('"fp4"', '"fp9"'), "", "{}", empty, empty.replace("0.5", "NaN")):
-        path.write_text(bad)
-        assert "other.json" in refused("plan", path)

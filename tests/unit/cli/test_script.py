@@ -111,20 +111,3 @@ def test_bad_argument_files_are_one_line(
     if content is not None:
         file.write_bytes(content)
     assert f"argument file '{file}'" in refused("none.py", f"@{file}")
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (["none.py"], "cannot find the script 'none.py'"),
-        (["--cpu"], "--cpu needs a script"),
-        (["nonsense"], "unknown command 'nonsense'; commands are train, plan"),
-        (["--snip", "none.py"], "'--snip' comes before the script; the order is: torchrun"),
-        (["torchrun", "none.py", "--snip"], "-m megatron_snip [--cpu] none.py ARGS --snip"),
-        (["plna", "x"], "unknown command 'plna' (did you mean 'plan'?)"),
-        (["--verison"], "unknown flag '--verison' (did you mean '--version'?)"),
-        (["train", "--snip-efficency-target", "1"], "did you mean '--snip-efficiency-target'?"),
-    ],
-)
-def test_bad_command_lines_are_one_line(words: list[str], text: str, refused: Any) -> None:
-    assert text in refused(*words)

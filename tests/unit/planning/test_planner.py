@@ -12,9 +12,8 @@ from megatron_snip.planning.planner import frontier, make_plan
 from megatron_snip.planning.settings import PlanSettings
 from tests.processes import run_python
 from tests.unit.planning.build import options_of, plan_of, problem_of
-from tests.unit.planning.highs import highs_model
 from tests.unit.planning.instances import Instance, random_instance
-from tests.unit.planning.oracle import brute_force, num_changes
+from tests.unit.planning.oracle import brute_force, highs_model, num_changes
 
 
 def check_against_enumeration(instance: Instance) -> None:

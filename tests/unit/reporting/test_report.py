@@ -167,16 +167,3 @@ def test_a_run_names_its_reference(folder: Path, tmp_path: Path, printed: Any) -
     printed("report", run)
     page = (run / "report" / "report.html").read_text()
     assert "loss gap to a&lt;b&gt;" in page and "give --reference" not in page
-
-
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (["none"], "cannot find the run directory 'none'"),
-        (["RUN", "--reference", "none"], "cannot find the reference 'none'"),
-        (["RUN", "--output", "RUN/config.yaml"], "cannot write"),
-        ([], "the following arguments are required: RUN"),
-    ],
-)
-def test_bad_input_is_refused(folder: Path, words: list[str], complaint: str, refused: Any) -> None:
-    assert complaint in refused("report", *(w.replace("RUN", str(folder / "off")) for w in words))

@@ -1,4 +1,4 @@
-"""The table of formats, against ml_dtypes where it knows the element type."""
+"""The table of formats, against ml_dtypes, and the options that are made of formats."""
 
 import ml_dtypes
 import numpy as np
@@ -7,7 +7,8 @@ import pytest
 from megatron_snip.errors import UsageError
 from megatron_snip.formats import E2M1, E4M3, FORMATS, ElementType, get_format
 from megatron_snip.formats import lowest_precision as lowest
-from megatron_snip.options import Option
+from megatron_snip.options import BF16, Option, enumerate_options
+from megatron_snip.types import Gemm
 
 
 def values(element: ElementType) -> list[float]:
@@ -56,14 +57,40 @@ def test_the_lowest_precision_is_that_of_fewest_bits() -> None:
         lowest(())
 
 
+@pytest.mark.parametrize("text", ["fp4", "bf16", "fp4-fp8-bf16", "mxfp8-nvfp4-fp3"])
+def test_text_comes_back(text: str) -> None:
+    assert str(Option.parse(text)) == text
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("int8", "unknown format 'int8'; known: bf16, fp8, fp4"),
+        ("", "unknown format ''"),
+        ("fp4-fp8", "is not an option; write one format"),
+        ("fp4-fp8-bf16-fp8", "is not an option; write one format"),
+        ("fp4-fp8-int8", "unknown format 'int8'; known: bf16, fp8, fp4"),
         ("fp4_rht", "format 'fp4_rht' was removed; use 'fp4' instead"),
         ("fp8-fp4_rht-bf16", "format 'fp4_rht' was removed; use 'fp4' instead"),
     ],
 )
-def test_other_formats_are_refused_with_what_to_use(text: str, message: str) -> None:
+def test_other_text_is_refused(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Option.parse(text)
+
+
+def test_gemms_have_their_format() -> None:
+    option = Option("fp4", "fp8", "bf16")
+    assert [option[gemm] for gemm in Gemm] == ["fp4", "fp8", "bf16"]
+    assert option.formats == ("fp4", "fp8", "bf16")
+    assert [option.share_in(name) for name in ("fp4", "fp3")] == [pytest.approx(1 / 3), 0.0]
+    assert BF16.share_in("bf16") == 1.0
+
+
+def test_a_choice_per_linear_or_per_gemm_highest_precision_first() -> None:
+    formats = ("fp4", "bf16", "fp8", "fp4")
+    assert [str(o) for o in enumerate_options(formats, "linear")] == ["bf16", "fp8", "fp4"]
+    every = enumerate_options(formats, "gemm")
+    assert len(set(every)) == len(every) == 27
+    assert (str(every[0]), str(every[-1])) == ("bf16", "fp4")
+    with pytest.raises(UsageError):
+        enumerate_options((), "linear")
