@@ -12,12 +12,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from megatron_snip.__main__ import main
 from megatron_snip.directory import (
     LOCK,
     check_new_run,
@@ -99,17 +97,6 @@ def test_an_earlier_attempt_is_moved_aside(tmp_path: Path) -> None:
         kept = files(tmp_path / f"previous-{attempt}")
         assert kept == {*OWN, ".megatron-snip"}
     assert (tmp_path / "plans" / "best.json").exists()
-
-
-def test_train_leaves_a_users_files_alone(tmp_path: Path, capsys: Any) -> None:
-    fill(tmp_path, "data/my.bin", "metrics.jsonl")
-    before = files(tmp_path)
-    words = ["train", "--run-dir", str(tmp_path), "--train-iters", "2", "--lr-warmup-iters", "0"]
-    assert main(words) == 2
-    assert main([*words, "--overwrite"]) == 2
-    assert main([*words, "--load", str(tmp_path / "typo")]) == 2
-    assert files(tmp_path) == before
-    assert capsys.readouterr().err.count("\n") == 3
 
 
 # ---- locks ------------------------------------------------------------------------------------

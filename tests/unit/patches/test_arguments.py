@@ -83,7 +83,6 @@ def test_flags_of_the_command_line_count_without_megatrons_namespace() -> None:
         (["--snip-efficiency-target", "2"], "--snip-efficiency-target: .*got '2'"),
         (["--snip-interval", "2", "--snip-lag", "2"], "--snip-lag: got 2, must be smaller"),
         (["--snip-formats", "fp8,fpp4"], "--snip-formats: unknown format 'fpp4'.*mean 'fp4'"),
-        (["--snip-pins", "*=fp5"], "--snip-pins: unknown format 'fp5'"),
         (["--snip-eval-precision", "bf1"], "--snip-eval-precision: .*did you mean 'bf16'"),
         (["--snip-config", "none.yaml"], "--snip-config: 'none.yaml': cannot read"),
         (["--snip-policy", "snp"], "--snip-policy: unknown policy 'snp'.*did you mean 'snip'"),
