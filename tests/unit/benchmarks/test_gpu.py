@@ -26,36 +26,29 @@ def test_every_part_is_a_module_with_that_flag() -> None:
     assert made[1:] == ["-m", "benchmarks.step", "--a", "--json", "x.json"]
 
 
-def stand_in(status: int, result: dict[str, Any] | None) -> Any:
-    def run(arguments: list[str], **_: Any) -> SimpleNamespace:
-        if result is not None:
-            Path(arguments[-1]).write_text(json.dumps(result))
+@pytest.mark.parametrize(
+    ("status", "written", "found"),
+    [
+        (0, {"machine": 1, "ratio": 2}, {"ratio": 2}),
+        (1, {"ratio": 2}, {"ratio": 2, "failed": "exit status 1"}),
+        (3, None, {"failed": "exit status 3"}),
+        (0, None, {"failed": "it wrote nothing"}),
+        (None, {"results": [1, 2]}, {"results": [1, 2], "failed": "not done after 7 s"}),
+    ],
+)
+def test_outcomes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int | None, written: Any, found: Any
+) -> None:
+    def run(arguments: list[str], timeout: float, **_: Any) -> SimpleNamespace:
+        if written is not None:
+            Path(arguments[-1]).write_text(json.dumps(written))
+        if status is None:
+            raise subprocess.TimeoutExpired("step", timeout)
         return SimpleNamespace(returncode=status)
 
-    return run
-
-
-def test_outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    part = Part("step", "--json", 10.0)
-    monkeypatch.setattr(subprocess, "run", stand_in(0, {"machine": 1, "ratio": 2}))
-    found = run_part(part, tmp_path, 100.0, gpu=False)
-    assert found["ratio"] == 2 and "machine" not in found and "failed" not in found
-    monkeypatch.setattr(subprocess, "run", stand_in(1, {"ratio": 2}))
-    assert run_part(part, tmp_path, 100.0, gpu=False)["failed"] == "exit status 1"
-    (tmp_path / "step.json").unlink()
-    monkeypatch.setattr(subprocess, "run", stand_in(3, None))
-    found = run_part(part, tmp_path, 100.0, gpu=False)
-    assert found.pop("wall_seconds") >= 0 and found == {"failed": "exit status 3"}
-    monkeypatch.setattr(subprocess, "run", stand_in(0, None))
-    assert run_part(part, tmp_path, 100.0, gpu=False)["failed"] == "it wrote nothing"
-
-    def slow(arguments: list[str], timeout: float, **_: Any) -> None:
-        Path(arguments[-1]).write_text(json.dumps({"results": [1, 2]}))
-        raise subprocess.TimeoutExpired("step", timeout)
-
-    monkeypatch.setattr(subprocess, "run", slow)
-    found = run_part(part, tmp_path, 7.0, gpu=False)
-    assert found["failed"] == "not done after 7 s" and found["results"] == [1, 2]
+    monkeypatch.setattr(subprocess, "run", run)
+    outcome = run_part(Part("step", "--json", 10.0), tmp_path, 7.0, gpu=False)
+    assert outcome.pop("wall_seconds") >= 0 and outcome == found
 
 
 def test_a_refresh_writes_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ A cluster's commands are stand-ins here; tests/slurm/ runs the same files on a r
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -16,23 +15,29 @@ LAUNCH = Path(__file__).parents[3] / "launch"
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
+SCONTROL = """
+case $1 in
+  show) printf 'n1\\nn2\\n' ;;
+  requeue) echo "requeued $2" ;;
+esac
+"""
+
+
 def run_script(
-    name: str, *words: str, folder: Path, environment: Mapping[str, str] | None = None
+    folder: Path, name: str, *words: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `bash launch/NAME WORDS` in `folder`, where `folder/bin` comes first on PATH."""
-    variables = {"PATH": f"{folder / 'bin'}:{SYSTEM_PATH}", **(environment or {})}
+    variables = {"PATH": f"{folder / 'bin'}:{SYSTEM_PATH}", **environment}
+    command = ["bash", str(LAUNCH / name), *words]
     return subprocess.run(
-        ["bash", str(LAUNCH / name), *words],
-        cwd=folder,
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=600,
+        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=600
     )
 
 
-def commands(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
-    """Return the commands that a dry run has printed, as a shell would read them."""
+def dry_run(folder: Path, name: str, *words: str, **environment: str) -> list[list[str]]:
+    """Return the commands that a dry run prints, as a shell would read them."""
+    stand_in(folder, "scontrol", SCONTROL)
+    done = run_script(folder, name, "--dry-run", *words, **environment)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if not line.startswith("#")]
     return [shlex.split(line) for line in lines]
@@ -60,15 +65,11 @@ TWO_NODES = {
 }
 
 
-def dry_torchrun(folder: Path, *words: str, **environment: str) -> list[str]:
-    done = run_script("torchrun.sh", "--dry-run", *words, folder=folder, environment=environment)
-    (command,) = commands(done)
-    return command
-
-
 def test_one_node_needs_no_address(tmp_path: Path) -> None:
     words = ["train", "--config", "a file.yaml", "--snip-pin", "decoder.*=fp8"]
-    command = dry_torchrun(tmp_path, *words, SNIP_RANKS_PER_NODE="2", SNIP_PYTHON="/a python")
+    (command,) = dry_run(
+        tmp_path, "torchrun.sh", *words, SNIP_RANKS_PER_NODE="2", SNIP_PYTHON="/a python"
+    )
     assert command[:3] == ["/a python", "-m", "torch.distributed.run"]
     read = parse_args(command[3:])
     assert (read.nproc_per_node, read.standalone, read.nnodes) == ("2", True, "1:1")
@@ -77,7 +78,8 @@ def test_one_node_needs_no_address(tmp_path: Path) -> None:
 
 
 def test_several_nodes_meet_at_the_first_in_their_order(tmp_path: Path) -> None:
-    read = parse_args(dry_torchrun(tmp_path, "pretrain_gpt.py", "--snip", **TWO_NODES)[3:])
+    (command,) = dry_run(tmp_path, "torchrun.sh", "pretrain_gpt.py", "--snip", **TWO_NODES)
+    read = parse_args(command[3:])
     assert (read.rdzv_backend, read.standalone) == ("static", False)
     assert (read.nnodes, read.node_rank, read.nproc_per_node) == ("2", 1, "4")
     assert (read.master_addr, read.master_port) == ("host a", 1234)
@@ -87,7 +89,7 @@ def test_several_nodes_meet_at_the_first_in_their_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
 def test_several_nodes_without_an_address_are_refused(tmp_path: Path, missing: str) -> None:
     environment = {name: value for name, value in TWO_NODES.items() if name != missing}
-    done = run_script("torchrun.sh", "train", folder=tmp_path, environment=environment)
+    done = run_script(tmp_path, "torchrun.sh", "train", **environment)
     assert done.returncode != 0
     assert missing in done.stderr
 
@@ -95,16 +97,18 @@ def test_several_nodes_without_an_address_are_refused(tmp_path: Path, missing: s
 def test_both_programs_save_and_go_on_in_one_folder(tmp_path: Path) -> None:
     folder = {"SNIP_CHECKPOINTS": "/c"}
     both = ["--save", "/c", "--load", "/c"]
-    assert dry_torchrun(tmp_path, "train", **folder)[-5:] == ["train", *both]
-    script = dry_torchrun(tmp_path, "--cpu", "dir/pretrain_gpt.py", "--snip", **folder)
+    (train,) = dry_run(tmp_path, "torchrun.sh", "train", **folder)
+    assert train[-5:] == ["train", *both]
+    words = ["--cpu", "dir/pretrain_gpt.py", "--snip"]
+    (script,) = dry_run(tmp_path, "torchrun.sh", *words, **folder)
     signals = ["--exit-signal-handler", "--exit-signal", "SIGUSR1"]
     begin = script.index("--cpu")
-    assert script[begin:] == ["--cpu", "dir/pretrain_gpt.py", "--snip", *both, *signals]
+    assert script[begin:] == [*words, *both, *signals]
 
 
 @pytest.mark.parametrize("words", [[], ["--dry-run"], ["--cpu"], ["plan"], ["--snip"]])
 def test_other_words_show_the_usage(tmp_path: Path, words: list[str]) -> None:
-    done = run_script("torchrun.sh", *words, folder=tmp_path)
+    done = run_script(tmp_path, "torchrun.sh", *words)
     assert done.returncode == 2
     assert done.stderr.startswith("usage: torchrun.sh")
 
@@ -139,14 +143,14 @@ def test_a_wish_to_stop_reaches_the_ranks_alone(tmp_path: Path, ask: str, checkp
     torchrun = f"export STARTER=$PPID; {sys.executable} -u rank.py; echo torchrun: status $?"
     stand_in(tmp_path, "python3", torchrun)
     environment = {"SNIP_CHECKPOINTS": checkpoints, "ASK": ask}
-    done = run_script("torchrun.sh", "train", folder=tmp_path, environment=environment)
+    done = run_script(tmp_path, "torchrun.sh", "train", **environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "rank: saved, its child is alive\ntorchrun: status 0\n"
 
 
 def test_other_signals_end_torchrun(tmp_path: Path) -> None:
     stand_in(tmp_path, "python3", 'kill -TERM "$PPID"; while :; do sleep 0.05; done')
-    done = run_script("torchrun.sh", "train", folder=tmp_path)
+    done = run_script(tmp_path, "torchrun.sh", "train")
     assert done.returncode == 128 + 15
 
 
@@ -156,22 +160,10 @@ JOB = {
     "SLURM_JOB_NUM_NODES": "4",
     "SLURM_JOB_NODELIST": "n[1-4]",
 }
-SCONTROL = """
-case $1 in
-  show) printf 'n1\\nn2\\n' ;;
-  requeue) echo "requeued $2" ;;
-esac
-"""
-
-
-def dry_job(folder: Path, *words: str, **environment: str) -> list[list[str]]:
-    stand_in(folder, "scontrol", SCONTROL)
-    done = run_script("slurm.sbatch", "--dry-run", *words, folder=folder, environment=environment)
-    return commands(done)
 
 
 def test_a_dry_run_shows_the_step_and_what_a_node_runs(tmp_path: Path) -> None:
-    step, node = dry_job(tmp_path, "train", "--config", "a b.yaml", **JOB)
+    step, node = dry_run(tmp_path, "slurm.sbatch", "train", "--config", "a b.yaml", **JOB)
     assert step[:2] == ["srun", "--kill-on-bad-exit=1"]
     assert "--ntasks-per-node=1" in step
     begin = step.index("bash")
@@ -183,16 +175,21 @@ def test_a_dry_run_shows_the_step_and_what_a_node_runs(tmp_path: Path) -> None:
 
 
 def test_containers_are_one_variable(tmp_path: Path) -> None:
-    (plain, _) = dry_job(tmp_path, "train", **JOB)
+    (plain, _) = dry_run(tmp_path, "slurm.sbatch", "train", **JOB)
     assert not any("container" in word or word == "apptainer" for word in plain)
-    (pyxis, _) = dry_job(
-        tmp_path, "train", **JOB, SNIP_CONTAINER="image:1", SNIP_CONTAINER_MOUNTS="/data:/data"
+    (pyxis, _) = dry_run(
+        tmp_path,
+        "slurm.sbatch",
+        "train",
+        **JOB,
+        SNIP_CONTAINER="image:1",
+        SNIP_CONTAINER_MOUNTS="/data:/data",
     )
     assert "--container-image=image:1" in pyxis
     mounts = f"{tmp_path}:{tmp_path},{LAUNCH}:{LAUNCH},/data:/data"
     assert f"--container-mounts={mounts}" in pyxis
     assert f"--container-workdir={tmp_path}" in pyxis
-    (file, _) = dry_job(tmp_path, "train", **JOB, SNIP_CONTAINER="image.sif")
+    (file, _) = dry_run(tmp_path, "slurm.sbatch", "train", **JOB, SNIP_CONTAINER="image.sif")
     begin = file.index("apptainer")
     assert file[begin : begin + 3] == ["apptainer", "exec", "--nv"]
     assert file.index("image.sif") + 1 == file.index("bash")
@@ -207,7 +204,7 @@ def run_job(
     checkpoints = folder / "c"
     checkpoints.mkdir(exist_ok=True)
     variables = {**JOB, "SNIP_CHECKPOINTS": str(checkpoints), **environment}
-    return run_script(str(script), "train", folder=folder, environment=variables)
+    return run_script(folder, str(script), "train", **variables)
 
 
 SAVE = "echo 40 > c/latest_checkpointed_iteration.txt; exit 0"
@@ -219,27 +216,26 @@ def until_asked(action: str) -> str:
     return f"{WARN} until [ -e c/.stop ]; do sleep 0.05; done; {action}"
 
 
-def test_near_its_time_limit_it_saves_and_is_queued_again(tmp_path: Path) -> None:
-    done = run_job(tmp_path, until_asked(SAVE))
-    assert done.returncode == 0, done.stderr
-    assert "the time limit is near" in done.stdout
-    assert done.stdout.rstrip().endswith("requeued 10042")
-
-
-def test_who_has_no_step_left_is_not_queued_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("srun", "saved", "status", "last_line"),
+    [
+        (until_asked(SAVE), "", 0, "requeued 10042"),
+        (until_asked(SAVE), "40", 0, "done, no iteration was left"),
+        (until_asked(SAVE.replace("exit 0", "exit 9")), "", 9, "status 9"),
+        ("exit 9", "", 9, "status 9"),
+    ],
+)
+def test_near_its_time_limit_a_job_with_iterations_left_saves_and_is_queued_again(
+    tmp_path: Path, srun: str, saved: str, status: int, last_line: str
+) -> None:
     (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "latest_checkpointed_iteration.txt").write_text("40\n")
-    done = run_job(tmp_path, until_asked(SAVE))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.rstrip().endswith("done, no iteration was left")
-
-
-@pytest.mark.parametrize("srun", ["exit 9", until_asked(SAVE.replace("exit 0", "exit 9"))])
-def test_a_failed_step_fails_the_job(tmp_path: Path, srun: str) -> None:
+    if saved:
+        (tmp_path / "c" / "latest_checkpointed_iteration.txt").write_text(saved)
     done = run_job(tmp_path, srun)
-    assert done.returncode == 9
-    assert "status 9" in done.stderr
-    assert "requeued" not in done.stdout
+    assert done.returncode == status, done.stderr
+    assert last_line in (done.stderr if status else done.stdout).splitlines()[-1]
+    assert ("the time limit is near" in done.stdout) == (srun != "exit 9")
+    assert ("requeued" in done.stdout) == last_line.startswith("requeued")
 
 
 def test_slurms_copy_of_the_script_finds_the_others(tmp_path: Path) -> None:
