@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from tests.unit.docs.commands import ROOT
+from tests.processes import ROOT
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 QUOTED = re.findall(r"^\| `(.+?)` \| .+ \| .+ \|$", PAGE, re.MULTILINE)
