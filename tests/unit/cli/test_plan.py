@@ -1,4 +1,4 @@
-"""`megatron-snip plan`: the plan as JSON and as a table, exit statuses, bad input."""
+"""`megatron-snip plan` and `pareto`: tables, JSON and exit statuses."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 
 from megatron_snip.__main__ import main
 from megatron_snip.planning.plan import PrecisionPlan, write_plan
+from megatron_snip.planning.problem import write_problem
 from tests.unit.planning.build import name_of, options_of, plan_of, problem_of
 
 PROBLEM = problem_of(
@@ -87,3 +88,35 @@ def test_infeasible_constraints_exit_with_3_and_are_named(
         "conflicts": ["target 0.9", "pin *.layers.1.*=fp8"],
         "best_target": 0.75,
     }
+
+
+# ---- pareto ------------------------------------------------------------------------------------
+
+
+def test_ranges_include_both_ends_and_are_exact(problem: str, printed: Any) -> None:
+    for text, targets in (
+        ("0:1:0.05", [k / 20 for k in range(21)]),
+        ("0.1:0.5:0.3", [0.1, 0.4]),
+        ("0.75, 0.5", [0.5, 0.75]),
+        ("0:0,200:0.75", [0.0, 0.75]),
+    ):
+        points = json.loads(printed("pareto", problem, "--targets", text, "--json"))
+        assert [point["target"] for point in points] == targets
+
+
+def test_the_frontier_as_table_and_json(tmp_path: Path, printed: Any) -> None:
+    problem = tmp_path / "frontier.json"
+    losses = [[0.0, 1.0], [0.0, 2.0], [0.0, 3.0], [3.79e-14, None]]
+    write_problem(problem_of(losses), problem)
+    words = ["pareto", problem, "--targets", "0:1:0.25"]
+    text = printed(*words)
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
+    assert rows["0.00"][:5] == ["0.0000", "0.000", "0.000", "0", "4"]  # not 3.79e-14
+    assert rows["0.75"][:5] == ["0.7500", "6.000", "0.000", "3", "1"]
+    assert "quality loss: the plan's predicted harm" in text
+    assert rows["1.00"][0] == "infeasible" and max(map(len, text.splitlines())) <= 100
+    values = json.loads(printed(*words, "--json"))
+    assert [value["status"] for value in values] == ["optimal"] * 4 + ["infeasible"]
+    assert [v["objective"] for v in values] == pytest.approx([0.0, 1.0, 3.0, 6.0, None])
+    assert values[1]["options"] == {"fp4": 1, "fp8": 3}
+    assert printed("pareto", problem, "--targets", "0.9,1", status=3).count("infeasible") == 2

@@ -18,17 +18,11 @@ from megatron_snip.patches.registry import Registry
 from tests.unit.patches.fake_megatron import FakeMegatron
 
 
-def megatron_parser(fake: FakeMegatron) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = fake.arguments.add_megatron_arguments(
-        argparse.ArgumentParser(allow_abbrev=False)
-    )
-    return parser
-
-
 @pytest.fixture
-def installed(fake: FakeMegatron) -> FakeMegatron:
+def parser(fake: FakeMegatron) -> Any:
+    """Megatron's parser with SNIP's flags."""
     Registry([arguments.arguments]).install({"always"})
-    return fake
+    return fake.arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
 def namespace(*words: str, **megatron: Any) -> argparse.Namespace:
@@ -40,32 +34,23 @@ def namespace(*words: str, **megatron: Any) -> argparse.Namespace:
     return args
 
 
-def error_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The line in which a command line ends."""
-    with pytest.raises(SystemExit) as end:
-        exit_on_error(lambda: snip_config(namespace("--snip", *words), {}))
-    assert end.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line.removeprefix("megatron-snip: error: ")
-
-
-def test_the_namespace_is_megatrons_unless_flags_are_given(installed: FakeMegatron) -> None:
+def test_the_namespace_is_megatrons_unless_flags_are_given(parser: Any) -> None:
     plain = {"lr": 0.1, "distributed_backend": "nccl"}
-    assert vars(megatron_parser(installed).parse_args([])) == plain
-    given = vars(megatron_parser(installed).parse_args(["--snip", "--snip-plan-file", "plan.json"]))
+    assert vars(parser.parse_args([])) == plain
+    given = vars(parser.parse_args(["--snip", "--snip-plan-file", "plan.json"]))
     assert given == {**plain, "snip_enabled": True, "snip_plan_file": "plan.json"}
 
 
-def test_help_works_despite_a_stray_percent_sign_of_megatrons(installed: FakeMegatron) -> None:
-    text = megatron_parser(installed).format_help()
+def test_help_works_despite_a_stray_percent_sign_of_megatrons(parser: Any) -> None:
+    text = parser.format_help()
     assert "50% of what it was" in text and "--snip-efficiency-target" in text
 
 
 def test_a_cpu_run_has_defaults_that_flags_override(
-    installed: FakeMegatron, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setattr(cpu, "is_installed", lambda: True)
-    parser = megatron_parser(installed)
+    parser = request.getfixturevalue("parser")
     assert vars(parser.parse_args([])) == {"lr": 0.1, "distributed_backend": "gloo"}
     assert parser.parse_args(["--distributed-backend", "nccl"]).distributed_backend == "nccl"
 
@@ -91,7 +76,11 @@ def test_flags_of_the_command_line_count_without_megatrons_namespace() -> None:
 def test_a_bad_value_ends_in_one_line_that_names_the_flag(
     words: list[str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert re.match(line, error_line(words, capsys))
+    with pytest.raises(SystemExit) as end:
+        exit_on_error(lambda: snip_config(namespace("--snip", *words), {}))
+    assert end.value.code == 2
+    (printed,) = capsys.readouterr().err.splitlines()
+    assert re.match(f"megatron-snip: error: {line}", printed)
 
 
 @pytest.mark.parametrize(

@@ -17,17 +17,11 @@ from tests.unit.patches.fake_megatron import FakeMegatron
 from tests.unit.planning.build import plan_of
 
 
-@pytest.fixture(autouse=True)
-def registry(fake: FakeMegatron) -> Registry:
-    registry = Registry([setup.validation, setup.model_setup])
-    registry.install({"--snip"})
-    return registry
-
-
 @pytest.fixture
-def attached(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def attached(fake: FakeMegatron, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
     monkeypatch.setattr(setup, "attach", lambda *args: calls.append(args))
+    Registry([setup.validation, setup.model_setup]).install({"--snip"})
     return calls
 
 

@@ -6,6 +6,7 @@ Both work from the problem's numbers alone and share no code with the planner.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -104,43 +105,16 @@ def brute_force(
     return table("loss").sum(1)[good], table("changes").sum(1)[good]
 
 
-@dataclass(frozen=True)
-class HighsModel:
-    """The integer program as scipy.optimize.milp takes it.
-
-    Attributes:
-        loss: objective with the price of changes, scaled so that its largest coefficient is 1
-            (HiGHS has absolute tolerances).
-        scale: what it was divided by.
-        matrix: one row a linear, then one a constraint.
-        low: least row sums.
-        high: largest row sums.
-    """
-
-    loss: np.ndarray
-    scale: float
-    matrix: scipy.sparse.csr_matrix
-    low: np.ndarray
-    high: np.ndarray
-
-    def solve(self, relative_gap: float = 0.0, time_limit_s: float = 60.0) -> float | None:
-        """Return the objective of the best solution found; None if there is none."""
-        result = scipy.optimize.milp(
-            self.loss,
-            constraints=scipy.optimize.LinearConstraint(self.matrix, self.low, self.high),
-            bounds=scipy.optimize.Bounds(0, 1),
-            integrality=np.ones(len(self.loss)),
-            options={"mip_rel_gap": relative_gap, "time_limit": time_limit_s},
-        )
-        return None if result.x is None else float(result.fun) * self.scale
-
-
 def highs_model(
     problem: PlanningProblem, settings: PlanSettings, previous: PrecisionPlan | None = None
-) -> HighsModel | None:
-    """Build the model; None if a linear has no choice.
+) -> tuple[Callable[..., float | None], float] | None:
+    """Build the integer program for HiGHS; None if a linear has no choice.
 
     It has the target, stage balance, pins and the price of changes; not the bottleneck.
+
+    Returns:
+        A function of the relative gap and the time limit, which returns the objective of the best
+        solution found, or None; and the largest loss, because HiGHS has absolute tolerances.
     """
     choices = [choices_of(linear, settings, previous) for linear in problem.linears]
     if not all(choices):
@@ -166,5 +140,17 @@ def highs_model(
     penalty = settings.change_penalty
     loss = np.array([choice.loss + penalty * choice.changes for _, choice in flat])
     scale = float(np.abs(loss).max()) or 1.0
-    matrix = scipy.sparse.vstack(rows).tocsr()
-    return HighsModel(loss / scale, scale, matrix, np.concatenate(low), np.concatenate(high))
+    limits = np.concatenate(low), np.concatenate(high)
+    matrix = scipy.optimize.LinearConstraint(scipy.sparse.vstack(rows).tocsr(), *limits)
+
+    def solve(relative_gap: float = 0.0, time_limit_s: float = 60.0) -> float | None:
+        result = scipy.optimize.milp(
+            loss / scale,
+            constraints=matrix,
+            bounds=scipy.optimize.Bounds(0, 1),
+            integrality=np.ones(count),
+            options={"mip_rel_gap": relative_gap, "time_limit": time_limit_s},
+        )
+        return None if result.x is None else float(result.fun) * scale
+
+    return solve, scale
