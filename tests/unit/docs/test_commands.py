@@ -20,11 +20,8 @@ import pytest
 from megatron_snip.__main__ import main
 from megatron_snip.cli.commands import COMMANDS, build_parser
 from megatron_snip.cli.train import read_settings
-from megatron_snip.config import make_config
 from megatron_snip.errors import UsageError
-from megatron_snip.flags import given_values
-from megatron_snip.patches.arguments import PREFIX, add_snip_arguments
-from megatron_snip.trainer.config import SnipConfig
+from megatron_snip.patches.arguments import read_cli_args, snip_config
 from tests.processes import ROOT
 from tests.unit.reporting.runs import Shape, config, write_run
 
@@ -84,8 +81,8 @@ def check_words(shown: Shown) -> None:
         _check_python(rest)
     elif program in ("torchrun.sh", "slurm.sbatch"):
         _check_job(rest)
-    elif program in ("sbatch", "bash") and (place := _index(rest, ".sbatch", ".sh")) is not None:
-        _check_job(rest[place + 1 :])
+    elif program in ("sbatch", "bash") and any(map(_is_job, rest)):
+        _check_job([*dropwhile(lambda word: not _is_job(word), rest)][1:])
     elif program == "make":
         known = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         for word in rest:
@@ -98,6 +95,10 @@ def check_words(shown: Shown) -> None:
     elif program not in ("cd", "git", "export", "source"):
         message = f"nothing checks '{program}'; mark what it needs with one of {MARKS}"
         _check(shown.mark is not None, message)
+
+
+def _is_job(word: str) -> bool:
+    return word.endswith((".sbatch", ".sh"))
 
 
 def _check(condition: bool, message: str) -> None:
@@ -133,16 +134,7 @@ def _check_job(words: list[str]) -> None:
     if words and words[0] in COMMANDS:
         check_subcommand(words)
         return
-    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    add_snip_arguments(parser)
-    args, unknown = parser.parse_known_args(words[1:])
-    wrong = [word for word in unknown if word.startswith(f"--{PREFIX}")]
-    _check(not wrong, f"SNIP has no flags {wrong}")
-    make_config(given_values(args, SnipConfig, PREFIX))
-
-
-def _index(words: Sequence[str], *endings: str) -> int | None:
-    return next((k for k, word in enumerate(words) if word.endswith(endings)), None)
+    snip_config(argparse.Namespace(), read_cli_args(words[1:])[0])
 
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

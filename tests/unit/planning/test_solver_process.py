@@ -163,15 +163,9 @@ def test_the_worker_ends_with_its_parent_even_where_its_input_stays_open() -> No
         "                     stdout=subprocess.DEVNULL)\n"
         "print(p.pid)\n"
     )
-    parent = subprocess.run(
-        [sys.executable, "-c", program, str(reader)],
-        pass_fds=(reader,),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=600,
-    )
-    stat = Path(f"/proc/{int(parent.stdout)}/stat")
+    command = [sys.executable, "-c", program, str(reader)]
+    printed = subprocess.check_output(command, pass_fds=(reader,), text=True, timeout=600)
+    stat = Path(f"/proc/{int(printed)}/stat")
     try:
         deadline = time.monotonic() + 600
         while _runs(stat) and time.monotonic() < deadline:
