@@ -1,5 +1,7 @@
-"""From Megatron's settings and model to a controller; bad input is one line and status 2."""
+"""From flags in Megatron's parser to a controller; bad input is one line and status 2."""
 
+import argparse
+import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -8,13 +10,85 @@ import pytest
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
-from megatron_snip.patches import setup
+from megatron_snip.patches import arguments, cpu, setup
+from megatron_snip.patches.arguments import exit_on_error, read_cli_args, snip_config
 from megatron_snip.patches.registry import Registry
 from megatron_snip.patches.setup import make_writers, resumed_state
 from megatron_snip.state import ControllerState
 from megatron_snip.topology import Topology
 from tests.unit.patches.fake_megatron import FakeMegatron
 from tests.unit.planning.build import plan_of
+
+
+@pytest.fixture
+def parser(fake: FakeMegatron) -> Any:
+    """Megatron's parser with SNIP's flags."""
+    Registry([arguments.arguments]).install({"always"})
+    return fake.arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def test_the_namespace_is_megatrons_unless_flags_are_given(parser: Any) -> None:
+    plain = {"lr": 0.1, "distributed_backend": "nccl"}
+    assert vars(parser.parse_args([])) == plain
+    given = vars(parser.parse_args(["--snip", "--snip-plan-file", "plan.json"]))
+    assert given == {**plain, "snip_enabled": True, "snip_plan_file": "plan.json"}
+
+
+def test_help_works_despite_a_stray_percent_sign_of_megatrons(parser: Any) -> None:
+    text = parser.format_help()
+    assert "50% of what it was" in text and "--snip-efficiency-target" in text
+
+
+def test_a_cpu_run_has_defaults_that_flags_override(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(cpu, "is_installed", lambda: True)
+    parser = request.getfixturevalue("parser")
+    assert vars(parser.parse_args([])) == {"lr": 0.1, "distributed_backend": "gloo"}
+    assert parser.parse_args(["--distributed-backend", "nccl"]).distributed_backend == "nccl"
+
+
+def config_of(*words: str, **megatron: Any) -> SnipConfig:
+    """The settings on a command line; Megatron's --yaml-cfg makes a namespace of its own."""
+    given, enabled = read_cli_args(["--snipe-hunt", "--lr", "1", "--snip", *words])
+    assert enabled
+    return snip_config(argparse.Namespace(**megatron), given)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--snip-efficiency-target 2", "--snip-efficiency-target: .*got '2'"),
+        ("--snip-interval 2 --snip-lag 2", "--snip-lag: got 2, must be smaller"),
+        ("--snip-formats fp8,fpp4", "--snip-formats: unknown format 'fpp4'.*mean 'fp4'"),
+        ("--snip-eval-precision bf1", "--snip-eval-precision: .*did you mean 'bf16'"),
+        ("--snip-config none.yaml", "--snip-config: 'none.yaml': cannot read"),
+        ("--snip-policy snp", "--snip-policy: unknown policy 'snp'.*did you mean 'snip'"),
+        ("--snip-intervall 3", r"unknown flag --snip-intervall \(did you mean '--snip-interval'"),
+        ("--snip-zzzzzzzzzzz=3", "unknown flag --snip-zzzzzzzzzzz; --help lists the flags"),
+        ("--snip-plan", r"unknown flag --snip-plan \(did you mean '--snip-plan-file'\?\)"),
+        ("--no-snip-frezze", "unknown flag --no-snip-frezze"),
+        ("--snip-interval", "argument --snip-interval: expected one argument"),
+    ],
+)
+def test_bad_flags_and_values_end_in_one_line_that_names_the_flag(
+    words: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        exit_on_error(lambda: config_of(*words.split()))
+    assert end.value.code == 2
+    (printed,) = capsys.readouterr().err.splitlines()
+    assert re.match(f"megatron-snip: error: {line}", printed)
+
+
+@pytest.mark.parametrize(
+    ("at_end", "pinned"), [(2, ["0", "2", "3"]), (3, ["0", "1", "2", "3"]), (9, list("0123"))]
+)
+def test_megatrons_bf16_layers_become_pins(at_end: int, pinned: list[str]) -> None:
+    ends = {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": at_end}
+    words = ("--snip-pins", "decoder.layers.1.*=fp8")
+    pins = config_of(*words, first_last_layers_bf16=True, num_layers=4, **ends).pins
+    assert pins == (*(f"decoder.layers.{n}.*=bf16" for n in pinned), "decoder.layers.1.*=fp8")
 
 
 @pytest.fixture
