@@ -178,7 +178,6 @@ def holding(directory: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None and process.stdin is not None
     try:
         yield process
     finally:
@@ -187,7 +186,6 @@ def holding(directory: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def said(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
     return process.stdout.readline().strip()
 
 

@@ -1,4 +1,4 @@
-"""All benchmarks in one go: what fails stays its own, and time runs out in order."""
+"""All benchmarks in one go, what fails stays its own, and the rows that they write."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu
+from benchmarks import gpu, machine
 from benchmarks.gpu import PARTS, Part, command, file_name, next_part, run_part
 from benchmarks.machine import append_row
 from benchmarks.start import BROUGHT, PINS, requirements
@@ -91,3 +91,15 @@ def test_a_slice_goes_on_where_the_last_one_stopped(tmp_path: Path, monkeypatch:
 def test_what_is_brought_is_pinned_by_hashes() -> None:
     text = requirements(PINS.read_text())
     assert text.count("==") == len(BROUGHT) and text.count("--hash=") >= len(BROUGHT)
+
+
+def test_rows_have_the_origin_above_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "results.jsonl"
+    assert machine.read_rows(path) == []
+    written = [machine.append_row(path, {"k": k}) for k in range(2)]
+    monkeypatch.setattr(machine, "_commit", lambda: "another")
+    written.append(machine.append_row(path, {"k": 2}))
+    assert machine.read_rows(path) == written
+    assert [row["k"] for row in written] == [0, 1, 2] and written[2]["commit"] == "another"
+    kinds = ["command" in json.loads(line) for line in path.read_text().splitlines()]
+    assert kinds == [True, False, False, True, False]

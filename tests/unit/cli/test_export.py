@@ -155,16 +155,19 @@ TITAN = ("attention.qkv_linear.wq", "attention.wo", "feed_forward.w1", "feed_for
 
 def titan() -> torch.nn.Module:
     """A model with the names of torchtitan's Llama 3, as large as its 8B, without storage."""
-    model = torch.nn.Module()
-    for name in [f"layers.{i}.{m}" for i in range(LAYERS) for m in TITAN] + ["lm_head"]:
-        *path, last = name.split(".")
-        parent = model
-        for part in path:
-            if not hasattr(parent, part):
-                parent.add_module(part, torch.nn.Module())
-            parent = getattr(parent, part)
-        parent.add_module(last, torch.nn.Linear(4096, 14336, device="meta"))
-    return model
+
+    def linear() -> torch.nn.Module:
+        return torch.nn.Linear(4096, 14336, device="meta")
+
+    def layer() -> dict[str, Any]:
+        attention = {"qkv_linear": {"wq": linear()}, "wo": linear()}
+        return {"attention": attention, "feed_forward": {"w1": linear(), "w3": linear()}}
+
+    def module(tree: Any) -> torch.nn.Module:
+        is_tree = isinstance(tree, dict)
+        return torch.nn.ModuleDict({k: module(v) for k, v in tree.items()}) if is_tree else tree
+
+    return module({"layers": {str(i): layer() for i in range(LAYERS)}, "lm_head": linear()})
 
 
 @pytest.mark.parametrize("module", ["self_attention.linear_qkv", "mlp.linear_fc1"])

@@ -110,17 +110,13 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return run_python("-m", "megatron_snip", *words, cwd=cwd)
-
-
 def test_the_script_runs_as_main_with_its_own_path_and_arguments(
     checkout: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     script = str(checkout / "pretrain.py")
     (elsewhere / "words.args").write_text("--distributed-backend x  # from a file\n")
-    done = run("--cpu", script, "@words.args", cwd=elsewhere)
+    done = run_python("-m", "megatron_snip", "--cpu", script, "@words.args", cwd=elsewhere)
     assert done.returncode == 7, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found == {
@@ -135,7 +131,7 @@ def test_the_script_runs_as_main_with_its_own_path_and_arguments(
 
 
 def test_a_missing_seam_is_one_line(checkout: Path) -> None:
-    done = run("pretrain.py", "--snip", cwd=checkout)
+    done = run_python("-m", "megatron_snip", "pretrain.py", "--snip", cwd=checkout)
     assert done.returncode == 2
     assert "megatron.training" in done.stderr
     assert len(done.stderr.splitlines()) == 1

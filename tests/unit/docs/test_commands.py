@@ -184,18 +184,6 @@ def test_the_page_of_flags_is_fresh() -> None:
     assert program["page"]() == stored, f"run: {program['COMMAND']}"
 
 
-def test_continuations_marks_and_variables() -> None:
-    text = (
-        "```bash\n# a remark\nA=1 megatron-snip plan \\\n    x.json\n"
-        "# on a GPU cluster\ntorchrun a\n```\n"
-        "```python\nmake nothing\n```\n"
-    )
-    shown = list(commands_in(text, "p"))
-    assert [s.text for s in shown] == ["A=1 megatron-snip plan x.json", "torchrun a"]
-    assert [s.mark for s in shown] == [None, "# on a GPU cluster"]
-    assert shown[0].words == ["megatron-snip", "plan", "x.json"]
-
-
 @pytest.mark.parametrize(
     "text",
     [

@@ -51,11 +51,6 @@ def stand_in(folder: Path, name: str, body: str) -> None:
     file.chmod(0o755)
 
 
-def flag(words: list[str], name: str) -> str:
-    """Return the word after a flag."""
-    return words[words.index(name) + 1]
-
-
 TWO_NODES = {
     "SNIP_NODES": "2",
     "SNIP_NODE_RANK": "1",
@@ -168,8 +163,9 @@ def test_a_dry_run_shows_the_step_and_what_a_node_runs(tmp_path: Path) -> None:
     assert "--ntasks-per-node=1" in step
     begin = step.index("bash")
     assert step[begin:] == ["bash", str(LAUNCH / "torchrun.sh"), "train", "--config", "a b.yaml"]
-    assert (flag(node, "--nnodes"), flag(node, "--node-rank")) == ("4", "0")
-    assert (flag(node, "--master-addr"), flag(node, "--master-port")) == ("n1", "20042")
+    read = parse_args(node[3:])
+    assert (read.nnodes, read.node_rank) == ("4", 0)
+    assert (read.master_addr, read.master_port) == ("n1", 20042)
     checkpoints = str(tmp_path / "runs" / "mine-10042" / "checkpoints")
     assert node[-4:] == ["--save", checkpoints, "--load", checkpoints]
 

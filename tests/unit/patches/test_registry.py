@@ -11,7 +11,6 @@ from megatron_snip.errors import UnsupportedError
 from megatron_snip.log import forget_warnings
 from megatron_snip.patches.install import PATCHES, REGISTRY, install_for
 from megatron_snip.patches.registry import Registry, core_version, is_tested
-from tests.unit.patches.fake_megatron import FakeMegatron
 
 ALL = ("always", "--snip", "--cpu")
 OLD = {"fused-kernels", "validation-initialize"}
@@ -20,23 +19,23 @@ NEEDED = {p.name for p in PATCHES} - OLD - {"column-linear", "row-linear"}
 
 
 @pytest.fixture
-def registry(fake: FakeMegatron) -> Registry:
+def registry(fake: Any) -> Registry:
     return Registry(PATCHES)
 
 
 @pytest.fixture
-def of_process(fake: FakeMegatron) -> Iterator[Registry]:
+def of_process(fake: Any) -> Iterator[Registry]:
     forget_warnings()
     yield REGISTRY
     REGISTRY.uninstall()
 
 
-def functions(fake: FakeMegatron) -> dict[str, Any]:
+def functions(fake: Any) -> dict[str, Any]:
     modules = (fake.arguments, fake.training, fake.checkpointing, fake.global_vars)
     return {f"{m.__name__}.{k}": v for m in modules for k, v in vars(m).items() if callable(v)}
 
 
-def test_uninstall_puts_back_the_very_objects(fake: FakeMegatron, registry: Registry) -> None:
+def test_uninstall_puts_back_the_very_objects(fake: Any, registry: Registry) -> None:
     before = functions(fake)
     registry.install(ALL)
     wrapped = [name for name, function in functions(fake).items() if function is not before[name]]
@@ -50,9 +49,7 @@ def test_uninstall_puts_back_the_very_objects(fake: FakeMegatron, registry: Regi
     registry.uninstall()  # nothing is left to undo
 
 
-def test_a_missing_function_is_one_error_and_changes_nothing(
-    fake: FakeMegatron, registry: Registry
-) -> None:
+def test_a_missing_function_is_one_error_and_changes_nothing(fake: Any, registry: Registry) -> None:
     del fake.training.train_step
     before = functions(fake)
     with pytest.raises(UnsupportedError) as error:
@@ -63,7 +60,7 @@ def test_a_missing_function_is_one_error_and_changes_nothing(
     assert functions(fake) == before
 
 
-def test_a_changed_signature_names_the_parameters(fake: FakeMegatron, registry: Registry) -> None:
+def test_a_changed_signature_names_the_parameters(fake: Any, registry: Registry) -> None:
     fake.training.train_step = lambda data_iterator, model: None
     with pytest.raises(
         UnsupportedError,
@@ -77,7 +74,7 @@ def test_a_changed_signature_names_the_parameters(fake: FakeMegatron, registry: 
     registry.uninstall()
 
 
-def test_a_package_that_megatron_lacks_is_named(fake: FakeMegatron, registry: Registry) -> None:
+def test_a_package_that_megatron_lacks_is_named(fake: Any, registry: Registry) -> None:
     patch = replace(registry.patches[0], module="colorsys.no_module")
     assert "No module named" in (patch.problem() or "")
     assert "pip install 'megatron-snip[megatron]'" in (patch.problem() or "")

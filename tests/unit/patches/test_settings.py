@@ -16,12 +16,11 @@ from megatron_snip.patches.registry import Registry
 from megatron_snip.patches.setup import make_writers, resumed_state
 from megatron_snip.state import ControllerState
 from megatron_snip.topology import Topology
-from tests.unit.patches.fake_megatron import FakeMegatron
 from tests.unit.planning.build import plan_of
 
 
 @pytest.fixture
-def parser(fake: FakeMegatron) -> Any:
+def parser(fake: Any) -> Any:
     """Megatron's parser with SNIP's flags."""
     Registry([arguments.arguments]).install({"always"})
     return fake.arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
@@ -92,16 +91,14 @@ def test_megatrons_bf16_layers_become_pins(at_end: int, pinned: list[str]) -> No
 
 
 @pytest.fixture
-def attached(fake: FakeMegatron, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def attached(fake: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
     monkeypatch.setattr(setup, "attach", lambda *args: calls.append(args))
     Registry([setup.validation, setup.model_setup]).install({"--snip"})
     return calls
 
 
-def test_a_controller_is_attached_to_what_megatron_built(
-    fake: FakeMegatron, attached: list[Any]
-) -> None:
+def test_a_controller_is_attached_to_what_megatron_built(fake: Any, attached: list[Any]) -> None:
     assert fake.arguments.validate_args(fake.args, {}) is fake.args
     fake.training.setup_model_and_optimizer("gpt")
     assert attached == []  # without --snip
@@ -123,7 +120,7 @@ def test_a_controller_is_attached_to_what_megatron_built(
     ],
 )
 def test_bad_input_ends_once_per_host_before_the_model_is_built(
-    fake: FakeMegatron,
+    fake: Any,
     attached: list[Any],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

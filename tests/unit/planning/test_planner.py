@@ -10,7 +10,6 @@ from megatron_snip.planning import planner
 from megatron_snip.planning.checker import find_violations
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.planner import frontier, make_plan
-from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from tests.processes import run_python
 from tests.unit.planning.build import name_of, options_of, plan_of, problem_of
@@ -151,14 +150,11 @@ def test_the_planner_needs_neither_torch_nor_megatron() -> None:
     assert run_python("-c", program).stdout == "[]\n"
 
 
-def problem(target: float = 0.5) -> PlanningProblem:
-    return problem_of(
-        [[0.0, 1.0], [0.0, 2.0], [0.0, 3.0], [0.0, None]], target, stages=[0, 0, 1, 1]
-    )
+CHECKED = problem_of([[0.0, 1.0], [0.0, 2.0], [0.0, 3.0], [0.0, None]], stages=[0, 0, 1, 1])
 
 
 def plan(options: list[str], **changes: object) -> PrecisionPlan:
-    """A plan for `problem` whose numbers are right unless changed."""
+    """A plan for CHECKED whose numbers are right unless changed."""
     known = {"fp4": (1.0, 2.0, 3.0, None)}
     losses = [known.get(option, (0.0,) * 4)[i] for i, option in enumerate(options)]
     saved = [float(o == "fp4") for o in options]
@@ -190,7 +186,7 @@ FIRST_STAGE = ["fp4", "fp4", "fp8", "fp8"]
     ],
 )
 def test_wrong_numbers_are_found(changes: dict[str, object], fault: str) -> None:
-    (found,) = find_violations(plan(GOOD, **changes), problem(), PlanSettings())
+    (found,) = find_violations(plan(GOOD, **changes), CHECKED, PlanSettings())
     assert fault in found
 
 
@@ -212,24 +208,15 @@ def test_wrong_numbers_are_found(changes: dict[str, object], fault: str) -> None
 def test_broken_constraints_are_found(
     options: list[str], settings: dict[str, object], faults: list[str]
 ) -> None:
-    found = find_violations(plan(options), problem(), PlanSettings(**settings))
+    found = find_violations(plan(options), CHECKED, PlanSettings(**settings))
     assert len(found) == len(faults) and all(map(str.__contains__, found, faults)), found
 
 
 def test_policies_without_a_target_meet_the_other_constraints() -> None:
     def faults(option: str, policy: str, target: float = 0.0) -> list[str]:
         made = plan([option] * 4, target=target)
-        return find_violations(made, problem(), PlanSettings(policy=policy))
+        return find_violations(made, CHECKED, PlanSettings(policy=policy))
 
     assert faults("fp8", "uniform-fp8") == faults("bf16", "uniform-bf16") == []
     assert faults("fp4", "uniform-fp4") == [f"'{name_of(3)}' has 'fp4', which is forbidden"]
     assert len(faults("fp8", "uniform-fp8", target=0.5)) == 1
-
-
-def test_time_is_checked_in_seconds() -> None:
-    timed = problem_of([[0.0, 1.0]] * 2, target=0.5, seconds=[[4.0, 1.0], [2.0, 1.0]])
-    settings = PlanSettings(cost="time")
-    good = plan_of(["fp4", "fp8"], objective=1.0, target=0.5, efficiency=0.75, stages=(0.75,))
-    bad = plan_of(["fp8", "fp4"], objective=1.0, target=0.5, efficiency=0.25, stages=(0.25,))
-    assert find_violations(good, timed, settings) == []
-    assert find_violations(bad, timed, settings) == ["efficiency 0.25 is below the target 0.5"]

@@ -1,10 +1,11 @@
-"""The report and its figures.
+"""The report, its figures and its numbers.
 
 The page is complete, self-contained, and safe whatever the runs' files hold. Figures show what the
 record holds: they are read back from the drawn artists, not from pixels.
 """
 
 import base64
+import math
 import shutil
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
@@ -22,6 +23,7 @@ from megatron_snip.reporting import figures
 from megatron_snip.reporting.events import Notice
 from megatron_snip.reporting.report import frontier_of, last_gap, make_report, read_reference
 from megatron_snip.reporting.run_record import RunRecord, read_run
+from megatron_snip.reporting.text import SOLVER_NOISE, column, number, percent, quality, seconds
 from megatron_snip.types import Gemm
 from tests.unit.planning.build import MODULES
 from tests.unit.reporting.runs import Shape, config, write_run
@@ -223,9 +225,9 @@ def test_the_history_has_a_panel_per_kind_and_gemm(run: RunRecord, by_gemm: RunR
     figure = figures.plan_history(run.plans)
     panels = meshes(figure)
     assert len(panels) == 4 and figure.axes[0].get_xlim() == (5, 25)
-    for column, cells in enumerate(panels):
+    for panel, cells in enumerate(panels):
         for k, span in enumerate(run.plans):
-            options = list(span.plan.linears.values())[column::4]
+            options = list(span.plan.linears.values())[panel::4]
             assert cells[:, k].tolist() == [index(option) for option in options]
     figure = figures.plan_history(by_gemm.plans)
     titles = [axes.get_title("left") for axes in figure.axes]
@@ -285,3 +287,19 @@ def test_small_and_large_models_are_drawn(tmp_path: Path, layers: int) -> None:
     (cells,) = meshes(figure)
     assert np.isfinite(cells).sum() == layers + 1
     assert figures.svg(figure).startswith(b"<?xml")
+
+
+def test_numbers() -> None:
+    assert number(1.23456) == "1.235" and number(math.inf) == "-" and percent(0.6111) == "61.1%"
+    assert quality(-3.79e-14) == "0" and quality(0.5) == "0.5"
+    durations = (None, 0.004, 0.5, 12.34, 250.0, 12000.0)
+    assert [*map(seconds, durations)] == [
+        *("-", "4 ms", "500 ms", "12.3 s", "4 min 10 s", "3 h 20 min")
+    ]
+
+
+def test_a_column_has_one_number_of_decimals() -> None:
+    assert column([12.5, None, 0.0, 3.79e-14], SOLVER_NOISE) == ["12.50", "-", "0.00", "0.00"]
+    assert column([0.5, 1e-5, 0.0]) == ["5.00e-01", "1.00e-05", "0.00e+00"]
+    assert column([1e-12, math.inf]) == ["1.00e-12", "-"]
+    assert column([54321.0, 1.0]) == ["54321", "1"] and column([0.0]) == ["0.000"]
