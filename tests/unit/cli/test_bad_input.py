@@ -69,6 +69,7 @@ BAD = {
         ("--calibration absent.json", "--cost time"),
         ("--policy uniform-fp4 --target 0.5", "does not use --target"),
         ("--cost time", "calibrate"),
+        ("--cost time --calibration three.json", "calibration table 'three.json'"),
         ("--output /absent/folder/plan.json", "cannot write"),
         (
             "--previous three.json",

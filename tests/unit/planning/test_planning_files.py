@@ -185,6 +185,6 @@ def test_a_bad_file_is_refused_in_one_line_that_names_the_place(
     for key in parents:
         place = place[key]
     place[last] = value
-    with pytest.raises(UsageError, match=r"\Afile 'x'[^\n]*\Z") as caught:
+    with pytest.raises(UsageError, match=r"^file 'x'[^\n]*\Z") as caught:
         read(document[""], "file 'x'")
     assert all(word in str(caught.value) for word in words)
