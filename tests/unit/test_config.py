@@ -1,4 +1,4 @@
-"""SnipConfig: defaults, checks, YAML and flags, all the same object."""
+"""SnipConfig: defaults, checks, YAML and flags make one object; the schedules that it defines."""
 
 import argparse
 import typing
@@ -15,6 +15,8 @@ from megatron_snip.files import read_yaml
 from megatron_snip.flags import add_flags, flag_name, given_values
 from megatron_snip.options import Option
 from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.refresh import Schedule
+from megatron_snip.target_schedule import RAMP_STEP
 
 OTHER: dict[str, Any] = {
     "alert": ["underflow>.3", "sqnr_db < 6"],
@@ -95,13 +97,6 @@ def test_yaml_flags_and_python_make_equal_objects(tmp_path: Path) -> None:
     assert hash(from_yaml.formats) == hash(("bf16", "fp8", "fp4"))  # frozen all the way
 
 
-def test_unknown_keys_are_refused() -> None:
-    with pytest.raises(UsageError, match="snip settings: unknown key 'interwal'"):
-        make_config({"interwal": 5})
-    with pytest.raises(SystemExit):
-        from_flags("--snip-interwal", "5")
-
-
 @pytest.mark.parametrize(
     ("values", "said"),
     [
@@ -115,11 +110,20 @@ def test_unknown_keys_are_refused() -> None:
         ({"granularity": "layer"}, "granularity: .*'linear' or 'gemm'"),
         ({"pins": "decoder.layers.0.*"}, "is not GLOB=OPTION"),
         ({"enabled": "perhaps"}, "enabled"),
+        ({"interwal": 5}, "snip settings: unknown key 'interwal'"),
+        ({"target_schedule": "200"}, "target_schedule: '200' is not ITERATION:TARGET"),
+        ({"target_schedule": "200:1.5"}, "target_schedule: '200:1.5' is not"),
+        ({"target_schedule": "5:nan"}, "target_schedule: '5:nan' is not"),
+        ({"target_schedule": "9:0.5,9:0"}, "target_schedule: iteration 9 follows 9"),
+        ({"heal_from": 0}, "heal_from: must be greater than 0, got 0"),
+        ({"heal_from": 10_000}, "heal_from: got iteration 10000, must be between"),
+        ({"heal_from": 0.5, "target_schedule": "7000:0"}, "heal_from: got iteration 5000, must"),
+        ({"heal_order": "forward"}, "heal_order: 'forward' raises single GEMMs"),
     ],
 )
 def test_bad_values_end_in_one_line_that_names_them(values: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said) as error:
-        make_config(values)
+        make_config(values).targets(10_000)
     assert "\n" not in str(error.value)
 
 
@@ -142,3 +146,54 @@ def test_the_planner_s_settings_are_the_run_s() -> None:
     config = make_config(common | {"pins": "a.*=fp8,b=fp8-fp4-fp4"})
     pins = (("a.*", "fp8"), ("b", "fp8-fp4-fp4"))
     assert PlanSettings.from_config(config, seed=7) == PlanSettings(**common, pins=pins, seed=7)
+
+
+def measured(config: SnipConfig, iterations: int, first_allowed: int = 0) -> dict[int, int]:
+    """Return {iteration: part} over a run in which measuring is allowed from an iteration on."""
+    schedule = Schedule(config, lambda iteration: iteration >= first_allowed)
+    parts = {i: schedule.part(i, None, True) for i in range(1, iterations + 1)}
+    return {i: part for i, part in parts.items() if part is not None}
+
+
+def test_young_moments_delay_a_refresh_and_not_the_next() -> None:
+    config = SnipConfig(start_step=5, interval=10)
+    assert measured(config, 30, first_allowed=12) == {12: 0, 15: 0, 25: 0}
+
+
+def test_an_iteration_that_is_repeated_measures_once() -> None:
+    schedule = Schedule(SnipConfig(start_step=5, interval=10), lambda _: True)
+    assert [schedule.part(5, None, True) for _ in range(3)] == [0, None, None]
+
+
+def test_uniform_plans_need_no_measurement() -> None:
+    assert measured(SnipConfig(start_step=5, interval=10, policy="uniform-fp8"), 30) == {}
+
+
+def targets(iterations: list[int], **config: object) -> list[float]:
+    schedule = SnipConfig(**config).targets(10_000)
+    return [schedule.at(i) for i in iterations]
+
+
+def test_targets_hold_from_their_iterations_on() -> None:
+    text = "0:0,200:0.75,9000:0.5,9500:0"
+    wanted = [0.0, 0.0, 0.75, 0.75, 0.5, 0.0, 0.0]
+    assert targets([1, 199, 200, 8999, 9000, 9500, 10**6], target_schedule=text) == wanted
+    assert targets([1, 199, 200], target_schedule="200:0.5", efficiency_target=0.25) == [
+        0.25, 0.25, 0.5
+    ]  # fmt: skip
+    assert targets([1, 10_000]) == [0.75, 0.75]
+
+
+def test_a_ramp_is_linear_to_within_half_a_step() -> None:
+    found = targets(list(range(100, 501)), target_schedule="100:0.8,500:~0.1")
+    assert (found[0], found[-1]) == (0.8, 0.1)
+    assert len(set(found)) == 15  # fourteen plans
+    for k, target in enumerate(found):
+        assert abs(target - (0.8 - 0.7 * k / 400)) <= RAMP_STEP / 2 + 1e-9
+
+
+def test_healing_ends_at_zero_before_the_run() -> None:
+    for start in (9000.0, 0.9):
+        healed = targets([8999, 9000, 9498, 9995, 10_000], heal_from=start, target_schedule="5:0.6")
+        assert healed == [0.6, 0.6, 0.3, 0.0, 0.0]
+    assert make_config({"heal_from": 0.07}).targets(100).heal_from == 7  # 0.07 * 100 is above 7

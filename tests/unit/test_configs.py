@@ -2,6 +2,7 @@
 
 import math
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -28,21 +29,6 @@ MODELS = {
 """Heads of attention, active experts, and GPUs by file of parallel sizes."""
 KINDS = ("tensor", "pipeline")
 LAYOUTS = [(name, layout) for name, (*_, layouts) in MODELS.items() for layout in layouts]
-
-
-def argument_file(folder: str, name: str) -> str:
-    return f"@{FOLDER / folder / name}.args"
-
-
-def flags(*files: str) -> dict[str, str]:
-    """Return {flag: value} of argument files; a flag without a value has an empty one."""
-    found: dict[str, str] = {}
-    for word in expand(files):
-        if word.startswith("--"):
-            found[word[2:]] = ""
-        else:
-            found[list(found)[-1]] = word
-    return found
 
 
 # ---- files ------------------------------------------------------------------------------------
@@ -85,8 +71,8 @@ def test_intents_go_from_careful_to_bold() -> None:
 def test_a_model_has_the_published_heads_and_fits_its_gpus(name: str, layout: str) -> None:
     """Its number of parameters is compared in tests/megatron/test_configs.py, by Megatron."""
     heads, active, gpus = MODELS[name]
-    read = flags(argument_file("models", name), argument_file("parallel", layout))
-    sizes = {key: int(value) for key, value in read.items() if value.isdigit()}
+    files = [f"@{FOLDER}/models/{name}.args", f"@{FOLDER}/parallel/{layout}.args"]
+    sizes = {flag[2:]: int(word) for flag, word in pairwise(expand(files)) if word.isdigit()}
     assert (sizes["num-attention-heads"], sizes.get("moe-router-topk", 1)) == (heads, active)
     vocabulary = sizes["vocab-size"] + 1  # NullTokenizer adds the end of document
     assert vocabulary % sizes.get("make-vocab-size-divisible-by", 1) == 0

@@ -17,59 +17,51 @@ STEADY = [2.0 + 0.01 * (-1) ** i for i in range(12)]
 
 
 def after(losses: list[float], monitor: LossMonitor | None = None) -> LossMonitor:
-    monitor = LossMonitor() if monitor is None else monitor
+    monitor = monitor or LossMonitor()
     for loss in losses:
         monitor = monitor.add(loss)
     return monitor
 
 
-def watching(losses: list[float]) -> LossMonitor:
+def watching(losses: list[float]) -> Any:
     return after(losses).after_plan_change(SIGMAS)
 
 
-def limit(losses: list[float]) -> float:
-    watch = watching(losses).watch
-    assert watch is not None
-    return watch.limit
-
-
-def test_without_a_plan_change_no_loss_is_a_spike() -> None:
-    assert not after(STEADY).is_spike(math.nan)
-    assert not after(STEADY).is_spike(1e9)
-
-
 def test_the_limit_is_a_fifth_above_the_level_or_six_sigmas_of_noise() -> None:
-    assert limit(STEADY) == pytest.approx(2.4)
-    assert limit([2.0, 2.0, *[3.0, 2.0] * 4]) > 3.0
-    assert limit([5.0 - 0.1 * i for i in range(16)]) == pytest.approx(1.2 * 3.85)  # a slope
-    few = watching([9.0, 5.0, 5.1]).watch
-    assert few is not None and few.level == 9.0  # of few losses the largest
+    assert watching(STEADY).watch.limit == pytest.approx(2.4)
+    assert watching([2.0, 2.0, *[3.0, 2.0] * 4]).watch.limit > 3.0
+    slope = watching([5.0 - 0.1 * i for i in range(16)])
+    assert slope.watch.limit == pytest.approx(1.2 * 3.85)
+    assert watching([9.0, 5.0, 5.1]).watch.level == 9.0  # of few losses the largest
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_not_finite_blames_the_plan_if_the_second_run_is_finite(loss: float) -> None:
-    assert watching(STEADY).is_spike(loss)
-    assert watching(STEADY).blames_plan(loss, 2.0)
-    assert not watching(STEADY).blames_plan(loss, math.nan)
-
-
-def test_a_run_that_was_broken_before_is_not_judged() -> None:
+def test_nothing_is_judged_without_a_plan_change_or_after_a_broken_run() -> None:
+    assert not after(STEADY).is_spike(math.nan) and not after(STEADY).is_spike(1e9)
     assert watching([2.0, 2.0, math.nan]).watch is None
 
 
-def test_a_second_run_that_undoes_half_of_the_rise_blames_the_plan() -> None:
-    monitor = watching(STEADY)
-    assert monitor.blames_plan(3.0, 2.1)
-    assert not monitor.blames_plan(3.0, 2.9)
-    assert not monitor.blames_plan(3.0, math.nan)
+HIGH = [3.0] * (PATIENCE - 1)
 
 
-def test_lasting_high_losses_blame_the_plan() -> None:
-    high = [3.0] * (PATIENCE - 1)
-    assert not after(high[1:], watching(STEADY)).blames_plan(3.0, 3.0)
-    assert after(high, watching(STEADY)).blames_plan(3.0, 3.0)
-    assert not after([*high, 2.0], watching(STEADY)).blames_plan(3.0, 3.0)  # it returned
-    assert after([*high, 2.35], watching(STEADY)).blames_plan(3.0, 3.0)  # not even halfway
+@pytest.mark.parametrize(
+    ("since", "loss", "second", "blamed"),
+    [
+        *(([], loss, 2.0, True) for loss in (math.nan, math.inf, -math.inf)),
+        ([], math.nan, math.nan, False),
+        ([], 3.0, 2.1, True),  # the second run undoes half of the rise
+        ([], 3.0, 2.9, False),
+        ([], 3.0, math.nan, False),
+        (HIGH[1:], 3.0, 3.0, False),
+        (HIGH, 3.0, 3.0, True),  # it lasts
+        ([*HIGH, 2.0], 3.0, 3.0, False),  # it returned
+        ([*HIGH, 2.35], 3.0, 3.0, True),  # not even halfway
+    ],
+)
+def test_a_spike_blames_the_plan_if_a_second_run_is_better_or_it_lasts(
+    since: list[float], loss: float, second: float, blamed: bool
+) -> None:
+    monitor = after(since, watching(STEADY))
+    assert monitor.is_spike(loss) and monitor.blames_plan(loss, second) == blamed
 
 
 def test_judging_ends_but_not_within_a_series_of_high_losses() -> None:

@@ -1,4 +1,4 @@
-"""All benchmarks in one go: what fails stays its own, and time runs out in order."""
+"""All benchmarks in one go, what fails stays its own, and the rows that they write."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu
+from benchmarks import gpu, machine
 from benchmarks.gpu import PARTS, Part, command, file_name, next_part, run_part
 from benchmarks.machine import append_row
 from benchmarks.start import BROUGHT, PINS, requirements
@@ -26,36 +26,29 @@ def test_every_part_is_a_module_with_that_flag() -> None:
     assert made[1:] == ["-m", "benchmarks.step", "--a", "--json", "x.json"]
 
 
-def stand_in(status: int, result: dict[str, Any] | None) -> Any:
-    def run(arguments: list[str], **_: Any) -> SimpleNamespace:
-        if result is not None:
-            Path(arguments[-1]).write_text(json.dumps(result))
+@pytest.mark.parametrize(
+    ("status", "written", "found"),
+    [
+        (0, {"machine": 1, "ratio": 2}, {"ratio": 2}),
+        (1, {"ratio": 2}, {"ratio": 2, "failed": "exit status 1"}),
+        (3, None, {"failed": "exit status 3"}),
+        (0, None, {"failed": "it wrote nothing"}),
+        (None, {"results": [1, 2]}, {"results": [1, 2], "failed": "not done after 7 s"}),
+    ],
+)
+def test_outcomes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int | None, written: Any, found: Any
+) -> None:
+    def run(arguments: list[str], timeout: float, **_: Any) -> SimpleNamespace:
+        if written is not None:
+            Path(arguments[-1]).write_text(json.dumps(written))
+        if status is None:
+            raise subprocess.TimeoutExpired("step", timeout)
         return SimpleNamespace(returncode=status)
 
-    return run
-
-
-def test_outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    part = Part("step", "--json", 10.0)
-    monkeypatch.setattr(subprocess, "run", stand_in(0, {"machine": 1, "ratio": 2}))
-    found = run_part(part, tmp_path, 100.0, gpu=False)
-    assert found["ratio"] == 2 and "machine" not in found and "failed" not in found
-    monkeypatch.setattr(subprocess, "run", stand_in(1, {"ratio": 2}))
-    assert run_part(part, tmp_path, 100.0, gpu=False)["failed"] == "exit status 1"
-    (tmp_path / "step.json").unlink()
-    monkeypatch.setattr(subprocess, "run", stand_in(3, None))
-    found = run_part(part, tmp_path, 100.0, gpu=False)
-    assert found.pop("wall_seconds") >= 0 and found == {"failed": "exit status 3"}
-    monkeypatch.setattr(subprocess, "run", stand_in(0, None))
-    assert run_part(part, tmp_path, 100.0, gpu=False)["failed"] == "it wrote nothing"
-
-    def slow(arguments: list[str], timeout: float, **_: Any) -> None:
-        Path(arguments[-1]).write_text(json.dumps({"results": [1, 2]}))
-        raise subprocess.TimeoutExpired("step", timeout)
-
-    monkeypatch.setattr(subprocess, "run", slow)
-    found = run_part(part, tmp_path, 7.0, gpu=False)
-    assert found["failed"] == "not done after 7 s" and found["results"] == [1, 2]
+    monkeypatch.setattr(subprocess, "run", run)
+    outcome = run_part(Part("step", "--json", 10.0), tmp_path, 7.0, gpu=False)
+    assert outcome.pop("wall_seconds") >= 0 and outcome == found
 
 
 def test_a_refresh_writes_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,3 +91,15 @@ def test_a_slice_goes_on_where_the_last_one_stopped(tmp_path: Path, monkeypatch:
 def test_what_is_brought_is_pinned_by_hashes() -> None:
     text = requirements(PINS.read_text())
     assert text.count("==") == len(BROUGHT) and text.count("--hash=") >= len(BROUGHT)
+
+
+def test_rows_have_the_origin_above_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "results.jsonl"
+    assert machine.read_rows(path) == []
+    written = [machine.append_row(path, {"k": k}) for k in range(2)]
+    monkeypatch.setattr(machine, "_commit", lambda: "another")
+    written.append(machine.append_row(path, {"k": 2}))
+    assert machine.read_rows(path) == written
+    assert [row["k"] for row in written] == [0, 1, 2] and written[2]["commit"] == "another"
+    kinds = ["command" in json.loads(line) for line in path.read_text().splitlines()]
+    assert kinds == [True, False, False, True, False]

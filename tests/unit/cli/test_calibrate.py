@@ -2,8 +2,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from megatron_snip.formats import FORMATS
 from megatron_snip.planning.calibration import read_calibration
 from megatron_snip.planning.plan import PrecisionPlan
@@ -57,22 +55,3 @@ def test_shapes_come_from_a_training_config_as_a_rank_holds_them(
         "*.mlp.linear_fc1": (512, 256),
         "*.mlp.linear_fc2": (256, 256),
     }
-
-
-@pytest.mark.parametrize(
-    ("words", "word"),
-    [
-        ([], "nothing to measure"),
-        (["--linear", "x=12"], "GLOB=OUTxIN"),
-        (["--linear", "x=8x8", "--tokens", "0"], "--tokens: must be an integer from 1"),
-        (["--linear", "x=99999999x99999999", "--formats", "bf16"], "does not fit into the memory"),
-        (["--linear", "x=8x8", "--seconds", "nan"], "--seconds"),
-        (["--linear", "x=8x8", "--formats", "fp5"], "unknown format 'fp5'"),
-        (["--config", "absent.yaml"], "'absent.yaml': No such file or directory"),
-        (["--linear", "x=8x8", "--output", "absent/t.json"], "is no file in a folder that exists"),
-        (["--linear", "x=8x8", "--output", "."], "is no file in a folder that exists"),
-    ],
-)
-def test_bad_input_is_refused(words: list[str], word: str, refused: Any, tmp_path: Path) -> None:
-    assert word in refused("calibrate", "--output", tmp_path / "t.json", *words)
-    assert not (tmp_path / "t.json").exists()

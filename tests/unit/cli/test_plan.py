@@ -1,4 +1,4 @@
-"""`megatron-snip plan`: the plan as JSON and as a table, exit statuses, bad input."""
+"""`megatron-snip plan` and `pareto`: tables, JSON and exit statuses."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 
 from megatron_snip.__main__ import main
 from megatron_snip.planning.plan import PrecisionPlan, write_plan
+from megatron_snip.planning.problem import write_problem
 from tests.unit.planning.build import name_of, options_of, plan_of, problem_of
 
 PROBLEM = problem_of(
@@ -89,35 +90,33 @@ def test_infeasible_constraints_exit_with_3_and_are_named(
     }
 
 
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (["--target", "1.5"], "--target: must be less than or equal to 1, got '1.5'"),
-        (["--target", "abc"], "must be a valid number, got 'abc'; see 'megatron-snip plan"),
-        (["--pin", "=fp8"], "--pin: '=fp8' is not of the form ...=OPTION"),
-        (["--pin", "encoder.*=fp8"], "no linear's name matches"),
-        (["--first-layers", "x=fp8"], "--first-layers: must be an integer from 0"),
-        (["--change-penalty", "2"], "needs --previous"),
-        (["--workers", "0"], "--workers: "),
-        (["--pipeline-balance", "some"], "--pipeline-balance"),
-        (["--policy", "SNIP"], "unknown policy 'SNIP' (did you mean 'snip'?)"),
-        (["--calibration", "absent.json"], "--cost time"),
-        (["--policy", "uniform-fp4", "--target", "0.5"], "does not use --target"),
-        (["--cost", "time"], "calibrate"),
-        (["--output", "/absent/folder/plan.json"], "cannot write"),
-    ],
-)
-def test_bad_input_is_refused(problem: str, words: list[str], complaint: str, refused: Any) -> None:
-    assert complaint in refused("plan", problem, *words)
+# ---- pareto ------------------------------------------------------------------------------------
 
 
-def test_a_bad_file_is_named(problem: str, tmp_path: Path, refused: Any) -> None:
-    path = tmp_path / "other.json"
-    write_plan(plan_of(["fp8"] * 3), path)
-    error = refused("plan", problem, "--previous", path)
-    assert "other.json" in error and name_of(3) in error
-    text = Path(problem).read_text()
-    empty = '{"version": 1, "linears": [], "target": 0.5}'
-    for bad in (text.replace('"fp4"', '"fp9"'), "", "{}", empty, empty.replace("0.5", "NaN")):
-        path.write_text(bad)
-        assert "other.json" in refused("plan", path)
+def test_ranges_include_both_ends_and_are_exact(problem: str, printed: Any) -> None:
+    for text, targets in (
+        ("0:1:0.05", [k / 20 for k in range(21)]),
+        ("0.1:0.5:0.3", [0.1, 0.4]),
+        ("0.75, 0.5", [0.5, 0.75]),
+        ("0:0,200:0.75", [0.0, 0.75]),
+    ):
+        points = json.loads(printed("pareto", problem, "--targets", text, "--json"))
+        assert [point["target"] for point in points] == targets
+
+
+def test_the_frontier_as_table_and_json(tmp_path: Path, printed: Any) -> None:
+    problem = tmp_path / "frontier.json"
+    losses = [[0.0, 1.0], [0.0, 2.0], [0.0, 3.0], [3.79e-14, None]]
+    write_problem(problem_of(losses), problem)
+    words = ["pareto", problem, "--targets", "0:1:0.25"]
+    text = printed(*words)
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
+    assert rows["0.00"][:5] == ["0.0000", "0.000", "0.000", "0", "4"]  # not 3.79e-14
+    assert rows["0.75"][:5] == ["0.7500", "6.000", "0.000", "3", "1"]
+    assert "quality loss: the plan's predicted harm" in text
+    assert rows["1.00"][0] == "infeasible" and max(map(len, text.splitlines())) <= 100
+    values = json.loads(printed(*words, "--json"))
+    assert [value["status"] for value in values] == ["optimal"] * 4 + ["infeasible"]
+    assert [v["objective"] for v in values] == pytest.approx([0.0, 1.0, 3.0, 6.0, None])
+    assert values[1]["options"] == {"fp4": 1, "fp8": 3}
+    assert printed("pareto", problem, "--targets", "0.9,1", status=3).count("infeasible") == 2

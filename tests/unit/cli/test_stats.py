@@ -2,31 +2,18 @@
 
 import csv
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_snip.config import SnipConfig
-from megatron_snip.divergence.quality_loss import divergence_table, divergences_dict
-from tests.unit.divergence.build import linear, table
 from tests.unit.reporting.runs import Shape, config, write_run
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run with refreshes at iterations 10 and 30, as the package itself writes them."""
-    config = SnipConfig(formats=("fp8", "fp4"))
-    statistics = table(linear(0), linear(1))
-    found = divergence_table(statistics, config.options, "fp4", config)
-    folder = tmp_path / "run" / "divergences"
-    folder.mkdir(parents=True)
-    for iteration in (10, 30):
-        value = divergences_dict(found)
-        text = json.dumps({**value, "iteration": iteration})
-        (folder / f"{iteration}.json").write_text(text)
-    return tmp_path / "run"
+    """A run of five layers with refreshes at iterations 3, 11 and 19."""
+    return write_run(tmp_path / "run", Shape(config(), layers=5))
 
 
 def test_the_last_refresh_is_a_table_of_100_columns_and_nothing_is_written(
@@ -34,26 +21,23 @@ def test_the_last_refresh_is_a_table_of_100_columns_and_nothing_is_written(
 ) -> None:
     before = sorted(run.rglob("*"))
     text = printed("stats", run)
-    assert "iteration 30, loss 2.5" in text and "decoder.layers.0.mlp.linear_fc2" in text
+    assert "iteration 19, loss 4" in text and "decoder.layers.0.mlp.linear_fc2" in text
     assert "scores that order the linears" in text  # the heads are explained
     assert max(map(len, text.splitlines())) <= 100
     assert sorted(run.rglob("*")) == before
 
 
 def test_iteration_and_order_can_be_chosen(run: Path, printed: Any) -> None:
-    text = printed("stats", run, "--iteration", 10, "--sort", "loss")
+    text = printed("stats", run, "--iteration", 11, "--sort", "loss")
     rows = [line.split() for line in text.splitlines() if "decoder" in line]
-    assert "iteration 10" in text and sorted(row[1] for row in rows) == ["fp4"] * 2 + ["fp8"] * 2
+    assert "iteration 11" in text and sorted(row[1] for row in rows) == ["fp4"] * 20 + ["fp8"] * 20
     found = [float(row[2]) for row in rows]
     assert found == sorted(found, reverse=True)
-    file = json.loads((run / "divergences" / "10.json").read_text())
-    assert json.loads(printed("stats", run, "--iteration", 10, "--json")) == file
+    file = json.loads((run / "divergences" / "11.json").read_text())
+    assert json.loads(printed("stats", run, "--iteration", 11, "--json")) == file
 
 
-def test_health_has_the_worst_first_in_100_columns(
-    tmp_path: Path, printed: Any, refused: Callable[..., str]
-) -> None:
-    run = write_run(tmp_path / "run", Shape(config(), layers=5))
+def test_health_has_the_worst_first_in_100_columns(run: Path, printed: Any, refused: Any) -> None:
     text = printed("stats", run, "--health")
     assert max(map(len, text.splitlines())) <= 100 and "iteration 19" in text
     sqnr = text.partition("sqnr_db")[2].partition("underflow")[0]
@@ -69,27 +53,9 @@ def test_health_has_the_worst_first_in_100_columns(
 
 
 def test_names_are_printed_as_they_are(run: Path, printed: Any) -> None:
-    path = run / "divergences" / "30.json"
+    path = run / "divergences" / "19.json"
     value = json.loads(path.read_text())
     value["linears"][0]["name"] = "decoder.layers.0.[/foo] :smile: \x1b[2J"
     path.write_text(json.dumps(value))
     text = printed("stats", run)
     assert "decoder.layers.0.[/foo] :smile: \\x1b[2J" in text and "\x1b" not in text
-
-
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        ("RUN --iteration 20", "no refresh at 20 in"),
-        ("RUN --iteration x", "--iteration: must be an integer from 1"),
-        ("RUN/divergences", "no statistics"),
-        ("RUN --iteration 7", "7.json': version 1"),
-        ("RUN --iteration 8", "options.fp4.rel_error: must be a valid number, got 'inf'"),
-    ],
-)
-def test_bad_input_is_refused(run: Path, words: str, complaint: str, refused: Any) -> None:
-    (run / "divergences" / "7.json").write_text('{"version": 1}')
-    linear = {"name": "a", "options": {"fp4": {"rel_error": "inf"}}}
-    table = {"version": 2, "iteration": 8, "linears": [linear]}
-    (run / "divergences" / "8.json").write_text(json.dumps(table))
-    assert complaint in refused("stats", *words.replace("RUN", str(run)).split())

@@ -1,18 +1,141 @@
 """Commands in README and docs: those of `megatron-snip` are run, the words of others checked.
 
-The page of flags is what the parsers give.
+A fence of `bash` holds commands. A comment line of `MARKS` names what the commands below it, in the
+same fence, need. Tests do not have that, so they check only the words of these commands. The page
+of flags is what the parsers give.
 """
 
+import argparse
+import re
 import runpy
-from collections.abc import Iterator
+import shlex
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 
 import pytest
 
 from megatron_snip.__main__ import main
+from megatron_snip.cli.commands import COMMANDS, build_parser
+from megatron_snip.cli.train import read_settings
 from megatron_snip.errors import UsageError
-from tests.unit.docs.commands import ROOT, Shown, check_words, commands_in
+from megatron_snip.patches.arguments import read_cli_args, snip_config
+from tests.processes import ROOT
 from tests.unit.reporting.runs import Shape, config, write_run
+
+MARKS = (
+    "# on a GPU cluster",
+    "# in a Megatron-LM checkout",
+    "# needs a network and an account",
+    "# needs a network",
+    "# needs Docker",
+    "# needs Slurm",
+)
+_FENCE = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_ENVIRONMENT = re.compile(r"^[A-Za-z_]\w*=")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A command as a page shows it, in one line; `mark` is what it needs, None if it runs here."""
+
+    page: str
+    text: str
+    mark: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.text}"
+
+    @property
+    def words(self) -> list[str]:
+        """The words of the command, without VARIABLE=value before it."""
+        words = shlex.split(self.text, comments=True)
+        return list(dropwhile(_ENVIRONMENT.match, words))
+
+
+def commands_in(text: str, page: str) -> Iterator[Shown]:
+    for fence in _FENCE.finditer(text):
+        mark = None
+        for line in fence[1].replace("\\\n", " ").splitlines():
+            line = " ".join(line.split())
+            if line in MARKS:
+                mark = line
+            elif line and not line.startswith("#"):
+                yield Shown(page, line, mark)
+
+
+def check_words(shown: Shown) -> None:
+    """Refuse a command whose program, flags or files are not those of this project."""
+    words = shown.words
+    if not words:  # it only sets variables
+        return
+    for name in (word.removeprefix("@") for word in words):
+        if name.startswith(("configs/", "launch/", "docs/", "requirements/")):
+            _check(bool(list(ROOT.glob(name))), f"there is no {name}")
+    program, rest = Path(words[0]).name, words[1:]
+    if program == "megatron-snip":
+        check_subcommand(rest)
+    elif program in ("python", "python3", "torchrun"):
+        _check_python(rest)
+    elif program in ("torchrun.sh", "slurm.sbatch"):
+        _check_job(rest)
+    elif program in ("sbatch", "bash") and any(map(_is_job, rest)):
+        _check_job([*dropwhile(lambda word: not _is_job(word), rest)][1:])
+    elif program == "make":
+        known = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        for word in rest:
+            _check("=" in word or word in known, f"the Makefile has no target {word}")
+    elif program == "pip":
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        for extra in re.findall(r"\[([\w,]+)\]", " ".join(rest)):
+            missing = set(extra.split(",")) - set(project["optional-dependencies"])
+            _check(not missing, f"pyproject.toml has no extras {missing}")
+    elif program not in ("cd", "git", "export", "source"):
+        message = f"nothing checks '{program}'; mark what it needs with one of {MARKS}"
+        _check(shown.mark is not None, message)
+
+
+def _is_job(word: str) -> bool:
+    return word.endswith((".sbatch", ".sh"))
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise UsageError(message)
+
+
+def check_subcommand(words: Sequence[str]) -> None:
+    """Parse a subcommand's words; of `train` build the settings as well."""
+    if words == ["--version"] or words == ["--help"]:
+        return
+    args = build_parser(words[0] if words[0] in COMMANDS else None).parse_args(words)
+    if args.command == "train":
+        read_settings(args)
+
+
+def _check_python(words: list[str]) -> None:
+    """Of `... -m megatron_snip WORDS`, `python -m MODULE` or `python FILE`."""
+    if "megatron_snip" in words:
+        _check_job(words[words.index("megatron_snip") + 1 :])
+        return
+    names = [words[0]]
+    if words[0] == "-m":
+        path = words[1].replace(".", "/")
+        names = [f"{path}.py", f"{path}/__main__.py"]
+    found = any((ROOT / name).is_file() for name in names)
+    _check(found, f"there is no {' or '.join(names)}")
+
+
+def _check_job(words: list[str]) -> None:
+    """Of `[--dry-run] [--cpu] train|SCRIPT FLAGS`: parse SNIP's flags; Megatron's are its own."""
+    words = [word for word in words if word not in ("--dry-run", "--cpu")]
+    if words and words[0] in COMMANDS:
+        check_subcommand(words)
+        return
+    snip_config(argparse.Namespace(), read_cli_args(words[1:])[0])
+
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SHOWN = [shown for page in PAGES for shown in commands_in(page.read_text(), page.name)]
@@ -59,18 +182,6 @@ def test_the_page_of_flags_is_fresh() -> None:
     program = runpy.run_path(str(ROOT / "docs" / "flags_page.py"))
     stored = (ROOT / "docs" / "flags.md").read_text()
     assert program["page"]() == stored, f"run: {program['COMMAND']}"
-
-
-def test_continuations_marks_and_variables() -> None:
-    text = (
-        "```bash\n# a remark\nA=1 megatron-snip plan \\\n    x.json\n"
-        "# on a GPU cluster\ntorchrun a\n```\n"
-        "```python\nmake nothing\n```\n"
-    )
-    shown = list(commands_in(text, "p"))
-    assert [s.text for s in shown] == ["A=1 megatron-snip plan x.json", "torchrun a"]
-    assert [s.mark for s in shown] == [None, "# on a GPU cluster"]
-    assert shown[0].words == ["megatron-snip", "plan", "x.json"]
 
 
 @pytest.mark.parametrize(

@@ -36,15 +36,13 @@ OWNERS = (
 )
 
 
-def snapshot() -> list[dict[str, Any]]:
-    return [dict(vars(owner)) for owner in OWNERS]
+def snapshot() -> dict[tuple[Any, str], Any]:
+    return {(owner, name): value for owner in OWNERS for name, value in vars(owner).items()}
 
 
-def changed(before: list[dict[str, Any]]) -> set[str]:
-    names: set[str] = set()
-    for old, new in zip(before, snapshot(), strict=True):
-        names |= {n for n in old.keys() | new.keys() if old.get(n) is not new.get(n)}
-    return names
+def changed(before: dict[tuple[Any, str], Any]) -> set[str]:
+    after = snapshot()
+    return {key[1] for key in before | after if before.get(key) is not after.get(key)}
 
 
 @pytest.fixture

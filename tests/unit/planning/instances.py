@@ -59,29 +59,18 @@ def random_instance(seed: int, num_linears: int | None = None) -> Instance:
         linears.append(LinearChoices(name=name_of(i), stage=stage, flops=flops, options=options))
     target = r.choice([0.0, 1.0, 1 / 3, 0.5, 0.75, r.random(), r.random()])
     problem = PlanningProblem(linears=tuple(linears), target=target)
-    previous = random_plan(problem, r) if r.random() < 0.4 else None
+    previous = None
+    if r.random() < 0.4:  # rarely with an option that the problem does not list
+        rows = [[*x.options, *(["fp8"] if r.random() < 0.1 else [])] for x in linears]
+        previous = plan_of({x.name: r.choice(row) for x, row in zip(linears, rows, strict=True)})
+    pinned = [r.choice(linears) for _ in range(r.choice([0, 0, 0, 1, 2]))]
     settings = PlanSettings(
         pipeline_balance=r.choice(BALANCES if small else BALANCES[:2]),
-        pins=_pins(r, problem),
+        pins=tuple((linear.name, r.choice(list(linear.options))) for linear in pinned),
         change_penalty=r.choice([0.0, abs(loss_of(r, 0.2)), 0.25, 1e3]),
         cost="time" if with_seconds and r.random() < 0.5 else "flops",
     )
     return Instance(problem, settings, previous)
-
-
-def random_plan(problem: PlanningProblem, r: random.Random) -> PrecisionPlan:
-    """Return a plan that assigns every linear one of its options (or, rarely, a foreign one)."""
-    return plan_of(
-        {
-            linear.name: r.choice([*linear.options, *(["fp8"] if r.random() < 0.1 else [])])
-            for linear in problem.linears
-        }
-    )
-
-
-def _pins(r: random.Random, problem: PlanningProblem) -> tuple[tuple[str, str], ...]:
-    chosen = [r.choice(problem.linears) for _ in range(r.choice([0, 0, 0, 1, 2]))]
-    return tuple((linear.name, r.choice(list(linear.options))) for linear in chosen)
 
 
 LOSSES = (

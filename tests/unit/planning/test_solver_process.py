@@ -24,6 +24,9 @@ from megatron_snip.planning.solver_process import (
 from tests.unit.planning.build import plan_of, problem_of
 
 PROBLEM = problem_of([[0.0, 1.0], [0.0, 2.0], [0.0, 3.0]], target=0.3)
+UNUSUAL = problem_of(
+    [[0.1, None], [1 / 3, 2e-300], [0.2, 0.3]], 0.3, seconds=[[1.0, 0.1], [2.0, 0.3], [1.0, 0.7]]
+)
 LONG_S = 200.0
 
 
@@ -33,6 +36,11 @@ def faulty(body: str) -> list[str]:
     return [sys.executable, "-c", head + textwrap.dedent(body)]
 
 
+def answering(reply: object) -> list[str]:
+    text = json.dumps(reply)
+    return faulty(f"while line:\n    print({text!r}, flush=True)\n    line = sys.stdin.readline()")
+
+
 def test_plans_are_those_of_make_plan_and_the_child_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -40,13 +48,13 @@ def test_plans_are_those_of_make_plan_and_the_child_stays(
         (tmp_path / name).write_text("raise ImportError('the wrong module')\n")
     monkeypatch.chdir(tmp_path)
     settings, previous = PlanSettings(change_penalty=0.5), plan_of(["fp8", "fp8", "fp4"])
+    timed = PlanSettings(cost="time", pins=(("*.layers.2.*", "fp8"),), seed=3, target=0.1)
     with closing(SolverProcess()) as solver:
         assert not solver.ready()
         children = set()
-        for iteration in (3, 4):
-            solver.submit(PROBLEM, settings, previous, iteration)
-            plan = solver.result(LONG_S)
-            wanted = make_plan(PROBLEM, settings, previous, iteration)
+        for request in ((PROBLEM, settings, previous, 3), (UNUSUAL, timed, previous, 4)):
+            solver.submit(*request)
+            plan, wanted = solver.result(LONG_S), make_plan(*request)
             assert plan.model_copy(update={"seconds": wanted.seconds}) == wanted
             children.add(solver._running_child())
         (child,) = children
@@ -83,17 +91,20 @@ def test_errors_keep_their_type_and_the_child_stays() -> None:
     [
         (faulty("os.kill(os.getpid(), signal.SIGKILL)"), "status -9"),
         (faulty("print('{\"plan\": ')"), "invalid reply"),
+        (answering({"error": "UsageError"}), "invalid reply"),
+        (answering({"plan": plan_of(["fp8"] * 2).to_dict()}), "the plan does not have"),
+        (answering({"plan": plan_of(["fp8"] * 3, iteration=9).to_dict()}), "plan of iteration 9"),
         (faulty("sys.stdout.write('half a line')"), "without an answer"),
         (["/nonexistent/worker"], "cannot be started"),
     ],
 )
-def test_failures_are_planning_errors_and_the_next_submit_starts_a_new_child(
+def test_failures_are_errors_and_the_next_submit_starts_a_new_child(
     command: list[str], word: str
 ) -> None:
     with closing(SolverProcess(command)) as solver:
         for _ in range(2):
             solver.submit(PROBLEM, PlanSettings())
-            with pytest.raises(PlanningError, match=word):
+            with pytest.raises(SnipError, match=word):
                 solver.result(LONG_S)
 
 
@@ -122,6 +133,8 @@ def test_submitting_does_not_wait_for_a_child_that_does_not_read() -> None:
             solver.result(0.1)
     with pytest.raises(PlanningError, match="closed"):
         solver.submit(PROBLEM, PlanSettings())
+    request = PlanRequest(problem=large, settings=PlanSettings(), previous=None, iteration=8)
+    assert max(map(len, request.json_pieces())) < 1000  # each one holds the interpreter lock
 
 
 def test_output_of_the_solver_is_no_answer() -> None:
@@ -140,38 +153,6 @@ def test_output_of_the_solver_is_no_answer() -> None:
         assert solver.result(LONG_S).status == "optimal"
 
 
-GOOD_PLAN = plan_of(["fp8", "fp4"], iteration=20)
-REQUEST = PlanRequest(
-    problem=problem_of([[0.1, None], [1 / 3, 2e-300]], 0.7, seconds=[[1.0, 0.1], [2.0, 0.3]]),
-    settings=PlanSettings(pins=(("*", "fp8"),), seed=3, target=0.5),
-    previous=plan_of(["fp8", "fp4"], iteration=10),
-    iteration=20,
-)
-
-
-def test_a_request_is_one_line_in_pieces_and_comes_back_equal() -> None:
-    pieces = list(REQUEST.json_pieces())
-    line = "".join(pieces)
-    assert line.count("\n") == 1 and line.endswith("\n")
-    assert len(pieces) > len(REQUEST.problem.linears)
-    assert PlanRequest.model_validate_json(line) == REQUEST
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [
-        "nonsense",
-        '{"error": "UsageError"}',
-        json.dumps({"plan": GOOD_PLAN.to_dict() | {"iteration": 19}}),
-        json.dumps({"plan": plan_of(["fp8"], iteration=20).to_dict()}),
-    ],
-)
-def test_an_invalid_reply_is_an_error(reply: str) -> None:
-    with pytest.raises(SnipError):
-        REQUEST.plan_of(reply + "\n")
-    assert REQUEST.plan_of(json.dumps({"plan": GOOD_PLAN.to_dict()})) == GOOD_PLAN
-
-
 def test_the_worker_ends_with_its_parent_even_where_its_input_stays_open() -> None:
     # The parent prints the worker's pid and dies; this process holds the worker's stdin open.
     reader, writer = os.pipe()
@@ -182,15 +163,9 @@ def test_the_worker_ends_with_its_parent_even_where_its_input_stays_open() -> No
         "                     stdout=subprocess.DEVNULL)\n"
         "print(p.pid)\n"
     )
-    parent = subprocess.run(
-        [sys.executable, "-c", program, str(reader)],
-        pass_fds=(reader,),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=600,
-    )
-    stat = Path(f"/proc/{int(parent.stdout)}/stat")
+    command = [sys.executable, "-c", program, str(reader)]
+    printed = subprocess.check_output(command, pass_fds=(reader,), text=True, timeout=600)
+    stat = Path(f"/proc/{int(printed)}/stat")
     try:
         deadline = time.monotonic() + 600
         while _runs(stat) and time.monotonic() < deadline:

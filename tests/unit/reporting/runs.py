@@ -15,7 +15,7 @@ from megatron_snip.divergence.quality_loss import (
     planning_problem,
 )
 from megatron_snip.options import Option
-from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.planning.plan import PrecisionPlan, changed_linears
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.reporting.events import (
@@ -107,16 +107,13 @@ def plan_from(shape: Shape, measured: Measurement) -> PrecisionPlan:
 def applied(
     shape: Shape, plan: PrecisionPlan, before: PrecisionPlan | None = None, **more: Any
 ) -> PlanApplied:
-    num_changed = len(plan.linears)
-    if before is not None:
-        num_changed = sum(before.linears[name] != option for name, option in plan.linears.items())
+    num_changed = len(plan.linears if before is None else changed_linears(before, plan))
     resolved = None
     if shape.backend is not None:
         resolved = {"linears": [{"name": n, "backend": shape.backend} for n in plan.linears]}
     shares = {"fp4": plan.efficiency, "fp8": 1 - plan.efficiency}
     values = {"num_changed": num_changed, "waited_s": 0.002, "resolved": resolved}
-    values["saving_s"] = 0.007
-    return PlanApplied(plan, shares, **(values | more))
+    return PlanApplied(plan, shares, **(values | {"saving_s": 0.007} | more))
 
 
 def metrics_at(iteration: int, fraction: float) -> dict[str, Any]:
@@ -127,12 +124,12 @@ def metrics_at(iteration: int, fraction: float) -> dict[str, Any]:
     return values
 
 
-def write_events(writer: Writer, shape: Shape, first: int = 1, close: bool = True) -> None:
-    """Write the events of iterations from `first` on, in the controller's order."""
+def write_events(writer: Writer, shape: Shape, close: bool = True) -> None:
+    """Write a run's events in the controller's order."""
     c, reporter = shape.config, Reporter([writer])
     plan: PrecisionPlan | None = None
     pending: PrecisionPlan | None = None
-    for at in range(first, shape.iterations + 1):
+    for at in range(1, shape.iterations + 1):
         if pending is not None and at == pending.iteration + c.lag:
             reporter.write(Event(at, applied(shape, pending, plan)))
             plan, pending = pending, None
@@ -150,16 +147,11 @@ def write_events(writer: Writer, shape: Shape, first: int = 1, close: bool = Tru
         reporter.close()
 
 
-def write_run(path: Path, shape: Shape, first: int = 1) -> Path:
+def write_run(path: Path, shape: Shape) -> Path:
     directory = RunDirectory(path)
-    settings = {
-        "train_iters": shape.iterations,
-        "lr": 1e-3,
-        "note": shape.note,
-        "snip": shape.config.model_dump(mode="json"),
-    }
-    directory.start(settings)
-    write_events(directory, shape, first)
+    snip = shape.config.model_dump(mode="json")
+    directory.start({"train_iters": shape.iterations, "note": shape.note, "snip": snip})
+    write_events(directory, shape)
     return path
 
 

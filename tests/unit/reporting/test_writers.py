@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -102,32 +103,22 @@ def test_wandb_that_cannot_start_is_one_line(
         start_wandb("p", tmp_path, {})
 
 
-class Run:
-    """The part of a W&B run that takes rows; `step` is that of the last row."""
-
-    def __init__(self, step: int) -> None:
-        self.step, self.id = step, "abc"
-        self.settings = SimpleNamespace(project_url="https://wandb.ai/team/demo")
-        self.rows: dict[int, dict[str, Any]] = {}
-        self.artifacts: list[Any] = []
-        self.alerts: list[tuple[str, str]] = []
-
-    def log(self, row: dict[str, Any], step: int) -> None:
-        self.rows.setdefault(step, {}).update(row)
-        self.step = step
-
-    def log_artifact(self, artifact: Any) -> None:
-        self.artifacts.append(artifact)
-
-    def alert(self, title: str, text: str, level: Any) -> None:
-        self.alerts.append((title, text))
-
-
 def fake_wandb(step: int = 0) -> Any:
-    shown: dict[str, Any] = {}
-    config = SimpleNamespace(shown=shown, update=lambda values, **_: shown.update(values))
+    """W&B with a run whose rows can be read; `step` is that of the last row."""
+    run = MagicMock(step=step, id="abc", rows={})
+    run.settings.project_url = "https://wandb.ai/team/demo"
+
+    def log(row: dict[str, Any], step: int) -> None:
+        run.rows.setdefault(step, {}).update(row)
+        run.step = step
+
+    run.log = log
     names = {name: getattr(wandb, name) for name in ("AlertLevel", "Artifact", "Image", "Table")}
-    return SimpleNamespace(run=Run(step), config=config, **names)
+    return SimpleNamespace(run=run, config=MagicMock(), **names)
+
+
+def artifacts(run: Any) -> list[Any]:
+    return [call.args[0] for call in run.log_artifact.call_args_list]
 
 
 def test_wandb_has_rows_plans_divergences_and_alerts() -> None:
@@ -142,7 +133,8 @@ def test_wandb_has_rows_plans_divergences_and_alerts() -> None:
         assert row["snip/3_lowest_precision_share"] == share
     loss = run.rows[13]["snip/2_quality_loss_share"]
     assert loss == pytest.approx((PLAN.objective or 0) / 1.1)
-    assert module.config.shown == {"snip": {"interval": 8, "weight_lambda": 0.1}}
+    settings = {"snip": {"interval": 8, "weight_lambda": 0.1}}
+    module.config.update.assert_called_once_with(settings, allow_val_change=True)
     for name, steps in (("snip/6_plan", [5, 13]), ("snip/5_fragile_linears", [3, 11])):
         assert [step for step, row in run.rows.items() if name in row] == steps
     assert run.rows[11]["snip/5_fragile_linears"].image.width >= 1000
@@ -151,8 +143,10 @@ def test_wandb_has_rows_plans_divergences_and_alerts() -> None:
     panel = "panelDisplayName=snip%2Fhealth%2Funderflow%2Finput%2Fworst&panelSectionName=snip"
     assert [*worst, f"https://wandb.ai/team/demo?{panel}"] in run.rows[11]["snip/health/worst"].data
     assert len([name for name in run.rows[11] if "/health/" in name]) <= 14
-    assert [(a.type, a.name) for a in run.artifacts] == [("snip-plan", "plan-abc")] * 2
-    assert run.alerts == [("SNIP: reverted at iteration 7", "back to <fp8>")]
+    assert [(a.type, a.name) for a in artifacts(run)] == [("snip-plan", "plan-abc")] * 2
+    (alert,) = run.alert.call_args_list
+    assert alert.kwargs["title"] == "SNIP: reverted at iteration 7"
+    assert alert.kwargs["text"] == "back to <fp8>"
     module.run = None  # W&B has ended the run
     WandbWriter(module, {}).write(Event(99, Metrics({"loss": 1.0})))
 
@@ -176,7 +170,7 @@ def test_only_a_new_or_resumed_plan_is_drawn() -> None:
     writer.write(Event(6, applied(SHAPE, PLAN, num_changed=0, resumed=True)))
     same, resumed = module.run.rows.values()
     assert "snip/6_plan" not in same and "snip/6_plan" in resumed
-    assert [artifact.metadata["digest"] for artifact in module.run.artifacts] == [PLAN.digest] * 2
+    assert [artifact.metadata["digest"] for artifact in artifacts(module.run)] == [PLAN.digest] * 2
 
 
 def test_without_matplotlib_there_are_no_pictures_and_one_warning(

@@ -1,4 +1,4 @@
-"""Bad input ends in one line before anything is written."""
+"""Settings from YAML and flags; bad input ends in one line before anything is written."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from megatron_snip.cli.commands import build_parser
+from megatron_snip.cli.train import read_settings
 from megatron_snip.directory import OWN_FOLDERS, mark
 from megatron_snip.errors import UsageError
 from megatron_snip.trainer.checkpoint import (
@@ -24,23 +26,31 @@ from megatron_snip.trainer.config import TrainConfig
 from megatron_snip.trainer.session import check_run, drop_later_iterations, run_directories
 
 
-def check(path: Path, **values: Any) -> None:
-    config = TrainConfig(run_dir=path, **values)
-    check_run(config, config.model_parallel_size)
+def load(*words: str) -> TrainConfig:
+    return read_settings(build_parser("train").parse_args(["train", *words]))
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--hidden-size", "250"],
-        ["--tensor-model-parallel-size", "2", "--nproc-per-node", "1"],
-        ["--nproc-per-node", "none"],
-        ["--config", "nowhere.yaml"],
-    ],
-)
-def test_bad_input_is_refused(words: list[str], tmp_path: Path, refused: Any) -> None:
-    refused("train", "--run-dir", tmp_path / "run", *words)
-    assert not (tmp_path / "run").exists()
+def test_flags_win_over_the_file_field_by_field(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("num_layers: 8\nlr: 0.001\nsnip: {interval: 50, efficiency_target: 0.5}\n")
+    flags = ("--lr", "2e-3", "--snip-interval", "7", "--no-bf16", "--snip")
+    config = load("--config", str(file), *flags)
+    assert (config.num_layers, config.lr, config.bf16) == (8, 2e-3, False)
+    assert (config.snip.interval, config.snip.efficiency_target) == (7, 0.5)
+    assert config.snip.enabled
+
+
+def test_defaults_that_follow_other_fields() -> None:
+    config = TrainConfig(hidden_size=384, num_attention_heads=6)
+    assert config.ffn_width == 1024
+    assert config.query_groups == 6
+    assert config.padded_vocab_size == 384
+    assert TrainConfig(make_vocab_size_divisible_by=1).padded_vocab_size == 257
+
+
+def check(*words: object, ranks: int | None = None) -> None:
+    config = load("--run-dir", "run", *map(str, words))
+    check_run(config, config.model_parallel_size if ranks is None else ranks)
 
 
 def write_checkpoint(folder: Path, iteration: int, content: str = "", **values: Any) -> Path:
@@ -56,46 +66,85 @@ def write_checkpoint(folder: Path, iteration: int, content: str = "", **values: 
     return folder
 
 
+VIRTUAL = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage"
+BAD_RANKS = [
+    ("--tensor-model-parallel-size 2", 3, "a multiple of 2 ranks, got 3"),
+    ("--num-experts 4 --expert-model-parallel-size 2", 1, "size 2 need a multiple of 2"),
+    ("--global-batch-size 6", 4, r"global_batch_size \(6\) .* data-parallel ranks \(4\)"),
+    (f"{VIRTUAL} 1 --global-batch-size 3", 2, r"iteration of an interleaved pipeline \(3\)"),
+]
+BAD = [
+    ("--hidden-size 252", r"hidden_size \(252\) .* 2 x num_attention_heads \(8\)"),
+    ("--num-query-groups 3", r"num_attention_heads \(4\) .* num_query_groups \(3\)"),
+    ("--ffn-hidden-size 129 --tensor-model-parallel-size 2", r"ffn_hidden_size \(129\) .* \(2\)"),
+    ("--pipeline-model-parallel-size 3", r"num_layers \(4\) .* \(3\)"),
+    ("--num-layers-per-virtual-pipeline-stage 1", "pipeline_model_parallel_size is 1"),
+    (f"{VIRTUAL} 4", r"layers per pipeline stage \(2\)"),
+    (
+        "--sequence-parallel --tensor-model-parallel-size 2 --seq-length 63",
+        r"seq_length under sequence_parallel \(63\)",
+    ),
+    ("--overlap-param-gather", "needs use_distributed_optimizer"),
+    ("--min-lr 1", "min_lr 1 must not be larger than lr 0.003"),
+    ("--lr-warmup-iters 150", "must be less than train_iters 150"),
+    ("--num-experts 4 --moe-router-topk 5", "moe_router_topk 5 is more than num_experts 4"),
+    ("--num-experts 4 --tensor-model-parallel-size 2", "parallel_size 2 needs sequence_parallel"),
+    ("--num-experts 4 --expert-model-parallel-size 3", r"num_experts \(4\) .*size \(3\)"),
+    (
+        "--num-experts 4 --moe-ffn-hidden-size 65 --expert-tensor-parallel-size 2",
+        r"moe_ffn_hidden_size \(65\) .* expert_tensor_parallel_size \(2\)",
+    ),
+    ("--recompute-granularity full", "Megatron refuses .*recompute_method must be"),
+    ("--expert-model-parallel-size 2", "Megatron refuses .*num_moe_experts must be"),
+    ("--num-experts 4 --moe-router-topk 1", "Megatron refuses .*moe-router-pre-softmax"),
+    ("--save-interval 5", "save_interval needs save"),
+    ("--ckpt-step 5", "ckpt_step needs load"),
+    ("--load none", "load 'none' holds no checkpoint"),
+    ("--load dense --ckpt-step 30", "iter_0000030' is not a complete checkpoint"),
+    ("--load dense --hidden-size 512", "of another model: hidden_size 256 -> 512"),
+    ("--save dense", "of another run, up to iteration 20; resume .*--load"),
+    ("--load ep2 --num-experts 4", "Megatron cannot convert"),
+    ("--load ep1 --num-experts 4 --expert-model-parallel-size 2", "Megatron cannot convert"),
+    ("--config key.yaml", "unknown key 'hiden_size'"),
+    ("--config nested.yaml", "unknown key 'snip.interval_s'"),
+    ("--config scalar.yaml", "'snip' must hold a mapping"),
+    ("--lr fast", "lr: .* got 'fast'"),
+    ("--snip-efficiency-target 1.5", "efficiency_target: .* less than or equal to 1"),
+]
+
+
 @pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"recompute_granularity": "full"}, "Megatron refuses .*recompute_method must be"),
-        ({"expert_model_parallel_size": 2}, "Megatron refuses .*num_moe_experts must be"),
-        ({"num_experts": 4, "moe_router_topk": 1}, "Megatron refuses .*moe-router-pre-softmax"),
-        ({"save_interval": 5}, "save_interval needs save"),
-        ({"ckpt_step": 5}, "ckpt_step needs load"),
-        ({"load": "none"}, "load '.*none' holds no checkpoint"),
-        ({"load": "dense", "ckpt_step": 30}, "iter_0000030' is not a complete checkpoint"),
-        ({"load": "dense", "hidden_size": 512}, "of another model: hidden_size 256 -> 512"),
-        ({"save": "dense"}, "of another run, up to iteration 20; resume .*--load"),
-        ({"load": "ep2", "num_experts": 4}, "Megatron cannot convert"),
-        (
-            {"load": "ep1", "num_experts": 4, "expert_model_parallel_size": 2},
-            "Megatron cannot convert",
-        ),
-    ],
+    ("words", "ranks", "message"),
+    [*BAD_RANKS, *((words, None, message) for words, message in BAD)],
 )
 def test_what_cannot_run_is_refused_in_one_line(
-    tmp_path: Path, values: dict[str, Any], message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, ranks: int | None, message: str
 ) -> None:
-    write_checkpoint(tmp_path / "dense", 20)
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(Path("dense"), 20)
     for ep in (1, 2):
-        write_checkpoint(tmp_path / f"ep{ep}", 20, num_experts=4, expert_model_parallel_size=ep)
-    placed = {k: tmp_path / v if k in ("save", "load") else v for k, v in values.items()}
+        write_checkpoint(Path(f"ep{ep}"), 20, num_experts=4, expert_model_parallel_size=ep)
+    texts = {"key": "hiden_size: 3", "nested": "snip: {interval_s: 3}", "scalar": "snip: 3"}
+    for name, text in texts.items():
+        Path(f"{name}.yaml").write_text(text)
     with pytest.raises(UsageError, match=message) as caught:
-        check(tmp_path / "run", **placed)
+        check(*words.split(), ranks=ranks)
     assert "\n" not in str(caught.value)
 
 
-def test_checkpoints_without_a_pointer_are_not_replaced(tmp_path: Path) -> None:
+def test_checkpoints_without_a_pointer_are_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     save = write_checkpoint(tmp_path / "save", 20)
     (save / POINTER).write_text("40")  # a checkpoint that was deleted
-    check(tmp_path / "run", save=save, load=save, ckpt_step=20)
+    resume = ("--save", save, "--load", save)
+    check(*resume, "--ckpt-step", 20)
     (save / POINTER).unlink()
-    check(tmp_path / "run", save=save, load=save, ckpt_step=20)
-    for load in (None, save):
+    check(*resume, "--ckpt-step", 20)
+    for words in (resume[:2], resume):
         with pytest.raises(UsageError, match=r"holds 'iter_0000020' but no .*--ckpt-step N"):
-            check(tmp_path / "run", save=save, load=load)
+            check(*words)
 
 
 def test_only_partial_checkpoints_are_removed(tmp_path: Path) -> None:

@@ -1,14 +1,70 @@
-"""`python -m megatron_snip SCRIPT ARGS`: as Python would run the script."""
+"""`python -m megatron_snip`: a script runs as Python would run it, and every error is one line."""
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_snip import __main__
+from megatron_snip.__main__ import main
 from megatron_snip.cli.script import expand, is_script
+from megatron_snip.errors import LONGEST, UsageError, shown
 from tests.processes import run_python
+from tests.unit.planning.build import problem_of
+
+PROBLEM = problem_of([(0.1, 0.4), (0.2, 0.3)])
+PLAN = [sys.executable, "-m", "megatron_snip", "plan"]
+
+
+@pytest.mark.parametrize(
+    ("redirection", "says"),
+    [(">/dev/full", "No space left on device"), (">&-", "standard output is closed")],
+)
+@pytest.mark.parametrize("words", [["--help"], []])
+def test_a_stdout_that_takes_nothing_is_one_line(
+    redirection: str, says: str, words: list[str], problem: str
+) -> None:
+    command = ["sh", "-c", f'"$@" {redirection}', "sh", *PLAN, problem, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 1
+    assert says in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_reader_that_has_gone_is_no_error(problem: str) -> None:
+    command = ["sh", "-c", '{ "$@"; echo "status $?" >&2; } | true', "sh", *PLAN, problem]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.stderr.startswith("status ") and done.stderr.count("\n") == 1
+
+
+def test_a_name_too_long_for_any_file_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stats", "x" * 5000]) == 1
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1 and "File name too long" in text and len(text) < LONGEST + 50
+
+
+def test_ctrl_c_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(words: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(__main__, "run_command", interrupted)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "megatron-snip: ended by SIGINT\n"
+
+
+def test_what_an_error_quotes_cannot_reach_the_terminal(tmp_path: Path) -> None:
+    error = UsageError("a\nb \x1b[31m \udcff \u202e ok \u00e9 " + "x" * 5000 + " the end")
+    text = shown(error)
+    assert text.startswith("a\\nb \\x1b[31m \\udcff \\u202e ok \u00e9 xxx")
+    assert text.endswith(" the end") and len(text) == LONGEST
+    assert len(shown("\U0010ffff" * LONGEST)) == LONGEST  # ten characters each, once escaped
+    assert text.isprintable()
+    assert shown("fine") == "fine"
+
 
 MEGATRON = """
 import argparse
@@ -54,17 +110,13 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return run_python("-m", "megatron_snip", *words, cwd=cwd)
-
-
 def test_the_script_runs_as_main_with_its_own_path_and_arguments(
     checkout: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     script = str(checkout / "pretrain.py")
     (elsewhere / "words.args").write_text("--distributed-backend x  # from a file\n")
-    done = run("--cpu", script, "@words.args", cwd=elsewhere)
+    done = run_python("-m", "megatron_snip", "--cpu", script, "@words.args", cwd=elsewhere)
     assert done.returncode == 7, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found == {
@@ -79,7 +131,7 @@ def test_the_script_runs_as_main_with_its_own_path_and_arguments(
 
 
 def test_a_missing_seam_is_one_line(checkout: Path) -> None:
-    done = run("pretrain.py", "--snip", cwd=checkout)
+    done = run_python("-m", "megatron_snip", "pretrain.py", "--snip", cwd=checkout)
     assert done.returncode == 2
     assert "megatron.training" in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -111,20 +163,3 @@ def test_bad_argument_files_are_one_line(
     if content is not None:
         file.write_bytes(content)
     assert f"argument file '{file}'" in refused("none.py", f"@{file}")
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (["none.py"], "cannot find the script 'none.py'"),
-        (["--cpu"], "--cpu needs a script"),
-        (["nonsense"], "unknown command 'nonsense'; commands are train, plan"),
-        (["--snip", "none.py"], "'--snip' comes before the script; the order is: torchrun"),
-        (["torchrun", "none.py", "--snip"], "-m megatron_snip [--cpu] none.py ARGS --snip"),
-        (["plna", "x"], "unknown command 'plna' (did you mean 'plan'?)"),
-        (["--verison"], "unknown flag '--verison' (did you mean '--version'?)"),
-        (["train", "--snip-efficency-target", "1"], "did you mean '--snip-efficiency-target'?"),
-    ],
-)
-def test_bad_command_lines_are_one_line(words: list[str], text: str, refused: Any) -> None:
-    assert text in refused(*words)

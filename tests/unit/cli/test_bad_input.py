@@ -1,0 +1,130 @@
+"""Bad input ends every command with one line, before it writes anything."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_snip.planning.plan import write_plan
+from megatron_snip.planning.problem import write_problem
+from tests.unit.planning.build import name_of, plan_of, problem_of
+from tests.unit.reporting.runs import Shape, config, write_run
+
+PROBLEM = problem_of([[0.0, float(loss)] for loss in range(4)], 0.5, stages=[0, 0, 1, 1])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Good files and bad ones."""
+    folder = tmp_path_factory.mktemp("input")
+    write_problem(PROBLEM, folder / "problem.json")
+    write_plan(plan_of(["fp8"] * 4), folder / "plan.json")
+    write_plan(plan_of(["fp8"] * 3), folder / "three.json")
+    write_run(folder / "run", Shape(config(), iterations=3))
+    (folder / "foreign").mkdir()
+    (folder / "foreign" / "metrics.jsonl").write_text("mine")
+    (folder / "run/divergences/7.json").write_text('{"version": 1}')
+    linear = {"name": "a", "options": {"fp4": {"rel_error": "inf"}}}
+    table = {"version": 2, "iteration": 8, "linears": [linear]}
+    (folder / "run/divergences/8.json").write_text(json.dumps(table))
+    return folder
+
+
+TARGETS = ["", "0:1", "0:1:0", "1:0:0.1", "0:1:1e-999999999", "0:1e999999999:1e999999999"]
+TARGETS += ["0:2:0.5", "nan", "inf", "0:1:0.1,0.2"]
+BAD = {
+    "": [
+        ("none.py", "cannot find the script 'none.py'"),
+        ("--cpu", "--cpu needs a script"),
+        ("nonsense", "unknown command 'nonsense'; commands are train, plan"),
+        ("--snip none.py", "'--snip' comes before the script; the order is: torchrun"),
+        ("torchrun none.py --snip", "-m megatron_snip [--cpu] none.py ARGS --snip"),
+        ("plna x", "unknown command 'plna' (did you mean 'plan'?)"),
+        ("--verison", "unknown flag '--verison' (did you mean '--version'?)"),
+    ],
+    "train --run-dir new": [
+        ("--snip-efficency-target 1", "did you mean '--snip-efficiency-target'?"),
+        ("--hidden-size 250", "hidden_size (250)"),
+        ("--tensor-model-parallel-size 2 --nproc-per-node 1", "a multiple of 2 ranks, got 1"),
+        ("--nproc-per-node none", "--nproc-per-node"),
+        ("--config nowhere.yaml", "nowhere.yaml"),
+    ],
+    "train --run-dir foreign": [
+        ("", "foreign' holds 'metrics.jsonl' but not the marker"),
+        ("--overwrite", "not the marker"),
+        ("--load foreign/typo", "typo' holds no checkpoint"),
+    ],
+    "plan problem.json": [
+        ("--target 1.5", "--target: must be less than or equal to 1, got '1.5'"),
+        ("--target abc", "must be a valid number, got 'abc'; see 'megatron-snip plan"),
+        ("--pin =fp8", "--pin: '=fp8' is not of the form ...=OPTION"),
+        ("--pin 'encoder.*=fp8'", "no linear's name matches"),
+        ("--first-layers x=fp8", "--first-layers: must be an integer from 0"),
+        ("--change-penalty 2", "needs --previous"),
+        ("--workers 0", "--workers: "),
+        ("--pipeline-balance some", "--pipeline-balance"),
+        ("--policy SNIP", "unknown policy 'SNIP' (did you mean 'snip'?)"),
+        ("--calibration absent.json", "--cost time"),
+        ("--policy uniform-fp4 --target 0.5", "does not use --target"),
+        ("--cost time", "calibrate"),
+        ("--cost time --calibration three.json", "calibration table 'three.json'"),
+        ("--output /absent/folder/plan.json", "cannot write"),
+        (
+            "--previous three.json",
+            f"the plan does not have {name_of(3)}",
+        ),
+    ],
+    "plan": [
+        ("three.json", "problem file 'three.json'"),
+        ("none.json", "'none.json'"),
+    ],
+    "pareto problem.json": [
+        *((f"--targets '{text}'", "--targets") for text in TARGETS),
+        ("--policy uniform-fp8", "no frontier"),
+        ("--policy min-abs-err", "needs the score 'abs_error'"),
+    ],
+    "stats": [
+        ("run --iteration 20", "no refresh at 20 in"),
+        ("run --iteration x", "--iteration: must be an integer from 1"),
+        ("run/divergences", "no statistics"),
+        ("run --iteration 7", "7.json': version 1"),
+        ("run --iteration 8", "options.fp4.rel_error: must be a valid number, got 'inf'"),
+    ],
+    "report": [
+        ("none", "cannot find the run directory 'none'"),
+        ("run --reference none", "cannot find the reference 'none'"),
+        ("run --output run/config.yaml", "cannot write"),
+        ("", "the following arguments are required: RUN"),
+    ],
+    "calibrate --output new.json": [
+        ("", "nothing to measure"),
+        ("--linear x=12", "GLOB=OUTxIN"),
+        ("--linear x=8x8 --tokens 0", "--tokens: must be an integer from 1"),
+        ("--linear x=99999999x99999999 --formats bf16", "does not fit into the memory"),
+        ("--linear x=8x8 --seconds nan", "--seconds"),
+        ("--linear x=8x8 --formats fp5", "unknown format 'fp5'"),
+        ("--config absent.yaml", "'absent.yaml': No such file or directory"),
+        ("--linear x=8x8 --output absent/t.json", "is no file in a folder that exists"),
+        ("--linear x=8x8 --output .", "is no file in a folder that exists"),
+    ],
+    "export plan.json --output new.yaml --capability": [
+        ("ten", "--capability: must be like 9.0"),
+        ("10.0 --pipeline-stages 3", "4 layers do not divide"),
+        ("10.0 --pipeline-stages two", "--pipeline-stages: must be"),
+        ("10.0 --chunk-layers 1,2", "3 layers in 2 chunks"),
+        ("8.0 --nearest --chunk-layers x", "--chunk-layers: must be"),
+    ],
+}
+CASES = [(f"{command} {words}", text) for command, rows in BAD.items() for words, text in rows]
+
+
+@pytest.mark.parametrize(("words", "complaint"), CASES)
+def test_it_is_one_line_that_names_what_is_wrong(
+    words: str, complaint: str, folder: Path, refused: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    before = sorted(folder.rglob("*"))
+    assert complaint in refused(*shlex.split(words))
+    assert sorted(folder.rglob("*")) == before

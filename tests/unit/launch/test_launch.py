@@ -1,0 +1,243 @@
+"""launch/torchrun.sh and launch/slurm.sbatch: what they print and run, and when a job requeues.
+
+A cluster's commands are stand-ins here; tests/slurm/ runs the same files on a real cluster.
+"""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import parse_args
+
+LAUNCH = Path(__file__).parents[3] / "launch"
+SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
+
+
+SCONTROL = """
+case $1 in
+  show) printf 'n1\\nn2\\n' ;;
+  requeue) echo "requeued $2" ;;
+esac
+"""
+
+
+def run_script(
+    folder: Path, name: str, *words: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `bash launch/NAME WORDS` in `folder`, where `folder/bin` comes first on PATH."""
+    variables = {"PATH": f"{folder / 'bin'}:{SYSTEM_PATH}", **environment}
+    command = ["bash", str(LAUNCH / name), *words]
+    return subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=600
+    )
+
+
+def dry_run(folder: Path, name: str, *words: str, **environment: str) -> list[list[str]]:
+    """Return the commands that a dry run prints, as a shell would read them."""
+    stand_in(folder, "scontrol", SCONTROL)
+    done = run_script(folder, name, "--dry-run", *words, **environment)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("#")]
+    return [shlex.split(line) for line in lines]
+
+
+def stand_in(folder: Path, name: str, body: str) -> None:
+    """Put a script called `name` on the PATH of `run_script`."""
+    (folder / "bin").mkdir(exist_ok=True)
+    file = folder / "bin" / name
+    file.write_text(f"#!/bin/bash\n{body}\n")
+    file.chmod(0o755)
+
+
+TWO_NODES = {
+    "SNIP_NODES": "2",
+    "SNIP_NODE_RANK": "1",
+    "SNIP_RANKS_PER_NODE": "4",
+    "MASTER_ADDR": "host a",
+    "MASTER_PORT": "1234",
+}
+
+
+def test_one_node_needs_no_address(tmp_path: Path) -> None:
+    words = ["train", "--config", "a file.yaml", "--snip-pin", "decoder.*=fp8"]
+    (command,) = dry_run(
+        tmp_path, "torchrun.sh", *words, SNIP_RANKS_PER_NODE="2", SNIP_PYTHON="/a python"
+    )
+    assert command[:3] == ["/a python", "-m", "torch.distributed.run"]
+    read = parse_args(command[3:])
+    assert (read.nproc_per_node, read.standalone, read.nnodes) == ("2", True, "1:1")
+    assert (read.module, read.training_script) == (True, "megatron_snip")
+    assert read.training_script_args == words
+
+
+def test_several_nodes_meet_at_the_first_in_their_order(tmp_path: Path) -> None:
+    (command,) = dry_run(tmp_path, "torchrun.sh", "pretrain_gpt.py", "--snip", **TWO_NODES)
+    read = parse_args(command[3:])
+    assert (read.rdzv_backend, read.standalone) == ("static", False)
+    assert (read.nnodes, read.node_rank, read.nproc_per_node) == ("2", 1, "4")
+    assert (read.master_addr, read.master_port) == ("host a", 1234)
+    assert read.training_script_args == ["pretrain_gpt.py", "--snip"]
+
+
+@pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
+def test_several_nodes_without_an_address_are_refused(tmp_path: Path, missing: str) -> None:
+    environment = {name: value for name, value in TWO_NODES.items() if name != missing}
+    done = run_script(tmp_path, "torchrun.sh", "train", **environment)
+    assert done.returncode != 0
+    assert missing in done.stderr
+
+
+def test_both_programs_save_and_go_on_in_one_folder(tmp_path: Path) -> None:
+    folder = {"SNIP_CHECKPOINTS": "/c"}
+    both = ["--save", "/c", "--load", "/c"]
+    (train,) = dry_run(tmp_path, "torchrun.sh", "train", **folder)
+    assert train[-5:] == ["train", *both]
+    words = ["--cpu", "dir/pretrain_gpt.py", "--snip"]
+    (script,) = dry_run(tmp_path, "torchrun.sh", *words, **folder)
+    signals = ["--exit-signal-handler", "--exit-signal", "SIGUSR1"]
+    begin = script.index("--cpu")
+    assert script[begin:] == [*words, *both, *signals]
+
+
+@pytest.mark.parametrize("words", [[], ["--dry-run"], ["--cpu"], ["plan"], ["--snip"]])
+def test_other_words_show_the_usage(tmp_path: Path, words: list[str]) -> None:
+    done = run_script(tmp_path, "torchrun.sh", *words)
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: torchrun.sh")
+
+
+RANK = """
+import os, signal, subprocess, sys, time
+
+def save(*_):
+    time.sleep(0.2)  # a signal to the child as well would have ended it by now
+    print("rank: saved, its child is", "gone" if child.poll() is not None else "alive")
+    child.kill()
+    os._exit(0)
+
+os.kill(os.getpid(), signal.SIGUSR1)  # still starting: without a handler it must not die
+signal.signal(signal.SIGUSR1, save)
+child = subprocess.Popen(["sleep", "60"])  # its handler would be the default
+exec(os.environ["ASK"])
+time.sleep(20)
+sys.exit("nobody has sent the signal")
+"""
+
+
+@pytest.mark.parametrize(
+    ("ask", "checkpoints"),
+    [("os.kill(int(os.environ['STARTER']), signal.SIGUSR1)", ""), ("open('c/.stop', 'w')", "c")],
+    ids=["signal", "file"],
+)
+def test_a_wish_to_stop_reaches_the_ranks_alone(tmp_path: Path, ask: str, checkpoints: str) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "rank.py").write_text(RANK)
+    # torchrun's parent is the script.
+    torchrun = f"export STARTER=$PPID; {sys.executable} -u rank.py; echo torchrun: status $?"
+    stand_in(tmp_path, "python3", torchrun)
+    environment = {"SNIP_CHECKPOINTS": checkpoints, "ASK": ask}
+    done = run_script(tmp_path, "torchrun.sh", "train", **environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "rank: saved, its child is alive\ntorchrun: status 0\n"
+
+
+def test_other_signals_end_torchrun(tmp_path: Path) -> None:
+    stand_in(tmp_path, "python3", 'kill -TERM "$PPID"; while :; do sleep 0.05; done')
+    done = run_script(tmp_path, "torchrun.sh", "train")
+    assert done.returncode == 128 + 15
+
+
+JOB = {
+    "SLURM_JOB_ID": "10042",
+    "SLURM_JOB_NAME": "mine",
+    "SLURM_JOB_NUM_NODES": "4",
+    "SLURM_JOB_NODELIST": "n[1-4]",
+}
+
+
+def test_a_dry_run_shows_the_step_and_what_a_node_runs(tmp_path: Path) -> None:
+    step, node = dry_run(tmp_path, "slurm.sbatch", "train", "--config", "a b.yaml", **JOB)
+    assert step[:2] == ["srun", "--kill-on-bad-exit=1"]
+    assert "--ntasks-per-node=1" in step
+    begin = step.index("bash")
+    assert step[begin:] == ["bash", str(LAUNCH / "torchrun.sh"), "train", "--config", "a b.yaml"]
+    read = parse_args(node[3:])
+    assert (read.nnodes, read.node_rank) == ("4", 0)
+    assert (read.master_addr, read.master_port) == ("n1", 20042)
+    checkpoints = str(tmp_path / "runs" / "mine-10042" / "checkpoints")
+    assert node[-4:] == ["--save", checkpoints, "--load", checkpoints]
+
+
+def test_containers_are_one_variable(tmp_path: Path) -> None:
+    (plain, _) = dry_run(tmp_path, "slurm.sbatch", "train", **JOB)
+    assert not any("container" in word or word == "apptainer" for word in plain)
+    (pyxis, _) = dry_run(
+        tmp_path,
+        "slurm.sbatch",
+        "train",
+        **JOB,
+        SNIP_CONTAINER="image:1",
+        SNIP_CONTAINER_MOUNTS="/data:/data",
+    )
+    assert "--container-image=image:1" in pyxis
+    mounts = f"{tmp_path}:{tmp_path},{LAUNCH}:{LAUNCH},/data:/data"
+    assert f"--container-mounts={mounts}" in pyxis
+    assert f"--container-workdir={tmp_path}" in pyxis
+    (file, _) = dry_run(tmp_path, "slurm.sbatch", "train", **JOB, SNIP_CONTAINER="image.sif")
+    begin = file.index("apptainer")
+    assert file[begin : begin + 3] == ["apptainer", "exec", "--nv"]
+    assert file.index("image.sif") + 1 == file.index("bash")
+
+
+def run_job(
+    folder: Path, srun: str, script: Path = LAUNCH / "slurm.sbatch", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the batch script with an `srun` of our own."""
+    stand_in(folder, "scontrol", SCONTROL.replace("show)", f"show) {environment.get('SHOW', '')}"))
+    stand_in(folder, "srun", srun)
+    checkpoints = folder / "c"
+    checkpoints.mkdir(exist_ok=True)
+    variables = {**JOB, "SNIP_CHECKPOINTS": str(checkpoints), **environment}
+    return run_script(folder, str(script), "train", **variables)
+
+
+SAVE = "echo 40 > c/latest_checkpointed_iteration.txt; exit 0"
+WARN = "kill -USR1 $PPID; "
+"""Slurm's warning to the batch script, from inside the step."""
+
+
+def until_asked(action: str) -> str:
+    return f"{WARN} until [ -e c/.stop ]; do sleep 0.05; done; {action}"
+
+
+@pytest.mark.parametrize(
+    ("srun", "saved", "status", "last_line"),
+    [
+        (until_asked(SAVE), "", 0, "requeued 10042"),
+        (until_asked(SAVE), "40", 0, "done, no iteration was left"),
+        (until_asked(SAVE.replace("exit 0", "exit 9")), "", 9, "status 9"),
+        ("exit 9", "", 9, "status 9"),
+    ],
+)
+def test_near_its_time_limit_a_job_with_iterations_left_saves_and_is_queued_again(
+    tmp_path: Path, srun: str, saved: str, status: int, last_line: str
+) -> None:
+    (tmp_path / "c").mkdir()
+    if saved:
+        (tmp_path / "c" / "latest_checkpointed_iteration.txt").write_text(saved)
+    done = run_job(tmp_path, srun)
+    assert done.returncode == status, done.stderr
+    assert last_line in (done.stderr if status else done.stdout).splitlines()[-1]
+    assert ("the time limit is near" in done.stdout) == (srun != "exit 9")
+    assert ("requeued" in done.stdout) == last_line.startswith("requeued")
+
+
+def test_slurms_copy_of_the_script_finds_the_others(tmp_path: Path) -> None:
+    copy = tmp_path / "slurm_script"
+    copy.write_text((LAUNCH / "slurm.sbatch").read_text())
+    show = f'[ "$2" = hostnames ] || echo "   Command={LAUNCH}/slurm.sbatch train";'
+    done = run_job(tmp_path, 'echo "step: $*"', script=copy, SHOW=show)
+    assert done.returncode == 0, done.stderr
+    assert f"bash {LAUNCH}/torchrun.sh train" in done.stdout

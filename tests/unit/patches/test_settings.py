@@ -1,0 +1,176 @@
+"""From flags in Megatron's parser to a controller; bad input is one line and status 2."""
+
+import argparse
+import re
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_snip.config import SnipConfig
+from megatron_snip.errors import UsageError
+from megatron_snip.patches import arguments, cpu, setup
+from megatron_snip.patches.arguments import exit_on_error, read_cli_args, snip_config
+from megatron_snip.patches.registry import Registry
+from megatron_snip.patches.setup import make_writers, resumed_state
+from megatron_snip.state import ControllerState
+from megatron_snip.topology import Topology
+from tests.unit.planning.build import plan_of
+
+
+@pytest.fixture
+def parser(fake: Any) -> Any:
+    """Megatron's parser with SNIP's flags."""
+    Registry([arguments.arguments]).install({"always"})
+    return fake.arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def test_the_namespace_is_megatrons_unless_flags_are_given(parser: Any) -> None:
+    plain = {"lr": 0.1, "distributed_backend": "nccl"}
+    assert vars(parser.parse_args([])) == plain
+    given = vars(parser.parse_args(["--snip", "--snip-plan-file", "plan.json"]))
+    assert given == {**plain, "snip_enabled": True, "snip_plan_file": "plan.json"}
+
+
+def test_help_works_despite_a_stray_percent_sign_of_megatrons(parser: Any) -> None:
+    text = parser.format_help()
+    assert "50% of what it was" in text and "--snip-efficiency-target" in text
+
+
+def test_a_cpu_run_has_defaults_that_flags_override(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(cpu, "is_installed", lambda: True)
+    parser = request.getfixturevalue("parser")
+    assert vars(parser.parse_args([])) == {"lr": 0.1, "distributed_backend": "gloo"}
+    assert parser.parse_args(["--distributed-backend", "nccl"]).distributed_backend == "nccl"
+
+
+def config_of(*words: str, **megatron: Any) -> SnipConfig:
+    """The settings on a command line; Megatron's --yaml-cfg makes a namespace of its own."""
+    given, enabled = read_cli_args(["--snipe-hunt", "--lr", "1", "--snip", *words])
+    assert enabled
+    return snip_config(argparse.Namespace(**megatron), given)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--snip-efficiency-target 2", "--snip-efficiency-target: .*got '2'"),
+        ("--snip-interval 2 --snip-lag 2", "--snip-lag: got 2, must be smaller"),
+        ("--snip-formats fp8,fpp4", "--snip-formats: unknown format 'fpp4'.*mean 'fp4'"),
+        ("--snip-eval-precision bf1", "--snip-eval-precision: .*did you mean 'bf16'"),
+        ("--snip-config none.yaml", "--snip-config: 'none.yaml': cannot read"),
+        ("--snip-policy snp", "--snip-policy: unknown policy 'snp'.*did you mean 'snip'"),
+        ("--snip-intervall 3", r"unknown flag --snip-intervall \(did you mean '--snip-interval'"),
+        ("--snip-zzzzzzzzzzz=3", "unknown flag --snip-zzzzzzzzzzz; --help lists the flags"),
+        ("--snip-plan", r"unknown flag --snip-plan \(did you mean '--snip-plan-file'\?\)"),
+        ("--no-snip-frezze", "unknown flag --no-snip-frezze"),
+        ("--snip-interval", "argument --snip-interval: expected one argument"),
+    ],
+)
+def test_bad_flags_and_values_end_in_one_line_that_names_the_flag(
+    words: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        exit_on_error(lambda: config_of(*words.split()))
+    assert end.value.code == 2
+    (printed,) = capsys.readouterr().err.splitlines()
+    assert re.match(f"megatron-snip: error: {line}", printed)
+
+
+@pytest.mark.parametrize(
+    ("at_end", "pinned"), [(2, ["0", "2", "3"]), (3, ["0", "1", "2", "3"]), (9, list("0123"))]
+)
+def test_megatrons_bf16_layers_become_pins(at_end: int, pinned: list[str]) -> None:
+    ends = {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": at_end}
+    words = ("--snip-pins", "decoder.layers.1.*=fp8")
+    pins = config_of(*words, first_last_layers_bf16=True, num_layers=4, **ends).pins
+    assert pins == (*(f"decoder.layers.{n}.*=bf16" for n in pinned), "decoder.layers.1.*=fp8")
+
+
+@pytest.fixture
+def attached(fake: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    calls: list[Any] = []
+    monkeypatch.setattr(setup, "attach", lambda *args: calls.append(args))
+    Registry([setup.validation, setup.model_setup]).install({"--snip"})
+    return calls
+
+
+def test_a_controller_is_attached_to_what_megatron_built(fake: Any, attached: list[Any]) -> None:
+    assert fake.arguments.validate_args(fake.args, {}) is fake.args
+    fake.training.setup_model_and_optimizer("gpt")
+    assert attached == []  # without --snip
+    fake.calls.clear()
+    fake.args.snip_enabled = True
+    result = fake.training.setup_model_and_optimizer("gpt", cfg_container="container")
+    assert result == (["model"], "optimizer", "scheduler")
+    assert fake.calls == [("setup", ("gpt",), {"cfg_container": "container"})]
+    ((_, config, _, model, optimizer),) = attached
+    assert config.enabled and model == ["model"] and optimizer == "optimizer"
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ({"snip_interval": "often"}, "--snip-interval: "),
+        ({"use_torch_fsdp2": True}, "--snip cannot run with --use-megatron-fsdp"),
+    ],
+)
+def test_bad_input_ends_once_per_host_before_the_model_is_built(
+    fake: Any,
+    attached: list[Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    setting: dict[str, Any],
+    named: str,
+    rank: str,
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    vars(fake.args).update(snip_enabled=True, **setting)
+    for call in (
+        lambda: fake.arguments.validate_args(args=fake.args),
+        lambda: fake.training.setup_model_and_optimizer("gpt"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            call()
+        assert end.value.code == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == (rank == "0")
+        assert all(line.startswith(f"megatron-snip: error: {named}") for line in lines)
+    assert [name for name, *_ in fake.calls] == ["validate"]  # Megatron validates first
+    assert attached == []
+
+
+STATE = ControllerState(7, plan_of([]), refreshed=6).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("loaded", "iteration", "refreshed", "warning"),
+    [
+        (STATE, 7, 6, ""),
+        (None, 0, None, ""),
+        (None, 7, None, "iteration 7 has no SNIP state"),
+        # Megatron can rewind its data loader (--override-ckpt-iteration).
+        (STATE, 3, None, "a refresh in flight is dropped"),
+    ],
+)
+def test_a_checkpoints_state_is_resumed(
+    loaded: Any, iteration: int, refreshed: int | None, warning: str, caplog: Any
+) -> None:
+    state = resumed_state(loaded, iteration, Topology())
+    assert (state is None) == (loaded is None)
+    if state is not None:
+        assert (state.iteration, state.refreshed) == (iteration, refreshed)
+        assert state.plan == plan_of([])
+    assert warning in caplog.text and bool(warning) == bool(caplog.text)
+
+
+def test_an_output_directory_that_cannot_be_used_is_named_by_its_flag(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("mine")
+    with pytest.raises(UsageError, match="not the marker") as caught:
+        make_writers(SnipConfig(output_dir=tmp_path), Namespace(), Topology())
+    assert caught.value.field == "output_dir"
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
