@@ -1,11 +1,13 @@
 """Output directories: one writer at a time, and nothing is removed that SNIP did not write.
 
     DIR/.megatron-snip          marker: SNIP writes its files in this directory
-    DIR/.megatron-snip.lock     locked by the process that writes now; its text says who that is
+    DIR/.megatron-snip.lock     locked by the process that writes now; its text names that process
 
 A file counts as written by SNIP if its directory has the marker and its path matches `OWN_FILES`.
-The lock is the kernel's (`flock`), which releases it when its process ends, also over NFS. Child
-processes do not keep it. The file of a killed process stays, and means nothing.
+The lock is the kernel's (`flock`), which releases it when its process ends. Child processes do not
+keep it. Some network file systems lock on each host alone, or not at all. Therefore the holder also
+changes the file's time every `BEAT_S`. Where the file names another host and the time does not
+change for `WATCH_S`, its process is gone.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ import os
 import re
 import socket
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
 from megatron_snip.errors import UsageError
-from megatron_snip.log import warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ OWN_FILES = re.compile(
 )
 """Paths below a marked directory that SNIP writes."""
 
+BEAT_S, WATCH_S = 10.0, 35.0
 _MAX_HOLDER_BYTES = 400
 _held: set[int] = set()
 """Descriptors of the locks of this process; forks close theirs."""
@@ -133,7 +136,7 @@ def clear_run(directory: Path, archive: bool) -> Path | None:
 def lock_directory(directory: Path) -> Callable[[], None]:
     """Lock a directory, which is made if need be.
 
-    On a file system that cannot lock files there is a warning, and no lock.
+    If another host may hold it and the kernel cannot tell, the holder is watched for `WATCH_S`.
 
     Returns:
         A function that releases the lock; it may be called more than once.
@@ -150,11 +153,17 @@ def lock_directory(directory: Path) -> Callable[[], None]:
             descriptor = _open(path)
             _held.add(descriptor)
             cleanup.callback(_close, descriptor)
-            _lock(descriptor, path)
+            is_locked, holder = _lock(descriptor), _holder(descriptor)
+            if is_locked is None or (_may_be_held(holder, is_locked) and _is_beating(path, holder)):
+                raise UsageError(
+                    f"'{directory}' is in use by {holder or 'another job'}; wait for it, or name "
+                    f"another directory (if that host has crashed, delete '{path}')"
+                )
             if _is_at(path, descriptor):  # else the holder before removed it meanwhile
                 cleanup.callback(_remove, path, descriptor)
                 os.ftruncate(descriptor, 0)
                 os.write(descriptor, _this_process().encode())
+                cleanup.callback(_start_beating(descriptor))
                 return cleanup.pop_all().close
 
 
@@ -175,22 +184,60 @@ def _open(path: Path) -> int:
     raise UsageError(no_file)
 
 
-def _lock(descriptor: int, path: Path) -> None:
+def _lock(descriptor: int) -> bool | None:
+    """Return whether the kernel gave the lock: None if it is held, False if it has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise UsageError(
-                f"'{path.parent}' is in use by {_holder(descriptor)}; wait for it, or name "
-                f"another directory (if that host has crashed, delete '{path}')"
-            ) from None
+            return None
         if error.errno not in _CANNOT_LOCK:
             raise
-        warn_once(
-            logger,
-            f"snip: '{path.parent}': this file system cannot lock files ({error.strerror}); "
-            "nothing prevents a second job from writing there",
-        )
+        return False
+    return True
+
+
+def _may_be_held(holder: str, is_locked: bool) -> bool:
+    """Whether the process that a lock file names may live although the kernel does not hold it."""
+    here = f" on host {socket.gethostname()},"
+    return bool(holder) and not (is_locked and here in holder)
+
+
+def _is_beating(path: Path, holder: str) -> bool:
+    """Return whether the file's time changes; its clock may differ from this host's."""
+    logger.warning("snip: waiting %g s: '%s' may be in use by %s", WATCH_S, path.parent, holder)
+    first, end = _changed_at(path), time.monotonic() + WATCH_S
+    while time.monotonic() < end:
+        now = _changed_at(path)
+        if now != first:
+            return now is not None  # else the holder has removed it
+        time.sleep(min(1.0, WATCH_S / 10))
+    return False
+
+
+def _changed_at(path: Path) -> int | None:
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        return os.fstat(file.fileno()).st_mtime_ns  # NFS asks the server when a file is opened
+    return None
+
+
+def _start_beating(descriptor: int) -> Callable[[], None]:
+    """Change the file's time every `BEAT_S` in a thread; return what ends it."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(BEAT_S):
+            with contextlib.suppress(OSError):
+                os.utime(descriptor)
+
+    thread = threading.Thread(target=beat, name="snip-lock", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        ended.set()
+        thread.join()
+
+    return end
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
@@ -243,4 +290,4 @@ def _this_process() -> str:
 def _holder(descriptor: int) -> str:
     text = os.pread(descriptor, _MAX_HOLDER_BYTES, 0).decode(errors="replace")
     known = re.fullmatch(r"process \d+ on host [ -~]+, since [\d:T+-]+", text)
-    return text if known else "another job"  # it has not written it yet
+    return text if known else ""  # it has not written it yet

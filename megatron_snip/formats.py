@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron_snip.errors import UsageError, did_you_mean
+from megatron_snip.errors import UsageError, did_you_mean, shortened
 
 Block = tuple[int, int]
 """(rows, cols) of a tile in the tensor's own two dims."""
@@ -113,7 +113,8 @@ def get_format(name: str) -> Format:
         raise UsageError(f"format '{name}' was removed; use '{REMOVED[name]}' instead")
     if name not in FORMATS:
         near = did_you_mean(name, FORMATS)
-        raise UsageError(f"unknown format {name!r}; known: {', '.join(FORMATS)}{near}")
+        text = f"unknown format {shortened(repr(name), 80)}; known: {', '.join(FORMATS)}{near}"
+        raise UsageError(text)
     return FORMATS[name]
 
 

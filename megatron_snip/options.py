@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import ConfigDict
 
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import UsageError, shortened
 from megatron_snip.formats import get_format, lowest_precision
 from megatron_snip.types import Gemm
 
@@ -79,7 +79,7 @@ class Option:
         if len(parts) == 3:
             return cls(*parts)
         raise UsageError(
-            f"'{text}' is not an option; write one format (fp4) or three as "
+            f"'{shortened(text, 80)}' is not an option; write one format (fp4) or three as "
             "fprop-dgrad-wgrad (fp4-fp8-bf16)"
         )
 

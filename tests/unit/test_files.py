@@ -28,7 +28,6 @@ from megatron_snip.directory import (
 )
 from megatron_snip.errors import UsageError
 from megatron_snip.files import parse_json, read_json, write_atomic
-from megatron_snip.log import forget_warnings
 
 
 @pytest.mark.parametrize(
@@ -151,7 +150,9 @@ def test_an_earlier_attempt_is_moved_aside(tmp_path: Path) -> None:
 HOLD = """
 import os, sys, time
 from pathlib import Path
+from megatron_snip import directory
 from megatron_snip.directory import lock_directory
+directory.BEAT_S = 0.05
 release = lock_directory(Path(sys.argv[1]))
 holder = os.getpid()
 if "fork" in sys.argv and os.fork() == 0:
@@ -269,15 +270,32 @@ def test_a_lock_that_is_a_link_or_a_pipe_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
-def test_without_locks_of_the_file_system_a_job_goes_on_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("kernel", [Mock(), Mock(side_effect=OSError(errno.ENOLCK, "No locks"))])
+def test_where_the_kernel_locks_on_one_host_only_a_living_job_on_another_is_seen(
+    tmp_path: Path,
+    kernel: Mock,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    forget_warnings()
-    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks")))
-    for _ in range(2):
-        lock_directory(tmp_path)()
-    assert caplog.text.count("nothing prevents a second job from writing there") == 1
-    assert f"'{tmp_path}'" in caplog.text
+    monkeypatch.setattr(fcntl, "flock", kernel)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node2")
+    monkeypatch.setattr("megatron_snip.directory.WATCH_S", 60.0)
+    with holding(tmp_path) as process:
+        assert said(process) == "held"
+        assert f"in use by process {process.pid} on host " in refusal(tmp_path)
+        print(file=process.stdin, flush=True)
+        assert said(process) == "released"
+        assert refusal(tmp_path) == ""
+        assert caplog.text.count("waiting 60 s") == 1
+    with holding(tmp_path) as process:
+        assert said(process) == "held"
+        process.kill()
+        process.wait()
+        monkeypatch.setattr("megatron_snip.directory.WATCH_S", 0.5)
+        assert refusal(tmp_path) == ""  # it has ended
+
+
+def test_a_failed_lock_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.EIO, "I/O error")))
     with pytest.raises(OSError, match="I/O error"):
         lock_directory(tmp_path)
