@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import math
 import os
@@ -262,6 +263,8 @@ def _main(folder: Path) -> int:
         kind, text = "error", str(error)
     except Exception:
         kind, text = "crash", traceback.format_exc()
+        if os.strerror(errno.EMFILE) in text:  # torch raises it as a RuntimeError, too
+            kind, text = "error", "this rank may not open more files; raise the limit (ulimit -n)"
     (folder / f"failure-{rank}").write_text(json.dumps([time.time(), kind, text]))
     return 1
 
