@@ -171,7 +171,7 @@ class GuardFields(Section):
     iteration to iteration. A rise below 20 % of the loss is never a jump."""
 
 
-class OutputFields(Section):
+class ReportFields(Section):
     """Output."""
 
     alert: tuple[str, ...] = ()
@@ -186,7 +186,7 @@ class OutputFields(Section):
     """A run, usually in BF16, or its metrics.jsonl: the report shows the gap of the loss to it."""
 
 
-class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, OutputFields):
+class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportFields):
     """All settings of SNIP; see the groups for the fields.
 
     Raises:

@@ -27,7 +27,7 @@ from megatron_snip.cli.common import (
 )
 from megatron_snip.errors import UsageError
 from megatron_snip.formats import FORMATS, get_format
-from megatron_snip.linears.calibrate import Shape, measure, this_setup
+from megatron_snip.linears.calibrate import TimedShape, measure, this_setup
 from megatron_snip.linears.te.machine import Machine, te_refusal, te_support, this_machine
 from megatron_snip.linears.te.recipe import RECIPES
 from megatron_snip.options import Option
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         formats = _runnable(formats, machine, (tokens, *itertools.chain(*shapes.values())))
     linears = []
     for names, (rows, columns) in shapes.items():
-        shape = Shape(rows, columns, tokens, "", ",".join(formats))
+        shape = TimedShape(rows, columns, tokens, "", ",".join(formats))
         try:
             with on_cpu:  # training on the CPU computes products of BF16 in FP32
                 found = measure(shape, machine, device, args.seconds)

@@ -60,7 +60,7 @@ AUTO_BUDGET_S = 0.05
 """Seconds that `auto` spends on each time that it reports."""
 
 
-class Shape(NamedTuple):
+class TimedShape(NamedTuple):
     """A linear's size, norm and options: what is measured once for all linears that share them.
 
     Attributes:
@@ -134,7 +134,7 @@ def timed_options(
     return replace(available, refusals=refusals, calibration=table)
 
 
-def _shapes(model: PlannedModel, options: Sequence[Option]) -> dict[str, Shape]:
+def _shapes(model: PlannedModel, options: Sequence[Option]) -> dict[str, TimedShape]:
     """All ranks: return the shapes to measure, by glob of linears' names."""
     config, tokens = model.config, model.runtime.microbatch_tokens
     if tokens is None:
@@ -151,15 +151,17 @@ def _shapes(model: PlannedModel, options: Sequence[Option]) -> dict[str, Shape]:
             seen = -(-seen // config.num_moe_experts // 128) * 128
         runs = [str(option) for option in wanted if linear.refusal(option) is None]
         own.append([linear.name, *linear.weights[0].shape, seen, norm, ",".join(runs)])
-    globs: dict[str, Shape] = {}
+    globs: dict[str, TimedShape] = {}
     for rank in gather_json(own, model.runtime.topology.control):
         for name, *values in rank:
-            shape, glob = Shape(*values), f"*.layers.*.{split_linear_name(name)[2]}"
+            shape, glob = TimedShape(*values), f"*.layers.*.{split_linear_name(name)[2]}"
             globs[glob if globs.setdefault(glob, shape) == shape else name] = shape
     return dict(sorted(globs.items(), key=lambda pair: -len(pair[0])))  # a name before its glob
 
 
-def _cached(cache: Path | None, shapes: Mapping[str, Shape], machine: Machine) -> CalibrationTable:
+def _cached(
+    cache: Path | None, shapes: Mapping[str, TimedShape], machine: Machine
+) -> CalibrationTable:
     """Return the cached table if it is of these shapes, device and versions; else measure."""
     digest = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
     device = torch.device("cuda")
@@ -190,7 +192,7 @@ def this_setup(device: torch.device, **versions: str) -> dict[str, Any]:
 
 
 def measure(
-    shape: Shape, machine: Machine | None, device: torch.device, budget_s: float
+    shape: TimedShape, machine: Machine | None, device: torch.device, budget_s: float
 ) -> CalibratedLinear:
     """Time a linear under every option of a shape; see the file's description.
 
@@ -239,7 +241,7 @@ def measure(
     )
 
 
-def te_linear(machine: Machine, shape: Shape, option: Option, x: Tensor) -> TimedLinear:
+def te_linear(machine: Machine, shape: TimedShape, option: Option, x: Tensor) -> TimedLinear:
     """Return a linear of Transformer Engine, with its norm if it has one."""
     te: Any = importlib.import_module("transformer_engine.pytorch")
     extension: Any = importlib.import_module(EXTENSION)
@@ -256,7 +258,7 @@ def te_linear(machine: Machine, shape: Shape, option: Option, x: Tensor) -> Time
     return forward, linear.weight
 
 
-def simulated_linear(shape: Shape, option: Option, x: Tensor) -> TimedLinear:
+def simulated_linear(shape: TimedShape, option: Option, x: Tensor) -> TimedLinear:
     """Return a linear with simulated GEMMs."""
     weight = torch.randn(shape.out_features, shape.in_features).to(x).requires_grad_()
     stream = StochasticStream(StreamKey(seed=0, linear="", iteration=0, microbatch=0))

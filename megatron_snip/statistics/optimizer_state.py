@@ -257,9 +257,9 @@ def gather_sensitivities(
         RemoteFailure: on every rank, if one cannot read its moments.
     """
 
-    def own_sums() -> dict[Placement, _ShardSums]:
+    def own_sums() -> dict[Placement, ShardSums]:
         shards = optimizer_shards(optimizer)
-        return {place: _ShardSums.of(w, shards.get(w)) for place, w in weights.items()}
+        return {place: ShardSums.of(w, shards.get(w)) for place, w in weights.items()}
 
     sums = attempt("reading the optimizer's state", own_sums, topology.control)
     sharded = is_sharded(optimizer)
@@ -324,7 +324,7 @@ def gradient_of(weight: torch.nn.Parameter) -> Tensor | None:
     return weight.grad if main_grad is None else main_grad
 
 
-class _ShardSums(NamedTuple):
+class ShardSums(NamedTuple):
     """Sums of 1 / D^2 over the elements whose moments are here, FP64.
 
     Attributes:
@@ -338,7 +338,8 @@ class _ShardSums(NamedTuple):
     scalars: Tensor
 
     @classmethod
-    def of(cls, weight: torch.nn.Parameter, shard: Shard | None) -> _ShardSums:
+    def of(cls, weight: torch.nn.Parameter, shard: Shard | None) -> ShardSums:
+        """Return the sums of a weight's shard on this rank; zeros without one."""
         num_rows, num_cols = weight.shape
         new = weight.data.new_zeros
         rows, cols = (new(n, dtype=torch.float64) for n in (num_rows, num_cols))

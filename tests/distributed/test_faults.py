@@ -29,7 +29,7 @@ from megatron_snip.reporting import run_directory
 from megatron_snip.reporting.events import Reporter
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.statistics import observer, reduce
-from megatron_snip.statistics.optimizer_state import _ShardSums
+from megatron_snip.statistics.optimizer_state import ShardSums
 from megatron_snip.trainer.loop import stop_requests
 from tests.distributed.layouts import EP2, OVERLAP, PP2, SHARDED, TP2, names, results_on
 from tests.distributed.small_model import NARROW, Trainer, layout
@@ -81,7 +81,7 @@ def not_a_number(call: Callable[[], Any]) -> Any:
     return result._make(t * math.nan if torch.is_tensor(t) else t for t in result)
 
 
-MOMENTS = (_ShardSums, "of")
+MOMENTS = (ShardSums, "of")
 FORWARD = (observer, "rows_of")
 BACKWARD = (observer, "partial_sums")
 REDUCE = (reduce, "_fill")

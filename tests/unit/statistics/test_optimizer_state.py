@@ -10,7 +10,7 @@ import torch
 
 from megatron_snip.statistics.optimizer_state import (
     Shard,
-    _ShardSums,
+    ShardSums,
     gather_sensitivities,
     optimizer_shards,
 )
@@ -162,9 +162,9 @@ def weight_and_shard(separable: bool) -> tuple[torch.nn.Parameter, Shard]:
 
 def gathered(monkeypatch: pytest.MonkeyPatch, weight: torch.nn.Parameter, *shards: Shard) -> Any:
     """Add the sums of several ranks' shards, as a distributed optimizer's data ranks do."""
-    parts = [_ShardSums.of(weight, each) for each in shards]
-    total = _ShardSums(*(sum(tensors) for tensors in zip(*parts, strict=True)))
-    monkeypatch.setattr(_ShardSums, "of", lambda *_: total)
+    parts = [ShardSums.of(weight, each) for each in shards]
+    total = ShardSums(*(sum(tensors) for tensors in zip(*parts, strict=True)))
+    monkeypatch.setattr(ShardSums, "of", lambda *_: total)
     place = Placement("fc1", 0, "column", COLS, ROWS)
     return gather_sensitivities({place: weight}, torch.optim.SGD([weight]), Topology()).get(place)
 
