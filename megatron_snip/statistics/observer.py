@@ -295,7 +295,7 @@ class StepObserver:
             return None
 
         def find() -> Tensor:
-            assert sample.input_amax is not None, "kept in the forward"
+            assert sample.input_amax is not None, "stored in the forward"
             return torch.stack([sample.input_amax, amax_of(call.weight), amax_of(grad)])
 
         found = self._try(call.placement, find)

@@ -102,7 +102,7 @@ def sampled_features(stream: StochasticStream, cols: int, first: int | None) -> 
     """Return the output features of this shard that wgrad is measured on.
 
     Args:
-        stream: of grad_output; it says which of the linear's output features the shard holds.
+        stream: of grad_output; it knows which output features of the linear the shard holds.
         cols: how many it holds.
         first: `Sample.first_feature`.
     """

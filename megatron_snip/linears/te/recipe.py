@@ -32,7 +32,7 @@ class GemmRecipe:
     """One precision that Transformer Engine can run a GEMM in.
 
     Attributes:
-        text: tiles and scales, in words.
+        text: tiles and scales, as messages and tables show them.
         formats: formats of a plan that it stands for; the last one names what really runs.
         quantization: how it quantizes; the statistics quantize in the same way.
         factory: Transformer Engine's quantizer factory.
