@@ -52,8 +52,8 @@ $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "megatron-snip needs Python 3.11 or later; got $$($(PYTHON) --version). Set PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	@$(INSTALL_LOCKED) $(TORCH_CPU) --extra-index-url $(TORCH_INDEX) --retries 1 2>/dev/null || \
-	  echo "found no torch for the CPU alone; taking PyPI's"
+	@$(INSTALL_LOCKED) $(TORCH_CPU) --extra-index-url $(TORCH_INDEX) --retries 1 || \
+	  echo "could not install torch for the CPU alone; taking PyPI's"
 	$(INSTALL_LOCKED) $(LOCK)
 	@if $(WANTS_CUDA); then $(INSTALL_LOCKED) $(TORCH_CUDA); fi
 	$(PIP) install -q --no-deps --no-build-isolation -e .

@@ -6,8 +6,9 @@
 A file counts as written by SNIP if its directory has the marker and its path matches `OWN_FILES`.
 The lock is the kernel's (`flock`), which releases it when its process ends. Child processes do not
 keep it. Some network file systems lock on each host alone, or not at all. Therefore the holder also
-changes the file's time every `BEAT_S`. Where the file names another host and the time does not
-change for `WATCH_S`, its process is gone.
+changes the file's mtime every `HEARTBEAT_S`. Where the kernel cannot tell (the file names another
+host, or the file system has no locks), the lock is taken only after the mtime has not changed for
+`HEARTBEAT_TIMEOUT_S`. Two jobs that start in the same moment are then not detected.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ OWN_FILES = re.compile(
 )
 """Paths below a marked directory that SNIP writes."""
 
-BEAT_S, WATCH_S = 10.0, 35.0
+HEARTBEAT_S, HEARTBEAT_TIMEOUT_S = 10.0, 35.0
 _MAX_HOLDER_BYTES = 400
 _held: set[int] = set()
 """Descriptors of the locks of this process; forks close theirs."""
@@ -55,7 +56,7 @@ _CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 def own_files(directory: Path) -> Iterator[Path]:
     """Yield the files below `directory` whose paths match `OWN_FILES`; links are not followed.
 
-    SNIP wrote them if the directory has the marker, which is not looked for here.
+    SNIP wrote them if the directory has the marker; the caller checks that.
     """
     for name, entry in _entries_below(directory):
         if OWN_FILES.fullmatch(name) and entry.is_file(follow_symlinks=False):
@@ -74,7 +75,7 @@ def check_new_run(directory: Path, overwrite: bool) -> None:
             with SNIP's names that SNIP did not write: without the marker, or links and pipes.
     """
     for name, entry in _entries_below(directory):
-        is_own = OWN_FILES.fullmatch(name) or name in (*OWN_FOLDERS, "tensorboard")
+        is_own = OWN_FILES.fullmatch(name) or name in (*OWN_FOLDERS, "report", "tensorboard")
         plain = entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)
         if is_own and not plain:
             raise UsageError(
@@ -136,7 +137,7 @@ def clear_run(directory: Path, archive: bool) -> Path | None:
 def lock_directory(directory: Path) -> Callable[[], None]:
     """Lock a directory, which is made if need be.
 
-    If another host may hold it and the kernel cannot tell, the holder is watched for `WATCH_S`.
+    If the kernel cannot tell whether it is held, this waits up to `HEARTBEAT_TIMEOUT_S`.
 
     Returns:
         A function that releases the lock; it may be called more than once.
@@ -159,7 +160,7 @@ def lock_directory(directory: Path) -> Callable[[], None]:
                     f"'{directory}' is in use by {holder or 'another job'}; wait for it, or name "
                     f"another directory (if that host has crashed, delete '{path}')"
                 )
-            if _is_at(path, descriptor):  # else the holder before removed it meanwhile
+            if _is_at(path, descriptor):  # else it was removed after we opened it: try again
                 cleanup.callback(_remove, path, descriptor)
                 os.ftruncate(descriptor, 0)
                 os.write(descriptor, _this_process().encode())
@@ -204,14 +205,16 @@ def _may_be_held(holder: str, is_locked: bool) -> bool:
 
 
 def _is_beating(path: Path, holder: str) -> bool:
-    """Return whether the file's time changes; its clock may differ from this host's."""
-    logger.warning("snip: waiting %g s: '%s' may be in use by %s", WATCH_S, path.parent, holder)
-    first, end = _changed_at(path), time.monotonic() + WATCH_S
+    """Return whether the file's mtime changes; the server's clock may differ from this host's."""
+    logger.warning(
+        "snip: waiting %g s: '%s' may be in use by %s", HEARTBEAT_TIMEOUT_S, path.parent, holder
+    )
+    first, end = _changed_at(path), time.monotonic() + HEARTBEAT_TIMEOUT_S
     while time.monotonic() < end:
         now = _changed_at(path)
         if now != first:
             return now is not None  # else the holder has removed it
-        time.sleep(min(1.0, WATCH_S / 10))
+        time.sleep(min(1.0, HEARTBEAT_TIMEOUT_S / 10))
     return False
 
 
@@ -222,11 +225,11 @@ def _changed_at(path: Path) -> int | None:
 
 
 def _start_beating(descriptor: int) -> Callable[[], None]:
-    """Change the file's time every `BEAT_S` in a thread; return what ends it."""
+    """Change the file's mtime every `HEARTBEAT_S` in a thread; return what ends it."""
     ended = threading.Event()
 
     def beat() -> None:
-        while not ended.wait(BEAT_S):
+        while not ended.wait(HEARTBEAT_S):
             with contextlib.suppress(OSError):
                 os.utime(descriptor)
 
@@ -290,4 +293,4 @@ def _this_process() -> str:
 def _holder(descriptor: int) -> str:
     text = os.pread(descriptor, _MAX_HOLDER_BYTES, 0).decode(errors="replace")
     known = re.fullmatch(r"process \d+ on host [ -~]+, since [\d:T+-]+", text)
-    return text if known else ""  # it has not written it yet
+    return text if known else ""  # empty, half written, or not SNIP's

@@ -36,7 +36,7 @@ from megatron_snip.state import ControllerState, Pending
 from megatron_snip.types import glob_matches
 
 SOLVER_GRACE_S = 10.0
-"""Seconds past the solver's own time limit after which training continues without it."""
+"""Training waits for a plan that is due at most the solver's time limit plus this."""
 
 
 class RunPlans:
@@ -178,7 +178,7 @@ class PendingSolve:
         """Return rank 0's plan and the seconds that training waited for it.
 
         Raises:
-            SnipError: the same on every rank, if there is no plan.
+            PlanningError: the same on every rank, if there is no plan.
         """
         assert self.pending is not None
         pending, self.pending = self.pending, None
@@ -191,7 +191,7 @@ class PendingSolve:
         return plan, time.perf_counter() - begin
 
     def drop(self) -> None:
-        """Forget the problem: it was measured under a plan that was reverted."""
+        """Forget the problem, which was measured under a reverted plan; end a running solve."""
         self.pending = None
         if self._solver is not None:
             with contextlib.suppress(Exception):

@@ -4,9 +4,8 @@ Megatron's `train_step` gets its schedule as an argument and may call it several
 iteration (its rerun state machine repeats an iteration whose result it doubts). SNIP puts the
 controller's `forward_backward` in the schedule's place.
 
-Every rank knows the gradient norm, the learning rate and the time. Only the last rank knows losses,
-and reading one waits for the device. So losses are broadcast only at Megatron's log interval and
-after evaluations.
+Only ranks of the last pipeline stage have losses, and reading one waits for the device. So the last
+rank broadcasts them, at Megatron's log interval and after evaluations.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ class StepMetrics:
 
         Returns:
             grad_norm, lr, tokens_per_s, step_s; loss with `log_losses`; validation_loss after an
-            evaluation. A loss that no rank knows is NaN.
+            evaluation. A loss that the last rank does not have is NaN.
         """
         names = [name for name in self._losses if log_losses or name != "loss"]
         values: dict[str, Any] = dict(zip(names, self._from_last_rank(names), strict=True))
@@ -135,7 +134,7 @@ class StepMetrics:
         return values
 
     def _from_last_rank(self, names: Sequence[str]) -> list[float]:
-        """All ranks: return the last rank's losses; NaN for one that it does not know."""
+        """All ranks: return the last rank's losses; NaN for one that it does not have."""
         known = [self._losses[name] for name in names]
         numbers = torch.tensor(
             [math.nan if v is None else float(v) for v in known], dtype=torch.float64

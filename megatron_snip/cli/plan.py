@@ -114,6 +114,8 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(plan.to_json())
     else:
         _print(plan, problem, settings, previous)
+        if args.output is not None:
+            print(f"wrote {args.output}")
     return 0
 
 

@@ -1,8 +1,8 @@
 """The sums of all ranks become one table of statistics and health, the same on every rank.
 
 The sums are FP64, [1 + linears, columns]; the first row counts the ranks that failed to measure.
-If G is what a linear sees, the gradient of the batch-mean loss is `grad_scale` G. Megatron divides
-the loss by the number of microbatches itself, but not by data ranks and loss scale.
+`grad_scale` turns the G of a backward into that of the batch-mean loss. Megatron has divided by the
+number of microbatches; data ranks and the loss scale remain.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class RankSums:
     """What one rank has measured in an iteration.
 
     Attributes:
-        rows: by linear name; FP64: the columns, zeros for NORMS, then what health.py adds up.
+        rows: by linear name; FP64: `table_columns`, then NORMS zeros (`reduce_sums` adds the
+            norms), then health.py's sums.
         amax: the largest magnitudes of X, W and G by linear name; FP32 [3].
         experts: rows of experts, by linear name and expert; FP64, see EXPERT_COLUMNS.
         failure: the first error met, or None.
@@ -79,7 +80,7 @@ def reduce_sums(
         grad_scale: factor from G as the linears see it to the gradient of the batch-mean loss.
         loss: of the iteration, the same on all ranks.
         norms: returns this rank's `optimizer_state.weight_norms`; its errors count as failures.
-        control: a CPU group of all ranks, or None where there is one.
+        control: a CPU group of all ranks, or None if there is one rank.
 
     Raises:
         RemoteFailure: on every rank, if measuring failed on any.
@@ -110,7 +111,7 @@ def reduce_sums(
     _fill(by_expert, own.experts, every)
     sum_over(by_expert, control if every else None)
     found = [dict(zip(columns, row, strict=True)) for row in table[1:, : len(columns)].tolist()]
-    # An expert sees only the tokens that are sent to it, `num_active` experts each token.
+    # Each token goes to `num_active` experts: their token counts are so many times the batch's.
     pairs = list(zip(linears, found, strict=True))
     batch_tokens = max((row["tokens"] / info.num_active for info, row in pairs), default=0.0)
     decoded = (_linear(info, row, formats, grad_scale, batch_tokens) for info, row in pairs)

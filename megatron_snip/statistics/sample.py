@@ -21,7 +21,8 @@ TOKENS_PER_SAMPLE, LEAST_TOKENS, MOST_TOKENS = 16, 64, 512
 """1/16 of a microbatch's tokens is measured, at least 64 and at most 512."""
 
 FEATURE_STRIDE, FEATURE_MULTIPLE = 4, 256
-"""wgrad is measured on every fourth output feature of linears that have a multiple of 256. Then
+"""wgrad is measured on every fourth output feature of linears that have (each chunk of a
+gated fc1: that has) a multiple of 256. Then
 the shards of up to 64 ranks begin at a multiple of four."""
 
 
@@ -72,7 +73,8 @@ class Sample:
 def draw_sample(s: MeasureSettings, num_tokens: int, microbatch: int) -> Sample:
     """Return the sample of a microbatch, without X; its rows are of all ranks' tokens together.
 
-    A microbatch of one tile is measured completely: `rows` then has every token twice.
+    A microbatch whose tokens the rounded-up sample covers is measured completely: `rows` then has
+    every token twice.
 
     Args:
         s: what is observed; its seed and iteration decide which tokens are drawn.

@@ -37,7 +37,7 @@ LAYOUTS = [(name, layout) for name, (*_, layouts) in MODELS.items() for layout i
 def test_every_file_is_looked_at() -> None:
     yaml = {*(path.name for path in RUNS), *(f"snip/{name}.yaml" for name in INTENTS)}
     layouts = {layout for _, layout in LAYOUTS}
-    arguments = {f"models/{name}.args" for name in MODELS}
+    arguments = {f"models/{name}.args" for name in (*MODELS, "tiny")}
     arguments |= {f"parallel/{name}.args" for name in layouts}
     assert {str(path.relative_to(FOLDER)) for path in FILES} == yaml | arguments
 

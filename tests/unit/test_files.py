@@ -152,7 +152,7 @@ import os, sys, time
 from pathlib import Path
 from megatron_snip import directory
 from megatron_snip.directory import lock_directory
-directory.BEAT_S = 0.05
+directory.HEARTBEAT_S = 0.05
 release = lock_directory(Path(sys.argv[1]))
 holder = os.getpid()
 if "fork" in sys.argv and os.fork() == 0:
@@ -279,7 +279,7 @@ def test_where_the_kernel_locks_on_one_host_only_a_living_job_on_another_is_seen
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", kernel)
     monkeypatch.setattr(socket, "gethostname", lambda: "node2")
-    monkeypatch.setattr("megatron_snip.directory.WATCH_S", 60.0)
+    monkeypatch.setattr("megatron_snip.directory.HEARTBEAT_TIMEOUT_S", 60.0)
     with holding(tmp_path) as process:
         assert said(process) == "held"
         assert f"in use by process {process.pid} on host " in refusal(tmp_path)
@@ -291,7 +291,7 @@ def test_where_the_kernel_locks_on_one_host_only_a_living_job_on_another_is_seen
         assert said(process) == "held"
         process.kill()
         process.wait()
-        monkeypatch.setattr("megatron_snip.directory.WATCH_S", 0.5)
+        monkeypatch.setattr("megatron_snip.directory.HEARTBEAT_TIMEOUT_S", 0.5)
         assert refusal(tmp_path) == ""  # it has ended
 
 

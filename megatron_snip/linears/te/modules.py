@@ -9,16 +9,16 @@
 They are recognized by Megatron's classes, without importing Transformer Engine: a model that has
 such a linear has imported them.
 
-The last kind (`parallel_mode="duplicated"`) is replicated: latent attention's down projections and
-the projections around latent experts. Under sequence parallelism each rank multiplies its own part
-of the tokens, and Megatron adds the weight's gradients; else every rank does the same work.
+The last kind (`parallel_mode="duplicated"`) is replicated. Only those in `TOKENS_KNOWN` are
+planned: latent attention's down projections and the projections around latent experts. Under
+sequence parallelism each rank multiplies its own part of the tokens, and Megatron adds the weight's
+gradients; else every rank does the same work.
 
     Y_r = X_r W^T,  dW = sum_r G_r^T X_r        X = [X_0; X_1; ...], rows in the ranks' order
 
 An observer gathers the sampled tokens of X and G from all ranks, so that every rank measures the
-same, and rank 0 reports it (`topology.Axis`). (Without sequence parallelism Megatron leaves
-the positional columns of latent attention's G unreduced over these ranks: rank 0's stand for them,
-as for its own gradient.)
+same, and rank 0 reports it (`topology.Axis`). Without sequence parallelism Megatron does not reduce
+the positional columns of latent attention's G over these ranks; rank 0's are used.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _KINDS: dict[str, LinearKind | None] = {
     "TELinear": "column",
     "TEGroupedLinear": None,
 }
-"""Children come before the classes that they inherit from."""
+"""Children come before the classes that they inherit from; TEGroupedLinear itself is not built."""
 
 _OVERLAPS = (
     *("ub_overlap_ag_fprop", "ub_overlap_ag_dgrad", "ub_overlap_rs_fprop", "ub_overlap_rs_dgrad"),
@@ -62,7 +62,7 @@ sequence parallelism. Others may gather their input first (a sparse attention's 
 
 
 def te_kind(module: torch.nn.Module) -> LinearKind | None:
-    """Return how a Transformer Engine linear is sharded, or None if `module` is not one.
+    """Return how a Transformer Engine linear is sharded; None for what SNIP does not plan.
 
     A plain TELinear is not sharded: it counts as a column linear with one shard.
     """
