@@ -8,7 +8,8 @@ The lock is the kernel's (`flock`), which releases it when its process ends. Chi
 keep it. Some network file systems lock on each host alone, or not at all. Therefore the holder also
 changes the file's mtime every `HEARTBEAT_S`. Where the kernel cannot tell (the file names another
 host, or the file system has no locks), the lock is taken only after the mtime has not changed for
-`HEARTBEAT_TIMEOUT_S`. Two jobs that start in the same moment are then not detected.
+`HEARTBEAT_TIMEOUT_S`. Two jobs that start in a new directory in the same moment, on hosts whose
+locks do not know of each other, are not detected.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ OWN_FILES = re.compile(
 )
 """Paths below a marked directory that SNIP writes."""
 
-HEARTBEAT_S, HEARTBEAT_TIMEOUT_S = 10.0, 35.0
+HEARTBEAT_S, HEARTBEAT_TIMEOUT_S, SETTLE_S = 10.0, 35.0, 3.0
 _MAX_HOLDER_BYTES = 400
 _held: set[int] = set()
 """Descriptors of the locks of this process; forks close theirs."""
@@ -155,16 +156,19 @@ def lock_directory(directory: Path) -> Callable[[], None]:
             _held.add(descriptor)
             cleanup.callback(_close, descriptor)
             is_locked, holder = _lock(descriptor), _holder(descriptor)
-            if is_locked is None or (_may_be_held(holder, is_locked) and _is_beating(path, holder)):
-                raise UsageError(
-                    f"'{directory}' is in use by {holder or 'another job'}; wait for it, or name "
-                    f"another directory (if that host has crashed, delete '{path}')"
-                )
+            is_unsure = is_locked is not None and _may_be_held(holder, is_locked)
+            if is_locked is None or (is_unsure and _is_beating(path, holder)):
+                raise _in_use(path, holder)
             if _is_at(path, descriptor):  # else it was removed after we opened it: try again
-                cleanup.callback(_remove, path, descriptor)
-                os.ftruncate(descriptor, 0)
-                os.write(descriptor, _this_process().encode())
-                cleanup.callback(_start_beating(descriptor))
+                own = _this_process()
+                os.ftruncate(descriptor, os.pwrite(descriptor, own.encode(), 0))
+                os.fsync(descriptor)  # other hosts read it
+                if is_unsure:
+                    time.sleep(SETTLE_S)  # another job may have watched the same holder
+                    if (holder := _holder(descriptor)) != own:
+                        raise _in_use(path, holder)
+                cleanup.callback(_remove, path, descriptor, own)
+                cleanup.callback(_start_beating(descriptor, own))
                 return cleanup.pop_all().close
 
 
@@ -200,7 +204,7 @@ def _lock(descriptor: int) -> bool | None:
 
 def _may_be_held(holder: str, is_locked: bool) -> bool:
     """Whether the process that a lock file names may live although the kernel does not hold it."""
-    here = f" on host {socket.gethostname()},"
+    here = f" on host {_host()},"
     return bool(holder) and not (is_locked and here in holder)
 
 
@@ -210,27 +214,33 @@ def _is_beating(path: Path, holder: str) -> bool:
         "snip: waiting %g s: '%s' may be in use by %s", HEARTBEAT_TIMEOUT_S, path.parent, holder
     )
     first, end = _changed_at(path), time.monotonic() + HEARTBEAT_TIMEOUT_S
-    while time.monotonic() < end:
-        now = _changed_at(path)
-        if now != first:
-            return now is not None  # else the holder has removed it
+    now = first
+    while first is not None and now == first and time.monotonic() < end:
         time.sleep(min(1.0, HEARTBEAT_TIMEOUT_S / 10))
-    return False
+        now = _changed_at(path)
+    return now not in (first, None)  # None: the holder has removed it
 
 
 def _changed_at(path: Path) -> int | None:
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        return os.fstat(file.fileno()).st_mtime_ns  # NFS asks the server when a file is opened
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            return os.fstat(descriptor).st_mtime_ns  # NFS asks the server when a file is opened
+        finally:
+            os.close(descriptor)
     return None
 
 
-def _start_beating(descriptor: int) -> Callable[[], None]:
+def _start_beating(descriptor: int, own: str) -> Callable[[], None]:
     """Change the file's mtime every `HEARTBEAT_S` in a thread; return what ends it."""
     ended = threading.Event()
 
     def beat() -> None:
         while not ended.wait(HEARTBEAT_S):
             with contextlib.suppress(OSError):
+                if (holder := _holder(descriptor)) not in (own, ""):  # this process was stopped
+                    logger.error("snip: lost the lock of an output directory to %s", holder)
+                    return
                 os.utime(descriptor)
 
     thread = threading.Thread(target=beat, name="snip-lock", daemon=True)
@@ -249,9 +259,17 @@ def _is_at(path: Path, descriptor: int) -> bool:
     return False
 
 
-def _remove(path: Path, descriptor: int) -> None:
-    if descriptor in _held and _is_at(path, descriptor):
-        path.unlink(missing_ok=True)
+def _remove(path: Path, descriptor: int, own: str) -> None:
+    with contextlib.suppress(OSError):
+        if descriptor in _held and _is_at(path, descriptor) and _holder(descriptor) in (own, ""):
+            path.unlink(missing_ok=True)
+
+
+def _in_use(path: Path, holder: str) -> UsageError:
+    return UsageError(
+        f"'{path.parent}' is in use by {holder or 'another job'}; wait for it, or name another "
+        f"directory (if that host has crashed, delete '{path}')"
+    )
 
 
 def _close(descriptor: int) -> None:
@@ -262,7 +280,8 @@ def _close(descriptor: int) -> None:
 
 def _close_held() -> None:
     while _held:
-        os.close(_held.pop())
+        with contextlib.suppress(OSError):
+            os.close(_held.pop())
 
 
 os.register_at_fork(after_in_child=_close_held)  # data loaders and checkpoint writers are forks
@@ -285,9 +304,13 @@ def _entries(directory: Path) -> list[os.DirEntry[str]]:
 
 
 def _this_process() -> str:
-    job = os.environ.get("SLURM_JOB_ID")
-    where = socket.gethostname() + (f", Slurm job {job}" if job else "")
+    job = re.sub(r"\W", "", os.environ.get("SLURM_JOB_ID", ""), flags=re.ASCII)[:40]
+    where = _host() + (f", Slurm job {job}" if job else "")
     return f"process {os.getpid()} on host {where}, since {time.strftime('%Y-%m-%dT%H:%M:%S%z')}"
+
+
+def _host() -> str:
+    return re.sub(r"[^\w.-]", "_", socket.gethostname(), flags=re.ASCII)[:200]
 
 
 def _holder(descriptor: int) -> str:

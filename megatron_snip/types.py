@@ -18,7 +18,7 @@ import re
 from enum import StrEnum
 from fnmatch import fnmatchcase
 
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import UsageError, shortened
 
 MAX_GLOB = 500
 """Characters that a glob of linears' names may have."""
@@ -47,7 +47,7 @@ GEMM_OPERANDS: dict[Gemm, tuple[Operand, Operand]] = {
 }
 """Which operands enter each GEMM."""
 
-_NAME = re.compile(r"^(?P<block>[A-Za-z_][\w.]*)\.layers\.(?P<layer>\d+)\.(?P<module>[\w.]+)$")
+_NAME = re.compile(r"^(?P<block>[A-Za-z_][\w.]*)\.layers\.(?P<layer>\d{1,9})\.(?P<module>[\w.]+)$")
 
 
 def linear_name(layer_number: int, module: str, block: str = "decoder") -> str:
@@ -75,7 +75,8 @@ def split_linear_name(name: str) -> tuple[str, int, str]:
     match = _NAME.match(name)
     if match is None:
         raise UsageError(  # names come from any file
-            f"'{name}' is not a linear's name; expected e.g. 'decoder.layers.17.mlp.linear_fc1'"
+            f"'{shortened(name, 200)}' is not a linear's name; expected e.g. "
+            "'decoder.layers.17.mlp.linear_fc1'"
         )
     return match["block"], int(match["layer"]), match["module"]
 

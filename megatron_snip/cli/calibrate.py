@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         UsageError: for bad input, or if the table cannot be written.
     """
     shapes, tokens = _shapes(args)
-    formats = [get_format(name.strip()).name for name in args.formats.split(",")]
+    formats = list(dict.fromkeys(get_format(n.strip()).name for n in args.formats.split(",")))
     if not args.output.parent.is_dir() or args.output.is_dir():
         raise UsageError(f"--output: '{args.output}' is no file in a folder that exists")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

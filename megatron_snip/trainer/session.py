@@ -114,7 +114,10 @@ def run_rank(config: TrainConfig) -> TrainingResult:
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _set_up_logging(logging.WARNING if rank else logging.INFO)
-    check_run(config, world_size)
+    try:
+        check_run(config, world_size)
+    except OSError as error:  # a path that is too long, closed, or a loop of links
+        raise UsageError(f"cannot use a path: {one_line(error)}; name another one") from None
     on_cpu = cpu.install()
     if not on_cpu:
         torch_adam.install()
@@ -238,7 +241,7 @@ def run_directories(
             nonlocal directory
             old_run = _old_run(config, done)
             try:
-                if config.save is not None and config.save != config.run_dir:
+                if config.save is not None and config.save.resolve() != config.run_dir.resolve():
                     locks.callback(lock_directory(config.save))
                 directory = open_run(config.run_dir, config.model_dump(mode="json"), old_run)
                 locks.callback(directory.close)

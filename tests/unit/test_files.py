@@ -295,6 +295,41 @@ def test_where_the_kernel_locks_on_one_host_only_a_living_job_on_another_is_seen
         assert refusal(tmp_path) == ""  # it has ended
 
 
+def test_a_job_that_was_stopped_leaves_the_lock_of_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HEARTBEAT_TIMEOUT_S", "SETTLE_S"):
+        monkeypatch.setattr(f"megatron_snip.directory.{name}", 0.2)
+    monkeypatch.setattr(fcntl, "flock", Mock())
+    release = lock_directory(tmp_path)  # beats too seldom for the next one
+    monkeypatch.setattr(socket, "gethostname", lambda: "node2")
+    release_next = lock_directory(tmp_path)
+    release()
+    assert "on host node2," in (tmp_path / LOCK).read_text()
+    release_next()
+    assert not list(tmp_path.iterdir())
+
+
+def test_of_two_jobs_that_watch_the_same_dead_one_the_last_to_write_gets_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HEARTBEAT_TIMEOUT_S", "SETTLE_S"):
+        monkeypatch.setattr(f"megatron_snip.directory.{name}", 0.2)
+    monkeypatch.setattr(fcntl, "flock", Mock())
+    dead, other = (f"process 7 on host node{i}, since 2026-11-23T00:00:00+0000" for i in (8, 9))
+    (tmp_path / LOCK).write_text(dead)
+    sync = os.fsync
+
+    def write_too(descriptor: int) -> None:
+        sync(descriptor)
+        os.pwrite(descriptor, other.encode().ljust(200), 0)
+        os.ftruncate(descriptor, len(other))
+
+    monkeypatch.setattr(os, "fsync", write_too)
+    assert f"in use by {other}" in refusal(tmp_path)
+    assert (tmp_path / LOCK).read_text() == other
+
+
 def test_a_failed_lock_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.EIO, "I/O error")))
     with pytest.raises(OSError, match="I/O error"):
