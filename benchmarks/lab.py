@@ -27,7 +27,7 @@ from benchmarks.machine import has_gpu
 from megatron_snip.config import SnipConfig
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.linears.training_step import TrainingStep
+from megatron_snip.linears.training_step import TrainingStep, zero_gradients
 from megatron_snip.options import BF16, Option
 from megatron_snip.patches import cpu
 from megatron_snip.statistics.observer import StepObserver
@@ -133,14 +133,14 @@ class Lab:
     ) -> tuple[float, dict[str, torch.Tensor]]:
         """Return the mean loss and each linear's gradient of it, FP64."""
         self.model.apply(self._assignment(options))
-        self.state.zero_gradients()
+        zero_gradients(self.state.model, self.state.optimizer)
         with self.model.runtime.training_pass(self.step + 1):
             reports = self._run(batches, forward_only=False)
         found = {
             p.name: p.weights[0].main_grad.double().clone()  # type: ignore[attr-defined]
             for p in self.model.linears
         }
-        self.state.zero_gradients()
+        zero_gradients(self.state.model, self.state.optimizer)
         return float(np.mean([_mean(report) for report in reports])), found
 
     def updates(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -179,10 +179,10 @@ class Lab:
             seed: of the sample and of stochastic rounding.
         """
         self.model.apply(self._assignment(options))
-        self.state.zero_gradients()
+        zero_gradients(self.state.model, self.state.optimizer)
         arguments = self._arguments(batches, forward_only=False)
         found = self.observed(arguments, snip, all_tokens=all_tokens, seed=seed)
-        self.state.zero_gradients()
+        zero_gradients(self.state.model, self.state.optimizer)
         return found
 
     def observed(

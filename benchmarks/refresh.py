@@ -38,6 +38,7 @@ from megatron_snip.divergence.quality_loss import (
     divergence_table,
     planning_problem,
 )
+from megatron_snip.linears.training_step import zero_gradients
 
 SHAPES = {
     "small": {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 512, "seq_length": 256},
@@ -52,7 +53,7 @@ def iterate(lab: Lab, config: SnipConfig | None = None, part: int = 0) -> None:
     """Make one training iteration; measured if `config` is given."""
     batches = lab.microbatches(lab.config.global_batch_size // lab.config.micro_batch_size)
     arguments = lab.state.arguments(iter(batches))
-    lab.state.zero_gradients()
+    zero_gradients(lab.state.model, lab.state.optimizer)
     if config is None:
         with lab.model.runtime.training_pass(lab.step + 1):
             lab.state.function(**arguments)

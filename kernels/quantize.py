@@ -253,8 +253,8 @@ def quantize_kernel(
 ):
     """Quantize along one direction, or along the row and the column from one read of memory.
 
-    The block holds complete tiles. With BOTH a thread holds few elements of it, which leaves room
-    for 512 threads on a multiprocessor.
+    The block holds complete tiles. With BOTH a thread holds few elements of it, which leaves
+    registers for 512 threads on a multiprocessor.
     """
     at = block_at(rows, cols, R, C)
     layout = (global_cols, local_chunk, global_chunk, col_start)

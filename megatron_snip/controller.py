@@ -89,7 +89,7 @@ class SnipController:
             topology: this rank's place in the parallel layout; by default Megatron's.
             solver: solves on rank 0; by default a process of its own.
             microbatch_tokens: samples of a microbatch times their length; None if they vary.
-            calibration_cache: file of rank 0 in which measured seconds are kept for a resumed run.
+            calibration_cache: file of rank 0 that stores measured seconds for a resumed run.
             train_iters: the last iteration of the run; healing needs it.
 
         Raises:
@@ -260,8 +260,13 @@ class SnipController:
         if not (is_new and self._schedule.may_replan(iteration)):
             return
         self._planned_target = target
-        make = self._plans.unmeasured if self._schedule.static else self._refresher.problem
-        problem = attempt("planning anew", partial(make, target), self._control)
+
+        def make() -> PlanningProblem:
+            if self._schedule.static:
+                return self._plans.unmeasured(target)
+            return self._refresher.measurement(target).problem
+
+        problem = attempt("planning anew", make, self._control)
         self._submit(iteration, self._plans.for_this_run(problem))
 
     def _submit(self, iteration: int, problem: PlanningProblem) -> None:
@@ -320,7 +325,7 @@ class SnipController:
 
     def _revert(self, iteration: int, fallback: PrecisionPlan) -> None:
         """All ranks: the iteration ran under `fallback`, which is the plan from now on."""
-        self._solve.drop()
+        self._solve.pending = None  # it was measured under the reverted plan
         # A new iteration gives it a file of its own beside the fallback's.
         plan = fallback.model_copy(update={"iteration": iteration})
         self._guard.reverted(self.plan, plan, iteration)

@@ -1,7 +1,7 @@
 """Command-line flags made from a pydantic model: one group a section, one flag a field.
 
 The flags carry no defaults (they are absent from the namespace unless given), so that whoever
-reads them can tell "given" from "default" and let flags win over a YAML file.
+reads them knows which were given, and lets these win over a YAML file.
 """
 
 from __future__ import annotations

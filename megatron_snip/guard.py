@@ -42,6 +42,7 @@ from megatron_snip.linears.training_step import (
     TrainingStep,
     finite_gradients,
     tolerating_non_finite,
+    zero_gradients,
 )
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.topology import Topology
@@ -240,7 +241,7 @@ class Guard:
         candidates = [p for p in (self.state.good, safe) if p is not None]
         fallback = next((p for p in candidates if p.digest != plan.digest), None)
         snapshot.restore()
-        training.clear_gradients(optimizer)
+        zero_gradients(training.chunks, optimizer)
         results = run(plan if fallback is None else fallback)
         text = f"loss {loss:.4g} under {plan.label}"
         if fallback is None:  # it ran again so that Megatron's own checks see the loss
@@ -253,7 +254,7 @@ class Guard:
         if not self.state.loss.blames_plan(loss, second):
             if math.isfinite(loss) and not math.isfinite(second):
                 snapshot.restore()
-                training.clear_gradients(optimizer)
+                zero_gradients(training.chunks, optimizer)
                 results = run(plan)
             self._add(loss)
             return Judgement(results, None, f"{text}; keeping the plan")

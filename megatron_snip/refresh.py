@@ -26,7 +26,6 @@ from megatron_snip.linears.moe_dispatch import ExpertDispatch
 from megatron_snip.linears.training_step import Results, StepLoss, TrainingStep
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.policies import get_policy
-from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.reporting.events import Measurement
 from megatron_snip.state import ControllerState
 from megatron_snip.statistics.health_table import HealthTable, LinearHealth
@@ -209,10 +208,6 @@ class Refresher:
         linears = (self._health.get(linear.name) for linear in table.linears)
         health = HealthTable(table.iteration, tuple(each for each in linears if each))
         return Measurement(divergences, problem, self._seconds, health)
-
-    def problem(self, target: float) -> PlanningProblem:
-        """Return the planning problem of the measurements so far at `target`."""
-        return self.measurement(target).problem
 
     def loss_divergence(self, plan: PrecisionPlan) -> float | None:
         """Return a plan's loss divergence by the measurements so far; None without any."""

@@ -9,7 +9,6 @@ rank 0 has no valid plan then (a crash, a timeout), all ranks get the same error
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -147,7 +146,8 @@ class PendingSolve:
     """The problem that rank 0's solver works on; all ranks call every method together.
 
     Attributes:
-        pending: what is being solved, the same on all ranks; None if nothing is.
+        pending: what is being solved, the same on all ranks; None if nothing is. Setting it to None
+            drops the plan.
     """
 
     def __init__(
@@ -158,17 +158,12 @@ class PendingSolve:
         self._settings = settings
         self._control = control
         self._solver = solver
-        self._submit_error: Exception | None = None
 
     def submit(self, pending: Pending, plan: PrecisionPlan) -> None:
         """Rank 0 starts to solve; `plan` is the current one."""
-        self.pending, self._submit_error = pending, None
-        if self._solver is None:
-            return
-        try:
+        self.pending = pending
+        if self._solver is not None:
             self._solver.submit(pending.problem, self._settings, plan, pending.iteration)
-        except Exception as error:  # all ranks get it when the plan is due
-            self._submit_error = error
 
     def is_due(self, iteration: int) -> bool:
         """Whether the plan must be applied before `iteration`."""
@@ -190,21 +185,12 @@ class PendingSolve:
             raise PlanningError(why) from None
         return plan, time.perf_counter() - begin
 
-    def drop(self) -> None:
-        """Forget the problem, which was measured under a reverted plan; end a running solve."""
-        self.pending = None
-        if self._solver is not None:
-            with contextlib.suppress(Exception):
-                self._solver.result(0.0)
-
     def close(self) -> None:
         """End the solver's process."""
         if self._solver is not None:
             self._solver.close()
 
     def _solved(self) -> PrecisionPlan:
-        if self._submit_error is not None:
-            raise self._submit_error
         assert self._solver is not None, "rank 0 has the solver"
         return self._solver.result(self._settings.time_limit_s + SOLVER_GRACE_S)
 

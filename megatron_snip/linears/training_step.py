@@ -92,14 +92,6 @@ class TrainingStep:
         data = list(self._data) if several else self._data[0]
         return self.function(**{**self.kwargs, "data_iterator": data})
 
-    def clear_gradients(self, optimizer: Any) -> None:
-        """Zero the gradients of a run whose results are dropped."""
-        for chunk in self.chunks:
-            zero: Any = getattr(chunk, "zero_grad_buffer", None)
-            if zero is not None:
-                zero()
-        optimizer.zero_grad()
-
     def loss_scale(self) -> float:
         """Return the factor of mixed precision that the loss is multiplied by."""
         scale = get_model_config(self.chunks[0]).grad_scale_func
@@ -122,6 +114,15 @@ class TrainingStep:
             tokens = self.kwargs["seq_length"] * samples
             scale *= tokens / parallel_state.get_context_parallel_world_size()
         return 1.0 / scale
+
+
+def zero_gradients(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
+    """Zero what a forward-backward adds to: gradient buffers (Megatron's DDP) and `.grad`."""
+    for chunk in chunks:
+        zero: Any = getattr(chunk, "zero_grad_buffer", None)
+        if zero is not None:
+            zero()
+    optimizer.zero_grad()
 
 
 class TrainingStateSnapshot:

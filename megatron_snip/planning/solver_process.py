@@ -120,29 +120,22 @@ class SolverProcess:
     ) -> None:
         """Start planning and return at once; the arguments are `make_plan`'s.
 
-        A finished plan whose `result` was not called is dropped.
-
-        Raises:
-            PlanningError: if the process is closed or the last plan is not finished.
+        The plan of the last `submit` is dropped if `result` was not called; a child that still
+        works on it is ended. An error is raised by `result`.
         """
-        if not self._end.alive:
-            raise PlanningError("the solver process is closed")
+        assert self._end.alive, "the solver process is closed"
         if self._request is not None and not self._answer.done():
-            raise PlanningError(
-                f"the plan of iteration {self._request.iteration} is not finished; "
-                "take its result before submitting the next"
-            )
+            _kill(*self._children)
         self._request = PlanRequest(
             problem=problem, settings=settings, previous=previous, iteration=iteration
         )
         self._answer = Future()
         try:
             job = (self._running_child(), self._request, self._answer)
-        except OSError as error:
+            threading.Thread(target=_exchange, args=job, name="snip-solver", daemon=True).start()
+        except (OSError, RuntimeError) as error:  # no more processes, or no more threads
             text = f"the solver process cannot be started: {error}"
             self._answer.set_exception(PlanningError(text))
-        else:
-            threading.Thread(target=_exchange, args=job, name="snip-solver", daemon=True).start()
 
     def ready(self) -> bool:
         """Whether `result` would return at once. Never blocks."""

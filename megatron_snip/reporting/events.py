@@ -158,6 +158,6 @@ class Reporter:
     def _guarded(self, writer: Writer, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # a full disk, for example; it may have room again later
+        except Exception as error:  # a full disk, for example; it may have space again later
             name = type(writer).__name__
             warn_once(logger, f"snip: {name} failed: {type(error).__name__}: {error}")

@@ -42,7 +42,8 @@ from typing import IO, Any, Literal
 
 import yaml
 
-from megatron_snip.directory import check_new_run, clear_run, lock_directory, mark
+from megatron_snip.directory import check_new_run, clear_run, mark
+from megatron_snip.directory_lock import lock_directory
 from megatron_snip.divergence.quality_loss import divergences_dict
 from megatron_snip.files import without_nan, write_atomic
 from megatron_snip.planning.plan import write_plan
@@ -156,7 +157,7 @@ class RunDirectory:
 
 
 def open_run(path: Path, settings: dict[str, Any], old_run: OldRun) -> RunDirectory:
-    """Rank 0: lock a run's directory until it is closed, make room in it and start the run.
+    """Rank 0: lock a run's directory until it is closed, clear it and start the run.
 
     Args:
         path: need not exist.

@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroup
 from megatron_snip.collectives import gather_json
 from megatron_snip.controller import SnipController
 from megatron_snip.errors import SnipError
-from megatron_snip.linears.training_step import ForwardBackward, Results
+from megatron_snip.linears.training_step import ForwardBackward, Results, zero_gradients
 from megatron_snip.reporting.events import Event, Metrics, Reporter, Writer
 from megatron_snip.trainer.checkpoint import STOP_SIGNALS, Progress
 from megatron_snip.trainer.data import Datasets, Samples, iteration_batches
@@ -184,7 +184,7 @@ def train_step(
         SnipError: on every rank; see `train`.
     """
     begin = time.perf_counter()
-    state.zero_gradients()
+    zero_gradients(state.model, state.optimizer)
     arguments = state.arguments(_iterators(state, samples, iteration))
     reports = hook.forward_backward(iteration, state.function, **arguments)
     lr = max(group["lr"] for group in state.optimizer.param_groups)

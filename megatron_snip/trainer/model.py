@@ -108,12 +108,6 @@ class TrainingState:
             "forward_only": forward_only,
         }
 
-    def zero_gradients(self) -> None:
-        """Clear the gradient buffers."""
-        for chunk in self.model:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Inside the block all weights are complete and forward passes do not gather."""

@@ -16,7 +16,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("files", "formats", "types"),
     ("options",),
     ("target_schedule",),
-    ("config", "directory", "flags", "matmul"),
+    ("config", "directory", "directory_lock", "flags", "matmul"),
     ("collectives", "topology"),
     ("kernels",),
     ("quantizers",),
@@ -83,7 +83,7 @@ def test_every_package_has_its_place() -> None:
     assert {"statistics", "kernels", "patches", "controller"} < packages
 
 
-def test_rooms_import_only_from_their_left(graph: dict[tuple[str, str], set[str]]) -> None:
+def test_packages_import_only_from_their_left(graph: dict[tuple[str, str], set[str]]) -> None:
     wrong = {}
     for (package, target), files in graph.items():
         first, _, name = target.partition(".")
