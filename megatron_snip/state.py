@@ -9,8 +9,8 @@ checkpoints, which are read with `weights_only=True`. Schema version 2:
      "pending": null | {"iteration": int, "apply_at": int, "problem": {a problem file's object}},
      "guard": null | {a GuardState's}, "target": null | number, "alerted": [[alert, linear], ...]}
 
-A plan that was being solved is stored as its problem: the resumed run solves it again and applies the
-plan at the same iteration.
+Of a plan that was being solved its problem is stored: the resumed run solves it again and applies
+the plan at the same iteration.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class SolverProcess:
         """Start planning and return at once; the arguments are `make_plan`'s.
 
         The plan of the last `submit` is dropped if `result` was not called; a child that still
-        works on it is ended. An error is raised by `result`.
+        works on it is ended. `result` raises if the child cannot be started.
         """
         assert self._end.alive, "the solver process is closed"
         if self._request is not None and not self._answer.done():
@@ -132,10 +132,11 @@ class SolverProcess:
         self._answer = Future()
         try:
             job = (self._running_child(), self._request, self._answer)
-            threading.Thread(target=_exchange, args=job, name="snip-solver", daemon=True).start()
-        except (OSError, RuntimeError) as error:  # no more processes, or no more threads
+        except OSError as error:
             text = f"the solver process cannot be started: {error}"
             self._answer.set_exception(PlanningError(text))
+        else:
+            threading.Thread(target=_exchange, args=job, name="snip-solver", daemon=True).start()
 
     def ready(self) -> bool:
         """Whether `result` would return at once. Never blocks."""

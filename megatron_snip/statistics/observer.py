@@ -1,6 +1,6 @@
 """StepObserver: watches the linears of one training iteration and adds up what `measure.py` finds.
 
-In the forward a sample of the input's tokens is stored. A tap on the linear's output measures in the
+The forward stores a sample of the input's tokens. A tap on the linear's output measures in the
 backward, when the gradient of the output is there. The tap is an identity in both directions. It
 sits on what the linear's own GEMM returns, before any reduction over tensor-parallel ranks: the
 backward of that reduction gives every rank the full gradient. Training itself is not changed:
