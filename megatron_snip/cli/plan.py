@@ -18,7 +18,7 @@ from rich.table import Table
 
 from megatron_snip.cli.common import add_examples, console, integer, new_table, write_output
 from megatron_snip.config import CostName, PipelineBalance
-from megatron_snip.errors import InfeasiblePlanError, UsageError
+from megatron_snip.errors import InfeasiblePlanError, UsageError, naming_field
 from megatron_snip.files import first_problem
 from megatron_snip.flags import flag_name
 from megatron_snip.options import Option
@@ -99,7 +99,11 @@ def run(args: argparse.Namespace) -> int:
             f"policy '{settings.policy}' has no target and does not use {flag}; leave that out, "
             "or take another policy"
         )
-    previous = None if args.previous is None else _previous(args.previous, problem)
+    previous = None
+    if args.previous is not None:
+        with naming_field("--previous"):
+            previous = read_plan(args.previous)
+            previous.check_against(problem.names)
     try:
         plan = make_plan(problem, settings, previous, 0)
     except InfeasiblePlanError as error:
@@ -164,15 +168,6 @@ def _pair(text: str) -> tuple[str, str]:
 def _edge(text: str) -> tuple[int, str]:
     count, option = _pair(text)
     return integer(count, least=0), option
-
-
-def _previous(path: Path, problem: PlanningProblem) -> PrecisionPlan:
-    plan = read_plan(path)
-    try:
-        plan.check_against(problem.names)
-    except UsageError as error:
-        raise UsageError(f"plan file '{path}': {error}") from None
-    return plan
 
 
 def _print(
