@@ -34,8 +34,11 @@ if "RANK" in os.environ and FIRST_ATTEMPT:
     import megatron_snip.trainer.loop as loop
     original = loop.train_step
     def train_step(iteration, *rest):
-        while iteration == LAST and not signal.getsignal(signal.SIGUSR1).__self__.received:
-            time.sleep(0.05)
+        if iteration == LAST:
+            handler, received = signal.getsignal(signal.SIGUSR1), []
+            signal.signal(signal.SIGUSR1, lambda *args: (received.append(args), handler(*args)))
+            while not received:
+                time.sleep(0.05)
         return original(iteration, *rest)
     loop.train_step = train_step
 """
