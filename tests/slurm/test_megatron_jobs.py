@@ -48,6 +48,7 @@ def submit(cluster: Cluster, folder: Path, stop_at: int) -> int:
     }
     words = [f"--job-name={folder.name}", str(ROOT / "launch" / "slurm.sbatch"), "--cpu"]
     words += ["pretrain.py", *MODEL.split(), "--tensor-model-parallel-size", "2", *SNIP]
+    words += ["--train-iters", "16", "--snip-start-step", "11"]  # a plan for the last iterations
     words += ["--save-interval", "100"]  # Megatron insists
     return cluster.submit(words, environment, folder)
 
