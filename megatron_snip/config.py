@@ -18,6 +18,7 @@ from megatron_snip.files import checked
 from megatron_snip.formats import get_format, lowest_precision
 from megatron_snip.options import Granularity, Option, enumerate_options
 from megatron_snip.target_schedule import Point, TargetSchedule, parse_points
+from megatron_snip.types import glob_matches
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -271,6 +272,10 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
                 raise UsageError(f"'{pin}' is not GLOB=OPTION, e.g. 'decoder.layers.0.*=fp8'")
             pairs.append((glob, Option.parse(option)))
         return tuple(pairs)
+
+    def is_pinned(self, linear: str) -> bool:
+        """Return whether a pin fixes the option of the linear with this name."""
+        return any(glob_matches(linear, glob) for glob, _ in self.pin_pairs)
 
     @property
     def has_schedule(self) -> bool:

@@ -240,7 +240,7 @@ class SnipController:
     def _finish_refresh(self, iteration: int) -> None:
         """All ranks: every linear was measured; give the problem to the solver."""
         if self._refresher.failure is not None:
-            raise PlanningError(f"measuring failed: {self._refresher.failure}")
+            raise PlanningError(self._refresher.failure)
         target = self._plans.targets.at(iteration + self.config.lag)
         make = partial(self._refresher.measurement, target)
         measured = attempt("making a planning problem", make, self._control)
@@ -272,7 +272,7 @@ class SnipController:
     def _submit(self, iteration: int, problem: PlanningProblem) -> None:
         """All ranks: give a problem to the solver; its plan is due `lag` iterations later."""
         apply_at, self._planned_target = iteration + self.config.lag, problem.target
-        problem = self._plans.healed(problem, self.plan, apply_at)
+        problem = self._plans.in_heal_order(problem, self.plan, apply_at)
         self._solve.submit(Pending(iteration, apply_at, problem), self.plan)
 
     def _apply_solved(self, iteration: int, num_microbatches: int) -> None:

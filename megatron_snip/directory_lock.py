@@ -2,12 +2,12 @@
 
     DIR/.megatron-snip.lock     locked by the process that writes now; its text names that process
 
-The lock is the kernel's (`flock`), which releases it when its process ends. Child processes do not
-keep it. Some network file systems lock on each host alone, or not at all. Therefore the holder also
-changes the file's mtime every `HEARTBEAT_S`. Where the kernel cannot know (the file names another
-host, or the file system has no locks), the lock is taken only after the mtime has not changed for
-`HEARTBEAT_TIMEOUT_S`. Two jobs that start in a new directory in the same moment, on hosts whose
-locks do not know of each other, are not detected.
+The lock is a `flock`, which the kernel releases when the process ends. Child processes do not hold
+it. On some network file systems other hosts do not see a `flock`, or there is none. So the holder
+also changes the file's mtime every `HEARTBEAT_S`. If the file names a process on another host, or
+the file system has no `flock`, a job takes the lock only after the mtime has stayed the same for
+`HEARTBEAT_TIMEOUT_S`. Not detected: two jobs that start at the same moment in a new directory, on
+hosts that do not see each other's locks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _CANNOT_LOCK = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 def lock_directory(directory: Path) -> Callable[[], None]:
     """Lock a directory, which is made if need be.
 
-    If the kernel cannot know whether it is held, this waits up to `HEARTBEAT_TIMEOUT_S`.
+    If the kernel cannot know whether it is held, this waits up to `HEARTBEAT_TIMEOUT_S`, and
+    `SETTLE_S` more before it takes the lock.
 
     Returns:
         A function that releases the lock; it may be called more than once.
@@ -59,9 +60,12 @@ def lock_directory(directory: Path) -> Callable[[], None]:
             descriptor = _open(path)
             _held.add(descriptor)
             cleanup.callback(_close, descriptor)
-            is_locked, holder = _lock(descriptor), _holder(descriptor)
-            is_unsure = is_locked is not None and _may_be_held(holder, is_locked)
-            if is_locked is None or (is_unsure and _is_beating(path, holder)):
+            holder = _holder(descriptor)
+            try:
+                is_unsure = _may_be_held(holder, _lock(descriptor))
+            except (BlockingIOError, PermissionError):
+                raise _in_use(path, holder) from None
+            if is_unsure and _is_beating(path, holder):
                 raise _in_use(path, holder)
             if _is_at(path, descriptor):  # else it was removed after we opened it: try again
                 own = _this_process()
@@ -93,13 +97,11 @@ def _open(path: Path) -> int:
     raise UsageError(no_file)
 
 
-def _lock(descriptor: int) -> bool | None:
-    """Return whether the kernel gave the lock: None if it is held, False if it has no locks."""
+def _lock(descriptor: int) -> bool:
+    """Return False if the file system has no locks; raise what `flock` does if it is held."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            return None
         if error.errno not in _CANNOT_LOCK:
             raise
         return False
@@ -142,8 +144,13 @@ def _start_beating(descriptor: int, own: str) -> Callable[[], None]:
     def beat() -> None:
         while not ended.wait(HEARTBEAT_S):
             with contextlib.suppress(OSError):
-                if (holder := _holder(descriptor)) not in (own, ""):  # this process was stopped
-                    logger.error("snip: lost the lock of an output directory to %s", holder)
+                if (holder := _holder(descriptor)) not in (
+                    own,
+                    "",
+                ):  # it took the lock while this process was suspended
+                    logger.error(
+                        "snip: lost an output directory to %s; both may write there", holder
+                    )
                     return
                 os.utime(descriptor)
 

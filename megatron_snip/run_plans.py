@@ -32,7 +32,6 @@ from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.state import ControllerState, Pending
-from megatron_snip.types import glob_matches
 
 SOLVER_GRACE_S = 10.0
 """Training waits for a plan that is due at most the solver's time limit plus this."""
@@ -96,9 +95,8 @@ class RunPlans:
 
     def fallback(self, plan: PrecisionPlan, iteration: int) -> PrecisionPlan:
         """Return the guard's last fallback: BF16; pinned linears stay as in `plan`."""
-        c, names = self._config, plan.linears
-        pinned = {name for glob, _ in c.pin_pairs for name in names if glob_matches(name, glob)}
-        linears = {name: o if name in pinned else BF16 for name, o in plan.linears.items()}
+        c = self._config
+        linears = {name: o if c.is_pinned(name) else BF16 for name, o in plan.linears.items()}
         return assigned_plan(linears, self.work, c.lowest_format, "guard", iteration)
 
     def unmeasured(self, target: float) -> PlanningProblem:
@@ -117,10 +115,14 @@ class RunPlans:
         problem = problem.model_copy(update={"linears": rows})
         return replace(self.available, refusals=refusals).restrict(problem)
 
-    def healed(
+    def in_heal_order(
         self, problem: PlanningProblem, plan: PrecisionPlan, apply_at: int
     ) -> PlanningProblem:
-        """Return the problem of a plan for iteration `apply_at`; healing only raises options."""
+        """Return the problem of a plan for iteration `apply_at`, after `plan`.
+
+        From the beginning of healing on, with heal_order `forward` or `backward`, options are left
+        out; see `healing_problem`.
+        """
         heal_from = self.targets.heal_from
         if heal_from is None or apply_at < heal_from or self._config.heal_order == "plan":
             return problem
@@ -129,8 +131,8 @@ class RunPlans:
     def saving_s(self, plan: PrecisionPlan, num_microbatches: int) -> float | None:
         """Return the seconds that a plan saves of a step against BF16.
 
-        It is the difference of the slowest stage's linears, without pipeline bubbles. None if time
-        is not the objective, or if the tokens of a microbatch vary.
+        It is the time of the slowest stage's linears in BF16 minus that under the plan, without
+        pipeline bubbles. None without `--snip-cost time`, or if the tokens of a microbatch vary.
         """
         table, tokens = self.available.calibration, self._model.runtime.microbatch_tokens
         if table is None or tokens is None:

@@ -33,7 +33,7 @@ from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.types import glob_matches
 
 FORBIDDEN = "forbidden options"
-"""Label of the constraint that options with a null quality loss are not used."""
+"""Label of the constraint that forbids options whose quality loss is null."""
 
 
 class Floors(NamedTuple):
@@ -139,9 +139,11 @@ class Constraints:
         share = as_fraction(self.target) - NOISE
         floors, least = [Fraction(0)] * self.table.problem.num_stages, None
         for label, stage in self.targets.items():
-            if label in on and stage is None:
+            if label not in on:
+                continue
+            if stage is None:
                 least = share * self.table.weight
-            elif label in on and stage is not None:
+            else:
                 floors[stage] = share * self.table.stage_weights[stage]
         by_stage = tuple(floors) if self.balance == "stage" else None
         return Task(self.table, self.cost, self._allowed(on), by_stage, least)
@@ -205,7 +207,7 @@ class Constraints:
             return None
         if self.balance == "stage":
             return min(self.table.stage_efficiencies(columns))
-        return min(1.0, self.table.efficiency(columns))
+        return self.table.efficiency(columns)
 
 
 def max_saving_assignment(task: Task) -> Ints | None:
@@ -287,4 +289,4 @@ def fixed_columns(table: CostTable, label: str, rows: Mask, option: str) -> Ints
 
 def _rounded_down(value: float) -> str:
     """Return a decimal that is not above `value`, so that it can be used as a target."""
-    return f"{np.floor(value * 1e6) / 1e6:.6f}".rstrip("0").rstrip(".") or "0"
+    return f"{math.floor(value * 1e6) / 1e6:.6f}".rstrip("0").rstrip(".") or "0"

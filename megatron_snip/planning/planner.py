@@ -32,7 +32,7 @@ from megatron_snip.planning.plan import (
 from megatron_snip.planning.policies import UNIFORM, Request, get_policy
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem, parse_option
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.types import Gemm, glob_matches
+from megatron_snip.types import Gemm
 
 Refusals = Mapping[Option, Mapping[str, str]]
 """Option -> linears that cannot run it -> reason."""
@@ -292,7 +292,7 @@ def healing_problem(
         return new == old or first_are_raised
 
     def left(row: LinearChoices) -> dict[str, OptionCost]:
-        if any(glob_matches(row.name, glob) for glob, _ in config.pin_pairs):
+        if config.is_pinned(row.name):
             return row.options
         raised = {
             text: cost

@@ -8,18 +8,12 @@ a tensor's own [rows, cols], with `t` the format's tile and (r, c) its weight bl
     wgrad  grad_output [M, N]  (t, 1)         input   [M, K]  (t, 1)
 
 With a square weight block one quantized weight serves both fprop and dgrad. grad_output is rounded
-stochastically in formats that ask for it, everything else to nearest even. In formats with a
-Hadamard transform, wgrad's operands are both rotated first, which leaves their product unchanged.
+stochastically in formats that ask for it, everything else to nearest even. Transformer Engine's
+NVFP4 recipe applies a Hadamard transform to both operands of wgrad first, and so do the statistics
+(`rotated`); it leaves their product unchanged.
 
-Triton kernels quantize CUDA tensors, the reference all others (`kernels.launch.use_kernels`).
-
-The transform: with H the Sylvester-Hadamard matrix of size n over sqrt(n), and D a diagonal of
-random signs, each run of n tokens t is replaced by R t with R = H D. R is orthonormal, so
-
-    (R G)^T (R X) = G^T X
-
-holds up to rounding, while an outlier token spreads over its n neighbors before quantization.
-Source: NVIDIA, arXiv:2509.25149 (n = 16 on wgrad's operands only, one sign vector for all linears).
+Triton kernels quantize where they can run (`kernels.launch.obstacle`), else the reference does, to
+the same bits.
 """
 
 from __future__ import annotations
@@ -67,7 +61,14 @@ def needs_tensor_amax(fmt: Format) -> bool:
 def rotated(x: Tensor, fmt: Format, gemm: Gemm) -> Tensor:
     """Return the [tokens, cols] that `gemm` quantizes: x, or its Hadamard transform (FP32).
 
-    Tokens after the last complete run are not transformed.
+    With H the Sylvester-Hadamard matrix of size n over sqrt(n), and D a diagonal of random signs,
+    each run v of n tokens is replaced by R v with R = H D. R is orthonormal, so
+
+        (R G)^T (R X) = G^T X
+
+    holds up to rounding, while an outlier token spreads over its run before quantization. Tokens
+    after the last complete run are not transformed. Source: NVIDIA, arXiv:2509.25149 (n = 16, one
+    sign vector for all linears).
     """
     size = fmt.wgrad_hadamard
     if gemm is not Gemm.WGRAD or not size:
@@ -103,8 +104,8 @@ def quantize_dequantize(
 ) -> Tensor:
     """Return a matrix quantized and dequantized; `reference.quantize_dequantize` has the contract.
 
-    Differences: `stream` instead of `bits16`, None for `tensor_amax` takes x's own, and a CUDA
-    tensor is quantized by kernels.
+    Differences: `stream` instead of `bits16`, None for `tensor_amax` takes x's own, and kernels
+    quantize where they can run.
     """
     reference.check(x, fmt, block)
     amax = reference.tensor_amax_of(x, tensor_amax, fmt)
@@ -172,7 +173,7 @@ def quantize_dequantize_pair(
 
     Args:
         x: [.., cols].
-        formats: for the GEMM along the row (fprop of input, dgrad of grad_output) and for wgrad.
+        formats: of the first GEMM (fprop of input, dgrad of grad_output), and of wgrad.
         operand: input or grad_output.
         stream: random numbers.
         dtype: of the quantized results.

@@ -12,7 +12,7 @@ left out with one warning.
 Dashboards sort by name. The most important panels are numbered: is training safe, how much runs in
 the lowest precision and at what cost, which linears suffer:
 
-    snip/1_guard_events              since the job started: bad losses and plans reverted
+    snip/1_guard_events              bad losses since the job started; a reverted plan had one
     snip/1_loss                      training loss (Megatron's own run has it as `lm loss`)
     snip/2_quality_loss_share        of the plan; 1 is the uniform lowest precision, 0 is BF16
     snip/3_lowest_precision_share    share of the linears' FLOPs in the lowest precision
@@ -105,7 +105,7 @@ class ScalarSeries:
                 }
             case Notice(kind, _):
                 self._failed += kind == "refresh_failed"
-                self._guarded += kind in ("guard", "reverted")
+                self._guarded += kind == "guard"
                 found = self._counters()
             case Metrics(metrics):
                 wanted = {k: v for k, v in metrics.items() if k not in self._left_out}

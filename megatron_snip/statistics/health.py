@@ -1,19 +1,20 @@
 """Low-precision health: what quantization does to each tensor of a linear; docs/glossary.md.
 
-Of each operand and format an observed iteration adds up, over the sampled tokens,
+For each operand and format an observed iteration adds up, over the sampled tokens,
 
     |Q(x) - x|^2,  elements that become zero,  elements that saturate,  tiles by log2 of their scale
 
-`input` and `weight` as fprop quantizes them, `grad_output` as dgrad does. Of each operand alone it
-counts elements by log2 of their magnitude. Sums are scaled to all tokens and add over shards,
-microbatches and ranks; amax is a maximum. Experts have rows of their own beside their linear's.
+`input` and `weight` as fprop quantizes them, `grad_output` as dgrad does. For each operand before
+quantization it counts elements by log2 of their magnitude. Sums are scaled to all tokens and add
+over shards, microbatches and ranks; amax is a maximum. Experts have rows of their own beside their
+linear's.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate, compress
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ EXPERT_COLUMNS = ("microbatches", "tokens", "input_square", "weight_square", "gr
 HISTOGRAM_STRIDE = 8
 """A histogram counts every eighth feature of the sampled tokens, and of W every eighth row too."""
 
-_ULPS = 1 + 2.0**-20  # a scale's own rounding is no saturation
+_SCALE_ROUNDING = 1 + 2.0**-20  # that of a scale is no saturation
 
 
 def tile_counts(
@@ -56,10 +57,10 @@ def tile_counts(
     tensor_amax: Tensor | None,
     maxima: dict[Block, Tensor],
 ) -> Tensor:
-    """Return counts [2 + NUM_BINS], FP32, of a matrix and what is left of it.
+    """Return counts [2 + NUM_BINS], FP32, of a matrix and its quantized form.
 
     The counts are of elements that become zero, of elements beyond the largest value of their
-    tile, and of tiles by their scale; tiles of zeros and tiles with NaN or Inf have none.
+    tile, and of tiles by their scale, without tiles of zeros and tiles with NaN or Inf.
 
     Args:
         x: [rows, cols].
@@ -76,7 +77,7 @@ def tile_counts(
     scale = tile_scales(amax, fmt, tensor_amax)[1]
     saturated = amax.new_zeros(())
     if fmt.scale is ScaleType.E4M3:  # other scales are rounded up, or not at all
-        saturated = (_tiles(x, block) > scale * (fmt.element.max_value * _ULPS)).sum()
+        saturated = (_tiles(x, block) > scale * (fmt.element.max_value * _SCALE_ROUNDING)).sum()
     zeros = (x.bool() > quantized.bool()).sum()  # bool() is much faster than eq(0)
     return torch.cat([torch.stack([zeros, saturated]), _log2_counts(scale, amax > 0)])
 
@@ -200,15 +201,17 @@ def _db(signal: float, error: float) -> float | None:
 
 
 def _trimmed(bins: Sequence[float], shift: float) -> tuple[float, list[float]] | None:
+    """Return log2 of the first bin that is not empty, and the shares from there to the last one."""
     total = sum(bins)
     if not 0 < total < math.inf:
         return None
-    filled = list(compress(range(len(bins)), bins))  # not zero
+    filled = [i for i, count in enumerate(bins) if count]
     shares = [count / total for count in bins[filled[0] : filled[-1] + 1]]
     return filled[0] + LOWEST_LOG2 + shift, shares
 
 
 def _spread(bins: Sequence[float], shift: float) -> tuple[float, float, float] | None:
+    """Return least, median and largest log2."""
     if (histogram := _trimmed(bins, shift)) is None:
         return None
     low, shares = histogram

@@ -6,7 +6,8 @@ sits on what the linear's own GEMM returns, before any reduction over tensor-par
 backward of that reduction gives every rank the full gradient. Training itself is not changed:
 nothing is replayed, perturbed or restored. Ranks of a tensor axis exchange their sums within the
 backward, in the same order on all of them even if one fails to measure: that rank contributes
-zeros, and `table` raises on all ranks. Nothing waits for the device before `table`.
+zeros, and `table` raises on all ranks. Nothing waits for the device
+before `table`, but MoE layers, which exchange how many tokens each expert gets.
 """
 
 from __future__ import annotations
@@ -77,13 +78,13 @@ class _Call:
     Attributes:
         placement: the linear.
         weight: W [N, K] of this shard.
-        axis: the ranks that share its tokens or shards.
+        token_axis: the ranks over which its tokens are split, where they are.
         input_is_split, output_is_split, prepare_input: see `StepObserver.observe`.
     """
 
     placement: Placement
     weight: Tensor
-    axis: Axis
+    token_axis: Axis
     input_is_split: bool
     output_is_split: bool
     prepare_input: Callable[[Tensor], Tensor] | None
@@ -93,7 +94,7 @@ class StepObserver:
     """Observes one iteration; the linears call `observe` on every rank.
 
     Attributes:
-        seconds: time that this rank's host has spent in the taps.
+        seconds: that this rank's host has spent on sampling, in the taps and in `table`.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class StepObserver:
         Args:
             settings: what to observe.
             topology: this rank's place.
-            sensitivities: of the weights that have one.
+            sensitivities: D by weight; a weight that is missing has D = 1.
             token_parts: returns the rows of a linear's input by sender, or None if all are one
                 microbatch of this rank's.
         """
@@ -139,23 +140,25 @@ class StepObserver:
 
         Args:
             placement: which linear this is.
-            input: [tokens or [s, b], K] as given to the linear.
+            input: [tokens, K] or [s, b, K], as given to the linear.
             weight: [N, K], this rank's shard.
             output: what the linear's GEMM gave.
             input_is_split: the rows are this rank's share of the tokens, which the linear gathers
                 over its tensor axis (sequence parallelism).
             output_is_split: likewise of the output's rows.
-            prepare_input: gives what the GEMM multiplies from rows of `input` (a fused norm).
+            prepare_input: returns what the GEMM multiplies for rows of `input` (a fused norm).
         """
         if (names := self._settings.names) is not None and placement.name not in names:
             return output
         if not (torch.is_grad_enabled() and output.requires_grad):
             return output  # an evaluation, or a forward that is recomputed later
-        axis = placement.tensor
-        if input_is_split and axis.size == 1:  # every rank holds the weight and its own tokens
-            axis = self._topology.tensor
+        token_axis = placement.tensor
+        if (
+            input_is_split and token_axis.size == 1
+        ):  # every rank holds the weight and its own tokens
+            token_axis = self._topology.tensor
         splits = input_is_split, output_is_split
-        call = _Call(placement, weight.detach(), axis, *splits, prepare_input)
+        call = _Call(placement, weight.detach(), token_axis, *splits, prepare_input)
         with torch.no_grad(), self._timed():
             samples = self._samples(call, input.detach())
 
@@ -194,7 +197,7 @@ class StepObserver:
         forward = self._num_forwards[placement]
         self._num_forwards[placement] += 1
         x = input.reshape(-1, input.shape[-1])
-        num_tokens = x.shape[0] * (call.axis.size if call.input_is_split else 1)
+        num_tokens = x.shape[0] * (call.token_axis.size if call.input_is_split else 1)
         data, parts = self._topology.data, self._token_parts(placement, num_tokens)
         if parts is None:
             data = self._topology.data_axis(placement)
@@ -213,7 +216,7 @@ class StepObserver:
         if self._needs_amax:
             x, prepare = (x if prepare is None else prepare(x)), None
             sample.input_amax = amax_of(x)
-        rows = rows_of(x, sample.rows, call.input_is_split, call.axis)
+        rows = rows_of(x, sample.rows, call.input_is_split, call.token_axis)
         sample.input = rows if prepare is None else prepare(rows)
 
     def _measure(self, call: _Call, sample: Sample, grad: Tensor) -> None:
@@ -221,14 +224,14 @@ class StepObserver:
         placement, weight, settings = call.placement, call.weight, self._settings
         formats, axis, single = settings.formats, placement.tensor, sample.num_single
         count, x, rows = len(sample.rows), sample.input, sample.rows
-        g = self._try(placement, rows_of, grad, rows, call.output_is_split, call.axis)
+        g = self._try(placement, rows_of, grad, rows, call.output_is_split, call.token_axis)
         # A rank that fails takes part in what its peers exchange, with zeros.
         x = weight.new_zeros((count, weight.shape[1])) if x is None else x
         g = weight.new_zeros((count, weight.shape[0])) if g is None else g
         if call.input_is_split:
-            x = sum_over(x, call.axis.group)
+            x = sum_over(x, call.token_axis.group)
         if call.output_is_split:
-            g = sum_over(g, call.axis.group)
+            g = sum_over(g, call.token_axis.group)
         amax = self._shared_amax(call, sample, grad)
         stream = grad_output_stream(settings.seed, placement, settings.iteration, sample.microbatch)
         first = sample.first_feature
@@ -278,11 +281,11 @@ class StepObserver:
             [expansion[column.over] for column in columns.values()],
             [known.get(c, 0.0) for c in columns],
         ]
-        device = next(iter(found.values())).device
-        factors, added = to_device(device, torch.tensor(numbers, dtype=torch.float64))
+        factors, added = to_device(grad.device, torch.tensor(numbers, dtype=torch.float64))
         zero = torch.zeros_like(added[0])
         row = torch.stack([found.get(c, zero) for c in columns]) * factors + added
-        health = health.double() * health.new_tensor([tokens, share, tokens])[:, None]
+        scales = torch.tensor([[tokens], [share], [tokens]], dtype=torch.float64)
+        health = health.double() * to_device(grad.device, scales)
         if (expert := placement.expert) is not None:
             own = torch.stack([row[list(columns).index(c)] for c in EXPERT_COLUMNS])
             row_of_expert = torch.cat([own, health[:-1, :, :3].flatten()])
@@ -301,8 +304,8 @@ class StepObserver:
         found = self._try(call.placement, find)
         zeros = call.weight.new_zeros(len(Operand), dtype=torch.float32)
         amax = zeros if found is None else found
-        if call.axis.group is not None:
-            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=call.axis.group)
+        if call.token_axis.group is not None:
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=call.token_axis.group)
         return amax
 
 

@@ -1,8 +1,8 @@
 """The sums of all ranks become one table of statistics and health, the same on every rank.
 
 The sums are FP64, [1 + linears, columns]; the first row counts the ranks that failed to measure.
-`grad_scale` turns the G of a backward into that of the batch-mean loss. Megatron has divided by the
-number of microbatches; data ranks and the loss scale remain.
+G times `grad_scale` is the gradient of the batch-mean loss: it takes out the loss scale and divides
+by the number of data ranks. Megatron itself has divided by the number of microbatches.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def reduce_sums(
     _fill(by_expert, own.experts, every)
     sum_over(by_expert, control if every else None)
     found = [dict(zip(columns, row, strict=True)) for row in table[1:, : len(columns)].tolist()]
-    # Each token goes to `num_active` experts: their token counts are so many times the batch's.
+    # The experts of a layer count each token `num_active` times.
     pairs = list(zip(linears, found, strict=True))
     batch_tokens = max((row["tokens"] / info.num_active for info, row in pairs), default=0.0)
     decoded = (_linear(info, row, formats, grad_scale, batch_tokens) for info, row in pairs)

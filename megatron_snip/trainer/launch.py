@@ -3,8 +3,8 @@
 `megatron-snip train` starts N processes `python -m megatron_snip.trainer.launch FOLDER` and waits.
 FOLDER holds the settings; there rank N writes `answered-N` after a signal, and `failure-N` with its
 error. Bad input ends in one line and exit code 2. Any other failure ends with exit code 1 and names
-a killed rank, else the earliest error that a rank wrote. A signal ends all ranks with 128 + its
-number, or with 75 (EX_TEMPFAIL: run the command again) if they saved a checkpoint.
+a killed rank, else the earliest error that a rank wrote. After a signal the exit code is 75
+(EX_TEMPFAIL: run the command again) if the ranks saved a checkpoint, else 128 + its number.
 
 If RANK and WORLD_SIZE are set, as torchrun sets them, the process is a rank itself. Importing this
 module does not import torch.
@@ -168,10 +168,10 @@ def _start_rank(rank: int, num_ranks: int, port: int, folder: Path) -> subproces
 def _wait(
     ranks: list[subprocess.Popen[bytes]], received: list[int], folder: Path, exit_s: float
 ) -> list[int]:
-    """Wait until all ranks end or one fails; pass a signal on to them, and wait until all end.
+    """Wait until all ranks have ended or one has failed.
 
-    Waiting ends early after a second signal, `exit_s` after the first, or if a rank does not answer
-    in `ANSWER_S`.
+    If a signal comes first, it is sent to all ranks. Then waiting ends early after a second signal,
+    after `exit_s`, or if a rank does not answer in `ANSWER_S`.
 
     Returns:
         The ranks that did not answer a signal.
@@ -222,7 +222,7 @@ def train_as_rank(config: TrainConfig) -> TrainingResult:
         UsageError: if the input is bad; every rank raises.
         SnipError: if a rank cannot continue.
     """
-    # torch reads these at import. The user's values win; ranks of a machine share its cores.
+    # Before torch is imported and CUDA starts. The user's values win; ranks share the cores.
     threads = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
     # Megatron orders its communication kernels by launch order, which needs one queue.

@@ -1,7 +1,7 @@
 """A run: checks before it starts, then process group, model, data, hook, loop and files.
 
 Without a GPU the CPU patch is installed first and gloo carries the collectives. With GPUs the same
-code runs on NCCL; the one patch (`torch_adam`) does nothing where Transformer Engine or Apex is.
+code runs on NCCL. Then only `torch_adam` is patched, where neither Transformer Engine nor Apex is.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def _old_run(config: TrainConfig, done: int) -> OldRun:
             return "continue"
     if config.overwrite:
         return "delete"
-    # A command that starts and resumes moves the files of a run without a checkpoint aside.
+    # With `load` equal to `save` one command starts and resumes. Files of a run that left no
+    # checkpoint are then moved aside.
     starts_and_resumes = config.load is not None and config.load == config.save
     return "archive" if done or starts_and_resumes else "refuse"
 
@@ -117,7 +118,7 @@ def run_rank(config: TrainConfig) -> TrainingResult:
     _set_up_logging(logging.WARNING if rank else logging.INFO)
     try:
         check_run(config, world_size)
-    except OSError as error:  # a path that is too long, closed, or a loop of links
+    except OSError as error:  # a path that is too long, without permission, or a loop of links
         raise UsageError(f"cannot use a path: {one_line(error)}; name another one") from None
     on_cpu = cpu.install()
     if not on_cpu:
@@ -163,9 +164,7 @@ def run_session(config: TrainConfig, console: Console | None) -> TrainingResult:
     return result
 
 
-def make_writers(
-    config: TrainConfig, directory: RunDirectory | None, done: int = 0
-) -> list[Writer]:
+def make_writers(config: TrainConfig, directory: RunDirectory | None, done: int) -> list[Writer]:
     """Return the writers of this rank: files and dashboards on rank 0.
 
     Args:
@@ -229,11 +228,13 @@ def run_directories(
 ) -> Iterator[RunDirectory | None]:
     """All ranks: lock and prepare the folders that this run writes to; rank 0 gets run_dir.
 
-    Files of the run that continues stay up to iteration `done`. Those of another run are removed
-    with `overwrite`, else moved aside.
+    Files of the run that continues stay up to iteration `done`. Those of another run are deleted
+    (`overwrite`), moved to `previous-N` (a run that resumes, or whose `load` is its `save`), or are
+    an error.
 
     Raises:
-        UsageError: on every rank, if another job writes there, or the folders cannot be written.
+        UsageError: on every rank, if another job writes there, the folders cannot be written, or
+            run_dir holds another run.
     """
     directory: RunDirectory | None = None
     with ExitStack() as locks:
@@ -262,7 +263,7 @@ def drop_later_iterations(run_dir: Path, done: int) -> None:
             file.unlink()
     metrics = run_dir / "metrics.jsonl"
     if metrics.is_file():
-        lines = metrics.read_bytes().decode(errors="replace").split("\n")
+        lines = metrics.read_text(encoding="utf-8", errors="replace").split("\n")
         rows = [line for line in lines if _iteration_of(line) in range(1, done + 1)]
         write_atomic(metrics, "".join(f"{line}\n" for line in rows))
 
@@ -309,13 +310,13 @@ def _print_result(config: TrainConfig, result: TrainingResult, console: Console)
         console.print(f"nothing left to do: {result.iterations} iterations are done")
         return
     end = f", stopped by {result.stopped}" if result.stopped else ""
-    text = f"{result.iterations} iterations in {result.seconds:.0f} s"
-    lines = [f"{text}, training loss {result.loss:.4f}{end}"]
+    time = f"{result.iterations} iterations in {result.seconds:.0f} s"
+    lines = [f"{time}, training loss {result.loss:.4f}{end}"]
     if result.stopped and config.save is not None:
         lines.append(f"to resume: the same command with --load {config.save}")
     if result.validation_loss is not None and result.first_validation_loss is not None:
-        text = f"validation loss {result.first_validation_loss:.4f} before training"
-        lines.append(f"{text}, {result.validation_loss:.4f} after")
+        losses = result.first_validation_loss, result.validation_loss
+        lines.append("validation loss {:.4f} before training, {:.4f} after".format(*losses))
     names = {path.relative_to(config.run_dir).parts[0] for path in own_files(config.run_dir)}
     lines += ["written:", *(f"  {config.run_dir / name}" for name in sorted(names))]
     command = "stats" if (config.run_dir / "divergences").is_dir() else "report"

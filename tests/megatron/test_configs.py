@@ -5,7 +5,7 @@ import pytest
 from megatron_snip.cli.script import expand
 from tests.distributed.launch import ROOT
 from tests.megatron.lab import CPU, Lab
-from tests.unit.test_configs import LAYOUTS, MODELS, argument_file
+from tests.unit.test_configs import FOLDER, LAYOUTS, MODELS
 
 SCRIPT = str(ROOT / "tests" / "megatron" / "read_arguments.py")
 PARAMETERS = {
@@ -20,7 +20,7 @@ PARAMETERS = {
 
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS)
 def test_megatron_builds_the_published_model(lab: Lab, model: str, layout: str) -> None:
-    files = (argument_file("models", model), argument_file("parallel", layout))
+    files = (f"@{FOLDER}/models/{model}.args", f"@{FOLDER}/parallel/{layout}.args")
     words = [SCRIPT, *expand(files), *CPU.split()]
     run = lab.run_words(1, words, {"GPUS": str(MODELS[model][2][layout])}, plain=True)
     assert run.finished() == [{"parameters": PARAMETERS[model]}]

@@ -100,3 +100,37 @@ def test_torch_megatron_and_the_solver_stay_where_they_are(
     assert {"linears"} <= users["megatron"] <= {"linears", "patches", "trainer"}
     assert users["torch"].isdisjoint(WITHOUT_TORCH)
     assert users["ortools"] == {"planning"}
+
+
+def test_names_that_slow_tests_and_benchmarks_import_exist() -> None:
+    """Most of them need a machine or packages that this tier does not have."""
+    missing = []
+    for file in (*ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmarks/**/*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or node.module is None:
+                continue
+            first, *rest = node.module.split(".")
+            if first not in ("tests", "benchmarks", "megatron_snip"):
+                continue
+            beside = rest[:1] in (["kernels"], ["patches"])
+            path = ROOT.joinpath(*rest) if beside else ROOT.joinpath(first, *rest)
+            known = {each.stem for each in path.glob("*")} if path.is_dir() else set()
+            source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            if source.exists():
+                known |= defined(source)
+            wanted = {alias.name for alias in node.names} - known
+            missing += [f"{file.relative_to(ROOT)}: {node.module}.{name}" for name in wanted]
+    assert missing == []
+
+
+def defined(file: Path) -> set[str]:
+    """Names that a module assigns, defines or imports at its top level."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    return found

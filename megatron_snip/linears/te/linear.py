@@ -1,15 +1,15 @@
 """Transformer Engine's linears under a plan: Megatron's per-module recipes, or simulated GEMMs.
 
-Megatron stores `te_quant_params` on each of its Transformer Engine linears and, in every forward,
-opens the autocast for them. A plan sets them; no code of Megatron or Transformer Engine is
-replaced. Two module hooks do the rest: one before the forward sets the recipe (the plan's, or BF16
-in BF16 evaluations), one after it lets an observer see X, W and G. Three properties of Transformer
-Engine need care:
+Each of Megatron's Transformer Engine linears has the attribute `te_quant_params`, and runs its
+forward in the autocast that this describes. SNIP sets the attribute from the plan. Two hooks of the
+module do the rest: one before the forward sets the recipe (the plan's, or BF16 in BF16
+evaluations), one after it lets an observer see X, W and G. Three properties of Transformer Engine
+need care:
 
 - It rebuilds quantizers when the recipe's class changes, and (up to 2.20) not when a recipe of
   the same class differs. So a changed option makes it drop quantizers and quantized weights.
-- It reuses quantized weights until a microbatch is marked as the first of its step. Megatron marks
-  it only in runs that quantize by default; see `FreshWeights`.
+- It reuses quantized weights until a microbatch is marked as the first of its step; see
+  `FreshWeights`.
 - A linear that changes to BF16 still has the weights that it quantized before. They are dropped.
 """
 
@@ -52,8 +52,8 @@ logger = logging.getLogger(__name__)
 
 _PARAMS = "te_quant_params"
 _FIRST_MICROBATCH = "set_is_first_microbatch"
-_SET = (_PARAMS, "fp8_initialized", "fp8_meta_tensors_initialized", "_fp8_workspaces")
-"""Attributes of a module that change its precision."""
+_NEEDED = (_PARAMS, "fp8_initialized", "fp8_meta_tensors_initialized", "_fp8_workspaces")
+"""Attributes of a module that SNIP writes to change its precision."""
 
 
 class PlannedTELinear:
@@ -73,12 +73,12 @@ class PlannedTELinear:
         self.name = placements[0].name
         self.placements = tuple(placements)
         self.weights = weights_of(module)
-        missing = [name for name in _SET if not hasattr(module, name)]
+        missing = [name for name in _NEEDED if not hasattr(module, name)]
         if missing:
             raise UnsupportedError(
                 f"{self.name}: {type(module).__name__} has no {', '.join(missing)}; SNIP needs "
-                f"{', '.join(_SET)} to change its precision (Transformer Engine 2.8 to 2.20 under "
-                "megatron-core 0.16 or later); use --snip-backend simulate"
+                f"{', '.join(_NEEDED)} to change its precision (Transformer Engine 2.8 to 2.20 "
+                "under megatron-core 0.16 or later); use --snip-backend simulate"
             )
         self._runtime = runtime
         self._machine = machine
@@ -115,8 +115,8 @@ class PlannedTELinear:
         recipe = te_recipe(option, self._machine)
         if is_grouped(self.module) and not recipe.is_uniform:
             return "grouped experts take one format for all three GEMMs"
-        is_finer = get_format(option.fprop).bits < get_format(option.wgrad).bits
-        if is_finer and gathers_input(self.module):
+        wgrad_is_finer = get_format(option.fprop).bits < get_format(option.wgrad).bits
+        if wgrad_is_finer and gathers_input(self.module):
             # A shard that was quantized by two formats is dequantized from its rows, which are
             # fprop's, before it is gathered (`HybridQuantizedTensorStorage.dequantize`, 2.20).
             return (
@@ -156,7 +156,7 @@ class PlannedTELinear:
     def _after_forward(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        return observed(self, self._runtime, args, kwargs, output)
+        return observed(self, args, kwargs, output)
 
 
 class SimulatedTELinear(SimulatedLinear):
@@ -180,7 +180,7 @@ class SimulatedTELinear(SimulatedLinear):
             output = run(*args, **kwargs)
             # Transformer Engine's own wgrad overwrites main_grad while this is set.
             self.module.is_first_microbatch = False
-        return observed(self, self._runtime, args, kwargs, output)
+        return observed(self, args, kwargs, output)
 
     def _run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         module = self.module
@@ -219,7 +219,6 @@ class SimulatedTELinear(SimulatedLinear):
 
 def observed(
     linear: SimulatedTELinear | PlannedTELinear,
-    runtime: Runtime,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     result: Any,
@@ -227,14 +226,13 @@ def observed(
     """Return what a linear's forward returned, with a tap on the output of every weight's GEMM.
 
     Args:
-        linear: what ran; an expert may have zero rows.
-        runtime: its observer makes the taps. Without one, or in a forward without gradients (which
-            is recomputed later), there are none.
+        linear: what ran; an expert may have zero rows. The runtime's observer makes the taps. There
+            are none without one, or in a forward without gradients (which is recomputed later).
         args: of the forward.
         kwargs: of the forward.
         result: of the forward.
     """
-    observer, module = runtime.observer, linear.module
+    observer, module = linear._runtime.observer, linear.module
     if observer is None or not torch.is_grad_enabled():
         return result
     out, bias = result
@@ -265,13 +263,14 @@ class FreshWeights:
 
     Transformer Engine quantizes a weight in the first microbatch of a step and reuses the result.
     Megatron's schedules call `set_is_first_microbatch` on each chunk, in training and evaluation.
-    But up to 0.18 Megatron passes it on only where the run quantizes by default; in a BF16 run
-    whose modules have recipes, weights would be quantized once and never again
-    (NVIDIA/Megatron-LM#5641).
+    But Megatron passes it on only where the run quantizes by default (from 0.19 also with
+    `--te-precision-config-file`). In a BF16 run that SNIP plans, weights would be quantized once
+    and never again (NVIDIA/Megatron-LM#5641).
 
     So the method is overridden on the chunk, and drops the quantized weights. Setting the modules'
-    own flag would also quantize again. But then a fused weight gradient overwrites `main_grad`
-    instead of adding to it, which is wrong for a module that runs twice in a microbatch.
+    `is_first_microbatch` would also quantize again. But with it a fused weight gradient overwrites
+    `main_grad` instead of adding to it, which is wrong for a module that runs twice in a
+    microbatch.
     """
 
     def __init__(self, chunk: Any, modules: Collection[Any]) -> None:

@@ -52,6 +52,7 @@ def test_the_first_names_answer_whether_training_is_safe_and_faster(
         MEASURED,
         applied(SHAPE, PLAN, waited_s=0.25),
         Notice("refresh_failed", "why"),
+        Notice("guard", "why"),
         Notice("reverted", "why"),
         Metrics({"loss": 3.0, "lr": 0.5, "lowest_precision_fraction": 0.75}),
     ):
