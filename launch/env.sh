@@ -28,8 +28,8 @@ export SNIP_CHECKPOINTS="${SNIP_CHECKPOINTS:-}"
 export SNIP_CONTAINER="${SNIP_CONTAINER:-}"
 export SNIP_CONTAINER_MOUNTS="${SNIP_CONTAINER_MOUNTS:-}"
 
-# Network interface between nodes, e.g. eth0. Gloo (plans, votes, checkpoint metadata) and NCCL's first
-# contact otherwise take the one that the host's name resolves to, which other nodes may not reach.
+# Network interface between nodes, e.g. eth0. Gloo (plans, votes, checkpoint metadata) otherwise takes
+# the one that the host's name resolves to, and NCCL chooses one; other nodes may not reach them.
 if [ -n "${SNIP_INTERFACE:-}" ]; then
   export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$SNIP_INTERFACE}"
   export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-$SNIP_INTERFACE}"

@@ -37,6 +37,7 @@ from megatron_snip.linears.training_step import (
 )
 from megatron_snip.options import BF16
 from megatron_snip.planning.plan import PrecisionPlan, changed_linears, format_shares
+from megatron_snip.planning.planner import without_objective
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
@@ -278,6 +279,7 @@ class SnipController:
     def _apply_solved(self, iteration: int, num_microbatches: int) -> None:
         """All ranks: get the plan from rank 0 and apply it."""
         plan, waited_s = self._solve.result()
+        plan = without_objective(plan) if self._schedule.static else plan
         plan.check_against(self._plans.work)
         saving_s = self._plans.saving_s(plan, num_microbatches)
         if plan.digest in self._guard.state.refused:

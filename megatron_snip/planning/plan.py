@@ -49,7 +49,8 @@ class PrecisionPlan(BaseModel):
             refresh, or one at which only the target changed; 0 for a plan made before training.
         policy: that chose the options.
         status: see `Status`.
-        objective: sum of quality losses; None if the loss of an option is unknown.
+        objective: sum of quality losses; None if they are not known (no measurement, replaced
+            options).
         bound: proven lower bound of the objective under the same constraints, or None. With a
             change penalty it is a lower bound for plans that change no more linears than this one.
         seconds: wall time for making it.

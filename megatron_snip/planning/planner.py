@@ -195,9 +195,19 @@ def initial_plan(
         if config.collect_only or not is_static:
             settings = settings.model_copy(update={"policy": f"{UNIFORM}bf16"})
         with naming_field("policy"):
-            plan = make_plan(problem, settings)
+            plan = without_objective(make_plan(problem, settings))
     plan.check_against(problem.names)
     return plan
+
+
+def without_objective(plan: PrecisionPlan) -> PrecisionPlan:
+    """Return the plan of a problem without measurements: its quality loss is not known.
+
+    That of BF16 in all linears is known: it is 0.
+    """
+    if set(plan.linears.values()) == {BF16}:
+        return plan
+    return plan.model_copy(update={"objective": None, "bound": None})
 
 
 def adapt_plan(

@@ -43,6 +43,12 @@ def test_the_first_plan_is_file_then_resumed_plan_then_policy_then_bf16(tmp_path
     assert first(policy="uniform-fp4", resumed=resumed) == ["fp4"] * 3
 
 
+def test_without_a_measurement_only_the_quality_loss_of_bf16_is_known() -> None:
+    for policy, objective in (("snip", 0.0), ("layer-id", None), ("uniform-fp8", None)):
+        plan = initial_plan(PROBLEM, SnipConfig(policy=policy))
+        assert (plan.objective, plan.bound) == (objective, objective)
+
+
 def test_constraints_that_cannot_be_met_fail_at_the_start() -> None:
     with pytest.raises(InfeasiblePlanError, match=r"pin \*=fp8"):
         first(pins=("*=fp8",))
