@@ -133,7 +133,7 @@ class SnipController:
         self._guarded = config.guard and self._schedule.replans
         former = state.guard if state is not None and self._guarded else None
         if former is not None and former.good is not None:
-            good = self._plans.runnable(former.good, self._reporter.warn)
+            good = self._plans.adapted_plan(former.good, self._reporter.warn)
             former = former.model_copy(update={"good": good})
         self._guard = Guard(config.guard_sigmas, topology, former)
         self._start(state)
@@ -268,7 +268,7 @@ class SnipController:
             return self._refresher.measurement(target).problem
 
         problem = attempt("planning anew", make, self._control)
-        self._submit(iteration, self._plans.for_this_run(problem))
+        self._submit(iteration, self._plans.adapted_problem(problem))
 
     def _submit(self, iteration: int, problem: PlanningProblem) -> None:
         """All ranks: give a problem to the solver; its plan is due `lag` iterations later."""
@@ -357,7 +357,7 @@ class SnipController:
             self._reporter.warn(f"this run resumes with other settings: {', '.join(changes)}")
         if state.pending is not None and self._schedule.replans:
             pending = replace(
-                state.pending, problem=self._plans.for_this_run(state.pending.problem)
+                state.pending, problem=self._plans.adapted_problem(state.pending.problem)
             )
             self._solve.submit(pending, self.plan)
 

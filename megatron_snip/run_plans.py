@@ -74,9 +74,9 @@ class RunPlans:
             problem, target = self.unmeasured(largest), self.targets.at(num_done + 1)
             return initial_plan(problem, self._config, seed, resumed, target)
 
-        return self.runnable(plan_from_rank_0(make, self._control), warn)
+        return self.adapted_plan(plan_from_rank_0(make, self._control), warn)
 
-    def runnable(self, plan: PrecisionPlan, warn: Callable[[str], None]) -> PrecisionPlan:
+    def adapted_plan(self, plan: PrecisionPlan, warn: Callable[[str], None]) -> PrecisionPlan:
         """All ranks: return a plan as it can run here; `warn` gets a line for each change."""
         plan.check_against(self.work)
         options = (*plan.linears.values(), *self.available.options)
@@ -105,7 +105,7 @@ class RunPlans:
         problem = unmeasured_problem(linears, self.available.options, lowest, target)
         return self.available.restrict(problem)
 
-    def for_this_run(self, problem: PlanningProblem) -> PlanningProblem:
+    def adapted_problem(self, problem: PlanningProblem) -> PlanningProblem:
         """All ranks: return a former run's problem with the stages and options of this run."""
         rows = tuple(
             row.model_copy(update={"stage": self.work[row.name][0]}) for row in problem.linears

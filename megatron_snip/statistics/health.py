@@ -36,9 +36,12 @@ from megatron_snip.types import Gemm, Operand
 LOWEST_LOG2, NUM_BINS = -96, 128
 """Scales are counted by floor(log2(scale)), from 2^-96 to 2^31; others count at the ends."""
 
-OPERAND_SUMS = 3 + NUM_BINS
-"""Numbers of one operand in one format: error square, underflowed, saturated, then the bins. After
-the last format the same numbers of the operand itself: three zeros, then elements by magnitude."""
+ERROR_SUMS = 3
+"""Error square, underflowed, saturated."""
+
+OPERAND_SUMS = ERROR_SUMS + NUM_BINS
+"""Numbers of one operand in one format: ERROR_SUMS, then the bins. After the last format the same
+numbers of the operand itself: zeros, then elements by magnitude."""
 
 EXPERT_COLUMNS = ("microbatches", "tokens", "input_square", "weight_square", "grad_square")
 """Columns of an expert's row; the first three numbers of each format and operand follow them."""
@@ -161,7 +164,7 @@ def _worst_experts(experts: Tensor, s: LinearStatistics) -> dict[HealthMeasure, 
     microbatches, tokens, *squares = experts[:, : len(EXPERT_COLUMNS)].unbind(1)
     weights = microbatches * s.in_features * s.out_features
     sizes = torch.stack([tokens * s.in_features, weights, tokens * s.out_features], 1)[:, None]
-    sums = experts[:, len(EXPERT_COLUMNS) :].view(len(experts), -1, len(Operand), 3)
+    sums = experts[:, len(EXPERT_COLUMNS) :].view(len(experts), -1, len(Operand), ERROR_SUMS)
     error, zeros, _ = sums.unbind(-1)  # [experts, formats, operands]
     sqnr = 10 * torch.log10(torch.stack(squares, 1)[:, None] / error)
     measured: dict[HealthMeasure, Tensor] = {"sqnr_db": sqnr, "underflow": zeros / sizes}
@@ -173,7 +176,7 @@ def _worst_experts(experts: Tensor, s: LinearStatistics) -> dict[HealthMeasure, 
     return found
 
 
-def health_table(
+def make_health_table(
     table: StatisticsTable,
     sums: Tensor,
     amax: Tensor,

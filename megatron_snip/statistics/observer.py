@@ -28,7 +28,7 @@ from megatron_snip.collectives import sum_over
 from megatron_snip.quantizers.quantize import needs_tensor_amax
 from megatron_snip.quantizers.reference import amax_of
 from megatron_snip.quantizers.stochastic import grad_output_stream
-from megatron_snip.statistics.health import EXPERT_COLUMNS
+from megatron_snip.statistics.health import ERROR_SUMS, EXPERT_COLUMNS
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.measure import Operands, PartialSums, partial_sums, totals
 from megatron_snip.statistics.optimizer_state import NORMS, Sensitivity
@@ -257,7 +257,7 @@ class StepObserver:
             try:
                 return action(*arguments)
             except Exception as error:
-                self._own.failed(error, f"{placement.name}: ")
+                self._own.record_failure(error, f"{placement.name}: ")
         return None
 
     def _add(
@@ -288,7 +288,7 @@ class StepObserver:
         health = health.double() * to_device(grad.device, scales)
         if (expert := placement.expert) is not None:
             own = torch.stack([row[list(columns).index(c)] for c in EXPERT_COLUMNS])
-            row_of_expert = torch.cat([own, health[:-1, :, :3].flatten()])
+            row_of_expert = torch.cat([own, health[:-1, :, :ERROR_SUMS].flatten()])
             _add_to(self._own.experts, (name, expert), row_of_expert)
         _add_to(self._own.rows, name, torch.cat([row, row.new_zeros(NORMS), health.flatten()]))
 

@@ -17,7 +17,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_snip.collectives import RemoteFailure, gather_json, one_line, sum_over
-from megatron_snip.statistics.health import EXPERT_COLUMNS, OPERAND_SUMS, health_table
+from megatron_snip.statistics.health import (
+    ERROR_SUMS,
+    EXPERT_COLUMNS,
+    OPERAND_SUMS,
+    make_health_table,
+)
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.optimizer_state import NORMS
 from megatron_snip.statistics.records import (
@@ -57,7 +62,7 @@ class RankSums:
     experts: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     failure: str | None = None
 
-    def failed(self, error: Exception, where: str = "") -> None:
+    def record_failure(self, error: Exception, where: str = "") -> None:
         """Remember the first error."""
         self.failure = self.failure or f"{where}{type(error).__name__}: {one_line(error)}"
 
@@ -97,19 +102,20 @@ def reduce_sums(
         for name, expert in own.experts:
             largest[names.index(name), -1].clamp_(min=1 + expert)
     except Exception as error:  # the other ranks wait in the sum
-        own.failed(error)
+        own.record_failure(error)
     table[0, 0] = float(own.failure is not None)
     sum_over(table, control)
     if table[0, 0] > 0:
         raise RemoteFailure("measuring", gather_json(own.failure, control))
     if control is not None:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=control)
-    counts = [int(count) for count in largest[:, -1].tolist()]
-    every = [(name, e) for name, count in zip(names, counts, strict=True) for e in range(count)]
-    numbers = len(EXPERT_COLUMNS) + 3 * len(Operand) * len(formats)
-    by_expert = torch.zeros((len(every), numbers), dtype=torch.float64)
-    _fill(by_expert, own.experts, every)
-    sum_over(by_expert, control if every else None)
+    counts = largest[:, -1].int().tolist()
+    experts = [(name, e) for name, count in zip(names, counts, strict=True) for e in range(count)]
+    num_columns = len(EXPERT_COLUMNS) + ERROR_SUMS * len(Operand) * len(formats)
+    by_expert = torch.zeros((len(experts), num_columns), dtype=torch.float64)
+    _fill(by_expert, own.experts, experts)
+    if experts:
+        sum_over(by_expert, control)
     found = [dict(zip(columns, row, strict=True)) for row in table[1:, : len(columns)].tolist()]
     # The experts of a layer count each token `num_active` times.
     pairs = list(zip(linears, found, strict=True))
@@ -117,7 +123,7 @@ def reduce_sums(
     decoded = (_linear(info, row, formats, grad_scale, batch_tokens) for info, row in pairs)
     statistics = StatisticsTable(settings.iteration, loss, tuple(decoded))
     rows = table[1:, len(columns) :], largest[:, :-1], torch.split(by_expert, counts)
-    return statistics, health_table(statistics, *rows, grad_scale)
+    return statistics, make_health_table(statistics, *rows, grad_scale)
 
 
 def _fill(table: Tensor, rows: Mapping[K, Tensor], keys: Sequence[K]) -> None:
