@@ -4,8 +4,6 @@ The same as `python -m megatron_snip SCRIPT`, for scripts that are started in an
 come before anything that takes a function out of `megatron.training` by name.
 """
 
-from __future__ import annotations
-
 import sys
 
 from megatron_snip.patches.install import install_for

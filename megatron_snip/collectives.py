@@ -4,8 +4,6 @@ Every function is called by all ranks of `group` in the same order and does noth
 network when `group` is None. Records travel as JSON bytes; nothing is pickled.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

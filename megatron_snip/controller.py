@@ -10,8 +10,6 @@ rank, all ranks keep the current plan, warn once and continue. A plan that break
 reverted (guard.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace

@@ -5,8 +5,6 @@
 A file counts as written by SNIP if its directory has the marker and its path matches `OWN_FILES`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

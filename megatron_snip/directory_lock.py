@@ -10,8 +10,6 @@ the file system has no `flock`, a job takes the lock only after the mtime has st
 hosts that do not see each other's locks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """The errors that a caller can act on; a message names what was got, is accepted, and to do."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ duplicate keys. Writing goes to a temporary file in the same directory, then fsy
 reader sees the old file or the new one, never a part.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -4,8 +4,6 @@ The flags carry no defaults (they are absent from the namespace unless given), s
 reads them knows which were given, and lets these win over a YAML file.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import types

@@ -1,7 +1,5 @@
 """Warnings that appear once: in this process, or in a job of many ranks."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

@@ -6,8 +6,6 @@ an element, against 2^-4 or more of the formats measured) because FP32 GEMMs run
 tensor cores' rate; accumulation and output stay FP32.
 """
 
-from __future__ import annotations
-
 import torch
 
 LARGE_GEMM = 1 << 24

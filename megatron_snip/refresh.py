@@ -5,8 +5,6 @@ its end                  one all-reduce; the running mean of the statistics is u
 after the last part      statistics -> divergences -> planning problem
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import partial

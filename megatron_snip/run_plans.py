@@ -7,8 +7,6 @@ With `PendingSolve` training waits for the solver only at the iteration where it
 rank 0 has no valid plan then (a crash, a timeout), all ranks get the same error.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import replace

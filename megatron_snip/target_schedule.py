@@ -8,8 +8,6 @@ most `RAMP_STEP`, since each change of the target makes a plan. Healing is a ram
 ends so early that its last plan still trains.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Iterable

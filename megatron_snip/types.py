@@ -12,8 +12,6 @@ A linear's name is the same on every rank and for every TP/PP/VPP layout: Megatr
 the former and are 0-based: `decoder.layers.17.mlp.linear_fc1`.
 """
 
-from __future__ import annotations
-
 import re
 from enum import StrEnum
 from fnmatch import fnmatchcase

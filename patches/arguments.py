@@ -6,8 +6,6 @@ validates its own arguments. Megatron may parse several times in one process, so
 here. A flag that is not given leaves nothing in the namespace.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

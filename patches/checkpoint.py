@@ -6,8 +6,6 @@ read back with `weights_only=True`. Megatron's other formats are for FSDP, which
 (`incompatible.py`).
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -8,8 +8,6 @@ calls the same linears, one forward and one backward at a time, and Megatron rep
 under it too), except in an FP8 or FP4 run.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@
 `--snip` only the argument parser is patched, and training stays Megatron's.
 """
 
-from __future__ import annotations
-
 import atexit
 from collections.abc import Sequence
 

@@ -8,8 +8,6 @@ Only ranks of the last pipeline stage have losses, and reading one waits for the
 rank broadcasts them, at Megatron's log interval and after evaluations.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ Transformer Engine runs it; on a machine that does not, as `--snip-backend simul
 resulting table, `megatron-snip plan --cost time` counts this machine's seconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

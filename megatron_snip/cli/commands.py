@@ -5,8 +5,6 @@ does the work and returns the exit status. Only the module of the given command 
 `megatron-snip plan` never imports torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import logging

@@ -1,7 +1,5 @@
 """What subcommands share: tables for terminals, parsers of numeric flags, files for results."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import shutil

@@ -1,7 +1,5 @@
 """`megatron-snip doctor`: what this machine can run, and the command line to use on it."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from importlib.util import find_spec

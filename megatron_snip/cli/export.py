@@ -13,8 +13,6 @@ prediction have no linears of their own there. Sources: torchtitan's state_dict_
 `process_layer_quant_config`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

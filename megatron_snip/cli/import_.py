@@ -4,8 +4,6 @@ The file's globs are matched against the linears of a problem (one that a run wr
 `--snip-collect-only`), as Megatron matches them against its modules: the first match decides.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections import Counter
 from pathlib import Path

@@ -3,8 +3,6 @@
 Exit status: 0 if some target can be reached, 3 if none can, 2 on bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections import Counter

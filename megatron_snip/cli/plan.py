@@ -4,8 +4,6 @@ Exit status: 0 with a plan; 3 if no plan satisfies the constraints (the conflict
 highest reachable target are named); 2 on bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -3,8 +3,6 @@
 A run in progress is reported up to its last iteration.
 """
 
-from __future__ import annotations
-
 import argparse
 from importlib.util import find_spec
 from pathlib import Path

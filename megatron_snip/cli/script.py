@@ -13,8 +13,6 @@ A line of the file holds any number of words, quoted as in a shell; `#` begins a
 file `@` has no meaning. Later words win, as they do on the command line.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import runpy

@@ -3,8 +3,6 @@
 Works on any run with refreshes, also on one that only measures (--snip-collect-only).
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

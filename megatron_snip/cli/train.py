@@ -1,7 +1,5 @@
 """`megatron-snip train`: train a Llama-style GPT, as launcher or as one of torchrun's ranks."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

@@ -35,8 +35,6 @@ and both sums positive, Q of the plan that gives it to every linear is 1 + lambd
 is not finite is forbidden for that linear, with a warning that names it.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import statistics

@@ -6,8 +6,6 @@
 docs/backends.md has the table. Callers log the texts that are returned.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ What an option with several formats takes beside its GEMMs (`mixed_s`) is measur
 of its time less its GEMMs' times, over the options that the linear can run.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json

@@ -7,8 +7,6 @@ a layer share one name; a grouped linear holds several. The output layer and emb
 of the layers and stay BF16.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterator, Sequence

@@ -7,8 +7,6 @@ Megatron's own; deleting the instance attribute restores the class's method. The
 every call, so a change of plan compiles nothing and waits for nothing.
 """
 
-from __future__ import annotations
-
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """All planned linears of this rank: install the overrides, apply a plan, undo."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

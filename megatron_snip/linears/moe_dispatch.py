@@ -10,8 +10,6 @@ to the dense linears: then every layout measures what one rank alone would.
     others       unknown order: all rows are measured together
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field

@@ -18,8 +18,6 @@ for both GEMMs at once, and that form is saved instead of X.
 Shapes: M tokens, K in_features, N out_features.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any

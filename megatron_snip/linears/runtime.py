@@ -1,7 +1,5 @@
 """What all linears of a process share: iteration, precision, observer, quantized weights."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

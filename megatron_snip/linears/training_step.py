@@ -3,8 +3,6 @@
 The guard repeats a training step, and an evaluation in two precisions runs each microbatch twice.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import random

@@ -15,8 +15,6 @@ batch. An option with more than one format takes `mixed_s` seconds beside its GE
 Engine then does not fuse the norm with quantizing, and does not swizzle scales in advance.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ efficiency of the model and of every stage, the digest, and every constraint in 
 is the executable specification of a correct plan. It shares only the tolerance with the planner.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

@@ -6,8 +6,6 @@ rest is still infeasible. Feasibility is exact and needs no solver: it is checke
 at its largest gain (`cost.py` defines gains).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

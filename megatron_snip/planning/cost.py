@@ -28,8 +28,6 @@ The solver needs integers. With a unit u, `sum of gains >= least` becomes
                accepted plan misses it by less than (number of linears) * u.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -17,8 +17,6 @@ The true cost of an assignment differs from u * (integer cost) + const by at mos
 rounding of doubles remains. The returned bound is lowered by `error`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -21,8 +21,6 @@ above is the next price, until no line is lower at the crossing. This ends after
 Numbers are doubles; the bound has an allowance for rounding errors and is safe.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cached_property

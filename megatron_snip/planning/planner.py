@@ -8,8 +8,6 @@ restrict_problem  a problem without the options that linears cannot run
 healing_problem   a problem whose plans raise some GEMMs of a plan before the others
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

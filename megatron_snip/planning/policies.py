@@ -12,8 +12,6 @@
 A new policy is an entry in `POLICIES`; most need only an order (`lowered_in`).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence

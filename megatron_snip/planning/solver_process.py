@@ -20,8 +20,6 @@ Each message is one line of JSON:
     reply     {"plan"}  or  {"error": name of the exception's class, "message"}
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

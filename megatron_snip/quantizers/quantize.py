@@ -16,8 +16,6 @@ Triton kernels quantize where they can run (`kernels.launch.obstacle`), else the
 the same bits.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

@@ -56,8 +56,6 @@ Zeros come out as +0. The one-digit E2M0 sends ties to the larger magnitude (1.5
 0.5 -> 0, as IEEE 754-2019 section 4.3.1 specifies.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ Within an iteration the order is: `PlanApplied`, `Measurement`, `Notice` where s
 happened, and `Metrics` at the end. Iterations are Megatron's (1-based).
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

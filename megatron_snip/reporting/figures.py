@@ -7,8 +7,6 @@ In maps, rows are layers and columns are kinds of linears: `decoder.layers.17.ml
 row 17, column fc1. Names of another form get a row of their own.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial

@@ -4,8 +4,6 @@ The file needs no network and runs no script; its Content-Security-Policy forbid
 escapes all text, since names and settings come from files.
 """
 
-from __future__ import annotations
-
 import base64
 from importlib.resources import files
 from pathlib import Path

@@ -29,8 +29,6 @@ JSON files are written atomically. metrics.jsonl is appended line by line and sy
 a killed run loses no line.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

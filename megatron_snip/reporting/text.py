@@ -1,7 +1,5 @@
 """Numbers as text, for tables, captions and terminals."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -30,8 +30,6 @@ the lowest precision and at what cost, which linears suffer:
 Unknown values (None, NaN, infinite) are left out.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -10,8 +10,6 @@ over shards, microbatches and ranks; amax is a maximum. Experts have rows of the
 linear's.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import accumulate

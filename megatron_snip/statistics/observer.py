@@ -6,11 +6,9 @@ sits on what the linear's own GEMM returns, before any reduction over tensor-par
 backward of that reduction gives every rank the full gradient. Training itself is not changed:
 nothing is replayed, perturbed or restored. Ranks of a tensor axis exchange their sums within the
 backward, in the same order on all of them even if one fails to measure: that rank contributes
-zeros, and `table` raises on all ranks. Nothing waits for the device
-before `table`, but MoE layers, which exchange how many tokens each expert gets.
+zeros, and `table` raises on all ranks. Nothing waits for the device before `table`, but MoE layers,
+which exchange how many tokens each expert gets.
 """
-
-from __future__ import annotations
 
 import time
 from collections import defaultdict

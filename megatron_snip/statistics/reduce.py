@@ -5,8 +5,6 @@ G times `grad_scale` is the gradient of the batch-mean loss: it takes out the lo
 by the number of data ranks. Megatron itself has divided by the number of microbatches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar

@@ -4,8 +4,6 @@ Single tokens are drawn at random for fprop and dgrad. wgrad is measured on comp
 consecutive tokens and, of wide linears, on every fourth output feature.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -20,8 +20,6 @@ The state dict holds (tensors as global tensors, so that other layouts can read 
     random.<rank>.<name>      the random streams of a rank; another layout starts new ones
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -11,8 +11,6 @@ Each run writes it to its own folder, named after the digest of all documents. T
 run's data.json too: runs with different libraries have different digests.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sysconfig
 from collections import OrderedDict

@@ -10,8 +10,6 @@ Losses are means over tokens, microbatches and data-parallel ranks, the same num
 An evaluation runs over the same validation batches each time. Iterations count from 1.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 import time

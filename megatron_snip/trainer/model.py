@@ -17,8 +17,6 @@ Standard deviations are Megatron's: std, and std / sqrt(2 num_layers) for linear
 linear_fc2.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import math

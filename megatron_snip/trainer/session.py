@@ -4,8 +4,6 @@ Without a GPU the CPU patch is installed first and gloo carries the collectives.
 code runs on NCCL. Then only `torch_adam` is patched, where neither Transformer Engine nor Apex is.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -13,8 +13,6 @@ Such a run shows Megatron's control flow, collectives and arithmetic. It shows n
 kernels, streams or speed.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

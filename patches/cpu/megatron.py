@@ -4,8 +4,6 @@ A norm under sequence parallelism, the MoE router's GEMM, optimizer state on loa
 dataset helpers of a wheel, and pipeline outputs that stay alive until gloo has sent them.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import functools

@@ -6,8 +6,6 @@ are computed in FP32 and rounded once, which is what a GPU's tensor cores return
 summation. CPUs without BF16 units take 8 to 40 times longer for the native product.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

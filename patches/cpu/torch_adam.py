@@ -6,8 +6,6 @@ optimizer loses both when it loads, or fails. The CPU layer installs these wrapp
 trainer does.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

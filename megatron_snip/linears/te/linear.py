@@ -13,8 +13,6 @@ need care:
 - A linear that changes to BF16 still has the weights that it quantized before. They are dropped.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable, Collection, Sequence

@@ -3,8 +3,6 @@
 `te/recipe.py` has the recipes; Transformer Engine's own checks of them (2.20) count as well.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Mapping

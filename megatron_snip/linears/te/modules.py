@@ -21,8 +21,6 @@ same, and rank 0 reports it (`topology.Axis`). Without sequence parallelism Mega
 the positional columns of latent attention's G over these ranks; rank 0's are used.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -17,8 +17,6 @@ Needs Transformer Engine's QuantizerRole, HybridQuantizer and IdentityQuantizer
 (`machine.this_machine` checks). The quantizers are those of its built-in recipes.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

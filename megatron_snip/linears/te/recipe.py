@@ -8,8 +8,6 @@ Sources: Megatron-Core's TEQuantizationRecipe (0.16 and later), Transformer Engi
 NVIDIA's compute capabilities (`GemmRecipe.gpus`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
