@@ -5,8 +5,6 @@ on block sizes; `benchmarks.kernels --static` counts what they compile to. Trito
 when a kernel runs. Functions take [rows, cols] matrices of any strides.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os
@@ -79,6 +77,29 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+class PhiloxArguments(NamedTuple):
+    """Where a kernel's random numbers come from (`quantizers.stochastic`).
+
+    `key` and `columns` are launch-time numbers, `mode` and `swapped` compile-time ones.
+
+    Attributes:
+        key: Philox key, as a signed 64-bit number.
+        columns: the four integers of a `ColumnMap`.
+        mode: 0 round to nearest even; 1 eight neighbors share a counter and no column is sharded;
+            2 they share one and columns are sharded; 3 any layout.
+        swapped: whether the element `index` takes the number of `index ^ 4`.
+    """
+
+    key: int
+    columns: tuple[int, int, int, int]
+    mode: int
+    swapped: bool = False
+
+
+NO_RANDOM = PhiloxArguments(0, (1, 1, 1, 0), 0)
+"""Round to nearest even."""
+
+
 class TileSpec(NamedTuple):
     """A format and its tiles as compile-time numbers; `quantizers.reference` explains them.
 
@@ -118,29 +139,6 @@ def tile_spec(fmt: Format, block: Block, random: PhiloxArguments) -> TileSpec:
         random.mode,
         random.swapped,
     )
-
-
-class PhiloxArguments(NamedTuple):
-    """Where a kernel's random numbers come from (`quantizers.stochastic`).
-
-    `key` and `columns` are launch-time numbers, `mode` and `swapped` compile-time ones.
-
-    Attributes:
-        key: Philox key, as a signed 64-bit number.
-        columns: the four integers of a `ColumnMap`.
-        mode: 0 round to nearest even; 1 eight neighbors share a counter and no column is sharded;
-            2 they share one and columns are sharded; 3 any layout.
-        swapped: whether the element `index` takes the number of `index ^ 4`.
-    """
-
-    key: int
-    columns: tuple[int, int, int, int]
-    mode: int
-    swapped: bool = False
-
-
-NO_RANDOM = PhiloxArguments(0, (1, 1, 1, 0), 0)
-"""Round to nearest even."""
 
 
 class LaunchConfig(NamedTuple):

@@ -3,8 +3,6 @@
 The first word decides: a subcommand's name, or a script (after `--cpu`, always a script).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_snip.errors import SnipError, UsageError, shortened
+from megatron_snip.errors import SnipError, UsageError, one_line
 
 T = TypeVar("T")
 
@@ -108,11 +108,6 @@ def on_rank_0(what: str, action: Callable[[], Any], group: ProcessGroup | None) 
     if "usage" in found:
         raise UsageError(*found["usage"])
     return found["result"]
-
-
-def one_line(error: BaseException) -> str:
-    """Return an error's message as one line of at most 500 characters."""
-    return shortened(" ".join(str(error).split()), 500)
 
 
 def sum_over(tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:

@@ -4,12 +4,10 @@ Every field is a flag: `efficiency_target` is `--snip-efficiency-target` on the 
 `efficiency_target` in YAML. The text under each field is its help. Unknown keys are refused.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, Self, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -203,7 +201,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
         return value
 
     @model_validator(mode="after")
-    def _check_together(self) -> SnipConfig:
+    def _check_together(self) -> Self:
         _ = self.lowest_format, self.pin_pairs, self.alerts, self.points  # each may raise
         if self.cost != "time" and self.calibration != Path(AUTO):
             raise UsageError(

@@ -84,6 +84,11 @@ def shortened(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def one_line(error: BaseException) -> str:
+    """Return an error's message as one line of at most 500 characters."""
+    return shortened(" ".join(str(error).split()), 500)
+
+
 def shown(error: BaseException | str) -> str:
     """Return an error as one line that any terminal may show.
 

@@ -19,7 +19,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import core_schema, from_json
 
-from megatron_snip.errors import UsageError, did_you_mean, shortened
+from megatron_snip.errors import UsageError, did_you_mean, one_line, shortened
 
 T = TypeVar("T")
 
@@ -105,8 +105,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         _check_shape(text, source)
         loaded = yaml.load(text, Loader=_UniqueKeys)
     except yaml.YAMLError as error:
-        detail = " ".join(str(error).split())
-        raise UsageError(f"{source} is not valid YAML: {shortened(detail, 500)}") from None
+        raise UsageError(f"{source} is not valid YAML: {one_line(error)}") from None
     except (ValueError, RecursionError) as error:  # a 13th month, a number of 5000 digits
         raise UsageError(f"{source} is not valid YAML: {shortened(str(error), 200)}") from None
     if loaded is None:

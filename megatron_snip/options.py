@@ -4,11 +4,9 @@ An option is written `fp4` when the three formats agree and `fprop-dgrad-wgrad` 
 `fp4-fp8-bf16`.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import ConfigDict
 
@@ -62,12 +60,12 @@ class Option:
         return sum(get_format(name).bits == bits for name in self.formats) / 3
 
     @classmethod
-    def uniform(cls, format_name: str) -> Option:
+    def uniform(cls, format_name: str) -> Self:
         """The option that uses one format in all three GEMMs."""
         return cls(format_name, format_name, format_name)
 
     @classmethod
-    def parse(cls, text: str) -> Option:
+    def parse(cls, text: str) -> Self:
         """Read `fp4` or `fp4-fp8-bf16`.
 
         Raises:

@@ -13,12 +13,10 @@ Of a plan that was being solved its problem is stored: the resumed run solves it
 the plan at the same iteration.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import TypeAdapter
 
@@ -93,7 +91,7 @@ class ControllerState:
         ]
 
     @classmethod
-    def from_dict(cls, value: Any, source: str = "SNIP state") -> ControllerState:
+    def from_dict(cls, value: Any, source: str = "SNIP state") -> Self:
         """Build from what `to_dict` returned; a guard of another version starts anew.
 
         Args:

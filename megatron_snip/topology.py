@@ -5,8 +5,6 @@ size 1), so that the statistics run without Megatron. `linears/discovery.py` bui
 Megatron's parallel state.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,40 +36,6 @@ class Axis:
     def shard(self) -> int:
         """Index of the shard that is here, 0 .. size - 1."""
         return self.rank % self.size
-
-
-@dataclass(frozen=True)
-class Topology:
-    """The parallel layout as one rank sees it.
-
-    Attributes:
-        rank: global rank; rank 0 solves and writes.
-        world_size: number of ranks.
-        stage: pipeline-parallel rank.
-        tensor: tensor-parallel axis of the dense linears.
-        expert_tensor: tensor-parallel axis of the experts' linears.
-        data: ranks with the same dense weights and other tokens (DP x CP).
-        expert_data: the same for experts' weights.
-        context: ranks among which the tokens of each sequence are divided; `data` has them, too.
-        places: (data rank, tensor rank) of every rank, by global rank.
-        control: a CPU (gloo) group of all ranks for votes, plans and small tables, or None when
-            there is one rank.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    stage: int = 0
-    tensor: Axis = Axis()
-    expert_tensor: Axis = Axis()
-    data: Axis = Axis()
-    expert_data: Axis = Axis()
-    context: int = 1
-    places: tuple[tuple[int, int], ...] = ((0, 0),)
-    control: ProcessGroup | None = None
-
-    def data_axis(self, placement: Placement) -> Axis:
-        """Ranks that hold the same weight as `placement` and see other tokens."""
-        return self.data if placement.expert is None else self.expert_data
 
 
 @dataclass(frozen=True)
@@ -135,3 +99,37 @@ class Placement:
     def instance(self) -> str:
         """The name, made distinct per expert."""
         return self.name if self.expert is None else f"{self.name}#{self.expert}"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The parallel layout as one rank sees it.
+
+    Attributes:
+        rank: global rank; rank 0 solves and writes.
+        world_size: number of ranks.
+        stage: pipeline-parallel rank.
+        tensor: tensor-parallel axis of the dense linears.
+        expert_tensor: tensor-parallel axis of the experts' linears.
+        data: ranks with the same dense weights and other tokens (DP x CP).
+        expert_data: the same for experts' weights.
+        context: ranks among which the tokens of each sequence are divided; `data` has them, too.
+        places: (data rank, tensor rank) of every rank, by global rank.
+        control: a CPU (gloo) group of all ranks for votes, plans and small tables, or None when
+            there is one rank.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    stage: int = 0
+    tensor: Axis = Axis()
+    expert_tensor: Axis = Axis()
+    data: Axis = Axis()
+    expert_data: Axis = Axis()
+    context: int = 1
+    places: tuple[tuple[int, int], ...] = ((0, 0),)
+    control: ProcessGroup | None = None
+
+    def data_axis(self, placement: Placement) -> Axis:
+        """Ranks that hold the same weight as `placement` and see other tokens."""
+        return self.data if placement.expert is None else self.expert_data

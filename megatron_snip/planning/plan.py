@@ -14,14 +14,12 @@ Version 1 has "step" (0-based) in place of "iteration" and is still read: iterat
 linear alike, so ranks compare digests before they apply a plan.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field
 
@@ -124,7 +122,7 @@ class PrecisionPlan(BaseModel):
         return json.dumps(self.to_dict(), indent=1) + "\n"
 
     @classmethod
-    def from_dict(cls, value: Any, source: str = "plan") -> PrecisionPlan:
+    def from_dict(cls, value: Any, source: str = "plan") -> Self:
         """Build from a parsed JSON object of version 1 or 2 and verify the digest.
 
         Raises:

@@ -12,14 +12,12 @@ The file, schema version 1, holds exactly these keys:
 A run writes one such file at every refresh.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -119,7 +117,7 @@ class PlanningProblem(BaseModel):
     target: _Share
 
     @model_validator(mode="after")
-    def _check_unique(self) -> PlanningProblem:
+    def _check_unique(self) -> Self:
         for name, count in Counter(self.names).items():
             if count > 1:
                 raise UsageError(f"linear '{name}' is listed twice")
@@ -135,9 +133,7 @@ class PlanningProblem(BaseModel):
         """One more than the largest stage."""
         return 1 + max(linear.stage for linear in self.linears)
 
-    def with_options(
-        self, options: Callable[[LinearChoices], dict[str, OptionCost]]
-    ) -> PlanningProblem:
+    def with_options(self, options: Callable[[LinearChoices], dict[str, OptionCost]]) -> Self:
         """Return the problem with the options that the function returns for each linear."""
         rows = (row.model_copy(update={"options": options(row)}) for row in self.linears)
         return self.model_copy(update={"linears": tuple(rows)})
@@ -158,7 +154,7 @@ class PlanningProblem(BaseModel):
         yield "\n]}\n"
 
     @classmethod
-    def from_dict(cls, value: Any, source: str = "problem") -> PlanningProblem:
+    def from_dict(cls, value: Any, source: str = "problem") -> Self:
         """Build from a parsed JSON object.
 
         Raises:

@@ -1,8 +1,6 @@
 """PlanSettings: the rules under which a plan is made."""
 
-from __future__ import annotations
-
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import Field
 
@@ -55,7 +53,7 @@ class PlanSettings(Section):
     work, and continues only while the gap is larger than this."""
 
     @classmethod
-    def from_config(cls, config: SnipConfig, seed: int = 0) -> PlanSettings:
+    def from_config(cls, config: SnipConfig, seed: int = 0) -> Self:
         """Return the planner's part of a run's settings; the target is the problem's."""
         return cls(
             policy=config.policy,

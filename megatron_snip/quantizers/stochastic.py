@@ -27,13 +27,11 @@ are those of `triton.language.randint4x(key, counter, n_rounds=7)`. One counter 
 lane j is the 16-bit half j % 2 (low half first) of word j // 2, as a signed integer.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -103,7 +101,7 @@ class ColumnMap(NamedTuple):
     col_start: int
 
     @classmethod
-    def shard(cls, local_cols: int, rank: int, world_size: int, num_chunks: int = 1) -> ColumnMap:
+    def shard(cls, local_cols: int, rank: int, world_size: int, num_chunks: int = 1) -> Self:
         """Return rank `rank`'s part of columns sharded evenly over `world_size`.
 
         Raises:
@@ -143,11 +141,11 @@ class StochasticStream:
     swapped: bool = False
     drawn: Tensor | None = None
 
-    def for_gemm(self, gemm: Gemm) -> StochasticStream:
+    def for_gemm(self, gemm: Gemm) -> Self:
         """Return the stream of the copy that enters `gemm`."""
         return replace(self, swapped=gemm is Gemm.WGRAD)
 
-    def with_column_stride(self, stride: int, cols: int) -> StochasticStream:
+    def with_column_stride(self, stride: int, cols: int) -> Self:
         """Return the stream of a tensor that holds every `stride`-th of the `cols` columns."""
         columns = self.column_map(cols)
         assert not any(part % stride for part in columns)
@@ -160,7 +158,7 @@ class StochasticStream:
         assert cols * columns.global_chunk == columns.local_chunk * columns.global_cols
         return columns
 
-    def draw(self, rows: int, cols: int, device: torch.device | None = None) -> StochasticStream:
+    def draw(self, rows: int, cols: int, device: torch.device | None = None) -> Self:
         """Return the stream with the numbers of a local [rows, cols] tensor drawn, for both copies.
 
         Where a chunk of columns or its offset is no multiple of 8, `bits16` draws them instead.

@@ -5,13 +5,11 @@ files of iterations that were not repeated yet are left out. Files are not trust
 checked, and a bad one is refused in one line.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,7 +89,7 @@ class MetricRows:
         found = values[(at >= start) & (at < end) & ~np.isnan(values)]
         return float(found.mean()) if found.size else None
 
-    def gap_to(self, reference: MetricRows) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    def gap_to(self, reference: Self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return (iterations, loss minus the reference's) where both losses are finite."""
         (at, losses), (base_at, base) = self.column("loss"), reference.column("loss")
         common, first, second = np.intersect1d(at, base_at, return_indices=True)

@@ -1,11 +1,9 @@
 """What is known of the observed linears' health: values, their order, and a file's schema."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from megatron_snip.config import HealthMeasure
 from megatron_snip.files import read_record
@@ -88,7 +86,7 @@ class HealthTable:
         return {"version": SCHEMA_VERSION, **asdict(self)}
 
     @classmethod
-    def from_dict(cls, value: Any, source: str = "health file") -> HealthTable:
+    def from_dict(cls, value: Any, source: str = "health file") -> Self:
         """Build from what `to_dict` returned.
 
         Raises:

@@ -13,12 +13,10 @@ features. Products accumulate in FP32. On a tensor-parallel rank the tensors are
 statistics.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -82,16 +80,16 @@ class PartialSums(NamedTuple):
     health: Tensor
     amax: Tensor
 
-    def summed(self, group: ProcessGroup) -> PartialSums:
+    def summed(self, group: ProcessGroup) -> Self:
         """All ranks of `group`: return the sums over the shards, in one exchange."""
-        sums = iter(sum_together([t for t in self[:4] if t is not None], group))
-        summed = (None if t is None else next(sums) for t in self[:4])
-        return PartialSums._make((*summed, self.amax))
+        added = {n: t for n, t in self._asdict().items() if t is not None and n != "amax"}
+        sums = sum_together(list(added.values()), group)
+        return self._replace(**dict(zip(added, sums, strict=True)))
 
     @classmethod
     def zeros(
         cls, kind: LinearKind, num_tokens: int, weight: Tensor, formats: Mapping[str, Format]
-    ) -> PartialSums:
+    ) -> Self:
         """Return the zeros that a shard adds if it could not measure; `weight` is [N, K]."""
         rows, cols = weight.shape
         num = len(formats)

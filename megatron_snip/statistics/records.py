@@ -5,12 +5,10 @@ G = dL/dY are the tensors of a linear; eY, eX and eW are the errors of Y, of dX 
 dW = G^T X when the operands of that GEMM are quantized (`measure.py`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 from megatron_snip.files import read_record
 from megatron_snip.topology import LinearInfo
@@ -114,7 +112,7 @@ class StatisticsTable:
         return {"version": SCHEMA_VERSION, **dataclasses.asdict(self)}
 
     @classmethod
-    def from_dict(cls, value: dict[str, Any]) -> StatisticsTable:
+    def from_dict(cls, value: dict[str, Any]) -> Self:
         """Build from what `to_dict` returned.
 
         Raises:

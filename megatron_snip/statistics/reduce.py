@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_snip.collectives import RemoteFailure, gather_json, one_line, sum_over
+from megatron_snip.collectives import RemoteFailure, gather_json, sum_over
+from megatron_snip.errors import one_line
 from megatron_snip.statistics.health import (
     ERROR_SUMS,
     EXPERT_COLUMNS,

@@ -45,8 +45,8 @@ from megatron.core.utils import unwrap_model
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_snip.collectives import broadcast_json, gather_json, on_rank_0, one_line
-from megatron_snip.errors import SnipError, UsageError
+from megatron_snip.collectives import broadcast_json, gather_json, on_rank_0
+from megatron_snip.errors import SnipError, UsageError, one_line
 from megatron_snip.files import read_json, read_record, read_text, write_atomic
 from megatron_snip.reporting.run_directory import versions
 from megatron_snip.state import ControllerState

@@ -6,12 +6,10 @@ file; the text below a field is the help of its flag. Unknown keys are errors. T
 no torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -219,7 +217,7 @@ class TrainConfig(TrainFields):
     """SNIP's settings."""
 
     @model_validator(mode="after")
-    def _check(self) -> TrainConfig:
+    def _check(self) -> Self:
         for conflict in _conflicts(self):
             raise UsageError(conflict)
         return self

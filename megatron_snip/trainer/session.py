@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from megatron_snip.collectives import broadcast_json, on_rank_0, one_line
+from megatron_snip.collectives import broadcast_json, on_rank_0
 from megatron_snip.controller import SnipController
 from megatron_snip.directory import check_new_run, own_files
 from megatron_snip.directory_lock import lock_directory
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import UsageError, one_line
 from megatron_snip.files import parse_json, write_atomic
 from megatron_snip.patches import cpu
 from megatron_snip.patches.cpu import torch_adam

@@ -3,13 +3,11 @@
 The CUDA generator *is* the CPU generator, so that Megatron's RNG tracker forks a real stream.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -39,7 +37,7 @@ class _Timeline:
     def elapsed_time(self, end: Any) -> float:
         return 0.0
 
-    def __enter__(self) -> _Timeline:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -15,13 +15,11 @@ numbers there. Layers of an encoder are known only without pipeline stages. Expe
 and without the index that Megatron's sequential experts have.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel
@@ -65,7 +63,7 @@ class Stages:
             )
 
     @classmethod
-    def even(cls, num_layers: int, num_stages: int) -> Stages:
+    def even(cls, num_layers: int, num_stages: int) -> Self:
         """Return stages of equal size, one chunk each.
 
         Raises:

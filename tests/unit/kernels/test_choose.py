@@ -21,6 +21,7 @@ def gpu(monkeypatch):
     def pretend(capability=(9, 0), triton=True):
         monkeypatch.setattr(launch, "_capability", lambda device: capability)
         monkeypatch.setattr(launch, "triton_found", lambda: triton)
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
     forget_warnings()
     return pretend
