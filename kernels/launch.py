@@ -33,24 +33,19 @@ def use_kernels(device: torch.device, *blocks: Block) -> bool:
 
     If the reference must quantize a CUDA tensor (to the same bits), a warning is logged once.
     """
-    if device.type != "cuda":
-        return False
     reason = obstacle(device, *blocks)
-    if reason:
+    if reason and device.type == "cuda":
         warn_once(_LOGGER, f"quantizing on {device.type} without Triton, slowly: {reason}")
     return not reason
 
 
 def obstacle(device: torch.device, *blocks: Block) -> str:
     """Return why the kernels cannot run for a tensor, or an empty text if they can."""
+    if device.type != "cuda":
+        return f"Triton's kernels are for GPUs, not for {device.type}"
     if not triton_found():
         return "triton is not installed (pip install triton)"
-    if device.type == "cpu":
-        if not interpreting():
-            return "the tensor is on cpu and TRITON_INTERPRET is not set"
-    elif device.type != "cuda":
-        return f"no kernels for {device.type}"
-    elif (capability := _capability(device)) < MIN_CAPABILITY:
+    if (capability := _capability(device)) < MIN_CAPABILITY:
         needed, found = ("{}.{}".format(*c) for c in (MIN_CAPABILITY, capability))
         return f"kernels need compute capability {needed}, this GPU has {found}"
     for rows, cols in blocks:

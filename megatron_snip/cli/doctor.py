@@ -72,8 +72,6 @@ def _print_formats(out: Console, machine: Machine) -> None:
     out.print(table)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     why = launch.obstacle(device, (1, 128))
-    if why and device.type == "cpu":
-        why = "Triton's kernels are for GPUs"
     what = f"PyTorch operations quantize ({why})" if why else "Triton kernels quantize"
     out.print(f"With --snip-backend simulate, {what}")
 

@@ -15,7 +15,7 @@ from megatron_snip.cli.common import add_examples, console, new_table
 from megatron_snip.cli.plan import INFEASIBLE, add_planning_flags, inputs_from
 from megatron_snip.errors import UsageError, naming_field
 from megatron_snip.planning.plan import PrecisionPlan
-from megatron_snip.planning.planner import ParetoPoint, frontier
+from megatron_snip.planning.planner import frontier
 from megatron_snip.planning.policies import get_policy
 from megatron_snip.reporting.text import SOLVER_NOISE, column
 from megatron_snip.target_schedule import parse_points
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"policy '{settings.policy}' has no target and so no frontier; take snip")
     points = frontier(problem, settings, targets)
     if args.json:
-        print(json.dumps(list(map(_record, points)), indent=1))
+        print(json.dumps([_record(*point) for point in points.items()], indent=1))
     else:
         out = console()
         out.print(_table(points))
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
             "the lowest precision in every linear. gap: proven distance from the optimum. "
             "Columns of options count the linears that have the option. solver: in seconds."
         )
-    return 0 if any(point.plan is not None for point in points) else INFEASIBLE
+    return 0 if any(points.values()) else INFEASIBLE
 
 
 def parse_targets(text: str) -> list[float]:
@@ -84,14 +84,13 @@ def parse_targets(text: str) -> list[float]:
     return [float(part) for part in parts]
 
 
-def _record(point: ParetoPoint) -> dict[str, Any]:
+def _record(target: float, plan: PrecisionPlan | None) -> dict[str, Any]:
     """Return a point as a JSON object; null where no plan reaches the target."""
-    plan = point.plan
+    names = ("objective", "bound", "efficiency", "seconds")
     return {
-        "target": point.target,
+        "target": target,
         "status": "infeasible" if plan is None else plan.status,
-        **{name: getattr(plan, name, None) for name in ("objective", "bound", "efficiency")},
-        "seconds": point.seconds,
+        **{name: getattr(plan, name, None) for name in names},
         "options": dict(sorted(_options(plan).items())),
         "gap": getattr(plan, "gap", None),
     }
@@ -102,18 +101,18 @@ def _options(plan: PrecisionPlan | None) -> Counter[str]:
     return Counter(() if plan is None else map(str, plan.linears.values()))
 
 
-def _table(points: list[ParetoPoint]) -> Table:
-    options = sorted({name for point in points for name in _options(point.plan)})
+def _table(points: dict[float, PrecisionPlan | None]) -> Table:
+    options = sorted({name for plan in points.values() for name in _options(plan)})
     table = new_table((), ("target", "efficiency", "quality loss", "gap", *options, "solver"))
-    targets = [f"{point.target:g}" for point in points]
-    decimals = max(len(text.partition(".")[2]) for text in targets)
-    losses = column([getattr(point.plan, "objective", None) for point in points], SOLVER_NOISE)
-    gaps = column([getattr(point.plan, "gap", None) for point in points], SOLVER_NOISE)
-    for (target, plan, seconds), loss, gap in zip(points, losses, gaps, strict=True):
-        if plan is None:
-            cells = ["infeasible", "", "", *("" for _ in options)]
-        else:
-            counts = _options(plan)
-            cells = [f"{plan.efficiency:.4f}", loss, gap, *(str(counts[o]) for o in options)]
-        table.add_row(f"{target:.{decimals}f}", *cells, f"{seconds:.3f}")
+    decimals = max(len(f"{target:g}".partition(".")[2]) for target in points)
+    losses, gaps = (
+        column([getattr(plan, name, None) for plan in points.values()], SOLVER_NOISE)
+        for name in ("objective", "gap")
+    )
+    for (target, plan), loss, gap in zip(points.items(), losses, gaps, strict=True):
+        cells = ["infeasible"]
+        if plan is not None:
+            counts = [str(_options(plan)[name]) for name in options]
+            cells = [f"{plan.efficiency:.4f}", loss, gap, *counts, f"{plan.seconds:.3f}"]
+        table.add_row(f"{target:.{decimals}f}", *cells)
     return table

@@ -8,10 +8,10 @@ restrict_problem  a problem without the options that linears cannot run
 healing_problem   a problem whose plans raise some GEMMs of a plan before the others
 """
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, UsageError, naming_field
@@ -99,23 +99,9 @@ def make_plan(
     return plan
 
 
-class ParetoPoint(NamedTuple):
-    """The best plan at one target.
-
-    Attributes:
-        target: least efficiency.
-        plan: the plan; None if none reaches the target.
-        seconds: wall time.
-    """
-
-    target: float
-    plan: PrecisionPlan | None
-    seconds: float
-
-
 def frontier(
     problem: PlanningProblem, settings: PlanSettings, targets: Sequence[float]
-) -> list[ParetoPoint]:
+) -> dict[float, PrecisionPlan | None]:
     """Plan at every target, from the highest down.
 
     An assignment that reaches a target reaches every lower one. So each plan is a feasible hint for
@@ -127,21 +113,18 @@ def frontier(
         targets: efficiencies in [0, 1], in any order.
 
     Returns:
-        One point for each target, in ascending order of targets.
+        The best plan of each target, in ascending order of targets; None where none reaches it.
 
     Raises:
         UsageError: if problem and settings do not fit each other.
     """
-    previous, points = None, []
-    for target in sorted(set(targets), reverse=True):
-        start = time.monotonic()
+    plans: dict[float, PrecisionPlan | None] = dict.fromkeys(sorted(targets))
+    previous = None
+    for target in reversed(plans):
         own = settings.model_copy(update={"target": target, "change_penalty": 0.0})
-        try:
-            previous = make_plan(problem, own, previous)
-            points.append(ParetoPoint(target, previous, previous.seconds))
-        except InfeasiblePlanError:
-            points.append(ParetoPoint(target, None, time.monotonic() - start))
-    return points[::-1]
+        with contextlib.suppress(InfeasiblePlanError):
+            plans[target] = previous = make_plan(problem, own, previous)
+    return plans
 
 
 def initial_plan(

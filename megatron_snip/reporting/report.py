@@ -113,7 +113,7 @@ def frontier_of(run: RunRecord) -> figures.Points | str:
         points = frontier(run.problem, settings, TARGETS)
     except SnipError as error:
         return f"It cannot be computed: {error}"
-    plans = [point.plan for point in points if point.plan is not None]
+    plans = [plan for plan in points.values() if plan is not None]
     curve = [(plan.efficiency, run.quality_share(plan.objective)) for plan in plans]
     reached = [(efficiency, share) for efficiency, share in curve if share is not None]
     return reached or "No plan satisfies the run's pins and balance."

@@ -51,21 +51,10 @@ TokenParts = Mapping[int, Tensor]
 order of the sender's sequence."""
 
 
-class _Tap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, on_backward: Callable[[Tensor], None]) -> Tensor:
-        ctx.on_backward = on_backward
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.on_backward(grads[0])
-        return grads[0], None
-
-
 def tap(output: Tensor, on_backward: Callable[[Tensor], None]) -> Tensor:
     """Return `output`; its backward calls `on_backward(grad_output)` once."""
-    tapped: Tensor = _Tap.apply(output, on_backward)  # type: ignore[no-untyped-call]
+    tapped = output.view_as(output)  # the linear's own output may have other users
+    tapped.register_hook(on_backward)  # type: ignore[no-untyped-call]
     return tapped
 
 

@@ -28,15 +28,13 @@ the moments, adds vectors over the data axis instead of gathering matrices. docs
 compares it with the exact D.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -75,7 +73,7 @@ class Shard:
     shape: torch.Size
     state: Mapping[str, Any]
     group: Mapping[str, Any]
-    rule: Callable[[Shard], tuple[Tensor, Tensor] | None]
+    rule: Callable[..., tuple[Tensor, Tensor] | None]
 
     @property
     def step(self) -> int:
@@ -338,7 +336,7 @@ class ShardSums(NamedTuple):
     scalars: Tensor
 
     @classmethod
-    def of(cls, weight: torch.nn.Parameter, shard: Shard | None) -> ShardSums:
+    def of(cls, weight: torch.nn.Parameter, shard: Shard | None) -> Self:
         """Return the sums of a weight's shard on this rank; zeros without one."""
         num_rows, num_cols = weight.shape
         new = weight.data.new_zeros

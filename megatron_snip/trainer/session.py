@@ -216,8 +216,7 @@ def _initialize_process_group(on_cpu: bool) -> None:
     is_local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
     if on_cpu and is_local and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    timeout = timedelta(minutes=10)
-    dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timeout)
+    dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timedelta(minutes=10))
 
 
 @contextmanager

@@ -91,10 +91,6 @@ def _identity(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return args[0]
 
 
-def _nothing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    return None
-
-
 def _to(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # An int as first positional argument of `to` is a CUDA device index.
     args = (args[0], *(_on_cpu(arg) for arg in args[1:2]), *args[2:])
@@ -113,7 +109,7 @@ def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 _REWRITES: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.cuda: _identity,
     torch.Tensor.pin_memory: _identity,
-    torch.Tensor.record_stream: _nothing,
+    torch.Tensor.record_stream: lambda *_: None,
     torch.Tensor.to: _to,
     torch.Tensor.type: _type,
 }

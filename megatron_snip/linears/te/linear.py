@@ -97,8 +97,6 @@ class PlannedTELinear:
         self._option = option
         self._planned = quant_params(te_recipe(option, self._machine))
         reset_quantizers(self.module)
-        if self._hooks:
-            setattr(self.module, _PARAMS, self._planned)
 
     @property
     def recipe(self) -> str:

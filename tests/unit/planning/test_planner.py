@@ -90,12 +90,12 @@ def test_every_point_is_what_planning_for_its_target_gives(balance: str) -> None
     problem = problem_of(losses, 0.5, ("fp8", "fp4-fp8-fp8", "fp4"), stages)
     settings = PlanSettings(pipeline_balance=balance)
     points = frontier(problem, settings, [0.9, 0.1, 0.5, 0.5])
-    assert [point.target for point in points] == [0.1, 0.5, 0.9]
-    for point in points:
-        plan = make_plan(problem, settings.model_copy(update={"target": point.target}))
-        assert point.plan.objective == pytest.approx(plan.objective)
-        assert (point.plan.status, point.plan.gap) == ("optimal", pytest.approx(0.0, abs=1e-9))
-        assert point.plan.efficiency >= point.target
+    assert list(points) == [0.1, 0.5, 0.9]
+    for target, found in points.items():
+        plan = make_plan(problem, settings.model_copy(update={"target": target}))
+        assert found.objective == pytest.approx(plan.objective)
+        assert (found.status, found.gap) == ("optimal", pytest.approx(0.0, abs=1e-9))
+        assert found.efficiency >= target
 
 
 def test_the_same_input_gives_the_same_plan_in_any_process() -> None:
