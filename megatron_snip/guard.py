@@ -23,8 +23,6 @@ Outside those iterations the sum of the loss starts after the backward, and all 
 end of the iteration.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics
@@ -98,7 +96,7 @@ class LossMonitor(_Record):
     recent: tuple[float, ...] = ()
     watch: Watch | None = None
 
-    def after_plan_change(self, sigmas: float) -> LossMonitor:
+    def after_plan_change(self, sigmas: float) -> "LossMonitor":
         """Return the monitor that judges a new plan; without losses before, nothing is judged."""
         if not self.recent:
             return LossMonitor()
@@ -126,7 +124,7 @@ class LossMonitor(_Record):
             return True
         return loss - second > 0.5 * (loss - self.watch.level)
 
-    def add(self, loss: float) -> LossMonitor:
+    def add(self, loss: float) -> "LossMonitor":
         """Return the monitor after an iteration with this loss."""
         watch = self.watch
         recent = (*self.recent, loss)[-_MAX_LOSSES:] if math.isfinite(loss) else ()

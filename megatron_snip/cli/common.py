@@ -65,13 +65,15 @@ def positive(text: str) -> float:
     raise argparse.ArgumentTypeError(f"must be a number above 0, got '{text}'")
 
 
-def write_output(path: Path, text: str) -> None:
-    """Write a result to a file, atomically.
+def write_output(path: Path, text: str, make_folder: bool = False) -> None:
+    """Write a result to a file, atomically; its folder is made if asked for.
 
     Raises:
         UsageError: if it cannot be written.
     """
     try:
+        if make_folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text)
     except OSError as error:
         raise UsageError(f"cannot write '{path}': {error.strerror or error}") from None

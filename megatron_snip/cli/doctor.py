@@ -15,9 +15,6 @@ from megatron_snip.patches.install import PATCHES
 from megatron_snip.reporting.run_directory import versions
 from megatron_snip.version import __version__
 
-SCRIPT = "pretrain_gpt.py ARGS"
-"""The user's own Megatron script, in the recommended command line."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """There are no flags."""
@@ -40,7 +37,7 @@ def recommended_command(machine: Machine) -> str:
         on_tensor_cores = te_support("fp8", machine)[0]
         layers = "transformer_engine" + ("" if on_tensor_cores else " --snip-backend simulate")
     cpu = "--cpu " if machine.capability is None else ""
-    words = f"torchrun --nproc-per-node N -m megatron_snip {cpu}{SCRIPT}"
+    words = f"torchrun --nproc-per-node N -m megatron_snip {cpu}pretrain_gpt.py ARGS"
     return f"{words} --transformer-impl {layers} --snip"
 
 

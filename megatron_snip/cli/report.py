@@ -48,10 +48,6 @@ def run(args: argparse.Namespace) -> int:
     source = args.reference or configured
     reference = None if source is None else read_reference(source)
     output = args.run / DIRECTORY if args.output is None else args.output
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot write '{output}': {error.strerror or error}") from None
-    write_output(output / FILE, make_report(run, reference))
+    write_output(output / FILE, make_report(run, reference), make_folder=True)
     print(output / FILE)
     return 0

@@ -214,8 +214,7 @@ class StepLoss:
         losses = microbatch_losses(results)
         if losses is None:
             return
-        sums = losses.sum(dim=0)
-        sum_over(sums, topology.data.group)
+        sums = sum_over(losses.sum(dim=0), topology.data.group)
         self._sums = sums.to("cpu", non_blocking=True)
         if sums.is_cuda:
             self._copy_done = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -14,8 +14,6 @@ larger than asked for. So the same input gives the same assignment in every run 
 wall clock only ends a search that would take too long.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence
@@ -88,7 +86,7 @@ def lower_bound(task: Task) -> float:
     return math.fsum(maximize(part).bound for part in make_choices(task))
 
 
-def _close_gap(searches: Sequence[Search], gap: float, deadline: float) -> None:
+def _close_gap(searches: "Sequence[Search]", gap: float, deadline: float) -> None:
     """Improve the searches with the largest gaps until the total gap is small enough."""
     unsolved = [search for search in searches if not search.optimal]
     for search in sorted(unsolved, key=lambda search: -search.gap):

@@ -139,10 +139,8 @@ def run_session(config: TrainConfig, console: Console | None) -> TrainingResult:
         config: the run's settings, checked.
         console: for progress and summary on rank 0; None prints nothing.
     """
-    control = dist.group.WORLD
-    if dist.get_backend() != "gloo":
-        control = dist.new_group(backend="gloo")
-    assert control is not None, "the process group is initialized"
+    on_gloo = dist.get_backend() == "gloo"
+    control = dist.group.WORLD if on_gloo else dist.new_group(backend="gloo")
     done = broadcast_json(resume_iteration(config), control)
     with run_directories(config, done, control) as directory:
         state = build_training_state(config)

@@ -87,10 +87,6 @@ def _on_cpu(device: Any) -> Any:
     return CPU if named or typed else device
 
 
-def _identity(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0]
-
-
 def _to(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # An int as first positional argument of `to` is a CUDA device index.
     args = (args[0], *(_on_cpu(arg) for arg in args[1:2]), *args[2:])
@@ -107,8 +103,8 @@ def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 _REWRITES: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.Tensor.cuda: _identity,
-    torch.Tensor.pin_memory: _identity,
+    torch.Tensor.cuda: lambda func, args, kwargs: args[0],
+    torch.Tensor.pin_memory: lambda func, args, kwargs: args[0],
     torch.Tensor.record_stream: lambda *_: None,
     torch.Tensor.to: _to,
     torch.Tensor.type: _type,

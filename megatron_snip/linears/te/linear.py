@@ -82,7 +82,6 @@ class PlannedTELinear:
         self._machine = machine
         self._option = BF16
         self._planned = self._bf16 = quant_params(TERecipe())
-        self._original = getattr(module, _PARAMS)
         self._hooks: list[Any] = []
 
     @property
