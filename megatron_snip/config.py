@@ -273,7 +273,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
 
     def is_pinned(self, linear: str) -> bool:
         """Return whether a pin fixes the option of the linear with this name."""
-        return any(glob_matches(linear, glob) for glob, _ in self.pin_pairs)
+        return any(glob_matches(linear, pin.rpartition("=")[0]) for pin in self.pins)
 
     @property
     def has_schedule(self) -> bool:

@@ -48,7 +48,7 @@ def lock_directory(directory: Path) -> Callable[[], None]:
 
     Raises:
         UsageError: if it is locked; one line names the holder's host, process and Slurm job. Or
-            if the lock's file is another user's or no regular file.
+            if the lock's file cannot be written or is no regular file.
         OSError: if the directory cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -61,10 +61,12 @@ def lock_directory(directory: Path) -> Callable[[], None]:
             holder = _holder(descriptor)
             try:
                 is_unsure = _may_be_held(holder, _lock(descriptor))
-            except (BlockingIOError, PermissionError):
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EAGAIN):
+                    raise
                 raise _in_use(path, holder) from None
             if is_unsure and _is_beating(path, holder):
-                raise _in_use(path, holder)
+                raise _in_use(path, _holder(descriptor))
             if _is_at(path, descriptor):  # else it was removed after we opened it: try again
                 own = _this_process()
                 os.ftruncate(descriptor, os.pwrite(descriptor, own.encode(), 0))
@@ -86,8 +88,10 @@ def _open(path: Path) -> int:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):  # a link, folder or socket
             raise UsageError(no_file) from None
         if error.errno == errno.EACCES and path.exists():
-            text = f"'{path}' is another user's; name another directory, or delete it if no job"
-            raise UsageError(f"{text} writes there") from None
+            raise UsageError(
+                f"'{path}' cannot be written (is it another user's?); name another directory, or "
+                "delete it if no job writes there"
+            ) from None
         raise
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
