@@ -112,8 +112,7 @@ def _lock(descriptor: int) -> bool:
 
 def _may_be_held(holder: str, is_locked: bool) -> bool:
     """Whether the process that a lock file names may live although the kernel does not hold it."""
-    here = f" on host {_host()},"
-    return bool(holder) and not (is_locked and here in holder)
+    return bool(holder) and not (is_locked and f" on host {_host()}," in holder)
 
 
 def _is_beating(path: Path, holder: str) -> bool:

@@ -139,8 +139,7 @@ def run_session(config: TrainConfig, console: Console | None) -> TrainingResult:
         config: the run's settings, checked.
         console: for progress and summary on rank 0; None prints nothing.
     """
-    on_gloo = dist.get_backend() == "gloo"
-    control = dist.group.WORLD if on_gloo else dist.new_group(backend="gloo")
+    control = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
     done = broadcast_json(resume_iteration(config), control)
     with run_directories(config, done, control) as directory:
         state = build_training_state(config)
