@@ -145,10 +145,8 @@ def _start_beating(descriptor: int, own: str) -> Callable[[], None]:
     def beat() -> None:
         while not ended.wait(HEARTBEAT_S):
             with contextlib.suppress(OSError):
-                if (holder := _holder(descriptor)) not in (
-                    own,
-                    "",
-                ):  # it took the lock while this process was suspended
+                # Another job may have taken the lock while this process was suspended.
+                if (holder := _holder(descriptor)) not in (own, ""):
                     logger.error(
                         "snip: lost an output directory to %s; both may write there", holder
                     )

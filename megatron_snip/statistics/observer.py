@@ -140,9 +140,8 @@ class StepObserver:
         if not (torch.is_grad_enabled() and output.requires_grad):
             return output  # an evaluation, or a forward that is recomputed later
         token_axis = placement.tensor
-        if (
-            input_is_split and token_axis.size == 1
-        ):  # every rank holds the weight and its own tokens
+        # Every rank holds the weight and its own tokens.
+        if input_is_split and token_axis.size == 1:
             token_axis = self._topology.tensor
         splits = input_is_split, output_is_split
         call = _Call(placement, weight.detach(), token_axis, *splits, prepare_input)

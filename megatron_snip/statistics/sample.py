@@ -19,9 +19,8 @@ TOKENS_PER_SAMPLE, LEAST_TOKENS, MOST_TOKENS = 16, 64, 512
 """1/16 of a microbatch's tokens is measured, at least 64 and at most 512."""
 
 FEATURE_STRIDE, FEATURE_MULTIPLE = 4, 256
-"""wgrad is measured on every fourth output feature of linears that have (each chunk of a
-gated fc1: that has) a multiple of 256. Then
-the shards of up to 64 ranks begin at a multiple of four."""
+"""wgrad is measured on every fourth output feature of linears that have a multiple of 256
+(a gated fc1: in each chunk). Then the shards of up to 64 ranks begin at a multiple of four."""
 
 
 @dataclass(frozen=True)

@@ -304,8 +304,8 @@ def _print_result(config: TrainConfig, result: TrainingResult, console: Console)
         console.print(f"nothing left to do: {result.iterations} iterations are done")
         return
     end = f", stopped by {result.stopped}" if result.stopped else ""
-    time = f"{result.iterations} iterations in {result.seconds:.0f} s"
-    lines = [f"{time}, training loss {result.loss:.4f}{end}"]
+    took = f"{result.iterations} iterations in {result.seconds:.0f} s"
+    lines = [f"{took}, training loss {result.loss:.4f}{end}"]
     if result.stopped and config.save is not None:
         lines.append(f"to resume: the same command with --load {config.save}")
     if result.validation_loss is not None and result.first_validation_loss is not None:

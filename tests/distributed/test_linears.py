@@ -1,7 +1,7 @@
 """Quantized linears in Megatron's own classes, sharded or not, against dequantized GEMMs.
 
-The truth is computed from whole tensors on every rank, with the NumPy quantizer of the unit tests
-where rounding is to nearest, and in FP64.
+The truth is computed from unsharded tensors on every rank, with the NumPy quantizer of the unit
+tests where rounding is to nearest, and in FP64.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Case:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K), whole."""
+        """(N, K), unsharded."""
         return (256, 512) if self.kind == "row" else (512, 256)
 
     @property
@@ -201,7 +201,7 @@ def _module(case: Case, tensors: Tensors) -> Any:
 def _run(
     case: Case, module: Any, x: torch.Tensor, g: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One forward and backward on this rank's parts; return Y and dX whole."""
+    """One forward and backward on this rank's parts; return the unsharded Y and dX."""
     sp = case.sequence_parallel and dist.get_world_size() > 1
     row = case.kind == "row"
     x = case.shard(x, 2) if row else (_tokens(x) if sp else x)
@@ -234,7 +234,7 @@ def _weight_errors(
 
 
 def _truth(case: Case, option: Option, tensors: Tensors, microbatch: int) -> dict[str, np.ndarray]:
-    """Y, dX, dW, db from whole tensors: dequantized operands, FP64 products."""
+    """Y, dX, dW, db from unsharded tensors: dequantized operands, FP64 products."""
     n, k = case.shape
     x, g = tensors.inputs[microbatch].reshape(-1, k), tensors.grads[microbatch].reshape(-1, n)
     w = tensors.weight

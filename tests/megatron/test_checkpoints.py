@@ -30,13 +30,13 @@ TORCH_FORMAT = ("--ckpt-format", "torch")
 )
 def test_a_killed_run_resumes_bitwise(lab: Lab, layout: str, flags: tuple[str, ...]) -> None:
     """Plan, problem being solved and schedule are those of the run that was not killed."""
-    whole = lab.planned(layout)
+    uninterrupted = lab.planned(layout)
     again = resumed(lab, layout, killed(lab, layout, *flags), *flags)
-    assert weights(again) == weights(whole)
+    assert weights(again) == weights(uninterrupted)
     assert any("training resumes after iteration 7 with" in line for line in snip_lines(again))
     assert applied_plans(again) == [9]
     assert logged(again, "grad norm") == {
-        i: norm for i, norm in logged(whole, "grad norm").items() if i > 7
+        i: norm for i, norm in logged(uninterrupted, "grad norm").items() if i > 7
     }
 
 

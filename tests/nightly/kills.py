@@ -3,6 +3,7 @@
 python -m pytest tests/nightly/kills.py
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,20 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[
     return folder, run_uninterrupted(folder, ranks=2)
 
 
+@pytest.fixture(scope="module")
+def kills_of_runs() -> Iterator[list[Any]]:
+    """Where each run was killed. A kill comes too late for some runs, not for most."""
+    runs: list[Any] = []
+    yield runs
+    killed = sum(map(bool, runs))
+    assert killed >= len(runs) / 2, f"{killed} of {len(runs)} runs were killed: wait less"
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_a_killed_run_is_bitwise_an_uninterrupted_one(
-    uninterrupted: tuple[Path, dict[str, Any]], seed: int
+    uninterrupted: tuple[Path, dict[str, Any]], kills_of_runs: list[Any], seed: int
 ) -> None:
     folder, expected = uninterrupted
     found = run_killed(folder, seed, ranks=2)
-    if not found.pop("killed_at"):
-        pytest.skip("the run ended before it was killed")
+    kills_of_runs.append(found.pop("killed_at"))
     assert found == expected

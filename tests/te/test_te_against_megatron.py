@@ -3,7 +3,7 @@
 Same weights, same data; what the stand-in computes forward and backward is plain PyTorch, so X, W
 and G differ by the order of sums alone, and so do losses and gradients of simulated GEMMs by that
 of the norm. At bf16 everywhere Transformer Engine's forward runs, bit by bit. Statistics are
-functions of X, W and G; that those of a whole refresh agree too, on ranks that share tokens and
+functions of X, W and G; that those of a refresh agree too, on ranks that share tokens and
 weights, is tested with the trainer in tests/distributed/test_te.py.
 """
 

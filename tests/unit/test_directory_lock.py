@@ -40,6 +40,14 @@ time.sleep(600)
 """
 
 
+@pytest.fixture
+def no_kernel_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without locks, and heartbeats that need not be waited for long."""
+    for name in ("HEARTBEAT_TIMEOUT_S", "SETTLE_S"):
+        monkeypatch.setattr(f"megatron_snip.directory_lock.{name}", 0.2)
+    monkeypatch.setattr(fcntl, "flock", Mock())
+
+
 @contextmanager
 def holding(directory: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
     """Within: another process has the lock. It releases it when it reads a line."""
@@ -165,12 +173,10 @@ def test_where_the_kernel_locks_on_one_host_only_a_living_job_on_another_is_seen
         assert refusal(tmp_path) == ""  # it has ended
 
 
+@pytest.mark.usefixtures("no_kernel_locks")
 def test_a_job_that_was_stopped_leaves_the_lock_of_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("HEARTBEAT_TIMEOUT_S", "SETTLE_S"):
-        monkeypatch.setattr(f"megatron_snip.directory_lock.{name}", 0.2)
-    monkeypatch.setattr(fcntl, "flock", Mock())
     release = lock_directory(tmp_path)  # beats too seldom for the next one
     monkeypatch.setattr(socket, "gethostname", lambda: "node2")
     release_next = lock_directory(tmp_path)
@@ -180,12 +186,10 @@ def test_a_job_that_was_stopped_leaves_the_lock_of_the_next_one(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("no_kernel_locks")
 def test_of_two_jobs_that_watch_the_same_dead_one_the_last_to_write_gets_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("HEARTBEAT_TIMEOUT_S", "SETTLE_S"):
-        monkeypatch.setattr(f"megatron_snip.directory_lock.{name}", 0.2)
-    monkeypatch.setattr(fcntl, "flock", Mock())
     dead, other = (f"process 7 on host node{i}, since 2026-11-23T00:00:00+0000" for i in (8, 9))
     (tmp_path / LOCK).write_text(dead)
     sync = os.fsync
