@@ -130,11 +130,10 @@ class SolverProcess:
         self._answer = Future()
         try:
             job = (self._running_child(), self._request, self._answer)
-        except OSError as error:
+            threading.Thread(target=_exchange, args=job, name="snip-solver", daemon=True).start()
+        except Exception as error:  # the machine gives no process or no thread, for example
             text = f"the solver process cannot be started: {error}"
             self._answer.set_exception(PlanningError(text))
-        else:
-            threading.Thread(target=_exchange, args=job, name="snip-solver", daemon=True).start()
 
     def ready(self) -> bool:
         """Whether `result` would return at once. Never blocks."""

@@ -223,7 +223,7 @@ def totals(
 
 def _token_sums(g: Tensor, outputs: Sequence[Tensor] | Tensor) -> Tensor:
     """Return `PartialSums.tokens` of G and (Y, eY of each format)."""
-    products = (_token_products(g, error) for error in outputs[1:])
+    products = (torch.linalg.vecdot(g.float(), error.float()) for error in outputs[1:])
     return torch.stack([_token_squares(g), *map(_token_squares, outputs), *products])
 
 
@@ -262,9 +262,3 @@ def _token_squares(tensor: Tensor) -> Tensor:
     """Return each row's sum of squares, FP32: [rows, cols] -> [rows]."""
     norms: Tensor = torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32)
     return norms.square()
-
-
-def _token_products(a: Tensor, b: Tensor) -> Tensor:
-    """Return each row's <a, b>, FP32: two [rows, cols] -> [rows]."""
-    products: Tensor = torch.linalg.vecdot(a.float(), b.float())
-    return products
