@@ -57,13 +57,7 @@ def add_snip_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, SnipConfig, PREFIX)
 
 
-@patch(
-    "arguments",
-    "megatron.training.arguments",
-    "add_megatron_arguments",
-    needs=("parser",),
-    when="always",
-)
+@patch("megatron.training.arguments", "add_megatron_arguments", needs=("parser",), when="always")
 def arguments(call: Call, session: Session) -> Any:
     """Add SNIP's flags; under `--cpu` also set the defaults of a run without GPUs."""
     parser = call.run()

@@ -20,12 +20,7 @@ CARRYING_FORMATS = ("torch_dist", "torch")
 """Checkpoint formats that carry a key of ours from save to load."""
 
 
-@patch(
-    "checkpoint-save",
-    "megatron.training.checkpointing",
-    "generate_state_dict",
-    needs=("args", "iteration"),
-)
+@patch("megatron.training.checkpointing", "generate_state_dict", needs=("args", "iteration"))
 def save(call: Call, session: Session) -> Any:
     """Add SNIP's state to the state dict; a failure does not cost the checkpoint.
 
@@ -49,11 +44,7 @@ def save(call: Call, session: Session) -> Any:
 
 
 @patch(
-    "checkpoint-load",
-    "megatron.training.checkpointing",
-    "_load_base_checkpoint",
-    needs=("args", "rank0"),
-    returns=3,
+    "megatron.training.checkpointing", "_load_base_checkpoint", needs=("args", "rank0"), returns=3
 )
 def load(call: Call, session: Session) -> Any:
     """Take SNIP's state from the checkpoint that Megatron reads.

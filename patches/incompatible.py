@@ -8,8 +8,8 @@ calls the same linears, one forward and one backward at a time, and Megatron rep
 under it too), except in an FP8 or FP4 run.
 """
 
-import argparse
 import importlib
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,8 +17,6 @@ import torch
 
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.te.modules import EXTENSION
-
-Namespace = argparse.Namespace
 
 
 @dataclass(frozen=True)

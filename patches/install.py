@@ -25,8 +25,8 @@ PATCHES = (
     checkpoint.save,
     checkpoint.load,
     fused_kernels,
-    Patch("column-linear", _LAYERS, "ColumnParallelLinear._forward_impl", ("input", "weight")),
-    Patch("row-linear", _LAYERS, "RowParallelLinear._forward_impl", ("input", "weight")),
+    Patch(_LAYERS, "ColumnParallelLinear._forward_impl", ("input", "weight")),
+    Patch(_LAYERS, "RowParallelLinear._forward_impl", ("input", "weight")),
 )
 """In the order of installation; the controller overrides the last two on instances."""
 

@@ -1,6 +1,6 @@
 """Patches: functions of Megatron's that SNIP wraps, and the registry that installs them.
 
-    @patch("train-step", "megatron.training.training", "train_step", needs=("iteration",), ...)
+    @patch("megatron.training.training", "train_step", needs=("iteration",), ...)
     def train_step(call: Call, session: Session) -> Any:
         ...                   # call.arguments: by name; changes reach the original
         return call.run()     # the original
@@ -13,9 +13,9 @@ tested then runs with a warning. `uninstall` restores the original objects.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import logging
+import pkgutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -106,7 +106,6 @@ class Patch:
     """One function of Megatron's that SNIP needs.
 
     Attributes:
-        name: a short unique name.
         module: that holds it, e.g. `megatron.training.training`.
         attribute: its name there; `Class.method` for a method.
         needs: parameters that its signature must have.
@@ -116,7 +115,6 @@ class Patch:
         handler: runs in place of each call; None if SNIP patches instances, not the class.
     """
 
-    name: str
     module: str
     attribute: str
     needs: tuple[str, ...]
@@ -136,11 +134,9 @@ class Patch:
         Raises:
             UnsupportedError: if it is missing or lacks a parameter.
         """
-        *path, name = self.attribute.split(".")
+        path, _, name = self.attribute.rpartition(".")
         try:
-            owner: Any = importlib.import_module(self.module)
-            for part in path:
-                owner = getattr(owner, part)
+            owner = pkgutil.resolve_name(f"{self.module}:{path}")
             function: Callable[..., Any] = getattr(owner, name)
         except (ImportError, AttributeError) as error:
             absent = error.name if isinstance(error, ModuleNotFoundError) else None
@@ -188,10 +184,10 @@ class Patch:
 
 
 def patch(
-    name: str, module: str, attribute: str, needs: tuple[str, ...] = (), **fields: Any
+    module: str, attribute: str, needs: tuple[str, ...] = (), **fields: Any
 ) -> Callable[[Handler], Patch]:
     """Return a decorator that makes a handler a `Patch`; the arguments are its attributes."""
-    return lambda handler: Patch(name, module, attribute, needs, handler=handler, **fields)
+    return lambda handler: Patch(module, attribute, needs, handler=handler, **fields)
 
 
 def replace_attribute(owner: Any, name: str, value: Any) -> Callable[[], None]:
@@ -233,7 +229,7 @@ class Registry:
         Raises:
             UnsupportedError: if a function is missing or lacks a parameter; nothing is changed.
         """
-        wanted = [p for p in self.patches if p.when in asked and p.name not in self._installed]
+        wanted = [p for p in self.patches if p.when in asked and p.target not in self._installed]
         wanted = [p for p in wanted if not (p.optional and p.problem())]
         found = [(p, *p.find()) for p in wanted]
         version = core_version()
@@ -246,7 +242,7 @@ class Registry:
         for p, owner, function in found:
             if p.handler is not None:
                 name, wrapper = p.attribute.rpartition(".")[2], p.wrapper(function, self.session)
-                self._installed[p.name] = replace_attribute(owner, name, wrapper)
+                self._installed[p.target] = replace_attribute(owner, name, wrapper)
 
     def uninstall(self) -> None:
         """End the session and restore the objects that `install` replaced."""
@@ -263,7 +259,7 @@ def core_version() -> str:
         UnsupportedError: if there is none.
     """
     try:
-        return str(importlib.import_module("megatron.core.package_info").__version__)
+        return str(pkgutil.resolve_name("megatron.core.package_info:__version__"))
     except ImportError as error:
         raise UnsupportedError(
             f"cannot import megatron-core ({error}); run pip install 'megatron-core{TESTED}', "
@@ -273,5 +269,4 @@ def core_version() -> str:
 
 def is_tested(version: str) -> bool:
     """Return whether SNIP was tested with a release; its pre-releases and local builds count."""
-    parsed = Version(version)
-    return SpecifierSet(TESTED).contains(f"{parsed.major}.{parsed.minor}")
+    return SpecifierSet(TESTED).contains(Version(version).base_version)

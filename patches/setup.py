@@ -29,7 +29,7 @@ _YAML_TYPES = (bool, int, float, str, type(None))
 """Exact types of Megatron's arguments that YAML can hold; enums are left out."""
 
 
-@patch("validation", "megatron.training.arguments", "validate_args", needs=("args",))
+@patch("megatron.training.arguments", "validate_args", needs=("args",))
 def validation(call: Call, session: Session) -> Any:
     """Check SNIP's settings after Megatron has validated its own."""
     result = call.run()
@@ -37,18 +37,10 @@ def validation(call: Call, session: Session) -> Any:
     return result
 
 
-validation_before_0_18 = replace(
-    validation, name="validation-initialize", module="megatron.training.initialize", optional=True
-)
+validation_before_0_18 = replace(validation, module="megatron.training.initialize", optional=True)
 
 
-@patch(
-    "setup",
-    "megatron.training.training",
-    "setup_model_and_optimizer",
-    needs=("model_type",),
-    returns=2,
-)
+@patch("megatron.training.training", "setup_model_and_optimizer", needs=("model_type",), returns=2)
 def model_setup(call: Call, session: Session) -> Any:
     """Attach a controller to what Megatron has built and loaded."""
     from megatron.training.global_vars import get_args
@@ -81,14 +73,13 @@ def attach(
     topology = current_topology()
     config = resolve_formats(config, model, topology.control)
     state = resumed_state(session.loaded, int(getattr(args, "iteration", 0) or 0), topology)
-    writers = make_writers(config, args, topology)
     varying = getattr(args, "variable_seq_lengths", False)
     session.controller = SnipController(
         config,
         model,
         optimizer,
         seed=int(args.seed),
-        writers=writers,
+        writers=make_writers(config, args, topology),
         state=state,
         topology=topology,
         microbatch_tokens=None if varying else int(args.micro_batch_size) * int(args.seq_length),

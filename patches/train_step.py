@@ -24,9 +24,7 @@ from megatron_snip.topology import Topology
 TRAINING = "megatron.training.training"
 
 
-@patch(
-    "train-step", TRAINING, "train_step", needs=("forward_backward_func", "iteration"), returns=6
-)
+@patch(TRAINING, "train_step", needs=("forward_backward_func", "iteration"), returns=6)
 def train_step(call: Call, session: Session) -> Any:
     """Run the schedule through the controller."""
     controller, metrics = session.controller, session.metrics
@@ -43,7 +41,7 @@ def train_step(call: Call, session: Session) -> Any:
     return result
 
 
-@patch("step-end", TRAINING, "post_training_step_callbacks", needs=("optimizer", "iteration"))
+@patch(TRAINING, "post_training_step_callbacks", needs=("optimizer", "iteration"))
 def step_end(call: Call, session: Session) -> Any:
     """All ranks: report an iteration, after Megatron's log and evaluation."""
     result = call.run()  # a count of FLOPs that the training loop goes on with
@@ -62,7 +60,7 @@ def step_end(call: Call, session: Session) -> Any:
     return result
 
 
-@patch("evaluation", TRAINING, "evaluate", needs=("forward_step_func",), returns=1)
+@patch(TRAINING, "evaluate", needs=("forward_step_func",), returns=1)
 def evaluation(call: Call, session: Session) -> Any:
     """Evaluate in the plan's precision, in BF16, or in both."""
     if session.controller is None or session.metrics is None:
@@ -76,7 +74,7 @@ def evaluation(call: Call, session: Session) -> Any:
     return result
 
 
-@patch("schedule", TRAINING, "get_forward_backward_func")
+@patch(TRAINING, "get_forward_backward_func")
 def schedule(call: Call, session: Session) -> Any:
     """Return Megatron's schedule, or what runs it in two precisions."""
     function = call.run()

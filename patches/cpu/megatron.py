@@ -43,7 +43,7 @@ def set_cpu_defaults(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(**{k: v for k, v in CPU_DEFAULTS.items() if k in known})
 
 
-@patch("fused-kernels", "megatron.legacy.fused_kernels", "load", when="--cpu", optional=True)
+@patch("megatron.legacy.fused_kernels", "load", when="--cpu", optional=True)
 def fused_kernels(call: Call, session: Session) -> None:
     """Skip the kernels that 0.16 compiles at every start: they need nvcc, and CPU runs not them."""
 

@@ -19,8 +19,9 @@ RELEASES = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 WITHOUT_TRAINING = "0.16.1"
 """Its wheel has no megatron.training; that came with checkouts alone."""
 
-OPTIONAL = ("fused-kernels", "validation-initialize")
-OLD_PATCHES = {"0.17.1": ("validation-initialize",)}
+OLD_VALIDATION = "megatron.training.initialize.validate_args"
+OPTIONAL = ("megatron.legacy.fused_kernels.load", OLD_VALIDATION)
+OLD_PATCHES = {"0.17.1": (OLD_VALIDATION,)}
 """Patches that some releases need; the kernels of 0.16 came with checkouts."""
 
 PROBE = """
@@ -29,7 +30,7 @@ from megatron_snip.patches import cpu
 cpu.install(claim_cuda=True)
 from megatron_snip.patches.install import REGISTRY
 from megatron_snip.patches.registry import core_version
-states = [[p.name, p.target, p.problem()] for p in REGISTRY.patches]
+states = [[p.target, p.problem()] for p in REGISTRY.patches]
 print("PROBE" + json.dumps({"version": core_version(), "states": states}))
 """
 
@@ -53,7 +54,7 @@ def probe(release: str) -> dict[str, Any]:
 def test_patches(release: str) -> None:
     found = probe(release)
     assert found["version"].startswith(release)
-    for name, target, problem in found["states"]:
+    for target, problem in found["states"]:
         in_wheel = target.startswith("megatron.core") or release != WITHOUT_TRAINING
-        wanted = name in OLD_PATCHES.get(release, ()) or (in_wheel and name not in OPTIONAL)
+        wanted = target in OLD_PATCHES.get(release, ()) or (in_wheel and target not in OPTIONAL)
         assert (problem is None) == wanted, f"{target}: {problem}"

@@ -13,9 +13,8 @@ from megatron_snip.patches.install import PATCHES, REGISTRY, install_for
 from megatron_snip.patches.registry import Registry, core_version, is_tested
 
 ALL = ("always", "--snip", "--cpu")
-OLD = {"fused-kernels", "validation-initialize"}
-"""Patches of functions that only older releases have."""
-NEEDED = {p.name for p in PATCHES} - OLD - {"column-linear", "row-linear"}
+ARGUMENTS = "megatron.training.arguments.add_megatron_arguments"
+NEEDED = {p.target for p in PATCHES if p.handler is not None and not p.optional}
 
 
 @pytest.fixture
@@ -93,7 +92,7 @@ def test_pre_releases_of_tested_releases_count_as_tested(version: str, tested: b
 
 def test_the_command_line_decides_what_is_installed(of_process: Registry) -> None:
     install_for(["--lr", "0.1"])
-    assert set(of_process._installed) == {"arguments"}
+    assert set(of_process._installed) == {ARGUMENTS}
     for _ in range(2):  # a second call changes nothing
         install_for(["--lr", "0.1", "--snip", "--snip-interval", "9"])
         assert set(of_process._installed) == NEEDED
