@@ -126,22 +126,14 @@ def _torch_replacements(
 
 
 def _plain_splits(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap all_to_all_single to take split sizes as tensors, as the MoE dispatcher passes them."""
-
-    def plain(sizes: Any) -> Any:
-        return sizes.tolist() if hasattr(sizes, "tolist") else sizes
+    """Wrap all_to_all_single to take split sizes as arrays, as the MoE dispatcher passes them."""
 
     @functools.wraps(original)
-    def all_to_all_single(
-        output: Any,
-        input: Any,
-        output_split_sizes: Any = None,
-        input_split_sizes: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        splits = (plain(output_split_sizes), plain(input_split_sizes))
-        return original(output, input, *splits, *args, **kwargs)
+    def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if hasattr(kwargs.get(name), "tolist"):
+                kwargs[name] = kwargs[name].tolist()
+        return original(*args, **kwargs)
 
     return all_to_all_single
 

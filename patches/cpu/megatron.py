@@ -51,20 +51,16 @@ def fused_kernels(call: Call, session: Session) -> None:
 def megatron_replacements() -> Iterator[tuple[Any, str, Any]]:
     """Return (owner, attribute, new value) for Megatron-Core; `torch.cuda` is replaced before."""
     from megatron.core.datasets import utils as dataset_utils
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random as tensor_parallel_random
     from megatron.core.transformer import multi_token_prediction
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    for theirs, name in (
-        ("_lazy_call", "_lazy_call"),
-        ("_lazy_init", "_lazy_init"),
-        ("device_ctx_manager", "device"),
-    ):
-        # Imported by value, perhaps before this patch.
-        yield tensor_parallel_random, theirs, getattr(torch.cuda, name)
+    # Imported by value, perhaps before this patch.
+    yield tensor_parallel_random, "_lazy_call", torch.cuda._lazy_call
+    yield tensor_parallel_random, "_lazy_init", torch.cuda._lazy_init
+    yield tensor_parallel_random, "device_ctx_manager", torch.cuda.device
     yield WrappedTorchNorm, "__new__", _norm_under_sequence_parallel(WrappedTorchNorm.__new__)
     yield schedules, "get_model_config", _without_deallocation(schedules.get_model_config)
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -73,8 +69,7 @@ def megatron_replacements() -> Iterator[tuple[Any, str, Any]]:
     if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):
         # 0.20 asks it of a class that does not exist when TE is absent.
         yield multi_token_prediction, "is_inference_column_parallel_linear", constant(False)
-    for name, wrapper in torch_adam.wrappers().items():
-        yield DistributedOptimizer, name, wrapper(getattr(DistributedOptimizer, name))
+    yield from torch_adam.replacements()
     if _helpers_are_built():
         yield dataset_utils, "compile_helpers", constant(None)
 

@@ -43,18 +43,10 @@ class CudaOnCpu(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call `func` with the CPU in place of a CUDA device."""
-        kwargs = kwargs or {}
-        if func in _PRODUCTS:
-            return _product(func, args, kwargs)
-        rewrite = _REWRITES.get(func)
-        if rewrite is not None:
-            return rewrite(func, args, kwargs)
-        if "device" in kwargs or "pin_memory" in kwargs:
-            kwargs = dict(kwargs)
-            if "device" in kwargs:
-                kwargs["device"] = _on_cpu(kwargs["device"])
-            kwargs.pop("pin_memory", None)
-        return func(*args, **kwargs)
+        kwargs = {k: _on_cpu(v) if k == "device" else v for k, v in (kwargs or {}).items()}
+        kwargs.pop("pin_memory", None)
+        rewrite = _product if func in _PRODUCTS else _REWRITES.get(func)
+        return func(*args, **kwargs) if rewrite is None else rewrite(func, args, kwargs)
 
 
 def in_backward(mode: CudaOnCpu, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,8 +81,7 @@ def _on_cpu(device: Any) -> Any:
 
 def _to(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # An int as first positional argument of `to` is a CUDA device index.
-    args = (args[0], *(_on_cpu(arg) for arg in args[1:2]), *args[2:])
-    return func(*args, **{k: _on_cpu(v) if k == "device" else v for k, v in kwargs.items()})
+    return func(args[0], *(_on_cpu(arg) for arg in args[1:2]), *args[2:], **kwargs)
 
 
 def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -7,34 +7,30 @@ trainer does.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 
-def wrappers() -> dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """Return wrappers for methods of `DistributedOptimizer`, by name; none where TE or Apex is."""
+def replacements() -> Iterator[tuple[Any, str, Any]]:
+    """Return (owner, attribute, new value) for Megatron-Core; none where TE or Apex is."""
     from megatron.core.optimizer import distrib_optimizer
 
     if distrib_optimizer.HAVE_APEX_OR_TE:
-        return {}
-    known = {
-        "state_dict": _state_dict_before_first_step,
-        "load_state_dict": _load_with_own_steps,
-        "_set_main_param_and_optimizer_states": _set_but_keep_step,
-    }
+        return
     owner = distrib_optimizer.DistributedOptimizer
-    return {name: wrapper for name, wrapper in known.items() if hasattr(owner, name)}
+    states = "_set_main_param_and_optimizer_states"
+    yield owner, "state_dict", _state_dict_before_first_step(owner.state_dict)
+    yield owner, "load_state_dict", _load_with_own_steps(owner.load_state_dict)
+    yield owner, states, _set_but_keep_step(getattr(owner, states))
 
 
 @functools.cache
 def install() -> None:
     """Install the wrappers for the rest of this process; a second call changes nothing."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    for name, wrapper in wrappers().items():
-        setattr(DistributedOptimizer, name, wrapper(getattr(DistributedOptimizer, name)))
+    for owner, name, value in replacements():
+        setattr(owner, name, value)
 
 
 def _state_dict_before_first_step(original: Callable[..., Any]) -> Callable[..., Any]:
