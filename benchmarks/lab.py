@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from benchmarks.machine import has_gpu
 from megatron_snip.config import SnipConfig
@@ -208,7 +209,7 @@ class Lab:
         weights, optimizer = self.model.weights(names), self.state.optimizer
         sensitivities = gather_sensitivities(weights, optimizer, topology)
         observer = StepObserver(settings, topology, sensitivities)
-        training = TrainingStep(self.state.function, arguments)
+        training = TrainingStep(get_forward_backward_func(), arguments)
         with runtime.training_pass(self.step + 1), runtime.observed_by(observer):
             reports = training.run()
         loss = float(np.mean([_mean(report) for report in reports]))
@@ -221,11 +222,11 @@ class Lab:
         return {name: (options or {}).get(name, BF16) for name in self.names}
 
     def _arguments(self, batches: Sequence[Batch], forward_only: bool) -> dict[str, Any]:
-        arguments = self.state.arguments(iter(batches), forward_only=forward_only)
+        arguments = self.state.arguments([iter(batches)], forward_only=forward_only)
         return {**arguments, "num_microbatches": len(batches)}
 
     def _run(self, batches: Sequence[Batch], forward_only: bool) -> list[dict[str, Any]]:
-        function = self.state.function
+        function = get_forward_backward_func()
         return function(**self._arguments(batches, forward_only))
 
 

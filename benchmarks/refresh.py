@@ -27,6 +27,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one core, whatever else the machine does
 
 import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
@@ -52,11 +53,11 @@ SHAPES = {
 def iterate(lab: Lab, config: SnipConfig | None = None, part: int = 0) -> None:
     """Make one training iteration; measured if `config` is given."""
     batches = lab.microbatches(lab.config.global_batch_size // lab.config.micro_batch_size)
-    arguments = lab.state.arguments(iter(batches))
+    arguments = lab.state.arguments([iter(batches)])
     zero_gradients(lab.state.model, lab.state.optimizer)
     if config is None:
         with lab.model.runtime.training_pass(lab.step + 1):
-            lab.state.function(**arguments)
+            get_forward_backward_func()(**arguments)
     else:
         linears = lab.model.all_linears
         stride = math.ceil(1 / config.measure_fraction - 1e-9)

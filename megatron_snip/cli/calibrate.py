@@ -120,7 +120,7 @@ def _model_shapes(config: TrainConfig) -> dict[str, tuple[int, int]]:
     groups = hidden // config.num_attention_heads * config.query_groups
     path, ffn = "mlp", config.ffn_width // tp
     if config.num_experts is not None:
-        path, ffn = "mlp.experts", config.expert_ffn_width // config.expert_tensor_size
+        path, ffn = "mlp.experts", config.ffn_width // config.expert_tensor_size
     return {
         "*.self_attention.linear_qkv": ((hidden + 2 * groups) // tp, hidden),
         "*.self_attention.linear_proj": (hidden, hidden // tp),

@@ -64,14 +64,7 @@ SCHEMA_VERSION = 2
 
 _PARTIAL = re.compile(r"\.iter_\d{7,}(\.replaced)?\.partial")
 
-_NOT_IN_TENSORS = {
-    *("seq_length", "attention_dropout", "hidden_dropout"),
-    *("moe_router_topk", "moe_token_dispatcher_type"),
-}
-MODEL_FIELDS = (
-    *(name for name in ModelFields.model_fields if name not in _NOT_IN_TENSORS),
-    *("bf16", "use_distributed_optimizer"),
-)
+MODEL_FIELDS = (*ModelFields.model_fields, "bf16", "use_distributed_optimizer")
 """Settings that the tensors of a checkpoint depend on."""
 
 LAYOUT_FIELDS = tuple(n for n, f in ParallelFields.model_fields.items() if f.annotation is not bool)

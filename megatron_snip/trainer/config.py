@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from megatron_snip.config import Section, SnipConfig
 from megatron_snip.errors import UsageError
@@ -20,14 +20,18 @@ from megatron_snip.files import checked, read_yaml
 BYTE_VOCABULARY = 257
 """Token ids of the built-in text: 256 bytes and the end of document."""
 
+PADDED_VOCABULARY = 384
+"""Rows of the embedding: the next multiple of 128, in every layout."""
+
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
-Positive = Annotated[float, Field(gt=0.0)]
-NotNegative = Annotated[float, Field(ge=0.0)]
 
 
 class ModelFields(Section):
-    """The model: a Llama-style GPT (RMSNorm, SwiGLU, RoPE, no biases), dense or with experts."""
+    """The model: a Llama-style GPT (RMSNorm, SwiGLU, RoPE, no biases), dense or with experts.
+
+    The tensors of a checkpoint depend on each of these settings.
+    """
 
     num_layers: Annotated[int, Field(ge=1, le=10_000)] = 4
     """Transformer layers."""
@@ -36,7 +40,7 @@ class ModelFields(Section):
     """Width of the residual stream. Quantization tiles are 128 wide: use a multiple of 128."""
 
     ffn_hidden_size: Count | None = None
-    """Width of the SwiGLU MLP; by default 8/3 of hidden_size rounded down to a multiple of 64."""
+    """Width of an MLP or expert (SwiGLU); default: 8/3 of hidden_size, down to a multiple of 64."""
 
     num_attention_heads: Count = 4
     """Attention heads; hidden_size / num_attention_heads is the width of each."""
@@ -44,32 +48,11 @@ class ModelFields(Section):
     num_query_groups: Count | None = None
     """Key and value heads (grouped-query attention); by default one for each attention head."""
 
-    seq_length: Count = 256
-    """Tokens in a sample."""
-
-    make_vocab_size_divisible_by: Count = 128
-    """Pad the vocabulary to a multiple of this, independent of the layout."""
-
     untie_embeddings_and_output_weights: bool = True
     """Use separate weights for embedding and output layer."""
 
-    attention_dropout: Share = 0.0
-    """Dropout probability of attention weights."""
-
-    hidden_dropout: Share = 0.0
-    """Dropout probability of the outputs of attention and MLP."""
-
-    num_experts: Count | None = None
-    """Experts per layer; by default the layers have dense MLPs."""
-
-    moe_router_topk: Count = 2
-    """Experts per token."""
-
-    moe_ffn_hidden_size: Count | None = None
-    """Width of an expert's SwiGLU MLP; by default ffn_hidden_size."""
-
-    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "alltoall"
-    """Collective that sends tokens to experts on other ranks."""
+    num_experts: Annotated[int, Field(ge=2)] | None = None
+    """Experts per layer, of which a token takes two; by default the layers have dense MLPs."""
 
 
 class ParallelFields(Section):
@@ -116,6 +99,9 @@ class TrainingFields(Section):
     global_batch_size: Count = 8
     """Samples per iteration, over all ranks and microbatches."""
 
+    seq_length: Count = 256
+    """Tokens in a sample."""
+
     bf16: bool = True
     """Compute in BF16 with FP32 master weights; --no-bf16 computes in FP32."""
 
@@ -129,13 +115,22 @@ class TrainingFields(Section):
     recompute_num_layers: Count | None = None
     """Number of layers for recompute_method."""
 
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "alltoall"
+    """Collective that sends tokens to experts on other ranks."""
+
+    attention_dropout: Share = 0.0
+    """Dropout probability of attention weights."""
+
+    hidden_dropout: Share = 0.0
+    """Dropout probability of the outputs of attention and MLP."""
+
     seed: Annotated[int, Field(ge=1, lt=2**31)] = 1234
     """Seed of initial weights, data order and dropout."""
 
-    lr: Positive = 3e-3
+    lr: PositiveFloat = 3e-3
     """Peak learning rate."""
 
-    min_lr: NotNegative = 3e-4
+    min_lr: NonNegativeFloat = 3e-4
     """Learning rate after the decay."""
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "cosine"
@@ -144,27 +139,17 @@ class TrainingFields(Section):
     lr_warmup_iters: Annotated[int, Field(ge=0)] = 10
     """Iterations of linear warm-up."""
 
-    weight_decay: NotNegative = 0.1
+    weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay of matrices."""
 
-    adam_beta1: Share = 0.9
-    """Decay of the first moment."""
-
-    adam_beta2: Share = 0.95
-    """Decay of the second moment."""
-
-    adam_eps: Positive = 1e-8
+    adam_eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
-
-    clip_grad: NotNegative = 1.0
-    """Maximum global gradient norm; 0 turns clipping off."""
 
     max_corpus_bytes: Annotated[int, Field(ge=100_000)] = 10_000_000
     """Size limit in bytes of the training text, the source code of Python's standard library."""
 
     eval_interval: Count = 50
-    """Iterations between evaluations. The run also evaluates before the first iteration and at the
-    end."""
+    """Iterations between evaluations; the first is before training, the last at its end."""
 
     eval_iters: Annotated[int, Field(ge=0)] = 4
     """Global batches per evaluation, the same ones each time; 0 turns evaluation off."""
@@ -228,20 +213,9 @@ class TrainConfig(TrainFields):
         return self.ffn_hidden_size or max(64, self.hidden_size * 8 // 3 // 64 * 64)
 
     @property
-    def expert_ffn_width(self) -> int:
-        """`moe_ffn_hidden_size`, or its default."""
-        return self.moe_ffn_hidden_size or self.ffn_width
-
-    @property
     def query_groups(self) -> int:
         """`num_query_groups`, or its default."""
         return self.num_query_groups or self.num_attention_heads
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """Rows of the embedding."""
-        unit = self.make_vocab_size_divisible_by
-        return -(-BYTE_VOCABULARY // unit) * unit
 
     @property
     def virtual_pipeline_size(self) -> int | None:
@@ -349,8 +323,6 @@ def _conflicts(c: TrainConfig) -> Iterator[str]:
     experts = c.num_experts or 0
     if chunk is not None and stages[0] == 1:
         yield f"{name} needs a pipeline, and {stages[1]} is 1; drop it or use more stages"
-    if experts and c.moe_router_topk > experts:
-        yield f"moe_router_topk {c.moe_router_topk} is more than num_experts {experts}"
     if experts and tp[0] > 1 and not c.sequence_parallel:
         yield f"num_experts with tensor_model_parallel_size {tp[0]} needs sequence_parallel"
     yield from _indivisible(  # 0 and 1 where there is nothing to divide
@@ -358,12 +330,12 @@ def _conflicts(c: TrainConfig) -> Iterator[str]:
             (c.hidden_size, "hidden_size", *heads),
             (c.num_attention_heads, "num_attention_heads", c.query_groups, "num_query_groups"),
             (c.ffn_width, "ffn_hidden_size", *tp),
-            (c.padded_vocab_size, "the padded vocabulary", *tp),
+            (PADDED_VOCABULARY, "the padded vocabulary", *tp),
             (c.num_layers, "num_layers", *stages),
             (c.num_layers // stages[0], "layers per pipeline stage", chunk or 1, name),
             (c.sequence_parallel and c.seq_length, "seq_length under sequence_parallel", *tp),
             (experts, "num_experts", *ep),
-            (experts and c.expert_ffn_width, "moe_ffn_hidden_size", *etp),
+            (experts and c.ffn_width, "ffn_hidden_size", *etp),
         ]
     )
     if c.overlap_param_gather and not (c.use_distributed_optimizer and c.overlap_grad_reduce):

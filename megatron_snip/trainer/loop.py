@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch.distributed import ProcessGroup
 
 from megatron_snip.collectives import gather_json
@@ -184,7 +185,7 @@ def train_step(
     begin = time.perf_counter()
     zero_gradients(state.model, state.optimizer)
     arguments = state.arguments(_iterators(state, samples, iteration))
-    reports = hook.forward_backward(iteration, state.function, **arguments)
+    reports = hook.forward_backward(iteration, get_forward_backward_func(), **arguments)
     lr = max(group["lr"] for group in state.optimizer.param_groups)
     loss = _mean_loss(reports)
     _check_finite(iteration, "loss", loss)
@@ -208,7 +209,8 @@ def evaluate(state: TrainingState, samples: Samples | None, hook: TrainingHook) 
         chunk.eval()
     losses = []
     with hook.evaluation() as paired, state.gathered():
-        function = state.function if paired is None else partial(paired, state.function)
+        schedule = get_forward_backward_func()
+        function = schedule if paired is None else partial(paired, schedule)
         for iteration in range(1, state.config.eval_iters + 1):
             iterators = _iterators(state, samples, iteration)
             losses.append(_mean_loss(function(**state.arguments(iterators, True))))

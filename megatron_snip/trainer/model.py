@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import megatron.core.optimizer
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -41,23 +40,12 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import (
-    model_parallel_cuda_manual_seed,
-    set_defaults_if_not_set_tensor_model_parallel_attributes,
-)
-from megatron.core.transformer.enums import ModelType
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_snip.linears.discovery import first_local_expert
-from megatron_snip.linears.training_step import ForwardBackward
-from megatron_snip.trainer.config import TrainConfig
-
-DataIterator = Iterator[Any] | list[Iterator[Any]]
-"""Yields the microbatches of an iteration; one iterator per model chunk if there are several."""
-
-LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
+from megatron_snip.trainer.config import PADDED_VOCABULARY, TrainConfig
 
 LOSS = "lm loss"
 """Megatron's name of the language-model loss."""
@@ -86,23 +74,21 @@ class TrainingState:
     scheduler: OptimizerParamScheduler
     config: TrainConfig
 
-    @property
-    def function(self) -> ForwardBackward:
-        """Megatron's schedule for the layout."""
-        schedule: ForwardBackward = get_forward_backward_func()
-        return schedule
+    def arguments(self, data: list[Iterator[Any]], forward_only: bool = False) -> dict[str, Any]:
+        """Return the keyword arguments of Megatron's schedule for one iteration.
 
-    def arguments(self, data_iterator: DataIterator, forward_only: bool = False) -> dict[str, Any]:
-        """Return the schedule's keyword arguments for one iteration."""
+        Args:
+            data: for each model chunk an iterator over the iteration's microbatches.
+            forward_only: evaluate.
+        """
         config = self.config
         return {
             "forward_step_func": forward_step,
-            "data_iterator": data_iterator,
+            "data_iterator": data,
             "model": list(self.model),
             "num_microbatches": config.num_microbatches(dist.get_world_size()),
             "seq_length": config.seq_length,
             "micro_batch_size": config.micro_batch_size,
-            "decoder_seq_length": config.seq_length,
             "forward_only": forward_only,
         }
 
@@ -167,7 +153,7 @@ def build_training_state(config: TrainConfig) -> TrainingState:
 
 def forward_step(
     data_iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module
-) -> tuple[torch.Tensor, LossFunction]:
+) -> tuple[torch.Tensor, Callable[..., Any]]:
     """Run one microbatch through a model chunk, as Megatron's schedules call it.
 
     Args:
@@ -206,6 +192,9 @@ def transformer_config(config: TrainConfig) -> TransformerConfig:
     interleaved = config.virtual_pipeline_size is not None
     settings = _same_names(config, TransformerConfig) | {
         "ffn_hidden_size": config.ffn_width,
+        "num_moe_experts": config.num_experts,
+        "moe_ffn_hidden_size": config.ffn_width if config.num_experts else None,
+        "moe_aux_loss_coeff": 0.01,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
@@ -221,12 +210,6 @@ def transformer_config(config: TrainConfig) -> TransformerConfig:
         "batch_p2p_comm": not interleaved,
         "overlap_p2p_comm": interleaved,
     }
-    if config.num_experts is not None:
-        settings |= {
-            "num_moe_experts": config.num_experts,
-            "moe_aux_loss_coeff": 0.01,
-            "moe_ffn_hidden_size": config.expert_ffn_width,
-        }
     return TransformerConfig(**settings)
 
 
@@ -263,9 +246,9 @@ def _build_chunk(config: TrainConfig, transformer: TransformerConfig, vp_stage: 
     model = GPTModel(
         config=transformer,
         transformer_layer_spec=get_gpt_layer_local_spec(
-            num_experts=config.num_experts, moe_grouped_gemm=False, normalization="RMSNorm"
+            num_experts=config.num_experts, normalization="RMSNorm"
         ),
-        vocab_size=config.padded_vocab_size,
+        vocab_size=PADDED_VOCABULARY,
         max_sequence_length=config.seq_length,
         pre_process=first,
         post_process=last,
@@ -273,28 +256,20 @@ def _build_chunk(config: TrainConfig, transformer: TransformerConfig, vp_stage: 
         position_embedding_type="rope",
         vp_stage=vp_stage,
     )
-    model.model_type = ModelType.encoder_or_decoder
-    for parameter in model.parameters():
-        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     initialize_weights(model, config)
     model.cuda(torch.cuda.current_device())
-    wrapped = Float16Module(transformer, model) if config.bf16 else model
-    wrapped.vp_stage = vp_stage
-    return wrapped
+    return Float16Module(transformer, model) if config.bf16 else model
 
 
 def _build_optimizer(
     config: TrainConfig, chunks: list[DistributedDataParallel]
 ) -> MegatronOptimizer:
     settings = OptimizerConfig(
-        optimizer="adam",
         params_dtype=torch.bfloat16 if config.bf16 else torch.float32,
+        adam_beta2=0.95,
         **_same_names(config, OptimizerConfig),
     )
-    # megatron-core 0.16 excludes norms from weight decay only if asked to.
-    standard = getattr(megatron.core.optimizer, "get_standard_config_overrides", None)
-    rule = {} if standard is None else {"config_overrides": standard(settings)}
-    return get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False, **rule)
+    return get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False)
 
 
 def _build_scheduler(config: TrainConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
@@ -328,7 +303,8 @@ def initialize_weights(chunk: torch.nn.Module, config: TrainConfig) -> None:
             group = parallel_state.get_expert_tensor_parallel_group()
         else:
             group = parallel_state.get_tensor_model_parallel_group()
-        dim = parameter.partition_dim if parameter.tensor_model_parallel else None
+        is_split = getattr(parameter, "tensor_model_parallel", False)
+        dim = parameter.partition_dim if is_split else None
         shape = list(parameter.shape)
         if dim is not None:
             shape[dim] *= group.size()

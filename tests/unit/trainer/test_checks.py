@@ -44,8 +44,6 @@ def test_defaults_that_follow_other_fields() -> None:
     config = TrainConfig(hidden_size=384, num_attention_heads=6)
     assert config.ffn_width == 1024
     assert config.query_groups == 6
-    assert config.padded_vocab_size == 384
-    assert TrainConfig(make_vocab_size_divisible_by=1).padded_vocab_size == 257
 
 
 def check(*words: object, ranks: int | None = None) -> None:
@@ -87,16 +85,15 @@ BAD = [
     ("--overlap-param-gather", "needs use_distributed_optimizer"),
     ("--min-lr 1", "min_lr 1 must not be larger than lr 0.003"),
     ("--lr-warmup-iters 150", "must be less than train_iters 150"),
-    ("--num-experts 4 --moe-router-topk 5", "moe_router_topk 5 is more than num_experts 4"),
+    ("--num-experts 1", "num_experts: must be greater than or equal to 2, got '1'"),
     ("--num-experts 4 --tensor-model-parallel-size 2", "parallel_size 2 needs sequence_parallel"),
     ("--num-experts 4 --expert-model-parallel-size 3", r"num_experts \(4\) .*size \(3\)"),
     (
-        "--num-experts 4 --moe-ffn-hidden-size 65 --expert-tensor-parallel-size 2",
-        r"moe_ffn_hidden_size \(65\) .* expert_tensor_parallel_size \(2\)",
+        "--num-experts 4 --ffn-hidden-size 65 --expert-tensor-parallel-size 2",
+        r"ffn_hidden_size \(65\) .* expert_tensor_parallel_size \(2\)",
     ),
     ("--recompute-granularity full", "Megatron refuses .*recompute_method must be"),
     ("--expert-model-parallel-size 2", "Megatron refuses .*num_moe_experts must be"),
-    ("--num-experts 4 --moe-router-topk 1", "Megatron refuses .*moe-router-pre-softmax"),
     ("--save-interval 5", "save_interval needs save"),
     ("--ckpt-step 5", "ckpt_step needs load"),
     ("--load none", "load 'none' holds no checkpoint"),
