@@ -9,7 +9,6 @@ here. A flag that is not given leaves nothing in the namespace.
 import argparse
 import logging
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -36,7 +35,6 @@ DEST = "snip_"
 """Put before every flag, and before every attribute of the namespace."""
 
 _CONFIG = f"{DEST}config"
-_OURS = re.compile(r"--(no-)?snip[-_]")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -85,7 +83,7 @@ def read_cli_args(words: Sequence[str]) -> tuple[dict[str, Any], bool]:
     add_snip_arguments(parser)
     namespace, others = parser.parse_known_args(list(words))
     for word in others:
-        if _OURS.match(word):
+        if word.startswith(("--snip-", "--snip_", "--no-snip-", "--no-snip_")):
             flag = word.partition("=")[0]
             near = did_you_mean(flag, parser._option_string_actions)
             raise UsageError(f"unknown flag {flag}{near or '; --help lists the flags'}")

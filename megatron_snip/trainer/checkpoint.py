@@ -81,9 +81,9 @@ class Progress:
         snip: the controller's state; None without SNIP.
     """
 
-    iteration: int = 0
-    first_validation_loss: float | None = None
-    validation_loss: float | None = None
+    iteration: int
+    first_validation_loss: float | None
+    validation_loss: float | None
     snip: ControllerState | None = None
 
 

@@ -13,7 +13,6 @@ run's data.json too: runs with different libraries have different digests.
 
 import hashlib
 import sysconfig
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +26,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from torch.distributed import ProcessGroup
+from torch.utils.data import default_collate
 
 from megatron_snip.collectives import on_rank_0
 from megatron_snip.trainer.config import BYTE_VOCABULARY, TrainConfig
@@ -36,7 +36,6 @@ Batch = dict[str, torch.Tensor]
 
 END_OF_DOCUMENT = 256
 VALIDATION_EVERY = 20
-_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 _EXCLUDED = {
     *("__pycache__", "dist-packages", "site-packages", "ensurepip", "idlelib", "idle_test"),
     *("lib2to3", "pydoc_data", "test", "tests"),
@@ -81,7 +80,7 @@ def build_datasets(config: TrainConfig, group: ProcessGroup | None) -> Datasets:
     tokenizer = SimpleNamespace(  # the data are token ids already
         vocab_size=BYTE_VOCABULARY,
         eod=END_OF_DOCUMENT,
-        unique_identifiers=OrderedDict(kind="token ids", vocab_size=BYTE_VOCABULARY),
+        unique_identifiers={"kind": "token ids", "vocab_size": BYTE_VOCABULARY},
     )
     blends = [([str(Path(source["path"]) / part)], None) for part in ("train", "valid")]
     num_train = config.train_iters * config.global_batch_size
@@ -112,8 +111,7 @@ def iteration_batches(
     size = config.micro_batch_size
     end = iteration * config.global_batch_size
     for first in range(end - config.global_batch_size + rank * size, end, num_ranks * size):
-        rows = [samples[index] for index in range(first, first + size)]
-        yield {key: torch.stack([row[key] for row in rows]) for key in _KEYS}
+        yield default_collate([samples[index] for index in range(first, first + size)])
 
 
 def prepare_corpus(parent: Path, max_bytes: int, library: Path | None = None) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """Starts the ranks of one machine, and reports how they end.
 
-`megatron-snip train` starts N processes `python -m megatron_snip.trainer.launch FOLDER` and waits.
-FOLDER holds the settings; there rank N writes `answered-N` after a signal, and `failure-N` with its
-error. Bad input ends in one line and exit code 2. Any other failure ends with exit code 1 and names
-a killed rank, else the earliest error that a rank wrote. After a signal the exit code is 75
-(EX_TEMPFAIL: run the command again) if the ranks saved a checkpoint, else 128 + its number.
+`megatron-snip train` starts N processes `python -m megatron_snip.trainer.launch FOLDER PID` (its
+own) and waits. FOLDER holds the settings; there rank N writes `answered-N` after a signal, and
+`failure-N` with its error. Bad input ends in one line and exit code 2. Any other failure ends with
+exit code 1 and names a killed rank, else the earliest error that a rank wrote. After a signal the
+exit code is 75 (EX_TEMPFAIL: run the command again) if the ranks saved a checkpoint, else 128 + its
+number.
 
 If RANK and WORLD_SIZE are set, as torchrun sets them, the process is a rank itself. Importing this
 module does not import torch.
@@ -58,11 +59,7 @@ GRACE_S = 2.0
 POLL_S = 0.1
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-_LAUNCHER = "MEGATRON_SNIP_LAUNCHER"
-"""Environment variable of ranks: the launcher's process id."""
-
-_SET_PARENT_DEATH_SIGNAL = 1
-"""PR_SET_PDEATHSIG of Linux's prctl."""
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def is_rank() -> bool:
@@ -158,11 +155,10 @@ def _start_rank(rank: int, num_ranks: int, port: int, folder: Path) -> subproces
         "MASTER_PORT": port,
         "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is there: rank 0 makes none
         "TORCHELASTIC_RESTART_COUNT": 0,
-        _LAUNCHER: os.getpid(),
     }
-    words = [sys.executable, "-u", "-m", "megatron_snip.trainer.launch", str(folder)]
+    words = ["-u", "-m", "megatron_snip.trainer.launch", str(folder), str(os.getpid())]
     environment = os.environ | {name: str(value) for name, value in variables.items()}
-    return subprocess.Popen(words, env=environment, start_new_session=True)
+    return subprocess.Popen([sys.executable, *words], env=environment, start_new_session=True)
 
 
 def _wait(
@@ -240,7 +236,7 @@ def train_as_rank(config: TrainConfig) -> TrainingResult:
     return run_rank(config)
 
 
-def _main(folder: Path) -> int:
+def _main(folder: Path, launcher: int) -> int:
     """Be a rank that `launch` started; write the reason if the run fails."""
     rank = os.environ["RANK"]
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -248,8 +244,8 @@ def _main(folder: Path) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     _answer_signals(folder / f"answered-{rank}")
     if sys.platform == "linux":  # end if the launcher is killed
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGTERM))
-        if os.getppid() != int(os.environ[_LAUNCHER]):  # it was killed already
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+        if os.getppid() != launcher:  # it was killed already
             return 1
     from megatron_snip.trainer.config import make_train_config
 
@@ -289,4 +285,4 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 
 
 if __name__ == "__main__":
-    sys.exit(_main(Path(sys.argv[1])))
+    sys.exit(_main(Path(sys.argv[1]), int(sys.argv[2])))

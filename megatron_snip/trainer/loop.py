@@ -148,10 +148,9 @@ def train(
     """
     begin, config = time.perf_counter(), state.config
     if start is None:
-        first = validation = evaluate(state, datasets.valid, hook)
-        start = Progress()
-    else:
-        first, validation = start.first_validation_loss, start.validation_loss
+        loss = evaluate(state, datasets.valid, hook)
+        start = Progress(0, loss, loss)
+    first, validation = start.first_validation_loss, start.validation_loss
     metrics: dict[str, Any] = {"loss": math.nan}
     iteration, stopped = start.iteration, None
     while iteration < config.train_iters and stopped is None:

@@ -50,9 +50,6 @@ from megatron_snip.trainer.config import PADDED_VOCABULARY, TrainConfig
 LOSS = "lm loss"
 """Megatron's name of the language-model loss."""
 
-INIT_STD = 0.02
-"""Standard deviation of initial weights."""
-
 _RESIDUAL = ("linear_proj.weight", "linear_fc2.weight")
 _GATED = "linear_fc1.weight"
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
@@ -340,7 +337,7 @@ def _complete_tensor(name: str, shape: list[int], config: TrainConfig) -> torch.
         return torch.ones(shape)
     digest = hashlib.sha256(f"{config.seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    std = INIT_STD
+    std = TransformerConfig.init_method_std
     if name.endswith(_RESIDUAL):
         std /= math.sqrt(2.0 * config.num_layers)
     return torch.empty(shape).normal_(0.0, std, generator=generator)

@@ -24,7 +24,6 @@ _PRODUCTS = frozenset(
         *(getattr(torch.Tensor, name) for name in ("matmul", "mm", "bmm", "addmm", "baddbmm")),
     }
 )
-"""Functions that compute BF16 products in FP32."""
 
 
 class CudaOnCpu(TorchFunctionMode):
