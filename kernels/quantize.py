@@ -39,13 +39,6 @@ _WEYL_0, _WEYL_1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 
 
 @triton.jit
-def block_at(rows, cols, R: tl.constexpr, C: tl.constexpr):
-    """Return where this program's [R, C] block is; blocks are numbered along the row first."""
-    across = tl.cdiv(cols, C)
-    return (tl.program_id(0) // across) * R, (tl.program_id(0) % across) * C, rows, cols
-
-
-@triton.jit
 def _offsets(at, row_stride, col_stride, R: tl.constexpr, C: tl.constexpr):
     """Return (offsets, mask), [R, C], of a block in memory."""
     row0, col0, rows, cols = at
@@ -114,11 +107,7 @@ def tile_amax(x, SPEC: tl.constexpr):
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     size = tl.abs(x).to(tl.int32, bitcast=True)
-    if SPEC.tile_rows == 1:
-        amax = tl.max(size.reshape(R, C // SPEC.tile_cols, SPEC.tile_cols), 2)
-    elif SPEC.tile_cols == 1:
-        amax = tl.max(size.reshape(R // SPEC.tile_rows, SPEC.tile_rows, C), 1)
-    elif SPEC.tile_rows == R and SPEC.tile_cols == C:
+    if SPEC.tile_rows == R and SPEC.tile_cols == C:
         amax = tl.full((1, 1), tl.max(size), size.dtype)  # one tile: threads reduce their own first
     else:
         tiles = size.reshape(
@@ -131,35 +120,11 @@ def tile_amax(x, SPEC: tl.constexpr):
 @triton.jit
 def expand_tiles(scale, R: tl.constexpr, C: tl.constexpr, SPEC: tl.constexpr):
     """Repeat each tile's number over its elements: -> [R, C]."""
-    if SPEC.tile_rows == 1:
-        wide = tl.broadcast_to(scale[:, :, None], (R, C // SPEC.tile_cols, SPEC.tile_cols))
-    elif SPEC.tile_cols == 1:
-        wide = tl.broadcast_to(scale[:, None, :], (R // SPEC.tile_rows, SPEC.tile_rows, C))
-    else:
-        wide = tl.broadcast_to(
-            scale[:, None, :, None],
-            (R // SPEC.tile_rows, SPEC.tile_rows, C // SPEC.tile_cols, SPEC.tile_cols),
-        )
+    wide = tl.broadcast_to(
+        scale[:, None, :, None],
+        (R // SPEC.tile_rows, SPEC.tile_rows, C // SPEC.tile_cols, SPEC.tile_cols),
+    )
     return wide.reshape(R, C)
-
-
-@triton.jit
-def quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC: tl.constexpr):
-    """Return the dequantized block in FP32; stochastic rounding reads `bits16`, [R, C] int32."""
-    R: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
-    tensor_amax = 0.0
-    if SPEC.scale == 2:
-        tensor_amax = tl.load(amax_ptr)
-    encode, decode = tile_scales(tile_amax(x, SPEC), tensor_amax, SPEC)
-    y = x * expand_tiles(encode, R, C, SPEC)
-    if SPEC.scale == 2:
-        y = tl.clamp(y, -SPEC.largest, SPEC.largest, propagate_nan=tl.PropagateNan.ALL)
-    power = power_of(y, SPEC.min_power_bits)
-    if SPEC.mode != 0:
-        y = tl.fma(power, tl.fma(bits16.to(tl.float32), SPEC.noise, 2.0**15 * SPEC.noise), y)
-    q = round_nearest(y, power, SPEC.anchor)
-    return q * expand_tiles(decode, R, C, SPEC)
 
 
 @triton.jit
@@ -224,7 +189,18 @@ def _quantize_block(x, amax_ptr, key, layout, out_ptr, at, SPEC: tl.constexpr, C
     bits16 = 0
     if SPEC.mode != 0:
         bits16 = random_bits16(key, at, layout, R, C, SPEC)
-    value = quantize_dequantize_tiles(x, bits16, amax_ptr, SPEC)
+    tensor_amax = 0.0
+    if SPEC.scale == 2:
+        tensor_amax = tl.load(amax_ptr)
+    encode, decode = tile_scales(tile_amax(x, SPEC), tensor_amax, SPEC)
+    y = x * expand_tiles(encode, R, C, SPEC)
+    if SPEC.scale == 2:
+        y = tl.clamp(y, -SPEC.largest, SPEC.largest, propagate_nan=tl.PropagateNan.ALL)
+    power = power_of(y, SPEC.min_power_bits)
+    if SPEC.mode != 0:
+        y = tl.fma(power, tl.fma(bits16.to(tl.float32), SPEC.noise, 2.0**15 * SPEC.noise), y)
+    q = round_nearest(y, power, SPEC.anchor)
+    value = q * expand_tiles(decode, R, C, SPEC)
     offsets, mask = _offsets(at, at[3], 1, R, C)
     tl.store(out_ptr + offsets, _narrow(value, out_ptr.dtype.element_ty, CASTS), mask=mask)
 
@@ -256,7 +232,8 @@ def quantize_kernel(
     The block holds complete tiles. With BOTH a thread holds few elements of it, which leaves
     registers for 512 threads on a multiprocessor.
     """
-    at = block_at(rows, cols, R, C)
+    across = tl.cdiv(cols, C)  # blocks are numbered along the row first
+    at = (tl.program_id(0) // across) * R, (tl.program_id(0) % across) * C, rows, cols
     layout = (global_cols, local_chunk, global_chunk, col_start)
     x = load_block(x_ptr, x_row, x_col, at, R, C)
     _quantize_block(x, amax_ptr, key, layout, out_ptr, at, SPEC, NATIVE_CASTS)
