@@ -186,7 +186,6 @@ def _quantize_block(x, amax_ptr, key, layout, out_ptr, at, SPEC: tl.constexpr, C
     """Quantize and dequantize a block, and write it to `out_ptr`, [rows, cols] contiguous."""
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
-    bits16 = 0
     if SPEC.mode != 0:
         bits16 = random_bits16(key, at, layout, R, C, SPEC)
     tensor_amax = 0.0

@@ -14,14 +14,11 @@ from megatron_snip.linears.discovery import find_linears, global_linears
 from megatron_snip.linears.megatron_linear import PlannedLinear, SimulatedLinear
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.te.linear import FreshWeights, PlannedTELinear, SimulatedTELinear
-from megatron_snip.linears.te.machine import Machine, measured_format, this_machine
+from megatron_snip.linears.te.machine import measured_format, this_machine
 from megatron_snip.linears.te.modules import refuse_overlap, te_kind
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.topology import LinearInfo, Placement, Topology
-
-PRECISION_VERSION = 2
-"""Of the schema of precision/<iteration>.json."""
 
 
 class PlannedModel:
@@ -56,10 +53,7 @@ class PlannedModel:
         with_te = backend != "simulate" and any(te_kind(module) for module, _ in found)
         self.backend: Backend = "te" if with_te else "simulate"
         self.machine = this_machine(with_te)
-        self.linears = [
-            _planned(module, placements, self.runtime, backend, self.machine)
-            for module, placements in found
-        ]
+        self.linears = [self._planned(module, places, backend) for module, places in found]
         te = {linear.module for linear in self.linears if isinstance(linear, PlannedTELinear)}
         inside = [(chunk, te & set(chunk.modules())) for chunk in self.chunks]
         self._fresh_weights = [FreshWeights(chunk, modules) for chunk, modules in inside if modules]
@@ -106,8 +100,9 @@ class PlannedModel:
     def resolved(self, plan: PrecisionPlan, iteration: int) -> dict[str, Any]:
         """All ranks, after a plan was applied: return what all linears of the model resolved to.
 
-        It is the content of precision/<iteration>.json, with the linears in the plan's order. A
-        plan names options; the backend, the machine and Transformer Engine decide what runs:
+        It is the content of precision/<iteration>.json (schema version 2), with the linears in the
+        plan's order. A plan names options; the backend, the machine and Transformer Engine decide
+        what runs:
 
             option          what the plan gives the linear
             recipe          what runs it: `megatron` (its own BF16 GEMMs), `simulated`, or
@@ -137,7 +132,7 @@ class PlannedModel:
             values = (" / ".join(dict.fromkeys(each)) for each in zip(*by_name[name], strict=True))
             rows.append({"name": name, **dict(zip(columns, values, strict=True))})
         return {
-            "version": PRECISION_VERSION,
+            "version": 2,
             "iteration": iteration,
             "plan_iteration": plan.iteration,
             "plan_digest": plan.digest,
@@ -154,31 +149,26 @@ class PlannedModel:
             if weight.requires_grad
         }
 
+    def _planned(
+        self, module: torch.nn.Module, placements: Sequence[Placement], backend: Backend
+    ) -> SimulatedLinear | PlannedTELinear:
+        """Return a linear under its backend.
 
-def _planned(
-    module: torch.nn.Module,
-    placements: Sequence[Placement],
-    runtime: Runtime,
-    backend: Backend,
-    machine: Machine,
-) -> SimulatedLinear | PlannedTELinear:
-    """Return a linear under its backend.
-
-    Raises:
-        UnsupportedError: if the chosen backend does not run it.
-    """
-    if te_kind(module) is not None:
-        refuse_overlap(module, placements[0].name)
-        if backend == "simulate":
-            return SimulatedTELinear(module, placements, runtime)
-        return PlannedTELinear(module, placements, runtime, machine)
-    if backend == "te":
-        raise UnsupportedError(
-            f"--snip-backend te runs Transformer Engine's linears, and {placements[0].name} is "
-            "Megatron's own; "
-            "use --transformer-impl transformer_engine, or --snip-backend simulate"
-        )
-    return PlannedLinear(module, placements, runtime)
+        Raises:
+            UnsupportedError: if the chosen backend does not run it.
+        """
+        if te_kind(module) is not None:
+            refuse_overlap(module, placements[0].name)
+            if backend == "simulate":
+                return SimulatedTELinear(module, placements, self.runtime)
+            return PlannedTELinear(module, placements, self.runtime, self.machine)
+        if backend == "te":
+            raise UnsupportedError(
+                f"--snip-backend te runs Transformer Engine's linears, and {placements[0].name} is "
+                "Megatron's own; "
+                "use --transformer-impl transformer_engine, or --snip-backend simulate"
+            )
+        return PlannedLinear(module, placements, self.runtime)
 
 
 def _storage(weight: torch.nn.Parameter) -> str:

@@ -48,9 +48,8 @@ from megatron_snip.topology import Placement
 
 logger = logging.getLogger(__name__)
 
-_PARAMS = "te_quant_params"
 _FIRST_MICROBATCH = "set_is_first_microbatch"
-_NEEDED = (_PARAMS, "fp8_initialized", "fp8_meta_tensors_initialized", "_fp8_workspaces")
+_NEEDED = ("te_quant_params", "fp8_initialized", "fp8_meta_tensors_initialized", "_fp8_workspaces")
 """Attributes of a module that SNIP writes to change its precision."""
 
 
@@ -125,14 +124,16 @@ class PlannedTELinear:
         """Set the module's recipe from now on; idempotent."""
         if self._hooks:
             return
-        self._original = getattr(self.module, _PARAMS)
+        self._original = self.module.te_quant_params
         if self._original is not None:
             warn_once(logger, "--te-precision-config-file is ignored: SNIP's plan sets recipes")
         reset_quantizers(self.module)  # a checkpoint may hold some
-        setattr(self.module, _PARAMS, self._planned)
+        self.module.te_quant_params = self._planned
         self._hooks = [
             self.module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            self.module.register_forward_hook(self._after_forward, with_kwargs=True),
+            self.module.register_forward_hook(
+                lambda _, *call: observed(self, *call), with_kwargs=True
+            ),
         ]
 
     def uninstall(self) -> None:
@@ -142,16 +143,11 @@ class PlannedTELinear:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        setattr(self.module, _PARAMS, self._original)
+        self.module.te_quant_params = self._original
         reset_quantizers(self.module)
 
-    def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        setattr(module, _PARAMS, self._bf16 if self._runtime.in_bf16 else self._planned)
-
-    def _after_forward(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Any:
-        return observed(self, args, kwargs, output)
+    def _before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
+        module.te_quant_params = self._bf16 if self._runtime.in_bf16 else self._planned
 
 
 class SimulatedTELinear(SimulatedLinear):
