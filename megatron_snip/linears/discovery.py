@@ -42,7 +42,6 @@ _USUAL = (
 )
 _DATA_FLOW = {name: order for order, name in enumerate(_USUAL)}
 """Order of the usual linears within a layer; modules register in another order."""
-_NOT_PLANNED = frozenset({"eh_proj"})  # joins embedding and hidden state in MTP; not a layer GEMM
 
 
 def current_topology() -> Topology:
@@ -100,7 +99,8 @@ def find_linears(
         kind, own_name = _kind(module), name.rpartition(".")[2]
         if is_replicated(module) and own_name not in TOKENS_KNOWN:
             unknown.append(linear_name(number, name, block))
-        elif kind is not None and own_name not in _NOT_PLANNED:
+        # eh_proj joins embedding and hidden state in MTP; it is not a layer GEMM
+        elif kind is not None and own_name != "eh_proj":
             found.append((module, _placements(module, kind, name, number, block, topology)))
     if unknown:
         warn_once(

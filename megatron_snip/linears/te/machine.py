@@ -25,9 +25,6 @@ _PER_GEMM = (
 )
 """What our quantizer factories need of Transformer Engine."""
 
-_FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
-"""Transformer Engine's variable that gives the blockwise recipe FP32 scales."""
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -120,7 +117,7 @@ def measured_format(name: str, backend: Backend, machine: Machine) -> Format:
     A format that Transformer Engine cannot run on this machine is measured as simulated.
     """
     recipe = te_support(name, machine)[0] if backend == "te" else ""
-    if recipe == "blockwise" and os.environ.get(_FP32_SCALES) == "1":
+    if recipe == "blockwise" and os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES") == "1":
         return FORMATS["fp8"]
     return RECIPES[recipe].quantization if recipe else get_format(name)
 

@@ -69,7 +69,7 @@ def te_kind(module: torch.nn.Module) -> LinearKind | None:
 
 def is_grouped(module: torch.nn.Module) -> bool:
     """Return whether a Transformer Engine linear holds several experts."""
-    return isinstance(module, _classes().get("TEGroupedLinear", ()))
+    return _class_of(module).endswith("GroupedLinear")
 
 
 def is_replicated(module: torch.nn.Module) -> bool:
@@ -214,13 +214,8 @@ def padded_tokens(config: Any) -> int:
 
 def _class_of(module: torch.nn.Module) -> str:
     """Return the name of the first of Megatron's wrappers that a module is; empty for none."""
-    return next((name for name, cls in _classes().items() if isinstance(module, cls)), "")
-
-
-def _classes() -> dict[str, type]:
-    """Return Megatron's wrappers by name, where they are imported with Transformer Engine."""
     extension: Any = sys.modules.get(EXTENSION)
-    if extension is None or not getattr(extension, "HAVE_TE", False):
-        return {}
-    found = {name: getattr(extension, name, None) for name in _KINDS}
-    return {name: cls for name, cls in found.items() if isinstance(cls, type)}
+    if not getattr(extension, "HAVE_TE", False):
+        return ""
+    wrappers = {name: getattr(extension, name, None) or () for name in _KINDS}
+    return next((name for name, cls in wrappers.items() if isinstance(module, cls)), "")

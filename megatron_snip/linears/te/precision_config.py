@@ -27,12 +27,10 @@ from pydantic import BaseModel
 from megatron_snip.errors import UsageError
 from megatron_snip.files import checked
 from megatron_snip.linears.te.recipe import RecipeFields, TERecipe, run_flags
-from megatron_snip.options import Option
+from megatron_snip.options import BF16, Option
 from megatron_snip.types import glob_matches, split_linear_name
 
 _TRAINING = "training_recipe"
-_EVALUATION = "evaluation_recipe"
-_EXPERTS = ".experts.linear_"
 _ADVICE = """\
 Give the run a default low precision as well ({flags}).
 In a BF16 run Megatron-Core before 0.19 quantizes weights in the first step and never again
@@ -141,7 +139,7 @@ def _config(
 ) -> dict[str, Any]:
     matchers = {}
     for local, (name, option) in table.items():
-        for pattern in _patterns(local):
+        for pattern in dict.fromkeys((local, _sequential(local))):
             key = name if pattern == local else f"{name} (sequential experts)"
             matchers[key] = {
                 "type": "glob",
@@ -155,12 +153,12 @@ def _config(
     return {"configs": configs, "matchers": matchers}
 
 
-def _patterns(local: str) -> list[str]:
-    """Return the globs of one linear: names hold no glob characters, so they match themselves."""
-    if _EXPERTS not in local:
-        return [local]
-    head, tail = local.rsplit(_EXPERTS, 1)
-    return [local, f"{head}.experts.local_experts.*.linear_{tail}"]
+def _sequential(local: str) -> str:
+    """Return the glob of a linear whose experts are modules of their own.
+
+    Names hold no glob characters, so that of any other linear is its own glob.
+    """
+    return local.replace(".experts.linear_", ".experts.local_experts.*.linear_")
 
 
 def config_text(config: Mapping[str, Any], comment: str) -> str:
@@ -234,20 +232,23 @@ class PrecisionFile:
         Raises:
             UsageError: if the config is malformed, or its recipe is no format of a plan.
         """
-        local = _patterns(stages.local(name)[1])[-1 if sequential_experts else 0].replace("*", "0")
+        _, local = stages.local(name)
+        if sequential_experts:
+            local = _sequential(local).replace("*", "0")
         each = self.matchers.values()
         key = next((m.config for m in each if glob_matches(local, m.pattern)), None)
         if key is None:
             return base
         config = checked(_Config, self.configs[key], f"{self.source}: config '{key}'")
         fields = config.training_recipe
-        run_is_quantized = base != TERecipe().option
-        return fields.recipe.option if fields.applies(run_is_quantized) else base
+        return fields.recipe.option if fields.applies(run_is_quantized=base != BF16) else base
 
     def has_evaluation_recipes(self) -> bool:
         """Return whether there are evaluation recipes, which no plan can hold."""
         each = (config for config in self.configs.values() if isinstance(config, dict))
-        return any(one.get(_EVALUATION, one.get(_TRAINING)) != one.get(_TRAINING) for one in each)
+        return any(
+            one.get("evaluation_recipe", one.get(_TRAINING)) != one.get(_TRAINING) for one in each
+        )
 
 
 def stage_paths(path: Path, count: int) -> list[Path]:

@@ -48,26 +48,22 @@ def __getattr__(name: str) -> Callable[[Role], Quantizer]:
 @functools.cache
 def _factory(recipes: TERecipe) -> Callable[[Role], Quantizer]:
     def make(role: Role) -> Quantizer:
-        return _quantizer(role, recipes)
+        directions = _DIRECTIONS.get(getattr(role, "tensor_type", ""))
+        if directions is None:  # outputs and input gradients stay in high precision
+            return _built_in("bf16", role)
+        row, column = (recipes[gemm] for gemm in directions)
+        if row == column:
+            return _built_in(row, role)
+        from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
+
+        return HybridQuantizer(
+            rowwise_quantizer=_built_in(row, role), columnwise_quantizer=_column(column, role)
+        )
 
     # Checkpoints pickle a module's recipe, and with it the factory, by name.
     make.__name__ = make.__qualname__ = "_".join(recipes)
     make.__doc__ = f"Return a role's quantizer for fprop, dgrad, wgrad in {', '.join(recipes)}."
     return make
-
-
-def _quantizer(role: Role, recipes: TERecipe) -> Quantizer:
-    directions = _DIRECTIONS.get(getattr(role, "tensor_type", ""))
-    if directions is None:  # outputs and input gradients stay in high precision
-        return _built_in("bf16", role)
-    row, column = (recipes[gemm] for gemm in directions)
-    if row == column:
-        return _built_in(row, role)
-    from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
-
-    return HybridQuantizer(
-        rowwise_quantizer=_built_in(row, role), columnwise_quantizer=_column(column, role)
-    )
 
 
 def _built_in(recipe: str, role: Role) -> Quantizer:

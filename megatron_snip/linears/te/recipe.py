@@ -134,14 +134,13 @@ class TERecipe(NamedTuple):
         in_quantized = {"override_quantized_autocast": True}
         if self == TERecipe():
             return in_quantized  # in a BF16 run there is nothing to override
-        both = {**in_quantized, "override_nonquantized_autocast": True}
         if not self.is_uniform:
             fields = {"fp8_quantization_recipe": "custom", "custom_recipe_factory": self.factory}
         elif self.fprop == "nvfp4":
             fields = {"fp4_quantization_recipe": "nvfp4"}
         else:
             fields = {"fp8_quantization_recipe": self.fprop, "fp8_format": "e4m3"}
-        return {**fields, **both}
+        return {**fields, **in_quantized, "override_nonquantized_autocast": True}
 
 
 class RecipeFields(BaseModel, extra="forbid", strict=True):
