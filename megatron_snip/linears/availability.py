@@ -97,10 +97,9 @@ def available_options(model: PlannedModel, config: SnipConfig) -> AvailableOptio
     options = tuple(o for o in config.options if len(refusals[o]) < num_linears)
     warnings = []
     for option in config.options:
-        if refusals[option]:
-            some = f"{len(refusals[option])} linears"
-            which = some if option in options else "any linear"
-            warnings.append(f"{option} is not available to {which}: {reasons(refusals[option])}")
+        if refused := refusals[option]:
+            which = f"{len(refused)} linears" if option in options else "any linear"
+            warnings.append(f"{option} is not available to {which}: {reasons(refused)}")
     if not any(option.share_in(config.lowest_format) for option in options):
         raise UnsupportedError(
             f"no linear of this model can run {lowest}, the lowest precision of --snip-formats: "

@@ -115,15 +115,14 @@ def timed_options(
     table = CalibrationTable(**made)
     refusals, fastest = dict(available.refusals), 0.0
     for option in available.options:
-        known = refusals.get(option, {})
+        refused = dict(available.refusals.get(option, {}))
         pins = [glob for glob, wanted in config.pin_pairs if wanted == option]
-        slow = {}
-        for name in (i.name for i in model.all_linears if i.name not in known):
+        for name in [i.name for i in model.all_linears if i.name not in refused]:
             saved_s = table.seconds(name, 1.0, BF16) - table.seconds(name, 1.0, option)
             fastest = max(fastest, saved_s)
             if saved_s <= 0.0 and option != BF16 and not any(glob_matches(name, g) for g in pins):
-                slow[name] = "it is not faster than bf16"
-        refusals[option] = {**known, **slow}
+                refused[name] = "it is not faster than bf16"
+        refusals[option] = refused
     if not fastest:
         raise UnsupportedError(
             f"--snip-cost time: no linear is faster than in bf16 in any of --snip-formats on "

@@ -63,15 +63,15 @@ class _Layer:
     Attributes:
         router: Megatron's.
         group: the ranks that exchange tokens.
-        places: (data rank, tensor rank) of each rank of the group.
-        arrival: those ranks' indices, in the order of their rows in an expert's input.
-        counts: rows that each rank sent to each expert in the last forward, [ranks][experts].
+        arrival: the ranks of the group, in the order of their rows in an expert's input.
+        places: (data rank, tensor rank) of each, in that order.
+        counts: rows that each sent to each expert in the last forward, [ranks][experts].
     """
 
     router: torch.nn.Module
     group: dist.ProcessGroup
-    places: list[tuple[int, int]]
     arrival: list[int]
+    places: list[tuple[int, int]]
     counts: list[list[int]] = field(default_factory=list)
 
     def count(self, module: Any, args: Any, output: Any) -> None:
@@ -81,15 +81,14 @@ class _Layer:
         sent = output[1].sum(dim=0, dtype=torch.int64).to(torch.cuda.current_device())
         everyone = sent.new_empty(self.group.size() * sent.numel())
         dist.all_gather_into_tensor(everyone, sent, group=self.group)
-        self.counts = everyone.view(self.group.size(), -1).tolist()
+        self.counts = everyone.view(self.group.size(), -1)[self.arrival].tolist()
 
     def parts(self, expert: int, num_rows: int) -> TokenParts | None:
         """Return an expert's rows by data rank; None if their number is not the router's."""
         counts = [sent[expert] for sent in self.counts]
         if sum(counts) != num_rows:  # tokens over an expert's capacity are dropped, rows padded
             return None
-        rows = torch.split(torch.arange(num_rows), [counts[i] for i in self.arrival])
-        by_place = {self.places[i]: part for i, part in zip(self.arrival, rows, strict=True)}
+        by_place = dict(zip(self.places, torch.split(torch.arange(num_rows), counts), strict=True))
         by_rank: dict[int, list[torch.Tensor]] = {}
         for place in sorted(by_place):  # in the order of the sender's sequence
             by_rank.setdefault(place[0], []).append(by_place[place])
@@ -108,8 +107,8 @@ def _layer(moe: Any, topology: Topology) -> _Layer | None:
         arrival = list(range(tp * ep))
     else:
         return None
-    places = [topology.places[rank] for rank in dist.get_process_group_ranks(group)]
-    order = [places[i] for i in arrival]
-    if len({data for data, _ in places}) == 1 and order == sorted(order):
+    ranks = dist.get_process_group_ranks(group)
+    places = [topology.places[ranks[i]] for i in arrival]
+    if len({data for data, _ in places}) == 1 and places == sorted(places):
         return None  # the rows are as one data rank alone would have them
-    return _Layer(moe.router, group, places, arrival)
+    return _Layer(moe.router, group, arrival, places)

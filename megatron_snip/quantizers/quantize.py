@@ -28,9 +28,6 @@ from megatron_snip.quantizers import reference
 from megatron_snip.quantizers.stochastic import StochasticStream, random_bits16
 from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand
 
-_SIGN_SEED = 0
-"""Philox key of the signs in D."""
-
 
 def operand_block(fmt: Format, operand: Operand, gemm: Gemm) -> Block:
     """Return (rows, cols) of a tile in the operand's own [rows, cols].
@@ -86,7 +83,7 @@ def hadamard_matrix(size: int, device: torch.device) -> Tensor:
     while rows.shape[0] < size:
         rows = torch.cat([torch.cat([rows, rows], 1), torch.cat([rows, -rows], 1)], 0)
     counters = torch.arange(-(-size // 8), device=device)
-    bits = random_bits16(counters, _SIGN_SEED).flatten()[:size]
+    bits = random_bits16(counters, key=0).flatten()[:size]
     return rows.mul(torch.where(bits < 0, -1.0, 1.0)).mul(size**-0.5)
 
 

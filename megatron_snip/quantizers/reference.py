@@ -71,13 +71,6 @@ smaller ones pay for starting some hundred operations per piece."""
 _SHORT_TILE = 32
 
 _EXPONENT_MASK = 0x7F800000
-"""The exponent field of an FP32 number."""
-
-AMAX_FLOOR = 2.0**-100
-"""Smallest magnitude that a scale is made for."""
-
-_MIN_STORED_E4M3 = 2.0**-6
-"""Smallest block scale under a per-tensor scale: E4M3's smallest normal number."""
 
 
 @torch.no_grad()
@@ -126,10 +119,7 @@ def quantize_dequantize(
             torch.mul(source, encode, out=y)
             y.clamp_(-element.max_value, element.max_value)
             round_in_place(y, element, scratch, bits)
-            if dtype == torch.float32:
-                torch.mul(y, decode, out=result)
-            else:
-                result.copy_(y * decode)
+            torch.mul(y, decode, out=result)
     return out
 
 
@@ -209,13 +199,15 @@ def tile_scales(
         assert tensor_amax is not None
         tensor = _divide(_floor(tensor_amax), E4M3.max_value * largest)
         ratio = _divide(_poison(amax), largest) / tensor
-        stored = ratio.clamp_(_MIN_STORED_E4M3, E4M3.max_value)
+        stored = ratio.clamp_(2.0**E4M3.min_exponent, E4M3.max_value)
         round_in_place(stored, E4M3, torch.empty_like(stored, dtype=torch.int32))
         return _divide_into(1.0, tensor) / stored, stored * tensor
     floored = _floor(amax)
     decode = _divide(floored, largest)
     if fmt.scale is ScaleType.E8M0:
-        decode = _power_of_two_above(decode)
+        # The next power of two; NaN stays.
+        bits = (decode.view(torch.int32) + 0x007FFFFF).bitwise_and_(_EXPONENT_MASK)
+        decode = torch.where(decode.isnan(), decode, bits.view(torch.float32))
         return decode.reciprocal(), decode
     return _divide_into(largest, floored), decode
 
@@ -236,19 +228,12 @@ def amax_of(x: Tensor) -> Tensor:
 
 
 def _floor(amax: Tensor) -> Tensor:
-    return _poison(amax).clamp_min_(AMAX_FLOOR)
+    return _poison(amax).clamp_min_(2.0**-100)
 
 
 def _poison(amax: Tensor) -> Tensor:
     """Return amax with Inf turned into NaN."""
     return amax + (amax - amax)
-
-
-def _power_of_two_above(scale: Tensor) -> Tensor:
-    """Return the smallest power of two >= scale, for normal scales; NaN for NaN."""
-    bits = scale.view(torch.int32)
-    carried = (bits + 0x007FFFFF).bitwise_and_(_EXPONENT_MASK).view(torch.float32)
-    return torch.where(scale.isnan(), scale, carried)
 
 
 # Divisions take no Python scalars: PyTorch computes scalar / t as t.reciprocal() * scalar and, on

@@ -149,8 +149,7 @@ class StochasticStream:
         """Return the stream of a tensor that holds every `stride`-th of the `cols` columns."""
         columns = self.column_map(cols)
         assert not any(part % stride for part in columns)
-        columns = ColumnMap(*(part // stride for part in columns))
-        return replace(self, columns=columns)
+        return replace(self, columns=ColumnMap(*(part // stride for part in columns)))
 
     def column_map(self, cols: int) -> ColumnMap:
         """Return the columns of a local tensor that has `cols` of them."""
