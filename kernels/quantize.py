@@ -33,7 +33,6 @@ _STORED_MIN = tl.constexpr(2.0**-6)
 _STORED_MAX = tl.constexpr(448.0)
 _STORED_MIN_BITS = tl.constexpr((-6 + 127) << 23)
 _STORED_ANCHOR = tl.constexpr(1.5 * 2.0**20)
-_ROUNDS = tl.constexpr(7)
 _MULTIPLIER_A, _MULTIPLIER_B = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
 _WEYL_0, _WEYL_1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 
@@ -133,7 +132,7 @@ def philox(key, counter):
     c0, c1 = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
     c2, c3 = tl.zeros_like(c0), tl.zeros_like(c0)
     key0, key1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
-    for _ in tl.static_range(_ROUNDS):
+    for _ in tl.static_range(7):
         a, b = c0.to(tl.uint64) * _MULTIPLIER_A, c2.to(tl.uint64) * _MULTIPLIER_B
         c0 = (b >> 32).to(tl.uint32) ^ c1 ^ key0
         c2 = (a >> 32).to(tl.uint32) ^ c3 ^ key1

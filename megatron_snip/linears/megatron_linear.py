@@ -43,7 +43,6 @@ class SimulatedLinear(ABC):
     _method: ClassVar[str]
     """What is overridden, by `_forward`."""
     _bf16_recipe: ClassVar[str]
-    """Label of what runs the GEMMs at bf16."""
 
     def __init__(self, module: Any, placements: Sequence[Placement], runtime: Runtime) -> None:
         """Prepare; nothing is overridden yet."""

@@ -22,7 +22,6 @@ FACTORIES = "megatron_snip.linears.te.quantizers"
 """Module of the quantizer factories of options that differ per GEMM."""
 
 _EARLIER_FACTORIES = "megatron_snip.linears.te_factories"
-"""The same module in files of earlier versions."""
 
 
 @dataclass(frozen=True)
