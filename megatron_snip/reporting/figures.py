@@ -9,8 +9,7 @@ row 17, column fc1. Names of another form get a row of their own.
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -24,13 +23,7 @@ from megatron_snip.config import HealthMeasure
 from megatron_snip.errors import UsageError
 from megatron_snip.formats import FORMATS
 from megatron_snip.options import Option
-from megatron_snip.reporting.run_record import (
-    DivergenceKind,
-    Divergences,
-    MetricRows,
-    PlanSpan,
-    RunRecord,
-)
+from megatron_snip.reporting.run_record import Divergences, MetricRows, PlanSpan, RunRecord
 from megatron_snip.reporting.text import label
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.types import Gemm, Operand, split_linear_name
@@ -69,10 +62,7 @@ STYLE: dict[str, Any] = {
 }
 
 
-_styled = partial(matplotlib.rc_context, STYLE)
-
-
-@_styled()
+@matplotlib.rc_context(STYLE)
 def svg(figure: Figure) -> bytes:
     """Return a figure as SVG."""
     stream = io.BytesIO()
@@ -153,13 +143,12 @@ def _split(name: str) -> tuple[str, int, str]:
         return name, -1, ""
 
 
-@_styled()
+@matplotlib.rc_context(STYLE)
 def plan_map(linears: Mapping[str, Option]) -> Figure:
     """Draw a plan: a cell per linear, or three (fprop, dgrad, wgrad) where options are mixed."""
     grid, gemms = LinearGrid(linears), _gemms(linears.values())
-    cells = np.full((len(grid.rows), len(grid.columns) * len(gemms)), np.nan)
-    for k, gemm in enumerate(gemms):
-        cells[:, k :: len(gemms)] = _format_table(grid, linears, gemm)
+    tables = [_format_table(grid, linears, gemm) for gemm in gemms]
+    cells = np.stack(tables, axis=2).reshape(len(grid.rows), -1)
     figure = _new_figure(grid.height_in + 0.8)
     axes = figure.subplots()
     grid.draw(axes, np.arange(cells.shape[1] + 1) / len(gemms), cells, **_format_scale())
@@ -172,7 +161,7 @@ def plan_map(linears: Mapping[str, Option]) -> Figure:
     return figure
 
 
-@_styled()
+@matplotlib.rc_context(STYLE)
 def plan_history(spans: Sequence[PlanSpan]) -> Figure:
     """Draw the plans over the iterations: a panel per kind of linear and GEMM."""
     grid = LinearGrid(dict.fromkeys(name for span in spans for name in span.plan.linears))
@@ -200,7 +189,7 @@ def plan_history(spans: Sequence[PlanSpan]) -> Figure:
     return figure
 
 
-@_styled()
+@matplotlib.rc_context(STYLE)
 def divergence_maps(record: Divergences) -> Figure:
     """Draw both divergences of the quantized uniform options, each on one logarithmic scale.
 
@@ -211,9 +200,9 @@ def divergence_maps(record: Divergences) -> Figure:
     grid = LinearGrid(linear.name for linear in record.linears)
     figure = _new_figure(2 * (grid.height_in + 0.6))
     panels = figure.subplots(2, len(options), sharex=True, sharey=True, squeeze=False)
-    for line, kind in zip(panels, get_args(DivergenceKind), strict=True):
-        text = kind.replace("_", " ")
-        tables = {f"{text}, {o}": grid.table(record.values(o, kind)) for o in options}
+    for line, measure in zip(panels, ("loss_divergence", "weight_divergence"), strict=True):
+        text = measure.replace("_", " ")
+        tables = {f"{text}, {o}": grid.table(record.values(o, measure)) for o in options}
         positive = {title: np.where(table > 0, table, np.nan) for title, table in tables.items()}
         values = np.concatenate([table[table > 0] for table in tables.values()])
         low, high = (values.min(), values.max()) if values.size else (0.1, 1.0)
@@ -221,11 +210,11 @@ def divergence_maps(record: Divergences) -> Figure:
         scale = LogNorm(low, high)
         # Three ticks of our own: matplotlib's are formulas, which `parse_math` leaves as TeX.
         ticks = {"ticks": np.geomspace(low, high, 3), "format": "%.0e"}
-        _draw_line(line, grid, positive, "viridis", scale, **ticks).minorticks_off()
+        _draw_line(line, grid, positive, "viridis", scale, **ticks)
     return figure
 
 
-@_styled()
+@matplotlib.rc_context(STYLE)
 def health_maps(tables: Sequence[HealthTable]) -> Figure:
     """Draw SQNR and underflow of each operand in the lowest precision, two rows for each table.
 
@@ -252,8 +241,8 @@ def health_maps(tables: Sequence[HealthTable]) -> Figure:
 
 def _draw_line(
     line: Any, grid: LinearGrid, tables: dict[str, Floats], colors: str, scale: Any, **ticks: Any
-) -> Any:
-    """Draw maps side by side, by title, on one scale; return its bar."""
+) -> None:
+    """Draw maps side by side, by title, on one scale."""
     edges = np.arange(len(grid.columns) + 1.0)
     for axes, (title, table) in zip(line, tables.items(), strict=True):
         mesh = grid.draw(axes, edges, table, cmap=colors, norm=scale)
@@ -262,10 +251,10 @@ def _draw_line(
     line[0].set_ylabel("layer")
     bar = line[0].figure.colorbar(mesh, ax=list(line), pad=0.02, aspect=14, **ticks)
     bar.outline.set_visible(False)
-    return bar
+    bar.minorticks_off()
 
 
-@_styled()
+@matplotlib.rc_context(STYLE)
 def health_histograms(tables: Sequence[HealthTable]) -> Figure:
     """Draw how magnitudes are distributed in the three linears with the lowest SQNR.
 
@@ -323,7 +312,7 @@ def _iteration_ticks(most: int) -> MaxNLocator:
     return MaxNLocator(most, integer=True, steps=[1, 2, 5, 10])
 
 
-@_styled()
+@matplotlib.rc_context(STYLE)
 def loss_curves(run: RunRecord, reference: tuple[str, MetricRows] | None = None) -> Figure:
     """Draw training and validation losses, and the gap to a reference below.
 
@@ -369,7 +358,7 @@ def _finish(figure: Figure, axes: Any, ylabel: str) -> None:
     figure.legend(loc="outside upper right", ncols=min(count, 5))
 
 
-@_styled()
+@matplotlib.rc_context(STYLE)
 def frontier_curve(points: Points, plan: tuple[float, float] | None, lowest: str) -> Figure:
     """Draw the least quality loss at each efficiency; a star marks the current plan.
 

@@ -7,7 +7,7 @@ escapes all text, since names and settings come from files.
 import base64
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from jinja2 import Environment, StrictUndefined
@@ -18,7 +18,6 @@ from megatron_snip.planning.planner import frontier
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.reporting import figures, text
 from megatron_snip.reporting.run_record import (
-    DivergenceKind,
     Divergences,
     MetricRows,
     RunRecord,
@@ -66,7 +65,7 @@ def make_report(run: RunRecord, reference: Reference | None = None) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    formats = (text.number, text.percent, text.quality, text.seconds, listing)
+    formats = (text.number, text.percent, text.quality, text.seconds, listing, text.option_counts)
     environment.filters |= {function.__name__: function for function in formats}
     environment.filters["data_uri"] = _data_uri
     source = files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
@@ -82,7 +81,6 @@ def make_report(run: RunRecord, reference: Reference | None = None) -> str:
         gap=(None, 0) if reference is None else last_gap(run.metrics, reference),
         frontier=frontier_of(run),
         figures=figures,
-        option_counts=text.option_counts,
         meanings=MEANINGS,
         largest="" if run.divergences is None else _largest(run.divergences),
         settings=flatten(run.config | {"versions": run.versions}),
@@ -145,10 +143,10 @@ def _in_higher_precision(run: RunRecord) -> list[str]:
 def _largest(record: Divergences) -> str:
     """Return, as text, the largest loss and weight divergence of the lowest format, and where."""
     found = []
-    for kind in get_args(DivergenceKind) if record.quantized_options else ():
-        by_linear = record.values(record.quantized_options[-1], kind)
+    for measure in ("loss_divergence", "weight_divergence") if record.quantized_options else ():
+        by_linear = record.values(record.quantized_options[-1], measure)
         values = {name: value for name, value in by_linear.items() if value is not None}
         name = max(values, key=lambda n: values[n], default=None)
         worst = "-" if name is None else f"{text.number(values[name], 3)} at {name}"
-        found.append(f"{kind.replace('_', ' ')} {worst}")
+        found.append(f"{measure.replace('_', ' ')} {worst}")
     return "; ".join(found)

@@ -9,11 +9,11 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from megatron_snip.config import SnipConfig, make_config
 from megatron_snip.errors import UsageError
@@ -26,19 +26,15 @@ from megatron_snip.statistics.health_table import HealthTable
 _Number = Annotated[float, Field(ge=-1e150, le=1e150)] | None
 _Count = Annotated[int, Field(ge=0, lt=2**31)]
 
-DivergenceKind = Literal["loss_divergence", "weight_divergence"]
+_OptionName = Annotated[str, AfterValidator(lambda text: str(parse_option(text)))]
 
 
-class _Checked(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-
-class _Notice(_Checked):
+class _Notice(BaseModel, strict=True):
     kind: str
     message: str
 
 
-class _Row(_Checked):
+class _Row(BaseModel, strict=True):
     iteration: Annotated[_Count, Field(ge=1)]
     plan_iteration: _Count | None = None
     changed_linears: _Count | None = None
@@ -106,11 +102,11 @@ class MetricRows:
         ]
 
 
-class _Statistics(_Checked):
+class _Statistics(BaseModel, strict=True):
     formats: dict[str, dict[str, _Number]] = {}
 
 
-class LinearRecord(_Checked):
+class LinearRecord(BaseModel, strict=True):
     """One linear of a divergences file.
 
     Attributes:
@@ -120,13 +116,11 @@ class LinearRecord(_Checked):
     """
 
     name: str
-    options: dict[
-        Annotated[str, AfterValidator(lambda text: str(parse_option(text)))], dict[str, _Number]
-    ]
+    options: dict[_OptionName, dict[str, _Number]]
     statistics: _Statistics = _Statistics()
 
 
-class Divergences(_Checked):
+class Divergences(BaseModel, strict=True):
     """divergences/<iteration>.json.
 
     Attributes:
@@ -145,9 +139,9 @@ class Divergences(_Checked):
         names = self.linears[0].options if self.linears else ()
         return tuple(n for n in names if n != "bf16" and len(set(parse_option(n).formats)) == 1)
 
-    def values(self, option: str, kind: DivergenceKind) -> dict[str, float | None]:
+    def values(self, option: str, measure: str) -> dict[str, float | None]:
         """Return {linear: value} of one option."""
-        return {each.name: each.options.get(option, {}).get(kind) for each in self.linears}
+        return {each.name: each.options.get(option, {}).get(measure) for each in self.linears}
 
 
 @dataclass(frozen=True)

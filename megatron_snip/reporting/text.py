@@ -10,8 +10,6 @@ from megatron_snip.options import Option
 SOLVER_NOISE = 1e-9
 """Quality losses and gaps below this are shown as 0: the solver's arithmetic is no more exact."""
 
-_LABEL = 24
-
 
 def number(value: float | None, digits: int = 4) -> str:
     """Return a number with `digits` significant digits, or a dash for None, NaN and infinity."""
@@ -67,4 +65,4 @@ def option_counts(linears: Mapping[str, Option]) -> str:
 
 def label(name: str) -> str:
     """Return a name of at most 24 characters; a longer one loses its middle."""
-    return name if len(name) <= _LABEL else f"{name[:11]}..{name[-11:]}"
+    return name if len(name) <= 24 else f"{name[:11]}..{name[-11:]}"
