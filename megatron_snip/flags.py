@@ -15,8 +15,11 @@ from pydantic.fields import FieldInfo
 
 
 def flag_name(prefix: str, field: str) -> str:
-    """Return the flag of a field: ("snip-", "time_limit_s") gives `--snip-time-limit-s`."""
-    return "--" + prefix + field.replace("_", "-")
+    """Return the flag of a field: ("snip-", "eval_precision") gives `--snip-eval-precision`.
+
+    The field `enabled` has the prefix as its flag.
+    """
+    return "--" + (prefix.rstrip("-") if field == "enabled" else prefix + field.replace("_", "-"))
 
 
 def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel], prefix: str = "") -> None:
@@ -44,37 +47,32 @@ def given_values(
 
 
 def _add_flag(group: argparse._ArgumentGroup, field: FieldInfo, name: str, prefix: str) -> None:
-    flag = flag_name(prefix, name)
     default = field.get_default(call_default_factory=True)
     shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
     text = " ".join((field.description or "").split()).replace("%", "%%")
-    common: dict[str, Any] = {
-        "dest": prefix.replace("-", "_") + name,
-        "default": argparse.SUPPRESS,
-        "help": f"{text} [default: {shown if shown not in (None, '') else 'none'}]",
-    }
     kind = _core_type(field.annotation)
+    how: dict[str, Any] = {"metavar": _metavar(kind)}  # pydantic converts and checks the text
     if kind is bool:
-        flag = "--" + prefix.rstrip("-") if name == "enabled" else flag
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
-        return
-    choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else None
-    metavar = "{" + ",".join(map(str, choices)) + "}" if choices else _metavar(kind)
-    group.add_argument(flag, metavar=metavar, **common)  # pydantic converts and checks the text
+        how = {"action": argparse.BooleanOptionalAction}
+    group.add_argument(
+        flag_name(prefix, name),
+        dest=prefix.replace("-", "_") + name,
+        default=argparse.SUPPRESS,
+        help=f"{text} [default: {shown if shown not in (None, '') else 'none'}]",
+        **how,
+    )
 
 
 def _core_type(annotation: Any) -> Any:
-    """Strip Annotated and Optional."""
-    origin = typing.get_origin(annotation)
-    if origin is typing.Annotated:
+    """Strip Annotated and `| None`."""
+    if typing.get_origin(annotation) in (typing.Annotated, typing.Union, types.UnionType):
         return _core_type(typing.get_args(annotation)[0])
-    if origin in (typing.Union, types.UnionType):
-        rest = [a for a in typing.get_args(annotation) if a is not type(None)]
-        return _core_type(rest[0])
     return annotation
 
 
 def _metavar(kind: Any) -> str:
+    if typing.get_origin(kind) is typing.Literal:
+        return "{" + ",".join(typing.get_args(kind)) + "}"
     if typing.get_origin(kind) is tuple:
         return "A,B,..."
     return {int: "N", float: "X", str: "NAME"}.get(kind, "PATH")

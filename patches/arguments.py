@@ -90,7 +90,7 @@ def read_cli_args(words: Sequence[str]) -> tuple[dict[str, Any], bool]:
     given = vars(namespace)
     enabled = bool(_values(given).get("enabled", False))
     if given and not enabled and f"{DEST}enabled" not in given:
-        flags = ", ".join(_flag(name.removeprefix(DEST)) for name in given)
+        flags = ", ".join(flag_name(PREFIX, name.removeprefix(DEST)) for name in given)
         warn_once_per_job(logger, f"without --snip these flags have no effect: {flags}")
     return given, enabled
 
@@ -129,13 +129,9 @@ def exit_on_error(action: Callable[[], T]) -> T:
         if int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))) == 0:
             text = str(error)
             if isinstance(error, UsageError) and error.field is not None:
-                text = f"{_flag(error.field)}: {error.message}"
+                text = f"{flag_name(PREFIX, error.field)}: {error.message}"
             print(f"megatron-snip: error: {shown(text)}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
-
-
-def _flag(field: str) -> str:
-    return "--snip" if field == "enabled" else flag_name(PREFIX, field)
 
 
 def _escape_percent_signs(parser: argparse.ArgumentParser) -> None:
