@@ -21,14 +21,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from megatron_snip.cli.common import add_examples, integer, write_output
 from megatron_snip.errors import UsageError
 from megatron_snip.flags import flag_name
 from megatron_snip.formats import FORMATS
-from megatron_snip.linears.te.machine import Machine, te_recipe, te_refusal
+from megatron_snip.linears.te.machine import Machine, te_recipe, te_refusal, this_machine
 from megatron_snip.linears.te.precision_config import (
     Stages,
     config_text,
@@ -163,15 +162,20 @@ def _warn_of(changes: Sequence[str], args: argparse.Namespace) -> None:
 
 
 def _export_precision_file(plan: PrecisionPlan, about: str, args: argparse.Namespace) -> int:
-    capability = args.capability or _this_capability()
-    recipes, changes = _recipes(plan, capability)
+    capability = args.capability or this_machine(with_te=False).capability
+    if capability is None:
+        raise UsageError(
+            "this machine has no GPU; give the GPUs' capability: --capability 9.0 (Hopper) or 10.0 "
+            "(Blackwell)"
+        )
+    machine = Machine(capability, te_version="any")
+    recipes, changes = _recipes(plan, machine)
     stages = stages_from(args, num_layers(plan.linears), known=len(plan.stages))
     configs = export_configs(plan.linears, recipes, stages)
     _warn_of(changes, args)
     paths = stage_paths(args.output, len(configs))
-    shown = ".".join(map(str, capability))
     comment = (
-        f"{about} for\nTransformer Engine on compute capability {shown}; read by Megatron's\n"
+        f"{about} for\nTransformer Engine on {machine}; read by Megatron's\n"
         "--te-precision-config-file."
     )
     for path, config in zip(paths, configs, strict=True):
@@ -208,15 +212,6 @@ def _required_flags(recipes: Iterable[TERecipe], paths: Sequence[Path]) -> str:
     return "\n".join(lines)
 
 
-def _this_capability() -> tuple[int, int]:
-    if not torch.cuda.is_available():
-        raise UsageError(
-            "this machine has no GPU; give the GPUs' capability: --capability 9.0 (Hopper) or 10.0 "
-            "(Blackwell)"
-        )
-    return torch.cuda.get_device_capability()
-
-
 def _counts(text: str) -> tuple[int, ...]:
     return tuple(integer(part, least=0) for part in text.split(","))
 
@@ -228,11 +223,8 @@ def _capability(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _recipes(
-    plan: PrecisionPlan, capability: tuple[int, int]
-) -> tuple[dict[Option, TERecipe], list[str]]:
+def _recipes(plan: PrecisionPlan, machine: Machine) -> tuple[dict[Option, TERecipe], list[str]]:
     """Return the recipe of every option of the plan, and a line for each replaced option."""
-    machine = Machine(capability, te_version="any")
     uniform = [Option.uniform(name) for name in FORMATS]
     recipes, changes = {}, []
     for option in dict.fromkeys(plan.linears.values()):
@@ -244,9 +236,7 @@ def _recipes(
     return recipes, changes
 
 
-def _torchtitan_filters(
-    linears: Mapping[str, Option],
-) -> tuple[dict[str, dict[str, list[str]]], list[str]]:
+def _torchtitan_filters(linears: Mapping[str, Option]) -> tuple[dict[str, Any], list[str]]:
     """Return {converter: keyword arguments of its Config}, and a line for each replaced option.
 
     torchtitan and torchao convert a linear whose fully qualified name contains an entry of `fqns`
