@@ -15,21 +15,11 @@ from typing import Any
 from megatron_snip.cli.common import add_examples, console, integer, new_table
 from megatron_snip.errors import UsageError, shown
 from megatron_snip.files import read_json
-from megatron_snip.reporting.run_record import (
-    Divergences,
-    LinearRecord,
-    numbered_files,
-    parse_divergences,
-)
+from megatron_snip.reporting.run_record import Divergences, numbered_files, parse_divergences
 from megatron_snip.reporting.text import column, number
 from megatron_snip.statistics.health_table import MEANINGS, Finding, HealthTable
 
 COLUMNS = ("loss", "weight", "local", "error")
-
-HEADS = (
-    "loss, weight: loss and weight divergence, scores that order the linears. local: relative "
-    "change of the linear's next update. error: relative quantization error."
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,8 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run", metavar="RUN", type=Path, help="a run's directory")
     add("--iteration", metavar="N", type=integer, help="iteration of the refresh [the last]")
-    text = "order of the rows [model]"
-    add("--sort", choices=("model", *COLUMNS), default="model", help=text)
+    add("--sort", choices=("model", *COLUMNS), default="model", help="order of the rows [model]")
     add("--health", action="store_true", help="the worst linears by each measure of health")
     add("--csv", action="store_true", help="every value of health as CSV, worst first")
     add("--json", action="store_true", help="print the file that is read, only")
@@ -75,12 +64,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_divergences(record: Divergences, sort: str) -> None:
-    rows = [
-        (linear.name, option, _values(linear, option))
-        for linear in record.linears
-        for option in linear.options
-        if option != "bf16"
-    ]
+    rows: list[tuple[str, str, dict[str, Any]]] = []
+    for linear in record.linears:
+        for option, measured in linear.options.items():
+            square = linear.statistics.formats.get(option, {}).get("local_square")
+            values = {
+                "loss": measured.get("loss_divergence"),
+                "weight": measured.get("weight_divergence"),
+                "local": None if square is None or square < 0 else math.sqrt(square),
+                "error": measured.get("rel_error"),
+            }
+            if option != "bf16":
+                rows.append((linear.name, option, values))
     if sort != "model":
         rows.sort(key=lambda row: math.inf if row[2][sort] is None else -row[2][sort])
     table = new_table(("linear", "option"), COLUMNS)
@@ -90,19 +85,10 @@ def _print_divergences(record: Divergences, sort: str) -> None:
     out = console()
     out.print(f"iteration {record.iteration}, loss {number(record.loss)}")
     out.print(table)
-    out.print(HEADS)
-
-
-def _values(linear: LinearRecord, option: str) -> dict[str, Any]:
-    """Return the table's values of an option; None where one is unknown."""
-    measured = linear.options[option]
-    square = linear.statistics.formats.get(option, {}).get("local_square")
-    return {
-        "loss": measured.get("loss_divergence"),
-        "weight": measured.get("weight_divergence"),
-        "local": None if square is None or square < 0 else math.sqrt(square),
-        "error": measured.get("rel_error"),
-    }
+    out.print(
+        "loss, weight: loss and weight divergence, scores that order the linears. local: relative "
+        "change of the linear's next update. error: relative quantization error."
+    )
 
 
 def _print_health(health: HealthTable) -> None:
