@@ -105,10 +105,8 @@ def _table(points: dict[float, PrecisionPlan | None]) -> Table:
     options = sorted({name for plan in points.values() for name in _options(plan)})
     table = new_table((), ("target", "efficiency", "quality loss", "gap", *options, "solver"))
     decimals = max(len(f"{target:g}".partition(".")[2]) for target in points)
-    losses, gaps = (
-        column([getattr(plan, name, None) for plan in points.values()], SOLVER_NOISE)
-        for name in ("objective", "gap")
-    )
+    losses = column([getattr(plan, "objective", None) for plan in points.values()], SOLVER_NOISE)
+    gaps = column([getattr(plan, "gap", None) for plan in points.values()], SOLVER_NOISE)
     for (target, plan), loss, gap in zip(points.items(), losses, gaps, strict=True):
         cells = ["infeasible"]
         if plan is not None:

@@ -19,7 +19,6 @@ from megatron_snip.config import CostName, PipelineBalance
 from megatron_snip.errors import InfeasiblePlanError, UsageError, naming_field
 from megatron_snip.files import first_problem
 from megatron_snip.flags import flag_name
-from megatron_snip.options import Option
 from megatron_snip.planning.calibration import read_calibration, with_seconds
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.planner import make_plan
@@ -86,17 +85,13 @@ def run(args: argparse.Namespace) -> int:
     if args.change_penalty is not None and args.previous is None:
         raise UsageError("--change-penalty needs --previous PLAN.json, the current plan")
     problem, settings = inputs_from(args)
-    given = [
-        name
-        for name in ("target", "pipeline_balance", "change_penalty")
-        if getattr(args, name) not in (None, "none")
-    ]
-    if given and not get_policy(settings.policy).heeds_target:
-        flag = flag_name("", given[0])
-        raise UsageError(
-            f"policy '{settings.policy}' has no target and does not use {flag}; leave that out, "
-            "or take another policy"
-        )
+    heeds_target = get_policy(settings.policy).heeds_target
+    for name in ("target", "pipeline_balance", "change_penalty"):
+        if not heeds_target and getattr(args, name) not in (None, "none"):
+            raise UsageError(
+                f"policy '{settings.policy}' has no target and does not use {flag_name('', name)}; "
+                "leave that out, or take another policy"
+            )
     previous = None
     if args.previous is not None:
         with naming_field("--previous"):
@@ -115,7 +110,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(plan.to_json())
     else:
-        _print(plan, problem, settings, previous)
+        console().print(_table(plan, problem, previous))
+        _print_summary(plan, problem, settings.cost)
         if args.output is not None:
             print(f"wrote {args.output}")
     return 0
@@ -168,14 +164,8 @@ def _edge(text: str) -> tuple[int, str]:
     return integer(count, least=0), option
 
 
-def _print(
-    plan: PrecisionPlan,
-    problem: PlanningProblem,
-    settings: PlanSettings,
-    previous: PrecisionPlan | None,
-) -> None:
+def _print_summary(plan: PrecisionPlan, problem: PlanningProblem, cost: CostName) -> None:
     out = console()
-    out.print(_table(plan, problem, previous))
     out.print(
         "quality loss: predicted harm of the option. saving: share of the linear's FLOPs in "
         "the lowest precision. FLOPs: the linear's share of all FLOPs."
@@ -188,7 +178,7 @@ def _print(
     out.print(f"policy        {plan.policy}, {plan.status}, {seconds(plan.seconds)}")
     losses = f"{quality(plan.objective, 6)}, lower bound {quality(plan.bound, 6)}"
     out.print(f"quality loss  {losses}, gap {quality(plan.gap, 2)}")
-    out.print(f"efficiency    {plan.efficiency:.6f} of {settings.cost} ({target})")
+    out.print(f"efficiency    {plan.efficiency:.6f} of {cost} ({target})")
     out.print(f"digest        {plan.digest}")
 
 
@@ -198,10 +188,7 @@ def _table(plan: PrecisionPlan, problem: PlanningProblem, previous: PrecisionPla
     table = new_table(text, (*numbers, "quality loss", "saving", "FLOPs"))
     total = sum(linear.flops for linear in problem.linears) or 1.0
     bf16 = OptionCost(quality_loss=0.0, saving=0.0)  # need not be listed
-    chosen = []
-    for linear in problem.linears:
-        costs = {Option.parse(name): cost for name, cost in linear.options.items()}
-        chosen.append(costs.get(plan.linears[linear.name], bf16))
+    chosen = [each.options.get(str(plan.linears[each.name]), bf16) for each in problem.linears]
     losses = column([cost.quality_loss for cost in chosen], SOLVER_NOISE)
     savings = column([cost.saving for cost in chosen])
     for linear, loss, saving in zip(problem.linears, losses, savings, strict=True):
