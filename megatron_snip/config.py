@@ -21,7 +21,6 @@ from megatron_snip.types import glob_matches
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 Backend = Literal["auto", "simulate", "te"]
-HealOrder = Literal["plan", "forward", "backward"]
 LossDivergence = Literal["fisher", "first_plus_fisher"]
 HealthMeasure = Literal[
     "sqnr_db",
@@ -124,7 +123,7 @@ class PlanFields(Section):
     heal_from: Annotated[float, Field(gt=0.0)] | None = None
     """Iteration, or fraction of the run, from which the target falls in steps to 0 at the end."""
 
-    heal_order: HealOrder = "plan"
+    heal_order: Literal["plan", "forward", "backward"] = "plan"
     """What healing raises first: `plan` (what the quality losses say), `forward` (fprop) or
     `backward` (dgrad and wgrad); the last two need granularity gemm."""
 
@@ -305,10 +304,9 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
             raise UsageError("the number of iterations is not known", field="heal_from")
         is_share = self.heal_from <= 1
         begin = math.ceil(round(self.heal_from * train_iters, 6) if is_share else self.heal_from)
-        if not points[-1].iteration < begin < train_iters:
-            limits = (
-                f"{points[-1].iteration} (end of target_schedule) and {train_iters} (of the run)"
-            )
+        end = points[-1].iteration
+        if not end < begin < train_iters:
+            limits = f"{end} (end of target_schedule) and {train_iters} (of the run)"
             raise UsageError(f"got iteration {begin}, must be between {limits}", field="heal_from")
         # A change of the target leads to a plan after so many iterations at most.
         last = max(begin + 1, train_iters - 2 * self.lag - self.num_measuring)

@@ -96,9 +96,8 @@ def shown(error: BaseException | str) -> str:
     appear as Python would write them, and of an endless text only the ends.
     """
     text = _ends(str(error))  # cut before as well: escaping all of it could take as long as it is
-    return _ends(
-        "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    )
+    escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return _ends(escaped)
 
 
 def _ends(text: str) -> str:

@@ -18,8 +18,7 @@ from fnmatch import fnmatchcase
 
 from megatron_snip.errors import UsageError, shortened
 
-MAX_GLOB = 500
-"""Characters that a glob of linears' names may have."""
+_MAX_GLOB_CHARACTERS = 500
 
 
 class Gemm(StrEnum):
@@ -93,10 +92,10 @@ def glob_matches(name: str, glob: str) -> bool:
     """Return whether a linear's name matches a glob (`*`, `?`, `[...]`; case matters).
 
     Raises:
-        UsageError: if the glob is longer than `MAX_GLOB`: translating it takes quadratic time.
+        UsageError: if the glob is too long: translating it takes quadratic time.
     """
-    if len(glob) > MAX_GLOB:
+    if len(glob) > _MAX_GLOB_CHARACTERS:
         raise UsageError(
-            f"a glob has {len(glob)} characters ('{glob[:40]}...'); at most {MAX_GLOB}"
+            f"a glob has {len(glob)} characters ('{glob[:40]}...'); at most {_MAX_GLOB_CHARACTERS}"
         )
     return fnmatchcase(name, glob)

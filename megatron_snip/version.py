@@ -1,7 +1,6 @@
 """The one place that states the version, and the versions of other packages."""
 
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as _metadata_version
+from importlib import metadata
 
 __version__ = "0.1.0"
 
@@ -12,6 +11,6 @@ PACKAGES = ("megatron-snip", "megatron-core", "torch", "transformer-engine")
 def installed_version(package: str) -> str | None:
     """Return the version of a package; None where it is not installed."""
     try:
-        return _metadata_version(package)
-    except PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return None

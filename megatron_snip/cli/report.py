@@ -25,8 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("run", metavar="RUN", type=Path, help=text)
     text = "a run, usually BF16, or its metrics.jsonl, to which the loss gap is taken"
     add("--reference", metavar="RUN", type=Path, help=f"{text} [the run's --snip-reference]")
-    text = f"where {FILE} goes [{DIRECTORY}/ in RUN]"
-    add("--output", metavar="DIR", type=Path, help=text)
+    add("--output", metavar="DIR", type=Path, help=f"where {FILE} goes [{DIRECTORY}/ in RUN]")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,8 +43,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_snip.reporting.run_record import read_run
 
     run = read_run(args.run)
-    configured = None if run.snip is None else run.snip.reference
-    source = args.reference or configured
+    source = args.reference or (None if run.snip is None else run.snip.reference)
     reference = None if source is None else read_reference(source)
     output = args.run / DIRECTORY if args.output is None else args.output
     write_output(output / FILE, make_report(run, reference), make_folder=True)

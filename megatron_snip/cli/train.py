@@ -8,12 +8,7 @@ from megatron_snip.cli.common import integer
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
 from megatron_snip.flags import add_flags, given_values
-from megatron_snip.trainer.config import (
-    TrainConfig,
-    TrainFields,
-    check_ranks,
-    load_train_config,
-)
+from megatron_snip.trainer.config import TrainConfig, TrainFields, check_ranks, load_train_config
 from megatron_snip.trainer.launch import default_num_ranks, is_rank, launch, train_as_rank
 
 EPILOG = """\

@@ -97,8 +97,7 @@ class RunDirectory:
             case PlanApplied() as applied:
                 self._plan(event.iteration, applied)
             case Notice(kind, message):
-                notices = self._row.setdefault("notices", [])
-                notices.append({"kind": kind, "message": message})
+                self._row.setdefault("notices", []).append({"kind": kind, "message": message})
             case Metrics(values):
                 now = time.perf_counter()
                 wall = {"wall_s": now - self._last_row_at}

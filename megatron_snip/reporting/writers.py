@@ -107,8 +107,7 @@ class ScalarSeries:
                 found = self._counters()
             case Metrics(metrics):
                 wanted = {k: v for k, v in metrics.items() if k not in self._left_out}
-                own = {k: k if "/" in k else f"training/{k}" for k in wanted}
-                names = own | _METRIC_NAMES
+                names = {k: k if "/" in k else f"training/{k}" for k in wanted} | _METRIC_NAMES
                 found = {f"snip/{names[k]}": v for k, v in wanted.items()} | self._counters()
         return {
             name: float(value)
