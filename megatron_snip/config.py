@@ -62,16 +62,14 @@ class ScheduleFields(Section):
     """Iterations between two refreshes. A refresh measures, solves and applies a plan."""
 
     start_step: Annotated[int, Field(ge=1)] = 100
-    """Iteration of the first refresh (Megatron's count, from 1). Adam's moments are too young
-    for a plan in the first iterations."""
+    """Iteration of the first refresh (from 1). Earlier, Adam's moments are too young for a plan."""
 
     lag: Annotated[int, Field(ge=1)] = 2
     """Iterations between measuring and applying a plan. Training continues meanwhile. The lag
     is fixed so that a run can be repeated exactly."""
 
     collect_only: bool = False
-    """Measure and write statistics at every refresh, and never change the plan: BF16, or the
-    plan of --snip-plan-file."""
+    """Only measure and write at refreshes; the plan stays BF16, or that of --snip-plan-file."""
 
     eval_precision: Literal["plan", "bf16", "both"] = "plan"
     """Precision of evaluations: the current plan, or BF16 throughout. `both` runs each microbatch
@@ -100,8 +98,7 @@ class PlanFields(Section):
     """What the planner may choose and must reach."""
 
     policy: str = "snip"
-    """Planning policy: snip, uniform-OPTION (for example uniform-fp8), random, or another
-    baseline. `megatron-snip plan --help` lists all."""
+    """`snip`, or a baseline such as uniform-fp8 or random; `megatron-snip plan --help` has all."""
 
     efficiency_target: Fraction = 0.75
     """Smallest share of the linears' FLOPs in the lowest precision among the formats, 0 to 1."""
@@ -133,8 +130,7 @@ class PlanFields(Section):
     simulated, bf16,fp8 on Hopper and bf16,fp8,fp4 on Blackwell with Transformer Engine."""
 
     granularity: Granularity = "linear"
-    """`linear`: one format per linear (the paper's). `gemm`: fprop, dgrad and wgrad choose
-    separately."""
+    """`linear`: one format per linear (the paper's). `gemm`: one each for fprop, dgrad, wgrad."""
 
     backend: Backend = "auto"
     """What runs the linears: `te` (Transformer Engine's recipes), `simulate` (any format on any
@@ -153,8 +149,7 @@ class PlanFields(Section):
     uniform plan in the lowest precision has quality loss 1 + weight_lambda."""
 
     plan_file: Path | None = None
-    """Start with this plan (a plans/<iteration>.json of another run). With --snip-collect-only
-    the plan stays until the run ends."""
+    """Start with this plan, a plans/<iteration>.json of another run."""
 
 
 class GuardFields(Section):

@@ -15,14 +15,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_snip.cli.common import (
-    add_examples,
-    console,
-    integer,
-    new_table,
-    positive,
-    write_output,
-)
+from megatron_snip.cli.common import console, integer, new_table, positive, write_output
 from megatron_snip.errors import UsageError
 from megatron_snip.formats import FORMATS, get_format
 from megatron_snip.linears.calibrate import TimedShape, measure, this_setup
@@ -34,14 +27,14 @@ from megatron_snip.planning.calibration import CalibrationTable
 from megatron_snip.trainer.config import TrainConfig, load_train_config
 from megatron_snip.types import Gemm
 
+EXAMPLES = (
+    "megatron-snip calibrate --config configs/demo.yaml --output demo-seconds.json",
+    "megatron-snip calibrate --linear '*.mlp.linear_fc1=28672x8192' --output t.json",
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    add_examples(
-        parser,
-        "megatron-snip calibrate --config configs/demo.yaml --output demo-seconds.json",
-        "megatron-snip calibrate --linear '*.mlp.linear_fc1=28672x8192' --output t.json",
-    )
     add = parser.add_argument
     text = "a training config; its linears are measured as one tensor-parallel rank holds them"
     add("--config", metavar="FILE", type=Path, help=text)
@@ -51,8 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens", metavar="M", type=integer, help=text)
     text = "what to measure, without what Transformer Engine cannot run here [all]"
     add("--formats", metavar="A,B,...", default=",".join(FORMATS), help=text)
-    text = "time to spend on each GEMM and format [0.5]"
-    add("--seconds", metavar="S", type=positive, default=0.5, help=text)
+    add("--seconds", metavar="S", type=positive, default=0.5, help="per GEMM and format [0.5]")
     add("--output", metavar="TABLE.json", type=Path, required=True, help="where the table goes")
 
 

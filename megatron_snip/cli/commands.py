@@ -1,8 +1,8 @@
 """The subcommands of `megatron-snip`, and the parser of their flags.
 
 A subcommand is a module with two functions: `add_arguments(parser)` adds its flags, `run(args)`
-does the work and returns the exit status. Only the module of the given command is imported, so
-`megatron-snip plan` never imports torch.
+does the work and returns the exit status. Its `EXAMPLES`, where it has some, end its help. Only the
+module of the given command is imported, so `megatron-snip plan` never imports torch.
 """
 
 import argparse
@@ -83,7 +83,10 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
     for name, text in COMMANDS.items():
         sub = subparsers.add_parser(name, help=text, description=text)
         if name == chosen:
-            load(name).add_arguments(sub)
+            module = load(name)
+            module.add_arguments(sub)
+            if examples := getattr(module, "EXAMPLES", ()):
+                sub.epilog = "\n".join(["examples:", *(f"  {line}" for line in examples)])
     return parser
 
 

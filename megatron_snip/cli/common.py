@@ -20,11 +20,6 @@ WIDTH = 100
 """Characters per line where the output is not a terminal."""
 
 
-def add_examples(parser: argparse.ArgumentParser, *lines: str) -> None:
-    """Show command lines at the end of a command's help."""
-    parser.epilog = "\n".join(["examples:", *(f"  {line}" for line in lines)])
-
-
 def console() -> Console:
     """Return a console for tables. Text from files is printed as it is, never as markup."""
     width = min(shutil.get_terminal_size().columns, 2 * WIDTH) if sys.stdout.isatty() else WIDTH

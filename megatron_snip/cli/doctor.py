@@ -64,8 +64,7 @@ def _print_formats(out: Console, machine: Machine) -> None:
     for fmt in FORMATS.values():
         simulate = "simulated" if fmt.quantized else "native"
         recipe, text = te_support(fmt.name, machine)
-        te = "native" if recipe else "refused"
-        table.add_row(fmt.name, str(fmt.bits), simulate, te, text)
+        table.add_row(fmt.name, str(fmt.bits), simulate, "native" if recipe else "refused", text)
     out.print(table)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     why = launch.obstacle(device, (1, 128))

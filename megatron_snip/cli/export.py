@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from megatron_snip.cli.common import add_examples, integer, write_output
+from megatron_snip.cli.common import integer, write_output
 from megatron_snip.errors import UsageError
 from megatron_snip.flags import flag_name
 from megatron_snip.formats import FORMATS
@@ -41,6 +41,11 @@ from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.planner import nearest_option
 from megatron_snip.types import split_linear_name
 from megatron_snip.version import __version__
+
+EXAMPLES = (
+    "megatron-snip export runs/demo/plans/21.json --capability 10.0 --output OUT.yaml",
+    "megatron-snip export runs/demo/plans/21.json --to torchtitan --output filters.json",
+)
 
 _PARENTS = {
     "self_attention": ("attention", "self_attn"),
@@ -69,17 +74,9 @@ _ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 """ModelOpt's parameters by torchtitan's converter."""
 
-_NEVER_PLANNED = ("output", "lm_head", "router.gate")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    plan = "megatron-snip export runs/demo/plans/21.json"
-    add_examples(
-        parser,
-        f"{plan} --capability 10.0 --output OUT.yaml",
-        f"{plan} --to torchtitan --output filters.json",
-    )
     add = parser.add_argument
     add("plan", metavar="PLAN.json", type=Path, help="the plan")
     text = "te-precision: for Megatron's --te-precision-config-file. yaml: {linear: option}"
@@ -191,25 +188,24 @@ def _export_precision_file(plan: PrecisionPlan, about: str, args: argparse.Names
             f"There is one file for each of {stages.num_stages} pipeline stages (change it with "
             "--pipeline-stages and --chunk-layers). Give each rank the file of its stage."
         )
-    print(_required_flags(recipes.values(), paths))
+    _print_required_flags(recipes.values(), paths)
     return 0
 
 
-def _required_flags(recipes: Iterable[TERecipe], paths: Sequence[Path]) -> str:
+def _print_required_flags(recipes: Iterable[TERecipe], paths: Sequence[Path]) -> None:
     own = run_flags(recipes)
     file = shlex.quote(str(paths[0])) + ("  # of its stage" if len(paths) > 1 else "")
     flags = ["--transformer-impl transformer_engine", "--bf16", own]
     flags.append(f"--te-precision-config-file {file}")
-    lines = ["The run needs:", *(f"  {flag}" for flag in flags if flag)]
+    print("The run needs:", *(f"  {flag}" for flag in flags if flag), sep="\n")
     if own:
-        lines.append(
+        print(
             f"Do not add --fp8-param-gather or --fp4-param-gather. Without {own.split()[0]},\n"
             "Megatron-Core before 0.19 quantizes weights only in the first iteration, and does\n"
             "not pad the tokens of experts."
         )
     others = "run in the run's own precision" if own else "stay in BF16"
-    lines.append(f"Linears that the plan does not name {others}.")
-    return "\n".join(lines)
+    print(f"Linears that the plan does not name {others}.")
 
 
 def _counts(text: str) -> tuple[int, ...]:
@@ -241,7 +237,7 @@ def _torchtitan_filters(linears: Mapping[str, Option]) -> tuple[dict[str, Any], 
 
     torchtitan and torchao convert a linear whose fully qualified name contains an entry of `fqns`
     (mxfp8, nvfp4), or none of `filter_fqns` (float8). Converters without a linear are left out,
-    because an empty `fqns` would convert every linear.
+    because an empty `fqns` would convert every linear. Output layer and routers are never planned.
     """
     converters, changes = _renamed(linears, 0, "layers")
     lists = {}
@@ -251,7 +247,7 @@ def _torchtitan_filters(linears: Mapping[str, Option]) -> tuple[dict[str, Any], 
             lists[converter] = {"fqns": names}
     if "float8" in converters.values():
         names = [name for name, other in converters.items() if other != "float8"]
-        lists["float8"] = {"filter_fqns": [*names, *_NEVER_PLANNED]}
+        lists["float8"] = {"filter_fqns": [*names, "output", "lm_head", "router.gate"]}
     return lists, changes
 
 

@@ -8,24 +8,24 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
-from megatron_snip.cli.common import add_examples, write_output
+from megatron_snip.cli.common import write_output
 from megatron_snip.cli.export import add_stage_flags, stages_from
 from megatron_snip.errors import UsageError
 from megatron_snip.files import read_yaml
 from megatron_snip.formats import lowest_precision
 from megatron_snip.linears.te.precision_config import PrecisionFile, num_layers
 from megatron_snip.options import Option
-from megatron_snip.planning.plan import PrecisionPlan, assigned_plan
-from megatron_snip.planning.problem import PlanningProblem, read_problem
+from megatron_snip.planning.plan import assigned_plan
+from megatron_snip.planning.problem import read_problem
+
+EXAMPLES = (
+    "megatron-snip import OUT.yaml --problem runs/demo/problems/21.json --output plan.json",
+    "megatron-snip import A.stage0.yaml A.stage1.yaml --problem P.json --output plan.json",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    add_examples(
-        parser,
-        "megatron-snip import OUT.yaml --problem runs/demo/problems/21.json --output plan.json",
-        "megatron-snip import A.stage0.yaml A.stage1.yaml --problem P.json --output plan.json",
-    )
     add = parser.add_argument
     text = "what --te-precision-config-file takes: one file, or one a pipeline stage in order"
     add("files", metavar="FILE.yaml", type=Path, nargs="+", help=text)
@@ -58,7 +58,10 @@ def run(args: argparse.Namespace) -> int:
     for name in problem.names:
         file = files[0 if len(files) == 1 else stages.local(name)[0]]
         linears[name] = file.option(name, stages, base, args.sequential_experts)
-    plan = _plan(linears, problem)
+    formats = dict.fromkeys(name for option in linears.values() for name in option.formats)
+    lowest = lowest_precision(tuple(name for name in formats if name != "bf16") or ("fp8",))
+    work = {each.name: (each.stage, each.flops) for each in problem.linears}
+    plan = assigned_plan(linears, work, lowest.name, "imported")
     write_output(args.output, plan.to_json())
     for option, count in Counter(map(str, plan.linears.values())).most_common():
         print(f"  {option}: {count} linears")
@@ -70,10 +73,3 @@ def run(args: argparse.Namespace) -> int:
         )
     print(f"wrote {args.output}")
     return 0
-
-
-def _plan(linears: dict[str, Option], problem: PlanningProblem) -> PrecisionPlan:
-    formats = (name for option in linears.values() for name in option.formats)
-    used = [name for name in dict.fromkeys(formats) if name != "bf16"] or ["fp8"]
-    work = {each.name: (each.stage, each.flops) for each in problem.linears}
-    return assigned_plan(linears, work, lowest_precision(tuple(used)).name, "imported")

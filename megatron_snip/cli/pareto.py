@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from megatron_snip.cli.common import add_examples, console, new_table
+from megatron_snip.cli.common import console, new_table
 from megatron_snip.cli.plan import INFEASIBLE, add_planning_flags, inputs_from
 from megatron_snip.errors import UsageError, naming_field
 from megatron_snip.planning.plan import PrecisionPlan
@@ -20,12 +20,13 @@ from megatron_snip.planning.policies import get_policy
 from megatron_snip.reporting.text import SOLVER_NOISE, column
 from megatron_snip.target_schedule import parse_points
 
+EXAMPLES = ("megatron-snip pareto runs/demo/problems/21.json --targets 0.5:1:0.1",)
+
 MAX_TARGETS = 10_001
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    add_examples(parser, "megatron-snip pareto runs/demo/problems/21.json --targets 0.5:1:0.1")
     add_planning_flags(parser)
     text = "targets: FROM:TO:STEP, a list 0.5,0.75, or a schedule 0:0,200:0.75 [0:1:0.05]"
     parser.add_argument("--targets", metavar="FROM:TO:STEP", default="0:1:0.05", help=text)

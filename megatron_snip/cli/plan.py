@@ -14,7 +14,7 @@ from typing import get_args
 from pydantic import ValidationError
 from rich.table import Table
 
-from megatron_snip.cli.common import add_examples, console, integer, new_table, write_output
+from megatron_snip.cli.common import console, integer, new_table, write_output
 from megatron_snip.config import CostName, PipelineBalance
 from megatron_snip.errors import InfeasiblePlanError, UsageError, naming_field
 from megatron_snip.files import first_problem
@@ -31,15 +31,15 @@ from megatron_snip.types import split_linear_name
 INFEASIBLE = 3
 """Exit status where no plan satisfies the constraints."""
 
+EXAMPLES = (
+    "megatron-snip plan runs/demo/problems/21.json --target 0.9",
+    "megatron-snip plan problem.json --pipeline-balance stage --first-layers 1=bf16 --json",
+    "megatron-snip plan problem.json --previous plan.json --output next.json",
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    add_examples(
-        parser,
-        "megatron-snip plan runs/demo/problems/21.json --target 0.9",
-        "megatron-snip plan problem.json --pipeline-balance stage --first-layers 1=bf16 --json",
-        "megatron-snip plan problem.json --previous plan.json --output next.json",
-    )
     add_planning_flags(parser)
     add = parser.add_argument
     add("--target", metavar="T", help="least efficiency, 0 to 1 [the problem's]")
@@ -69,8 +69,7 @@ def add_planning_flags(parser: argparse.ArgumentParser) -> None:
     add("--calibration", metavar="TABLE.json", type=Path, help=text)
     add = parser.add_argument_group("solver").add_argument
     add("--policy", metavar="NAME", help=f"{', '.join(policy_names())} [snip]")
-    text = "most seconds that solving takes [30]"
-    add("--time-limit", metavar="S", dest="time_limit_s", help=text)
+    add("--time-limit", metavar="S", dest="time_limit_s", help="most seconds of solving [30]")
     add("--gap", metavar="F", help="relative gap at which solving stops [0.001]")
     add("--workers", metavar="N", help="threads; 1 is deterministic [1]")
     add("--seed", metavar="N", help="seed of the solver and of 'random' [0]")

@@ -7,19 +7,19 @@ import argparse
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_snip.cli.common import add_examples, write_output
+from megatron_snip.cli.common import write_output
 from megatron_snip.errors import UsageError
 
 DIRECTORY, FILE = "report", "report.html"
 
+EXAMPLES = (
+    "megatron-snip report runs/demo --reference runs/bf16",
+    "megatron-snip report runs/demo --output demo-report",
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    add_examples(
-        parser,
-        "megatron-snip report runs/demo --reference runs/bf16",
-        "megatron-snip report runs/demo --output demo-report",
-    )
     add = parser.add_argument
     text = "--run-dir of 'megatron-snip train', or --snip-output-dir of a Megatron job"
     add("run", metavar="RUN", type=Path, help=text)

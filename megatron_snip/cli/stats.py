@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megatron_snip.cli.common import add_examples, console, integer, new_table
+from megatron_snip.cli.common import console, integer, new_table
 from megatron_snip.errors import UsageError, shown
 from megatron_snip.files import read_json
 from megatron_snip.reporting.run_record import Divergences, numbered_files, parse_divergences
@@ -21,17 +21,17 @@ from megatron_snip.statistics.health_table import MEANINGS, Finding, HealthTable
 
 COLUMNS = ("loss", "weight", "local", "error")
 
+EXAMPLES = (
+    "megatron-snip stats runs/demo",
+    "megatron-snip stats runs/demo --iteration 56 --sort weight",
+    "megatron-snip stats runs/demo --health",
+    "megatron-snip stats runs/demo --csv",
+    "megatron-snip stats runs/demo --json | jq '.linears[0].statistics'",
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    add_examples(
-        parser,
-        "megatron-snip stats runs/demo",
-        "megatron-snip stats runs/demo --iteration 56 --sort weight",
-        "megatron-snip stats runs/demo --health",
-        "megatron-snip stats runs/demo --csv",
-        "megatron-snip stats runs/demo --json | jq '.linears[0].statistics'",
-    )
     add = parser.add_argument
     add("run", metavar="RUN", type=Path, help="a run's directory")
     add("--iteration", metavar="N", type=integer, help="iteration of the refresh [the last]")
