@@ -203,14 +203,13 @@ def divergence_maps(record: Divergences) -> Figure:
     for line, measure in zip(panels, ("loss_divergence", "weight_divergence"), strict=True):
         text = measure.replace("_", " ")
         tables = {f"{text}, {o}": grid.table(record.values(o, measure)) for o in options}
-        positive = {title: np.where(table > 0, table, np.nan) for title, table in tables.items()}
         values = np.concatenate([table[table > 0] for table in tables.values()])
         low, high = (values.min(), values.max()) if values.size else (0.1, 1.0)
         high = high if high > low else low * 10
-        scale = LogNorm(low, high)
         # Three ticks of our own: matplotlib's are formulas, which `parse_math` leaves as TeX.
         ticks = {"ticks": np.geomspace(low, high, 3), "format": "%.0e"}
-        _draw_line(line, grid, positive, "viridis", scale, **ticks)
+        # LogNorm leaves out what is not positive.
+        _draw_line(line, grid, tables, "viridis", LogNorm(low, high), **ticks)
     return figure
 
 

@@ -28,7 +28,6 @@ from megatron_snip.reporting.run_record import (
 from megatron_snip.statistics.health_table import MEANINGS
 from megatron_snip.version import __version__
 
-TEMPLATE = "report.html.j2"
 TARGETS = tuple(k / 20 for k in range(21))
 TIME_LIMIT_S = 2.0  # per target of the frontier
 
@@ -68,7 +67,7 @@ def make_report(run: RunRecord, reference: Reference | None = None) -> str:
     formats = (text.number, text.percent, text.quality, text.seconds, listing, text.option_counts)
     environment.filters |= {function.__name__: function for function in formats}
     environment.filters["data_uri"] = _data_uri
-    source = files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
+    source = files(__package__).joinpath("report.html.j2").read_text(encoding="utf-8")
     is_bf16 = only_bf16(run.plans)
     return environment.from_string(source).render(
         run=run,
@@ -82,7 +81,7 @@ def make_report(run: RunRecord, reference: Reference | None = None) -> str:
         frontier=frontier_of(run),
         figures=figures,
         meanings=MEANINGS,
-        largest="" if run.divergences is None else _largest(run.divergences),
+        largest=_largest,
         settings=flatten(run.config | {"versions": run.versions}),
         version=__version__,
     )
@@ -141,9 +140,12 @@ def _in_higher_precision(run: RunRecord) -> list[str]:
 
 
 def _largest(record: Divergences) -> str:
-    """Return, as text, the largest loss and weight divergence of the lowest format, and where."""
+    """Return, as text, the largest loss and weight divergence of the lowest format, and where.
+
+    The record has a quantized uniform option.
+    """
     found = []
-    for measure in ("loss_divergence", "weight_divergence") if record.quantized_options else ():
+    for measure in ("loss_divergence", "weight_divergence"):
         by_linear = record.values(record.quantized_options[-1], measure)
         values = {name: value for name, value in by_linear.items() if value is not None}
         name = max(values, key=lambda n: values[n], default=None)

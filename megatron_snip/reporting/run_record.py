@@ -224,12 +224,11 @@ class RunRecord:
 
         None where no plan is made or seconds count.
         """
-        if self.snip is None or not self.snip.enabled or self.snip.collect_only:
+        snip = self.snip
+        if snip is None or not snip.enabled or snip.collect_only or snip.cost == "time":
             return None
-        if self.snip.cost == "time":
-            return None
-        plan = self.plan if self.snip.has_schedule else None
-        return self.snip.efficiency_target if plan is None else plan.target
+        plan = self.plan if snip.has_schedule else None
+        return snip.efficiency_target if plan is None else plan.target
 
     def quality_share(self, loss: float | None) -> float | None:
         """Return a quality loss as share of the uniform lowest precision's, which is 1 + lambda."""

@@ -254,10 +254,9 @@ def pictures(payload: Payload) -> dict[str, Any]:
 
     A plan is new if it changes a linear, or if a resumed run continues with it.
     """
-    if not isinstance(payload, PlanApplied | Measurement):
-        return {}
-    if isinstance(payload, PlanApplied) and not (payload.num_changed or payload.resumed):
-        return {}
+    match payload:
+        case PlanApplied(num_changed=0, resumed=False) | Notice() | Metrics():
+            return {}
     if find_spec("matplotlib") is None:
         extra = "pip install 'megatron-snip[report]' for matplotlib"
         warn_once(logger, f"no pictures are logged: {extra}")
