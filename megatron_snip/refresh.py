@@ -72,8 +72,7 @@ class Schedule:
         self._may_measure = may_measure
         self.waiting = False
         self.static = not get_policy(config.policy).needs_statistics
-        plans_once = self.static and not config.has_schedule
-        self.replans = not (plans_once or config.collect_only)
+        self.replans = not config.collect_only and (config.has_schedule or not self.static)
         self.num_parts = config.num_measuring
         self.refreshed = refreshed
         self._config = config
@@ -200,8 +199,7 @@ class Refresher:
     def measurement(self, target: float) -> Measurement:
         """Return divergences, and the planning problem at `target`, of the measurements so far."""
         divergences = self._divergences(warn=self._topology.rank == 0)
-        problem = planning_problem(divergences, target)
-        problem = self._available.restrict(problem)
+        problem = self._available.restrict(planning_problem(divergences, target))
         table = divergences.statistics
         linears = (self._health.get(linear.name) for linear in table.linears)
         health = HealthTable(table.iteration, tuple(each for each in linears if each))
@@ -222,8 +220,7 @@ class Refresher:
     def _may_measure(self, iteration: int) -> bool:
         """All ranks: whether AdamW's moments have seen enough steps on every rank."""
         steps = steps_of_moments(self._optimizer)
-        is_young = steps is not None and steps < MIN_OPTIMIZER_STEPS
-        young = any_rank(is_young, self._topology.control)
+        young = any_rank(steps is not None and steps < MIN_OPTIMIZER_STEPS, self._topology.control)
         if young and not self.schedule.waiting and self._topology.rank == 0:
             logger.info(
                 "snip: iteration %d: measuring waits until the optimizer has made %d steps",

@@ -158,12 +158,17 @@ class PendingSolve:
         self._settings = settings
         self._control = control
         self._solver = solver
+        self._submit_error: Exception | None = None
 
     def submit(self, pending: Pending, plan: PrecisionPlan) -> None:
         """Rank 0 starts to solve; `plan` is the current one."""
-        self.pending = pending
-        if self._solver is not None:
+        self.pending, self._submit_error = pending, None
+        if self._solver is None:
+            return
+        try:
             self._solver.submit(pending.problem, self._settings, plan, pending.iteration)
+        except Exception as error:  # all ranks get it when the plan is due
+            self._submit_error = error
 
     def is_due(self, iteration: int) -> bool:
         """Whether the plan must be applied before `iteration`."""
@@ -191,6 +196,8 @@ class PendingSolve:
             self._solver.close()
 
     def _solved(self) -> PrecisionPlan:
+        if self._submit_error is not None:
+            raise self._submit_error
         assert self._solver is not None, "rank 0 has the solver"
         return self._solver.result(self._settings.time_limit_s + SOLVER_GRACE_S)
 

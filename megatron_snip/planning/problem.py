@@ -140,8 +140,7 @@ class PlanningProblem(BaseModel):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of the file."""
-        linears = [linear.model_dump(exclude_defaults=True) for linear in self.linears]
-        return {"version": self.version, "linears": linears, "target": self.target}
+        return {"version": self.version, **self.model_dump(mode="json", exclude_defaults=True)}
 
     def json_lines(self) -> Iterator[str]:
         """Yield the JSON object of the file in pieces, one linear each.

@@ -131,7 +131,7 @@ class SolverProcess:
         try:
             job = (self._running_child(), self._request, self._answer)
             threading.Thread(target=_exchange, args=job, name="snip-solver", daemon=True).start()
-        except Exception as error:  # the machine gives no process or no thread, for example
+        except (OSError, RuntimeError) as error:  # the machine gives no process, or no thread
             text = f"the solver process cannot be started: {error}"
             self._answer.set_exception(PlanningError(text))
 

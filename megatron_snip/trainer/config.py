@@ -51,8 +51,8 @@ class ModelFields(Section):
     untie_embeddings_and_output_weights: bool = True
     """Use separate weights for embedding and output layer."""
 
-    num_experts: Annotated[int, Field(ge=2)] | None = None
-    """Experts per layer, of which a token takes two; by default the layers have dense MLPs."""
+    num_experts: Count | None = None
+    """Experts per layer; by default the layers have dense MLPs."""
 
 
 class ParallelFields(Section):
@@ -115,6 +115,9 @@ class TrainingFields(Section):
     recompute_num_layers: Count | None = None
     """Number of layers for recompute_method."""
 
+    moe_router_topk: Count = 2
+    """Experts per token."""
+
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "alltoall"
     """Collective that sends tokens to experts on other ranks."""
 
@@ -142,8 +145,17 @@ class TrainingFields(Section):
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay of matrices."""
 
+    adam_beta1: Share = 0.9
+    """Decay of the first moment."""
+
+    adam_beta2: Share = 0.95
+    """Decay of the second moment."""
+
     adam_eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
+
+    clip_grad: NonNegativeFloat = 1.0
+    """Maximum global gradient norm; 0 turns clipping off."""
 
     max_corpus_bytes: Annotated[int, Field(ge=100_000)] = 10_000_000
     """Size limit in bytes of the training text, the source code of Python's standard library."""
@@ -323,6 +335,8 @@ def _conflicts(c: TrainConfig) -> Iterator[str]:
     experts = c.num_experts or 0
     if chunk is not None and stages[0] == 1:
         yield f"{name} needs a pipeline, and {stages[1]} is 1; drop it or use more stages"
+    if experts and c.moe_router_topk > experts:
+        yield f"moe_router_topk {c.moe_router_topk} is more than num_experts {experts}"
     if experts and tp[0] > 1 and not c.sequence_parallel:
         yield f"num_experts with tensor_model_parallel_size {tp[0]} needs sequence_parallel"
     yield from _indivisible(  # 0 and 1 where there is nothing to divide

@@ -263,7 +263,6 @@ def _build_optimizer(
 ) -> MegatronOptimizer:
     settings = OptimizerConfig(
         params_dtype=torch.bfloat16 if config.bf16 else torch.float32,
-        adam_beta2=0.95,
         **_same_names(config, OptimizerConfig),
     )
     return get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False)

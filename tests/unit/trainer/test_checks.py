@@ -85,7 +85,8 @@ BAD = [
     ("--overlap-param-gather", "needs use_distributed_optimizer"),
     ("--min-lr 1", "min_lr 1 must not be larger than lr 0.003"),
     ("--lr-warmup-iters 150", "must be less than train_iters 150"),
-    ("--num-experts 1", "num_experts: must be greater than or equal to 2, got '1'"),
+    ("--num-experts 4 --moe-router-topk 5", "moe_router_topk 5 is more than num_experts 4"),
+    ("--num-experts 4 --moe-router-topk 1", "Megatron refuses .*moe-router-pre-softmax"),
     ("--num-experts 4 --tensor-model-parallel-size 2", "parallel_size 2 needs sequence_parallel"),
     ("--num-experts 4 --expert-model-parallel-size 3", r"num_experts \(4\) .*size \(3\)"),
     (
