@@ -157,7 +157,7 @@ class GuardFields(Section):
 
     guard: bool = True
     """Watch the loss after a plan change. If it is NaN or jumps, repeat the iteration with the
-    last good plan, keep that plan, and measure again."""
+    last good plan. If that helps, keep that plan, and measure again."""
 
     guard_sigmas: Annotated[float, Field(ge=0.0)] = 6.0
     """Smallest rise of the loss that counts as a jump, in standard deviations of its noise from

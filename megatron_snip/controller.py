@@ -183,7 +183,7 @@ class SnipController:
         elif "step_s" in metrics:
             self._step_s.append(metrics["step_s"])
         self._is_timed = True
-        fraction = {"lowest_precision_fraction": self._plans.lowest_share(self.plan)}
+        fraction = {"lowest_precision_fraction": self._plans.lowest_precision_share(self.plan)}
         self._reporter.write(Event(iteration, Metrics(metrics | fraction | self._evaluated)))
         self._evaluated = {}
 
@@ -271,7 +271,7 @@ class SnipController:
     def _submit(self, iteration: int, problem: PlanningProblem) -> None:
         """All ranks: give a problem to the solver; its plan is due `lag` iterations later."""
         apply_at, self._planned_target = iteration + self.config.lag, problem.target
-        problem = self._plans.in_heal_order(problem, self.plan, apply_at)
+        problem = self._plans.restrict_for_healing(problem, self.plan, apply_at)
         self._solve.submit(Pending(iteration, apply_at, problem), self.plan)
 
     def _apply_solved(self, iteration: int, num_microbatches: int) -> None:

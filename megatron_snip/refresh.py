@@ -177,7 +177,7 @@ class Refresher:
             return run()[0]
         formats = self._model.measured_formats(self._formats)
         settings = MeasureSettings(formats, iteration, self._model.runtime.seed, names)
-        observer = StepObserver(settings, topology, sensitivities, self._dispatch.parts)
+        observer = StepObserver(settings, topology, sensitivities, self._dispatch.rows_by_sender)
         with self._dispatch.counting(), self._model.runtime.observed_by(observer):
             results, ran_once = run()
         loss = StepLoss(results, topology).value()

@@ -32,7 +32,7 @@ from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.state import ControllerState, Pending
 
 SOLVER_GRACE_S = 10.0
-"""Training waits for a plan that is due at most the solver's time limit plus this."""
+"""Training waits for a plan at most this long beyond the solver's time limit."""
 
 
 class RunPlans:
@@ -51,7 +51,7 @@ class RunPlans:
         train_iters: int | None,
         calibration_cache: Path | None,
     ) -> None:
-        """All ranks; see `SnipController` for the arguments and errors."""
+        """All ranks; it raises what `SnipController` does."""
         self.targets = config.targets(train_iters)
         self.work = {i.name: (i.stage, i.flops_per_token) for i in model.all_linears}
         self.available: AvailableOptions = available_options(model, config)
@@ -85,7 +85,7 @@ class RunPlans:
             warn(f"{plan.label}: {text}")
         return found
 
-    def lowest_share(self, plan: PrecisionPlan) -> float:
+    def lowest_precision_share(self, plan: PrecisionPlan) -> float:
         """Return the share of the linears' FLOPs in the lowest precision under a plan."""
         bits = get_format(self._config.lowest_format).bits
         shares = format_shares(plan.linears, self.work).items()
@@ -98,7 +98,7 @@ class RunPlans:
         return assigned_plan(linears, self.work, c.lowest_format, "guard", iteration)
 
     def unmeasured(self, target: float) -> PlanningProblem:
-        """Return the problem without quality losses, for policies that need none."""
+        """Return the problem before any measurement: all quality losses are 0."""
         linears, lowest = self._model.all_linears, self._config.lowest_format
         problem = unmeasured_problem(linears, self.available.options, lowest, target)
         return self.available.restrict(problem)
@@ -113,13 +113,12 @@ class RunPlans:
         problem = problem.model_copy(update={"linears": rows})
         return replace(self.available, refusals=refusals).restrict(problem)
 
-    def in_heal_order(
+    def restrict_for_healing(
         self, problem: PlanningProblem, plan: PrecisionPlan, apply_at: int
     ) -> PlanningProblem:
-        """Return the problem of a plan for iteration `apply_at`, after `plan`.
+        """Return the problem without the options that healing rules out at `apply_at`.
 
-        From the beginning of healing on, with heal_order `forward` or `backward`, options are left
-        out; see `healing_problem`.
+        Healing from `plan` on with heal_order `forward` or `backward` does; see `healing_problem`.
         """
         heal_from = self.targets.heal_from
         if heal_from is None or apply_at < heal_from or self._config.heal_order == "plan":

@@ -1,1 +1,4 @@
-"""Patches on Megatron: installed only on request, checked by signature, reversible."""
+"""Patches on Megatron: installed only on request, checked by signature, reversible.
+
+setup.py installs this folder as `megatron_snip.patches`.
+"""

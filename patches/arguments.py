@@ -59,7 +59,7 @@ def add_snip_arguments(parser: argparse.ArgumentParser) -> None:
 def arguments(call: Call, session: Session) -> Any:
     """Add SNIP's flags; under `--cpu` also set the defaults of a run without GPUs."""
     parser = call.run()
-    session.parsed = True
+    session.parser_built = True
     add_snip_arguments(parser)
     _escape_percent_signs(parser)
     if cpu.is_installed():

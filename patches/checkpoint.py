@@ -31,7 +31,7 @@ def save(call: Call, session: Session) -> Any:
     # Loading asks for a template without an iteration; that must not name what may be absent.
     if iteration is None or call.arguments["args"].ckpt_format not in CARRYING_FORMATS:
         return result
-    state = session.loaded
+    state = session.loaded_state
     if session.controller is not None:
         try:
             state = session.controller.state(int(iteration)).to_dict()
@@ -56,7 +56,7 @@ def load(call: Call, session: Session) -> Any:
     result = call.run()
     if not call.arguments.get("rank0", False):
         state_dict, _, release = result[:3]
-        session.loaded = None
+        session.loaded_state = None
         if state_dict and not release and not getattr(call.arguments["args"], "finetune", False):
-            session.loaded = state_dict.get(KEY)
+            session.loaded_state = state_dict.get(KEY)
     return result

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megatron_snip.patches import arguments, checkpoint, cpu, setup, train_step
 from megatron_snip.patches.cpu.megatron import fused_kernels
-from megatron_snip.patches.registry import Patch, Registry, When
+from megatron_snip.patches.registry import Mode, Patch, Registry
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 
@@ -46,8 +46,8 @@ def install_for(words: Sequence[str]) -> None:
     """
 
     def install() -> None:
-        REGISTRY.session.given, enabled = arguments.read_cli_args(words)
-        asked: set[When] = {"always"}
+        REGISTRY.session.cli_flags, enabled = arguments.read_cli_args(words)
+        asked: set[Mode] = {"always"}
         if enabled:
             asked.add("--snip")
         if cpu.is_installed():

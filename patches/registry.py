@@ -5,9 +5,10 @@
         ...                   # call.arguments: by name; changes reach the original
         return call.run()     # the original
 
-A patch replaces one attribute of a module, by name, and never copies the original's body. All
-symbols and their parameters are checked before the first one is replaced. A release that was not
-tested then runs with a warning. `uninstall` restores the original objects.
+A patch replaces one attribute of a module or class, by name, and never copies the original's body.
+One without a handler only checks that the function is there. All symbols and their parameters are
+checked before the first one is replaced. A release that was not tested then runs with a warning.
+`uninstall` restores the original objects.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ logger = logging.getLogger(__name__)
 TESTED = ">=0.16,<0.21"
 """Releases of megatron-core that were tested; of 0.20 its development branch."""
 
-When = Literal["always", "--snip", "--cpu"]
-"""What a patch is installed for."""
+Mode = Literal["always", "--snip", "--cpu"]
+"""A patch is installed always, or only with this flag."""
 
 _ABSENT = object()
 
@@ -46,25 +47,25 @@ class Session:
     """What the patches of a process share.
 
     Attributes:
-        given: values of the `--snip-*` flags on the command line, by attribute of the namespace.
-        parsed: whether Megatron's parser was built.
+        cli_flags: `--snip-*` flags of the command line, by attribute of the namespace.
+        parser_built: whether Megatron's parser was built.
         controller: attached to the model, or None.
-        loaded: SNIP's state in the checkpoint that Megatron has loaded, or None.
+        loaded_state: SNIP's state in the checkpoint that Megatron has loaded, or None.
         metrics: of the current iteration; None without a controller.
-        paired: takes the place of the schedule while an evaluation runs in two precisions.
+        paired_run: takes the place of the schedule while an evaluation runs in two precisions.
     """
 
-    given: dict[str, Any] = field(default_factory=dict)
-    parsed: bool = False
+    cli_flags: dict[str, Any] = field(default_factory=dict)
+    parser_built: bool = False
     controller: SnipController | None = None
-    loaded: dict[str, Any] | None = None
+    loaded_state: dict[str, Any] | None = None
     metrics: StepMetrics | None = None
-    paired: Callable[..., Any] | None = None
+    paired_run: Callable[..., Any] | None = None
 
     def end(self) -> None:
         """Close the controller, if there is one, and forget the training run."""
         controller, self.controller = self.controller, None
-        self.loaded = self.metrics = None
+        self.loaded_state = self.metrics = None
         if controller is not None:
             controller.close()
 
@@ -111,7 +112,7 @@ class Patch:
         needs: parameters that its signature must have.
         returns: items that its result must have, where the handler reads them; 0 if it does not.
         when: what it is installed for.
-        optional: some releases lack the function and do not need the patch.
+        optional: it is left out where the function or a parameter is missing.
         handler: runs in place of each call; None if SNIP patches instances, not the class.
     """
 
@@ -119,7 +120,7 @@ class Patch:
     attribute: str
     needs: tuple[str, ...]
     returns: int = 0
-    when: When = "--snip"
+    when: Mode = "--snip"
     optional: bool = False
     handler: Handler | None = None
 
@@ -223,7 +224,7 @@ class Registry:
         self.session = Session()
         self._installed: dict[str, Callable[[], None]] = {}
 
-    def install(self, asked: Collection[When]) -> None:
+    def install(self, asked: Collection[Mode]) -> None:
         """Install the patches that are asked for; those that are installed stay as they are.
 
         Raises:

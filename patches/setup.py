@@ -33,7 +33,7 @@ _YAML_TYPES = (bool, int, float, str, type(None))
 def validation(call: Call, session: Session) -> Any:
     """Check SNIP's settings after Megatron has validated its own."""
     result = call.run()
-    exit_on_error(lambda: snip_config(call.arguments["args"], session.given))
+    exit_on_error(lambda: snip_config(call.arguments["args"], session.cli_flags))
     return result
 
 
@@ -48,7 +48,7 @@ def model_setup(call: Call, session: Session) -> Any:
     session.end()  # the training run before this one in the process (in-process restart)
     args = get_args()
     # A --yaml-cfg namespace is not validated before.
-    config = exit_on_error(lambda: snip_config(args, session.given))
+    config = exit_on_error(lambda: snip_config(args, session.cli_flags))
     result = call.run()
     if config.enabled:
         model, optimizer = result[0], result[1]
@@ -72,7 +72,7 @@ def attach(
     check_modules(model)
     topology = current_topology()
     config = resolve_formats(config, model, topology.control)
-    state = resumed_state(session.loaded, int(getattr(args, "iteration", 0) or 0), topology)
+    state = resumed_state(session.loaded_state, int(getattr(args, "iteration", 0) or 0), topology)
     varying = getattr(args, "variable_seq_lengths", False)
     session.controller = SnipController(
         config,

@@ -65,11 +65,11 @@ def evaluation(call: Call, session: Session) -> Any:
     """Evaluate in the plan's precision, in BF16, or in both."""
     if session.controller is None or session.metrics is None:
         return call.run()
-    with session.controller.evaluation() as session.paired:
+    with session.controller.evaluation() as session.paired_run:
         try:
             result = call.run()
         finally:
-            session.paired = None
+            session.paired_run = None
     session.metrics.evaluated(result[0])
     return result
 
@@ -78,7 +78,7 @@ def evaluation(call: Call, session: Session) -> Any:
 def schedule(call: Call, session: Session) -> Any:
     """Return Megatron's schedule, or what runs it in two precisions."""
     function = call.run()
-    return function if session.paired is None else partial(session.paired, function)
+    return function if session.paired_run is None else partial(session.paired_run, function)
 
 
 class StepMetrics:

@@ -1,15 +1,15 @@
 """`megatron-snip export`: a plan for other programs.
 
-te-precision   recipes of Transformer Engine's linears: Megatron-LM reads them, without SNIP, with
-               `--te-precision-config-file`; docs/backends.md has the recipes
+te-precision   recipes of Transformer Engine's linears (docs/backends.md): Megatron-LM reads them
+               with `--te-precision-config-file`, without SNIP; recipes per GEMM need this package
 torchtitan     lists of fully qualified names for torchtitan's and torchao's filters (JSON)
 modelopt       `hf_quant_config.json` of ModelOpt, which vLLM and other servers read
 yaml           {linear: option}
 
 torchtitan and Hugging Face models (ModelOpt, vLLM) split Megatron's fused linears: `linear_qkv`
-into query, key and value, `linear_fc1` into gate and up projection. Routed experts and multi-token
-prediction have no linears of their own there. Sources: torchtitan's state_dict_adapter.py of Llama
-3 and DeepSeek V3 (0.2.2 has wq, wk and wv without `qkv_linear`), ModelOpt 0.47's
+into query, key and value, `linear_fc1` into gate and up projection. The export has no names for
+routed experts and multi-token prediction. Sources: torchtitan's state_dict_adapter.py of Llama 3
+and DeepSeek V3 (0.2.2 has wq, wk and wv without `qkv_linear`), ModelOpt 0.47's
 `process_layer_quant_config`.
 """
 
@@ -95,11 +95,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_stage_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the layers of each pipeline stage."""
+    """Add the flags that `stages_from` reads."""
     group = parser.add_argument_group("pipeline")
     text = "pipeline-parallel size [that of the plan or problem]"
     group.add_argument("--pipeline-stages", metavar="P", type=integer, help=text)
-    text = "layers of each model chunk, in the order of the data"
+    text = "layers of each model chunk, in forward order"
     group.add_argument("--chunk-layers", metavar="N,N,...", type=_counts, help=text)
 
 
@@ -143,14 +143,14 @@ def run(args: argparse.Namespace) -> int:
         text = f"# {about}\n{yaml.safe_dump(options, sort_keys=False)}"
     else:
         content, changes = _TRANSLATIONS[args.to](plan.linears)
-        _warn_of(changes, args)
+        _check_changes(changes, args)
         text = json.dumps(content, indent=1) + "\n"
     write_output(args.output, text)
     print(f"wrote {args.output}: {len(plan.linears)} linears")
     return 0
 
 
-def _warn_of(changes: Sequence[str], args: argparse.Namespace) -> None:
+def _check_changes(changes: Sequence[str], args: argparse.Namespace) -> None:
     if changes and not args.nearest:
         text = f"{args.to} cannot express the plan: {'; '.join(changes)}"
         raise UsageError(f"{text}; give --nearest to accept that")
@@ -169,7 +169,7 @@ def _export_precision_file(plan: PrecisionPlan, about: str, args: argparse.Names
     recipes, changes = _recipes(plan, machine)
     stages = stages_from(args, num_layers(plan.linears), known=len(plan.stages))
     configs = export_configs(plan.linears, recipes, stages)
-    _warn_of(changes, args)
+    _check_changes(changes, args)
     paths = stage_paths(args.output, len(configs))
     comment = (
         f"{about} for\nTransformer Engine on {machine}; read by Megatron's\n"
@@ -193,18 +193,18 @@ def _export_precision_file(plan: PrecisionPlan, about: str, args: argparse.Names
 
 
 def _print_required_flags(recipes: Iterable[TERecipe], paths: Sequence[Path]) -> None:
-    own = run_flags(recipes)
+    needed = run_flags(recipes)
     file = shlex.quote(str(paths[0])) + ("  # of its stage" if len(paths) > 1 else "")
-    flags = ["--transformer-impl transformer_engine", "--bf16", own]
+    flags = ["--transformer-impl transformer_engine", "--bf16", needed]
     flags.append(f"--te-precision-config-file {file}")
     print("The run needs:", *(f"  {flag}" for flag in flags if flag), sep="\n")
-    if own:
+    if needed:
         print(
-            f"Do not add --fp8-param-gather or --fp4-param-gather. Without {own.split()[0]},\n"
+            f"Do not add --fp8-param-gather or --fp4-param-gather. Without {needed.split()[0]},\n"
             "Megatron-Core before 0.19 quantizes weights only in the first iteration, and does\n"
             "not pad the tokens of experts."
         )
-    others = "run in the run's own precision" if own else "stay in BF16"
+    others = "run in the run's own precision" if needed else "stay in BF16"
     print(f"Linears that the plan does not name {others}.")
 
 

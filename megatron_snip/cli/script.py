@@ -103,7 +103,7 @@ def _explain(script: Path, refused: bool) -> None:
     from megatron_snip.patches.install import REGISTRY
 
     session = REGISTRY.session
-    if session.given and not session.parsed:
+    if session.cli_flags and not session.parser_built:
         text = (
             f"'{script}' parses its own flags and never called Megatron's parser, so SNIP did "
             "nothing; a training loop of your own calls SnipController, see docs/extending.md"

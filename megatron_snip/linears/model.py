@@ -13,7 +13,7 @@ from megatron_snip.formats import Format
 from megatron_snip.linears.discovery import find_linears, global_linears
 from megatron_snip.linears.megatron_linear import PlannedLinear, SimulatedLinear
 from megatron_snip.linears.runtime import Runtime
-from megatron_snip.linears.te.linear import FreshWeights, PlannedTELinear, SimulatedTELinear
+from megatron_snip.linears.te.linear import FreshWeights, RecipeTELinear, SimulatedTELinear
 from megatron_snip.linears.te.machine import measured_format, this_machine
 from megatron_snip.linears.te.modules import refuse_overlap, te_kind
 from megatron_snip.options import Option
@@ -54,7 +54,7 @@ class PlannedModel:
         self.backend: Backend = "te" if with_te else "simulate"
         self.machine = this_machine(with_te)
         self.linears = [self._planned(module, places, backend) for module, places in found]
-        te = {linear.module for linear in self.linears if isinstance(linear, PlannedTELinear)}
+        te = {linear.module for linear in self.linears if isinstance(linear, RecipeTELinear)}
         inside = [(chunk, te & set(chunk.modules())) for chunk in self.chunks]
         self._fresh_weights = [FreshWeights(chunk, modules) for chunk, modules in inside if modules]
         own = [placement for _, placements in found for placement in placements]
@@ -151,7 +151,7 @@ class PlannedModel:
 
     def _planned(
         self, module: torch.nn.Module, placements: Sequence[Placement], backend: Backend
-    ) -> SimulatedLinear | PlannedTELinear:
+    ) -> SimulatedLinear | RecipeTELinear:
         """Return a linear under its backend.
 
         Raises:
@@ -161,7 +161,7 @@ class PlannedModel:
             refuse_overlap(module, placements[0].name)
             if backend == "simulate":
                 return SimulatedTELinear(module, placements, self.runtime)
-            return PlannedTELinear(module, placements, self.runtime, self.machine)
+            return RecipeTELinear(module, placements, self.runtime, self.machine)
         if backend == "te":
             raise UnsupportedError(
                 f"--snip-backend te runs Transformer Engine's linears, and {placements[0].name} is "

@@ -23,7 +23,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 
 from megatron_snip.linears.discovery import expert_layers
-from megatron_snip.statistics.observer import TokenParts
+from megatron_snip.statistics.observer import RowsBySender
 from megatron_snip.topology import Placement, Topology
 
 
@@ -43,7 +43,7 @@ class ExpertDispatch:
                 stack.callback(layer.router.register_forward_hook(layer.count).remove)
             yield
 
-    def parts(self, placement: Placement, num_rows: int) -> TokenParts | None:
+    def rows_by_sender(self, placement: Placement, num_rows: int) -> RowsBySender | None:
         """Return the rows of an expert's input by data rank; None if they need no sorting.
 
         Args:
@@ -53,7 +53,7 @@ class ExpertDispatch:
         layer = self._layers.get(placement.name.rpartition(".")[0])
         if layer is None or placement.expert is None:
             return None
-        return layer.parts(placement.expert, num_rows)
+        return layer.rows_by_sender(placement.expert, num_rows)
 
 
 @dataclass
@@ -83,7 +83,7 @@ class _Layer:
         dist.all_gather_into_tensor(everyone, sent, group=self.group)
         self.counts = everyone.view(self.group.size(), -1)[self.arrival].tolist()
 
-    def parts(self, expert: int, num_rows: int) -> TokenParts | None:
+    def rows_by_sender(self, expert: int, num_rows: int) -> RowsBySender | None:
         """Return an expert's rows by data rank; None if their number is not the router's."""
         counts = [sent[expert] for sent in self.counts]
         if sum(counts) != num_rows:  # tokens over an expert's capacity are dropped, rows padded

@@ -6,8 +6,8 @@ sits on what the linear's own GEMM returns, before any reduction over tensor-par
 backward of that reduction gives every rank the full gradient. Training itself is not changed:
 nothing is replayed, perturbed or restored. Ranks of a tensor axis exchange their sums within the
 backward, in the same order on all of them even if one fails to measure: that rank contributes
-zeros, and `table` raises on all ranks. Nothing waits for the device before `table`, but MoE layers,
-which exchange how many tokens each expert gets.
+zeros, and `table` raises on all ranks. Nothing waits for the device before `table`, except MoE
+layers, which exchange how many tokens each expert gets.
 """
 
 import time
@@ -46,9 +46,8 @@ from megatron_snip.types import Operand
 T = TypeVar("T")
 
 
-TokenParts = Mapping[int, Tensor]
-"""The rows of a linear's input by the data rank that sent them: [R] int64 on the CPU each, in the
-order of the sender's sequence."""
+RowsBySender = Mapping[int, Tensor]
+"""Data rank -> its rows in a linear's input: int64 [R] on the CPU, in the sender's order."""
 
 
 def tap(output: Tensor, on_backward: Callable[[Tensor], None]) -> Tensor:
@@ -89,7 +88,7 @@ class StepObserver:
         settings: MeasureSettings,
         topology: Topology,
         sensitivities: Mapping[Placement, Sensitivity],
-        token_parts: Callable[[Placement, int], TokenParts | None] = lambda *_: None,
+        rows_by_sender: Callable[[Placement, int], RowsBySender | None] = lambda *_: None,
     ) -> None:
         """Start with nothing observed.
 
@@ -97,14 +96,14 @@ class StepObserver:
             settings: what to observe.
             topology: this rank's place.
             sensitivities: D by weight; a weight that is missing has D = 1.
-            token_parts: returns the rows of a linear's input by sender, or None if all are one
+            rows_by_sender: returns the rows of a linear's input by sender, or None if all are one
                 microbatch of this rank's.
         """
         self.seconds = 0.0
         self._settings = settings
         self._topology = topology
         self._sensitivities = sensitivities
-        self._token_parts = token_parts
+        self._rows_by_sender = rows_by_sender
         self._columns = {c: COLUMNS[c.rpartition(".")[2]] for c in table_columns(settings.formats)}
         self._needs_amax = any(map(needs_tensor_amax, settings.formats.values()))
         self._num_forwards: dict[Placement, int] = defaultdict(int)
@@ -140,7 +139,7 @@ class StepObserver:
         if not (torch.is_grad_enabled() and output.requires_grad):
             return output  # an evaluation, or a forward that is recomputed later
         token_axis = placement.tensor
-        # Every rank holds the weight and its own tokens.
+        # A replicated weight under sequence parallelism: each rank has its own tokens.
         if input_is_split and token_axis.size == 1:
             token_axis = self._topology.tensor
         splits = input_is_split, output_is_split
@@ -184,7 +183,7 @@ class StepObserver:
         self._num_forwards[placement] += 1
         x = input.reshape(-1, input.shape[-1])
         num_tokens = x.shape[0] * (call.token_axis.size if call.input_is_split else 1)
-        data, parts = self._topology.data, self._token_parts(placement, num_tokens)
+        data, parts = self._topology.data, self._rows_by_sender(placement, num_tokens)
         if parts is None:
             data = self._topology.data_axis(placement)
             parts = {data.rank: torch.arange(num_tokens)}
@@ -273,8 +272,8 @@ class StepObserver:
         scales = torch.tensor([[tokens], [share], [tokens]], dtype=torch.float64)
         health = health.double() * to_device(grad.device, scales)
         if (expert := placement.expert) is not None:
-            own = torch.stack([row[list(columns).index(c)] for c in EXPERT_COLUMNS])
-            row_of_expert = torch.cat([own, health[:-1, :, :ERROR_SUMS].flatten()])
+            expert_sums = torch.stack([row[list(columns).index(c)] for c in EXPERT_COLUMNS])
+            row_of_expert = torch.cat([expert_sums, health[:-1, :, :ERROR_SUMS].flatten()])
             _add_to(self._own.experts, (name, expert), row_of_expert)
         _add_to(self._own.rows, name, torch.cat([row, row.new_zeros(NORMS), health.flatten()]))
 

@@ -24,7 +24,7 @@ PADDED_VOCABULARY = 384
 """Rows of the embedding: the next multiple of 128, in every layout."""
 
 Count = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+FractionBelow1 = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class ModelFields(Section):
@@ -74,7 +74,7 @@ class ParallelFields(Section):
     """Tensor-parallel ranks of an expert; by default tensor_model_parallel_size."""
 
     sequence_parallel: bool = False
-    """Split activations between the linears over the tensor-parallel ranks, by tokens."""
+    """Shard activations outside of the linears over the tensor-parallel ranks, by tokens."""
 
     use_distributed_optimizer: bool = False
     """Shard optimizer state and master weights over the data-parallel ranks."""
@@ -121,10 +121,10 @@ class TrainingFields(Section):
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "alltoall"
     """Collective that sends tokens to experts on other ranks."""
 
-    attention_dropout: Share = 0.0
+    attention_dropout: FractionBelow1 = 0.0
     """Dropout probability of attention weights."""
 
-    hidden_dropout: Share = 0.0
+    hidden_dropout: FractionBelow1 = 0.0
     """Dropout probability of the outputs of attention and MLP."""
 
     seed: Annotated[int, Field(ge=1, lt=2**31)] = 1234
@@ -145,10 +145,10 @@ class TrainingFields(Section):
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay of matrices."""
 
-    adam_beta1: Share = 0.9
+    adam_beta1: FractionBelow1 = 0.9
     """Decay of the first moment."""
 
-    adam_beta2: Share = 0.95
+    adam_beta2: FractionBelow1 = 0.95
     """Decay of the second moment."""
 
     adam_eps: PositiveFloat = 1e-8
@@ -185,8 +185,7 @@ class OutputFields(Section):
     """Load the checkpoint of this iteration instead of the latest."""
 
     run_dir: Path = Path("runs/train")
-    """Directory of the run: config.yaml, versions.json, metrics.jsonl and SNIP's files. A resumed
-    run continues these files."""
+    """Directory of the run's files and of its data. A resumed run continues these files."""
 
     tensorboard_dir: Path | None = None
     """Write TensorBoard files to this directory."""
@@ -199,7 +198,7 @@ class OutputFields(Section):
 
 
 class TrainFields(ModelFields, ParallelFields, TrainingFields, OutputFields):
-    """Every field that is a flag without prefix."""
+    """All settings but `snip`; their flags have no prefix."""
 
 
 class TrainConfig(TrainFields):
@@ -267,7 +266,7 @@ def make_train_config(values: dict[str, Any]) -> TrainConfig:
         UsageError: one line with the field, the value and what is accepted.
     """
     config = checked(TrainConfig, values, "training settings")
-    # The trainer's linears are Megatron's own, whose GEMMs are simulated.
+    # GEMMs are simulated here, so `auto` means the simulated formats.
     snip = config.snip.model_copy(update={"formats": config.snip.named_formats})
     return config.model_copy(update={"snip": snip})
 
@@ -309,8 +308,9 @@ def check_ranks(config: TrainConfig, world_size: int) -> None:
         experts = config.expert_model_parallel_size if config.num_experts else 1
         raise UsageError(
             f"tensor_model_parallel_size {config.tensor_model_parallel_size}, "
-            f"pipeline_model_parallel_size {config.pipeline_model_parallel_size} and "
-            f"expert_model_parallel_size {experts} need a multiple of {need} ranks, got "
+            f"pipeline_model_parallel_size {config.pipeline_model_parallel_size}, "
+            f"expert_model_parallel_size {experts} and expert_tensor_parallel_size "
+            f"{config.expert_tensor_size} need a multiple of {need} ranks, got "
             f"{world_size}: start {need} (--nproc-per-node {need}) or reduce the parallel sizes"
         )
     batch = config.micro_batch_size * config.data_parallel_size(world_size)
@@ -337,7 +337,7 @@ def _conflicts(c: TrainConfig) -> Iterator[str]:
         yield f"{name} needs a pipeline, and {stages[1]} is 1; drop it or use more stages"
     if experts and c.moe_router_topk > experts:
         yield f"moe_router_topk {c.moe_router_topk} is more than num_experts {experts}"
-    if experts and tp[0] > 1 and not c.sequence_parallel:
+    if experts and c.tensor_model_parallel_size > 1 and not c.sequence_parallel:
         yield f"num_experts with tensor_model_parallel_size {tp[0]} needs sequence_parallel"
     yield from _indivisible(  # 0 and 1 where there is nothing to divide
         [

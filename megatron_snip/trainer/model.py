@@ -162,10 +162,10 @@ def forward_step(
     """
     batch = {key: value.cuda() for key, value in next(data_iterator).items()}
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    return output, partial(_token_losses, batch["loss_mask"])
+    return output, partial(_loss_sum, batch["loss_mask"])
 
 
-def _token_losses(
+def _loss_sum(
     mask: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Return (sum of losses, number of tokens, {LOSS: both}); Megatron divides."""
@@ -179,15 +179,15 @@ def _token_losses(
 def transformer_config(config: TrainConfig) -> TransformerConfig:
     """Return Megatron's configuration of the model and its layout.
 
-    By Megatron's defaults no kernel is fused, so CPU and GPU run the same operations, and a
-    pipeline keeps its outputs, which gloo's isend reads after it returns.
+    Megatron's defaults fuse no kernel, so CPU and GPU run the same operations. They do not free the
+    outputs of a pipeline stage, which gloo's isend still reads after it returns.
 
     Raises:
         ValueError, AssertionError: if Megatron refuses a setting.
     """
     compute = torch.bfloat16 if config.bf16 else torch.float32
     interleaved = config.virtual_pipeline_size is not None
-    settings = _same_names(config, TransformerConfig) | {
+    settings = _shared_fields(config, TransformerConfig) | {
         "ffn_hidden_size": config.ffn_width,
         "num_moe_experts": config.num_experts,
         "moe_ffn_hidden_size": config.ffn_width if config.num_experts else None,
@@ -203,14 +203,14 @@ def transformer_config(config: TrainConfig) -> TransformerConfig:
         "params_dtype": compute,
         "pipeline_dtype": compute,
         # In an interleaved pipeline of two stages a batch would hold two messages between the same
-        # ranks, and they could be exchanged. Without batching Megatron orders them.
+        # ranks, and they could be swapped. Without batching Megatron orders them.
         "batch_p2p_comm": not interleaved,
         "overlap_p2p_comm": interleaved,
     }
     return TransformerConfig(**settings)
 
 
-def _same_names(config: TrainConfig, record: type[Any]) -> dict[str, Any]:
+def _shared_fields(config: TrainConfig, record: type[Any]) -> dict[str, Any]:
     """Return the settings that a dataclass of Megatron's has by the same name."""
     names = [field.name for field in dataclasses.fields(record)]
     return {name: getattr(config, name) for name in names if hasattr(config, name)}
@@ -223,7 +223,7 @@ def _build_chunks(
     stages = range(virtual) if virtual else [None]
     chunks = [_build_chunk(config, transformer, stage) for stage in stages]
     settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=config.bf16, **_same_names(config, DistributedDataParallelConfig)
+        grad_reduce_in_fp32=config.bf16, **_shared_fields(config, DistributedDataParallelConfig)
     )
     return [
         DistributedDataParallel(
@@ -263,7 +263,7 @@ def _build_optimizer(
 ) -> MegatronOptimizer:
     settings = OptimizerConfig(
         params_dtype=torch.bfloat16 if config.bf16 else torch.float32,
-        **_same_names(config, OptimizerConfig),
+        **_shared_fields(config, OptimizerConfig),
     )
     return get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False)
 

@@ -13,7 +13,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager, fp8_a
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.te import quantizers
-from megatron_snip.linears.te.linear import FreshWeights, PlannedTELinear
+from megatron_snip.linears.te.linear import FreshWeights, RecipeTELinear
 from megatron_snip.options import Option
 from megatron_snip.topology import Topology
 from tests.te.models import (
@@ -78,7 +78,7 @@ def test_a_bf16_plan_is_bitwise_megatron_s_own() -> None:
     model = build()
     plain = results(model)
     under = planned(model)
-    assert all(isinstance(linear, PlannedTELinear) for linear in under.linears)
+    assert all(isinstance(linear, RecipeTELinear) for linear in under.linears)
     assert equal(results(model), plain)
     assert getattr(FP8GlobalStateManager, "entered", 0) == 0
 

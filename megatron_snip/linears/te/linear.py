@@ -3,14 +3,14 @@
 Each of Megatron's Transformer Engine linears has the attribute `te_quant_params`, and runs its
 forward in the autocast that this describes. SNIP sets the attribute from the plan. Two hooks of the
 module do the rest: one before the forward sets the recipe (the plan's, or BF16 in BF16
-evaluations), one after it lets an observer see X, W and G. Three properties of Transformer Engine
+evaluations), one after it lets an observer see X, W and G. Two properties of Transformer Engine
 need care:
 
 - It rebuilds quantizers when the recipe's class changes, and (up to 2.20) not when a recipe of
-  the same class differs. So a changed option makes it drop quantizers and quantized weights.
+  the same class differs. So changing the option drops quantizers and quantized weights, also for
+  BF16.
 - It reuses quantized weights until a microbatch is marked as the first of its step; see
   `FreshWeights`.
-- A linear that changes to BF16 still has the weights that it quantized before. They are dropped.
 """
 
 import logging
@@ -53,15 +53,15 @@ _NEEDED = ("te_quant_params", "fp8_initialized", "fp8_meta_tensors_initialized",
 """Attributes of a module that SNIP writes to change its precision."""
 
 
-class PlannedTELinear:
-    """One Transformer Engine linear under its own recipes; see `SimulatedLinear`."""
+class RecipeTELinear:
+    """One Transformer Engine linear that runs the plan's recipes; see `SimulatedLinear`."""
 
     backend: Backend = "te"
 
     def __init__(
         self, module: Any, placements: Sequence[Placement], runtime: Runtime, machine: Machine
     ) -> None:
-        """Prepare.
+        """Check the module.
 
         Raises:
             UnsupportedError: if the module lacks an attribute that changes its precision.
@@ -132,7 +132,7 @@ class PlannedTELinear:
         self._hooks = [
             self.module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             self.module.register_forward_hook(
-                lambda _, *call: observed(self, *call), with_kwargs=True
+                lambda _, *call: with_tap(self, *call), with_kwargs=True
             ),
         ]
 
@@ -169,9 +169,9 @@ class SimulatedTELinear(SimulatedLinear):
         else:
             run = self._run_experts if is_grouped(self.module) else self._run
             output = run(*args, **kwargs)
-            # Transformer Engine's own wgrad overwrites main_grad while this is set.
+            # While this is True, Transformer Engine's own wgrad overwrites main_grad.
             self.module.is_first_microbatch = False
-        return observed(self, args, kwargs, output)
+        return with_tap(self, args, kwargs, output)
 
     def _run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         module = self.module
@@ -208,8 +208,8 @@ class SimulatedTELinear(SimulatedLinear):
         return y, (biases if module.te_return_bias else None)
 
 
-def observed(
-    linear: SimulatedTELinear | PlannedTELinear,
+def with_tap(
+    linear: SimulatedTELinear | RecipeTELinear,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     result: Any,
@@ -217,8 +217,8 @@ def observed(
     """Return what a linear's forward returned, with a tap on the output of every weight's GEMM.
 
     Args:
-        linear: what ran; an expert may have zero rows. The runtime's observer makes the taps. There
-            are none without one, or in a forward without gradients (which is recomputed later).
+        linear: what ran; an expert may have zero rows. The runtime's observer makes the taps; there
+            are none without an observer, or in a forward without gradients (it is recomputed).
         args: of the forward.
         kwargs: of the forward.
         result: of the forward.
@@ -265,7 +265,7 @@ class FreshWeights:
     """
 
     def __init__(self, chunk: Any, modules: Collection[Any]) -> None:
-        """Prepare.
+        """Check the chunk.
 
         Args:
             chunk: what Megatron's schedules run.

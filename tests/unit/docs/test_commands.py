@@ -27,7 +27,6 @@ from tests.unit.reporting.runs import Shape, config, write_run
 
 MARKS = (
     "# on a GPU cluster",
-    "# in a Megatron-LM checkout",
     "# needs a network and an account",
     "# needs a network",
     "# needs Docker",

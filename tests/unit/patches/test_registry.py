@@ -96,7 +96,7 @@ def test_the_command_line_decides_what_is_installed(of_process: Registry) -> Non
     for _ in range(2):  # a second call changes nothing
         install_for(["--lr", "0.1", "--snip", "--snip-interval", "9"])
         assert set(of_process._installed) == NEEDED
-        assert of_process.session.given["snip_interval"] == "9"
+        assert of_process.session.cli_flags["snip_interval"] == "9"
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

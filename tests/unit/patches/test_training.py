@@ -112,23 +112,23 @@ def test_a_failure_does_not_cost_the_checkpoint(
 
 def test_converting_a_checkpoint_keeps_what_was_loaded(fake: Any, session: Session) -> None:
     assert "snip" not in save(fake)
-    session.loaded = dict(STATE)
+    session.loaded_state = dict(STATE)
     assert save(fake)["snip"] == STATE
 
 
 def test_the_last_reading_gives_the_state(fake: Any, session: Session) -> None:
     fake.loaded = {"iteration": 3, "snip": STATE}
     assert load(fake, rank0=True) == (fake.loaded, "/nowhere", False, "global")
-    assert session.loaded is None
+    assert session.loaded_state is None
     load(fake)
-    assert session.loaded == STATE
+    assert session.loaded_state == STATE
 
 
 @pytest.mark.parametrize("why", ["finetune", "release", "nothing", "without"])
 def test_a_new_run_ignores_it(fake: Any, session: Session, why: str) -> None:
-    session.loaded = {"iteration": 1}
+    session.loaded_state = {"iteration": 1}
     found = {"iteration": 3, "snip": STATE}
     fake.loaded = {"nothing": None, "without": {"iteration": 3}}.get(why, found)
     fake.release = why == "release"
     load(fake, finetune=why == "finetune")
-    assert session.loaded is None
+    assert session.loaded_state is None

@@ -67,7 +67,7 @@ def write_checkpoint(folder: Path, iteration: int, content: str = "", **values: 
 VIRTUAL = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage"
 BAD_RANKS = [
     ("--tensor-model-parallel-size 2", 3, "a multiple of 2 ranks, got 3"),
-    ("--num-experts 4 --expert-model-parallel-size 2", 1, "size 2 need a multiple of 2"),
+    ("--num-experts 4 --expert-model-parallel-size 2", 1, "size 1 need a multiple of 2"),
     ("--global-batch-size 6", 4, r"global_batch_size \(6\) .* data-parallel ranks \(4\)"),
     (f"{VIRTUAL} 1 --global-batch-size 3", 2, r"iteration of an interleaved pipeline \(3\)"),
 ]
