@@ -102,7 +102,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         _check_shape(text, source)
         loaded = yaml.load(text, Loader=_UniqueKeys)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a 13th month
+    # Besides its own errors, values that do not fit their tags: a 13th month, `!!bool maybe`.
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         raise UsageError(f"{source} is not valid YAML: {one_line(error)}") from None
     if loaded is None:
         return {}

@@ -109,9 +109,8 @@ class Schedule:
 
     def _is_due(self, iteration: int, wanted_at: int | None) -> bool:
         c = self._config
-        if self.static and not c.collect_only:
-            return False
-        if iteration < c.start_step or self._part(iteration) is not None:
+        never = self.static and not c.collect_only
+        if never or iteration < c.start_step or self._part(iteration) is not None:
             return False
         on_time = (iteration - c.start_step) % c.interval == 0
         return self.waiting or iteration == wanted_at or on_time

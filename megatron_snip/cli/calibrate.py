@@ -112,7 +112,8 @@ def _model_shapes(config: TrainConfig) -> dict[str, tuple[int, int]]:
     groups = hidden // config.num_attention_heads * config.query_groups
     path, ffn = "mlp", config.ffn_width // tp
     if config.num_experts is not None:
-        path, ffn = "mlp.experts", config.ffn_width // config.expert_tensor_size
+        ffn = (config.moe_ffn_hidden_size or config.ffn_width) // config.expert_tensor_size
+        path = "mlp.experts"
     return {
         "*.self_attention.linear_qkv": ((hidden + 2 * groups) // tp, hidden),
         "*.self_attention.linear_proj": (hidden, hidden // tp),

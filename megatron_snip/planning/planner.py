@@ -35,8 +35,6 @@ from megatron_snip.types import Gemm
 Refusals = Mapping[Option, Mapping[str, str]]
 """Option -> linears that cannot run it -> reason."""
 
-_MAX_REASONS = 3
-
 
 def make_plan(
     problem: PlanningProblem,
@@ -296,10 +294,10 @@ def healing_problem(
 
 
 def reasons(refused: Mapping[str, str]) -> str:
-    """Return the first few distinct reasons why linears cannot run an option, in one line."""
+    """Return the first three distinct reasons why linears cannot run an option, in one line."""
     distinct = list(dict.fromkeys(refused.values()))
-    more = f" and {len(distinct) - _MAX_REASONS} other reasons"
-    return "; ".join(distinct[:_MAX_REASONS]) + (more if len(distinct) > _MAX_REASONS else "")
+    more = f" and {len(distinct) - 3} other reasons" if len(distinct) > 3 else ""
+    return "; ".join(distinct[:3]) + more
 
 
 def _bits(option: Option) -> list[int]:

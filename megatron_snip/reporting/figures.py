@@ -203,7 +203,8 @@ def divergence_maps(record: Divergences) -> Figure:
     for line, measure in zip(panels, ("loss_divergence", "weight_divergence"), strict=True):
         text = measure.replace("_", " ")
         tables = {f"{text}, {o}": grid.table(record.values(o, measure)) for o in options}
-        values = np.concatenate([table[table > 0] for table in tables.values()])
+        # Near the smallest doubles LogNorm fails.
+        values = np.concatenate([table[table > 1e-200] for table in tables.values()])
         low, high = (values.min(), values.max()) if values.size else (0.1, 1.0)
         high = high if high > low else low * 10
         # Three ticks of our own: matplotlib's are formulas, which `parse_math` leaves as TeX.

@@ -138,10 +138,9 @@ class StepObserver:
             return output
         if not (torch.is_grad_enabled() and output.requires_grad):
             return output  # an evaluation, or a forward that is recomputed later
-        token_axis = placement.tensor
-        # A replicated weight under sequence parallelism: each rank has its own tokens.
-        if input_is_split and token_axis.size == 1:
-            token_axis = self._topology.tensor
+        # Under sequence parallelism each rank has its own tokens of a replicated weight.
+        is_replicated = input_is_split and placement.tensor.size == 1
+        token_axis = self._topology.tensor if is_replicated else placement.tensor
         splits = input_is_split, output_is_split
         call = _Call(placement, weight.detach(), token_axis, *splits, prepare_input)
         with torch.no_grad(), self._timed():

@@ -311,8 +311,7 @@ def weight_norms(
             norms[1] = _square(weight.detach().reshape(-1)[owned])
         if placement in sensitivities and rank == placement.tensor.rank == 0:
             norms[2] = rate**2 * sensitivities[placement].update_square
-        name = placement.name
-        found[name] = found[name] + norms if name in found else norms
+        found[placement.name] = norms + found.get(placement.name, 0.0)
     return found
 
 

@@ -20,9 +20,6 @@ from megatron_snip.files import checked, read_yaml
 BYTE_VOCABULARY = 257
 """Token ids of the built-in text: 256 bytes and the end of document."""
 
-PADDED_VOCABULARY = 384
-"""Rows of the embedding: the next multiple of 128, in every layout."""
-
 Count = Annotated[int, Field(ge=1)]
 FractionBelow1 = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -40,7 +37,7 @@ class ModelFields(Section):
     """Width of the residual stream. Quantization tiles are 128 wide: use a multiple of 128."""
 
     ffn_hidden_size: Count | None = None
-    """Width of an MLP or expert (SwiGLU); default: 8/3 of hidden_size, down to a multiple of 64."""
+    """Width of the SwiGLU MLP; by default 8/3 of hidden_size rounded down to a multiple of 64."""
 
     num_attention_heads: Count = 4
     """Attention heads; hidden_size / num_attention_heads is the width of each."""
@@ -48,11 +45,17 @@ class ModelFields(Section):
     num_query_groups: Count | None = None
     """Key and value heads (grouped-query attention); by default one for each attention head."""
 
+    make_vocab_size_divisible_by: Count = 128
+    """Pad the vocabulary to a multiple of this, independent of the layout."""
+
     untie_embeddings_and_output_weights: bool = True
     """Use separate weights for embedding and output layer."""
 
     num_experts: Count | None = None
     """Experts per layer; by default the layers have dense MLPs."""
+
+    moe_ffn_hidden_size: Count | None = None
+    """Width of an expert's SwiGLU MLP; by default ffn_hidden_size."""
 
 
 class ParallelFields(Section):
@@ -224,6 +227,12 @@ class TrainConfig(TrainFields):
         return self.ffn_hidden_size or max(64, self.hidden_size * 8 // 3 // 64 * 64)
 
     @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding."""
+        unit = self.make_vocab_size_divisible_by
+        return -(-BYTE_VOCABULARY // unit) * unit
+
+    @property
     def query_groups(self) -> int:
         """`num_query_groups`, or its default."""
         return self.num_query_groups or self.num_attention_heads
@@ -344,12 +353,12 @@ def _conflicts(c: TrainConfig) -> Iterator[str]:
             (c.hidden_size, "hidden_size", *heads),
             (c.num_attention_heads, "num_attention_heads", c.query_groups, "num_query_groups"),
             (c.ffn_width, "ffn_hidden_size", *tp),
-            (PADDED_VOCABULARY, "the padded vocabulary", *tp),
+            (c.padded_vocab_size, "the padded vocabulary", *tp),
             (c.num_layers, "num_layers", *stages),
             (c.num_layers // stages[0], "layers per pipeline stage", chunk or 1, name),
             (c.sequence_parallel and c.seq_length, "seq_length under sequence_parallel", *tp),
             (experts, "num_experts", *ep),
-            (experts and c.ffn_width, "ffn_hidden_size", *etp),
+            (experts and (c.moe_ffn_hidden_size or c.ffn_width), "moe_ffn_hidden_size", *etp),
         ]
     )
     if c.overlap_param_gather and not (c.use_distributed_optimizer and c.overlap_grad_reduce):

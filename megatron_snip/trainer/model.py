@@ -45,7 +45,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_snip.linears.discovery import first_local_expert
-from megatron_snip.trainer.config import PADDED_VOCABULARY, TrainConfig
+from megatron_snip.trainer.config import TrainConfig
 
 LOSS = "lm loss"
 """Megatron's name of the language-model loss."""
@@ -190,7 +190,6 @@ def transformer_config(config: TrainConfig) -> TransformerConfig:
     settings = _shared_fields(config, TransformerConfig) | {
         "ffn_hidden_size": config.ffn_width,
         "num_moe_experts": config.num_experts,
-        "moe_ffn_hidden_size": config.ffn_width if config.num_experts else None,
         "moe_aux_loss_coeff": 0.01,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
@@ -245,7 +244,7 @@ def _build_chunk(config: TrainConfig, transformer: TransformerConfig, vp_stage: 
         transformer_layer_spec=get_gpt_layer_local_spec(
             num_experts=config.num_experts, normalization="RMSNorm"
         ),
-        vocab_size=PADDED_VOCABULARY,
+        vocab_size=config.padded_vocab_size,
         max_sequence_length=config.seq_length,
         pre_process=first,
         post_process=last,

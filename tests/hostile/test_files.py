@@ -213,6 +213,9 @@ YAMLS = {
     "cycle": "&a [*a]",
     "cyclic mapping": "snip: &a\n  b: *a",
     "bytes": "\x00",
+    "bool": "a: !!bool maybe",
+    "timestamp": "a: !!timestamp foo",
+    "int": "a: !!int ''",
     "list": "- 1",
 }
 

@@ -22,7 +22,7 @@ from megatron_snip.options import Option
 from megatron_snip.reporting import figures
 from megatron_snip.reporting.events import Notice
 from megatron_snip.reporting.report import frontier_of, last_gap, make_report, read_reference
-from megatron_snip.reporting.run_record import RunRecord, read_run
+from megatron_snip.reporting.run_record import RunRecord, parse_divergences, read_run
 from megatron_snip.reporting.text import SOLVER_NOISE, column, number, percent, quality, seconds
 from megatron_snip.types import Gemm
 from tests.unit.planning.build import MODULES
@@ -250,6 +250,14 @@ def test_divergences_share_one_logarithmic_scale(run: RunRecord) -> None:
     scales = [axes for axes in figure.axes if axes.get_label() == "<colorbar>"]
     ticks = [text.get_text() for axes in scales for text in axes.get_yticklabels()]
     assert len(ticks) == 6 and all(float(text) > 0 for text in ticks)  # no TeX
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, None, 1e-300])
+def test_divergences_without_a_scale_are_drawn(value: float | None) -> None:
+    options = {"fp4": {"loss_divergence": value, "weight_divergence": value}}
+    linears = [{"name": f"decoder.layers.{n}.mlp.linear_fc1", "options": options} for n in (0, 1)]
+    record = parse_divergences({"version": 2, "iteration": 1, "linears": linears})
+    assert figures.svg(figures.divergence_maps(record))
 
 
 def test_losses_show_plan_changes_failures_and_the_gap(run: RunRecord, by_gemm: RunRecord) -> None:

@@ -44,6 +44,8 @@ def test_defaults_that_follow_other_fields() -> None:
     config = TrainConfig(hidden_size=384, num_attention_heads=6)
     assert config.ffn_width == 1024
     assert config.query_groups == 6
+    assert config.padded_vocab_size == 384
+    assert TrainConfig(make_vocab_size_divisible_by=1).padded_vocab_size == 257
 
 
 def check(*words: object, ranks: int | None = None) -> None:
@@ -90,8 +92,8 @@ BAD = [
     ("--num-experts 4 --tensor-model-parallel-size 2", "parallel_size 2 needs sequence_parallel"),
     ("--num-experts 4 --expert-model-parallel-size 3", r"num_experts \(4\) .*size \(3\)"),
     (
-        "--num-experts 4 --ffn-hidden-size 65 --expert-tensor-parallel-size 2",
-        r"ffn_hidden_size \(65\) .* expert_tensor_parallel_size \(2\)",
+        "--num-experts 4 --moe-ffn-hidden-size 65 --expert-tensor-parallel-size 2",
+        r"moe_ffn_hidden_size \(65\) .* expert_tensor_parallel_size \(2\)",
     ),
     ("--recompute-granularity full", "Megatron refuses .*recompute_method must be"),
     ("--expert-model-parallel-size 2", "Megatron refuses .*num_moe_experts must be"),
