@@ -79,7 +79,7 @@ class Task:
     least: Fraction | None
 
     @cached_property
-    def budgets(self) -> tuple[Floors, ...]:
+    def gain_floors(self) -> tuple[Floors, ...]:
         """Both kinds of floors in the solver's integers: those of the stages, then the overall."""
         table, least = self.table, self.least or Fraction(0)
         overall = _integer_floors(table.overall_row, np.zeros_like(table.stage), (least,))
@@ -91,7 +91,7 @@ class Task:
         """Whether an assignment ([n] columns) satisfies the task (in the solver's integers)."""
         if np.any(columns < 0) or not self.allowed[self.table.rows, columns].all():
             return False
-        return all((floors.missing(columns) <= 0).all() for floors in self.budgets)
+        return all((floors.missing(columns) <= 0).all() for floors in self.gain_floors)
 
     def cost_of(self, columns: Ints) -> float:
         """Return the cost of an assignment, correctly rounded."""

@@ -46,7 +46,7 @@ class ChoiceSet:
         stage: [m].
         floors: [p], least gain of each stage in units of `gain`; -inf without one.
         least: least gain of all linears in units of `gain`; -inf without one.
-        budgets: the same constraints in integers: those of the stages, then the overall one.
+        gain_floors: the same constraints in integers: those of the stages, then the overall one.
     """
 
     linears: Ints
@@ -55,7 +55,7 @@ class ChoiceSet:
     stage: Ints
     floors: Floats
     least: float
-    budgets: tuple[Floors, ...]
+    gain_floors: tuple[Floors, ...]
 
     @cached_property
     def rows(self) -> Ints:
@@ -70,7 +70,7 @@ class ChoiceSet:
         """Whether an assignment uses no dropped choice and satisfies every constraint."""
         if not np.isfinite(self.cost[self.rows, columns]).all():
             return False
-        return all((floors.missing(columns) <= 0).all() for floors in self.budgets)
+        return all((floors.missing(columns) <= 0).all() for floors in self.gain_floors)
 
     def without_dropped(self, columns: Ints) -> Ints:
         """Replace dropped choices by the cheapest ones with as much gain.
@@ -79,7 +79,7 @@ class ChoiceSet:
         """
         dropped = ~np.isfinite(self.cost[self.rows, columns])
         suits = np.isfinite(self.cost)
-        for floors in self.budgets:
+        for floors in self.gain_floors:
             suits &= floors.gains >= floors.own(columns)[:, None]
         best: Ints = np.where(suits, self.cost, np.inf).argmin(axis=1)
         return np.where(dropped, best, columns)
@@ -89,11 +89,11 @@ def make_choices(task: Task) -> list[ChoiceSet]:
     """Return the choice sets of a task: one a stage where only the stages have floors."""
     table, num_stages = task.table, task.table.problem.num_stages
     cost = np.where(task.allowed & ~_dominated(task), task.cost, np.inf)
-    limits, overall = np.full(num_stages, -math.inf), task.budgets[-1]
+    limits, overall = np.full(num_stages, -math.inf), task.gain_floors[-1]
     if task.floors is None:
         gain = overall.gains.astype(np.float64)
     else:
-        stages = task.budgets[0]
+        stages = task.gain_floors[0]
         if task.least is None or sum(task.floors) >= task.least:  # the floors imply it
             return [
                 _stage_choices(rows, cost[rows], stages.gains[rows], stages.least[[p]])
@@ -106,22 +106,22 @@ def make_choices(task: Task) -> list[ChoiceSet]:
         used = np.unique(table.stage)
         limits[used] = stages.least[used] * units[used]
     least = float(overall.least[0])
-    return [ChoiceSet(table.rows, cost, gain, table.stage, limits, least, task.budgets)]
+    return [ChoiceSet(table.rows, cost, gain, table.stage, limits, least, task.gain_floors)]
 
 
 def _stage_choices(linears: Ints, cost: Floats, gains: Ints, least: Ints) -> ChoiceSet:
     """Return the choice set of one stage, whose floor is the overall one of the set."""
     stage = np.zeros(len(linears), dtype=np.int64)
-    none, budgets = np.array([-math.inf]), (Floors(gains, stage, least),)
+    none, gain_floors = np.array([-math.inf]), (Floors(gains, stage, least),)
     gain = gains.astype(np.float64)
-    return ChoiceSet(linears, cost, gain, stage, none, float(least[0]), budgets)
+    return ChoiceSet(linears, cost, gain, stage, none, float(least[0]), gain_floors)
 
 
 def _dominated(task: Task) -> Mask:
     """[n, k], choices that another one of the linear makes superfluous."""
     worst = np.iinfo(np.int64).min
     criteria = [-np.where(task.allowed, task.cost, np.inf)]
-    criteria += [np.where(task.allowed, floors.gains, worst) for floors in task.budgets]
+    criteria += [np.where(task.allowed, floors.gains, worst) for floors in task.gain_floors]
     dominated = np.zeros(task.allowed.shape, dtype=np.bool_)
     for j in range(task.allowed.shape[1]):
         as_good, better = np.ones_like(dominated), np.zeros_like(dominated)

@@ -135,7 +135,7 @@ def gemms_lowered_in(order: Callable[[Request, Task], list[Item]]) -> Decide:
 
 def _steps(task: Task, start: Ints, items: Iterable[Item]) -> Iterator[tuple[int, int]]:
     """Yield (row, column) for each item; one without an allowed option joins the linear's next."""
-    low, columns, gains = by_saving(task, most=True), start.copy(), task.budgets[-1].gains
+    low, columns, gains = by_saving(task, most=True), start.copy(), task.gain_floors[-1].gains
     reached: dict[int, Option] = {}
     for row, gemm in items:
         names = task.table.options(row)
@@ -162,7 +162,7 @@ def greedy_fill(task: Task, start: Ints, steps: Iterable[tuple[int, int]]) -> In
         [n] columns; they satisfy the task if the steps suffice.
     """
     columns, remaining = start.copy(), list(steps)
-    for floors in task.budgets:  # those of the stages first
+    for floors in task.gain_floors:  # those of the stages first
         missing, gains = floors.missing(columns), floors.gains
         steps, remaining = remaining, []
         for row, column in steps:
@@ -210,7 +210,7 @@ def _by_score(score: str, per_gain: bool = False) -> Order:
     def order(request: Request, task: Task) -> list[int]:
         low, high = by_saving(task, most=True), by_saving(task, most=False)
         rows = np.flatnonzero(low != high)  # others cannot be lowered
-        gains = task.budgets[-1].gains
+        gains = task.gain_floors[-1].gains
         units = gains[rows, low[rows]] - gains[rows, high[rows]] if per_gain else rows >= 0
         scores = [_score(request, score, int(row), int(low[row])) for row in rows]
         ranks = np.argsort(np.array(scores) / units, kind="stable")

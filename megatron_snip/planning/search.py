@@ -189,7 +189,7 @@ class Search:
         number[rows, columns] = np.arange(len(rows))
         owner = free[rows]
         constraints: list[tuple[Ints, int]] = []
-        for floors in choices.budgets:
+        for floors in choices.gain_floors:
             gains, group = floors.gains[owner, columns], floors.group[owner]
             left = floors.missing(found, fixed).tolist()
             used = np.unique(floors.group).tolist()
@@ -233,7 +233,7 @@ def round_up(choices: ChoiceSet, dual: Dual) -> Ints:
     closes the rest. Equal linears tie at the dual's price; moving all of them would overshoot.
     """
     columns = dual.below.copy()
-    for floors in choices.budgets:
+    for floors in choices.gain_floors:
         lacking = floors.missing(columns)
         step = floors.own(dual.above) - floors.own(columns)
         skipped: dict[int, int] = {}

@@ -74,7 +74,7 @@ class RecipeTELinear:
         if missing:
             raise UnsupportedError(
                 f"{self.name}: {type(module).__name__} has no {', '.join(missing)}; SNIP needs "
-                f"{', '.join(_NEEDED)} to change its precision (Transformer Engine 2.8 to 2.20 "
+                f"{', '.join(_NEEDED)} to change its precision (Transformer Engine 2.8 or later "
                 "under megatron-core 0.16 or later); use --snip-backend simulate"
             )
         self._runtime = runtime

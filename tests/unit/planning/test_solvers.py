@@ -133,7 +133,7 @@ def relaxation(choices: ChoiceSet) -> float:
     scale = np.abs(loss).max() or 1.0
     owner = (rows[None, :] == np.arange(len(choices.cost))[:, None]).astype(float)
     lines, thresholds = [], []
-    for floors in choices.budgets:
+    for floors in choices.gain_floors:
         size = max(1.0, float(floors.gains.max()))
         for p, least in enumerate(floors.least):
             own = np.where(floors.group[rows] == p, floors.gains[rows, columns], 0)
