@@ -2,7 +2,7 @@
 
 MEGATRON_MAIN is a clone of Megatron-LM; its branch (main) and the tags of releases are unpacked
 from it. Hybrid models find the stand-ins of Transformer Engine and of Mamba's kernels. When all of
-them have passed, the table of docs/backends.md is written.
+them have passed, the table of docs/megatron.md is written.
 """
 
 import os
@@ -47,7 +47,7 @@ def passed() -> Iterator[set[tuple[str, str, str]]]:
     found: set[tuple[str, str, str]] = set()
     yield found
     if len(found) == len(RELEASES) * len(CASES):
-        page = ROOT / "docs" / "backends.md"
+        page = ROOT / "docs" / "megatron.md"
         begin, end = "<!-- releases -->\n", "<!-- end of releases -->"
         head, _, rest = page.read_text().partition(begin)
         page.write_text(head + begin + table() + end + rest.partition(end)[2])
