@@ -8,19 +8,20 @@ change that were no spikes (at most 16) it computes
              (robust; a slope does not enter)
     limit    level + max(sigmas * noise, 0.2 * |level|)
 
-A loss above the limit, or one that is not finite, is a spike. Then everything that the attempt
-changed is restored, and the iteration runs again under the fallback plan, so a NaN that a plan
-causes never reaches the weights. The plan is reverted if its loss was not finite and the
-second one is, if the second run undoes more than half of the rise, or if losses stayed above the
-limit for 10 iterations. Then the fallback stays, the plan is refused from now on, and the next
-iteration measures again. Otherwise the data or the learning rate caused the loss, and the plan
-stays; a loss that is NaN under both plans is left to Megatron's own check.
+A loss above the limit, or a loss or gradient that is not finite, is a spike. Then everything that
+the attempt changed is restored, and the iteration runs again under the fallback plan, so a NaN that
+a plan causes never reaches the weights. The plan is reverted if its loss was not finite and the
+second one is, if the second run undoes more than half of the rise, or at the tenth spike without a
+return to half of the rise. Then the fallback stays, the plan is refused from now on, and after the
+first revert in a row the next iteration measures again. Otherwise the data or the learning rate
+caused the loss, and the plan stays; a loss that is NaN under both plans is left to Megatron's own
+check.
 
 The fallback is the last good plan; if that is the current one, BF16 except for pinned linears; if
 that is the current one too, the guard stops watching.
 
-Outside those iterations the sum of the loss starts after the backward, and all ranks read it at the
-end of the iteration.
+Outside those iterations the loss is summed asynchronously after the backward, and read at the end
+of the iteration.
 """
 
 import itertools
@@ -74,7 +75,7 @@ class Watch(_Record):
 
     Attributes:
         left: iterations still to be judged.
-        level: the loss at the plan change.
+        level: of the loss before the plan change.
         limit: losses above it are spikes.
         num_spikes: spikes since the loss was last below half of the rise.
     """
@@ -86,7 +87,7 @@ class Watch(_Record):
 
 
 class LossMonitor(_Record):
-    """The losses so far, and the watch on the current plan; ranks that add equal losses agree.
+    """The losses so far, and the watch on the current plan; the same on all ranks.
 
     Attributes:
         recent: the last losses that were no spikes, oldest first.
@@ -196,7 +197,7 @@ class Guard:
         return self.state.loss.watch is not None
 
     def plan_changed(self, old: PrecisionPlan) -> None:
-        """Judge a plan that replaces `old` from the next iteration on."""
+        """Judge a plan that replaces `old` from the coming iteration on."""
         watch = self.state.loss.watch
         good = old if watch is None or watch.num_spikes == 0 else self.state.good
         loss = self.state.loss.after_plan_change(self._sigmas)

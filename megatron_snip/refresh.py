@@ -1,7 +1,7 @@
 """A refresh: observes training iterations, and makes a planning problem from the statistics.
 
 an observed iteration    a part of the linears is measured while it runs (statistics/observer)
-its end                  one all-reduce; the running mean of the statistics is updated
+its end                  all-reduces; the running mean of the statistics is updated
 after the last part      statistics -> divergences -> planning problem
 """
 
@@ -49,7 +49,7 @@ class Schedule:
     one of `num_parts` parts of the linears.
 
     Attributes:
-        static: the policy needs no statistics, so its plan holds from the first iteration on.
+        static: the policy needs no statistics, so it plans before the first iteration.
         replans: refreshes or changes of the target lead to plans.
         num_parts: iterations that one refresh observes.
         refreshed: the first iteration of the last refresh that began, or None.
@@ -212,7 +212,7 @@ class Refresher:
 
     def _divergences(self, warn: bool) -> DivergenceTable:
         assert self.mean is not None, "something was measured"
-        # Another format of as few bits stands in for a lowest precision that no linear can run.
+        # If no linear can run the lowest format, another with as few bits stands in.
         lowest = lowest_precision(self._formats).name
         return divergence_table(self.mean, self._available.options, lowest, self._config, warn)
 

@@ -1,4 +1,4 @@
-"""Checkpoints. A resumed run is bitwise the run that never stopped.
+"""Checkpoints. On the CPU, in the same layout, a resumed run is bitwise one that never stopped.
 
     FOLDER/iter_0000040/                           a complete checkpoint after 40 iterations
     FOLDER/iter_0000040/run.json                   settings, versions, SHA-256 of the other files
@@ -7,7 +7,8 @@
 
 The names and the format (`torch_dist`) are Megatron's. A checkpoint is written to its partial
 folder, hashed, renamed, and then named by the pointer. A run that is killed leaves the pointer at a
-complete checkpoint. The next run that saves removes partial folders. Loading checks the digests.
+complete checkpoint, unless it was just replacing that one (--ckpt-step names another). The next run
+that saves removes partial folders. Loading checks the digests.
 
 The state dict holds (tensors as global tensors, so that other layouts can read them):
 
@@ -56,7 +57,7 @@ from megatron_snip.trainer.model import TrainingState
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""They end a run that saves, after a checkpoint."""
+"""Each ends a run with `save`, after a last checkpoint."""
 
 POINTER = "latest_checkpointed_iteration.txt"
 SETTINGS = "run.json"
@@ -229,7 +230,7 @@ def save_checkpoint(state: TrainingState, group: ProcessGroup | None, progress: 
             "opt_param_scheduler": state.scheduler.state_dict(),
             "snip": None if progress.snip is None else progress.snip.to_dict(),
         }
-        # Megatron's queue process, too, is started in each save.
+        # Megatron then starts its queue process anew, with the signals blocked.
         setattr(filesystem_async, "_results_queue", None)  # noqa: B010
         try:
             with _signals_held():
@@ -321,7 +322,7 @@ def _chunks(state: TrainingState) -> dict[str, Any]:
 
 
 def _digests(folder: Path, names: list[str], group: ProcessGroup | None) -> dict[str, str]:
-    """All ranks: hash the files, each rank a share; unreadable files have no SHA-256."""
+    """All ranks: hash the files, each rank a share; of an unreadable file the error."""
     share = names[dist.get_rank() :: dist.get_world_size()]
     parts = gather_json({name: _sha256(folder / name) for name in share}, group)
     return {name: digest for part in parts for name, digest in part.items()}
