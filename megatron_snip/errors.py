@@ -52,7 +52,15 @@ class PlanningError(SnipError):
 
 
 class UnsupportedError(SnipError):
-    """A combination of settings that cannot run here; the message names both and the remedy."""
+    """Settings that cannot run here; each message names one, the reason and the remedy.
+
+    Attributes:
+        messages: one line each.
+    """
+
+    def __init__(self, *messages: str) -> None:
+        super().__init__("\n".join(messages))
+        self.messages = messages
 
 
 @contextmanager

@@ -17,12 +17,20 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import ValidationError
 
 from megatron_snip.config import SnipConfig, make_config
-from megatron_snip.errors import SnipError, UsageError, did_you_mean, naming_field, shown
+from megatron_snip.errors import (
+    SnipError,
+    UnsupportedError,
+    UsageError,
+    did_you_mean,
+    naming_field,
+    shown,
+)
 from megatron_snip.files import first_problem, read_yaml
 from megatron_snip.flags import add_flags, flag_name, given_values
 from megatron_snip.log import warn_once_per_job
 from megatron_snip.patches import cpu
 from megatron_snip.patches.cpu.megatron import set_cpu_defaults
+from megatron_snip.patches.flag_rows import FlagRow
 from megatron_snip.patches.incompatible import check_flags
 from megatron_snip.patches.registry import Call, Session, patch
 
@@ -113,7 +121,7 @@ def snip_config(args: argparse.Namespace, given: Mapping[str, Any]) -> SnipConfi
         raise first_problem(error, SnipConfig.model_fields) from None
     if not config.enabled:
         return config
-    check_flags(args)
+    config = _restricted(config, check_flags(args, config.collect_only))
     from megatron_snip.planning.policies import get_policy
 
     with naming_field("policy"):
@@ -121,17 +129,36 @@ def snip_config(args: argparse.Namespace, given: Mapping[str, Any]) -> SnipConfi
     return config.model_copy(update={"pins": (*_bf16_layers(args), *config.pins)})
 
 
+def _restricted(config: SnipConfig, rows: Sequence[FlagRow]) -> SnipConfig:
+    """Return the settings under the flags of a job; log what cannot change while it runs."""
+    only_measures = [row for row in rows if row.plans == "measures"]
+    for row in rows:
+        if row.plans == "pins" and not (only_measures or config.collect_only):
+            warn_once_per_job(logger, f"{row.flag}: {row.text}")
+    if not only_measures or (config.collect_only and config.plan_file is None):
+        return config
+    for row in only_measures:
+        warn_once_per_job(logger, f"{row.flag}: {row.text}; SNIP measures and makes no plans")
+    return config.model_copy(update={"collect_only": True, "plan_file": None})
+
+
 def exit_on_error(action: Callable[[], T]) -> T:
-    """Run `action`; on bad input print one line on each host and exit with status 2."""
+    """Run `action`; on bad input print a line for each error on each host, exit with status 2."""
     try:
         return action()
     except SnipError as error:
         if int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))) == 0:
-            text = str(error)
-            if isinstance(error, UsageError) and error.field is not None:
-                text = f"{flag_name(PREFIX, error.field)}: {error.message}"
-            print(f"megatron-snip: error: {shown(text)}", file=sys.stderr, flush=True)
+            for text in _messages(error):
+                print(f"megatron-snip: error: {shown(text)}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
+
+
+def _messages(error: SnipError) -> tuple[str, ...]:
+    if isinstance(error, UnsupportedError):
+        return error.messages
+    if isinstance(error, UsageError) and error.field is not None:
+        return (f"{flag_name(PREFIX, error.field)}: {error.message}",)
+    return (str(error),)
 
 
 def _escape_percent_signs(parser: argparse.ArgumentParser) -> None:

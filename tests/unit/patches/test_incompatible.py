@@ -1,4 +1,4 @@
-"""Incompatible flags end in one line with the flag, the reason and the remedy."""
+"""Each of Megatron's settings that SNIP treats apart: what is refused, in a line each."""
 
 import argparse
 from typing import Any
@@ -7,25 +7,27 @@ import pytest
 import torch
 
 from megatron_snip.errors import UnsupportedError
+from megatron_snip.patches.fast_flags import FAST_FLAGS
+from megatron_snip.patches.flag_rows import FlagRow, given
 from megatron_snip.patches.incompatible import INCOMPATIBLE_FLAGS, check_flags, check_modules
 
 ACTIVE: list[dict[str, Any]] = [
     {"transformer_impl": "transformer_engine"},
-    {"fp4_param": True},
     {"fp16": True},
-    {"use_transformer_engine_op_fuser": True},
-    {"tp_comm_overlap": True},
-    {"cuda_graph_impl": "full_iteration"},
-    {"use_torch_fsdp2": True},
-    {"overlap_dispatch_backward_with_experts_wgrad": True},
-    {"overlap_moe_expert_parallel_comm": True, "fp8": "e4m3"},
     {"expert_gtp_weight_remat_size": 2},
     {"moe_single_grouped_weight": True},
-    {"moe_expert_rank_capacity_factor": 1.5},
     {"hybrid_context_parallel": True},
     {"kitchen_recipe_number": 0},
     {"perform_rl_step": True},
     {"exp_avg_dtype": torch.float16},
+    {"fp4_param": True},
+    {"cuda_graph_impl": "full_iteration"},
+    {"overlap_dispatch_backward_with_experts_wgrad": True},
+    {"overlap_moe_expert_parallel_comm": True, "fp8": "e4m3"},
+    {"use_transformer_engine_op_fuser": True},
+    {"tp_comm_overlap": True},
+    {"moe_expert_rank_capacity_factor": 1.5},
+    {"use_torch_fsdp2": True},
 ]
 """Settings that turn on one row after the other."""
 HARMLESS = {
@@ -42,22 +44,50 @@ HARMLESS = {
 }
 
 
-def test_each_is_one_line_with_a_remedy() -> None:
-    for row, settings in zip(INCOMPATIBLE_FLAGS, ACTIVE, strict=True):
+ROWS = (*INCOMPATIBLE_FLAGS, *FAST_FLAGS)
+
+
+@pytest.mark.parametrize("collect_only", [False, True])
+def test_each_setting_turns_on_its_row_and_only_that(collect_only: bool) -> None:
+    for row, settings in zip(ROWS, ACTIVE, strict=True):
+        args = argparse.Namespace(**HARMLESS | settings)
+        refusal = row.refusal(collect_only)
+        if refusal is None:
+            assert check_flags(args, collect_only) == (row,)
+            continue
         with pytest.raises(UnsupportedError) as error:
-            check_flags(argparse.Namespace(**HARMLESS | settings))
-        assert str(error.value) == row.message and "\n" not in row.message
+            check_flags(args, collect_only)
+        assert error.value.messages == (refusal,) and "\n" not in refusal
+
+
+def test_all_refusals_come_at_once() -> None:
+    args = argparse.Namespace(fp16=True, perform_rl_step=True, exp_avg_sq_dtype="fp8")
+    with pytest.raises(UnsupportedError) as error:
+        check_flags(args, collect_only=False)
+    assert [text.split(":")[0] for text in error.value.messages] == [
+        "--snip cannot run with --fp16",
+        "--snip cannot run with --perform-rl-step",
+        "--snip cannot run with --exp-avg-dtype or --exp-avg-sq-dtype fp16 or fp8",
+    ]
 
 
 def test_ordinary_settings_pass() -> None:
-    check_flags(argparse.Namespace(**HARMLESS))
-    check_flags(argparse.Namespace())  # a release that has none of these
+    assert check_flags(argparse.Namespace(**HARMLESS), collect_only=False) == ()
+    assert check_flags(argparse.Namespace(), collect_only=False) == ()  # a release without them
+
+
+def test_what_can_only_be_measured_says_so_in_the_remedy() -> None:
+    row = FlagRow("--fast", given("fast"), plans="refuses", text="it cannot change")
+    assert row.refusal(collect_only=True) is None
+    assert str(row.refusal(collect_only=False)) == (
+        "--snip cannot run with --fast: it cannot change; drop it, or add --snip-collect-only"
+    )
 
 
 def test_older_spellings_of_cuda_graphs() -> None:
+    row = next(row for row in FAST_FLAGS if "CUDA graphs" in row.flag)
     for name in ("enable_cuda_graph", "external_cuda_graph"):
-        with pytest.raises(UnsupportedError, match="CUDA graphs"):
-            check_flags(argparse.Namespace(**{name: True}))
+        assert row.is_on(argparse.Namespace(**{name: True}))
 
 
 def test_modules_without_linears_are_named_with_their_path() -> None:

@@ -1,0 +1,60 @@
+"""What SNIP does with one of Megatron's settings: the rows of `fast_flags` and `incompatible`.
+
+runs       nothing special: plans change while the job trains
+pins       plans change, and some linears stay as the job runs them; the run says which
+measures   linears cannot change: the run measures, as with `--snip-collect-only`, and says so
+refuses    the job ends with a line: the reason and what to do
+"""
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+Effect = Literal["runs", "pins", "measures", "refuses"]
+
+
+@dataclass(frozen=True)
+class FlagRow:
+    """One setting, or a combination of settings.
+
+    Attributes:
+        flag: as users write it.
+        is_on: whether Megatron's namespace has it; a missing attribute is off.
+        plans: what a run with plans does under it.
+        text: how, or why not; a clause that follows `flag: `.
+        num_recipes: how many of the published recipes in tests/recipes have it.
+        collects: what `--snip-collect-only` does under it: `runs` or `refuses`.
+        remedy: what to do instead of a flag that is refused, as an imperative.
+    """
+
+    flag: str
+    is_on: Callable[[Namespace], bool]
+    plans: Effect
+    text: str
+    num_recipes: int = 0
+    collects: Effect = "runs"
+    remedy: str = "drop it"
+
+    def refusal(self, collect_only: bool) -> str | None:
+        """Return one line why SNIP cannot run with it, or None."""
+        if self.plans != "refuses":
+            return None
+        if collect_only and self.collects != "refuses":
+            return None
+        advice = self.remedy if collect_only else f"{self.remedy}{self._or_measure}"
+        return f"--snip cannot run with {self.flag}: {self.text}; {advice}"
+
+    @property
+    def _or_measure(self) -> str:
+        return "" if self.collects == "refuses" else ", or add --snip-collect-only"
+
+
+def given(*names: str) -> Callable[[Namespace], bool]:
+    """Return a condition: any of these attributes is set to something other than `none`."""
+
+    def is_on(args: Namespace) -> bool:
+        values = (getattr(args, name, None) for name in names)
+        return any(v is not None and v is not False and v != "none" for v in values)
+
+    return is_on
