@@ -23,6 +23,7 @@ from megatron_snip.options import Option
 from megatron_snip.topology import Topology
 
 DEVICE = "cuda" if os.environ.get("SNIP_TE_REAL") == "1" else "cpu"
+BF16: dict[str, Any] = {"bf16": True, "params_dtype": torch.bfloat16}
 SEQUENCE, BATCH = 16, 2
 """32 tokens a microbatch: what every recipe of Transformer Engine accepts."""
 
@@ -83,7 +84,7 @@ def build(te: bool = True, grouped: bool = False, **changes: Any) -> GPTModel:
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     )
-    return model.to(DEVICE)
+    return model.to(DEVICE, config.params_dtype)
 
 
 _FUSED = {

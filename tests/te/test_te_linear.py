@@ -17,6 +17,7 @@ from megatron_snip.linears.te.linear import FreshWeights, RecipeTELinear
 from megatron_snip.options import Option
 from megatron_snip.topology import Topology
 from tests.te.models import (
+    BF16,
     EXPERTS,
     Choice,
     batches,
@@ -207,25 +208,79 @@ def test_uninstalling_restores_every_module(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_grouped_experts_refuse_options_that_differ_by_gemm() -> None:
-    _, under = under_plan(grouped=True, fp4="e2m1", **EXPERTS)
+    _, under = under_plan(grouped=True, fp4="e2m1", **BF16, **EXPERTS)
     for linear in (p for p in under.linears if len(p.placements) > 1):
         assert linear.refusal(Option.uniform("nvfp4")) is None
         refusal = linear.refusal(Option.parse("nvfp4-mxfp8-bf16"))
         assert "one format for all three GEMMs" in str(refusal)
 
 
-def test_a_gathered_input_has_no_more_bits_in_wgrad_than_in_fprop() -> None:
-    """Transformer Engine makes the columns of a gathered input from the rows of its shards."""
-    finer = ("nvfp4-mxfp8-bf16", "nvfp4-mxfp8-mxfp8", "mxfp8-nvfp4-bf16")
-    others = ("mxfp8", "nvfp4", "nvfp4-mxfp8-nvfp4", "bf16-mxfp8-nvfp4", "mxfp8-nvfp4-nvfp4")
+def gathering(with_norm: bool) -> RecipeTELinear:
+    """A column-parallel linear as it is on one of two ranks under sequence parallelism."""
+    model, under = under_plan(**BF16)
+    linear = next(each for each in under.linears if each.placements[0].kind == "column")
+    if not with_norm:
+        plain = extension.TEColumnParallelLinear(
+            64,
+            32,
+            config=model.config,
+            init_method=torch.nn.init.zeros_,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=True,
+            is_expert=False,
+        ).bfloat16()
+        linear = RecipeTELinear(plain, linear.placements, linear._runtime, linear._machine)
+    linear.module.sequence_parallel = True
+    return linear
+
+
+LOSES_BITS = "wgrad cannot have more bits than fprop"
+FAILS = "cannot gather an input that is NVFP4 in wgrad alone"
+GATHERED = {  # option -> what refuses it with a fused norm, and without one
+    "mxfp8": ("", ""),
+    "nvfp4": ("", ""),
+    "nvfp4-mxfp8-nvfp4": ("", ""),
+    "mxfp8-nvfp4-nvfp4": ("", ""),
+    "bf16-nvfp4-nvfp4": ("", ""),
+    "bf16-mxfp8-mxfp8": ("", ""),
+    "nvfp4-mxfp8-bf16": (LOSES_BITS, ""),
+    "nvfp4-nvfp4-mxfp8": (LOSES_BITS, ""),
+    "mxfp8-mxfp8-bf16": (LOSES_BITS, ""),
+    "mxfp8-nvfp4-bf16": (LOSES_BITS, LOSES_BITS),
+    "mxfp8-mxfp8-nvfp4": ("", FAILS),
+    "bf16-mxfp8-nvfp4": ("", FAILS),
+    "mxfp8-bf16-nvfp4": ("", FAILS),
+    "bf16-bf16-nvfp4": ("", FAILS),
+}
+
+
+@pytest.mark.parametrize("with_norm", [True, False])
+def test_what_a_gathered_input_cannot_be(with_norm: bool) -> None:
+    """Transformer Engine makes wgrad's input from what it kept of fprop's or of wgrad's."""
+    linear = gathering(with_norm)
+    for text, wanted in GATHERED.items():
+        reason = linear.refusal(Option.parse(text)) or ""
+        assert wanted[not with_norm] in reason and bool(reason) == bool(wanted[not with_norm])
+    linear.module.sequence_parallel = False
+    assert not any(linear.refusal(Option.parse(text)) for text in GATHERED)
+
+
+def test_row_parallel_linears_gather_no_input() -> None:
+    linears = under_plan(**BF16)[1].linears
+    linear = next(each for each in linears if each.placements[0].kind == "row")
+    linear.module.sequence_parallel = True
+    assert not any(linear.refusal(Option.parse(text)) for text in GATHERED)
+
+
+def test_nvfp4_in_an_fp32_run_is_refused() -> None:
+    """Transformer Engine raises in the first forward: "RHT is only supported for bfloat16"."""
     for linear in under_plan()[1].linears:
-        module: Any = linear.module
-        module.sequence_parallel = True
-        assert all(linear.refusal(Option.parse(text)) is None for text in others)
-        for text in finer:
-            reason = linear.refusal(Option.parse(text))
-            assert (reason is None) == (linear.placements[0].kind == "row")
-            assert reason is None or "wgrad cannot have more bits than fprop" in reason
+        for text in ("nvfp4", "nvfp4-mxfp8-bf16", "bf16-mxfp8-nvfp4"):
+            assert "NVFP4 needs BF16 and got float32; add --bf16" in str(
+                linear.refusal(Option.parse(text))
+            )
+        assert linear.refusal(Option.parse("mxfp8")) is None
 
 
 @pytest.mark.real_te

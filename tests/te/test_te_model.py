@@ -22,7 +22,7 @@ from megatron_snip.options import Option
 from megatron_snip.planning.plan import assigned_plan, write_plan
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.topology import Topology
-from tests.te.models import EXPERTS, build, by_name, losses, ours, plan, planned, ran
+from tests.te.models import BF16, EXPERTS, build, by_name, losses, ours, plan, planned, ran
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 
@@ -143,7 +143,7 @@ def test_a_lowest_precision_that_the_machine_lacks_is_refused(
 def test_experts_need_a_run_that_pads_their_tokens(grouped: bool) -> None:
     """Megatron pads an expert's tokens only where the run quantizes by default."""
     mxfp8, nvfp4 = map(Option.uniform, ("mxfp8", "nvfp4"))
-    found = available(build(grouped=grouped, **EXPERTS), formats=("mxfp8", "nvfp4"))
+    found = available(build(grouped=grouped, **BF16, **EXPERTS), formats=("mxfp8", "nvfp4"))
     experts = {f"decoder.layers.{i}.mlp.experts.linear_fc{j}" for i in range(2) for j in (1, 2)}
     assert set(found.refusals[nvfp4]) == set(found.refusals[mxfp8]) == experts
     assert len(found.warnings) == 2
@@ -194,7 +194,7 @@ def test_a_plan_file_runs_as_the_machine_can(
 ) -> None:
     """And the run directory records what runs."""
     on(monkeypatch, capability)
-    model, path = build(), tmp_path / "plan.json"
+    model, path = build(**BF16), tmp_path / "plan.json"
     under = PlannedModel([model], Topology(), seed=0)
     work = {i.name: (i.stage, i.flops_per_token) for i in under.all_linears}
     write_plan(assigned_plan(plan(under, option), work, "fp4", "snip"), path)
@@ -215,5 +215,5 @@ def test_a_plan_file_runs_as_the_machine_can(
     (file,) = (tmp_path / "run" / "precision").iterdir()
     rows = json.loads(file.read_text())["linears"]
     assert [row.pop("name") for row in rows] == list(run.plan.linears)
-    wanted = {"option": runs, "recipe": label, "backend": "te", "weight_storage": "float32"}
+    wanted = {"option": runs, "recipe": label, "backend": "te", "weight_storage": "bfloat16"}
     assert all(row == wanted for row in rows)

@@ -21,6 +21,7 @@ from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.topology import Topology
 from tests.te.models import BATCH, SEQUENCE, build, losses, plan, planned, ran
+from tests.te.models import BF16 as IN_BF16
 
 SECONDS = {"bf16": 3.0, "mxfp8": 2.0, "nvfp4": 1.0}
 MIXED_S = 0.5
@@ -63,7 +64,7 @@ class Clock:
 
 def timed(cache: Path | None, **settings: Any) -> tuple[PlannedModel, AvailableOptions]:
     config = SnipConfig(cost="time", **{"formats": ("fp8", "fp4"), **settings})
-    model = PlannedModel([build()], Topology(), 0, microbatch_tokens=SEQUENCE * BATCH)
+    model = PlannedModel([build(**IN_BF16)], Topology(), 0, microbatch_tokens=SEQUENCE * BATCH)
     return model, timed_options(available_options(model, config), model, config, cache)
 
 

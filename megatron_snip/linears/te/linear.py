@@ -27,13 +27,12 @@ from torch import Tensor
 
 from megatron_snip.config import Backend
 from megatron_snip.errors import UnsupportedError
-from megatron_snip.formats import get_format
 from megatron_snip.linears.megatron_linear import SimulatedLinear
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.te.machine import Machine, te_recipe, te_refusal
 from megatron_snip.linears.te.modules import (
     EXTENSION,
-    gathers_input,
+    gather_refusal,
     input_is_split,
     is_grouped,
     multiplied_input,
@@ -109,14 +108,13 @@ class RecipeTELinear:
         recipe = te_recipe(option, self._machine)
         if is_grouped(self.module) and not recipe.is_uniform:
             return "grouped experts take one format for all three GEMMs"
-        wgrad_is_finer = get_format(option.fprop).bits < get_format(option.wgrad).bits
-        if wgrad_is_finer and gathers_input(self.module):
-            # A shard that was quantized by two formats is dequantized from its rows, which are
-            # fprop's, before it is gathered (`HybridQuantizedTensorStorage.dequantize`, 2.20).
-            return (
-                f"{option}: under sequence parallelism Transformer Engine gathers the input as "
-                "fprop quantized it, so wgrad cannot have more bits than fprop"
-            )
+        if "nvfp4" in recipe and self.weights[0].dtype != torch.bfloat16:
+            # Its random Hadamard transform is a kernel for BF16 (`NVFP4Quantizer::quantize_impl`).
+            dtype = str(self.weights[0].dtype).removeprefix("torch.")
+            return f"{option}: Transformer Engine's NVFP4 needs BF16 and got {dtype}; add --bf16"
+        reason = gather_refusal(self.module, option, recipe)
+        if reason is not None:
+            return reason
         is_expert = self.placements[0].expert is not None
         return shape_refusal(self.module, is_expert, recipe, self._runtime.microbatch_tokens)
 

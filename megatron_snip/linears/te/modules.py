@@ -28,7 +28,9 @@ import torch
 from torch.nn import functional
 
 from megatron_snip.errors import UnsupportedError
+from megatron_snip.formats import get_format
 from megatron_snip.linears.te.recipe import RECIPES, TERecipe
+from megatron_snip.options import Option
 from megatron_snip.topology import LinearKind
 
 EXTENSION = "megatron.core.extensions.transformer_engine"
@@ -160,6 +162,43 @@ def multiplied_input(module: Any, input: torch.Tensor) -> torch.Tensor:
     else:
         normal = functional.layer_norm(x, shape, gain, module.layer_norm_bias.float(), eps)
     return normal.to(input.dtype)
+
+
+def gather_refusal(module: Any, option: Option, recipe: TERecipe) -> str | None:
+    """Return why wgrad cannot run on the input that is gathered, or None if it can.
+
+    Under sequence parallelism Transformer Engine quantizes a rank's tokens, and gathers them again
+    in the backward. If fprop and wgrad have one recipe, it gathers what was quantized for wgrad.
+    Else it dequantizes one of the two, gathers that, and quantizes the result for wgrad (2.20):
+
+        LayerNormLinear    fprop's
+        Linear             fprop's if dgrad is NVFP4 and fprop is not (it asks the weight's
+                           quantizer `supports_only_rowwise_all_gather`); else wgrad's
+
+    What fprop has rounded off is lost for wgrad. What is NVFP4 for wgrad cannot be dequantized:
+    the first backward raises NotImplementedError.
+
+    Args:
+        module: a Transformer Engine linear.
+        option: to run.
+        recipe: that runs the option.
+    """
+    if not gathers_input(module) or recipe.fprop == recipe.wgrad:
+        return None
+    has_norm = getattr(module, "layer_norm_weight", None) is not None
+    if has_norm or (recipe.dgrad == "nvfp4" and recipe.fprop != "nvfp4"):
+        if get_format(option.fprop).bits >= get_format(option.wgrad).bits:
+            return None
+        return (
+            f"{option}: under sequence parallelism Transformer Engine gathers the input as fprop "
+            "quantized it, so wgrad cannot have more bits than fprop"
+        )
+    if recipe.wgrad != "nvfp4":
+        return None
+    return (
+        f"{option}: under sequence parallelism Transformer Engine cannot gather an input that is "
+        "NVFP4 in wgrad alone; NVFP4 in fprop or dgrad as well, or another format in wgrad"
+    )
 
 
 def shape_refusal(
