@@ -84,7 +84,7 @@ types: $(STAMP)  ## mypy --strict
 	ln -s $(CURDIR)/megatron_snip/* $(CURDIR)/kernels $(CURDIR)/patches build/types/megatron_snip/
 	$(BIN)/mypy
 
-# MkDocs warns of its own next major version, which has nothing to do with our pages.
+# Material for MkDocs advertises a successor of MkDocs.
 .PHONY: docs
 docs: $(STAMP)  ## build the documentation into site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -23,7 +23,7 @@ from megatron_snip.patches.arguments import add_snip_arguments
 PAGE = Path(__file__).with_name("flags.md")
 COMMAND = "python docs/flags_page.py --write"
 HEAD = f"""\
-# Every flag
+# Flags
 
 <!-- Written by `{COMMAND}`; a test compares the two. -->
 

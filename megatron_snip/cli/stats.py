@@ -87,7 +87,8 @@ def _print_divergences(record: Divergences, sort: str) -> None:
     out.print(table)
     out.print(
         "loss, weight: loss and weight divergence, scores that order the linears. local: relative "
-        "change of the linear's next update. error: relative quantization error."
+        "change of the linear's next update. error: sum of the relative quantization errors of the "
+        "two operands of its three GEMMs."
     )
 
 

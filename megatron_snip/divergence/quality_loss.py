@@ -3,20 +3,20 @@
 The scores of an option q at a linear l come from its statistics; all are 0 for bf16.
 
     loss_l(q)      = fisher of fprop's format
-    weight_l(q)^2  = kappa aligned_fisher(fprop) + 1/8 loc^2(dgrad) + loc^2(wgrad)
+    weight_l(q)^2  = kappa aligned_fisher(fprop) + 1/8 local_square(dgrad) + local_square(wgrad)
 
 Only fprop changes the loss of the iteration. `fisher` orders linears; it is 15 to 700 times smaller
 than the change of the loss (docs/measuring.md). `first_plus_fisher` is the paper's |first| + fisher
 (SNIP, arXiv:2602.01410, Sec. 4); the sign of `first` belongs to its batch.
 
-The weight divergence scores the change of the next optimizer updates. The change of the linear's
-own update through wgrad is loc^2 = |D * eW|^2 / |update|^2. The change of all updates through fprop
-grows with `aligned_fisher`; kappa makes its sum over linears 4 sqrt(n) times that of loc^2, both in
-the lowest precision, with n microbatches in the iteration. wgrad's errors are nearly independent
-from microbatch to microbatch; fprop's partly repeat, since the weight's rounding does. The change
-of the updates below through dgrad is small and about equal at all linears; an eighth of loc^2
-stands for it. The factors come from brute force on one model (5 layers of width 192), and
-docs/measuring.md judges them on others.
+The weight divergence scores the change of the next optimizer updates. `local_square` =
+|D * eW|^2 / |update|^2 is the change of the linear's own update through wgrad. The change of all
+updates through fprop grows with `aligned_fisher`. kappa makes its sum over linears 4 sqrt(n) times
+that of `local_square`, both in the lowest precision, with n microbatches in the iteration. Errors
+of wgrad are nearly independent from microbatch to microbatch; those of fprop partly repeat, since
+the rounding of the weight does. The change of the updates below through dgrad is small and about
+equal at all linears; an eighth of `local_square` stands for it. The factors come from brute force
+on one model (5 layers of width 192), and docs/measuring.md judges them on others.
 
 The scores of the baselines are sums over the GEMMs; min-abs-err and min-rel-err also sum over a
 GEMM's operands A. `norms` is the paper's bound; C is that of X, W and G which is no operand:
@@ -54,9 +54,9 @@ from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand
 logger = logging.getLogger(__name__)
 
 FPROP_RATIO = 4.0
-"""Sum of the fprop terms over linears, in units of the sum of loc^2, for one microbatch."""
+"""Sum of the fprop terms over linears, as a multiple of that of `local_square`, one microbatch."""
 DGRAD_SHARE = 0.125
-"""Share of loc^2 that stands for dgrad."""
+"""Share of `local_square` that stands for dgrad."""
 
 _ERROR_FIELDS = {
     Operand.INPUT: ("input_error_square", "input_square"),

@@ -134,9 +134,11 @@ def _data_uri(figure: Figure) -> str:
 
 
 def _in_higher_precision(run: RunRecord) -> list[str]:
+    """Return the linears that the plan does not run in the lowest precision alone."""
     lowest = "fp4" if run.snip is None else run.snip.lowest_format
     linears = {} if run.plan is None else run.plan.linears
-    return [name for name, option in linears.items() if option.share_in(lowest) < 1.0]
+    found = [name for name, option in linears.items() if option.share_in(lowest) < 1.0]
+    return ["all linears"] if found and len(found) == len(linears) else found
 
 
 def _largest(record: Divergences) -> str:

@@ -70,6 +70,7 @@ class ScalarSeries:
         """
         self._uniform_loss = 1.0 + float(config.get("weight_lambda", 0.0))
         self._left_out = frozenset(left_out)
+        self._formats: set[str] = set(config.get("formats", ()))  # and those of former plans
         self._last_refresh: float | None = None  # or the first event
         self._failed = self._guarded = 0
 
@@ -93,7 +94,10 @@ class ScalarSeries:
                 found |= {f"snip/health/{name}": value for name, value in summary.items()}
             case PlanApplied() as applied:
                 loss = applied.plan.objective
-                found = {f"snip/share/{n}": share for n, share in applied.format_shares.items()}
+                shares = applied.format_shares
+                self._formats |= shares.keys()
+                # A format that a plan stops using gets a 0, or its series would keep the old value.
+                found = {f"snip/share/{name}": shares.get(name, 0.0) for name in self._formats}
                 found |= {
                     "snip/2_quality_loss_share": loss and loss / self._uniform_loss,
                     "snip/refresh/changed_linears": applied.num_changed,

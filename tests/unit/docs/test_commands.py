@@ -119,6 +119,8 @@ def _check_python(words: list[str]) -> None:
     if "megatron_snip" in words:
         _check_job(words[words.index("megatron_snip") + 1 :])
         return
+    if "pretrain_gpt.py" in words:  # Megatron's script with Megatron's flags alone
+        return
     names = [words[0]]
     if words[0] == "-m":
         path = words[1].replace(".", "/")

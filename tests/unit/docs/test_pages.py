@@ -2,8 +2,10 @@
 
 import ast
 import re
+import runpy
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +77,27 @@ def test_pages_link_to_existing_pages_and_name_no_local_paths() -> None:
         text = page.read_text()
         assert not places.search(text), page.name
         for target in re.findall(r"\]\(([\w-]+\.md)", text):
-            assert (ROOT / "docs" / target).is_file(), f"{page.name} links to {target}"
+            places_of = (ROOT / "docs" / target, ROOT / target.upper().replace(".MD", ".md"))
+            assert any(path.is_file() for path in places_of), f"{page.name} links to {target}"
+
+
+def test_the_page_of_the_api_names_only_what_exists() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    entries = re.findall(
+        r"^::: ([\w.]+)\n(?:    options:\n      members: \[(.+)\])?", page, re.MULTILINE
+    )
+    assert len(entries) > 10
+    for name, members in entries:
+        module = import_module(name)
+        for member in filter(None, members.split(", ")):
+            assert hasattr(module, member), f"api.md names {name}.{member}"
+
+
+def test_the_diagrams_are_those_of_their_source() -> None:
+    diagrams = runpy.run_path(str(ROOT / "docs" / "diagrams.py"))["DIAGRAMS"]
+    for name, draw in diagrams.items():
+        stored = (ROOT / "docs" / "images" / f"{name}.svg").read_text()
+        assert stored == draw().svg(), "run: python docs/diagrams.py"
 
 
 TEXT = (ROOT / "docs" / "extending.md").read_text()
