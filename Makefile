@@ -63,6 +63,7 @@ $(STAMP):
 .PHONY: demo
 demo: $(STAMP)  ## train a small Llama with SNIP on two ranks and show what it did
 	$(BIN)/megatron-snip train --config configs/demo.yaml --run-dir $(RUN_DIR) --overwrite $(DEMO_ARGS)
+	@echo "the report, for a browser: $$($(BIN)/megatron-snip report $(RUN_DIR))"
 
 .PHONY: test
 test: lint types docs unit distributed  ## lint, types, docs and the fast tests

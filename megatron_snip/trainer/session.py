@@ -4,6 +4,7 @@ Without a GPU the CPU patch is installed first and gloo carries the collectives.
 code runs on NCCL. Then only `torch_adam` is patched, where neither Transformer Engine nor Apex is.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -31,7 +32,9 @@ from megatron_snip.patches.cpu import torch_adam
 from megatron_snip.planning.plan import read_plan
 from megatron_snip.planning.policies import get_policy
 from megatron_snip.reporting.events import Event, Metrics, Writer
+from megatron_snip.reporting.lessons import lessons
 from megatron_snip.reporting.run_directory import OldRun, RunDirectory, open_run
+from megatron_snip.reporting.run_record import read_run
 from megatron_snip.reporting.writers import TensorBoardWriter, WandbWriter, start_wandb
 from megatron_snip.trainer.checkpoint import (
     Progress,
@@ -311,8 +314,7 @@ def _print_result(config: TrainConfig, result: TrainingResult, console: Console)
     if result.validation_loss is not None and result.first_validation_loss is not None:
         losses = result.first_validation_loss, result.validation_loss
         lines.append("validation loss {:.4f} before training, {:.4f} after".format(*losses))
-    names = {path.relative_to(config.run_dir).parts[0] for path in own_files(config.run_dir)}
-    lines += ["written:", *(f"  {config.run_dir / name}" for name in sorted(names))]
-    command = "stats" if (config.run_dir / "divergences").is_dir() else "report"
-    lines.append(f"next: megatron-snip {command} {shlex.quote(str(config.run_dir))}")
+    with contextlib.suppress(UsageError):  # a run whose files could not be written
+        lines += lessons(read_run(config.run_dir))
+    lines.append(f"next: megatron-snip report {shlex.quote(str(config.run_dir))}")
     console.print("\n".join(lines), soft_wrap=True)
