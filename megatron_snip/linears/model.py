@@ -1,6 +1,6 @@
 """All planned linears of this rank: install the overrides, apply a plan, undo."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,9 +54,11 @@ class PlannedModel:
         self.backend: Backend = "te" if with_te else "simulate"
         self.machine = this_machine(with_te)
         self.linears = [self._planned(module, places, backend) for module, places in found]
-        te = {linear.module for linear in self.linears if isinstance(linear, RecipeTELinear)}
-        inside = [(chunk, te & set(chunk.modules())) for chunk in self.chunks]
-        self._fresh_weights = [FreshWeights(chunk, modules) for chunk, modules in inside if modules]
+        self._fresh_weights = [
+            FreshWeights(chunk, inside)
+            for chunk in self.chunks
+            if (inside := _with_fresh_weights(self.linears, set(chunk.modules())))
+        ]
         own = [placement for _, placements in found for placement in placements]
         self.all_linears: tuple[LinearInfo, ...] = global_linears(own, topology)
         if not self.all_linears:
@@ -169,6 +171,21 @@ class PlannedModel:
                 "use --transformer-impl transformer_engine, or --snip-backend simulate"
             )
         return PlannedLinear(module, placements, self.runtime)
+
+
+def _with_fresh_weights(
+    linears: Sequence[SimulatedLinear | RecipeTELinear], modules: Container[torch.nn.Module]
+) -> list[RecipeTELinear | SimulatedTELinear]:
+    """Return those linears of a chunk that make something of their weights in every step."""
+    return [
+        linear
+        for linear in linears
+        if linear.module in modules
+        and (
+            isinstance(linear, RecipeTELinear)
+            or (isinstance(linear, SimulatedTELinear) and linear.stored is not None)
+        )
+    ]
 
 
 def _storage(weight: torch.nn.Parameter) -> str:

@@ -63,13 +63,15 @@ class _Call:
 
     Attributes:
         placement: the linear.
-        weight: W [N, K] of this shard.
+        weight: returns W [N, K] of this shard; called while it is measured.
+        num_inputs: K.
         token_axis: the ranks over which its tokens are split, where they are.
         input_is_split, output_is_split, prepare_input: see `StepObserver.observe`.
     """
 
     placement: Placement
-    weight: Tensor
+    weight: Callable[[], Tensor]
+    num_inputs: int
     token_axis: Axis
     input_is_split: bool
     output_is_split: bool
@@ -115,7 +117,7 @@ class StepObserver:
         self,
         placement: Placement,
         input: Tensor,
-        weight: Tensor,
+        weight: Tensor | Callable[[], Tensor],
         output: Tensor,
         *,
         input_is_split: bool = False,
@@ -127,7 +129,8 @@ class StepObserver:
         Args:
             placement: which linear this is.
             input: [tokens, K] or [s, b, K], as given to the linear.
-            weight: [N, K], this rank's shard.
+            weight: [N, K], this rank's shard; or what returns it in the backward, for a weight that
+                is stored in another form. No more than one is held at a time.
             output: what the linear's GEMM gave.
             input_is_split: the rows are this rank's share of the tokens, which the linear gathers
                 over its tensor axis (sequence parallelism).
@@ -142,7 +145,8 @@ class StepObserver:
         is_replicated = input_is_split and placement.tensor.size == 1
         token_axis = self._topology.tensor if is_replicated else placement.tensor
         splits = input_is_split, output_is_split
-        call = _Call(placement, weight.detach(), token_axis, *splits, prepare_input)
+        read = weight if callable(weight) else weight.detach
+        call = _Call(placement, read, input.shape[-1], token_axis, *splits, prepare_input)
         with torch.no_grad(), self._timed():
             samples = self._samples(call, input.detach())
 
@@ -205,7 +209,10 @@ class StepObserver:
 
     def _measure(self, call: _Call, sample: Sample, grad: Tensor) -> None:
         """All ranks of the tensor axis: measure one linear on one microbatch."""
-        placement, weight, settings = call.placement, call.weight, self._settings
+        placement, settings = call.placement, self._settings
+        weight = self._try(placement, call.weight)
+        if weight is None:
+            weight = grad.new_zeros((grad.shape[-1], call.num_inputs))
         formats, axis, single = settings.formats, placement.tensor, sample.num_single
         count, x, rows = len(sample.rows), sample.input, sample.rows
         g = self._try(placement, rows_of, grad, rows, call.output_is_split, call.token_axis)
@@ -216,7 +223,7 @@ class StepObserver:
             x = sum_over(x, call.token_axis.group)
         if call.output_is_split:
             g = sum_over(g, call.token_axis.group)
-        amax = self._shared_amax(call, sample, grad)
+        amax = self._shared_amax(call, sample, weight, grad)
         stream = grad_output_stream(settings.seed, placement, settings.iteration, sample.microbatch)
         first = sample.first_feature
         features = self._try(placement, sampled_features, stream, weight.shape[0], first)
@@ -276,17 +283,19 @@ class StepObserver:
             _add_to(self._own.experts, (name, expert), row_of_expert)
         _add_to(self._own.rows, name, torch.cat([row, row.new_zeros(NORMS), health.flatten()]))
 
-    def _shared_amax(self, call: _Call, sample: Sample, grad: Tensor) -> Tensor | None:
+    def _shared_amax(
+        self, call: _Call, sample: Sample, weight: Tensor, grad: Tensor
+    ) -> Tensor | None:
         """All ranks of the tensor axis: largest magnitudes of X, W and G, where a format asks."""
         if not self._needs_amax:
             return None
 
         def find() -> Tensor:
             assert sample.input_amax is not None, "stored in the forward"
-            return torch.stack([sample.input_amax, amax_of(call.weight), amax_of(grad)])
+            return torch.stack([sample.input_amax, amax_of(weight), amax_of(grad)])
 
         found = self._try(call.placement, find)
-        zeros = call.weight.new_zeros(len(Operand), dtype=torch.float32)
+        zeros = weight.new_zeros(len(Operand), dtype=torch.float32)
         amax = zeros if found is None else found
         if call.token_axis.group is not None:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=call.token_axis.group)

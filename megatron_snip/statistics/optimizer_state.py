@@ -41,6 +41,7 @@ from torch import Tensor
 
 from megatron_snip.collectives import attempt, sum_together
 from megatron_snip.log import warn_once_per_job
+from megatron_snip.quantizers.stored import high_precision
 from megatron_snip.topology import Axis, LinearKind, Placement, Topology
 
 logger = logging.getLogger(__name__)
@@ -304,11 +305,11 @@ def weight_norms(
         if placement.tensor.size == 1 and placement.tensor.rank:  # a replicated weight
             continue
         grad = gradient_of(weight)
-        norms = weight.data.new_zeros(NORMS, dtype=torch.float64)
+        norms = torch.zeros(NORMS, dtype=torch.float64, device=weight.device)
         if grad is not None and (shard is not None if sharded else rank == 0):
             owned = slice(None) if shard is None else slice(shard.start, shard.end)
             norms[0] = _square(grad.reshape(-1)[owned]) / loss_scale**2
-            norms[1] = _square(weight.detach().reshape(-1)[owned])
+            norms[1] = _square(high_precision(weight).reshape(-1)[owned])
         if placement in sensitivities and rank == placement.tensor.rank == 0:
             norms[2] = rate**2 * sensitivities[placement].update_square
         found[placement.name] = norms + found.get(placement.name, 0.0)
@@ -338,9 +339,8 @@ class ShardSums(NamedTuple):
     def of(cls, weight: torch.nn.Parameter, shard: Shard | None) -> Self:
         """Return the sums of a weight's shard on this rank; zeros without one."""
         num_rows, num_cols = weight.shape
-        new = weight.data.new_zeros
-        rows, cols = (new(n, dtype=torch.float64) for n in (num_rows, num_cols))
-        scalars = new(2, dtype=torch.float64)
+        new = partial(torch.zeros, dtype=torch.float64, device=weight.device)
+        rows, cols, scalars = new(num_rows), new(num_cols), new(2)
         if shard is not None and (found := shard.slope_and_update()) is not None:
             d, update = found
             scalars[0] = shard.end - shard.start

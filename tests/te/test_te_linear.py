@@ -1,6 +1,5 @@
 """Options on Transformer Engine's linears: set between iterations, run by the next forward."""
 
-import logging
 import pickle
 from typing import Any
 
@@ -25,7 +24,6 @@ from tests.te.models import (
     by_name,
     forward_step,
     losses,
-    ours,
     plan,
     planned,
 )
@@ -181,29 +179,26 @@ def test_a_checkpoint_names_the_factory_of_a_custom_recipe() -> None:
     assert losses(model) == before
 
 
-def test_uninstalling_restores_every_module(caplog: pytest.LogCaptureFixture) -> None:
+def test_uninstalling_restores_every_module() -> None:
     model = build()
-    under = PlannedModel([model], Topology(), seed=0)
-    under.apply(plan(under, "mxfp8"))
-    assert runs(model, under, "bf16")  # not installed yet
-    modules = list(by_name(under).values())
-    theirs = [object() for _ in modules]
+    modules = list(by_name(PlannedModel([model], Topology(), seed=0)).values())
+    theirs = [te_params() for _ in modules]
     for module, params in zip(modules, theirs, strict=True):
         module.te_quant_params = params
-        module._fp8_workspaces["weight"] = object()  # as a checkpoint may bring it
-    with caplog.at_level(logging.WARNING):
-        under.install()
-        under.install()
-    warnings = [record.getMessage() for record in ours(caplog)]
-    assert warnings == ["--te-precision-config-file is ignored: SNIP's plan sets recipes"]
+    under = PlannedModel([model], Topology(), seed=0)
+    under.apply(plan(under, "nvfp4"))
+    assert runs(model, under, "mxfp8")  # not installed yet
+    under.install()
+    under.install()
     assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules] == [2] * 8
-    assert not any(module._fp8_workspaces for module in modules)
-    assert runs(model, under, "mxfp8")
+    assert runs(model, under, "nvfp4")
     under.uninstall()
     under.uninstall()
     for module, params in zip(modules, theirs, strict=True):
         assert module.te_quant_params is params
         assert not module._forward_hooks and not module._forward_pre_hooks
+        assert not module._fp8_workspaces
+    assert runs(model, under, "mxfp8")
     assert "set_is_first_microbatch" not in model.__dict__
 
 

@@ -13,9 +13,9 @@ need care:
   `FreshWeights`.
 """
 
-import logging
 import sys
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from megatron_snip.config import Backend
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.megatron_linear import SimulatedLinear
 from megatron_snip.linears.runtime import Runtime
+from megatron_snip.linears.te.job import job_option, job_recipe
 from megatron_snip.linears.te.machine import Machine, te_recipe, te_refusal
 from megatron_snip.linears.te.modules import (
     EXTENSION,
@@ -41,11 +42,9 @@ from megatron_snip.linears.te.modules import (
     weights_of,
 )
 from megatron_snip.linears.te.recipe import TERecipe
-from megatron_snip.log import warn_once
-from megatron_snip.options import BF16, Option
+from megatron_snip.linears.te.stored_weight import stored_weights
+from megatron_snip.options import Option
 from megatron_snip.topology import Placement
-
-logger = logging.getLogger(__name__)
 
 _FIRST_MICROBATCH = "set_is_first_microbatch"
 _NEEDED = ("te_quant_params", "fp8_initialized", "fp8_meta_tensors_initialized", "_fp8_workspaces")
@@ -53,7 +52,15 @@ _NEEDED = ("te_quant_params", "fp8_initialized", "fp8_meta_tensors_initialized",
 
 
 class RecipeTELinear:
-    """One Transformer Engine linear that runs the plan's recipes; see `SimulatedLinear`."""
+    """One Transformer Engine linear that runs the plan's recipes; see `SimulatedLinear`.
+
+    While its option is what the job itself runs, the module is left untouched.
+
+    Attributes:
+        job_option: the option that stands for what the job itself runs.
+        pinned: why it can run nothing else, or None.
+        stored: its weights where the job stores them quantized, or None.
+    """
 
     backend: Backend = "te"
 
@@ -78,8 +85,17 @@ class RecipeTELinear:
             )
         self._runtime = runtime
         self._machine = machine
-        self._option = BF16
-        self._planned = self._bf16 = quant_params(TERecipe())
+        self._job_recipe = job_recipe(module, self.name)
+        self.job_option = job_option(self._job_recipe)
+        self.pinned: str | None = None
+        self._option = self.job_option
+        self._is_untouched = True
+        self._original = module.te_quant_params
+        self._bf16 = quant_params(TERecipe())
+        # In a BF16 run there is nothing to override.
+        self._job = self._bf16 if self._job_recipe == TERecipe() else self._original
+        self._planned = self._job
+        self.stored = stored_weights(module, self.weights)
         self._hooks: list[Any] = []
 
     @property
@@ -92,20 +108,38 @@ class RecipeTELinear:
         if option == self._option:
             return
         self._option = option
-        self._planned = quant_params(te_recipe(option, self._machine))
+        was_untouched = self._is_untouched
+        self._is_untouched = self._is_the_jobs(option)
+        if was_untouched and self._is_untouched:
+            return
+        self._planned = self._job
+        if not self._is_untouched:
+            self._planned = quant_params(te_recipe(option, self._machine))
+        if self.stored is not None:
+            self.stored.keeps_copies = not self._is_untouched
         reset_quantizers(self.module)
 
     @property
     def recipe(self) -> str:
         """Label of what Transformer Engine runs."""
+        if self._is_untouched:
+            return str(self._job_recipe)
         return str(te_recipe(self._option, self._machine))
 
     def refusal(self, option: Option) -> str | None:
         """Return why this linear cannot run `option` here, or None if it can."""
+        if self._is_the_jobs(option):
+            return None
+        if self.pinned is not None:
+            return self.pinned
         reason = te_refusal(option, self._machine)
         if reason is not None:
             return reason
         recipe = te_recipe(option, self._machine)
+        if self.stored is not None:
+            reason = self.stored.refusal(recipe, self._job_recipe)
+            if reason is not None:
+                return reason
         if is_grouped(self.module) and not recipe.is_uniform:
             return "grouped experts take one format for all three GEMMs"
         if "nvfp4" in recipe and self.weights[0].dtype != torch.bfloat16:
@@ -122,17 +156,17 @@ class RecipeTELinear:
         """Set the module's recipe from now on; idempotent."""
         if self._hooks:
             return
-        self._original = self.module.te_quant_params
-        if self._original is not None:
-            warn_once(logger, "--te-precision-config-file is ignored: SNIP's plan sets recipes")
-        reset_quantizers(self.module)  # a checkpoint may hold some
-        self.module.te_quant_params = self._planned
         self._hooks = [
             self.module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             self.module.register_forward_hook(
                 lambda _, *call: with_tap(self, *call), with_kwargs=True
             ),
         ]
+        if (stored := self.stored) is not None:
+            restore = self.module.register_forward_hook(
+                lambda *_: stored.restore(), always_call=True
+            )
+            self._hooks.append(restore)
 
     def uninstall(self) -> None:
         """Restore the module's own recipe; idempotent."""
@@ -142,10 +176,28 @@ class RecipeTELinear:
             hook.remove()
         self._hooks = []
         self.module.te_quant_params = self._original
-        reset_quantizers(self.module)
+        self.option = self.job_option
+
+    def begin_step(self) -> None:
+        """Drop what was made of the weights of the step before."""
+        if not self._is_untouched:
+            self.module._fp8_workspaces.clear()
+        if self.stored is not None:
+            self.stored.begin_step()
+
+    def _is_the_jobs(self, option: Option) -> bool:
+        """Return whether the job itself runs the linear in this option."""
+        if option == self.job_option:
+            return True
+        if te_refusal(option, self._machine) is not None:
+            return False
+        return te_recipe(option, self._machine) == self._job_recipe
 
     def _before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
-        module.te_quant_params = self._bf16 if self._runtime.in_bf16 else self._planned
+        recipe = self._bf16 if self._runtime.in_bf16 else self._planned
+        module.te_quant_params = recipe
+        if self.stored is not None and recipe is not self._job:
+            self.stored.override()
 
 
 class SimulatedTELinear(SimulatedLinear):
@@ -160,6 +212,18 @@ class SimulatedTELinear(SimulatedLinear):
 
     _method = "forward"
     _bf16_recipe = "bf16"
+
+    def __init__(self, module: Any, placements: Sequence[Placement], runtime: Runtime) -> None:
+        """Prepare; nothing is overridden yet."""
+        super().__init__(module, placements, runtime)
+        self.stored = stored_weights(module, self.weights)
+        if self.stored is not None:
+            self.stored.keeps_copies = True
+
+    def begin_step(self) -> None:
+        """Drop what was made of the weights of the step before."""
+        if self.stored is not None:
+            self.stored.begin_step()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_bf16():
@@ -177,7 +241,7 @@ class SimulatedTELinear(SimulatedLinear):
         bias = module.bias if module.use_bias else None
         y = self._simulate(
             multiplied_input(module, x),
-            module.weight,
+            self._multiplied_weights()[0],
             None,
             self.placements[0],
             module.tp_group,
@@ -193,6 +257,9 @@ class SimulatedTELinear(SimulatedLinear):
             return y, bias
         return y + bias, None
 
+    def _multiplied_weights(self) -> Sequence[Tensor]:
+        return self.weights if self.stored is None else self.stored.copies()
+
     def _run_experts(self, x: Tensor, m_splits: Any) -> tuple[Tensor, list[Any] | None]:
         module = self.module
         sizes = _sizes(m_splits)
@@ -200,7 +267,8 @@ class SimulatedTELinear(SimulatedLinear):
             getattr(module, f"bias{i}") if module.use_bias else None for i in range(len(sizes))
         ]
         added = [None] * len(sizes) if module.te_return_bias else biases
-        experts = zip(torch.split(x, sizes), self.weights, added, self.placements, strict=True)
+        weights = self._multiplied_weights()
+        experts = zip(torch.split(x, sizes), weights, added, self.placements, strict=True)
         fused = module.fuse_wgrad_accumulation
         y = torch.cat([self._simulate(*each, fuse_wgrad=fused) for each in experts])
         return y, (biases if module.te_return_bias else None)
@@ -230,7 +298,7 @@ def with_tap(
         tapped = observer.observe(
             linear.placements[0],
             given["x"],
-            linear.weights[0],
+            observed_weights(linear)[0],
             out,
             input_is_split=input_is_split(module),
             output_is_split=output_is_split(module),
@@ -239,8 +307,17 @@ def with_tap(
         return tapped, bias
     sizes = _sizes(given["m_splits"])
     inputs, outputs = torch.split(given["x"], sizes), torch.split(out, sizes)
-    experts = zip(linear.placements, inputs, linear.weights, outputs, strict=True)
+    experts = zip(linear.placements, inputs, observed_weights(linear), outputs, strict=True)
     return torch.cat([observer.observe(p, x, w, y) for p, x, w, y in experts]), bias
+
+
+def observed_weights(
+    linear: SimulatedTELinear | RecipeTELinear,
+) -> list[Tensor | Callable[[], Tensor]]:
+    """Return the weights, each as `StepObserver.observe` takes it."""
+    if linear.stored is None:
+        return list(linear.weights)
+    return [partial(linear.stored.value, index) for index in range(len(linear.weights))]
 
 
 def _sizes(m_splits: Any) -> list[int]:
@@ -262,12 +339,12 @@ class FreshWeights:
     microbatch.
     """
 
-    def __init__(self, chunk: Any, modules: Collection[Any]) -> None:
+    def __init__(self, chunk: Any, linears: Collection[RecipeTELinear | SimulatedTELinear]) -> None:
         """Check the chunk.
 
         Args:
             chunk: what Megatron's schedules run.
-            modules: the planned Transformer Engine linears in it.
+            linears: those of its linears that run recipes.
 
         Raises:
             UnsupportedError: if the chunk has no such method.
@@ -278,7 +355,7 @@ class FreshWeights:
                 "weights would become stale; wrap it in a MegatronModule"
             )
         self._chunk = chunk
-        self._modules = modules
+        self._linears = linears
         self._original: Callable[[], None] = getattr(chunk, _FIRST_MICROBATCH)
 
     def install(self) -> None:
@@ -291,8 +368,8 @@ class FreshWeights:
             del self._chunk.__dict__[_FIRST_MICROBATCH]
 
     def _first_microbatch(self) -> None:
-        for module in self._modules:
-            module._fp8_workspaces.clear()
+        for linear in self._linears:
+            linear.begin_step()
         self._original()
 
 

@@ -1,0 +1,137 @@
+"""Weights that the job stores quantized (`--fp8-param-gather`), in the high precision of a plan.
+
+A stored weight has lost what its format cannot hold. Under an option other than the job's own the
+module multiplies a BF16 weight instead:
+
+    dequantized   the stored weight in BF16. Any GEMM may run it in BF16 or in the stored format,
+                  to which it is rounded again without a change
+    exact         the BF16 weight that Megatron has gathered, saved before it was quantized; any
+                  option may run it
+
+There is one copy for a linear that the plan moves away from the job's own option, 2 bytes an
+element, and none for other linears. A dequantized copy lives until the next step.
+
+Transformer Engine reads the weights in `_get_weight_tensors`, which is overridden on the module.
+The gradient goes to the stored parameter: with fused accumulation the copy carries its `main_grad`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_snip.linears.te.recipe import TERecipe
+from megatron_snip.quantizers.stored import high_precision, is_quantized
+
+_CARRIED = (
+    *("main_grad", "grad_added_to_main_grad", "zero_out_wgrad", "overwrite_main_grad"),
+    *("__fsdp_param__", "get_main_grad"),
+)
+"""Attributes of a parameter that a fused weight gradient reads."""
+
+
+def stored_weights(module: Any, weights: Sequence[torch.nn.Parameter]) -> "StoredWeights | None":
+    """Return the copies of a module's weights; None where they are stored in high precision."""
+    return StoredWeights(module, weights) if any(map(is_quantized, weights)) else None
+
+
+class StoredWeights:
+    """The copies in high precision of one module whose weights are stored quantized.
+
+    Attributes:
+        gets_exact: whether `save_exact` is called after every step.
+    """
+
+    def __init__(self, module: Any, weights: Sequence[torch.nn.Parameter]) -> None:
+        """Prepare; nothing is overridden yet."""
+        self._module = module
+        self._weights = tuple(weights)
+        self._dequantized: dict[int, Tensor] = {}
+        self._exact: dict[int, Tensor] = {}
+        self._keeps_copies = False
+        self._is_primary = bool(module.primary_weights_in_fp8)
+        self.gets_exact = False
+
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether the plan's option needs copies, which are then made once a step."""
+        return self._keeps_copies
+
+    @keeps_copies.setter
+    def keeps_copies(self, value: bool) -> None:
+        self._keeps_copies = value
+        if not value:
+            self._dequantized.clear()
+            self._exact.clear()
+
+    def refusal(self, recipe: TERecipe, job: TERecipe) -> str | None:
+        """Return why the stored weights exclude a recipe, or None.
+
+        Args:
+            recipe: what a plan gives the linear.
+            job: what the job runs it in, which is also how its weights are stored.
+        """
+        if self.gets_exact or {recipe.fprop, recipe.dgrad} <= {"bf16", job.fprop}:
+            return None
+        return f"weights are stored in {job.fprop}: fprop and dgrad run that or bf16"
+
+    def save_exact(self, weight: torch.nn.Parameter, value: Tensor) -> None:
+        """Copy what Megatron has gathered for one of the weights, before it is quantized."""
+        index = next(i for i, own in enumerate(self._weights) if own is weight)
+        self._exact[index] = value.detach().view(weight.shape).to(weight.dtype, copy=True)
+
+    def begin_step(self) -> None:
+        """Forget the weights of the step before."""
+        self._dequantized.clear()
+
+    def override(self) -> None:
+        """From now on the module multiplies the copies; idempotent."""
+        self._module.__dict__["_get_weight_tensors"] = self.copies
+        # Else Transformer Engine compares the plan's recipe with the format of the parameter.
+        self._module.fast_setattr("primary_weights_in_fp8", False)
+
+    def restore(self) -> None:
+        """The module multiplies its parameters again; idempotent."""
+        self._module.__dict__.pop("_get_weight_tensors", None)
+        self._module.fast_setattr("primary_weights_in_fp8", self._is_primary)
+
+    def value(self, index: int) -> Tensor:
+        """Return a weight in high precision, without gradients: its copy, or a new tensor."""
+        copies = self._exact, self._dequantized
+        found = next((each[index] for each in copies if index in each), None)
+        return high_precision(self._weights[index]) if found is None else found
+
+    def copies(self) -> list[Tensor]:
+        """Return the copies, through which gradients reach the parameters."""
+        return [self._copy(i, weight) for i, weight in enumerate(self._weights)]
+
+    def _copy(self, index: int, weight: torch.nn.Parameter) -> Tensor:
+        value = self.value(index)
+        if self._keeps_copies and index not in self._exact:
+            self._dequantized[index] = value
+        if not weight.requires_grad:
+            return value
+        fuses_wgrad = bool(self._module.fuse_wgrad_accumulation)
+        copy: Tensor = _Copy.apply(weight, value, fuses_wgrad)  # type: ignore[no-untyped-call]
+        for name in _CARRIED:
+            if hasattr(weight, name):
+                setattr(copy, name, getattr(weight, name))
+        return copy
+
+
+class _Copy(torch.autograd.Function):
+    """A weight's value in high precision; its gradient is the stored weight's."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, value: Tensor, fuses_wgrad: bool) -> Tensor:
+        ctx.weight, ctx.fuses_wgrad = weight, fuses_wgrad
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+        weight = ctx.weight
+        # Transformer Engine has flagged the copy; Megatron's hook reads the parameter.
+        if ctx.fuses_wgrad and hasattr(weight, "grad_added_to_main_grad"):
+            weight.grad_added_to_main_grad = True
+        return grads[0], None, None

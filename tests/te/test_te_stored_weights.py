@@ -1,0 +1,206 @@
+"""Weights that the job stores quantized: what runs the job's own option, BF16, or other options."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine
+
+from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.te import stored_weight
+from megatron_snip.options import Option
+from megatron_snip.quantizers.stored import high_precision, is_quantized
+from megatron_snip.statistics.health_table import HealthTable
+from megatron_snip.statistics.observer import StepObserver
+from megatron_snip.statistics.sample import MeasureSettings
+from megatron_snip.topology import Topology
+from megatron_snip.types import Operand
+from tests.te.models import EXPERTS, build, losses, plan, planned
+
+pytestmark = pytest.mark.skipif(
+    "stand_ins" in str(transformer_engine.__file__), reason="the stand-in stores no weights in FP8"
+)
+
+MXFP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
+JOBS: dict[str, dict[str, Any]] = {
+    "mxfp8": MXFP8,
+    "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    "nvfp4": {"fp4": "e2m1", "fp4_recipe": "nvfp4"},
+}
+BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
+
+
+def job(recipe: str, stored: bool = True, **changes: Any) -> Any:
+    settings = JOBS[recipe]
+    param = {"fp4_param" if "fp4" in settings else "fp8_param": stored}
+    # Transformer Engine's attention wants num_query_groups.
+    return build(ffn_hidden_size=128, num_query_groups=2, **BF16, **settings, **param, **changes)
+
+
+def dequantized(model: Any) -> Any:
+    """A BF16 run with the weights that `model` stores."""
+    grouped = any(".experts." in name for name, _ in model.named_parameters())
+    changes = {**EXPERTS, "moe_ffn_hidden_size": 128} if grouped else {}
+    twin = build(ffn_hidden_size=128, num_query_groups=2, grouped=grouped, **BF16, **changes)
+    values = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in twin.named_parameters():
+            parameter.copy_(high_precision(values[name]))
+    return twin
+
+
+def step(model: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(3)  # NVFP4 rounds gradients at random
+    found = losses(model)
+    return found, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def equal(one: Any, other: Any) -> bool:
+    same = one[0] == other[0] and set(one[1]) == set(other[1])
+    return same and all(torch.equal(grad, other[1][name]) for name, grad in one[1].items())
+
+
+def untouched(model: Any, **settings: Any) -> PlannedModel:
+    """A model under SNIP, before any plan."""
+    under = PlannedModel([model], Topology(), seed=7, **settings)
+    under.install()
+    return under
+
+
+def option_of(recipe: str) -> str:
+    return "fp4" if recipe == "nvfp4" else "fp8"
+
+
+@pytest.mark.parametrize("recipe", list(JOBS))
+def test_the_job_s_own_option_leaves_modules_untouched(recipe: str) -> None:
+    truth = step(job(recipe))
+    model = job(recipe)
+    under = untouched(model)
+    assert all(is_quantized(weight) for linear in under.linears for weight in linear.weights)
+    assert {str(linear.option) for linear in under.linears} == {option_of(recipe)}
+    assert {linear.recipe for linear in under.linears} == {recipe}
+    assert equal(step(model), truth)
+    with under.runtime.running_in_bf16():
+        assert step(model)[0] != truth[0]
+    model.zero_grad()
+    assert equal(step(model), truth)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("recipe", list(JOBS))
+def test_bf16_multiplies_the_dequantized_weights(recipe: str, grouped: bool) -> None:
+    changes = {**EXPERTS, "moe_ffn_hidden_size": 128} if grouped else {}
+    model = job(recipe, grouped=grouped, **changes)
+    under = planned(model)
+    assert {linear.recipe for linear in under.linears} == {"bf16"}
+    twin = dequantized(model)
+    untouched(twin)
+    # Attention and router run in the job's autocast in one of them, but without linears.
+    assert equal(step(model), step(twin))
+
+
+def test_a_gradient_is_fused_into_the_parameter_s_main_grad() -> None:
+    model = job("mxfp8")
+    planned(model)
+    truth = step(model)[1]
+    model = job("mxfp8")
+    linears = planned(model).linears
+    for linear in linears:
+        linear.module.fuse_wgrad_accumulation = True
+        (weight,) = linear.weights
+        weight.main_grad = torch.zeros(weight.shape, dtype=torch.float32)
+        weight.grad_added_to_main_grad = False
+    step(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for linear in linears:
+        (weight,) = linear.weights
+        assert weight.grad_added_to_main_grad is True
+        unfused = truth[names[id(weight)]].float()  # each microbatch's is rounded to BF16
+        assert torch.norm(weight.main_grad - unfused) <= 1e-2 * torch.norm(unfused)
+
+
+def test_a_format_is_kept_when_the_dequantized_weight_is_rounded_again() -> None:
+    """`fp8-fp8-bf16` quantizes the weight in both GEMMs, to what was stored."""
+    model = job("mxfp8")
+    under = planned(model, "fp8-fp8-bf16")
+    assert step(model)[0] == step(job("mxfp8"))[0]
+    assert {linear.recipe for linear in under.linears} == {"custom(mxfp8, mxfp8, bf16)"}
+
+
+def test_a_stored_weight_excludes_finer_and_coarser_formats_than_its_own() -> None:
+    under = planned(job("mxfp8"))
+    linear = under.linears[0]
+    for option in ("fp8", "bf16", "bf16-fp8-bf16", "bf16-bf16-fp4"):
+        assert linear.refusal(Option.parse(option)) is None, option
+    for option in ("fp4", "fp4-bf16-bf16", "bf16-fp4-bf16"):
+        refusal = linear.refusal(Option.parse(option))
+        assert refusal == "weights are stored in mxfp8: fprop and dgrad run that or bf16", option
+
+
+def test_one_copy_for_linears_planned_otherwise_and_none_for_others() -> None:
+    model = job("mxfp8")
+    under = planned(model, lambda name: "bf16" if name.endswith("fc2") else "fp8")
+    losses(model, num_microbatches=3)
+    for linear in under.linears:
+        copies = linear.stored._dequantized
+        assert len(copies) == linear.name.endswith("fc2")
+    before = {linear.name: linear.stored.value(0) for linear in under.linears}
+    with torch.no_grad():
+        for linear in under.linears:
+            linear.weights[0].copy_(2 * before[linear.name])
+    losses(model)
+    for linear in under.linears:
+        assert torch.equal(linear.stored.value(0), 2 * before[linear.name])
+    under.apply(plan(under, "fp8"))
+    assert not any(linear.stored._dequantized for linear in under.linears)
+    with under.runtime.running_in_bf16():
+        losses(model)
+    assert not any(linear.stored._dequantized for linear in under.linears)
+
+
+def measure(model: Any, under: PlannedModel) -> HealthTable:
+    formats = under.measured_formats(("fp8", "fp4"))
+    names = frozenset(linear.name for linear in under.all_linears)
+    observer = StepObserver(MeasureSettings(formats, 1, 7, names), Topology(), {})
+    with under.runtime.observed_by(observer):
+        losses(model)
+    return observer.table(under.all_linears, 1.0, 3.0)[1]
+
+
+def test_a_measurement_reads_one_dequantized_weight_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def tracked(weight: torch.Tensor) -> torch.Tensor:
+        assert not any(ref() is not None for ref in made)
+        value = high_precision(weight)
+        made.append(weakref.ref(value))
+        return value
+
+    monkeypatch.setattr(stored_weight, "high_precision", tracked)
+    model = job("mxfp8")
+    under = untouched(model)
+    health = measure(model, under)
+    assert len(made) == 2 * len(under.all_linears)
+    model = job("mxfp8", stored=False)
+    truth = measure(model, untouched(model))
+    for own, other in zip(health.linears, truth.linears, strict=True):
+        exact, rounded = own.operands["fp8"], other.operands["fp8"]
+        # A stored weight has lost already what its own format cannot hold.
+        assert exact[Operand.WEIGHT].sqnr_db is None
+        assert rounded[Operand.WEIGHT].sqnr_db < 50
+        assert exact[Operand.INPUT].sqnr_db == pytest.approx(rounded[Operand.INPUT].sqnr_db, abs=1)
+        assert own.operands["fp4"][Operand.WEIGHT].sqnr_db == pytest.approx(
+            other.operands["fp4"][Operand.WEIGHT].sqnr_db, abs=1
+        )
+
+
+def test_simulated_gemms_multiply_the_dequantized_weights() -> None:
+    model = job("mxfp8")
+    under = planned(model, "fp4", backend="simulate")
+    twin = dequantized(model)
+    other = planned(twin, "fp4", backend="simulate")
+    with under.runtime.training_pass(1), other.runtime.training_pass(1):
+        assert equal(step(model), step(twin))
