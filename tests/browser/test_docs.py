@@ -1,4 +1,4 @@
-"""The documentation's site in a browser: served, it asks nobody else, and pages fit a phone."""
+"""The documentation's site in a browser: pages fit a phone, ask no other server, have a search."""
 
 import functools
 import http.server
@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.browser.chromium import Chromium, colors
+from tests.browser.chromium import TIMEOUT_S, Chromium, colors
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed")
@@ -24,12 +25,18 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The site, built and served on the loopback interface."""
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the site."""
     site = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(site)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=240)
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=1200)
+    return site
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    """The site, served on the loopback interface."""
     handler = functools.partial(Quiet, directory=str(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -40,7 +47,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("name", ["index", "flags", "troubleshooting", "api"])
+@pytest.mark.parametrize("name", ["index", "flags", "how-it-works", "troubleshooting", "api"])
 def test_a_page_fits_a_phone_and_asks_nobody_else(
     browser: Chromium, address: str, name: str, dark: bool
 ) -> None:
@@ -53,3 +60,37 @@ def test_a_page_fits_a_phone_and_asks_nobody_else(
     assert colors(shot) >= 4
     corner = shot.getpixel((2, 700))
     assert isinstance(corner, tuple) and (sum(corner) < 300) == dark
+
+
+@pytest.mark.parametrize(
+    "name", ["index", "tutorial", "how-it-works", "comparison", "architecture"]
+)
+def test_pictures_are_drawn_and_equations_are_typeset(
+    browser: Chromium, address: str, name: str
+) -> None:
+    browser.open(f"{address}/{name}.html", 1280, 900, dark=False)
+    broken = "[...document.images].filter(i => !(i.complete && i.naturalWidth)).map(i => i.src)"
+    assert browser.evaluate(broken) == []
+    equations = browser.evaluate("document.querySelectorAll('.equation math').length")
+    assert (equations >= 4) == (name == "how-it-works")
+
+
+@pytest.mark.parametrize("place", ["served", "from disk"])
+def test_the_search_finds_a_flag(browser: Chromium, site: Path, address: str, place: str) -> None:
+    browser.open(
+        f"{address}/index.html" if place == "served" else site / "index.html", 1280, 900, False
+    )
+    browser.evaluate(
+        """(() => {
+          const input = document.querySelector("[data-md-component='search-query']");
+          input.focus();
+          input.value = "snip-heal-from";
+          input.dispatchEvent(new Event("input", {bubbles: true}));
+          input.dispatchEvent(new KeyboardEvent("keyup", {bubbles: true}));
+        })()"""
+    )
+    found = "[...document.querySelectorAll('.md-search-result__link')].map(a => a.href)"
+    end = time.monotonic() + TIMEOUT_S
+    while not (links := browser.evaluate(found)) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert any("flags.html" in link or "choosing.html" in link for link in links), links
