@@ -125,7 +125,8 @@ class Lab:
     ) -> np.ndarray:
         """Return the loss of each microbatch, forward only, from FP32 logits."""
         self.model.apply(self._assignment(options))
-        with torch.no_grad(), fp32_logits(self.state.model[-1]):
+        quantized_once = self.model.runtime.training_pass(self.step)
+        with torch.no_grad(), fp32_logits(self.state.model[-1]), quantized_once:
             reports = self._run(batches, forward_only=True)
         return np.array([_mean(report) for report in reports])
 

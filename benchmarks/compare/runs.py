@@ -7,11 +7,13 @@ zero, and is evaluated on the same held-out text. So two branches differ in thei
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ from megatron.core.utils import unwrap_model
 from benchmarks.compare.variants import Plan
 from benchmarks.lab import Lab, open_lab
 from megatron_snip.config import SnipConfig
+from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.trainer.data import Datasets
 
@@ -52,6 +55,18 @@ SETUPS = {
         8,
         2,
     ),
+    "gqa": Setup(  # four heads share keys and values, and the vocabulary is 16 times wider
+        {
+            "num_layers": 6,
+            "ffn_hidden_size": 384,
+            "num_query_groups": 1,
+            "make_vocab_size_divisible_by": 4096,
+            "lr": 1e-3,
+            "min_lr": 1e-3,
+        },
+        200,
+        100,
+    ),
     "large": Setup(
         {
             "num_layers": 8,
@@ -69,7 +84,9 @@ SETUPS = {
 
 
 @contextmanager
-def warm_model(setup: Setup, seed: int, data_seeds: int, scenario: str) -> Iterator[WarmModel]:
+def warm_model(
+    setup: Setup, seed: int, data_seeds: int, scenario: str, saved: Path | None = None
+) -> Iterator[WarmModel]:
     """Train a model of this seed in BF16; branches start from it.
 
     Args:
@@ -77,11 +94,19 @@ def warm_model(setup: Setup, seed: int, data_seeds: int, scenario: str) -> Itera
         seed: of its initial weights and data.
         data_seeds: how many different continuations of the data branches may have.
         scenario: of `SCENARIOS`; it changes the warm model, or each branch after half of it.
+        saved: file of the warm model: it is read if it exists, else written.
     """
     total = setup.warm + data_seeds * setup.length
     values = {"seed": 1234 + seed, "train_iters": total, "lr_decay_style": "constant"}
-    with open_lab({**setup.model, **values}) as lab:
-        lab.train(setup.warm)
+    with open_lab({**setup.model, **values}) as lab, _remembering_draws(lab):
+        if saved is not None and saved.exists():
+            lab.train(1)  # the optimizer creates its moments
+            _Copy.read(saved).restore(lab)
+            lab.step = setup.warm
+        else:
+            lab.train(setup.warm)
+            if saved is not None:
+                _Copy.of(lab).write(saved)
         if not scenario.startswith(LATE):
             SCENARIOS[scenario](lab)
         yield WarmModel(setup, lab, scenario)
@@ -96,8 +121,12 @@ class WarmModel:
         self._lab = lab
         self._datasets = lab.datasets
         self._rate = float(lab.config.lr)
-        self._saved = [tensor.detach().clone() for tensor in _tensors(lab)]
-        self._counts = [group.get("step") for group in _groups(lab)]
+        self._copy = _Copy.of(lab)
+
+    @property
+    def digest(self) -> str:
+        """Names weights and optimizer state: branches of equal digests can be compared."""
+        return self._copy.digest()
 
     def measure(self, formats: tuple[str, ...]) -> StatisticsTable:
         """Observe the next microbatches, all tokens, in BF16."""
@@ -139,14 +168,94 @@ class WarmModel:
             "tokens": setup.length * lab.config.global_batch_size * lab.config.seq_length,
         }
 
-    @torch.no_grad()
     def _restore(self) -> None:
         self._lab.datasets = self._datasets
-        for tensor, saved in zip(_tensors(self._lab), self._saved, strict=True):
+        self._copy.restore(self._lab)
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """Weights and optimizer state of a lab.
+
+    Attributes:
+        tensors: see `_tensors`.
+        counts: the optimizer's steps, one for each of its groups; None where it counts elsewhere.
+    """
+
+    tensors: list[torch.Tensor]
+    counts: list[int | None]
+
+    @classmethod
+    def of(cls, lab: Lab) -> Self:
+        tensors = [tensor.detach().clone() for tensor in _tensors(lab)]
+        return cls(tensors, [group.get("step") for group in _groups(lab)])
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        return cls(*torch.load(path))
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".part")
+        torch.save((self.tensors, self.counts), partial)
+        partial.replace(path)
+
+    @torch.no_grad()
+    def restore(self, lab: Lab) -> None:
+        for tensor, saved in zip(_tensors(lab), self.tensors, strict=True):
             tensor.copy_(saved)
-        for group, count in zip(_groups(self._lab), self._counts, strict=True):
+        for group, count in zip(_groups(lab), self.counts, strict=True):
             if count is not None:
                 group["step"] = count
+
+    def digest(self) -> str:
+        found = hashlib.blake2b(repr(self.counts).encode(), digest_size=6)
+        for tensor in self.tensors:
+            found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        return found.hexdigest()
+
+
+REMEMBERED_BYTES = 2 << 30
+"""Of random numbers: those of a branch of `small` are 1.7 GB."""
+
+_drawn: dict[tuple[StreamKey, int, int], torch.Tensor | None] = {}
+
+
+@dataclass(frozen=True)
+class _RememberedStream(StochasticStream):
+    """Draws what an earlier branch has drawn from memory; the numbers are the same.
+
+    They depend on linear and iteration alone, and drawing them takes a fifth of a branch.
+    """
+
+    def draw(self, rows: int, cols: int, device: torch.device | None = None) -> Self:
+        if self.drawn is not None:
+            return self
+        key = self.key, rows, cols
+        if key not in _drawn:
+            found = super().draw(rows, cols, device)
+            used = sum(tensor.nbytes for tensor in _drawn.values() if tensor is not None)
+            if used > REMEMBERED_BYTES:
+                return found
+            _drawn[key] = found.drawn
+        return replace(self, drawn=_drawn[key])
+
+
+@contextmanager
+def _remembering_draws(lab: Lab) -> Iterator[None]:
+    """Let the lab's linears use `_RememberedStream` inside the block."""
+    runtime: Any = lab.model.runtime
+    draw_anew = runtime.next_stream
+
+    def next_stream(placement: Any) -> StochasticStream:
+        stream = draw_anew(placement)
+        return _RememberedStream(stream.key, stream.columns)
+
+    runtime.next_stream = next_stream
+    try:
+        yield
+    finally:
+        del runtime.next_stream
 
 
 def _parts(lab: Lab) -> list[Any]:

@@ -1,8 +1,9 @@
 """The plans that are compared, all with the same share of FLOPs in the low format.
 
-An item is one GEMM of one linear. The plans are those of the policies. All but `snip-linear` choose
-from options per GEMM, so that their shares are equal to within one GEMM; those of `uniform-OPTION`,
-which ignores the target, and of healing are not.
+An item is one GEMM of one linear. A variant is a policy with its own granularity: `snip-gemm`,
+`grads-first` and `random-gemm` choose for each GEMM, the others for each linear. Shares are made
+equal: a target stands for the nearest share that linears can have (`equal_share`), and a rule that
+would exceed it skips what does not fit and goes on with the next in its order.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megatron_snip.divergence.quality_loss import (
 )
 from megatron_snip.options import Granularity, Option, enumerate_options
 from megatron_snip.planning.planner import healing_problem, make_plan
-from megatron_snip.planning.policies import POLICIES
+from megatron_snip.planning.policies import POLICIES, get_policy
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.statistics.records import LinearStatistics, StatisticsTable
@@ -27,8 +28,8 @@ from megatron_snip.types import Gemm
 RULES = tuple(name for name in POLICIES if name != "snip")
 """The policies that SNIP is compared with; `norms` and `min-*-err` measure, too."""
 
-HEALING = ("heal-plan", "heal-forward", "heal-backward")
-"""SNIP per GEMM with healing, in each --snip-heal-order."""
+HEALING = ("heal-plan", "heal-forward", "heal-backward", "heal-grads-first")
+"""SNIP per GEMM with healing, in each --snip-heal-order; and the rule with the same targets."""
 
 HEALING_PARTS = 50
 """Equal parts of a branch with healing; each has its own plan."""
@@ -39,11 +40,10 @@ Plan = Mapping[str, Option]
 
 @dataclass(frozen=True)
 class Formats:
-    """The two formats of a plan, and the smallest allowed share of FLOPs in `low`."""
+    """The two formats of a plan."""
 
     low: str
-    high: str
-    target: float
+    high: str = "fp8"
 
 
 def items_of(linears: Sequence[LinearStatistics]) -> list[Item]:
@@ -73,52 +73,101 @@ def share_of(low: set[Item], linears: Sequence[LinearStatistics]) -> float:
 
 REPLAN = "replan"
 
+EXACT = 1e-9
+"""Shares that differ by less are equal."""
 
-def make_plans(
-    table: StatisticsTable, formats: Formats, seed: int, names: Sequence[str]
-) -> dict[str, list[Plan]]:
-    """Return the plans of each variant, from one measurement.
 
-    A variant has one plan, or with healing one for each `HEALING_PARTS`-th of a branch.
+def equal_share(linears: Sequence[LinearStatistics], target: float) -> float:
+    """Return the share nearest to `target` that complete linears can have.
+
+    It is a multiple of the greatest common divisor of their FLOPs. GEMMs can have it, too.
+    """
+    flops = [round(linear.flops_per_token) for linear in linears]
+    units = sum(flops) // math.gcd(*flops)
+    return math.floor(target * units + 0.5) / units
+
+
+class Planner:
+    """Makes the plans of variants from one measurement.
 
     Args:
         table: statistics of the checkpoint that the runs start from.
         formats: what the plans choose from.
         seed: of the random policies.
-        names: of policies, `snip-linear`, `snip-gemm`, `heal-ORDER`, or REPLAN, which is
-            `snip-gemm` whose plan is made again after half of a branch.
-
-    Raises:
-        UsageError: if a name is unknown.
     """
-    problems = {g: _problem(table, formats, g) for g in ("linear", "gemm")}
-    plans: dict[str, list[Plan]] = {}
-    for name in names:
+
+    def __init__(self, table: StatisticsTable, formats: Formats, seed: int) -> None:
+        self._linears = table.linears
+        self._formats = formats
+        self._seed = seed
+        self._problems = {g: _problem(table, formats, g) for g in ("linear", "gemm")}
+        self._orders: dict[str, list[set[Item]]] = {}
+
+    def plans(self, name: str, target: float) -> list[Plan]:
+        """Return a variant's plan, or with healing one for each `HEALING_PARTS`-th of a branch.
+
+        Args:
+            name: a policy, `snip-linear`, `snip-gemm`, `heal-ORDER`, or REPLAN, which is
+                `snip-gemm` whose plan is made again after half of a branch.
+            target: share of FLOPs in the low format, made attainable by `equal_share`.
+
+        Raises:
+            UsageError: if the name is unknown.
+        """
+        share = equal_share(self._linears, target)
         if name in HEALING:
-            plans[name] = _healing_plans(problems["gemm"], formats, name.removeprefix("heal-"))
-            continue
-        is_snip = name in ("snip-linear", "snip-gemm", REPLAN)
-        problem = problems["linear" if name == "snip-linear" else "gemm"]
-        settings = PlanSettings(policy="snip" if is_snip else name, seed=0 if is_snip else seed)
-        plans[name] = [make_plan(problem, settings).linears]
-    return plans
+            return self._healing(name.removeprefix("heal-"), share)
+        return [self._plan(name, share)]
 
+    def _plan(self, name: str, share: float) -> Plan:
+        if name in ("snip-linear", "snip-gemm", REPLAN):
+            problem = self._problems["linear" if name == "snip-linear" else "gemm"]
+            return make_plan(problem, PlanSettings(target=share)).linears
+        low: set[Item] = set()
+        for step in self._order(name):
+            if share_of(low | step, self._linears) < share + EXACT:
+                low |= step
+        return plan_of(low, self._linears, self._formats)
 
-def _healing_plans(problem: PlanningProblem, formats: Formats, order: str) -> list[Plan]:
-    """SNIP's plan for 70 % of the parts; then the target falls to 0 in equal steps."""
-    names = (formats.high, formats.low)
-    config = SnipConfig(formats=names, granularity="gemm", heal_order=order)
-    first = HEALING_PARTS * 7 // 10
-    plan = make_plan(problem, PlanSettings(policy="snip"))
-    plans: list[Plan] = [plan.linears] * first
-    for left in reversed(range(HEALING_PARTS - first)):
-        target = formats.target * left / (HEALING_PARTS - first)
-        wanted = problem.model_copy(update={"target": target})
-        if order != "plan":
-            wanted = healing_problem(wanted, plan, config)
-        plan = make_plan(wanted, PlanSettings(policy="snip"))
-        plans.append(plan.linears)
-    return plans
+    def _order(self, name: str) -> list[set[Item]]:
+        """Return what a rule lowers, one GEMM or linear at a time: its plans from 0 to 1."""
+        if name not in self._orders:
+            granularity = "gemm" if get_policy(name).granularity == "gemm" else "linear"
+            flops = [round(linear.flops_per_token / 3) for linear in self._linears]
+            units = 3 * sum(flops) // math.gcd(*flops)
+            settings = PlanSettings(policy=name, seed=self._seed)
+            steps: list[set[Item]] = []
+            low: set[Item] = set()
+            while len(low) < 3 * len(self._linears):
+                share = share_of(low, self._linears) + 0.5 / units
+                wanted = settings.model_copy(update={"target": share})
+                plan = make_plan(self._problems[granularity], wanted).linears
+                found = low_items(plan, self._formats)
+                assert low < found, f"{name} does not lower in one order"
+                steps.append(found - low)
+                low = found
+            self._orders[name] = steps
+        return self._orders[name]
+
+    def _healing(self, order: str, share: float) -> list[Plan]:
+        """A plan for 70 % of the parts; then the target falls to 0 in equal steps."""
+        first = HEALING_PARTS * 7 // 10
+        steps = HEALING_PARTS - first
+        targets = [share * left / steps for left in reversed(range(steps))]
+        if order in RULES:
+            return [self._plan(order, target) for target in [share] * first + targets]
+        names = (self._formats.high, self._formats.low)
+        config = SnipConfig(formats=names, granularity="gemm", heal_order=order)
+        problem = self._problems["gemm"].model_copy(update={"target": share})
+        plan = make_plan(problem, PlanSettings())
+        plans: list[Plan] = [plan.linears] * first
+        for target in targets:
+            wanted = problem.model_copy(update={"target": target})
+            if order != "plan":
+                wanted = healing_problem(wanted, plan, config)
+            plan = make_plan(wanted, PlanSettings())
+            plans.append(plan.linears)
+        return plans
 
 
 def snip_costs(table: StatisticsTable, formats: Formats) -> dict[Item, float]:
@@ -135,5 +184,4 @@ def snip_costs(table: StatisticsTable, formats: Formats) -> dict[Item, float]:
 
 def _problem(table: StatisticsTable, formats: Formats, granularity: Granularity) -> PlanningProblem:
     options = enumerate_options((formats.high, formats.low), granularity)
-    divergences = divergence_table(table, options, formats.low, SnipConfig())
-    return planning_problem(divergences, formats.target)
+    return planning_problem(divergence_table(table, options, formats.low, SnipConfig()), 0.0)

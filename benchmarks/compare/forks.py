@@ -1,0 +1,172 @@
+"""What each GEMM costs: runs with random halves of the GEMMs low, and a regression on them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.stats import spearmanr
+
+from benchmarks.compare import analysis
+from benchmarks.compare.runs import SETUPS, WarmModel, warm_model
+from benchmarks.compare.store import ResultStore
+from benchmarks.compare.variants import (
+    Formats,
+    Item,
+    Plan,
+    items_of,
+    plan_of,
+    snip_costs,
+)
+from megatron_snip.divergence.quality_loss import absolute_error, norm_bound, relative_error
+from megatron_snip.options import Option
+from megatron_snip.statistics.records import StatisticsTable
+from megatron_snip.types import Gemm
+
+TARGET = 0.75
+"""Of the plans that scores are judged by."""
+
+
+def run_forks(store: ResultStore, options: argparse.Namespace) -> None:
+    """Make branches with complementary random halves of the GEMMs in the low format."""
+    setup = SETUPS[options.setup]
+    with warm_model(setup, 0, options.data_seeds, options.scenario) as warm:
+        for low in options.formats:
+            formats = Formats(low)
+            table = warm.measure((formats.high, low))
+            _write_scores(options, low, table)
+            for data_seed in range(options.data_seeds):
+                _run_pairs(store, options, warm, table, low, data_seed)
+
+
+def _run_pairs(
+    store: ResultStore,
+    options: argparse.Namespace,
+    warm: WarmModel,
+    table: StatisticsTable,
+    low: str,
+    data_seed: int,
+) -> None:
+    key = {"kind": "forks", "setup": options.setup, "scenario": options.scenario}
+    key |= {"low": low, "seed": 0, "data_seed": data_seed}
+    first = 1000 * data_seed
+    pairs = range(first, first + options.pairs)
+    for name, plan in _fork_plans(table, Formats(low), pairs):
+        if not store.has({**key, "variant": name}):
+            loss = warm.branch([plan], data_seed)["loss"]
+            store.add({**key, "variant": name, "loss": round(loss, 6)})
+
+
+def _fork_plans(
+    table: StatisticsTable, formats: Formats, pairs: range
+) -> Iterator[tuple[str, Plan | None]]:
+    """Return the BF16 branch and both halves of each pair; no two data seeds share a pair."""
+    yield "bf16", None
+    items = items_of(table.linears)
+    for k in pairs:
+        for half, low in enumerate(_halves(items, k)):
+            yield f"{k}-{half}", plan_of(low, table.linears, formats)
+
+
+def _halves(items: list[Item], pair: int) -> tuple[set[Item], set[Item]]:
+    order = np.random.default_rng(pair).permutation(len(items))
+    first = {items[i] for i in order[: len(items) // 2]}
+    return first, set(items) - first
+
+
+def _write_scores(options: argparse.Namespace, low: str, table: StatisticsTable) -> None:
+    """Write every score of the items, before any branch is made."""
+    linears = {s.name: s for s in table.linears}
+    items = items_of(table.linears)
+    snip = snip_costs(table, Formats(low))
+    alone = {g: Option(*(low if g == k else "bf16" for k in Gemm)) for g in Gemm}
+    distance = (max(int(n.split(".")[2]) for n in linears)) / 2
+    scores = {
+        "snip": [snip[item] for item in items],
+        "norms": [norm_bound(linears[n], alone[g]) for n, g in items],
+        "min-abs-err": [absolute_error(linears[n], alone[g]) for n, g in items],
+        "min-rel-err": [relative_error(linears[n], alone[g]) for n, g in items],
+        "fprop only": [float(g == Gemm.FPROP) for _, g in items],
+        "grads-first": [
+            (g == Gemm.FPROP) * (1 + abs(int(n.split(".")[2]) - distance)) for n, g in items
+        ],
+    }
+    value = {
+        "items": [f"{name}:{gemm.name.lower()}" for name, gemm in items],
+        "flops": [linears[name].flops_per_token / 3 for name, _ in items],
+        "scores": {k: [float(f"{v:.4g}") for v in values] for k, values in scores.items()},
+    }
+    path = _scores_path(options.results, options.setup, options.scenario, low)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value) + "\n")
+
+
+def _scores_path(results: Path, setup: str, scenario: str, low: str) -> Path:
+    return results.with_name(f"{results.stem}-scores-{setup}-{scenario}-{low}.json")
+
+
+def fork_table(rows: list[dict[str, Any]], name: tuple[str, ...], results: Path) -> str:
+    """Return the costs of GEMMs by kind, the rank correlation of scores, and plan regrets."""
+    _, setup, scenario, low = name
+    path = _scores_path(results, setup, scenario, low)
+    known = json.loads(path.read_text())
+    items, flops = known["items"], np.array(known["flops"])
+    found = analysis.gaps(rows)
+    pairs = [(variant, pair) for variant, values in found.items() for pair in values]
+    pairs.sort(key=lambda run: (run[1][1], *map(int, run[0].split("-"))))  # complements adjoin
+    if len(pairs) < 2 * len(items):  # a pair of complements gives one equation
+        return f"### {' '.join(name)}: {len(pairs)} runs, too few for {len(items)} GEMMs"
+    split: list[Item] = [(i.rsplit(":", 1)[0], Gemm[i.rsplit(":", 1)[1].upper()]) for i in items]
+    design = np.zeros((len(pairs), len(items)))
+    for row, (variant, _) in enumerate(pairs):
+        k, half = map(int, variant.split("-"))
+        low_half = _halves(split, k)[half]
+        design[row] = [item in low_half for item in split]
+    gap = np.array([found[variant][pair] for variant, pair in pairs])
+    costs = analysis.regress(design, gap, np.array([pair[1] for _, pair in pairs]))
+    by_gemm = {
+        gemm.name.lower(): [c for c, (_, g) in zip(costs.cost, split, strict=True) if g == gemm]
+        for gemm in Gemm
+    }
+    kinds = [(g, f"{np.sum(c):+.1f}", f"{np.max(c):+.2f}") for g, c in by_gemm.items()]
+    best = costs.cost[analysis.best_items(costs.cost, flops, TARGET)].sum()
+    fprop = np.array([gemm == Gemm.FPROP for _, gemm in split])
+    snip = analysis.best_items(np.array(known["scores"]["snip"]), flops, TARGET)
+    lines = []
+    for score, values in known["scores"].items():
+        low_set = analysis.best_items(np.array(values), flops, TARGET)
+        rho = spearmanr(values, costs.cost).statistic
+        among = spearmanr(np.array(values)[fprop], costs.cost[fprop]).statistic
+        change = low_set.astype(float) - snip
+        error = float(np.sqrt(change @ costs.covariance @ change))
+        over = f"{change @ costs.cost:+.1f} ± {error:.1f}" if error else ""
+        regret = f"{costs.cost[low_set].sum() - best:+.1f}"
+        lines.append((score, f"{rho:.2f}", f"{among:.2f}", regret, over))
+    gemms = np.array([gemm for _, gemm in split])
+    alike = np.array([costs.cost[gemms == gemm].mean() for gemm in gemms])
+    regret = analysis.best_plan_regret(costs, np.where(fprop, costs.cost, alike), flops, TARGET)
+    return "\n\n".join(
+        (
+            f"### {' '.join(name)}, {len(pairs)} runs",
+            "Standard error of a GEMM's cost "
+            f"{np.sqrt(np.diag(costs.covariance)).mean():.2f}; residual {costs.residual:.2f}; "
+            f"held-out share of variance explained {costs.additivity:.2f}.",
+            analysis.markdown(("GEMM", "cost of all", "largest cost of one"), kinds),
+            analysis.markdown(
+                (
+                    "score",
+                    "Spearman with the cost",
+                    "within fprop",
+                    "regret of its plan",
+                    "over snip",
+                ),
+                lines,
+            ),
+            "If all dgrad cost the same and all wgrad too, the best plan would have a regret of "
+            f"{regret[0]:.1f} ± {regret[1]:.1f} (standard deviation) in costs with these errors.",
+        )
+    )
