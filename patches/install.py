@@ -7,8 +7,9 @@
 import atexit
 from collections.abc import Sequence
 
-from megatron_snip.patches import arguments, checkpoint, cpu, setup, train_step
+from megatron_snip.patches import arguments, cpu
 from megatron_snip.patches.cpu.megatron import fused_kernels
+from megatron_snip.patches.megatron_lm import checkpoint, setup, train_step
 from megatron_snip.patches.registry import Mode, Patch, Registry
 
 _LAYERS = "megatron.core.tensor_parallel.layers"

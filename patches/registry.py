@@ -29,7 +29,7 @@ from megatron_snip.log import warn_once_per_job
 
 if TYPE_CHECKING:  # the controller imports Megatron; without --snip nothing needs it
     from megatron_snip.controller import SnipController
-    from megatron_snip.patches.train_step import StepMetrics
+    from megatron_snip.patches.megatron_lm.train_step import StepMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,11 @@ import pytest
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
-from megatron_snip.patches import arguments, cpu, setup
+from megatron_snip.patches import arguments, cpu
 from megatron_snip.patches.arguments import exit_on_error, read_cli_args, snip_config
+from megatron_snip.patches.megatron_lm import setup
+from megatron_snip.patches.megatron_lm.setup import make_writers, resumed_state
 from megatron_snip.patches.registry import Registry
-from megatron_snip.patches.setup import make_writers, resumed_state
 from megatron_snip.state import ControllerState
 from megatron_snip.topology import Topology
 from tests.unit.planning.build import plan_of

@@ -10,9 +10,9 @@ import pytest
 import torch
 from megatron.core import num_microbatches_calculator
 
-from megatron_snip.patches import checkpoint, train_step
+from megatron_snip.patches.megatron_lm import checkpoint, train_step
+from megatron_snip.patches.megatron_lm.train_step import StepMetrics
 from megatron_snip.patches.registry import Registry, Session
-from megatron_snip.patches.train_step import StepMetrics
 from megatron_snip.topology import Topology
 
 STEP_PATCHES = (train_step.train_step, train_step.step_end, train_step.evaluation)

@@ -67,7 +67,7 @@ def attach(
     from megatron_snip.controller import SnipController
     from megatron_snip.linears.availability import resolve_formats
     from megatron_snip.linears.discovery import current_topology
-    from megatron_snip.patches.train_step import StepMetrics
+    from megatron_snip.patches.megatron_lm.train_step import StepMetrics
 
     check_modules(model)
     topology = current_topology()

@@ -1,0 +1,1 @@
+"""Patches on Megatron-LM's loop, `megatron.training`."""
