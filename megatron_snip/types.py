@@ -44,7 +44,9 @@ GEMM_OPERANDS: dict[Gemm, tuple[Operand, Operand]] = {
 }
 """Which operands enter each GEMM."""
 
-_NAME = re.compile(r"^(?P<block>[A-Za-z_][\w.]*)\.layers\.(?P<layer>\d{1,9})\.(?P<module>[\w.]+)$")
+_NAME = re.compile(
+    r"(?P<block>[A-Za-z_][\w.]*)\.layers\.(?P<layer>\d{1,9})\.(?P<module>[\w.]+)", re.ASCII
+)
 
 
 def linear_name(layer_number: int, module: str, block: str = "decoder") -> str:
@@ -69,7 +71,7 @@ def split_linear_name(name: str) -> tuple[str, int, str]:
     Raises:
         UsageError: if `name` does not have that form.
     """
-    match = _NAME.match(name)
+    match = _NAME.fullmatch(name)
     if match is None:
         raise UsageError(  # names come from any file
             f"'{shortened(name, 200)}' is not a linear's name; expected e.g. "

@@ -2,12 +2,9 @@
 
 import argparse
 import contextlib
-import shutil
-import sys
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from megatron_snip.errors import UsageError
@@ -15,15 +12,6 @@ from megatron_snip.files import write_atomic
 
 LARGEST = 2**31 - 1
 """Limit of flags that take a number: no size, count or iteration is larger."""
-
-WIDTH = 100
-"""Characters per line where the output is not a terminal."""
-
-
-def console() -> Console:
-    """Return a console for tables. Text from files is printed as it is, never as markup."""
-    width = min(shutil.get_terminal_size().columns, 2 * WIDTH) if sys.stdout.isatty() else WIDTH
-    return Console(width=width, highlight=False, markup=False, emoji=False)
 
 
 def new_table(text_columns: tuple[str, ...], number_columns: tuple[str, ...] = ()) -> Table:

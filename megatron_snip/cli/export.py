@@ -21,8 +21,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron_snip.cli.common import integer, write_output
 from megatron_snip.errors import UsageError
 from megatron_snip.flags import flag_name
@@ -37,6 +35,7 @@ from megatron_snip.linears.te.precision_config import (
 )
 from megatron_snip.linears.te.recipe import TERecipe, run_flags
 from megatron_snip.options import BF16, Option
+from megatron_snip.output import yaml_text
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.planner import nearest_option
 from megatron_snip.types import split_linear_name
@@ -140,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"{flag_name('', flag)} is for --to te-precision; leave it out")
     if args.to == "yaml":
         options = {name: str(option) for name, option in plan.linears.items()}
-        text = f"# {about}\n{yaml.safe_dump(options, sort_keys=False)}"
+        text = yaml_text(options, [about])
     else:
         content, changes = _TRANSLATIONS[args.to](plan.linears)
         _check_changes(changes, args)
@@ -172,8 +171,9 @@ def _export_precision_file(plan: PrecisionPlan, about: str, args: argparse.Names
     _check_changes(changes, args)
     paths = stage_paths(args.output, len(configs))
     comment = (
-        f"{about} for\nTransformer Engine on {machine}; read by Megatron's\n"
-        "--te-precision-config-file."
+        f"{about} for",
+        f"Transformer Engine on {machine}; read by Megatron's",
+        "--te-precision-config-file.",
     )
     for path, config in zip(paths, configs, strict=True):
         write_output(path, config_text(config, comment))

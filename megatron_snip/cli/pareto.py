@@ -11,9 +11,10 @@ from typing import Any
 
 from rich.table import Table
 
-from megatron_snip.cli.common import console, new_table
+from megatron_snip.cli.common import new_table
 from megatron_snip.cli.plan import INFEASIBLE, add_planning_flags, inputs_from
 from megatron_snip.errors import UsageError, naming_field
+from megatron_snip.output import console
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.planner import frontier
 from megatron_snip.planning.policies import get_policy

@@ -14,11 +14,12 @@ from typing import get_args
 from pydantic import ValidationError
 from rich.table import Table
 
-from megatron_snip.cli.common import console, integer, new_table, write_output
+from megatron_snip.cli.common import integer, new_table, write_output
 from megatron_snip.config import CostName, PipelineBalance
 from megatron_snip.errors import InfeasiblePlanError, UsageError, naming_field
 from megatron_snip.files import first_problem
 from megatron_snip.flags import flag_name
+from megatron_snip.output import console
 from megatron_snip.planning.calibration import read_calibration, with_seconds
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.planner import make_plan

@@ -4,7 +4,6 @@ Works on any run with refreshes, also on one that only measures (--snip-collect-
 """
 
 import argparse
-import csv
 import json
 import math
 import sys
@@ -12,9 +11,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megatron_snip.cli.common import console, integer, new_table
-from megatron_snip.errors import UsageError, shown
+from megatron_snip.cli.common import integer, new_table
+from megatron_snip.errors import UsageError
 from megatron_snip.files import read_json
+from megatron_snip.output import console, csv_text
 from megatron_snip.reporting.run_record import Divergences, numbered_files, parse_divergences
 from megatron_snip.reporting.text import column, number
 from megatron_snip.statistics.health_table import MEANINGS, Finding, HealthTable
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     elif isinstance(record, Divergences):
         _print_divergences(record, args.sort)
     elif args.csv:
-        csv.writer(sys.stdout).writerows([Finding._fields, *record.worst(None)])
+        sys.stdout.write(csv_text([Finding._fields, *record.worst(None)]))
     else:
         _print_health(record)
     return 0
@@ -81,7 +81,7 @@ def _print_divergences(record: Divergences, sort: str) -> None:
     table = new_table(("linear", "option"), COLUMNS)
     columns = [column([values[name] for *_, values in rows]) for name in COLUMNS]
     for (name, option, _), *numbers in zip(rows, *columns, strict=True):
-        table.add_row(shown(name), option, *numbers)
+        table.add_row(name, option, *numbers)
     out = console()
     out.print(f"iteration {record.iteration}, loss {number(record.loss)}")
     out.print(table)
@@ -101,7 +101,7 @@ def _print_health(health: HealthTable) -> None:
         worst = list(findings)
         values = column([each.value for each in worst])
         for each, value in zip(worst, values, strict=True):
-            table.add_row(*map(shown, each[1:4]), value)
+            table.add_row(*each[1:4], value)
         out.print(table)
 
 

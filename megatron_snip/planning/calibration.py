@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, field_validator
 
 from megatron_snip.errors import UsageError
-from megatron_snip.files import read_json, read_record
+from megatron_snip.files import Label, read_json, read_record
 from megatron_snip.formats import FORMATS
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import Work
@@ -52,7 +52,7 @@ class CalibratedLinear(BaseModel):
     names: Annotated[str, Field(min_length=1)]
     out_features: _Count
     in_features: _Count
-    seconds: dict[str, dict[str, _Seconds]]
+    seconds: dict[Label, dict[Label, _Seconds]]
     tokens: _Count | None = None
     mixed_s: Annotated[float, Field(ge=0.0, le=1e9)] = 0.0
 
@@ -73,10 +73,10 @@ class CalibrationTable(BaseModel):
     model_config = STRICT
 
     version: Literal[1] = 1
-    machine: str
-    device: str
-    date: str
-    versions: dict[str, str]
+    machine: Label
+    device: Label
+    date: Label
+    versions: dict[Label, Label]
     tokens: _Count
     linears: Annotated[tuple[CalibratedLinear, ...], Field(min_length=1, strict=False)]
 

@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, Field
 
 from megatron_snip.errors import UsageError, listing
-from megatron_snip.files import read_json, read_record, write_atomic
+from megatron_snip.files import Label, read_json, read_record, write_atomic
 from megatron_snip.formats import get_format
 from megatron_snip.options import Option
 from megatron_snip.planning.cost import as_fraction, ratio
@@ -63,7 +63,7 @@ class PrecisionPlan(BaseModel):
 
     version: Literal[2] = 2
     iteration: Annotated[int, Field(ge=0, lt=2**53)]
-    policy: str
+    policy: Label
     status: Status
     objective: float | None
     bound: float | None
@@ -71,8 +71,8 @@ class PrecisionPlan(BaseModel):
     target: Annotated[float, Field(ge=0.0, le=1.0)]
     efficiency: float
     stages: Annotated[tuple[float, ...], Field(strict=False)]
-    linears: dict[str, Option]
-    digest: str
+    linears: dict[Label, Option]
+    digest: Label
 
     @property
     def label(self) -> str:

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from megatron_snip.errors import UsageError
-from megatron_snip.files import read_json, read_record, write_atomic
+from megatron_snip.files import Label, read_json, read_record, write_atomic
 from megatron_snip.options import Option
 
 MAX_STAGE = 9999
@@ -55,7 +55,7 @@ class OptionCost(BaseModel):
     quality_loss: _Magnitude | None
     saving: _Share
     seconds: _NonNegative | None = None
-    scores: dict[str, float | None] = {}
+    scores: dict[Label, float | None] = {}
 
 
 class LinearChoices(BaseModel):
@@ -74,17 +74,10 @@ class LinearChoices(BaseModel):
 
     model_config = STRICT
 
-    name: Annotated[str, Field(min_length=1)]
+    name: Annotated[Label, Field(min_length=1)]
     stage: Annotated[int, Field(ge=0, le=MAX_STAGE)]
     flops: _NonNegative
     options: Annotated[dict[str, OptionCost], Field(min_length=1)]
-
-    @field_validator("name")
-    @classmethod
-    def _check_printable(cls, name: str) -> str:
-        if not name.isprintable():  # tables and logs show it on terminals
-            raise ValueError(f"the name {name!r} is not printable")
-        return name
 
     @field_validator("options")
     @classmethod

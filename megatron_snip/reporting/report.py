@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from megatron_snip.errors import SnipError, UsageError, listing
+from megatron_snip.errors import SnipError, UsageError, listing, printable
 from megatron_snip.planning.planner import frontier
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.reporting import figures, text
@@ -54,6 +55,12 @@ def read_reference(path: Path) -> Reference:
     return "BF16" if bf16 else name, metrics
 
 
+def _shown(value: object) -> object:
+    """Return a value of the template: HTML cannot hold control characters, escaped or not."""
+    is_text = isinstance(value, str) and not isinstance(value, Markup)
+    return printable(value, keep="\n") if is_text else value
+
+
 def make_report(run: RunRecord, reference: Reference | None = None) -> str:
     """Return the page as HTML; the figures are drawn here.
 
@@ -62,7 +69,11 @@ def make_report(run: RunRecord, reference: Reference | None = None) -> str:
         reference: the run that gaps are taken to, or None.
     """
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        finalize=_shown,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     formats = (text.number, text.percent, text.quality, text.seconds, listing, text.option_counts)
     environment.filters |= {function.__name__: function for function in formats}

@@ -17,7 +17,15 @@ from pydantic import AfterValidator, BaseModel, Field
 
 from megatron_snip.config import SnipConfig, make_config
 from megatron_snip.errors import UsageError
-from megatron_snip.files import checked, parse_json, read_json, read_record, read_text, read_yaml
+from megatron_snip.files import (
+    Label,
+    checked,
+    parse_json,
+    read_json,
+    read_record,
+    read_text,
+    read_yaml,
+)
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.problem import PlanningProblem, parse_option, read_problem
 from megatron_snip.statistics.health_table import HealthTable
@@ -115,7 +123,7 @@ class LinearRecord(BaseModel, strict=True):
         statistics: sums behind them; `formats` has them by format.
     """
 
-    name: str
+    name: Label
     options: dict[_OptionName, dict[str, _Number]]
     statistics: _Statistics = _Statistics()
 

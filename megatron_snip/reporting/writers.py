@@ -41,11 +41,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-import yaml
-
 from megatron_snip.divergence.quality_loss import divergences_dict
 from megatron_snip.errors import UsageError
 from megatron_snip.log import warn_once
+from megatron_snip.output import yaml_text
 from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, Payload, PlanApplied
 from megatron_snip.reporting.run_record import parse_divergences
 from megatron_snip.statistics.health_table import Finding
@@ -161,7 +160,7 @@ class TensorBoardWriter(_Dashboard):
     """Writes through a `torch.utils.tensorboard.SummaryWriter`."""
 
     def _show(self, config: dict[str, Any]) -> None:
-        self._add_text("snip/config", yaml.safe_dump(config, sort_keys=False), 0)
+        self._add_text("snip/config", yaml_text(config), 0)
 
     def _log(self, iteration: int, payload: Payload, scalars: dict[str, float]) -> None:
         board = self._board

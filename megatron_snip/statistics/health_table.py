@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any, NamedTuple, Self
 
 from megatron_snip.config import HealthMeasure
-from megatron_snip.files import read_record
+from megatron_snip.files import Label, read_record
 from megatron_snip.formats import lowest_precision
 from megatron_snip.types import Gemm, Operand
 
@@ -50,7 +50,7 @@ class LinearHealth:
         histograms: by operand: k and the shares of elements with floor(log2(|x|)) = k, k + 1, ...
     """
 
-    name: str
+    name: Label
     stage: int
     gradient_norm: float | None
     update_ratio: float | None

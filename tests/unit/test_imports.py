@@ -13,7 +13,7 @@ PACKAGE = ROOT / "megatron_snip"
 ORDER: tuple[tuple[str, ...], ...] = (
     ("version",),
     ("errors", "log"),
-    ("files", "formats", "types"),
+    ("files", "formats", "output", "types"),
     ("options",),
     ("target_schedule",),
     ("config", "directory", "directory_lock", "flags", "matmul"),

@@ -15,19 +15,19 @@ numbers there. Layers of an encoder are known only without pipeline stages. Expe
 and without the index that Megatron's sequential experts have.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import yaml
 from pydantic import BaseModel
 
 from megatron_snip.errors import UsageError
 from megatron_snip.files import checked
 from megatron_snip.linears.te.recipe import RecipeFields, TERecipe, run_flags
 from megatron_snip.options import BF16, Option
+from megatron_snip.output import yaml_text
 from megatron_snip.types import glob_matches, split_linear_name
 
 _TRAINING = "training_recipe"
@@ -161,14 +161,17 @@ def _sequential(local: str) -> str:
     return local.replace(".experts.linear_", ".experts.local_experts.*.linear_")
 
 
-def config_text(config: Mapping[str, Any], comment: str) -> str:
-    """Return the YAML of a file, one matcher per line, under a comment and how to use the file."""
+def config_text(config: Mapping[str, Any], comment: Sequence[str]) -> str:
+    """Return the YAML of a file, one matcher per line, under a comment and how to use the file.
+
+    Args:
+        config: as Megatron reads it.
+        comment: lines without a line break.
+    """
     fields = [one[_TRAINING] for one in config["configs"].values()]
     flags = run_flags(RecipeFields(**each).recipe for each in fields)
     advice = _ADVICE.format(flags=flags).splitlines() if flags else ()
-    head = "".join(f"# {line}\n" for line in (*comment.splitlines(), *advice))
-    body = yaml.safe_dump(dict(config), sort_keys=False, default_flow_style=None, width=10_000)
-    return head + body
+    return yaml_text(config, (*comment, *advice), default_flow_style=None, width=10_000)
 
 
 class _Matcher(BaseModel):

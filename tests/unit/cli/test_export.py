@@ -1,5 +1,6 @@
 """`megatron-snip export` and `import`: plans for other programs, and precision files back."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,16 @@ def test_modelopt_gets_the_precision_of_the_forward_pass(folder: Path) -> None:
 def test_yaml_is_the_plan(folder: Path) -> None:
     plan = {name_of(0): "fp8", name_of(1): "fp4-fp8-fp8"}
     assert exported("yaml", "mlp.linear_fc1", [*plan.values()]) == plan
+
+
+@pytest.mark.parametrize("to", ["yaml", "te-precision"])
+@pytest.mark.parametrize("policy", ["x\nevil: !!python/object/apply:os.getpid []\n#", "\x1b[2J"])
+def test_a_policy_cannot_add_keys(to: str, policy: str, folder: Path, refused: Any) -> None:
+    """A plan's digest leaves its policy out."""
+    content = {**plan_of(["fp8"]).to_dict(), "policy": policy}
+    Path("plan.json").write_text(json.dumps(content))
+    assert "policy: " in refused(*EXPORT, "10.0", "--to", to)
+    assert not Path("out.yaml").exists()
 
 
 @pytest.mark.parametrize(

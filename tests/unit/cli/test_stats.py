@@ -52,10 +52,13 @@ def test_health_has_the_worst_first_in_100_columns(run: Path, printed: Any, refu
     assert "version 9; this megatron-snip reads version 1" in refused("stats", run, "--health")
 
 
-def test_names_are_printed_as_they_are(run: Path, printed: Any) -> None:
+def test_names_are_printed_as_they_are(run: Path, printed: Any, refused: Any) -> None:
     path = run / "divergences" / "19.json"
     value = json.loads(path.read_text())
-    value["linears"][0]["name"] = "decoder.layers.0.[/foo] :smile: \x1b[2J"
+    name = "decoder.layers.0.[/foo] :smile:"
+    value["linears"][0]["name"] = name
     path.write_text(json.dumps(value))
-    text = printed("stats", run)
-    assert "decoder.layers.0.[/foo] :smile: \\x1b[2J" in text and "\x1b" not in text
+    assert name in printed("stats", run)
+    value["linears"][0]["name"] = name + "\x1b[2J"
+    path.write_text(json.dumps(value))
+    assert "\\x1b[2J' is not printable" in refused("stats", run)

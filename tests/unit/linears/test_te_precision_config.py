@@ -83,7 +83,7 @@ def written(
     configs = export_configs(linears, RECIPE, stages)
     paths = stage_paths(folder / "out.yaml", len(configs))
     for path, config in zip(paths, configs, strict=True):
-        path.write_text(config_text(config, "a plan\nof two lines"))
+        path.write_text(config_text(config, ["a plan", "of two lines"]))
     return configs, paths
 
 
@@ -132,7 +132,7 @@ def test_names_match_themselves_alone_and_experts_also_one_by_one(tmp_path: Path
     assert lines[:2] == ["# a plan", "# of two lines"]
     assert lines[2].startswith("# Give the run a default low precision as well")
     (bf16,) = export_configs(dict.fromkeys(plan, Option.uniform("bf16")), RECIPE, stages)
-    assert "configs:" in config_text(bf16, "one line").splitlines()[1]
+    assert "configs:" in config_text(bf16, ["one line"]).splitlines()[1]
 
 
 def test_layers_of_another_block_are_on_the_last_stage(tmp_path: Path) -> None:
