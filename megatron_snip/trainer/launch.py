@@ -1,11 +1,13 @@
 """Starts the ranks of one machine, and reports how they end.
 
-`megatron-snip train` starts N processes `python -m megatron_snip.trainer.launch FOLDER PID` (its
-own) and waits. FOLDER holds the settings; there rank N writes `answered-N` after a signal, and
-`failure-N` with its error. Bad input ends in one line and exit code 2. Any other failure ends with
-exit code 1 and names a killed rank, else the earliest error that a rank wrote. After a signal the
-exit code is 75 (EX_TEMPFAIL: run the command again) if the ranks saved a checkpoint, else 128 + its
-number.
+`megatron-snip train` starts N processes `python -P -m megatron_snip.trainer.launch SETTINGS REPORT
+PID` (its own) and waits. `-P` keeps the current directory out of the ranks' imports. SETTINGS and
+REPORT are descriptors of files without a name, so that a launcher that is killed leaves nothing:
+the settings as JSON, and lines in which the rank answers a signal and writes its error.
+
+Bad input ends in one line and exit code 2. Any other failure ends with exit code 1 and names a
+killed rank, else the earliest error that a rank wrote. After a signal the exit code is 75
+(EX_TEMPFAIL: run the command again) if the ranks saved a checkpoint, else 128 + its number.
 
 If RANK and WORLD_SIZE are set, as torchrun sets them, the process is a rank itself. Importing this
 module does not import torch.
@@ -15,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import json
 import math
 import os
@@ -28,11 +29,13 @@ import threading
 import time
 import traceback
 import warnings
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from io import FileIO
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron_snip.errors import SnipError, UsageError
+from megatron_snip.errors import SnipError, UsageError, known_failure
+from megatron_snip.output import outlive_output
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -67,6 +70,12 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def without_nohup(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Return signals to handle: under `nohup` SIGHUP is ignored, and stays so."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in numbers if not (ignored and number == signal.SIGHUP)]
+
+
 def default_num_ranks(config: TrainConfig) -> int:
     """Return the ranks of one model replica, or of as many replicas as fit on the GPUs."""
     import torch
@@ -84,22 +93,22 @@ def launch(config: TrainConfig, num_ranks: int) -> int:
         UsageError: if a rank refused its input.
         SnipError: if a rank failed for a reason that is one line.
     """
+    outlive_output()
     store = _make_store()
     received: list[int] = []
-    for number in _SIGNALS:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # for nohup
-            signal.signal(number, lambda number, frame: received.append(number))
+    for number in without_nohup(_SIGNALS):
+        signal.signal(number, lambda number, frame: received.append(number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     ranks: list[subprocess.Popen[bytes]] = []
-    with tempfile.TemporaryDirectory(prefix="megatron-snip-") as name:
-        folder = Path(name)
-        (folder / "config.json").write_text(json.dumps(config.model_dump(mode="json")))
+    with _unnamed_file() as settings, contextlib.ExitStack() as files:
+        settings.write(json.dumps(config.model_dump(mode="json")).encode())
+        reports = [files.enter_context(_unnamed_file()) for _ in range(num_ranks)]
         try:
-            for rank in range(num_ranks):
-                ranks.append(_start_rank(rank, num_ranks, store.port, folder))
-            late = _wait(ranks, received, folder, EXIT_S if config.save is None else SAVE_S)
+            for rank, report in enumerate(reports):
+                ranks.append(_start_rank(rank, num_ranks, store.port, settings, report))
+            late = _wait(ranks, received, reports, EXIT_S if config.save is None else SAVE_S)
             statuses = [process.returncode or 0 for process in ranks]
-            kind, reason = _first_failure(folder)
+            kind, reason = _first_failure(reports)
             if not received:
                 _let_end(ranks)
         finally:
@@ -144,7 +153,22 @@ def _make_store() -> TCPStore:
     )
 
 
-def _start_rank(rank: int, num_ranks: int, port: int, folder: Path) -> subprocess.Popen[bytes]:
+def _unnamed_file() -> FileIO:
+    """Return a file that ends with the processes that have it open; in memory on Linux."""
+    if hasattr(os, "memfd_create"):
+        return FileIO(os.memfd_create("megatron-snip"), "r+")
+    with tempfile.TemporaryFile(buffering=0) as file:
+        return FileIO(os.dup(file.fileno()), "r+")
+
+
+def _read_whole(descriptor: int) -> bytes:
+    """Return a file's content; its position, which processes share, stays."""
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+
+
+def _start_rank(
+    rank: int, num_ranks: int, port: int, settings: FileIO, report: FileIO
+) -> subprocess.Popen[bytes]:
     """Start a rank as the leader of a process group, so that its children end with it."""
     variables = {
         "RANK": rank,
@@ -156,13 +180,18 @@ def _start_rank(rank: int, num_ranks: int, port: int, folder: Path) -> subproces
         "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is there: rank 0 makes none
         "TORCHELASTIC_RESTART_COUNT": 0,
     }
-    words = ["-u", "-m", "megatron_snip.trainer.launch", str(folder), str(os.getpid())]
+    files = (settings.fileno(), report.fileno())
+    words = [sys.executable, "-u", "-P", "-m", "megatron_snip.trainer.launch"]
+    words += [str(number) for number in (*files, os.getpid())]
     environment = os.environ | {name: str(value) for name, value in variables.items()}
-    return subprocess.Popen([sys.executable, *words], env=environment, start_new_session=True)
+    return subprocess.Popen(words, env=environment, start_new_session=True, pass_fds=files)
 
 
 def _wait(
-    ranks: list[subprocess.Popen[bytes]], received: list[int], folder: Path, exit_s: float
+    ranks: list[subprocess.Popen[bytes]],
+    received: list[int],
+    reports: Sequence[FileIO],
+    exit_s: float,
 ) -> list[int]:
     """Wait until all ranks have ended or one has failed.
 
@@ -181,7 +210,7 @@ def _wait(
     for process in ranks:
         process.send_signal(received[0])
     while running := [rank for rank, process in enumerate(ranks) if process.poll() is None]:
-        late = [rank for rank in running if not (folder / f"answered-{rank}").exists()]
+        late = [rank for rank in running if not _read_whole(reports[rank].fileno())]
         waited_s = time.monotonic() - begin
         if len(received) > 1 or waited_s > exit_s or (late and waited_s > ANSWER_S):
             return late
@@ -196,12 +225,14 @@ def _let_end(ranks: list[subprocess.Popen[bytes]]) -> None:
         time.sleep(POLL_S)
 
 
-def _first_failure(folder: Path) -> tuple[str, str]:
+def _first_failure(reports: Iterable[FileIO]) -> tuple[str, str]:
     """Return kind and text of the first error that a rank wrote, or empty texts."""
     written = [(math.inf, "", "")]
-    for file in folder.glob("failure-*"):
-        with contextlib.suppress(ValueError):  # killed while it wrote
-            written.append(tuple(json.loads(file.read_text())))
+    for report in reports:
+        lines = _read_whole(report.fileno()).decode(errors="replace").splitlines()
+        for line in lines:
+            with contextlib.suppress(ValueError):  # killed while it wrote
+                written.append(tuple(json.loads(line)))
     return min(written)[1:]
 
 
@@ -218,6 +249,7 @@ def train_as_rank(config: TrainConfig) -> TrainingResult:
         UsageError: if the input is bad; every rank raises.
         SnipError: if a rank cannot continue.
     """
+    outlive_output()
     # Before torch is imported and CUDA starts. The user's values win; ranks share the cores.
     threads = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
@@ -236,13 +268,12 @@ def train_as_rank(config: TrainConfig) -> TrainingResult:
     return run_rank(config)
 
 
-def _main(folder: Path, launcher: int) -> int:
+def _main(settings: int, report: int, launcher: int) -> int:
     """Be a rank that `launch` started; write the reason if the run fails."""
-    rank = os.environ["RANK"]
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    _answer_signals(folder / f"answered-{rank}")
+    _answer_signals(report)
     if sys.platform == "linux":  # end if the launcher is killed
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
         if os.getppid() != launcher:  # it was killed already
@@ -250,23 +281,26 @@ def _main(folder: Path, launcher: int) -> int:
     from megatron_snip.trainer.config import make_train_config
 
     try:
-        settings = json.loads((folder / "config.json").read_text())
-        result = train_as_rank(make_train_config(settings))
+        result = train_as_rank(make_train_config(json.loads(_read_whole(settings))))
         return 0 if result.stopped is None else SAVED_AND_STOPPED
     except UsageError as error:
         kind, text = "usage", str(error)
     except SnipError as error:
         kind, text = "error", str(error)
-    except Exception:
-        kind, text = "crash", traceback.format_exc()
-        if os.strerror(errno.EMFILE) in text:  # torch raises it as a RuntimeError, too
-            kind, text = "error", "this rank may not open more files; raise the limit (ulimit -n)"
-    (folder / f"failure-{rank}").write_text(json.dumps([time.time(), kind, text]))
+    except Exception as error:
+        known = known_failure(error)
+        kind = "crash" if known is None else "error"
+        text = known or traceback.format_exc()
+    _report(report, [time.time(), kind, text])
     return 1
 
 
-def _answer_signals(file: Path) -> None:
-    """Make `file` after a signal, in a thread: the main one may wait for a stopped rank."""
+def _report(file: int, line: list[object]) -> None:
+    os.write(file, json.dumps(line).encode() + b"\n")
+
+
+def _answer_signals(report: int) -> None:
+    """Report a signal in a thread: the main one may wait for a stopped rank."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -274,7 +308,7 @@ def _answer_signals(file: Path) -> None:
     def answer() -> None:
         os.read(reader, 1)
         with contextlib.suppress(OSError):
-            file.touch()
+            _report(report, [math.inf, "answered", ""])
 
     threading.Thread(target=answer, daemon=True).start()
 
@@ -285,4 +319,4 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 
 
 if __name__ == "__main__":
-    sys.exit(_main(Path(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(_main(*map(int, sys.argv[1:])))

@@ -33,6 +33,7 @@ from megatron_snip.linears.training_step import ForwardBackward, Results, zero_g
 from megatron_snip.reporting.events import Event, Metrics, Reporter, Writer
 from megatron_snip.trainer.checkpoint import STOP_SIGNALS, Progress
 from megatron_snip.trainer.data import Datasets, Samples, iteration_batches
+from megatron_snip.trainer.launch import without_nohup
 from megatron_snip.trainer.model import LOSS, TrainingState
 
 
@@ -91,7 +92,8 @@ def stop_requests(group: ProcessGroup | None) -> Iterator[Callable[[], str | Non
         number = max(gather_json(received, group))
         return signal.Signals(number).name if number else None
 
-    previous = {number: signal.signal(number, receive) for number in STOP_SIGNALS}
+    handled = without_nohup(STOP_SIGNALS)
+    previous = {number: signal.signal(number, receive) for number in handled}
     try:
         yield agreed
     finally:

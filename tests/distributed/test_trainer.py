@@ -133,15 +133,38 @@ def test_a_nan_loss_ends_the_run_and_keeps_the_last_checkpoint(tmp_path: Path) -
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "2\n"
 
 
+def test_training_outlives_its_output_and_imports_nothing_from_its_folder(tmp_path: Path) -> None:
+    """As in `megatron-snip train 2>&1 | head -1`, in a folder with a file called yaml.py."""
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "yaml.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
+    words = command(tmp_path / "run", train_iters=5, tensor_model_parallel_size=1)
+    words.insert(1, "-P")  # as the command of an installation, whose own folder is first
+    front = subprocess.Popen(
+        words,
+        cwd=here,
+        env=environment(tmp_path, PYTHONWARNINGS="ignore"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert front.stdout is not None
+    assert "iteration" in front.stdout.readline()
+    front.stdout.close()
+    assert front.wait(TIMEOUT_S) == 0
+    assert len(read_rows(tmp_path / "run")) == 5
+    assert not (tmp_path / "imported").exists()
+
+
 # ---- signals ----------------------------------------------------------------------------------
 
 
 @contextmanager
-def training(words: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
+def training(words: list[str], folder: Path, **extra: str) -> Iterator[subprocess.Popen[str]]:
     """A command that has begun to train."""
     front = subprocess.Popen(
         words,
-        env=environment(folder, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore"),
+        env=environment(folder, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore", **extra),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -197,10 +220,13 @@ def test_a_killed_rank_is_named_and_a_killed_launcher_ends_its_ranks(tmp_path: P
         _, errors = front.communicate(timeout=TIMEOUT_S)
     assert (front.returncode, errors) == (1, "megatron-snip: rank 1 ended by SIGKILL\n")
     assert_all_gone(processes)
-    with training([*words, "--overwrite"], tmp_path) as front:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    with training([*words, "--overwrite"], tmp_path, TMPDIR=str(temporary)) as front:
         processes = processes_of(front)
         front.kill()
         assert_all_gone(processes)
+    assert not list(temporary.glob("megatron-snip*"))
 
 
 @pytest.mark.slow
@@ -228,7 +254,12 @@ def test_a_stopped_rank_does_not_hold_up_the_end(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "while_saving"),
-    [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGTERM, True)],
+    [
+        (signal.SIGTERM, False),
+        (signal.SIGINT, False),
+        (signal.SIGHUP, False),
+        (signal.SIGTERM, True),
+    ],
 )
 def test_a_signal_saves_and_the_same_command_resumes(
     tmp_path: Path, number: signal.Signals, while_saving: bool
