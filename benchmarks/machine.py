@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_snip.reporting.run_directory import versions
+from megatron_snip.version import versions
 
 RESULTS = Path(__file__).parent / "results"
 

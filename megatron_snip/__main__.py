@@ -4,13 +4,14 @@ The first word decides: a subcommand's name, or a script (after `--cpu`, always 
 """
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Sequence
 
 from megatron_snip.cli.commands import COMMANDS, run_command
 from megatron_snip.cli.script import is_script, prepare_script, run_script
-from megatron_snip.errors import SnipError, UsageError, shown
+from megatron_snip.errors import SnipError, UsageError, known_failure, shown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,8 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_stdout()
         return 141
     except OSError as error:
-        print(f"megatron-snip: {shown(error)}", file=sys.stderr)
+        print(f"megatron-snip: {shown(known_failure(error) or error)}", file=sys.stderr)
         _drop_stdout()
+        return 1
+    except Exception as error:
+        reason = known_failure(error)
+        if reason is None:
+            raise
+        print(f"megatron-snip: {shown(reason)}", file=sys.stderr)
         return 1
     return run_script(script)  # its errors are its own
 
@@ -46,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_and_flush(words: Sequence[str]) -> int:
     if sys.stdout is None:  # closed (>&-): nothing could be printed
         raise OSError("standard output is closed; give it a file, or /dev/null")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name may not fit its encoding
     try:
         return run_command(words)
     finally:

@@ -1,11 +1,23 @@
 """The errors that a caller can act on; a message names what was got, is accepted, and to do."""
 
 import difflib
+import errno
+import os
+import re
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 LONGEST = 2000
 """Characters of an error that are shown."""
+
+_NO_MEMORY = ("can't allocate memory", "out of memory", "Storage size calculation overflowed")
+_OF_THE_MACHINE = {
+    errno.EMFILE: "this process may not open more files: raise the limit (ulimit -n)",
+    errno.ENOSPC: "free some space, or name another directory",
+    errno.EDQUOT: "free some space, or name another directory",
+    errno.EROFS: "name another directory",
+}
 
 
 class SnipError(Exception):
@@ -104,8 +116,57 @@ def shown(error: BaseException | str) -> str:
     appear as Python would write them, and of an endless text only the ends.
     """
     text = _ends(str(error))  # cut before as well: escaping all of it could take as long as it is
-    escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return _ends(escaped)
+    return _ends(printable(text))
+
+
+def known_failure(error: BaseException) -> str | None:
+    """Return one line for a failure of the machine or of an installed package; None for a bug.
+
+    Memory that cannot be had, a full disk, too many open files, a package that breaks when it is
+    imported. torch and NumPy raise the first three as their own errors, too.
+    """
+    package = _broken_package(error)
+    if package is not None:
+        text = f"cannot import {package}: {type(error).__name__}: {one_line(error)}"
+        return f"{text}; 'megatron-snip doctor' shows what is broken"
+    text = str(error)
+    if isinstance(error, MemoryError) or any(words in text for words in _NO_MEMORY):
+        asked = re.search(r"allocate ([\d.]+ ?[A-Za-z]+)|sizes?=(\[[\d, ]*\])", text)
+        size = f" (asked for {asked[1] or asked[2]})" if asked else ""
+        return f"out of memory{size}: take a smaller model, sequence or batch, or more ranks"
+    number = error.errno if isinstance(error, OSError) else None
+    for known, advice in _OF_THE_MACHINE.items():
+        if number == known or (number is None and os.strerror(known) in text):
+            return f"{one_line(error)}; {advice}"
+    return None
+
+
+def _broken_package(error: BaseException) -> str | None:
+    """Return the top-level package that was being imported when `error` was raised."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        ours = package in ("megatron_snip", "__main__")
+        if frame.f_code.co_name == "<module>" and not ours:
+            return package
+    name = getattr(error, "name", None) if isinstance(error, ImportError) else None
+    ours = name is None or name.startswith("megatron_snip")
+    return None if ours else str(name).partition(".")[0]
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Return `text` with all but printable characters as Python would write them in a literal.
+
+    Line breaks, escape sequences, directional marks and lone surrogates are not printable.
+
+    Args:
+        text: any text.
+        keep: characters that stay although they are not printable.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def _ends(text: str) -> str:

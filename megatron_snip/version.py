@@ -1,5 +1,6 @@
 """The one place that states the version, and the versions of other packages."""
 
+import platform
 from importlib import metadata
 
 __version__ = "0.1.0"
@@ -14,3 +15,10 @@ def installed_version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of Python and of packages (None where not installed)."""
+    packages = (*PACKAGES, "ortools", "numpy", "wandb")
+    found = {package: installed_version(package) for package in packages}
+    return {"python": platform.python_version(), **found, "megatron-snip": __version__}

@@ -1,13 +1,16 @@
 """`megatron-snip doctor`: versions, devices, formats and the recommended command."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_snip.cli import doctor
-from megatron_snip.cli.doctor import recommended_command
+from megatron_snip.cli import doctor, machine
+from megatron_snip.cli.machine import recommended_command
 from megatron_snip.formats import FORMATS
 from megatron_snip.linears.te.machine import Machine
+from tests.processes import ROOT, run_python
 
 TE = {"te_version": "2.20.2"}
 
@@ -18,22 +21,22 @@ def test_versions_devices_formats_and_the_command_are_printed(
     """Text of other packages is printed as it is."""
     hostile = "1.0+[/foo] :smile:"
     monkeypatch.setattr(doctor, "versions", lambda: {"torch": hostile, "transformer-engine": None})
-    machine = Machine((10, 0), te_version=hostile, te_unavailable={"mxfp8": hostile})
-    monkeypatch.setattr(doctor, "this_machine", lambda with_te: machine)
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    found = Machine((10, 0), te_version=hostile, te_unavailable={"mxfp8": hostile})
+    monkeypatch.setattr(machine, "this_machine", lambda with_te: found)
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
     assert "megatron.training is not installed" in printed("doctor")
-    monkeypatch.setattr(doctor, "find_spec", lambda name: name)
+    monkeypatch.setattr(machine, "find_spec", lambda name: name)
     text = printed("doctor")
     for word in ("not installed", "cores", "cuda", "compute capability 10.0", *FORMATS):
         assert word in text
     assert text.count(hostile) >= 2
     assert "functions that SNIP wraps" in text
-    assert text.endswith(f"  {recommended_command(machine)}\n")
+    assert text.endswith(f"  {recommended_command(found)}\n")
     assert max(len(line) for line in text.splitlines()[:-1]) <= 100
 
 
 @pytest.mark.parametrize(
-    ("machine", "implementation"),
+    ("found", "implementation"),
     [
         (Machine((9, 0), **TE), "transformer_engine"),
         (Machine((10, 0), **TE), "transformer_engine"),
@@ -42,7 +45,40 @@ def test_versions_devices_formats_and_the_command_are_printed(
         (Machine(), "local"),
     ],
 )
-def test_the_recommended_command_fits_the_machine(machine: Machine, implementation: str) -> None:
-    command = recommended_command(machine)
+def test_the_recommended_command_fits_the_machine(found: Machine, implementation: str) -> None:
+    command = recommended_command(found)
     assert command.endswith(f"--transformer-impl {implementation} --snip")
-    assert ("--cpu" in command) == (machine.capability is None)
+    assert ("--cpu" in command) == (found.capability is None)
+
+
+BROKEN = {
+    "torch": (1, "SNIP needs torch, megatron-core: install or repair that first"),
+    "ortools": (1, "SNIP needs ortools: install or repair that first"),
+    "transformer_engine": (0, "Recommended on this machine"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", BROKEN)
+def test_a_broken_installation_is_shown_with_its_error(package: str, tmp_path: Path) -> None:
+    status, text = BROKEN[package]
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("raise OSError('libx.so.9: no such file')")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = run_python("-m", "megatron_snip", "doctor", PYTHONPATH=path)
+    assert (done.returncode, done.stderr) == (status, "")
+    output = " ".join(done.stdout.split())
+    assert "cannot be imported: OSError: libx.so.9: no such file" in output
+    assert text in output
+
+
+def test_a_command_names_the_package_that_cannot_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "ortools").mkdir()
+    (tmp_path / "ortools" / "__init__.py").write_text("raise OSError('libx.so.9: no such file')")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = run_python("-m", "megatron_snip", "plan", "none.json", PYTHONPATH=path)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "megatron-snip: cannot import ortools: OSError: libx.so.9: no such file; "
+        "'megatron-snip doctor' shows what is broken\n"
+    )
