@@ -19,6 +19,7 @@ from megatron_snip.target_schedule import Point, TargetSchedule, parse_points
 from megatron_snip.types import glob_matches
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Count = Annotated[int, Field(ge=1, le=2**53)]
 
 Backend = Literal["auto", "simulate", "te"]
 LossDivergence = Literal["fisher", "first_plus_fisher"]
@@ -51,6 +52,17 @@ class Section(BaseModel):
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
     )
 
+    @field_validator("*")
+    @classmethod
+    def _expand_home(cls, value: Any) -> Any:
+        """Read `~` as a shell would that had not been stopped by quotes."""
+        if isinstance(value, Path) and str(value).startswith("~"):
+            try:
+                return value.expanduser()
+            except RuntimeError as error:
+                raise ValueError(f"'{value}': {error}") from None
+        return value
+
 
 class ScheduleFields(Section):
     """When SNIP measures and plans."""
@@ -58,13 +70,13 @@ class ScheduleFields(Section):
     enabled: bool = False
     """Turn SNIP on. Off means that the model runs exactly as Megatron runs it."""
 
-    interval: Annotated[int, Field(ge=1)] = 200
+    interval: Count = 200
     """Iterations between two refreshes. A refresh measures, solves and applies a plan."""
 
-    start_step: Annotated[int, Field(ge=1)] = 100
+    start_step: Count = 100
     """Iteration of the first refresh (from 1). Earlier, Adam's moments are too young for a plan."""
 
-    lag: Annotated[int, Field(ge=1)] = 2
+    lag: Count = 2
     """Iterations between measuring and applying a plan. Training continues meanwhile. The lag
     is fixed so that a run can be repeated exactly."""
 
@@ -79,7 +91,7 @@ class ScheduleFields(Section):
 class MeasureFields(Section):
     """What a refresh measures."""
 
-    measure_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    measure_fraction: Annotated[float, Field(ge=1e-6, le=1.0)] = 1.0
     """Share of the linears that one iteration measures. Below 1, a refresh spreads over several
     iterations, and each of them costs less."""
 
@@ -90,7 +102,7 @@ class MeasureFields(Section):
     """Estimator of the loss divergence: `fisher` (second order) or the paper's
     `first_plus_fisher` (|first order| + second order)."""
 
-    weight_lambda: Annotated[float, Field(ge=0.0)] = 0.1
+    weight_lambda: Annotated[float, Field(ge=0.0, le=1e6)] = 0.1
     """Weight of the normalized weight divergence relative to the loss divergence."""
 
 
@@ -117,7 +129,7 @@ class PlanFields(Section):
     """ITERATION:TARGET, comma separated: the efficiency target from each iteration on, such as
     0:0,200:0.75,9000:0.5; 9500:~0 ramps linearly to 0. A new target needs no new measurement."""
 
-    heal_from: Annotated[float, Field(gt=0.0)] | None = None
+    heal_from: Annotated[float, Field(gt=0.0, le=2**53)] | None = None
     """Iteration, or fraction of the run, from which the target falls in steps to 0 at the end."""
 
     heal_order: Literal["plan", "forward", "backward"] = "plan"
@@ -159,7 +171,7 @@ class GuardFields(Section):
     """Watch the loss after a plan change. If it is NaN or jumps, repeat the iteration with the
     last good plan. If that helps, keep that plan, and measure again."""
 
-    guard_sigmas: Annotated[float, Field(ge=0.0)] = 6.0
+    guard_sigmas: Annotated[float, Field(ge=0.0, le=1e6)] = 6.0
     """Smallest rise of the loss that counts as a jump, in standard deviations of its noise from
     iteration to iteration. A rise below 20 % of the loss is never a jump."""
 

@@ -27,6 +27,13 @@ OWN_FILES = re.compile(
 )
 """Paths below a marked directory that SNIP writes."""
 
+_FOLDERS = re.compile(
+    rf"{'|'.join(OWN_FOLDERS)}|report|tensorboard|data_index|data(/python-source-[^/]*)?"
+)
+_FILES = re.compile(
+    rf"{re.escape(MARKER)}|data_index/[^/]*|data/python-source-[^/]*/[^/]*|{OWN_FILES.pattern}"
+)
+
 
 def own_files(directory: Path) -> Iterator[Path]:
     """Yield the files below `directory` whose paths match `OWN_FILES`; links are not followed.
@@ -46,17 +53,13 @@ def check_new_run(directory: Path, overwrite: bool) -> None:
         overwrite: whether files of a former run may be replaced.
 
     Raises:
-        UsageError: if the directory holds another run and `overwrite` is not set, or holds files
-            with SNIP's names that SNIP did not write: without the marker, or links and pipes.
+        UsageError: if the directory is a file, or holds another run and `overwrite` is not set, or
+            holds entries with SNIP's names that SNIP did not make: without the marker, or links,
+            pipes, and folders in place of files.
     """
-    for name, entry in _entries_below(directory):
-        is_own = OWN_FILES.fullmatch(name) or name in (*OWN_FOLDERS, "report", "tensorboard")
-        plain = entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)
-        if is_own and not plain:
-            raise UsageError(
-                f"'{directory / name}' is a link or a pipe, and SNIP's files would go through it; "
-                "remove it, or name another directory"
-            )
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(f"'{directory}' is no folder; name another directory")
+    check_plain(directory)
     present = next(own_files(directory), None)
     if present is None:
         return
@@ -71,6 +74,33 @@ def check_new_run(directory: Path, overwrite: bool) -> None:
             f"'{directory}' holds another run; continue it with --load, name another directory, "
             "or replace its files with --overwrite"
         )
+
+
+def check_plain(directory: Path) -> None:
+    """Refuse entries of a run's directory through which SNIP's files would go elsewhere.
+
+    Raises:
+        UsageError: for a link, a pipe, or a folder in place of a file or the other way round.
+    """
+    _check_plain(directory, directory)
+
+
+def _check_plain(directory: Path, root: Path) -> None:
+    for entry in _entries(directory):
+        path = Path(entry)
+        name = path.relative_to(root).as_posix()
+        is_folder = _FOLDERS.fullmatch(name) is not None
+        kind = "folder" if is_folder else "regular file"
+        is_plain = entry.is_dir if is_folder else entry.is_file
+        if not is_folder and _FILES.fullmatch(name) is None:
+            continue
+        if not is_plain(follow_symlinks=False):
+            raise UsageError(
+                f"'{path}' is no {kind}, and SNIP's files would go there or through it; remove "
+                "it, or name another directory"
+            )
+        if is_folder:
+            _check_plain(path, root)
 
 
 def mark(directory: Path) -> None:

@@ -12,10 +12,10 @@ import stat
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from pydantic_core import core_schema, from_json, to_jsonable_python
 
 from megatron_snip.errors import UsageError, did_you_mean, one_line, shortened
@@ -25,7 +25,20 @@ T = TypeVar("T")
 MAX_BYTES = 1 << 28
 """256 MiB; a problem with a million options is smaller."""
 
+_READ_BYTES = 1 << 20
 _MAX_YAML_BYTES = 1 << 20
+_MAX_NUMBER = 400
+_MAX_LABEL = 500
+
+
+def _printable_label(text: str) -> str:
+    if not text.isprintable():  # tables, logs and comments show it
+        raise ValueError(f"the name {text!r} is not printable")
+    return text
+
+
+Label = Annotated[str, Field(max_length=_MAX_LABEL), AfterValidator(_printable_label)]
+"""A name in a file's record."""
 _MAX_DEPTH = 32
 _MAX_ALIASES = 8
 
@@ -43,12 +56,18 @@ def read_text(path: Path, source: str, max_bytes: int = MAX_BYTES) -> str:
             end), is larger than `max_bytes`, or is not UTF-8.
     """
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise UsageError(f"{source} is not a regular file")
-        if status.st_size > max_bytes:
-            raise UsageError(f"{source} is larger than {max_bytes >> 20} MiB")
-        return path.read_text(encoding="utf-8")
+        with open(path, "rb", buffering=0, opener=_open_without_waiting) as stream:
+            status = os.fstat(stream.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise UsageError(f"{source} is not a regular file")
+            data = bytearray()
+            # Files of /proc have no size.
+            while status.st_size <= max_bytes and len(data) <= max_bytes:
+                part = os.read(stream.fileno(), _READ_BYTES)
+                if not part:
+                    return data.decode("utf-8")
+                data += part
+        raise UsageError(f"{source} is larger than {max_bytes >> 20} MiB")
     except UnicodeDecodeError:
         raise UsageError(f"{source} is not UTF-8 text") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
@@ -129,7 +148,20 @@ def _check_shape(text: str, source: str) -> None:
 
 
 class _UniqueKeys(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Refuses a key that is given twice, of which YAML would silently take the last."""
+    """Refuses a key that is given twice, of which YAML would silently take the last.
+
+    Also a number of more characters than any double has: Python takes quadratic time to read an
+    integer (of base 60, too), and cannot write one of more than 4,300 digits.
+    """
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        if len(node.value) > _MAX_NUMBER:
+            text = f"a number has {len(node.value)} characters; at most {_MAX_NUMBER}"
+            raise yaml.constructor.ConstructorError(None, None, text, node.start_mark)
+        is_float = node.tag.endswith(":float")
+        construct = super().construct_yaml_float if is_float else super().construct_yaml_int
+        number: int | float = construct(node)
+        return number
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -140,6 +172,10 @@ class _UniqueKeys(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignor
             seen.add(getattr(key, "value", None) if isinstance(key, yaml.ScalarNode) else id(key))
         found: dict[Any, Any] = super().construct_mapping(node, deep=deep)
         return found
+
+
+for _kind in ("int", "float"):
+    _UniqueKeys.add_constructor(f"tag:yaml.org,2002:{_kind}", _UniqueKeys.construct_number)
 
 
 def read_record(
@@ -242,6 +278,7 @@ def write_atomic(path: Path, text: str) -> None:
     in_dev = path.absolute().parts[:2] == ("/", "dev")  # /dev/stdout is a link
     if path.exists() and (in_dev or not (path.is_file() or path.is_symlink())):
         with open(path, "w", encoding="utf-8", opener=_open_without_waiting) as stream:
+            os.set_blocking(stream.fileno(), True)  # a reader may be slow
             stream.write(text)
         return
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
@@ -267,6 +304,5 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
-    descriptor = os.open(path, flags | os.O_NONBLOCK)  # ENXIO if a pipe has no reader
-    os.set_blocking(descriptor, True)
-    return descriptor
+    """Open a file; a pipe without its other end, or a file of /proc, is an error where it waits."""
+    return os.open(path, flags | os.O_NONBLOCK)

@@ -22,8 +22,9 @@ seconds since the line before (evaluations and checkpoints included). Where they
     predicted_saving_s   seconds that it saves of a step against BF16 (--snip-cost time)
     notices           [{"kind": "refresh_failed" | "guard" | "reverted" | "health", "message": str}]
 
-A resumed run appends. Where it went back, later lines of an iteration replace earlier ones, and
-lines of iterations that were not repeated yet are void (`run_record.py` reads them so).
+A resumed run drops lines that a crash damaged, and appends. Where it went back, later lines of an
+iteration replace earlier ones, and lines of iterations that were not repeated yet are void
+(`run_record.py` reads them so).
 
 JSON files are written atomically. metrics.jsonl is appended line by line and synced at every plan:
 a killed run loses no line.
@@ -32,22 +33,22 @@ a killed run loses no line.
 import json
 import logging
 import os
-import platform
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Literal
 
-import yaml
-
-from megatron_snip.directory import check_new_run, clear_run, mark
+from megatron_snip.directory import check_new_run, clear_run, mark, own_files
 from megatron_snip.directory_lock import lock_directory
 from megatron_snip.divergence.quality_loss import divergences_dict
-from megatron_snip.files import without_nan, write_atomic
+from megatron_snip.errors import UsageError
+from megatron_snip.files import parse_json, without_nan, write_atomic
+from megatron_snip.output import yaml_text
 from megatron_snip.planning.plan import write_plan
 from megatron_snip.planning.problem import write_problem
 from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, PlanApplied
-from megatron_snip.version import PACKAGES, installed_version
+from megatron_snip.version import versions
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +56,6 @@ logger = logging.getLogger(__name__)
 OldRun = Literal["continue", "archive", "delete", "refuse"]
 """What becomes of the files of a run before: the new run continues them, they move to a folder
 `previous-N`, they are deleted, or they are an error."""
-
-
-def versions() -> dict[str, str | None]:
-    """Return the versions of Python and of packages (None where not installed)."""
-    python = {"python": platform.python_version()}
-    packages = (*PACKAGES, "ortools", "numpy", "wandb")
-    return python | {package: installed_version(package) for package in packages}
 
 
 class RunDirectory:
@@ -82,7 +76,7 @@ class RunDirectory:
 
     def start(self, config: dict[str, Any]) -> None:
         """Write config.yaml and versions.json."""
-        write_atomic(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+        write_atomic(self.path / "config.yaml", yaml_text(config))
         write_atomic(self.path / "versions.json", json.dumps(versions(), indent=1) + "\n")
 
     def write(self, event: Event) -> None:
@@ -153,13 +147,14 @@ class RunDirectory:
         return path
 
 
-def open_run(path: Path, settings: dict[str, Any], old_run: OldRun) -> RunDirectory:
+def open_run(path: Path, settings: dict[str, Any], old_run: OldRun, done: int = 0) -> RunDirectory:
     """Rank 0: lock a run's directory until it is closed, clear it and start the run.
 
     Args:
         path: need not exist.
         settings: for config.yaml.
         old_run: what becomes of the files of a run before; files that SNIP did not write stay.
+        done: the last iteration whose files stay where a run continues; None: all stay.
 
     Raises:
         UsageError: if another job writes there, or for the reasons of `check_new_run`.
@@ -173,8 +168,30 @@ def open_run(path: Path, settings: dict[str, Any], old_run: OldRun) -> RunDirect
             archive = clear_run(path, archive=old_run != "delete")
             if archive is not None:
                 logger.info("snip: moved files of the run before to '%s'", archive)
+        else:
+            drop_later_iterations(path, sys.maxsize if done is None else done)
         directory.start(settings)
     except BaseException:
         directory.close()
         raise
     return directory
+
+
+def drop_later_iterations(path: Path, done: int) -> None:
+    """Drop the files and rows of later iterations, and lines that a crash left damaged."""
+    for file in own_files(path):
+        if file.stem.isdecimal() and int(file.stem) > done:
+            file.unlink()
+    metrics = path / "metrics.jsonl"
+    if metrics.is_file():
+        lines = metrics.read_text(encoding="utf-8", errors="replace").split("\n")
+        rows = [line for line in lines if _iteration_of(line) in range(1, done + 1)]
+        write_atomic(metrics, "".join(f"{line}\n" for line in rows))
+
+
+def _iteration_of(line: str) -> int | None:
+    try:
+        iteration = parse_json(line, "metrics.jsonl")["iteration"]
+    except (UsageError, KeyError, TypeError):
+        return None  # a crash of the machine cut the line
+    return iteration if isinstance(iteration, int) else None

@@ -28,13 +28,14 @@ import os
 import re
 import shutil
 import signal
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -43,20 +44,21 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
+from pydantic import Field
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_snip.collectives import broadcast_json, gather_json, on_rank_0
-from megatron_snip.errors import SnipError, UsageError, one_line
-from megatron_snip.files import read_json, read_record, read_text, write_atomic
-from megatron_snip.reporting.run_directory import versions
+from megatron_snip.errors import SnipError, UsageError, one_line, shortened
+from megatron_snip.files import Label, read_json, read_record, read_text, write_atomic
 from megatron_snip.state import ControllerState
 from megatron_snip.trainer.config import ModelFields, ParallelFields, TrainConfig
 from megatron_snip.trainer.model import TrainingState
+from megatron_snip.version import versions
 
 logger = logging.getLogger(__name__)
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Each ends a run with `save`, after a last checkpoint."""
 
 POINTER = "latest_checkpointed_iteration.txt"
@@ -88,6 +90,10 @@ class Progress:
     snip: ControllerState | None = None
 
 
+FileName = Annotated[Label, Field(pattern=r"^[\w.-]*\w[\w.-]*$")]
+"""A file in a checkpoint's own folder."""
+
+
 @dataclass(frozen=True)
 class SavedRun:
     """The run that wrote a checkpoint.
@@ -99,8 +105,8 @@ class SavedRun:
     """
 
     config: dict[str, Any]
-    world_size: int
-    files: dict[str, str]
+    world_size: Annotated[int, Field(ge=1, le=2**31)]
+    files: dict[FileName, Label]
 
 
 def checkpoint_path(folder: Path, iteration: int) -> Path:
@@ -184,6 +190,11 @@ def _check_resume(config: TrainConfig, source: Path) -> None:
             change = f"{name} {old.get(name)} -> {new[name]}"
             raise UsageError(f"load: '{source}' is of another model: {change}")
     name = "expert_model_parallel_size"
+    if not isinstance(old.get(name), int):
+        raise UsageError(
+            f"checkpoint settings '{source / SETTINGS}': config.{name}: must be an integer, got "
+            f"{shortened(repr(old.get(name)), 80)}"
+        )
     if (old[name] > 1) != (new[name] > 1):
         raise UsageError(
             f"load: '{source}' has {name} {old[name]}, not {new[name]}: Megatron cannot convert "
@@ -351,6 +362,8 @@ def finish_checkpoint(path: Path, partial: Path, settings: str) -> None:
 
 def _sha256(file: Path) -> str:
     try:
+        if not stat.S_ISREG(file.lstat().st_mode):  # a link, or a device that never ends
+            return "unreadable: no regular file"
         with file.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:

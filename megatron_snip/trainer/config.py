@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import Field, model_validator
 
 from megatron_snip.config import Section, SnipConfig
 from megatron_snip.errors import UsageError
@@ -20,7 +20,13 @@ from megatron_snip.files import checked, read_yaml
 BYTE_VOCABULARY = 257
 """Token ids of the built-in text: 256 bytes and the end of document."""
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+Millions = Annotated[int, Field(ge=1, le=100_000_000)]
+Rate = Annotated[float, Field(gt=0.0, le=1e3)]
+RateOr0 = Annotated[float, Field(ge=0.0, le=1e3)]
+MAX_SAMPLES = 100_000_000
+"""Most samples of a run: Megatron's index of them is in memory, some bytes each."""
+
 FractionBelow1 = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -93,7 +99,7 @@ class ParallelFields(Section):
 class TrainingFields(Section):
     """Training: AdamW, its schedule, data and evaluation."""
 
-    train_iters: Count = 150
+    train_iters: Millions = 150
     """Training iterations."""
 
     micro_batch_size: Count = 1
@@ -133,19 +139,19 @@ class TrainingFields(Section):
     seed: Annotated[int, Field(ge=1, lt=2**31)] = 1234
     """Seed of initial weights, data order and dropout."""
 
-    lr: PositiveFloat = 3e-3
+    lr: Rate = 3e-3
     """Peak learning rate."""
 
-    min_lr: NonNegativeFloat = 3e-4
+    min_lr: RateOr0 = 3e-4
     """Learning rate after the decay."""
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "cosine"
     """Shape of the decay, from warm-up to train_iters."""
 
-    lr_warmup_iters: Annotated[int, Field(ge=0)] = 10
+    lr_warmup_iters: Annotated[int, Field(ge=0, le=100_000_000)] = 10
     """Iterations of linear warm-up."""
 
-    weight_decay: NonNegativeFloat = 0.1
+    weight_decay: RateOr0 = 0.1
     """Decoupled weight decay of matrices."""
 
     adam_beta1: FractionBelow1 = 0.9
@@ -154,19 +160,19 @@ class TrainingFields(Section):
     adam_beta2: FractionBelow1 = 0.95
     """Decay of the second moment."""
 
-    adam_eps: PositiveFloat = 1e-8
+    adam_eps: Rate = 1e-8
     """Added to the root of the second moment."""
 
-    clip_grad: NonNegativeFloat = 1.0
+    clip_grad: Annotated[float, Field(ge=0.0, le=1e30)] = 1.0
     """Maximum global gradient norm; 0 turns clipping off."""
 
-    max_corpus_bytes: Annotated[int, Field(ge=100_000)] = 10_000_000
+    max_corpus_bytes: Annotated[int, Field(ge=100_000, le=1_000_000_000)] = 10_000_000
     """Size limit in bytes of the training text, the source code of Python's standard library."""
 
-    eval_interval: Count = 50
+    eval_interval: Millions = 50
     """Iterations between evaluations; the first is before training, the last at its end."""
 
-    eval_iters: Annotated[int, Field(ge=0)] = 4
+    eval_iters: Annotated[int, Field(ge=0, le=1_000_000)] = 4
     """Global batches per evaluation, the same ones each time; 0 turns evaluation off."""
 
 
@@ -174,17 +180,18 @@ class OutputFields(Section):
     """Output files and checkpoints."""
 
     save: Path | None = None
-    """Folder for checkpoints: every save_interval iterations, at the end, and on SIGTERM, SIGINT or
-    SIGUSR1, which then end the run after the iteration in progress (a second SIGINT at once)."""
+    """Folder for checkpoints: every save_interval iterations, at the end, and on SIGTERM, SIGINT,
+    SIGHUP or SIGUSR1, which then end the run after the iteration in progress (a second SIGINT at
+    once)."""
 
-    save_interval: Count | None = None
+    save_interval: Millions | None = None
     """Iterations between checkpoints; by default only at the end and on a signal."""
 
     load: Path | None = None
     """Folder of checkpoints to resume from. If it is also the save folder it may be empty: then one
     command starts and resumes a run. Load only checkpoints that you trust: loading can run code."""
 
-    ckpt_step: Count | None = None
+    ckpt_step: Millions | None = None
     """Load the checkpoint of this iteration instead of the latest."""
 
     run_dir: Path = Path("runs/train")
@@ -363,6 +370,14 @@ def _conflicts(c: TrainConfig) -> Iterator[str]:
     )
     if c.overlap_param_gather and not (c.use_distributed_optimizer and c.overlap_grad_reduce):
         yield "overlap_param_gather needs use_distributed_optimizer and overlap_grad_reduce"
+    for kind, iterations in (("train_iters", c.train_iters), ("eval_iters", c.eval_iters)):
+        if iterations * c.global_batch_size > MAX_SAMPLES:
+            yield (
+                f"{kind} {iterations} x global_batch_size {c.global_batch_size} must be at most "
+                f"{MAX_SAMPLES} samples"
+            )
+    if experts and c.moe_router_topk == 1:
+        yield "moe_router_topk 1 gives the router no gradient in this model; take 2 or more"
     if c.min_lr > c.lr:
         yield f"min_lr {c.min_lr:g} must not be larger than lr {c.lr:g}"
     if c.lr_warmup_iters >= c.train_iters:

@@ -12,7 +12,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,8 @@ from megatron_snip.controller import SnipController
 from megatron_snip.directory import check_new_run, own_files
 from megatron_snip.directory_lock import lock_directory
 from megatron_snip.errors import UsageError, one_line
-from megatron_snip.files import parse_json, write_atomic
+from megatron_snip.files import write_atomic
+from megatron_snip.output import console
 from megatron_snip.patches import cpu
 from megatron_snip.patches.cpu import torch_adam
 from megatron_snip.planning.plan import read_plan
@@ -96,7 +97,7 @@ def check_run(config: TrainConfig, world_size: int) -> None:
 def _old_run(config: TrainConfig, done: int) -> OldRun:
     if config.load is not None and done:
         saved = read_saved_run(checkpoint_path(config.load, done)).config
-        if Path(str(saved.get("run_dir"))).resolve() == config.run_dir.resolve():
+        if _is_folder(saved.get("run_dir"), config.run_dir):
             return "continue"
     if config.overwrite:
         return "delete"
@@ -104,6 +105,13 @@ def _old_run(config: TrainConfig, done: int) -> OldRun:
     # checkpoint are then moved aside.
     starts_and_resumes = config.load is not None and config.load == config.save
     return "archive" if done or starts_and_resumes else "refuse"
+
+
+def _is_folder(saved: object, folder: Path) -> bool:
+    """Whether a value of a file is the path of `folder`; it may be no path at all."""
+    with suppress(OSError, ValueError):
+        return Path(str(saved)).resolve() == folder.resolve()
+    return False
 
 
 def run_rank(config: TrainConfig) -> TrainingResult:
@@ -126,9 +134,7 @@ def run_rank(config: TrainConfig) -> TrainingResult:
         torch_adam.install()
     _initialize_process_group(on_cpu)
     initialize_parallel_state(config)
-    # No markup: a folder may be called `[/runs]` or `:smile:`.
-    console = None if rank else Console(markup=False, emoji=False)
-    result = run_session(config, console)
+    result = run_session(config, None if rank else console())
     # Not after a failure: other ranks may not come here, and waiting would hide the reason.
     destroy_parallel_state()
     dist.destroy_process_group()
@@ -242,35 +248,14 @@ def run_directories(
             try:
                 if config.save is not None and config.save.resolve() != config.run_dir.resolve():
                     locks.callback(lock_directory(config.save))
-                directory = open_run(config.run_dir, config.model_dump(mode="json"), old_run)
+                settings = config.model_dump(mode="json")
+                directory = open_run(config.run_dir, settings, old_run, done)
                 locks.callback(directory.close)
-                if old_run == "continue":
-                    drop_later_iterations(config.run_dir, done)
             except OSError as error:
                 raise UsageError(str(error)) from None
 
         on_rank_0("opening run_dir and save", prepare, control)
         yield directory
-
-
-def drop_later_iterations(run_dir: Path, done: int) -> None:
-    """Drop the rows and files of the iterations after `done`, which a resumed run repeats."""
-    for file in own_files(run_dir):
-        if file.stem.isdecimal() and int(file.stem) > done:
-            file.unlink()
-    metrics = run_dir / "metrics.jsonl"
-    if metrics.is_file():
-        lines = metrics.read_text(encoding="utf-8", errors="replace").split("\n")
-        rows = [line for line in lines if _iteration_of(line) in range(1, done + 1)]
-        write_atomic(metrics, "".join(f"{line}\n" for line in rows))
-
-
-def _iteration_of(line: str) -> int | None:
-    try:
-        iteration = parse_json(line, "metrics.jsonl")["iteration"]
-    except (UsageError, KeyError, TypeError):
-        return None  # a crash of the machine cut the line
-    return iteration if isinstance(iteration, int) else None
 
 
 class ProgressWriter:

@@ -104,19 +104,30 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     fill(elsewhere, "20.json")
     run = tmp_path / "run"
     mark(run)
-    for name in ("plans", "tensorboard"):
+    folders = ("plans", "tensorboard", "report", "data", "data_index")
+    for name in folders:
         (run / name).symlink_to(elsewhere)
     (run / "metrics.jsonl").symlink_to(elsewhere / "20.json")
     (run / "notes").symlink_to("n" * 300)  # even to ask whether it is a folder raises OSError
     assert list(own_files(run)) == []
-    for name in ("metrics.jsonl", "plans", "tensorboard"):
-        with pytest.raises(UsageError, match=f"{name}' is a link or a pipe"):
+    for name in sorted([*folders, "metrics.jsonl"]):
+        kind = "folder" if name in folders else "regular file"
+        with pytest.raises(UsageError, match=f"is no {kind}, and SNIP's files would go"):
             check_new_run(run, overwrite=True)
         (run / name).unlink()
-    (run / "report").symlink_to(elsewhere)  # written on request only
-    os.mkfifo(run / "config.yaml")
-    with pytest.raises(UsageError, match=r"config\.yaml' is a link or a pipe"):
-        check_new_run(run, overwrite=False)
+    (run / "data" / "python-source-0").mkdir(parents=True)
+    bad = [run / "config.yaml", run / "data" / "python-source-0" / "train.bin"]
+    for path in (*bad, run / ".megatron-snip"):
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+        with pytest.raises(UsageError, match=f"{path.name}' is no regular file"):
+            check_new_run(run, overwrite=False)
+        path.unlink()
+    (run / "metrics.jsonl").mkdir()
+    with pytest.raises(UsageError, match="is no regular file"):
+        check_new_run(run, overwrite=True)
+    with pytest.raises(UsageError, match="is no folder; name another directory"):
+        check_new_run(elsewhere / "20.json", overwrite=True)
 
 
 def test_an_earlier_attempt_is_moved_aside(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from megatron_snip.cli.commands import build_parser
 from megatron_snip.cli.train import read_settings
 from megatron_snip.directory import OWN_FOLDERS, mark
 from megatron_snip.errors import UsageError
+from megatron_snip.reporting.run_directory import drop_later_iterations
 from megatron_snip.trainer.checkpoint import (
     POINTER,
     SETTINGS,
@@ -23,7 +24,7 @@ from megatron_snip.trainer.checkpoint import (
     resume_iteration,
 )
 from megatron_snip.trainer.config import TrainConfig
-from megatron_snip.trainer.session import check_run, drop_later_iterations, run_directories
+from megatron_snip.trainer.session import check_run, run_directories
 
 
 def load(*words: str) -> TrainConfig:
@@ -88,7 +89,7 @@ BAD = [
     ("--min-lr 1", "min_lr 1 must not be larger than lr 0.003"),
     ("--lr-warmup-iters 150", "must be less than train_iters 150"),
     ("--num-experts 4 --moe-router-topk 5", "moe_router_topk 5 is more than num_experts 4"),
-    ("--num-experts 4 --moe-router-topk 1", "Megatron refuses .*moe-router-pre-softmax"),
+    ("--num-experts 4 --moe-router-topk 1", "moe_router_topk 1 gives the router no gradient"),
     ("--num-experts 4 --tensor-model-parallel-size 2", "parallel_size 2 needs sequence_parallel"),
     ("--num-experts 4 --expert-model-parallel-size 3", r"num_experts \(4\) .*size \(3\)"),
     (
