@@ -23,7 +23,7 @@ from rich.console import Console
 
 from megatron_snip.collectives import broadcast_json, on_rank_0
 from megatron_snip.controller import SnipController
-from megatron_snip.directory import check_new_run, own_files
+from megatron_snip.directory import check_new_run
 from megatron_snip.directory_lock import lock_directory
 from megatron_snip.errors import UsageError, one_line
 from megatron_snip.files import write_atomic
