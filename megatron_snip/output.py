@@ -15,7 +15,7 @@ import io
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import IO, Any
+from typing import Any, TextIO
 
 import yaml
 from rich.console import Console
@@ -51,7 +51,7 @@ def yaml_text(value: Mapping[str, Any], comment: Sequence[str] = (), **style: An
         style: arguments of `yaml.safe_dump`.
     """
     head = "".join(f"# {printable(line)}\n" for line in comment)
-    return head + yaml.safe_dump(dict(value), sort_keys=False, **style)
+    return head + str(yaml.safe_dump(dict(value), sort_keys=False, **style))
 
 
 def csv_text(rows: Iterable[Sequence[Any]]) -> str:
@@ -94,7 +94,7 @@ def outlive_output() -> None:
                 setattr(sys, name, _lasting(stream))
 
 
-def _lasting(stream: IO[str]) -> IO[str]:
+def _lasting(stream: TextIO) -> TextIO:
     file = _LastingFile(stream.fileno(), "w", closefd=False)
     return io.TextIOWrapper(
         io.BufferedWriter(file),

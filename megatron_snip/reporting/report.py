@@ -57,8 +57,9 @@ def read_reference(path: Path) -> Reference:
 
 def _shown(value: object) -> object:
     """Return a value of the template: HTML cannot hold control characters, escaped or not."""
-    is_text = isinstance(value, str) and not isinstance(value, Markup)
-    return printable(value, keep="\n") if is_text else value
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return printable(value, keep="\n")
+    return value
 
 
 def make_report(run: RunRecord, reference: Reference | None = None) -> str:
