@@ -161,7 +161,8 @@ class PlanFields(Section):
     uniform plan in the lowest precision has quality loss 1 + weight_lambda."""
 
     plan_file: Path | None = None
-    """Start with this plan, a plans/<iteration>.json of another run."""
+    """Start with this plan, a plans/<iteration>.json of another run. It must have the pins and use
+    no other formats. A resumed run starts with it only if the stopped run had another one."""
 
 
 class GuardFields(Section):
@@ -277,9 +278,14 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
             pairs.append((glob, Option.parse(option)))
         return tuple(pairs)
 
-    def is_pinned(self, linear: str) -> bool:
-        """Return whether a pin fixes the option of the linear with this name."""
-        return any(glob_matches(linear, pin.rpartition("=")[0]) for pin in self.pins)
+    def pin_of(self, linear: str) -> Option | None:
+        """Return the option that a pin fixes for the linear with this name, or None."""
+        matching = (option for glob, option in self.pin_pairs if glob_matches(linear, glob))
+        return next(matching, None)
+
+    def allows(self, option: Option) -> bool:
+        """Return whether the formats allow an option; bf16 changes nothing and is always one."""
+        return set(option.formats) <= {*self.named_formats, "bf16"}
 
     @property
     def has_schedule(self) -> bool:

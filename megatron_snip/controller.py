@@ -12,7 +12,6 @@ reverted (guard.py).
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -41,7 +40,7 @@ from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.refresh import Refresher
 from megatron_snip.reporting.events import Event, Metrics, PlanApplied, Reporter, Writer
-from megatron_snip.run_plans import PendingSolve, RunPlans
+from megatron_snip.run_plans import FirstPlan, PendingSolve, RunPlans
 from megatron_snip.state import ControllerState, Pending, reported_settings
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.topology import Topology
@@ -119,7 +118,8 @@ class SnipController:
                 f"nothing will be measured: --snip-start-step is {config.start_step}, and the run "
                 f"has {train_iters} iterations"
             )
-        self.plan = self._plans.first_plan(state, seed, self._reporter.warn)
+        first = self._plans.first_plan(state, seed)
+        self.plan = first.plan
         target = self.plan.target if state is None or state.target is None else state.target
         can_replan = self._schedule.static or self._refresher.mean is not None
         self._planned_target = target if can_replan else None
@@ -131,10 +131,15 @@ class SnipController:
         self._guarded = config.guard and self._schedule.replans
         former = state.guard if state is not None and self._guarded else None
         if former is not None and former.good is not None:
-            good = self._plans.adapted_plan(former.good, self._reporter.warn)
+            good, _ = self._plans.fitted(former.good)
             former = former.model_copy(update={"good": good})
         self._guard = Guard(config.guard_sigmas, topology, former)
-        self._start(state)
+        self._start(state, first)
+
+    @property
+    def format_shares(self) -> dict[str, float]:
+        """Share of the linears' FLOPs in each format under the current plan."""
+        return format_shares(self.plan.linears, self._plans.work)
 
     def forward_backward(self, iteration: int, function: ForwardBackward, **kwargs: Any) -> Results:
         """All ranks: run an iteration's forward-backward under the plan, observed if it is due.
@@ -268,9 +273,13 @@ class SnipController:
         problem = attempt("planning anew", make, self._control)
         self._submit(iteration, self._plans.adapted_problem(problem))
 
-    def _submit(self, iteration: int, problem: PlanningProblem) -> None:
+    def _submit(
+        self, iteration: int, problem: PlanningProblem, apply_at: int | None = None
+    ) -> None:
         """All ranks: give a problem to the solver; its plan is due `lag` iterations later."""
-        apply_at, self._planned_target = iteration + self.config.lag, problem.target
+        if apply_at is None:
+            apply_at = iteration + self.config.lag
+        self._planned_target = problem.target
         problem = self._plans.restrict_for_healing(problem, self.plan, apply_at)
         self._solve.submit(Pending(iteration, apply_at, problem), self.plan)
 
@@ -337,27 +346,51 @@ class SnipController:
         self._reporter.notify(iteration, "reverted", text)
         self._set_plan(iteration, plan)
 
-    def _start(self, state: ControllerState | None) -> None:
+    def _start(self, state: ControllerState | None, first: FirstPlan) -> None:
         """All ranks: apply the first plan; solve again what was being solved."""
         self.model.install()
         self.model.apply(self.plan.linears)
         before = {} if state is None else state.plan.linears
         num_changed = sum(o != before.get(name, BF16) for name, o in self.plan.linears.items())
+        continues = state is not None and state.plan.digest == self.plan.digest
+        num_done = 0 if state is None else state.iteration
+        if state is not None and not continues:
+            self.history.append((num_done + 1, self.plan.digest))
         if num_changed or self.history or not self._schedule.replans:
-            # The plan file may differ from that of the stopped run.
-            is_other = self.config.plan_file is not None and num_changed > 0
-            first = 1 if state is None else state.iteration + 1
-            self._report_plan(first, num_changed, resumed=state is not None and not is_other)
-        if state is None:
+            self._report_plan(num_done + 1, num_changed, resumed=continues)
+        for text in self._differences(state, first):
+            self._reporter.warn(text)
+        if state is None or not self._schedule.replans:
             return
-        changes = state.changes(reported_settings(self.config, str(self.model.backend)))
-        if changes:
-            self._reporter.warn(f"this run resumes with other settings: {', '.join(changes)}")
-        if state.pending is not None and self._schedule.replans:
-            pending = replace(
-                state.pending, problem=self._plans.adapted_problem(state.pending.problem)
-            )
-            self._solve.submit(pending, self.plan)
+        with self._keeping_plan(num_done):
+            if first.replans and self._refresher.is_measured:
+                self._replan_at_once(num_done)
+            elif first.continues and state.pending is not None:
+                pending = state.pending
+                problem = self._plans.adapted_problem(pending.problem)
+                apply_at = min(pending.apply_at, pending.iteration + self.config.lag)
+                apply_at = max(apply_at, num_done + 1)
+                self._solve.submit(Pending(pending.iteration, apply_at, problem), self.plan)
+
+    def _differences(self, state: ControllerState | None, first: FirstPlan) -> list[str]:
+        """Return lines that say what is not as in the stopped run or in the plan file."""
+        settings = []
+        if state is not None:
+            settings = state.changes(reported_settings(self.config, str(self.model.backend)))
+        if not settings:
+            return [f"{self.plan.label}: {text}" for text in first.changes]
+        texts = [*settings, *first.changes]
+        if first.replans and not self._refresher.is_measured:
+            texts.append("the next refresh plans with them")
+        return [f"this run resumes with other settings: {'; '.join(texts)}"]
+
+    def _replan_at_once(self, num_done: int) -> None:
+        """All ranks: plan from the checkpoint's measurements, before the first iteration."""
+        target = self._plans.targets.at(num_done + 1)
+        make = partial(self._refresher.measurement, target)
+        problem = attempt("planning for the new settings", make, self._control).problem
+        problem = self._plans.adapted_problem(problem)
+        self._submit(num_done, problem, apply_at=num_done + 1)
 
     def _set_plan(self, iteration: int, plan: PrecisionPlan, **more: Any) -> PlanApplied:
         """All ranks: `plan`, which was applied, is the current one from `iteration` on."""
@@ -369,8 +402,7 @@ class SnipController:
     def _report_plan(self, iteration: int, num_changed: int, **more: Any) -> PlanApplied:
         """All ranks: report the current plan and what every linear runs under it."""
         table = self.model.resolved(self.plan, iteration)
-        shares = format_shares(self.plan.linears, self._plans.work)
-        applied = PlanApplied(self.plan, shares, num_changed, resolved=table, **more)
+        applied = PlanApplied(self.plan, self.format_shares, num_changed, resolved=table, **more)
         self._reporter.write(Event(iteration, applied))
         self._is_timed, self._step_s = False, []
         return applied

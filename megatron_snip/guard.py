@@ -27,11 +27,12 @@ of the iteration.
 import itertools
 import math
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_snip.files import OwnSchema
 from megatron_snip.linears.training_step import (
@@ -56,6 +57,11 @@ MIN_RISE = 0.2
 
 MAX_REFUSED = 16
 """Refused plans that are remembered."""
+
+MAX_LOSS = 1e150
+"""Largest loss that counts: differences of losses must stay far from a double's overflow."""
+
+_Loss = Annotated[float, Field(ge=-MAX_LOSS, le=MAX_LOSS)]
 
 _MAX_LOSSES = 16
 _MEDIAN_LOSSES = 8
@@ -94,7 +100,7 @@ class LossMonitor(_Record):
         watch: None if the current plan is not being judged.
     """
 
-    recent: tuple[float, ...] = ()
+    recent: tuple[_Loss, ...] = ()
     watch: Watch | None = None
 
     def after_plan_change(self, sigmas: float) -> "LossMonitor":
@@ -104,6 +110,7 @@ class LossMonitor(_Record):
         many = len(self.recent) >= _MEDIAN_LOSSES
         level = statistics.median(self.recent[-_MEDIAN_LOSSES:]) if many else max(self.recent)
         limit = level + max(sigmas * _noise(self.recent), MIN_RISE * abs(level))
+        limit = min(limit, sys.float_info.max)  # a record holds finite numbers only
         watch = Watch(left=WATCHED_ITERATIONS, level=level, limit=limit)
         return self.model_copy(update={"watch": watch})
 
@@ -128,7 +135,8 @@ class LossMonitor(_Record):
     def add(self, loss: float) -> "LossMonitor":
         """Return the monitor after an iteration with this loss."""
         watch = self.watch
-        recent = (*self.recent, loss)[-_MAX_LOSSES:] if math.isfinite(loss) else ()
+        is_usable = abs(loss) <= MAX_LOSS  # False for NaN
+        recent = (*self.recent, loss)[-_MAX_LOSSES:] if is_usable else ()
         if watch is None:  # after a NaN that no plan change caused there is no level
             return LossMonitor(recent=recent)
         num_spikes = watch.num_spikes

@@ -195,6 +195,17 @@ class Refresher:
             self.failure = self.failure or "the guard ran this iteration twice"
         return results
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether the measurements so far have every linear in every format of the options."""
+        if self.mean is None:
+            return False
+        needed = {name for option in self._available.options for name in option.formats} - {"bf16"}
+        names = {linear.name for linear in self.mean.linears}
+        seen = [set(row.formats) for row in self.mean.linears if row.microbatches]
+        is_model = names == {linear.name for linear in self._model.all_linears}
+        return is_model and bool(seen) and all(needed <= formats for formats in seen)
+
     def measurement(self, target: float) -> Measurement:
         """Return divergences, and the planning problem at `target`, of the measurements so far."""
         divergences = self._divergences(warn=self._topology.rank == 0)

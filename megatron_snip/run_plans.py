@@ -1,15 +1,27 @@
 """Plans inside of a running job: what it can run, what it must reach, and the pending solve.
 
-A plan or problem may come from a checkpoint, a file or a former run with another parallel layout or
-GPU. `RunPlans` gives it the stages and options of this run.
+The plan that a run starts with comes from one of four places; the first that applies counts:
+
+    1. collect_only          the plan file, or BF16
+    2. a plan file           unless the stopped run was given the same one
+    3. the policy            if it needs no measurement (again at a resume, unless there is a
+                             schedule of targets and the settings are those of the stopped run)
+    4. the checkpoint        and if settings of the plan changed, the policy plans from the
+                             checkpoint's measurements before the first iteration
+    5. BF16
+
+Wherever a plan comes from, the settings as given now hold: a pinned linear gets its option, and no
+linear gets a format that is not among the formats, nor an option that it cannot run. A plan file
+that breaks a pin or the formats is an error, because both were given in the same command.
 
 With `PendingSolve` training waits for the solver only at the iteration where its plan is due. If
 rank 0 has no valid plan then (a crash, a timeout), all ranks get the same error.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +30,74 @@ from torch.distributed import ProcessGroup
 from megatron_snip.collectives import attempt, on_rank_0
 from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.quality_loss import unmeasured_problem
-from megatron_snip.errors import InfeasiblePlanError, PlanningError, SnipError, UsageError
+from megatron_snip.errors import (
+    InfeasiblePlanError,
+    PlanningError,
+    SnipError,
+    UsageError,
+    listing,
+    naming_field,
+)
 from megatron_snip.formats import get_format
 from megatron_snip.linears.availability import AvailableOptions, available_options, option_refusals
 from megatron_snip.linears.calibrate import timed_options
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import BF16, Option
-from megatron_snip.planning.plan import PrecisionPlan, assigned_plan, format_shares
-from megatron_snip.planning.planner import adapt_plan, healing_problem, initial_plan
-from megatron_snip.planning.problem import PlanningProblem
+from megatron_snip.planning.constraints import make_constraints
+from megatron_snip.planning.cost import make_table
+from megatron_snip.planning.plan import PrecisionPlan, assigned_plan, format_shares, read_plan
+from megatron_snip.planning.planner import (
+    healing_problem,
+    make_plan,
+    nearest_option,
+    reasons,
+    without_objective,
+)
+from megatron_snip.planning.policies import UNIFORM, get_policy
+from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem, parse_option
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
-from megatron_snip.state import ControllerState, Pending
+from megatron_snip.state import ControllerState, Pending, changed_plan_settings
 
 SOLVER_GRACE_S = 10.0
 """Training waits for a plan at most this long beyond the solver's time limit."""
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A linear whose option in a plan from elsewhere does not hold in this run.
+
+    Attributes:
+        linear: name of the linear.
+        old: its option in the plan.
+        new: the option that it gets.
+        reason: the flag that rules the old one out, or why the linear cannot run it.
+        is_setting: whether `reason` is a flag.
+    """
+
+    linear: str
+    old: Option
+    new: Option
+    reason: str
+    is_setting: bool
+
+
+@dataclass(frozen=True)
+class FirstPlan:
+    """The plan that a run starts with, or resumes with.
+
+    Attributes:
+        plan: a plan that fits the model and the settings.
+        changes: one text for each kind of change that made it fit.
+        replans: whether the policy is to plan from the checkpoint's measurements before the first
+            iteration, because settings of the plan changed.
+        continues: whether what the stopped run was solving still counts.
+    """
+
+    plan: PrecisionPlan
+    changes: tuple[str, ...] = ()
+    replans: bool = False
+    continues: bool = False
 
 
 class RunPlans:
@@ -61,29 +126,97 @@ class RunPlans:
         self._model = model
         self._control = model.runtime.topology.control
 
-    def first_plan(
-        self, state: ControllerState | None, seed: int, warn: Callable[[str], None]
-    ) -> PrecisionPlan:
-        """All ranks: rank 0 makes the plan that the run starts with, or resumes with."""
-        resumed, num_done = (None, 0) if state is None else (state.plan, state.iteration)
+    def first_plan(self, state: ControllerState | None, seed: int) -> FirstPlan:
+        """All ranks: return the plan that the run starts with, or resumes with.
+
+        Raises:
+            UsageError: on every rank, if the policy is unknown, a plan or pin does not fit the
+                model, no plan reaches the target, or the plan file contradicts another setting.
+        """
+        config = self._config
+        changed = frozenset() if state is None else changed_plan_settings(state, config)
+        is_new_file = state is None or "plan_file" in changed
+        from_file = config.plan_file is not None and (config.collect_only or is_new_file)
+        changed -= {"plan_file"}
+        is_static = not get_policy(config.policy).needs_statistics
+        plans_again = is_static and (not config.has_schedule or bool(changed))
+        resumed = None
+        if state is not None and not (from_file or plans_again or config.collect_only):
+            resumed = state.plan
+        num_done = 0 if state is None else state.iteration
         largest = max(point.target for point in self.targets.points)
 
         def make() -> PrecisionPlan:
-            problem, target = self.unmeasured(largest), self.targets.at(num_done + 1)
-            return initial_plan(problem, self._config, seed, resumed, target)
+            problem = self.unmeasured(largest)
+            check_settings(problem, config, seed)
+            if resumed is not None:
+                return resumed
+            if from_file:
+                assert config.plan_file is not None
+                with naming_field("plan_file"):
+                    plan = read_plan(config.plan_file)
+                    plan.check_against(problem.names)
+                    return plan
+            return policy_plan(problem, config, seed, self.targets.at(num_done + 1))
 
-        return self.adapted_plan(plan_from_rank_0(make, self._control), warn)
+        plan = plan_from_rank_0(make, self._control)
+        plan, replaced = self.fitted(plan)
+        if from_file:
+            self._check_file(replaced)
+        if state is not None and plan.digest != state.plan.digest:
+            # Its file must not replace that of another plan of the stopped run.
+            plan = plan.model_copy(update={"iteration": num_done})
+        return FirstPlan(
+            plan,
+            tuple(describe(replaced, len(self.work))),
+            replans=resumed is not None and bool(changed),
+            continues=resumed is not None and not changed,
+        )
 
-    def adapted_plan(self, plan: PrecisionPlan, warn: Callable[[str], None]) -> PrecisionPlan:
-        """All ranks: return a plan as it can run here; `warn` gets a line for each change."""
+    def fitted(self, plan: PrecisionPlan) -> tuple[PrecisionPlan, list[Replacement]]:
+        """All ranks: return a plan as the settings and the linears of this run allow it.
+
+        Args:
+            plan: a plan of the same linears, from anywhere.
+
+        Raises:
+            UsageError: if it is a plan of other linears.
+        """
         plan.check_against(self.work)
-        options = (*plan.linears.values(), *self.available.options)
-        refusals = option_refusals(self._model, options)
+        pins = {option for _, option in self._config.pin_pairs}
+        candidates = (*plan.linears.values(), *self.available.options, *pins)
+        refusals = option_refusals(self._model, candidates)
+        replaced = []
+        for name, old in plan.linears.items():
+            pin = self._config.pin_of(name)
+            can_run = [o for o in self.available.options if name not in refusals[o]]
+            new = old if pin is None else pin
+            reason, is_setting = "--snip-pins", True
+            if name in refusals[new]:
+                reason, is_setting = refusals[new][name], False
+                new = nearest_option(new, can_run)
+            elif pin is None and not self._config.allows(old):
+                reason = "--snip-formats"
+                new = nearest_option(old, can_run)
+            if new != old:
+                replaced.append(Replacement(name, old, new, reason, is_setting))
+        if not replaced:
+            return plan, []
+        linears = {**plan.linears, **{each.linear: each.new for each in replaced}}
         lowest = self._config.lowest_format
-        found, changes = adapt_plan(plan, self.available.options, refusals, self.work, lowest)
-        for text in changes:
-            warn(f"{plan.label}: {text}")
-        return found
+        return assigned_plan(linears, self.work, lowest, plan.policy, plan.iteration), replaced
+
+    def _check_file(self, replaced: Sequence[Replacement]) -> None:
+        """Refuse a plan file that contradicts the pins or formats of the same command."""
+        for flag in ("--snip-pins", "--snip-formats"):
+            names = [each.linear for each in replaced if each.reason == flag]
+            if names:
+                given = self._config.pins if flag == "--snip-pins" else self._config.named_formats
+                raise UsageError(
+                    f"the plan breaks {flag} ({','.join(given)}) at {len(names)} of "
+                    f"{len(self.work)} linears: {listing(names, 3)}; change one of the two",
+                    field="plan_file",
+                )
 
     def lowest_precision_share(self, plan: PrecisionPlan) -> float:
         """Return the share of the linears' FLOPs in the lowest precision under a plan."""
@@ -94,7 +227,7 @@ class RunPlans:
     def fallback(self, plan: PrecisionPlan, iteration: int) -> PrecisionPlan:
         """Return the guard's last fallback: BF16; pinned linears stay as in `plan`."""
         c = self._config
-        linears = {name: o if c.is_pinned(name) else BF16 for name, o in plan.linears.items()}
+        linears = {n: BF16 if c.pin_of(n) is None else o for n, o in plan.linears.items()}
         return assigned_plan(linears, self.work, c.lowest_format, "guard", iteration)
 
     def unmeasured(self, target: float) -> PlanningProblem:
@@ -104,13 +237,26 @@ class RunPlans:
         return self.available.restrict(problem)
 
     def adapted_problem(self, problem: PlanningProblem) -> PlanningProblem:
-        """All ranks: return a former run's problem with the stages and options of this run."""
+        """All ranks: return a former run's problem with the stages and options of this run.
+
+        Raises:
+            UsageError: if it is a problem of other linears.
+        """
+        if set(problem.names) != set(self.work):
+            raise UsageError("the planning problem in the checkpoint is that of another model")
         rows = tuple(
             row.model_copy(update={"stage": self.work[row.name][0]}) for row in problem.linears
         )
         options = dict.fromkeys(Option.parse(name) for row in rows for name in row.options)
         refusals = option_refusals(self._model, options)
         problem = problem.model_copy(update={"linears": rows})
+        pins = {option for _, option in self._config.pin_pairs}
+
+        def allowed(row: LinearChoices) -> dict[str, OptionCost]:
+            named = ((parse_option(text), text, cost) for text, cost in row.options.items())
+            return {t: cost for o, t, cost in named if self._config.allows(o) or o in pins}
+
+        problem = problem.with_options(allowed)
         return replace(self.available, refusals=refusals).restrict(problem)
 
     def restrict_for_healing(
@@ -199,6 +345,78 @@ class PendingSolve:
             raise self._submit_error
         assert self._solver is not None, "rank 0 has the solver"
         return self._solver.result(self._settings.time_limit_s + SOLVER_GRACE_S)
+
+
+def check_settings(problem: PlanningProblem, config: SnipConfig, seed: int) -> None:
+    """Refuse, before the first iteration, settings under which no plan can be made.
+
+    Args:
+        problem: what every linear can run, at the highest target of the run.
+        config: the run's settings.
+        seed: seed of the policy `random`.
+
+    Raises:
+        UsageError: if the policy is unknown or has no target to schedule, a pin does not fit the
+            model, or the plan file would never run.
+        InfeasiblePlanError: if the constraints cannot be met.
+    """
+    with naming_field("policy"):
+        policy = get_policy(config.policy, problem)
+        if config.has_schedule and not policy.heeds_target:
+            raise UsageError(f"'{config.policy}' has no target; drop it or the schedule of targets")
+    makes_plans = not config.collect_only
+    if config.plan_file is not None and makes_plans and not policy.needs_statistics:
+        raise UsageError(
+            f"'{config.policy}' plans before the first iteration, so the plan file would not run; "
+            "drop one of them, or add --snip-collect-only to train with the file",
+            field="plan_file",
+        )
+    settings = PlanSettings.from_config(config, seed)
+    if not makes_plans:  # then nothing measures the seconds that the cost `time` counts
+        settings = settings.model_copy(update={"cost": "flops"})
+    with naming_field("pins"):
+        table = make_table(problem, settings.cost)
+        constraints = make_constraints(table, settings, problem.target, None)
+        if makes_plans and (config.has_schedule or policy.needs_statistics):
+            constraints.checked_task()
+
+
+def policy_plan(
+    problem: PlanningProblem, config: SnipConfig, seed: int, target: float
+) -> PrecisionPlan:
+    """Return the policy's plan without measurements; that of a policy that needs them is BF16.
+
+    Args:
+        problem: what every linear can run; quality losses are not used.
+        config: the run's settings; pinned linears have their option.
+        seed: seed of the policy `random`.
+        target: the efficiency target of the first iteration.
+    """
+    settings = PlanSettings.from_config(config, seed).model_copy(update={"target": target})
+    if config.collect_only:
+        settings = settings.model_copy(update={"cost": "flops"})
+    if config.collect_only or get_policy(config.policy).needs_statistics:
+        settings = settings.model_copy(update={"policy": f"{UNIFORM}bf16"})
+    with naming_field("policy"):
+        return without_objective(make_plan(problem, settings))
+
+
+def describe(replaced: Sequence[Replacement], num_linears: int) -> list[str]:
+    """Return one text for each kind of replacement, with the number of linears."""
+    texts = []
+    settings = Counter((each.new, each.reason) for each in replaced if each.is_setting)
+    for (new, flag), count in settings.items():
+        verb = "set" if flag == "--snip-pins" else "raised"
+        texts.append(f"{count} of {num_linears} linears {verb} to {new}: {flag}")
+    refused: dict[tuple[Option, Option], dict[str, str]] = {}
+    for each in replaced:
+        if not each.is_setting:
+            refused.setdefault((each.old, each.new), {})[each.linear] = each.reason
+    for (old, new), why in refused.items():
+        texts.append(
+            f"{len(why)} of {num_linears} linears run {new} instead of {old}: {reasons(why)}"
+        )
+    return texts
 
 
 def plan_from_rank_0(

@@ -118,17 +118,30 @@ class ControllerState:
 
 _SCHEMA = TypeAdapter(ControllerState)
 
-_REPORTED_SETTINGS = (
+PLAN_SETTINGS = (
     *("formats", "granularity", "efficiency_target", "target_schedule", "heal_from", "policy"),
-    *("pins", "pipeline_balance", "cost"),
+    *("pins", "pipeline_balance", "cost", "plan_file"),
 )
+"""Settings that a plan depends on."""
 
 
 def reported_settings(config: SnipConfig, backend: str) -> dict[str, str]:
     """Return settings and versions whose change a resumed run reports."""
-    found = {name: getattr(config, name) for name in _REPORTED_SETTINGS} | {"backend": backend}
-    found |= {name: installed_version(name) for name in PACKAGES}
-    return {name: ",".join(v) if isinstance(v, tuple) else str(v) for name, v in found.items()}
+    versions = {name: installed_version(name) for name in PACKAGES}
+    return {
+        **_as_text({name: getattr(config, name) for name in PLAN_SETTINGS}),
+        **_as_text({"backend": backend, **versions}),
+    }
+
+
+def changed_plan_settings(state: ControllerState, config: SnipConfig) -> frozenset[str]:
+    """Return which of `PLAN_SETTINGS` differ from those of the run that wrote a state."""
+    new = _as_text({name: getattr(config, name) for name in PLAN_SETTINGS})
+    return frozenset(n for n, text in new.items() if state.settings.get(n, text) != text)
+
+
+def _as_text(values: Mapping[str, Any]) -> dict[str, str]:
+    return {name: ",".join(v) if isinstance(v, tuple) else str(v) for name, v in values.items()}
 
 
 def _guard(value: Any, source: str) -> GuardState | None:

@@ -189,6 +189,11 @@ def format_shares(linears: Mapping[str, Option], work: Work) -> dict[str, float]
     return {fmt: flops[fmt] / total for fmt in names}
 
 
+def shares_text(shares: Mapping[str, float]) -> str:
+    """Return what `format_shares` found, for a log line: `62.5% fp4, 37.5% fp8`."""
+    return ", ".join(f"{share:.1%} {name}" for name, share in shares.items())
+
+
 def assignment_digest(linears: Mapping[str, Option]) -> str:
     """Return the SHA-256 of an assignment; see the file's description."""
     formats = {name: vars(option) for name, option in linears.items()}

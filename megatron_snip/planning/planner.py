@@ -2,19 +2,17 @@
 
 make_plan         problem -> table -> constraints -> policy -> checked plan
 frontier          the plans of many targets
-initial_plan      the plan that a run starts with
-adapt_plan        the nearest plan that the linears can run
+nearest_option    the option of no lower precision that stands in for another
 restrict_problem  a problem without the options that linears cannot run
 healing_problem   a problem whose plans raise some GEMMs of a plan before the others
 """
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.errors import InfeasiblePlanError, PlanningError, UsageError, naming_field
+from megatron_snip.errors import InfeasiblePlanError, PlanningError
 from megatron_snip.formats import get_format
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.checker import find_violations
@@ -22,12 +20,9 @@ from megatron_snip.planning.constraints import changes, make_constraints
 from megatron_snip.planning.cost import TOLERANCE, make_table
 from megatron_snip.planning.plan import (
     PrecisionPlan,
-    Work,
-    assigned_plan,
     assignment_digest,
-    read_plan,
 )
-from megatron_snip.planning.policies import UNIFORM, Request, get_policy
+from megatron_snip.planning.policies import Request, get_policy
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem, parse_option
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.types import Gemm
@@ -125,60 +120,6 @@ def frontier(
     return plans
 
 
-def initial_plan(
-    problem: PlanningProblem,
-    config: SnipConfig,
-    seed: int = 0,
-    resumed: PrecisionPlan | None = None,
-    target: float | None = None,
-) -> PrecisionPlan:
-    """Return the plan for the first iteration of a run.
-
-    Priority: plan file with `collect_only`, resumed plan, plan file, policy without statistics,
-    BF16. In a run without a schedule, a policy without statistics plans again when it resumes.
-
-    Args:
-        problem: what every linear can run; quality losses are not used.
-        config: the run's settings.
-        seed: of the policy `random`.
-        resumed: the plan in the checkpoint, or None.
-        target: of the first iteration; by default the problem's, which must be reachable.
-
-    Raises:
-        UsageError: if the policy is unknown, or a pin or the plan does not fit the model.
-        InfeasiblePlanError: if the constraints cannot be met (checked now, not at the first
-            measurement).
-    """
-    with naming_field("policy"):
-        policy = get_policy(config.policy, problem)
-        if config.has_schedule and not policy.heeds_target:
-            raise UsageError(f"'{config.policy}' has no target; drop it or the schedule of targets")
-    is_static = not policy.needs_statistics
-    settings = PlanSettings.from_config(config, seed)
-    if not config.collect_only and (config.has_schedule or not is_static):
-        with naming_field("pins"):
-            table = make_table(problem, settings.cost)
-            make_constraints(table, settings, problem.target, None).checked_task()
-    stays = config.collect_only and config.plan_file is not None
-    if is_static and (not config.has_schedule or (resumed and resumed.policy != config.policy)):
-        resumed = None
-    if resumed is not None and not stays:
-        plan = resumed
-    elif config.plan_file is not None:
-        with naming_field("plan_file"):
-            plan = read_plan(config.plan_file)
-            plan.check_against(problem.names)
-    else:
-        if target is not None:
-            settings = settings.model_copy(update={"target": target})
-        if config.collect_only or not is_static:
-            settings = settings.model_copy(update={"policy": f"{UNIFORM}bf16"})
-        with naming_field("policy"):
-            plan = without_objective(make_plan(problem, settings))
-    plan.check_against(problem.names)
-    return plan
-
-
 def without_objective(plan: PrecisionPlan) -> PrecisionPlan:
     """Return the plan of a problem without measurements: its quality loss is not known.
 
@@ -187,39 +128,6 @@ def without_objective(plan: PrecisionPlan) -> PrecisionPlan:
     if set(plan.linears.values()) == {BF16}:
         return plan
     return plan.model_copy(update={"objective": None, "bound": None})
-
-
-def adapt_plan(
-    plan: PrecisionPlan,
-    available: Sequence[Option],
-    refusals: Refusals,
-    work: Work,
-    lowest_format: str,
-) -> tuple[PrecisionPlan, list[str]]:
-    """Return a plan that can run here, and one line for each option that another one replaced.
-
-    Args:
-        plan: of the same linears.
-        available: what a linear may get instead of its option.
-        refusals: of `available` and of the plan's options.
-        work: stage and FLOPs of each linear.
-        lowest_format: the format whose share of FLOPs is the efficiency.
-    """
-    linears = {
-        name: nearest_option(
-            option, [o for o in (option, *available) if name not in refusals.get(o, {})]
-        )
-        for name, option in plan.linears.items()
-    }
-    if linears == plan.linears:
-        return plan, []
-    pairs = Counter((old, linears[name]) for name, old in plan.linears.items())
-    lines = [
-        f"{count} of {len(linears)} linears run {new} instead of {old}: {reasons(refusals[old])}"
-        for (old, new), count in pairs.items()
-        if old != new
-    ]
-    return assigned_plan(linears, work, lowest_format, plan.policy, plan.iteration), lines
 
 
 def nearest_option(option: Option, candidates: Iterable[Option]) -> Option:
@@ -281,7 +189,7 @@ def healing_problem(
         return new == old or first_are_raised
 
     def left(row: LinearChoices) -> dict[str, OptionCost]:
-        if config.is_pinned(row.name):
+        if config.pin_of(row.name) is not None:
             return row.options
         raised = {
             text: cost

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 from megatron_snip.divergence.quality_loss import DivergenceTable
 from megatron_snip.log import warn_once
-from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.planning.plan import PrecisionPlan, shares_text
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.statistics.health_table import HealthTable
 
@@ -64,7 +64,7 @@ class PlanApplied:
         plan, result = self.plan, "plan unchanged"
         if self.num_changed:
             result = f"plan applied, {self.num_changed} of {len(plan.linears)} linears changed"
-        shares = ", ".join(f"{share:.1%} {name}" for name, share in self.format_shares.items())
+        shares = shares_text(self.format_shares)
         text = f"{result}: {shares}, solver {plan.seconds:.2f} s ({plan.status})"
         if self.saving_s is not None:
             text += f", predicted saving {1e3 * self.saving_s:.3g} ms of a step against bf16"

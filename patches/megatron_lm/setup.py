@@ -68,6 +68,7 @@ def attach(
     from megatron_snip.linears.availability import resolve_formats
     from megatron_snip.linears.discovery import current_topology
     from megatron_snip.patches.megatron_lm.train_step import StepMetrics
+    from megatron_snip.planning.plan import shares_text
 
     check_modules(model)
     topology = current_topology()
@@ -88,9 +89,15 @@ def attach(
     )
     session.metrics = StepMetrics(topology)
     if topology.rank == 0:
-        linears, plan = session.controller.model.all_linears, session.controller.plan
+        plan = session.controller.plan
         verb = "starts with" if state is None else f"resumes after iteration {state.iteration} with"
-        logger.info("snip: plans %d linears; training %s %s", len(linears), verb, plan.label)
+        logger.info(
+            "snip: plans %d linears; training %s %s: %s",
+            len(plan.linears),
+            verb,
+            plan.label,
+            shares_text(session.controller.format_shares),
+        )
 
 
 def resumed_state(

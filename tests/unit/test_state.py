@@ -45,6 +45,7 @@ def test_there_and_back(state: ControllerState) -> None:
     [
         {"loss": {"recent": [2.0], "watch": None}, "good": None, "refused": [], "falls": 1},
         {"loss": {"recent": [float("nan")]}},
+        {"loss": {"recent": [1e308, -1e308]}},  # their difference overflows
         {"good": {}},
     ],
 )

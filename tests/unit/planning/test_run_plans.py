@@ -7,16 +7,12 @@ from typing import Any
 import pytest
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.errors import InfeasiblePlanError, UsageError
+from megatron_snip.errors import UsageError
 from megatron_snip.options import BF16, Option
-from megatron_snip.planning.plan import write_plan
-from megatron_snip.planning.planner import (
-    adapt_plan,
-    initial_plan,
-    nearest_option,
-    restrict_problem,
-)
+from megatron_snip.planning.plan import PrecisionPlan, write_plan
+from megatron_snip.planning.planner import nearest_option, restrict_problem
 from megatron_snip.run_plans import RunPlans
+from megatron_snip.state import ControllerState, reported_settings
 from megatron_snip.topology import LinearInfo, Topology
 from tests.unit.planning.build import name_of, options_of, plan_of, problem_of
 
@@ -26,51 +22,98 @@ PROBLEM = problem_of([[0.0, 0.0]] * 3, 0.5, stages=[0, 1, 1], flops=[1.0, 1.0, 2
 WORK = {A: (0, 1.0), B: (1, 1.0), C: (1, 2.0)}
 
 
-def first(**config: Any) -> list[str]:
-    resumed = config.pop("resumed", None)
-    return options_of(initial_plan(PROBLEM, SnipConfig(**config), 0, resumed))
+def run_plans(refusals: dict[Option, dict[str, str]] | None = None, **config: Any) -> RunPlans:
+    """The plans of a run of one rank, whose linears refuse options as given."""
+    refused = refusals or {}
+
+    def linear(name: str) -> SimpleNamespace:
+        return SimpleNamespace(name=name, refusal=lambda o: refused.get(o, {}).get(name))
+
+    infos = [LinearInfo(name, stage, 1, 1, flops) for name, (stage, flops) in WORK.items()]
+    model: Any = SimpleNamespace(
+        all_linears=infos,
+        linears=[linear(name) for name in WORK],
+        runtime=SimpleNamespace(topology=Topology()),
+        backend="simulate",
+    )
+    return RunPlans(SnipConfig(**{"formats": "fp8,fp4", **config}), model, None, None)
 
 
-def test_the_first_plan_is_file_then_resumed_plan_then_policy_then_bf16(tmp_path: Path) -> None:
-    plan_file, resumed = tmp_path / "plan.json", plan_of(["fp8", "fp4", "fp4"])
-    write_plan(plan_of(["fp4", "fp8", "fp8"]), plan_file)
+def state_of(resumed: PrecisionPlan, **former: Any) -> ControllerState:
+    settings = reported_settings(SnipConfig(**{"formats": "fp8,fp4", **former}), "simulate")
+    return ControllerState(6, resumed, settings=settings)
+
+
+def first(resumed: ControllerState | None = None, **config: Any) -> list[str]:
+    return options_of(run_plans(**config).first_plan(resumed, 0).plan)
+
+
+def test_the_first_plan_is_file_then_policy_then_resumed_plan_then_bf16(tmp_path: Path) -> None:
+    file, plan = {"plan_file": tmp_path / "plan.json"}, plan_of(["fp8", "fp4", "fp4"])
+    write_plan(plan_of(["fp4", "fp8", "fp8"]), file["plan_file"])
     assert first() == ["bf16"] * 3 == first(collect_only=True, policy="uniform-fp4")
-    assert first(resumed=resumed) == ["fp8", "fp4", "fp4"]
-    assert first(plan_file=plan_file) == ["fp4", "fp8", "fp8"]
-    assert first(plan_file=plan_file, resumed=resumed) == ["fp8", "fp4", "fp4"]
-    stays = {"plan_file": plan_file, "collect_only": True}
-    assert first(**stays, resumed=resumed) == ["fp4", "fp8", "fp8"]
-    assert first(policy="uniform-fp4", resumed=resumed) == ["fp4"] * 3
+    assert first(state_of(plan)) == ["fp8", "fp4", "fp4"]
+    assert first(**file) == ["fp4", "fp8", "fp8"]
+    assert first(state_of(plan, **file), **file) == ["fp8", "fp4", "fp4"]
+    assert first(state_of(plan), **file) == ["fp4", "fp8", "fp8"]
+    assert first(state_of(plan, **file), **file, collect_only=True) == ["fp4", "fp8", "fp8"]
+    assert first(state_of(plan), policy="uniform-fp4") == ["fp4"] * 3
+    assert first(state_of(plan), collect_only=True) == ["bf16"] * 3
+
+
+def test_a_schedule_resumes_the_plan_of_a_policy_that_does_not_measure() -> None:
+    plan, schedule = plan_of(["fp8", "fp4", "fp4"]), {"target_schedule": "0:0.75,5:0.5"}
+    scheduled = {"policy": "random", **schedule}
+    assert first(state_of(plan, **scheduled), **scheduled) == ["fp8", "fp4", "fp4"]
+    other = {"policy": "last-blocks", **schedule}
+    assert first(state_of(plan, **scheduled), **other) != ["fp8", "fp4", "fp4"]
+
+
+def test_what_continues_and_what_is_planned_anew_after_a_resume() -> None:
+    plan = plan_of(["fp8", "fp4", "fp4"])
+    same = run_plans().first_plan(state_of(plan), 0)
+    assert (same.continues, same.replans, same.changes) == (True, False, ())
+    new = run_plans(efficiency_target=0.25).first_plan(state_of(plan), 0)
+    assert (new.continues, new.replans, new.plan) == (False, True, plan)
+    pins = run_plans(pins="*.layers.2.*=fp8", efficiency_target=0.25)
+    pinned = pins.first_plan(state_of(plan, efficiency_target=0.25), 0)
+    assert options_of(pinned.plan) == ["fp8", "fp4", "fp8"]
+    assert pinned.plan.iteration == 6  # not that of a plan that has a file already
+    assert pinned.changes == ("1 of 3 linears set to fp8: --snip-pins",)
+    formats = run_plans(formats="bf16,fp8").first_plan(state_of(plan), 0)
+    assert formats.changes == ("2 of 3 linears raised to fp8: --snip-formats",)
 
 
 def test_without_a_measurement_only_the_quality_loss_of_bf16_is_known() -> None:
     for policy, objective in (("snip", 0.0), ("layer-id", None), ("uniform-fp8", None)):
-        plan = initial_plan(PROBLEM, SnipConfig(policy=policy))
+        plan = run_plans(policy=policy).first_plan(None, 0).plan
         assert (plan.objective, plan.bound) == (objective, objective)
 
 
 def test_constraints_that_cannot_be_met_fail_at_the_start() -> None:
-    with pytest.raises(InfeasiblePlanError, match=r"pin \*=fp8"):
+    with pytest.raises(UsageError, match=r"pin \*=fp8"):
         first(pins=("*=fp8",))
     first(pins=("*=fp8",), collect_only=True)  # no plan will be made
     with pytest.raises(UsageError, match="unknown policy"):
-        first(policy="best", resumed=plan_of(["fp8"] * 3))
+        first(state_of(plan_of(["fp8"] * 3)), policy="best")
     with pytest.raises(UsageError, match="does not fit"):
-        first(resumed=plan_of(["fp8"] * 4))
+        first(state_of(plan_of(["fp8"] * 4)))
 
 
 def test_plans_of_other_machines_lose_no_precision() -> None:
     plan = plan_of(["fp4", "fp4", "fp4"], policy="snip", iteration=7)
-    refusals = {FP4: {A: "no", C: "no"}, FP8: {C: "not either"}, BF16: {}}
-    adapted, changes = adapt_plan(plan, (BF16, FP8, FP4), refusals, WORK, "fp4")
+    refusals = {FP4: {A: "no", C: "no"}, FP8: {C: "not either"}}
+    settings = {"formats": "bf16,fp8,fp4", "efficiency_target": 0.25}
+    found = run_plans(refusals, **settings).first_plan(state_of(plan, **settings), 0)
+    adapted = found.plan
     assert options_of(adapted) == ["fp8", "fp4", "bf16"]
-    assert (adapted.policy, adapted.iteration, adapted.status) == ("snip", 7, "fixed")
+    assert (adapted.policy, adapted.iteration, adapted.status) == ("snip", 6, "fixed")
     assert (adapted.efficiency, adapted.stages) == (0.25, (0.0, 1 / 3))
-    assert changes == [
+    assert found.changes == (
         "1 of 3 linears run fp8 instead of fp4: no",
         "1 of 3 linears run bf16 instead of fp4: no",
-    ]
-    assert adapt_plan(plan, (FP8,), {FP4: {}, FP8: {C: "no"}}, WORK, "fp4") == (plan, [])
+    )
+    assert run_plans({FP8: {C: "no"}}).fitted(plan) == (plan, [])
 
 
 def test_the_nearest_option_has_the_fewest_bits_with_enough_in_every_gemm() -> None:
@@ -89,12 +132,7 @@ def test_the_nearest_option_has_the_fewest_bits_with_enough_in_every_gemm() -> N
 
 
 def test_the_guards_last_resort_leaves_pinned_linears() -> None:
-    infos = [LinearInfo(name, stage, 1, 1, flops) for name, (stage, flops) in WORK.items()]
-    model: Any = SimpleNamespace(
-        all_linears=infos, runtime=SimpleNamespace(topology=Topology()), backend="simulate"
-    )
-    config = SnipConfig(pins=("*.layers.[12].*=fp8",), collect_only=True)
-    plans = RunPlans(config, model, None, None)
+    plans = run_plans(pins=("*.layers.[12].*=fp8",), collect_only=True)
     plan = plans.fallback(plan_of(["fp4", "fp8", "fp4"]), 9)
     assert options_of(plan) == ["bf16", "fp8", "fp4"]
     assert (plan.policy, plan.iteration, plan.efficiency) == ("guard", 9, 0.5)

@@ -1,0 +1,253 @@
+"""A resumed run follows the settings that it is given, from its first iteration on."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_snip.errors import SnipError
+from megatron_snip.planning.plan import PrecisionPlan, write_plan
+from megatron_snip.state import ControllerState
+from tests.distributed.launch import Server
+from tests.distributed.layouts import TP2
+from tests.distributed.small_model import NARROW, layout
+
+MODEL = {**NARROW, **TP2}
+SNIP: dict[str, Any] = {"interval": 6, "start_step": 2, "lag": 2, "efficiency_target": 0.5}
+"""Refreshes at iterations 2 and 8; their plans are due before iterations 4 and 10."""
+STOPPED_AT = 5
+"""With the plan of the first refresh applied."""
+IN_FLIGHT = 3
+"""With the problem of the first refresh being solved."""
+
+
+def resume(
+    changes: dict[str, Any],
+    stop: int = STOPPED_AT,
+    damage: dict[str, Any] | None = None,
+    former: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """On ranks: train, stop after iteration `stop`, resume with `changes`, train two iterations."""
+    with layout({**MODEL, "train_iters": 20}) as trainer:
+        controller = trainer.controller({**SNIP, **(former or {})})
+        trainer.advance(stop, controller)
+        saved = json.loads(json.dumps(controller.state(stop).to_dict()))
+        before = controller.plan
+        controller.close()
+        del trainer.warnings[:]
+        for name, value in (damage or {}).items():
+            saved[name] |= value
+        state = ControllerState.from_dict(saved)
+        try:
+            controller = trainer.controller({**SNIP, **(former or {}), **changes}, state=state)
+        except SnipError as error:
+            return {"error": str(error)}
+        at_start = controller.plan
+        trainer.advance(2, controller)
+        controller.close()
+        return {
+            "before": options(before),
+            "at start": options(at_start),
+            "first iteration": options(plan_of_iteration(trainer, at_start, stop + 1)),
+            "fractions": [v["lowest_precision_fraction"] for _, v in trainer.events.metrics],
+            "shares": [applied.format_shares for _, applied in trainer.events.applied],
+            "plans": [[i, a.plan.iteration, a.resumed] for i, a in trainer.events.applied],
+            "history": controller.history,
+            "warnings": trainer.warnings,
+            "notices": [n.message for _, n in trainer.events.notices],
+        }
+
+
+def plan_of_iteration(trainer: Any, plan: PrecisionPlan, iteration: int) -> PrecisionPlan:
+    for at, applied in trainer.events.applied:
+        plan = applied.plan if at <= iteration else plan
+    return plan
+
+
+def options(plan: PrecisionPlan) -> list[str]:
+    return [str(option) for option in plan.linears.values()]
+
+
+def start(snip: dict[str, Any], file: str) -> str:
+    """On ranks: start with the plan file of an all-FP4 plan; return the error, or ''."""
+    with layout({**MODEL, "train_iters": 20}) as trainer:
+        controller = trainer.controller({"policy": "uniform-fp4"})
+        controller.close()
+        if dist.get_rank() == 0:
+            write_plan(controller.plan, Path(file))
+        dist.barrier()
+        try:
+            trainer.controller({**SNIP, **snip, "plan_file": Path(file)}).close()
+        except SnipError as error:
+            return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    running = Server(preload=["tests.distributed.small_model"])
+    yield running
+    running.close()
+
+
+def on_ranks(server: Server, name: str, **arguments: Any) -> Any:
+    """What rank 0 returned; all ranks returned the same."""
+    function = f"tests.distributed.test_resume:{name}"
+    first, second = server.run(2, function, arguments, join=True).finished()
+    log_of_rank_0 = first.pop("warnings", []) if isinstance(first, dict) else []
+    if isinstance(second, dict):
+        second.pop("warnings", None)
+    assert first == second
+    return {**first, "warnings": log_of_rank_0} if isinstance(first, dict) else first
+
+
+def test_new_formats_hold_from_the_first_iteration(server: Server) -> None:
+    run = on_ranks(server, "resume", changes={"formats": "bf16,fp8"})
+    lowered = run["before"].count("fp4")
+    assert lowered > 0
+    assert set(run["at start"]) == {"fp8"}
+    # The target of a half now counts FP8, so the policy may raise half of the linears to BF16.
+    assert set(run["first iteration"]) == {"bf16", "fp8"}
+    assert 0.5 <= run["fractions"][0] < 1.0
+    for shares in run["shares"]:
+        assert "fp4" not in shares
+    (line,) = run["warnings"]
+    assert "formats fp8,fp4 -> bf16,fp8" in line
+    assert f"{lowered} of 8 linears raised to fp8: --snip-formats" in line
+
+
+def test_new_pins_and_a_new_target_hold_from_the_first_iteration(server: Server) -> None:
+    changes = {"pins": "*=bf16", "efficiency_target": 0.0, "formats": "bf16,fp8,fp4"}
+    run = on_ranks(server, "resume", changes=changes)
+    assert set(run["at start"]) == set(run["first iteration"]) == {"bf16"}
+    assert run["fractions"] == [0.0, 0.0]
+    (line,) = run["warnings"]
+    assert "8 of 8 linears set to bf16: --snip-pins" in line
+    assert "efficiency_target 0.5 -> 0.0" in line
+
+
+def test_a_new_target_is_planned_for_from_the_checkpoints_measurements(server: Server) -> None:
+    before = on_ranks(server, "resume", changes={})
+    assert before["warnings"] == before["notices"] == []
+    assert before["at start"] == before["first iteration"] == before["before"]
+    run = on_ranks(server, "resume", changes={"target_schedule": "0:0.2"})
+    assert 0.2 <= run["fractions"][0] < before["fractions"][0]
+    assert run["plans"] == [[6, 2, True], [6, 5, False]]
+    assert [iteration for iteration, _ in run["history"]] == [4, 6]
+
+
+@pytest.mark.parametrize(
+    ("changes", "share"), [({"formats": "bf16,fp8"}, 0.0), ({"target_schedule": "0:0.2"}, 0.3)]
+)
+def test_a_plan_in_flight_follows_the_new_settings(
+    server: Server, changes: dict[str, Any], share: float
+) -> None:
+    run = on_ranks(server, "resume", changes=changes, stop=IN_FLIGHT)
+    assert [shares.get("fp4", 0.0) <= share for shares in run["shares"]] == [True]
+    assert run["plans"] == [[4, 3, False]]
+    unchanged = on_ranks(server, "resume", changes={}, stop=IN_FLIGHT)
+    assert unchanged["plans"] == [[4, 2, False]]
+    assert unchanged["shares"][0]["fp4"] > 0.4
+
+
+def test_another_policy_plans_at_once(server: Server) -> None:
+    run = on_ranks(server, "resume", changes={"policy": "uniform-fp8"})
+    assert set(run["at start"]) == {"fp8"}
+    assert run["plans"] == [[6, 5, False]]  # a file of its own in the run's directory
+    run = on_ranks(server, "resume", changes={"policy": "min-abs-err"})
+    assert run["plans"][-1][:2] == [6, 5]
+
+
+def test_collecting_after_a_resume_runs_in_bf16(server: Server) -> None:
+    run = on_ranks(server, "resume", changes={"collect_only": True})
+    assert set(run["at start"]) == set(run["first iteration"]) == {"bf16"}
+
+
+def test_a_new_plan_file_is_the_plan_and_the_same_one_is_not(
+    server: Server, tmp_path: Path
+) -> None:
+    file = tmp_path / "fp4.json"
+    assert on_ranks(server, "start", snip={}, file=str(file)) == ""
+    run = on_ranks(server, "resume", changes={"plan_file": str(file)})
+    assert set(run["at start"]) == set(run["first iteration"]) == {"fp4"}
+    run = on_ranks(server, "resume", changes={}, former={"plan_file": str(file)})
+    assert run["at start"] == run["before"]
+    assert "fp8" in run["before"]
+
+
+@pytest.mark.parametrize(
+    ("snip", "wanted"),
+    [
+        ({"pins": "*.layers.0.*=fp8"}, "the plan breaks --snip-pins .* at 4 of 8 linears"),
+        (
+            {"pins": "*=bf16", "collect_only": True, "formats": "bf16,fp8,fp4"},
+            "the plan breaks --snip-pins .* at 8 of 8 linears",
+        ),
+        ({"formats": "bf16,fp8"}, r"the plan breaks --snip-formats \(bf16,fp8\) at 8 of 8"),
+        ({"policy": "random"}, "'random' plans before the first iteration"),
+    ],
+)
+def test_a_plan_file_that_contradicts_another_setting_is_refused(
+    server: Server, tmp_path: Path, snip: dict[str, Any], wanted: str
+) -> None:
+    error = on_ranks(server, "start", snip=snip, file=str(tmp_path / "fp4.json"))
+    assert error.startswith("plan_file: ")
+    assert re.search(wanted, error), error
+
+
+@pytest.mark.parametrize("due", [10**9, 4])
+def test_a_plan_in_flight_is_never_due_later_than_the_lag_allows(server: Server, due: int) -> None:
+    run = on_ranks(
+        server, "resume", changes={}, stop=IN_FLIGHT, damage={"pending": {"apply_at": due}}
+    )
+    assert run["plans"] == [[4, 2, False]]
+
+
+def test_a_problem_of_another_model_leaves_the_plan(server: Server) -> None:
+    problem = {
+        "version": 1,
+        "target": 0.5,
+        "linears": [
+            {
+                "name": "other",
+                "stage": 0,
+                "flops": 1.0,
+                "options": {"fp4": {"quality_loss": 1.0, "saving": 1.0}},
+            }
+        ],
+    }
+    run = on_ranks(
+        server, "resume", changes={}, stop=IN_FLIGHT, damage={"pending": {"problem": problem}}
+    )
+    assert run["plans"] == []
+    (notice,) = run["notices"]
+    assert "the planning problem in the checkpoint is that of another model" in notice
+
+
+def test_a_problem_in_flight_loses_options_that_the_formats_do_not_have(server: Server) -> None:
+    """An edited checkpoint: its problem has an option in fp3, which nothing measured."""
+    names = [
+        f"decoder.layers.{layer}.{module}"
+        for layer in range(2)
+        for module in (
+            "self_attention.linear_qkv",
+            "self_attention.linear_proj",
+            "mlp.linear_fc1",
+            "mlp.linear_fc2",
+        )
+    ]
+    options = {
+        "fp8": {"quality_loss": 2.0, "saving": 0.0},
+        "fp4": {"quality_loss": 1.0, "saving": 1.0},
+        "fp3": {"quality_loss": 0.0, "saving": 1.0},
+    }
+    linears = [{"name": n, "stage": 0, "flops": 1.0, "options": options} for n in names]
+    problem = {"version": 1, "target": 0.5, "linears": linears}
+    run = on_ranks(
+        server, "resume", changes={}, stop=IN_FLIGHT, damage={"pending": {"problem": problem}}
+    )
+    assert run["shares"] == [{"fp4": 1.0}]
