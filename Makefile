@@ -10,9 +10,12 @@ VENV ?= .venv
 LOCK := requirements/lock.txt
 TORCH_CPU := requirements/torch-cpu.txt
 TORCH_CUDA := requirements/torch-cuda.txt
+# Transformer Engine's Python, for the tests: in folders beside site-packages, where Megatron would
+# find it and miss its compiled extension.
+TE_LOCKS := $(sort $(wildcard requirements/te/*.txt))
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # The stamp's name follows what was installed, so a changed lock or pyproject.toml installs anew.
-STAMP := $(VENV)/.installed-$(shell cat $(LOCK) pyproject.toml setup.py 2>/dev/null | sha256sum | cut -c1-16)
+STAMP := $(VENV)/.installed-$(shell cat $(LOCK) $(TE_LOCKS) pyproject.toml setup.py 2>/dev/null | sha256sum | cut -c1-16)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Every file is checked against its hash; wheels alone, so that none of them runs code by being
@@ -35,7 +38,7 @@ MEGATRON_PYTHON ?= $(shell sh tests/megatron/find_python.sh)
 MEGATRON_VENV ?= .venv-megatron
 MEGATRON_LOCK := requirements/megatron.txt
 MEGATRON_RELEASES := 0.16.1 0.17.1 0.18.2
-MEGATRON_STAMP := $(MEGATRON_VENV)/.installed-$(shell cat $(MEGATRON_LOCK) | sha256sum | cut -c1-16)
+MEGATRON_STAMP := $(MEGATRON_VENV)/.installed-$(shell cat $(MEGATRON_LOCK) $(TE_LOCKS) | sha256sum | cut -c1-16)
 MEGATRON_PIP := $(MEGATRON_VENV)/bin/python -m pip --disable-pip-version-check
 
 # One thread a process: ranks share the cores, and results do not depend on the machine's count.
@@ -57,6 +60,7 @@ $(STAMP):
 	$(INSTALL_LOCKED) $(LOCK)
 	@if $(WANTS_CUDA); then $(INSTALL_LOCKED) $(TORCH_CUDA); fi
 	$(PIP) install -q --no-deps --no-build-isolation -e .
+	@$(foreach file,$(TE_LOCKS),$(INSTALL_LOCKED) $(file) --upgrade --target $(VENV)/te/$(basename $(notdir $(file)));)
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
@@ -121,6 +125,8 @@ $(MEGATRON_STAMP):
 	  $(MEGATRON_PIP) install -q --upgrade --no-deps \
 	    --target $(MEGATRON_VENV)/releases/$$release megatron-core==$$release; \
 	done
+	@$(foreach file,$(TE_LOCKS),$(MEGATRON_PIP) install -q --require-hashes --no-deps -r $(file) \
+	  --upgrade --target $(MEGATRON_VENV)/te/$(basename $(notdir $(file)));)
 	@rm -f $(MEGATRON_VENV)/.installed-*
 	@touch $@
 

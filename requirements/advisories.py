@@ -19,15 +19,15 @@ import yaml
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-FILES = ("lock.txt", "torch-cpu.txt", "torch-cuda.txt", "gpu.txt", "megatron.txt")
+FILES = ("lock.txt", "torch-cpu.txt", "torch-cuda.txt", "gpu.txt", "megatron.txt", "te/*.txt")
 PIN = re.compile(r"^([A-Za-z0-9_.-]+)(?:\[[^]]*\])?==([^\s;\\]+)")
 
 
 def pins(folder: Path) -> dict[str, set[str]]:
     """Return the versions that requirement files pin, by canonical name."""
     found: dict[str, set[str]] = defaultdict(set)
-    for name in FILES:
-        for line in (folder / name).read_text().splitlines():
+    for path in (path for name in FILES for path in folder.glob(name)):
+        for line in path.read_text().splitlines():
             if match := PIN.match(line):
                 found[canonicalize_name(match[1])].add(match[2])
     return found

@@ -8,6 +8,7 @@ torch-cpu.txt     torch without CUDA, which is not on PyPI: the wheel that the v
 torch-cuda.txt    what PyPI's torch for Linux needs beside lock.txt: the CUDA libraries, and the
                   release of Triton that it was made with
 gpu.txt           the packages that it already names, as lock.txt has them
+te/RELEASE.txt    releases of Transformer Engine, as far as they are Python
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def write_part(path: Path, pins: Hashes) -> None:
 
 
 def main() -> None:
-    """Write all four."""
+    """Write them all."""
     here = installed()
     (torch,) = [pin for pin in here if name_of(pin) == "torch"]
     if torch.endswith("+cpu"):
@@ -105,6 +106,8 @@ def main() -> None:
     known = set(on_pypi) - TORCHS_OWN
     beside = {pin: hashes for pin, hashes in with_cuda.items() if name_of(pin) not in known}
     write(HERE / "torch-cuda.txt", beside)
+    for path in (HERE / "te").glob("*.txt"):
+        write(path, hashed([f"transformer-engine=={path.stem}"], "--no-deps"))
 
 
 if __name__ == "__main__":

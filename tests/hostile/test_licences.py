@@ -17,7 +17,10 @@ PIN = re.compile(r"[\w.\-]+==[\w.!+]+(?: \\\n    --hash=sha256:[0-9a-f]{64})+")
 """A version and the hashes of its files, as `pip install --require-hashes` wants them."""
 
 
-@pytest.mark.parametrize("name", ["lock.txt", "torch-cpu.txt", "torch-cuda.txt", "gpu.txt"])
+TE = [f"te/{path.name}" for path in (LOCK.parent / "te").iterdir()]
+
+
+@pytest.mark.parametrize("name", ["lock.txt", "torch-cpu.txt", "torch-cuda.txt", "gpu.txt", *TE])
 def test_every_file_that_the_quickstart_installs_is_pinned_by_its_hash(name: str) -> None:
     text = (LOCK.parent / name).read_text(encoding="utf-8")
     text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)
@@ -39,7 +42,7 @@ def test_the_quickstart_takes_nothing_else() -> None:
     makefile = (LOCK.parents[1] / "Makefile").read_text(encoding="utf-8")
     recipe = makefile.split("\n$(STAMP):\n")[1].split("\n\n")[0]
     assert "--require-hashes" in makefile.split("INSTALL_LOCKED :=")[1].split("\n")[0]
-    assert recipe.count("$(INSTALL_LOCKED)") == 3
+    assert recipe.count("$(INSTALL_LOCKED)") == 4
     (other,) = re.findall(r"\$\(PIP\) install.*", recipe)  # this very package
     assert other.endswith("--no-deps --no-build-isolation -e .")
 

@@ -1,0 +1,132 @@
+"""Finds Transformer Engine's Python and gives it the extension of this folder.
+
+Four things in it want a GPU and are not in the extension; they are replaced when they are imported.
+"""
+
+import importlib.abc
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+
+RELEASES = ("2.20.2",)
+"""Releases that `make install` unpacks, the newest first."""
+
+EXTENSION = "transformer_engine_torch"
+
+
+def install(release: str = RELEASES[0]) -> None:
+    """Make `import transformer_engine` work in this process; idempotent.
+
+    Raises:
+        FileNotFoundError: if the release is not unpacked.
+    """
+    if EXTENSION in sys.modules:
+        return
+    folder = os.path.join(sys.prefix, "te", release)
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"no Transformer Engine in {folder}; run `make install`")
+    sys.path.insert(0, folder)
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # so that no shared library is looked for
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    for name, change in _CHANGES.items():
+        sys.meta_path.insert(0, _Changed(name, change))
+    from tests.te_on_cpu import extension
+
+    sys.modules[EXTENSION] = extension
+    torch.version.cuda = torch.version.cuda or "13.0"  # blockwise FP8 needs 12.9
+    torch.Tensor.is_cuda = property(_is_cuda)
+    torch.distributed._coalescing_manager = _NothingCoalesced
+
+
+def _is_cuda(_: torch.Tensor) -> bool:
+    """Whether a tensor is on the GPU, for Transformer Engine: always. Megatron hears the truth."""
+    caller = sys._getframe(1).f_globals.get("__name__", "")
+    return str(caller).startswith("transformer_engine")
+
+
+class _NothingCoalesced:
+    """gloo coalesces nothing: each collective inside has ended when it returns."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> "_NothingCoalesced":
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def wait(self) -> None: ...
+
+
+def _load_extension(common: ModuleType) -> None:
+    """The extension is loaded already; nothing is to be found on disk."""
+    vars(common)["load_framework_extension"] = lambda framework: None
+
+
+def _dequantize(autograd_function: str) -> Callable[[ModuleType], None]:
+    """Dequantize without moving the tensor to a GPU and back."""
+
+    def change(storage: ModuleType) -> None:
+        def forward(_: Any, tensor: Any, dtype: torch.dtype) -> torch.Tensor:
+            from transformer_engine.pytorch.constants import TE_DType
+
+            return sys.modules[EXTENSION].dequantize(tensor, TE_DType[dtype])
+
+        getattr(storage, autograd_function).forward = staticmethod(forward)
+
+    return change
+
+
+def _pad_scales(triton_module: ModuleType) -> None:
+    """The one Triton kernel that gathering NVFP4 needs: scales padded to the tiles of cuBLAS."""
+
+    def pad_columnwise_scale_inv(scales: torch.Tensor) -> torch.Tensor:
+        num_rows, num_columns = scales.shape
+        return torch.nn.functional.pad(scales, (0, -num_columns % 4, 0, -num_rows % 128))
+
+    vars(triton_module)["pad_columnwise_scale_inv"] = pad_columnwise_scale_inv
+
+
+_STORAGE = "transformer_engine.pytorch.tensor.storage"
+_CHANGES: dict[str, Callable[[ModuleType], None] | None] = {
+    "transformer_engine.common": _load_extension,
+    "transformer_engine.pytorch.triton.pad": _pad_scales,
+    f"{_STORAGE}.mxfp8_tensor_storage": _dequantize("_FromMXFP8Func"),
+    f"{_STORAGE}.nvfp4_tensor_storage": _dequantize("_FromNVFP4Func"),
+    "transformer_engine.pytorch.onnx_extensions": None,
+}
+"""Module -> what is done to it when it has run; None is an empty module in its place."""
+
+
+class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds one module where it is, runs it and changes it."""
+
+    def __init__(self, name: str, change: Callable[[ModuleType], None] | None) -> None:
+        self._name = name
+        self._change = change
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        self._found = importlib.util.find_spec(name)
+        assert self._found is not None
+        return importlib.util.spec_from_file_location(
+            name,
+            self._found.origin,
+            loader=self,
+            submodule_search_locations=self._found.submodule_search_locations,
+        )
+
+    def exec_module(self, module: ModuleType) -> None:
+        if self._change is None:  # ONNX export, whose packages are large
+            vars(module)["__getattr__"] = lambda name: mock.MagicMock(name=name)
+            return
+        loader: Any = self._found and self._found.loader
+        loader.exec_module(module)
+        self._change(module)

@@ -1,0 +1,28 @@
+"""The tests that run Transformer Engine's own Python, in a process that finds it.
+
+Megatron decides at import whether there is a Transformer Engine, so this process cannot have both.
+"""
+
+import os
+
+import pytest
+
+from tests.processes import ROOT, run_python
+
+ENVIRONMENT = {
+    "SNIP_TE_ON_CPU": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "PYTEST_ADDOPTS": "",
+}
+TIME_LIMIT_S = 600
+
+
+@pytest.mark.timeout(TIME_LIMIT_S + 20)
+def test_transformer_engine_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
+        monkeypatch.delenv(name)
+    words = ["-m", "pytest", "tests/te_on_cpu", "-q", "-p", "no:cacheprovider"]
+    done = run_python(*words, cwd=ROOT, timeout=TIME_LIMIT_S, **ENVIRONMENT)
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
