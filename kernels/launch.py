@@ -95,21 +95,32 @@ NO_RANDOM = PhiloxArguments(0, (1, 1, 1, 0), 0)
 """Round to nearest even."""
 
 
+_SCALES = (
+    ScaleType.FP32,
+    ScaleType.E8M0,
+    ScaleType.E4M3,
+    ScaleType.TENSOR,
+    ScaleType.DELAYED,
+)
+
+
 class TileSpec(NamedTuple):
     """A format and its tiles as compile-time numbers; `quantizers.reference` explains them.
 
     Attributes:
         largest: the element type's largest value.
+        least_amax: `ElementType.least_amax`.
         min_power_bits: FP32 bits of the smallest normal power of two.
         anchor: 1.5 * 2^(23 - mantissa bits).
         noise: 2^(-32 - mantissa bits).
-        scale: 0 FP32, 1 E8M0, 2 E4M3.
+        scale: 0 FP32, 1 E8M0, 2 E4M3, 3 TENSOR, 4 DELAYED.
         tile_rows: rows of a tile.
         tile_cols: columns of a tile.
         mode, swapped: see `PhiloxArguments`.
     """
 
     largest: float
+    least_amax: float
     min_power_bits: int
     anchor: float
     noise: float
@@ -126,10 +137,11 @@ def tile_spec(fmt: Format, block: Block, random: PhiloxArguments) -> TileSpec:
     assert element is not None
     return TileSpec(
         element.max_value,
+        element.least_amax,
         (element.min_exponent + 127) << 23,
         1.5 * 2.0 ** (23 - element.mantissa_bits),
         2.0 ** (-32 - element.mantissa_bits),
-        (ScaleType.FP32, ScaleType.E8M0, ScaleType.E4M3).index(fmt.scale),
+        _SCALES.index(fmt.scale),
         *block,
         random.mode,
         random.swapped,
@@ -168,7 +180,7 @@ def quantize_dequantize(
 
     Results are [rows, cols] contiguous of `dtype` (BF16 or FP32). Of two directions the first has
     tiles along the row and the second along the column; their random numbers share key and columns.
-    `tensor_amax` is an FP32 scalar, needed by E4M3 scales.
+    `tensor_amax` is an FP32 scalar, needed where a scale is the tensor's.
     """
     from megatron_snip.kernels.quantize import quantize_kernel
 
@@ -183,7 +195,7 @@ def quantize_dequantize(
             quantize_kernel[(num_programs,)](
                 x,
                 *x.stride(),
-                x if tensor_amax is None else tensor_amax,  # not read without E4M3: any pointer
+                x if tensor_amax is None else tensor_amax,  # any pointer: not read
                 *x.shape,
                 out[0],
                 out[-1],

@@ -1,6 +1,6 @@
 """Kernels that quantize and dequantize a matrix; the reference is `quantizers.reference`.
 
-    amax' = max(amax, 2^-100); encode and decode as in the reference
+    amax' = max(amax, least_amax); encode and decode as in the reference
     p = max(2^exponent(y), smallest normal power of two);  c = anchor * p
     nearest     q = (y + c) - c
     stochastic  q = (y + noise * (b + 1/2) * p + c) - c
@@ -8,7 +8,7 @@
 Rounding is arithmetic, not a cast: Triton's interpreter casts wrongly, and hardware differs in -0.
 Products with p are exact. They are written as fused multiply-adds so that the compiler does not
 fuse y = x * encode with the addition instead: y must be rounded before p is added. A division is
-`div_rn`, because `/` is approximate. With FP32 and E8M0 scales y is not clamped: there
+`div_rn`, because `/` is approximate. With FP32 and E8M0 tile scales y is not clamped: there
 |y| <= largest * (1 + 2^-23), which rounds to `largest` (the noise is below half a step).
 
 A program handles one block of complete tiles. Offsets are 64-bit. NaN passes through amax as
@@ -27,7 +27,6 @@ import triton
 import triton.language as tl
 
 _EXPONENT = tl.constexpr(0x7F800000)
-_FLOOR = tl.constexpr(2.0**-100)
 _INF = tl.constexpr(float("inf"))
 _STORED_MIN = tl.constexpr(2.0**-6)
 _STORED_MAX = tl.constexpr(448.0)
@@ -79,7 +78,7 @@ def tile_scales(amax, tensor_amax, SPEC: tl.constexpr):
     """Return (encode, decode) of tiles with largest magnitude `amax`; NaN for NaN and Inf."""
     amax = tl.where(amax < _INF, amax, float("nan"))
     if SPEC.scale == 2:
-        top = tl.where(tensor_amax < _INF, tl.maximum(tensor_amax, _FLOOR), float("nan"))
+        top = tl.where(tensor_amax < _INF, tl.maximum(tensor_amax, SPEC.least_amax), float("nan"))
         tensor = tl.div_rn(top, _STORED_MAX * SPEC.largest)
         ratio = tl.div_rn(divide_by(amax, SPEC.largest), tensor)
         ratio = tl.clamp(ratio, _STORED_MIN, _STORED_MAX, propagate_nan=tl.PropagateNan.ALL)
@@ -87,7 +86,7 @@ def tile_scales(amax, tensor_amax, SPEC: tl.constexpr):
         encode = tl.div_rn(tl.div_rn(1.0, tensor), stored)
         decode = stored * tensor
     else:
-        floored = tl.where(amax < _FLOOR, _FLOOR, amax)
+        floored = tl.where(amax < SPEC.least_amax, SPEC.least_amax, amax)
         decode = divide_by(floored, SPEC.largest)
         if SPEC.scale == 1:
             up = ((decode.to(tl.int32, bitcast=True) + 0x007FFFFF) & _EXPONENT).to(tl.int32)
@@ -98,6 +97,18 @@ def tile_scales(amax, tensor_amax, SPEC: tl.constexpr):
         else:
             encode = tl.div_rn(SPEC.largest, floored)
     return encode, decode
+
+
+@triton.jit
+def tensor_scales(number, R: tl.constexpr, C: tl.constexpr, SPEC: tl.constexpr):
+    """Return (encode, decode), one for each tile, from the tensor's magnitude or its scale."""
+    encode = number
+    if SPEC.scale == 3:
+        top = tl.where(number < _INF, tl.maximum(number, SPEC.least_amax), float("nan"))
+        encode = tl.div_rn(SPEC.largest, top)
+    shape: tl.constexpr = (R // SPEC.tile_rows, C // SPEC.tile_cols)
+    decode = tl.div_rn(1.0, encode)
+    return tl.broadcast_to(encode, shape), tl.broadcast_to(decode, shape)
 
 
 @triton.jit
@@ -187,12 +198,15 @@ def _quantize_block(x, amax_ptr, key, layout, out_ptr, at, SPEC: tl.constexpr, C
     C: tl.constexpr = x.shape[1]
     if SPEC.mode != 0:
         bits16 = random_bits16(key, at, layout, R, C, SPEC)
-    tensor_amax = 0.0
-    if SPEC.scale == 2:
-        tensor_amax = tl.load(amax_ptr)
-    encode, decode = tile_scales(tile_amax(x, SPEC), tensor_amax, SPEC)
+    if SPEC.scale >= 3:
+        encode, decode = tensor_scales(tl.load(amax_ptr), R, C, SPEC)
+    else:
+        tensor_amax = 0.0
+        if SPEC.scale == 2:
+            tensor_amax = tl.load(amax_ptr)
+        encode, decode = tile_scales(tile_amax(x, SPEC), tensor_amax, SPEC)
     y = x * expand_tiles(encode, R, C, SPEC)
-    if SPEC.scale == 2:
+    if SPEC.scale >= 2:
         y = tl.clamp(y, -SPEC.largest, SPEC.largest, propagate_nan=tl.PropagateNan.ALL)
     power = power_of(y, SPEC.min_power_bits)
     if SPEC.mode != 0:

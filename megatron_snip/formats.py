@@ -6,12 +6,14 @@ dimension, weights `weight_block` = (rows, cols along the contraction) blocks.
 
 Sources: SNIP, arXiv:2602.01410 (fp8, fp4: 1x128 tiles, 128x128 blocks, FP32 scales);
 OCP Microscaling Formats (MX) v1.0 (mxfp8, mxfp4: 1x32, E8M0); NVIDIA, arXiv:2509.25149
-(nvfp4: 1x16, E4M3 scales under one FP32 scale per tensor). `fp3` is a 3-bit format (E2M0: 0, 1, 2,
-4) for experiments; no hardware has it.
+(nvfp4: 1x16, E4M3 scales under one FP32 scale per tensor; nvfp4_2d_rht: its recipe for
+pretraining); Transformer Engine 2.20 (fp8_tensorwise: current scaling; fp8_blockwise; `_hybrid`:
+E5M2 gradients). `fp3` is a 3-bit format (E2M0: 0, 1, 2, 4) for experiments; no hardware has it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Self
 
 from megatron_snip.errors import UsageError, did_you_mean, shortened
 
@@ -27,6 +29,10 @@ class ScaleType(StrEnum):
     """A power of two, 2^-127 .. 2^127 (OCP MX)."""
     E4M3 = "e4m3"
     """An FP8 number, itself scaled by one FP32 number per tensor (NVFP4)."""
+    TENSOR = "tensor"
+    """One FP32 number for all elements, from their largest magnitude (current scaling)."""
+    DELAYED = "delayed"
+    """One FP32 number for all elements, from the largest magnitudes of earlier tensors."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +51,18 @@ class ElementType:
     min_exponent: int
     max_value: float
 
+    @property
+    def least_amax(self) -> float:
+        """The smallest largest magnitude that a scale is made for.
+
+        Above it every scale, its inverse and every product is a normal FP32 number, of the
+        smallest step too: least_amax / max_value * 2^(min_exponent - mantissa_bits) >= 2^-126.
+        """
+        return 2.0**-94 if self.max_value > 1024.0 else 2.0**-100
+
 
 E4M3 = ElementType("e4m3", mantissa_bits=3, min_exponent=-6, max_value=448.0)
+E5M2 = ElementType("e5m2", mantissa_bits=2, min_exponent=-14, max_value=57344.0)
 E2M1 = ElementType("e2m1", mantissa_bits=1, min_exponent=0, max_value=6.0)
 E2M0 = ElementType("e2m0", mantissa_bits=0, min_exponent=0, max_value=4.0)
 
@@ -59,12 +75,14 @@ class Format:
         name: what users write in `--snip-formats`.
         bits: bits per element, without scales; the fewest is the "lowest precision".
         element: element type, or None for bf16 (no quantization).
-        tile: elements along the contraction dimension that share a scale.
+        tile: elements along the contraction dimension that share a scale. Where a tensor has one
+            scale, `tile` and `weight_block` only divide the work.
         weight_block: (rows, cols along the contraction) that share a scale in a weight.
         scale: how that scale is stored.
         stochastic_grad: whether grad_output is rounded stochastically.
         wgrad_hadamard: tokens that a random Hadamard transform mixes before wgrad's operands are
             quantized, a power of two; 0: none.
+        grad_element: element type of grad_output, where it is another one.
     """
 
     name: str
@@ -75,12 +93,27 @@ class Format:
     scale: ScaleType = ScaleType.FP32
     stochastic_grad: bool = False
     wgrad_hadamard: int = 0
+    grad_element: ElementType | None = None
 
     @property
     def quantized(self) -> bool:
         """Whether tensors change at all in this format."""
         return self.element is not None
 
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Whether one number scales the entire tensor."""
+        return self.scale in (ScaleType.TENSOR, ScaleType.DELAYED)
+
+    def hybrid(self) -> Self:
+        """Return the format with E5M2 gradients: more range and less precision than E4M3."""
+        return replace(self, name=f"{self.name}_hybrid", grad_element=E5M2)
+
+
+_MXFP8 = Format("mxfp8", 8, E4M3, 32, (1, 32), ScaleType.E8M0)
+_NVFP4 = Format("nvfp4", 4, E2M1, 16, (1, 16), ScaleType.E4M3, stochastic_grad=True)
+_TENSORWISE = Format("fp8_tensorwise", 8, E4M3, scale=ScaleType.TENSOR)
+_BLOCKWISE = Format("fp8_blockwise", 8, E4M3, scale=ScaleType.E8M0)
 
 FORMATS: dict[str, Format] = {
     f.name: f
@@ -88,9 +121,15 @@ FORMATS: dict[str, Format] = {
         Format("bf16", 16),
         Format("fp8", 8, E4M3),
         Format("fp4", 4, E2M1, stochastic_grad=True),
-        Format("mxfp8", 8, E4M3, 32, (1, 32), ScaleType.E8M0),
+        _MXFP8,
         Format("mxfp4", 4, E2M1, 32, (1, 32), ScaleType.E8M0, stochastic_grad=True),
-        Format("nvfp4", 4, E2M1, 16, (1, 16), ScaleType.E4M3, stochastic_grad=True),
+        _NVFP4,
+        _TENSORWISE,
+        _TENSORWISE.hybrid(),
+        _BLOCKWISE,
+        _BLOCKWISE.hybrid(),
+        _MXFP8.hybrid(),
+        replace(_NVFP4, name="nvfp4_2d_rht", weight_block=(16, 16), wgrad_hadamard=16),
         Format("fp3", 3, E2M0, stochastic_grad=True),
     )
 }

@@ -33,7 +33,7 @@ from megatron_snip.linears.te.precision_config import (
     num_layers,
     stage_paths,
 )
-from megatron_snip.linears.te.recipe import TERecipe, run_flags
+from megatron_snip.linears.te.recipe import RECIPES, RunPrecision, TERecipe, run_flags
 from megatron_snip.options import BF16, Option
 from megatron_snip.output import yaml_text
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
@@ -64,7 +64,12 @@ _LINEARS = {
 }
 """Megatron's name -> torchtitan's and Hugging Face's."""
 
-_CONVERTERS = {"fp8": "float8", "mxfp8": "mxfp8", "fp4": "nvfp4", "nvfp4": "nvfp4"}
+_CONVERTERS = {
+    name: recipe.converter
+    for recipe in reversed(RECIPES.values())  # the first recipe of a format is the last to enter
+    for name in recipe.formats
+    if recipe.converter
+}
 """torchtitan's converter for each format that it and ModelOpt have."""
 _ALGORITHMS: dict[str, dict[str, Any]] = {
     "float8": {"quant_algo": "FP8"},
@@ -85,6 +90,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", metavar="OUT", type=Path, required=True, help=text)
     text = "te-precision: compute capability of the GPUs, such as 9.0 (Hopper) [this machine's]"
     add("--capability", metavar="X.Y", type=_capability, help=text)
+    text = "te-precision: what fp8 means, the run's --fp8-recipe [the best of the GPU]"
+    recipes = dict.fromkeys(each.run.recipe for each in RECIPES.values() if each.run.kind == "fp8")
+    add("--fp8-recipe", choices=tuple(recipes), help=text)
+    text = "te-precision: with --fp8-recipe, the run's --fp8-format [e4m3]"
+    add("--fp8-format", choices=("e4m3", "hybrid"), help=text)
     text = (
         "replace options that the program cannot run by the nearest with at least as many bits, "
         "and leave linears that it has no name for in BF16"
@@ -164,7 +174,12 @@ def _export_precision_file(plan: PrecisionPlan, about: str, args: argparse.Names
             "this machine has no GPU; give the GPUs' capability: --capability 9.0 (Hopper) or 10.0 "
             "(Blackwell)"
         )
-    machine = Machine(capability, te_version="any")
+    if args.fp8_format is not None and args.fp8_recipe is None:
+        raise UsageError("--fp8-format needs --fp8-recipe; give both as the run has them")
+    run = RunPrecision()
+    if args.fp8_recipe is not None:
+        run = RunPrecision("fp8", args.fp8_format or "e4m3", args.fp8_recipe)
+    machine = Machine(capability, te_version="any", run=run)
     recipes, changes = _recipes(plan, machine)
     stages = stages_from(args, num_layers(plan.linears), known=len(plan.stages))
     configs = export_configs(plan.linears, recipes, stages)
@@ -176,7 +191,7 @@ def _export_precision_file(plan: PrecisionPlan, about: str, args: argparse.Names
         "--te-precision-config-file.",
     )
     for path, config in zip(paths, configs, strict=True):
-        write_output(path, config_text(config, comment))
+        write_output(path, config_text(config, comment, run_flags(recipes.values())))
         print(f"wrote {path}: {len(config['matchers'])} matchers")
     for option, recipe in recipes.items():
         count = sum(other == option for other in plan.linears.values())

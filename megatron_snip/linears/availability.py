@@ -11,14 +11,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from megatron.core.utils import get_model_config
 from torch.distributed import ProcessGroup
 
 from megatron_snip.collectives import any_rank, gather_json
 from megatron_snip.config import AUTO, SIMULATED_FORMATS, SnipConfig
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.linears.te.machine import te_support, this_machine
+from megatron_snip.linears.te.machine import Machine, te_support, this_machine, unmeasured_settings
 from megatron_snip.linears.te.modules import te_kind
+from megatron_snip.log import warn_once_per_job
 from megatron_snip.options import Option
 from megatron_snip.planning.calibration import CalibrationTable, with_seconds
 from megatron_snip.planning.planner import Refusals, reasons, restrict_problem
@@ -30,18 +32,19 @@ logger = logging.getLogger(__name__)
 def resolve_formats(
     config: SnipConfig, model: Sequence[torch.nn.Module], control: ProcessGroup | None
 ) -> SnipConfig:
-    """All ranks: return the settings with the formats that `auto` means for a model; log them.
+    """All ranks: return the settings with the formats that `auto` means for a model.
+
+    Rank 0 logs them, with the recipe of each under Transformer Engine.
 
     Raises:
         UnsupportedError: on every rank, if Transformer Engine can run BF16 only on this machine.
     """
-    if config.formats != (AUTO,):
-        return config
     with_te = any(te_kind(module) is not None for chunk in model for module in chunk.modules())
     with_te = config.backend != "simulate" and any_rank(with_te, control)
-    formats: tuple[str, ...] = SIMULATED_FORMATS
-    if with_te:
-        machine = this_machine(with_te=True)
+    machine = this_machine(with_te, get_model_config(model[0]))
+    is_auto = config.formats == (AUTO,)
+    formats: tuple[str, ...] = SIMULATED_FORMATS if is_auto else config.formats
+    if is_auto and with_te:
         support = {name: te_support(name, machine) for name in SIMULATED_FORMATS}
         formats = ("bf16", *(name for name, (recipe, _) in support.items() if recipe))
         if len(formats) == 1:
@@ -52,8 +55,27 @@ def resolve_formats(
             )
     if control is None or torch.distributed.get_rank() == 0:
         backend = "te" if with_te else "simulate"
-        logger.info("snip: formats auto: %s (backend %s)", ",".join(formats), backend)
+        if is_auto:
+            logger.info("snip: formats auto: %s (backend %s)", ",".join(formats), backend)
+    if with_te:
+        _log_recipes(formats, machine)
     return config.model_copy(update={"formats": formats})
+
+
+def _log_recipes(formats: Sequence[str], machine: Machine) -> None:
+    """Log what each format means under Transformer Engine, and what of it cannot be measured."""
+    for name in formats:
+        recipe, text = te_support(name, machine)
+        if recipe and recipe != "bf16":
+            warn_once_per_job(logger, f"snip: {name} is {text}", logging.INFO)
+    if machine.run.kind and not machine.run_recipe:
+        warn_once_per_job(
+            logger,
+            f"snip: no plan can have the run's own recipe ({machine.run.flags}): linears run the "
+            "recipes above",
+        )
+    for line in unmeasured_settings(formats, machine):
+        warn_once_per_job(logger, f"snip: {line}")
 
 
 @dataclass(frozen=True)

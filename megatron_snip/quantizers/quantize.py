@@ -16,6 +16,7 @@ Triton kernels quantize where they can run (`kernels.launch.obstacle`), else the
 the same bits.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -48,9 +49,18 @@ def is_stochastic(fmt: Format, operand: Operand) -> bool:
     return fmt.stochastic_grad and operand is Operand.GRAD_OUTPUT
 
 
+@lru_cache(maxsize=64)
+def operand_format(fmt: Format, operand: Operand) -> Format:
+    """Return the format that an operand takes: its gradients may have another element type."""
+    if fmt.grad_element is None:
+        return fmt
+    element = fmt.grad_element if operand is Operand.GRAD_OUTPUT else fmt.element
+    return replace(fmt, element=element, grad_element=None)
+
+
 def needs_tensor_amax(fmt: Format) -> bool:
-    """Return whether the largest magnitude over all of a tensor's shards must be known first."""
-    return fmt.scale is ScaleType.E4M3
+    """Return whether a number of the entire tensor, its largest magnitude, must be known first."""
+    return fmt.scale is ScaleType.E4M3 or fmt.has_tensor_scale
 
 
 def rotated(x: Tensor, fmt: Format, gemm: Gemm) -> Tensor:
@@ -131,7 +141,8 @@ def quantize_dequantize_operand(
         operand: what x is.
         gemm: what it enters.
         stream: the tensor's random numbers, needed for stochastic rounding.
-        tensor_amax: FP32 scalar, see `needs_tensor_amax`; None takes x's own.
+        tensor_amax: FP32 scalar, see `needs_tensor_amax`; None takes x's own. A delayed format
+            takes its scale here.
         dtype: of a quantized result; None is x's own.
 
     Returns:
@@ -141,7 +152,7 @@ def quantize_dequantize_operand(
         ValueError: if stochastic rounding is due and there is no stream, if `operand` does not
             enter `gemm`, or on a dtype that cannot be quantized.
     """
-    fmt = get_format(fmt) if isinstance(fmt, str) else fmt
+    fmt = operand_format(get_format(fmt) if isinstance(fmt, str) else fmt, operand)
     if not fmt.quantized:
         return x
     block, used = operand_block(fmt, operand, gemm), _stream_of(fmt, operand, gemm, stream)
@@ -176,7 +187,8 @@ def quantize_dequantize_pair(
     Returns:
         Two tensors of x's shape: for the first GEMM, and for wgrad.
     """
-    row, col = (get_format(f) if isinstance(f, str) else f for f in formats)
+    named = (get_format(f) if isinstance(f, str) else f for f in formats)
+    row, col = (operand_format(fmt, operand) for fmt in named)
     row_gemm = Gemm.FPROP if operand is Operand.INPUT else Gemm.DGRAD
     each = [(f, g, operand_block(f, operand, g)) for f, g in ((row, row_gemm), (col, Gemm.WGRAD))]
     together = row.quantized and col.quantized and not col.wgrad_hadamard

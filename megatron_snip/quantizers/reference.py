@@ -12,25 +12,31 @@ the shape of pieces change no bit.
 SCALES. With `amax` the largest |x| of a tile and `max` the element type's largest value, all in
 FP32, each `/` one correctly rounded division:
 
-    amax'  = max(amax, 2^-100), NaN where the tile holds NaN or Inf
+    amax'  = max(amax, 2^-100), NaN where the tile holds NaN or Inf; E5M2 has 2^-94 for 2^-100
     FP32   encode = max / amax'                      decode = amax' / max
     E8M0   decode = 2^ceil(log2(amax' / max))        encode = 1 / decode
     E4M3   tensor = max(tensor_amax, 2^-100) / (448 * max)
            stored = e4m3(clamp((amax / max) / tensor, 2^-6, 448))
            encode = (1 / tensor) / stored            decode = tensor * stored
+    TENSOR encode = max / max(tensor_amax, 2^-100)   decode = 1 / encode
+    DELAYED  encode = the given scale                decode = 1 / encode
     y      = clamp(x * encode, -max, max), rounded to the grid; x is about y * decode
 
 - The floor makes every scale, its inverse and every product a normal number, so a backend that
   flushes subnormals agrees with one that does not. Smaller tiles fade to zero; a tile of zeros
   comes out as zeros.
-- NaN and Inf: encode and decode become NaN, and so does every element of the tile. Under E4M3
-  scales the tensor's own scale becomes NaN, and so does the entire tensor.
+- NaN and Inf: encode and decode become NaN, and so does every element of the tile. Under E4M3 and
+  TENSOR scales the tensor's own scale becomes NaN, and so does the entire tensor. (Transformer
+  Engine takes the scale 1 for a tensor with Inf.)
 - E8M0 rounds the scale UP, so nothing overflows (the convention of cuBLAS, Transformer Engine and
   torchao's RCEIL). OCP MX v1.0's floor of the exponent can saturate the largest magnitudes of a
   tile. A format with FP32 scales takes power-of-two scales when its scale type is replaced by E8M0.
 - E4M3 rounds to nearest, so an element can exceed `max` by 1/16 and saturates. Its stored scales
   are at least E4M3's smallest normal 2^-6, as in torchao's NVFP4. Source for the two levels:
   NVIDIA, arXiv:2509.25149.
+- TENSOR and DELAYED are Transformer Engine's current and delayed scaling (2.20): it stores the
+  inverse of the scale that it multiplied by. A delayed scale knows only earlier tensors, so larger
+  numbers saturate.
 
 ROUNDING uses FP32 arithmetic alone. For an element type with `m` mantissa bits and smallest normal
 exponent `e_min`, the grid has the step 2^(e - m) in [2^e, 2^(e+1)), and the step 2^(e_min - m)
@@ -91,7 +97,8 @@ def quantize_dequantize(
         block: (rows, cols) of a tile.
         bits16: x's shape, int16, uniform over all 65536 values: round stochastically with these
             numbers (`StochasticStream.bits16`); None rounds to nearest even.
-        tensor_amax: FP32 scalar, needed by E4M3 scales: the largest magnitude over all shards.
+        tensor_amax: FP32 scalar, needed where a scale is the tensor's: its largest magnitude, of
+            all ranks that share the scale; for delayed scaling the scale itself.
         dtype: of the result: FP32 (exact up to one rounding of q * scale) or BF16 (rounded a
             second time, to nearest even).
 
@@ -187,22 +194,26 @@ def tile_scales(
     Args:
         amax: contiguous, FP32, non-negative or NaN; the largest magnitude of each tile.
         fmt: a quantized format.
-        tensor_amax: FP32 scalar, the largest magnitude of the entire tensor (over all its shards);
-            used, and needed, by E4M3 scales alone.
+        tensor_amax: FP32 scalar, see `quantize_dequantize`.
 
     Returns:
         FP32 of amax's shape, both.
     """
     assert fmt.element is not None
     largest = fmt.element.max_value
+    if fmt.has_tensor_scale:
+        assert tensor_amax is not None
+        delayed = fmt.scale is ScaleType.DELAYED
+        encode = tensor_amax if delayed else _divide_into(largest, _floor(tensor_amax, fmt.element))
+        return encode.expand_as(amax), _divide_into(1.0, encode).expand_as(amax)
     if fmt.scale is ScaleType.E4M3:
         assert tensor_amax is not None
-        tensor = _divide(_floor(tensor_amax), E4M3.max_value * largest)
+        tensor = _divide(_floor(tensor_amax, fmt.element), E4M3.max_value * largest)
         ratio = _divide(_poison(amax), largest) / tensor
         stored = ratio.clamp_(2.0**E4M3.min_exponent, E4M3.max_value)
         round_in_place(stored, E4M3, torch.empty_like(stored, dtype=torch.int32))
         return _divide_into(1.0, tensor) / stored, stored * tensor
-    floored = _floor(amax)
+    floored = _floor(amax, fmt.element)
     decode = _divide(floored, largest)
     if fmt.scale is ScaleType.E8M0:
         # The next power of two; NaN stays.
@@ -213,10 +224,13 @@ def tile_scales(
 
 
 def tensor_amax_of(x: Tensor, given: Tensor | None, *formats: Format) -> Tensor | None:
-    """Return the FP32 scalar that E4M3 scales need: `given`, or x's own; None for other scales."""
-    if not any(fmt.scale is ScaleType.E4M3 for fmt in formats):
+    """Return the FP32 scalar that a tensor's scale needs: `given`, or x's own; None for others."""
+    if not any(fmt.scale is ScaleType.E4M3 or fmt.has_tensor_scale for fmt in formats):
         return None
-    return amax_of(x) if given is None else given.to(device=x.device, dtype=torch.float32)
+    if given is None:
+        assert not any(fmt.scale is ScaleType.DELAYED for fmt in formats), "scales are given"
+        return amax_of(x)
+    return given.to(device=x.device, dtype=torch.float32)
 
 
 def amax_of(x: Tensor) -> Tensor:
@@ -227,8 +241,8 @@ def amax_of(x: Tensor) -> Tensor:
     return amax
 
 
-def _floor(amax: Tensor) -> Tensor:
-    return _poison(amax).clamp_min_(2.0**-100)
+def _floor(amax: Tensor, element: ElementType) -> Tensor:
+    return _poison(amax).clamp_min_(element.least_amax)
 
 
 def _poison(amax: Tensor) -> Tensor:

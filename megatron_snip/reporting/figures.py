@@ -8,6 +8,7 @@ row 17, column fc1. Names of another form get a row of their own.
 """
 
 import io
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -31,16 +32,27 @@ from megatron_snip.types import Gemm, Operand, split_linear_name
 SURFACE, MUTED, FAINT, WARNING = "#ffffff", "#6b7685", "#e3e7ec", "#c2251c"
 LINE = "#1f6fd1"
 
-FORMAT_COLORS = {
-    "bf16": "#b9c0ca",
-    "fp8": "#3f83d1",
-    "mxfp8": "#83b3e6",
-    "fp4": "#f0912f",
-    "mxfp4": "#f7bd75",
-    "nvfp4": "#d66a12",
-    "fp3": "#b3261e",
+_SHADES = {
+    16: ("#b9c0ca",),
+    8: ("#3f83d1", "#83b3e6", "#1f5fa8", "#5c9bd8", "#14406f", "#a9cbef", "#2d74b8"),
+    4: ("#f0912f", "#f7bd75", "#d66a12", "#a34f0c"),
 }
-"""16 bits gray, 8 bits blue, 4 bits orange, 3 bits red."""
+"""16 bits gray, 8 bits blue, 4 bits orange; other formats are red."""
+_REDS = ("#b3261e", "#d9736d")
+
+
+def _format_colors() -> dict[str, str]:
+    """Return a color for each format: its bits give the hue, its place in the table the shade."""
+    used: Counter[int] = Counter()
+    colors = {}
+    for name, fmt in FORMATS.items():
+        shades = _SHADES.get(fmt.bits, _REDS)
+        colors[name] = shades[used[fmt.bits] % len(shades)]
+        used[fmt.bits] += 1
+    return colors
+
+
+FORMAT_COLORS = _format_colors()
 
 Floats = NDArray[np.float64]
 Points = Sequence[tuple[float, float]]
@@ -297,14 +309,14 @@ def _format_table(grid: LinearGrid, linears: Mapping[str, Option], gemm: Gemm) -
 
 
 def _format_scale() -> dict[str, Any]:
-    colors = [FORMAT_COLORS.get(name, FAINT) for name in FORMATS]
+    colors = [FORMAT_COLORS[name] for name in FORMATS]
     return {"cmap": ListedColormap(colors), "vmin": -0.5, "vmax": len(colors) - 0.5}
 
 
 def _format_legend(figure: Figure, options: Iterable[Option], title: str | None = None) -> None:
     names = {name for option in options for name in option.formats}
     ordered = sorted(names, key=lambda name: -FORMATS[name].bits)
-    entries = [Patch(color=FORMAT_COLORS.get(name, FAINT), label=name) for name in ordered]
+    entries = [Patch(color=FORMAT_COLORS[name], label=name) for name in ordered]
     figure.legend(handles=entries, loc="outside upper right", ncols=len(entries), title=title)
 
 

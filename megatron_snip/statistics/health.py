@@ -68,7 +68,7 @@ def tile_counts(
         quantized: Q(x), dequantized.
         fmt: the format of Q.
         block: (rows, cols) of its tiles.
-        tensor_amax: for E4M3 scales.
+        tensor_amax: for scales of the tensor.
         maxima: the largest magnitude of each tile, FP32, by `block`; added where it is missing.
     """
     assert fmt.element is not None
@@ -77,7 +77,7 @@ def tile_counts(
     amax = maxima[block]
     scale = tile_scales(amax, fmt, tensor_amax)[1]
     saturated = amax.new_zeros(())
-    if fmt.scale is ScaleType.E4M3:  # other scales are rounded up, or not at all
+    if fmt.scale in (ScaleType.E4M3, ScaleType.DELAYED):  # others are rounded up, or not at all
         saturated = (_tiles(x, block) > scale * (fmt.element.max_value * _SCALE_ROUNDING)).sum()
     zeros = (x.bool() > quantized.bool()).sum()  # bool() is much faster than eq(0)
     return torch.cat([torch.stack([zeros, saturated]), _log2_counts(scale, amax > 0)])

@@ -25,7 +25,12 @@ from torch.distributed import ProcessGroup
 from megatron_snip.collectives import sum_together
 from megatron_snip.formats import Block, Format
 from megatron_snip.matmul import matmul_fp32
-from megatron_snip.quantizers.quantize import operand_block, quantize_dequantize_operand, rotated
+from megatron_snip.quantizers.quantize import (
+    operand_block,
+    operand_format,
+    quantize_dequantize_operand,
+    rotated,
+)
 from megatron_snip.quantizers.stochastic import StochasticStream
 from megatron_snip.statistics.health import OPERAND_SUMS, magnitudes, tile_counts
 from megatron_snip.statistics.optimizer_state import Sensitivity
@@ -152,7 +157,8 @@ def partial_sums(
         for operand, (q, gemm) in zip(Operand, first, strict=True):
             source, tensor_amax = operands.of(operand, gemm)
             block = operand_block(fmt, operand, gemm)
-            counts = tile_counts(source, q, fmt, block, tensor_amax, maxima[operand])
+            taken = operand_format(fmt, operand)
+            counts = tile_counts(source, q, taken, block, tensor_amax, maxima[operand])
             health.append(torch.cat([_square(q.sub_(source)).float()[None], counts]))
         found[f"{name}.input_error_square"] = health[-3][0]
         found[f"{name}.weight_error_square"] = health[-2][0]

@@ -18,6 +18,7 @@ from megatron_snip.formats import ScaleType
 from megatron_snip.linears.availability import AvailableOptions, available_options, resolve_formats
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.te.machine import Machine, te_refusal, this_machine
+from megatron_snip.linears.te.recipe import RECIPES
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import assigned_plan, write_plan
 from megatron_snip.reporting.run_directory import RunDirectory
@@ -27,6 +28,10 @@ from tests.te.models import BF16, EXPERTS, build, by_name, losses, ours, plan, p
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 
 
+BLOCKWISE, MXFP8 = ({name, f"{name}_hybrid"} for name in ("blockwise", "mxfp8"))
+TENSORWISE = {name for name in RECIPES if name.startswith(("tensorwise", "delayed"))}
+
+
 def on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
 
@@ -34,10 +39,11 @@ def on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("capability", "unavailable"),
     [
-        ((8, 9), {"blockwise", "mxfp8", "nvfp4"}),
-        ((9, 0), {"mxfp8", "nvfp4"}),
+        ((8, 0), {*BLOCKWISE, *MXFP8, *TENSORWISE, "nvfp4"}),
+        ((8, 9), {*BLOCKWISE, *MXFP8, "nvfp4"}),
+        ((9, 0), {*MXFP8, "nvfp4"}),
         ((10, 0), set()),
-        ((12, 0), {"mxfp8"}),
+        ((12, 0), {*MXFP8}),
     ],
 )
 def test_transformer_engine_is_queried(

@@ -12,7 +12,8 @@ from transformer_engine.pytorch.quantizers import HybridQuantizer, IdentityQuant
 from megatron_snip.linears.te import quantizers
 from megatron_snip.linears.te.recipe import RECIPES, TERecipe
 
-EVERY = [TERecipe(*names) for names in itertools.product(RECIPES, repeat=3)]
+STATELESS = [name for name, recipe in RECIPES.items() if recipe.per_gemm]
+EVERY = [TERecipe(*names) for names in itertools.product(STATELESS, repeat=3)]
 
 
 def factory(recipe: TERecipe) -> Any:

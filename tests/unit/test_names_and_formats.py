@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from megatron_snip.errors import UsageError
-from megatron_snip.formats import E2M1, E4M3, FORMATS, ElementType, get_format
+from megatron_snip.formats import E2M1, E4M3, E5M2, FORMATS, ElementType, get_format
 from megatron_snip.formats import lowest_precision as lowest
 from megatron_snip.options import BF16, Option, enumerate_options
 from megatron_snip.types import Gemm, glob_matches, linear_name, natural_key, split_linear_name
@@ -56,7 +56,11 @@ def values(element: ElementType) -> list[float]:
 
 @pytest.mark.parametrize(
     ("element", "dtype", "bits"),
-    [(E4M3, ml_dtypes.float8_e4m3fn, 8), (E2M1, ml_dtypes.float4_e2m1fn, 4)],
+    [
+        (E4M3, ml_dtypes.float8_e4m3fn, 8),
+        (E5M2, ml_dtypes.float8_e5m2, 8),
+        (E2M1, ml_dtypes.float4_e2m1fn, 4),
+    ],
 )
 def test_element_types_are_the_published_ones(element: ElementType, dtype: type, bits: int) -> None:
     codes = np.arange(2 ** (bits - 1), dtype=np.uint8).view(dtype).astype(np.float64)
@@ -71,14 +75,23 @@ def test_tiles_and_scales_are_those_of_the_sources() -> None:
     }
     assert facts == {
         "fp8": (8, 128, (128, 128), "fp32", False),
+        "fp8_blockwise": (8, 128, (128, 128), "e8m0", False),
+        "fp8_blockwise_hybrid": (8, 128, (128, 128), "e8m0", False),
+        "fp8_tensorwise": (8, 128, (128, 128), "tensor", False),
+        "fp8_tensorwise_hybrid": (8, 128, (128, 128), "tensor", False),
         "fp4": (4, 128, (128, 128), "fp32", True),
         "mxfp8": (8, 32, (1, 32), "e8m0", False),
+        "mxfp8_hybrid": (8, 32, (1, 32), "e8m0", False),
         "mxfp4": (4, 32, (1, 32), "e8m0", True),
         "nvfp4": (4, 16, (1, 16), "e4m3", True),
+        "nvfp4_2d_rht": (4, 16, (16, 16), "e4m3", True),
         "fp3": (3, 128, (128, 128), "fp32", True),
     }
     assert not get_format("bf16").quantized
-    assert not any(f.wgrad_hadamard for f in FORMATS.values())
+    assert {n for n, f in FORMATS.items() if f.wgrad_hadamard} == {"nvfp4_2d_rht"}
+    assert {n for n, f in FORMATS.items() if f.grad_element} == {
+        name for name in FORMATS if name.endswith("_hybrid")
+    }
 
 
 def test_the_lowest_precision_is_that_of_fewest_bits() -> None:

@@ -1,27 +1,35 @@
 """What runs on this machine: its GPU, its Transformer Engine, and the recipe of each format.
 
-`te/recipe.py` has the recipes; Transformer Engine's own checks of them (2.20) count as well.
+`te/recipe.py` has the recipes; Transformer Engine's own checks of them (2.20) count as well. In a
+run that is FP8 or FP4 by default, `fp8` or `fp4` is the recipe that the run has set.
 """
 
 import importlib
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from megatron_snip.config import Backend
-from megatron_snip.formats import FORMATS, Format, get_format
-from megatron_snip.linears.te.recipe import RECIPES, TERecipe
+from megatron_snip.formats import Format, get_format
+from megatron_snip.linears.te.recipe import (
+    BF16_RUN,
+    RECIPES,
+    RunPrecision,
+    Setting,
+    TERecipe,
+    recipe_of,
+)
 from megatron_snip.options import Option
 
 _PER_GEMM = (
     ("transformer_engine.common.recipe", "CustomRecipe"),
     ("transformer_engine.pytorch.quantization", "QuantizerRole"),
+    ("transformer_engine.pytorch.quantization", "RecipeState"),
     ("transformer_engine.pytorch.tensor.hybrid_tensor", "HybridQuantizer"),
     ("transformer_engine.pytorch.tensor.identity_tensor", "IdentityQuantizer"),
-    ("transformer_engine.pytorch.custom_recipes.quantizer_factories", "nvfp4_factory"),
 )
 """What our quantizer factories need of Transformer Engine."""
 
@@ -35,11 +43,25 @@ class Machine:
         te_version: of Transformer Engine, or None where it cannot be imported.
         te_unavailable: recipes that Transformer Engine cannot run here -> its reason; `custom` is
             the one that gives every GEMM its own quantizers.
+        run: the low precision that the run has by default.
     """
 
     capability: tuple[int, int] | None = None
     te_version: str | None = None
     te_unavailable: Mapping[str, str] = field(default_factory=dict)
+    run: RunPrecision = BF16_RUN
+
+    @property
+    def run_recipe(self) -> str:
+        """Name in `RECIPES` of the run's own recipe; empty in a BF16 run or for a custom recipe."""
+        return recipe_of(self.run) if self.run.kind else ""
+
+    def runs_on(self, gpus: tuple[str, ...]) -> bool:
+        """Return whether the GPU is one of those that a recipe lists."""
+        if self.capability is None:
+            return False
+        major, minor = self.capability
+        return f"{major}.{minor}" in gpus or f"{major}.x" in gpus
 
     def __str__(self) -> str:
         """Return e.g. `compute capability 9.0`."""
@@ -48,24 +70,25 @@ class Machine:
         return "compute capability {}.{}".format(*self.capability)
 
 
-def this_machine(with_te: bool) -> Machine:
+def this_machine(with_te: bool, config: Any = None) -> Machine:
     """Return the machine of this process.
 
     Args:
         with_te: query Transformer Engine as well. It is imported for that, which takes seconds
             and fails on a machine without its libraries.
+        config: Megatron's TransformerConfig of the run, for the run's own precision.
     """
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    run = RunPrecision.of(config)
     if not with_te:
-        return Machine(capability)
+        return Machine(capability, run=run)
     try:
         te = importlib.import_module("transformer_engine")
         manager = importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager
     except Exception:  # not installed, or a library of its own is missing
-        return Machine(capability)
-    return Machine(
-        capability, str(te.__version__), {} if capability is None else _unavailable_recipes(manager)
-    )
+        return Machine(capability, run=run)
+    unavailable = {} if capability is None else _unavailable_recipes(manager)
+    return Machine(capability, str(te.__version__), unavailable, run)
 
 
 def _unavailable_recipes(manager: Any) -> dict[str, str]:
@@ -98,17 +121,24 @@ def te_support(name: str, machine: Machine) -> tuple[str, str]:
     by_name = {key: recipe for key, recipe in RECIPES.items() if name in recipe.formats}
     if not by_name:
         return "", f"Transformer Engine has no recipe for {name}"
-    gpus = {major: key for key, recipe in by_name.items() for major in recipe.gpus}
-    found = "" if machine.capability is None else gpus.get(machine.capability[0], "")
+    own = machine.run_recipe if machine.run_recipe in by_name and machine.capability else ""
+    found = own or next((k for k, recipe in by_name.items() if machine.runs_on(recipe.gpus)), "")
     if not found:
-        labels = " or ".join(text for recipe in by_name.values() for text in recipe.gpus.values())
+        gpus = dict.fromkeys(gpu for recipe in by_name.values() for gpu in recipe.gpus)
         first = next(iter(by_name.values()))
-        return "", f"{first.gemms} need a GPU of compute capability {labels}"
+        return "", f"{first.gemms} need a GPU of compute capability {' or '.join(gpus)}"
     if machine.te_version is None:
         return "", "Transformer Engine cannot be imported"
     if found in machine.te_unavailable:
         return "", machine.te_unavailable[found]
-    return found, f"{found} recipe: {RECIPES[found].text}"
+    effects = "".join(f", {setting.effect} ({setting.variable})" for setting in _active(found))
+    whose = "the run's own " if own else ""
+    return found, f"{whose}{found} recipe: {RECIPES[found].text}{effects}"
+
+
+def _active(recipe: str) -> list[Setting]:
+    """Return the environment's settings that change a recipe."""
+    return [setting for setting in RECIPES[recipe].settings if setting.is_active(os.environ)]
 
 
 def measured_format(name: str, backend: Backend, machine: Machine) -> Format:
@@ -117,18 +147,42 @@ def measured_format(name: str, backend: Backend, machine: Machine) -> Format:
     A format that Transformer Engine cannot run on this machine is measured as simulated.
     """
     recipe = te_support(name, machine)[0] if backend == "te" else ""
-    if recipe == "blockwise" and os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES") == "1":
-        return FORMATS["fp8"]
-    return RECIPES[recipe].quantization if recipe else get_format(name)
+    if not recipe:
+        return get_format(name)
+    found = RECIPES[recipe].quantization
+    for setting in _active(recipe):
+        found = replace(found, **(setting.changes or {}))
+    return found
+
+
+def unmeasured_settings(names: Iterable[str], machine: Machine) -> list[str]:
+    """Return a line for each setting of the environment that statistics cannot reproduce."""
+    recipes = dict.fromkeys(te_support(name, machine)[0] for name in names)
+    lines = []
+    for recipe in filter(None, recipes):
+        for setting in _active(recipe):
+            if setting.changes is None:
+                value = os.environ[setting.variable]
+                lines.append(
+                    f"{setting.variable}={value} ({setting.effect}) is not measured: the "
+                    f"statistics of {recipe} are those without it"
+                )
+    return lines
 
 
 def te_refusal(option: Option, machine: Machine) -> str | None:
     """Return why Transformer Engine cannot run an option on a machine, or None if it can."""
     for name in option.formats:
-        recipe, text = te_support(name, machine)
-        if not recipe:
+        found, text = te_support(name, machine)
+        if not found:
             return f"{name} on {machine}: {text}"
-    if "custom" in machine.te_unavailable and not te_recipe(option, machine).is_uniform:
+    recipe = te_recipe(option, machine)
+    if recipe.is_uniform:
+        return None
+    for name in recipe:
+        if not RECIPES[name].per_gemm:
+            return f"{option}: {name} takes one recipe for all three GEMMs of a linear"
+    if "custom" in machine.te_unavailable:
         reason = machine.te_unavailable["custom"]
         return f"{option}: Transformer Engine {machine.te_version} {reason}"
     return None

@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import get_format
-from megatron_snip.linears.te.recipe import RECIPES, TERecipe
+from megatron_snip.linears.te.recipe import RECIPES, RunPrecision, TERecipe, recipe_of
 from megatron_snip.options import Option
 from megatron_snip.topology import LinearKind
 
@@ -246,9 +246,12 @@ def shape_refusal(
 
 def padded_tokens(config: Any) -> int:
     """Return what Megatron pads an expert's tokens to a multiple of; 0 where it does not."""
-    if getattr(config, "fp8", None):
-        return 32 if str(getattr(config, "fp8_recipe", "")).endswith("mxfp8") else 16
-    return 128 if getattr(config, "fp4", None) else 0
+    run = RunPrecision.of(config)
+    if not run.kind:
+        return 0
+    # Megatron pads for a custom recipe as for one that it knows.
+    padded_as = recipe_of(run) or ("blockwise" if run.kind == "fp8" else "nvfp4")
+    return RECIPES[padded_as].token_multiple
 
 
 def _class_of(module: torch.nn.Module) -> str:

@@ -25,7 +25,7 @@ from pydantic import BaseModel
 
 from megatron_snip.errors import UsageError
 from megatron_snip.files import checked
-from megatron_snip.linears.te.recipe import RecipeFields, TERecipe, run_flags
+from megatron_snip.linears.te.recipe import RecipeFields, TERecipe
 from megatron_snip.options import BF16, Option
 from megatron_snip.output import yaml_text
 from megatron_snip.types import glob_matches, split_linear_name
@@ -161,15 +161,14 @@ def _sequential(local: str) -> str:
     return local.replace(".experts.linear_", ".experts.local_experts.*.linear_")
 
 
-def config_text(config: Mapping[str, Any], comment: Sequence[str]) -> str:
+def config_text(config: Mapping[str, Any], comment: Sequence[str], flags: str) -> str:
     """Return the YAML of a file, one matcher per line, under a comment and how to use the file.
 
     Args:
         config: as Megatron reads it.
         comment: lines without a line break.
+        flags: Megatron's flags for the low precision that the run needs by default; may be empty.
     """
-    fields = [one[_TRAINING] for one in config["configs"].values()]
-    flags = run_flags(RecipeFields(**each).recipe for each in fields)
     advice = _ADVICE.format(flags=flags).splitlines() if flags else ()
     return yaml_text(config, (*comment, *advice), default_flow_style=None, width=10_000)
 

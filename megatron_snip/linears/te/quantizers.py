@@ -14,7 +14,8 @@ three recipes, fprop_dgrad_wgrad: `megatron_snip.linears.te.quantizers.nvfp4_mxf
 Transformer Engine recognizes that the recipe has not changed.
 
 Needs Transformer Engine's QuantizerRole, HybridQuantizer and IdentityQuantizer
-(`machine.this_machine` checks). The quantizers are those of its built-in recipes.
+(`machine.this_machine` checks). The quantizers are those that its built-in recipes make, as its
+environment variables set them.
 """
 
 import functools
@@ -66,11 +67,23 @@ def _factory(recipes: TERecipe) -> Callable[[Role], Quantizer]:
     return make
 
 
-def _built_in(recipe: str, role: Role) -> Quantizer:
-    """Return a new quantizer as the built-in recipe has it for a role."""
-    from transformer_engine.pytorch.custom_recipes import quantizer_factories as built_in
+def _built_in(name: str, role: Role) -> Quantizer:
+    """Return a new quantizer as the built-in recipe makes it for a role."""
+    if name == "bf16":
+        from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
 
-    return getattr(built_in, RECIPES[recipe].factory)(role)
+        return IdentityQuantizer()
+    from transformer_engine.common import recipe as built_in
+    from transformer_engine.pytorch.quantization import RecipeState
+
+    recipe = RECIPES[name]
+    number_format = built_in.Format[recipe.run.format.upper()]
+    fields = {"fp8_format": number_format} if recipe.run.kind == "fp8" else {}
+    mode = "backward" if role.tensor_type == "grad_output" else "forward"
+    made = RecipeState.create(
+        getattr(built_in, recipe.recipe_class)(**fields), mode=mode, num_quantizers=1, roles=[role]
+    )
+    return made.make_quantizers()[0]
 
 
 def _column(recipe: str, role: Role) -> Quantizer:

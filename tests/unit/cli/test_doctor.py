@@ -40,7 +40,8 @@ def test_versions_devices_formats_and_the_command_are_printed(
     [
         (Machine((9, 0), **TE), "transformer_engine"),
         (Machine((10, 0), **TE), "transformer_engine"),
-        (Machine((12, 0), **TE), "transformer_engine --snip-backend simulate"),
+        (Machine((12, 0), **TE), "transformer_engine"),
+        (Machine((8, 0), **TE), "transformer_engine --snip-backend simulate"),
         (Machine((9, 0)), "local"),
         (Machine(), "local"),
     ],

@@ -59,7 +59,7 @@ def test_the_flags_that_the_run_needs_are_printed(folder: Path, printed: Any) ->
     assert [line.strip() for line in mixed.splitlines() if line.startswith("  ")] == [
         "--transformer-impl transformer_engine",
         "--bf16",
-        "--fp4-format e2m1",
+        "--fp4-format e2m1 --fp4-recipe nvfp4",
         "--te-precision-config-file out.yaml",
     ]
     assert "Without --fp4-format" in mixed and "not add --fp8-param-gather" in mixed
@@ -68,7 +68,35 @@ def test_the_flags_that_the_run_needs_are_printed(folder: Path, printed: Any) ->
     hopper = needs("9.0", "fp4", "fp8", "fp8-fp8-bf16")
     assert "  --fp8-format e4m3 --fp8-recipe blockwise\n" in hopper
     assert "need megatron-snip installed" in printed(*EXPORT, "9.0", "--nearest")
-    assert "  --fp4-format e2m1\n" in needs("10.0", "bf16-fp4-bf16", "bf16")
+    assert "  --fp4-format e2m1 --fp4-recipe nvfp4\n" in needs("10.0", "bf16-fp4-bf16", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("flags", "recipe", "fields"),
+    [
+        (
+            ("--fp8-recipe", "tensorwise", "--fp8-format", "hybrid"),
+            "tensorwise_hybrid",
+            {"fp8_quantization_recipe": "tensorwise", "fp8_format": "hybrid"},
+        ),
+        (("--fp8-recipe", "delayed"), "delayed", {"override_quantized_autocast": False}),
+    ],
+)
+def test_fp8_is_the_recipe_of_the_run_that_the_file_is_for(
+    folder: Path, printed: Any, flags: tuple[str, ...], recipe: str, fields: dict[str, Any]
+) -> None:
+    write_plan(plan_of(["fp8", "bf16", "fp8", "fp8"]), Path("plan.json"))
+    text = printed(*EXPORT, "9.0", *flags)
+    assert f"fp8: {recipe} (3 linears)" in text
+    number_format = flags[-1] if len(flags) == 4 else "e4m3"
+    needed = f"--fp8-format {number_format} --fp8-recipe {flags[1]}"
+    assert f"  {needed}\n" in text and needed in Path("out.yaml").read_text()
+    config = yaml.safe_load(Path("out.yaml").read_text())
+    assert fields.items() <= config["configs"]["fp8"]["training_recipe"].items()
+
+
+def test_a_format_of_fp8_needs_its_recipe(folder: Path, refused: Any) -> None:
+    assert "--fp8-format needs --fp8-recipe" in refused(*EXPORT, "9.0", "--fp8-format", "hybrid")
 
 
 def test_fp4_does_not_run_on_hopper(
@@ -80,7 +108,7 @@ def test_fp4_does_not_run_on_hopper(
     assert not Path("out.yaml").exists()
     text = printed(*EXPORT, "9.0", "--nearest")
     assert "warning: fp4 becomes fp8: fp4 on compute capability 9.0" in text
-    assert imported("out.yaml") == ["fp8", "fp8", "bf16", "fp8"]
+    assert imported("out.yaml") == ["fp8_blockwise", "fp8_blockwise", "bf16", "fp8_blockwise"]
 
 
 def test_stages_have_files_of_their_own(

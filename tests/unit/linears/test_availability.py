@@ -9,7 +9,15 @@ import pytest
 from megatron_snip.config import SnipConfig
 from megatron_snip.formats import FORMATS
 from megatron_snip.linears.availability import AvailableOptions, available_options
-from megatron_snip.linears.te.machine import Machine, te_recipe, te_refusal
+from megatron_snip.linears.te.machine import (
+    Machine,
+    measured_format,
+    te_recipe,
+    te_refusal,
+    te_support,
+    unmeasured_settings,
+)
+from megatron_snip.linears.te.recipe import RunPrecision
 from megatron_snip.options import BF16, Option, enumerate_options
 from megatron_snip.topology import Topology
 
@@ -26,10 +34,13 @@ def te(capability: tuple[int, int] | None, **changes: Any) -> Machine:
     ("fmt", "recipes"),
     [
         ("bf16", ["bf16"] * 5),
-        ("fp8", [None, None, "blockwise", "mxfp8", None]),
+        ("fp8", [None, "tensorwise_hybrid", "blockwise", "mxfp8", "tensorwise_hybrid"]),
+        ("fp8_tensorwise", [None, *["tensorwise"] * 4]),
+        ("fp8_blockwise", [None, None, "blockwise", None, None]),
         ("mxfp8", [None, None, None, "mxfp8", None]),
         ("fp4", [None, None, None, "nvfp4", "nvfp4"]),
         ("nvfp4", [None, None, None, "nvfp4", "nvfp4"]),
+        ("nvfp4_2d_rht", [None, None, None, "nvfp4", "nvfp4"]),
         ("mxfp4", [None] * 5),
         ("fp3", [None] * 5),
     ],
@@ -52,6 +63,78 @@ def test_an_option_is_refused_if_and_only_if_one_of_its_formats_is(
     assert "bf16" in runs and (capability is not None or runs == {"bf16"})
     for option in enumerate_options(tuple(FORMATS), "gemm"):
         assert (te_refusal(option, machine) is None) == (set(option.formats) <= runs)
+
+
+RUNS = [
+    (RunPrecision(kind, number_format, recipe), name)
+    for kind, number_format, recipe, name in (
+        ("fp8", "e4m3", "tensorwise", "tensorwise"),
+        ("fp8", "hybrid", "tensorwise", "tensorwise_hybrid"),
+        ("fp8", "e4m3", "delayed", "delayed"),
+        ("fp8", "hybrid", "delayed", "delayed_hybrid"),
+        ("fp8", "e4m3", "blockwise", "blockwise"),
+        ("fp8", "hybrid", "blockwise", "blockwise_hybrid"),
+        ("fp8", "e4m3", "mxfp8", "mxfp8"),
+        ("fp8", "hybrid", "mxfp8", "mxfp8_hybrid"),
+    )
+]
+
+
+@pytest.mark.parametrize(("run", "recipe"), RUNS, ids=[name for _, name in RUNS])
+@pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
+def test_fp8_is_the_recipe_that_the_run_has(
+    run: RunPrecision, recipe: str, capability: tuple[int, int]
+) -> None:
+    """Transformer Engine itself refuses what the GPU cannot run; a format by name stays itself."""
+    machine = te(capability, run=run)
+    assert te_recipe(FP8, machine) == (recipe, recipe, recipe)
+    assert te_recipe(Option.uniform("fp8_tensorwise"), machine).fprop == "tensorwise"
+    text = te_support("fp8", machine)[1]
+    assert text.startswith(f"the run's own {recipe} recipe: ")
+    assert ("E5M2" in text) == (run.format == "hybrid")
+    broken = te(capability, run=run, te_unavailable={recipe: "CUDA is too old"})
+    assert str(te_refusal(FP8, broken)).endswith("CUDA is too old")
+    assert te_refusal(FP8, Machine(None, run=run)) is not None
+
+
+def test_delayed_scaling_is_one_recipe_for_the_linear() -> None:
+    machine = te(BLACKWELL, run=RunPrecision("fp8", "hybrid", "delayed"))
+    refusal = te_refusal(Option.parse("fp8-fp8-fp4"), machine)
+    assert refusal == "fp8-fp8-fp4: delayed_hybrid takes one recipe for all three GEMMs of a linear"
+    assert te_refusal(Option.parse("mxfp8-mxfp8-fp4"), machine) is None
+
+
+def test_an_fp4_run_and_a_custom_recipe_leave_fp8_to_the_machine() -> None:
+    for run in (RunPrecision("fp4", "e2m1", "nvfp4"), RunPrecision("fp8", "e4m3", "custom")):
+        assert te_recipe(FP8, te(HOPPER, run=run)).fprop == "blockwise"
+
+
+def test_settings_of_the_environment_are_measured_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = te(BLACKWELL)
+    for name, value in (
+        ("NVTE_NVFP4_DISABLE_RHT", "1"),
+        ("NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "1"),
+        ("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "1"),
+        ("NVTE_NVFP4_4OVER6", "none"),
+        ("NVTE_BACKWARD_OVERRIDE", ""),
+    ):
+        monkeypatch.setenv(name, value)
+    measured = measured_format("fp4", "te", machine)
+    assert (measured.wgrad_hadamard, measured.weight_block) == (0, (1, 16))
+    assert not measured.stochastic_grad
+    assert "no rotation (NVTE_NVFP4_DISABLE_RHT)" in te_support("fp4", machine)[1]
+    assert unmeasured_settings(["bf16", "fp8", "fp4"], machine) == []
+    monkeypatch.setenv("NVTE_NVFP4_4OVER6", "all")
+    monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "dequantized")
+    lines = unmeasured_settings(["bf16", "fp8", "fp4", "nvfp4"], machine)
+    assert [line.split(" (")[0] for line in lines] == [
+        "NVTE_BACKWARD_OVERRIDE=dequantized",
+        "NVTE_NVFP4_4OVER6=all",
+        "NVTE_BACKWARD_OVERRIDE=dequantized",
+    ]
+    assert "the statistics of nvfp4 are those without it" in lines[1]
+    simulated = measured_format("fp4", "simulate", machine)
+    assert simulated == FORMATS["fp4"]
 
 
 def test_transformer_engine_s_own_refusal_counts() -> None:

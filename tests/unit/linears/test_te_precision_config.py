@@ -22,13 +22,13 @@ from megatron_snip.linears.te.precision_config import (
     num_layers,
     stage_paths,
 )
-from megatron_snip.linears.te.recipe import RECIPES, RecipeFields, TERecipe
+from megatron_snip.linears.te.recipe import RECIPES, RecipeFields, TERecipe, run_flags
 from megatron_snip.options import Option
 from tests.unit.planning.build import MODULES
 
 EXPERTS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
 MIXED = Option.parse("nvfp4-mxfp8-bf16")
-UNIFORM = [TERecipe(*[name] * 3) for name in RECIPES]
+UNIFORM = [TERecipe(*[name] * 3) for name, each in RECIPES.items() if not each.has_history]
 RECIPE = {recipe.option: recipe for recipe in (*UNIFORM, TERecipe("nvfp4", "mxfp8", "bf16"))}
 OPTIONS = tuple(RECIPE)
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4), (2, 4)]
@@ -83,7 +83,7 @@ def written(
     configs = export_configs(linears, RECIPE, stages)
     paths = stage_paths(folder / "out.yaml", len(configs))
     for path, config in zip(paths, configs, strict=True):
-        path.write_text(config_text(config, ["a plan", "of two lines"]))
+        path.write_text(config_text(config, ["a plan", "of two lines"], run_flags(RECIPE.values())))
     return configs, paths
 
 
@@ -132,7 +132,7 @@ def test_names_match_themselves_alone_and_experts_also_one_by_one(tmp_path: Path
     assert lines[:2] == ["# a plan", "# of two lines"]
     assert lines[2].startswith("# Give the run a default low precision as well")
     (bf16,) = export_configs(dict.fromkeys(plan, Option.uniform("bf16")), RECIPE, stages)
-    assert "configs:" in config_text(bf16, ["one line"]).splitlines()[1]
+    assert "configs:" in config_text(bf16, ["one line"], "").splitlines()[1]
 
 
 def test_layers_of_another_block_are_on_the_last_stage(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def one(**fields: Any) -> dict[str, Any]:
         # YAML has keys of any type
         (a_file(glob("*", "mx"), mx={5: 1}), r"training_recipe\.5: Keys should be strings"),
         (a_file(glob("*", "mx"), mx={"more": 2}), "unknown key 'training_recipe.more'"),
-        (a_file(glob("*", "mx"), mx={"fp8_quantization_recipe": "tensorwise"}), "no format"),
+        (a_file(glob("*", "mx"), mx={"fp8_quantization_recipe": "delayed"}), "no format"),
     ],
 )
 def test_malformed_files_are_refused(config: dict[str, Any], why: str) -> None:

@@ -13,9 +13,10 @@ from megatron.core.transformer.moe import moe_utils
 from megatron_snip.errors import UsageError
 from megatron_snip.files import checked
 from megatron_snip.linears.te.modules import padded_tokens, shape_refusal
-from megatron_snip.linears.te.recipe import RECIPES, RecipeFields, TERecipe
+from megatron_snip.linears.te.recipe import RECIPES, RecipeFields, TERecipe, run_flags
 
-EVERY = [TERecipe(*names) for names in itertools.product(RECIPES, repeat=3)]
+PER_GEMM = [name for name, recipe in RECIPES.items() if recipe.per_gemm]
+EVERY = [TERecipe(*names) for names in itertools.product(PER_GEMM, repeat=3)]
 
 
 def parsed(fields: dict[str, Any]) -> Any:
@@ -26,20 +27,31 @@ def test_megatron_reads_every_recipe() -> None:
     for recipe in EVERY:
         read = parsed(recipe.fields())
         fp8, fp4 = read.fp8_quantization_recipe, read.fp4_quantization_recipe
+        run = RECIPES[recipe.fprop].run
         assert read.override_quantized_autocast
         if recipe == TERecipe():
             assert fp8 is None and fp4 is None
         elif not recipe.is_uniform:
             assert fp8 == Fp8Recipe.custom and fp4 is None
             assert read.custom_recipe_factory.endswith("_".join(recipe))
-        elif recipe.fprop == "nvfp4":
-            assert fp8 is None and fp4 == Fp4Recipe.nvfp4
+        elif run.kind == "fp4":
+            assert fp8 is None and fp4 == Fp4Recipe(run.recipe)
         else:
-            assert fp8 == Fp8Recipe(recipe.fprop) and fp4 is None
-            assert read.fp8_format == "e4m3"
+            assert fp8 == Fp8Recipe(run.recipe) and fp4 is None
+            assert read.fp8_format == run.format
         # Without it a recipe in a BF16 run is silently without effect.
         assert read.override_nonquantized_autocast == (recipe != TERecipe())
         assert RecipeFields(**recipe.fields()).recipe == recipe
+
+
+@pytest.mark.parametrize("name", ["delayed", "delayed_hybrid"])
+def test_delayed_scaling_is_left_to_the_run_s_own_autocast(name: str) -> None:
+    """Megatron's files do not have it, and its history belongs to the run's recipe."""
+    recipe = TERecipe(name, name, name)
+    assert recipe.follows_the_run and not parsed(recipe.fields()).override_quantized_autocast
+    read = RecipeFields(**recipe.fields())
+    assert not any(read.applies(run_is_quantized=quantized) for quantized in (False, True))
+    assert run_flags([recipe, TERecipe("nvfp4", "nvfp4", "nvfp4")]) == RECIPES[name].run.flags
 
 
 @pytest.mark.parametrize(
@@ -53,10 +65,10 @@ def test_megatron_reads_every_recipe() -> None:
             {"fp8_quantization_recipe": "mxfp8", "fp4_quantization_recipe": "nvfp4"},
             "an FP8 and an FP4 recipe at once",
         ),
-        ({"fp8_quantization_recipe": "tensorwise"}, "'tensorwise' is no format of a plan"),
+        ({"fp8_quantization_recipe": "delayed"}, "'delayed' (e4m3) is no format of a plan; known"),
         (
-            {"fp8_quantization_recipe": "blockwise", "fp8_format": "hybrid"},
-            "'hybrid' has E5M2 gradients",
+            {"fp8_quantization_recipe": "blockwise", "fp8_format": "e5m2"},
+            "'blockwise' (e5m2) is no format of a plan; known: blockwise (e4m3), mxfp8 (e4m3),",
         ),
         (
             {"fp8_quantization_recipe": "custom", "custom_recipe_factory": "mine.factory"},
@@ -100,16 +112,16 @@ def linear(rows: int, cols: int, **config: Any) -> Any:
 
 
 def accepted(module: Any, is_expert: bool = False) -> set[str]:
-    names = set(RECIPES)
+    names = {"bf16", "blockwise", "mxfp8", "nvfp4", "tensorwise"}
     return {n for n in names if shape_refusal(module, is_expert, TERecipe(n, n, n)) is None}
 
 
 @pytest.mark.parametrize(
     ("shape", "names"),
     [
-        ((128, 128), {"bf16", "blockwise", "mxfp8", "nvfp4"}),
-        ((48, 128), {"bf16", "blockwise"}),
-        ((128, 48), {"bf16", "blockwise"}),
+        ((128, 128), {"bf16", "blockwise", "mxfp8", "nvfp4", "tensorwise"}),
+        ((48, 128), {"bf16", "blockwise", "tensorwise"}),
+        ((128, 48), {"bf16", "blockwise", "tensorwise"}),
         ((96, 40), {"bf16"}),
     ],
 )
@@ -130,16 +142,18 @@ def test_the_largest_multiple_of_a_mixed_recipe_counts() -> None:
     ("config", "names"),
     [
         ({"fp8": None, "fp4": None}, {"bf16"}),
-        ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, {"bf16", "blockwise"}),
-        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, {"bf16", "blockwise", "mxfp8"}),
-        ({"fp4": "e2m1"}, {"bf16", "blockwise", "mxfp8", "nvfp4"}),
+        ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, {"bf16", "blockwise", "tensorwise"}),
+        ({"fp8": "hybrid", "fp8_recipe": "delayed"}, {"bf16", "blockwise", "tensorwise"}),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, {"bf16", "blockwise", "mxfp8", "tensorwise"}),
+        ({"fp4": "e2m1"}, {"bf16", "blockwise", "mxfp8", "nvfp4", "tensorwise"}),
     ],
 )
 def test_experts_run_what_their_tokens_are_padded_for(
     config: dict[str, Any], names: set[str]
 ) -> None:
     module = linear(128, 128, **config)
-    assert accepted(module) == set(RECIPES)  # a dense linear's tokens are not padded
+    every = {"bf16", "blockwise", "mxfp8", "nvfp4", "tensorwise"}
+    assert accepted(module) == every  # a dense linear's tokens are not padded
     assert accepted(module, is_expert=True) == names
 
 

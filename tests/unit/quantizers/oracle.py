@@ -6,9 +6,13 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from megatron_snip.formats import E2M1, E4M3, FORMATS, ElementType, Format, ScaleType
+from megatron_snip.formats import E2M1, E4M3, E5M2, FORMATS, ElementType, Format, ScaleType
 
-DTYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e2m1": ml_dtypes.float4_e2m1fn}
+DTYPES = {
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e2m1": ml_dtypes.float4_e2m1fn,
+}
 
 SCALED = [
     *(f for f in FORMATS.values() if f.quantized),
@@ -16,6 +20,10 @@ SCALED = [
     replace(FORMATS["fp4"], name="fp4-e8m0", scale=ScaleType.E8M0),
     replace(FORMATS["fp4"], name="fp4-hadamard", wgrad_hadamard=16),
     replace(FORMATS["nvfp4"], name="nvfp4-hadamard", wgrad_hadamard=16),
+    *(
+        replace(FORMATS[name], name=f"{name}-e5m2", element=E5M2)
+        for name in ("fp8_blockwise", "fp8_tensorwise", "mxfp8")
+    ),
 ]
 """Every format, and the variants that a record of a format can select."""
 
@@ -24,7 +32,7 @@ def grid(element: ElementType) -> np.ndarray:
     """Every non-negative value of the element type, ascending, from the type's own definition."""
     if element.name == "e2m0":
         return np.array([0, 1, 2, 4], np.float32)
-    dtype, bits = DTYPES[element.name], {"e4m3": 8, "e2m1": 4}[element.name]
+    dtype, bits = DTYPES[element.name], {"e4m3": 8, "e5m2": 8, "e2m1": 4}[element.name]
     codes = np.arange(2 ** (bits - 1), dtype=np.uint8).view(dtype).astype(np.float32)
     return np.unique(codes[np.isfinite(codes)])
 
@@ -32,7 +40,7 @@ def grid(element: ElementType) -> np.ndarray:
 def round_nearest(y: np.ndarray, element: ElementType) -> np.ndarray:
     """Saturate, then cast to the ml_dtypes type (round to nearest even)."""
     clipped = np.clip(y, -element.max_value, element.max_value)
-    if element in (E4M3, E2M1):
+    if element in (E4M3, E5M2, E2M1):
         out = clipped.astype(DTYPES[element.name]).astype(np.float32)
     else:
         values = grid(element)
@@ -47,12 +55,15 @@ def scales(tile: np.ndarray, fmt: Format, tensor_amax: np.float32) -> tuple[np.f
     """(encode, decode) of one tile, in float32 with one rounding an operation."""
     one, largest = np.float32(1), np.float32(fmt.element.max_value)
     amax = np.float32(np.abs(tile).max())
-    floor = np.float32(2.0**-100)
+    floor = np.float32(2.0**-94 if fmt.element is E5M2 else 2.0**-100)
     if fmt.scale is ScaleType.E4M3:
         tensor = max(tensor_amax, floor) / (np.float32(448) * largest)
         block = np.clip(amax / largest / tensor, np.float32(2**-6), np.float32(448))
         block = block.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
         return one / tensor / block, tensor * block
+    if fmt.scale is ScaleType.TENSOR:
+        encode = largest / max(tensor_amax, floor)
+        return encode, one / encode
     amax = max(amax, floor)
     if fmt.scale is ScaleType.E8M0:
         mantissa, exponent = np.frexp(amax / largest)
@@ -69,7 +80,8 @@ def quantize_dequantize(x: np.ndarray, fmt: Format, block: tuple[int, int]) -> n
         for j in range(0, x.shape[1], block[1]):
             span = np.s_[i : i + block[0], j : j + block[1]]
             finite = np.isfinite(x[span]).all()
-            if not finite or (fmt.scale is ScaleType.E4M3 and not np.isfinite(tensor_amax)):
+            of_tensor = fmt.scale in (ScaleType.E4M3, ScaleType.TENSOR)
+            if not finite or (of_tensor and not np.isfinite(tensor_amax)):
                 out[span] = np.nan
                 continue
             encode, decode = scales(x[span], fmt, tensor_amax)

@@ -16,6 +16,7 @@ from megatron_snip.formats import E2M0, E2M1, E4M3, FORMATS
 from megatron_snip.quantizers.quantize import (
     is_stochastic,
     operand_block,
+    operand_format,
     quantize_dequantize,
     quantize_dequantize_operand,
     quantize_dequantize_pair,
@@ -126,7 +127,8 @@ def test_operands_are_quantized_in_their_tiles(fmt, gemm, operand):
     x = torch.randn(3, 50, 96, requires_grad=True)
     stream = STREAM.for_gemm(gemm) if is_stochastic(fmt, operand) else None
     source = rotated(x.detach().view(150, 96), fmt, gemm)
-    wanted = quantize_dequantize(source, fmt, operand_block(fmt, operand, gemm), stream=stream)
+    taken = operand_format(fmt, operand)
+    wanted = quantize_dequantize(source, taken, operand_block(fmt, operand, gemm), stream=stream)
     got = quantize_dequantize_operand(x, fmt, operand, gemm, stream=STREAM)
     assert torch.equal(got, wanted.view(3, 50, 96)) and not got.requires_grad
 

@@ -1,12 +1,15 @@
 """The autocast's state: which recipe is active, and what a compute capability supports."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformer_engine.common.recipe import MXFP8BlockScaling, Recipe
+from transformer_engine.common.recipe import Format, MXFP8BlockScaling, Recipe
+from transformer_engine.pytorch.quantizers import Quantizer
 
 
 @dataclass(frozen=True)
@@ -14,6 +17,23 @@ class QuantizerRole:
     module_type: str = ""
     tensor_type: str = ""
     name: str = ""
+
+
+class RecipeState:
+    """Makes the quantizers of a recipe."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+
+    @classmethod
+    def create(cls, recipe: Recipe, *, mode: str, num_quantizers: int, roles: Any) -> RecipeState:
+        assert num_quantizers == len(roles) == 1
+        assert (mode == "backward") == (roles[0].tensor_type == "grad_output")
+        return cls(recipe)
+
+    def make_quantizers(self) -> list[Quantizer]:
+        hybrid = getattr(self.recipe, "fp8_format", None) is Format.HYBRID
+        return [Quantizer(self.recipe.label + "_hybrid" * hybrid)]
 
 
 def _at_least(major: int, what: str) -> tuple[bool, str]:
@@ -37,6 +57,12 @@ class FP8GlobalStateManager:
     @classmethod
     def get_fp8_recipe(cls) -> Recipe:
         return cls.recipe if cls.recipe is not None else MXFP8BlockScaling()
+
+    @classmethod
+    def is_fp8_available(cls) -> tuple[bool, str]:
+        if torch.cuda.get_device_capability() >= (8, 9):
+            return True, ""
+        return False, "compute capability 8.9 or higher is needed for FP8"
 
     @classmethod
     def is_fp8_block_scaling_available(cls) -> tuple[bool, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-MANTISSA_BITS = {"blockwise": 3, "mxfp8": 4, "nvfp4": 1}
+MANTISSA_BITS = {"blockwise": 3, "mxfp8": 4, "nvfp4": 1, "tensorwise": 2, "tensorwise_hybrid": 2}
 
 
 def rounded(tensor: torch.Tensor, recipe: str) -> torch.Tensor:
@@ -32,8 +32,8 @@ class Quantized:
 class Quantizer:
     label = ""
 
-    def __init__(self) -> None:
-        self.row_recipe = self.column_recipe = self.label
+    def __init__(self, label: str = "") -> None:
+        self.row_recipe = self.column_recipe = label or self.label
 
     def quantize(self, tensor: torch.Tensor) -> Quantized:
         return Quantized(self, tensor)

@@ -30,6 +30,10 @@ class _Float8(Recipe):
     fp8_mha: bool = False
 
 
+class Float8CurrentScaling(_Float8):
+    label = "tensorwise"
+
+
 class Float8BlockScaling(_Float8):
     label = "blockwise"
 
