@@ -41,7 +41,7 @@ def resolve_formats(
     """
     with_te = any(te_kind(module) is not None for chunk in model for module in chunk.modules())
     with_te = config.backend != "simulate" and any_rank(with_te, control)
-    machine = this_machine(with_te, get_model_config(model[0]))
+    machine = this_machine(with_te, get_model_config(model[0]) if with_te else None)
     is_auto = config.formats == (AUTO,)
     formats: tuple[str, ...] = SIMULATED_FORMATS if is_auto else config.formats
     if is_auto and with_te:

@@ -52,7 +52,7 @@ class PlannedModel:
         found = find_linears(model, topology)
         with_te = backend != "simulate" and any(te_kind(module) for module, _ in found)
         self.backend: Backend = "te" if with_te else "simulate"
-        self.machine = this_machine(with_te, self.config)
+        self.machine = this_machine(with_te, self.config if with_te else None)
         self.linears = [self._planned(module, places, backend) for module, places in found]
         self._fresh_weights = [
             FreshWeights(chunk, inside)
