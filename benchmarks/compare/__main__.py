@@ -16,22 +16,24 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.compare import curve
-from benchmarks.compare.forks import fork_table, run_forks
+from benchmarks.compare.estimated import estimate, estimate_table
+from benchmarks.compare.figure import draw
+from benchmarks.compare.forks import Fit, fit, fork_table, run_forks
 from benchmarks.compare.policies import policy_table, run_policies
 from benchmarks.compare.runs import SCENARIOS, SETUPS
 from benchmarks.compare.store import ResultStore, groups
 from benchmarks.machine import RESULTS
 from megatron_snip.errors import UsageError
 
-VARIANTS = ("snip-gemm", "grads-first", "snip-linear", "norms", "last-blocks", "random")
-TARGETS = (0.5, 0.67, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 FILES = {"policies": "policies.jsonl", "forks": "compare.jsonl", "table": "policies.jsonl"}
 """Where the rows of a command are."""
 
@@ -49,22 +51,35 @@ def main() -> None:
             run_forks(store, options)
     except UsageError as error:
         raise SystemExit(f"error: {error}") from None
-    print(_tables(store, options.results))
+    fits = _fits(options)
+    print(_tables(store.rows, fits))
     if options.figure:
         wanted = {"kind": "policies", "setup": options.setup, "scenario": options.scenario}
-        curve.draw(store.select(wanted), options.figure)
+        estimates = {low: estimate(fitted, low) for low, fitted in fits.items()}
+        draw(store.select(wanted), estimates, options.figure)
 
 
-def _tables(store: ResultStore, results: Path) -> str:
-    """Return all tables of the rows as Markdown; the scores of forks lie beside `results`."""
+def _fits(options: argparse.Namespace) -> dict[str, Fit]:
+    """Return the costs of GEMMs by low format: those of `--results`, else the committed ones."""
+    found = {}
+    for path in (RESULTS / FILES["forks"], options.results):
+        wanted = {"kind": "forks", "setup": options.setup, "scenario": options.scenario}
+        for (*_, low), rows in groups(ResultStore(path).select(wanted)).items():
+            fitted = fit(rows, path)
+            if fitted is not None:
+                found[low] = fitted
+    return found
+
+
+def _tables(rows: list[dict[str, Any]], fits: Mapping[str, Fit]) -> str:
+    """Return all tables as Markdown."""
     texts = []
-    for name, rows in groups(store.rows).items():
-        if name[0] == "forks":
-            texts.append(fork_table(rows, name, results))
-        elif "target" in rows[0]:
-            texts.append(curve.table(rows, name))
-        else:
-            texts.append(policy_table(rows, name))
+    for name, group in groups(rows).items():
+        if name[0] == "policies":
+            make = curve.table if "target" in group[0] else policy_table
+            texts.append(make(group, name))
+    for low, fitted in fits.items():
+        texts += [f"### forks {low}", fork_table(fitted), estimate_table(estimate(fitted, low))]
     return "\n\n".join(texts)
 
 
@@ -79,8 +94,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--scenario", choices=SCENARIOS, default="plain")
     parser.add_argument("--formats", type=_names, default=("fp3", "fp4"))
     parser.add_argument("--seeds", type=int, default=6, help="checkpoints of `policies`")
-    parser.add_argument("--variants", type=_names, default=VARIANTS)
-    parser.add_argument("--targets", type=_numbers, default=TARGETS, help="shares of FLOPs")
+    parser.add_argument("--variants", type=_names, default=curve.VARIANTS)
+    parser.add_argument("--targets", type=_numbers, default=curve.TARGETS, help="shares of FLOPs")
     parser.add_argument(
         "--pairs", type=int, default=48, help="complementary pairs of `forks` for each data seed"
     )

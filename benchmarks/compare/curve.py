@@ -1,4 +1,4 @@
-"""The gap to BF16 against the share of FLOPs in the low format: tables and figure.
+"""The gap to BF16 against the share of FLOPs in the low format, as tables.
 
 At equal loss: a rule has some gap at a target; SNIP's curve has the same gap at a larger share. The
 curves are means over seeds, straight between targets, and made non-decreasing (isotonic regression)
@@ -9,20 +9,19 @@ for both policies, and the interval holds 95 % of the results.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 from scipy.optimize import isotonic_regression
 
 from benchmarks.compare import analysis
 
+VARIANTS = ("snip-gemm", "grads-first", "snip-linear", "norms", "last-blocks", "random")
+TARGETS = (0.5, 0.67, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 REFERENCE = "snip-gemm"
 RIVALS = {"snip-gemm": ("grads-first",), "snip-linear": ("norms", "last-blocks")}
 """Whom each of SNIP's variants is compared with: rules of its granularity."""
 
-TITLES = {"fp3": "fp3 (3 bits), the rest in FP8", "fp4": "E2M1 (FP4), the rest in FP8"}
 DRAWS = 10_000
 
 Curve = Mapping[float, Mapping[tuple[int, int], float]]
@@ -70,8 +69,10 @@ def more_at_equal_loss(curve: Curve, rule: Curve, share: float) -> tuple[float, 
         The value for the mean over all seeds, and the ends of its 95 % bootstrap interval; NaN
         where the curve does not reach the rule's gap, or with fewer than three seeds.
     """
-    seeds = sorted(set.intersection(*(set(g) for g in (*curve.values(), rule[share]))))
-    shares = sorted(curve)
+    seeds = sorted(rule[share])
+    shares = sorted(s for s, gaps in curve.items() if set(seeds) <= set(gaps))
+    if not shares:
+        return float("nan"), float("nan"), float("nan")
     gaps = np.array([[curve[s][seed] for s in shares] for seed in seeds])
     wanted = np.array([rule[share][seed] for seed in seeds])
 
@@ -157,49 +158,3 @@ def _percent(found: tuple[float, float, float]) -> str:
     if np.isnan(value):
         return "not reached"
     return f"{value:+.1f} %" + ("" if np.isnan(low) else f" [{low:+.1f}, {high:+.1f}]")
-
-
-COLORS = {
-    "snip-gemm": ("C0", "o-"),
-    "grads-first": ("C1", "s-"),
-    "snip-linear": ("C0", "o--"),
-    "norms": ("C2", "^--"),
-    "last-blocks": ("C3", "v--"),
-    "random": ("0.6", "d--"),
-}
-"""Color, marker and line; dashed where a linear has one format."""
-
-
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw the mean gap of each variant against its share, a panel for each format.
-
-    Args:
-        rows: of `policies`, of one setup and scenario.
-        path: of the picture; its ending gives the type.
-    """
-    formats = sorted({row["low"] for row in rows})
-    figure = Figure(figsize=(5.5 * len(formats), 4.2), layout="constrained")
-    panels = figure.subplots(1, len(formats), squeeze=False)[0]
-    for panel, low in zip(panels, formats, strict=True):
-        found = curves(row for row in rows if row["low"] == low)
-        for variant in (v for v in COLORS if v in found):
-            color, style = COLORS[variant]
-            shares = sorted(found[variant])
-            means = [analysis.mean_of(list(found[variant][s].values())) for s in shares]
-            panel.errorbar(
-                [100 * share for share in shares],
-                [mean.mean for mean in means],
-                yerr=[0.0 if np.isnan(mean.half) else mean.half for mean in means],
-                fmt=style,
-                color=color,
-                ms=4,
-                capsize=2,
-                elinewidth=0.7,
-                label=variant,
-            )
-        panel.set_title(TITLES.get(low, low))
-        panel.set_xlabel("share of the linears' FLOPs in the low format (%)")
-        panel.set_ylabel("held-out loss over BF16 (1e-3 nat)")
-        panel.grid(alpha=0.3)
-        panel.legend(frameon=False)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

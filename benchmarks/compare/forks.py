@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def _fork_plans(
     items = items_of(table.linears)
     for k in pairs:
         for half, low in enumerate(_halves(items, k)):
-            yield f"{k}-{half}", plan_of(low, table.linears, formats)
+            yield f"{k}-{half}", plan_of(low, (s.name for s in table.linears), formats)
 
 
 def _halves(items: list[Item], pair: int) -> tuple[set[Item], set[Item]]:
@@ -109,35 +110,64 @@ def _scores_path(results: Path, setup: str, scenario: str, low: str) -> Path:
     return results.with_name(f"{results.stem}-scores-{setup}-{scenario}-{low}.json")
 
 
-def fork_table(rows: list[dict[str, Any]], name: tuple[str, ...], results: Path) -> str:
-    """Return the costs of GEMMs by kind, the rank correlation of scores, and plan regrets."""
-    _, setup, scenario, low = name
-    path = _scores_path(results, setup, scenario, low)
+@dataclass(frozen=True)
+class Fit:
+    """What the GEMMs cost by the runs of one setup, scenario and format.
+
+    Attributes:
+        items: the GEMMs.
+        flops: [items].
+        scores: {name: [items]}, from one measurement of the checkpoint.
+        costs: of the items.
+        num_runs: that the costs come from.
+    """
+
+    items: list[Item]
+    flops: np.ndarray
+    scores: dict[str, list[float]]
+    costs: analysis.Costs
+    num_runs: int
+
+
+def fit(rows: list[dict[str, Any]], results: Path) -> Fit | None:
+    """Return the costs by a regression; None if there are too few runs.
+
+    Args:
+        rows: of one setup, scenario and format.
+        results: file of the rows; the scores lie beside it.
+    """
+    path = _scores_path(results, *(rows[0][k] for k in ("setup", "scenario", "low")))
     known = json.loads(path.read_text())
-    items, flops = known["items"], np.array(known["flops"])
+    items: list[Item] = []
+    for item in known["items"]:
+        name, gemm = item.rsplit(":", 1)
+        items.append((name, Gemm[gemm.upper()]))
     found = analysis.gaps(rows)
     pairs = [(variant, pair) for variant, values in found.items() for pair in values]
     pairs.sort(key=lambda run: (run[1][1], *map(int, run[0].split("-"))))  # complements adjoin
     if len(pairs) < 2 * len(items):  # a pair of complements gives one equation
-        return f"### {' '.join(name)}: {len(pairs)} runs, too few for {len(items)} GEMMs"
-    split: list[Item] = [(i.rsplit(":", 1)[0], Gemm[i.rsplit(":", 1)[1].upper()]) for i in items]
+        return None
     design = np.zeros((len(pairs), len(items)))
     for row, (variant, _) in enumerate(pairs):
         k, half = map(int, variant.split("-"))
-        low_half = _halves(split, k)[half]
-        design[row] = [item in low_half for item in split]
+        low_half = _halves(items, k)[half]
+        design[row] = [item in low_half for item in items]
     gap = np.array([found[variant][pair] for variant, pair in pairs])
     costs = analysis.regress(design, gap, np.array([pair[1] for _, pair in pairs]))
-    by_gemm = {
-        gemm.name.lower(): [c for c, (_, g) in zip(costs.cost, split, strict=True) if g == gemm]
-        for gemm in Gemm
-    }
+    return Fit(items, np.array(known["flops"]), known["scores"], costs, len(pairs))
+
+
+def fork_table(fitted: Fit) -> str:
+    """Return the costs of GEMMs by kind, the rank correlation of scores, and plan regrets."""
+    costs, flops = fitted.costs, fitted.flops
+    gemms = np.array([gemm for _, gemm in fitted.items])
+    by_gemm = {gemm.name.lower(): costs.cost[gemms == gemm] for gemm in Gemm}
     kinds = [(g, f"{np.sum(c):+.1f}", f"{np.max(c):+.2f}") for g, c in by_gemm.items()]
     best = costs.cost[analysis.best_items(costs.cost, flops, TARGET)].sum()
-    fprop = np.array([gemm == Gemm.FPROP for _, gemm in split])
-    snip = analysis.best_items(np.array(known["scores"]["snip"]), flops, TARGET)
+    fprop = gemms == Gemm.FPROP
+    snip = analysis.best_items(np.array(fitted.scores["snip"]), flops, TARGET)
     lines = []
-    for score, values in known["scores"].items():
+    for score, values in fitted.scores.items():
         low_set = analysis.best_items(np.array(values), flops, TARGET)
         rho = spearmanr(values, costs.cost).statistic
         among = spearmanr(np.array(values)[fprop], costs.cost[fprop]).statistic
@@ -146,13 +176,11 @@ def fork_table(rows: list[dict[str, Any]], name: tuple[str, ...], results: Path)
         over = f"{change @ costs.cost:+.1f} ± {error:.1f}" if error else ""
         regret = f"{costs.cost[low_set].sum() - best:+.1f}"
         lines.append((score, f"{rho:.2f}", f"{among:.2f}", regret, over))
-    gemms = np.array([gemm for _, gemm in split])
     alike = np.array([costs.cost[gemms == gemm].mean() for gemm in gemms])
     regret = analysis.best_plan_regret(costs, np.where(fprop, costs.cost, alike), flops, TARGET)
     return "\n\n".join(
         (
-            f"### {' '.join(name)}, {len(pairs)} runs",
-            "Standard error of a GEMM's cost "
+            f"{fitted.num_runs} runs. Standard error of a GEMM's cost "
             f"{np.sqrt(np.diag(costs.covariance)).mean():.2f}; residual {costs.residual:.2f}; "
             f"held-out share of variance explained {costs.additivity:.2f}.",
             analysis.markdown(("GEMM", "cost of all", "largest cost of one"), kinds),

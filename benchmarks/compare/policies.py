@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.compare import analysis
 from benchmarks.compare.runs import SETUPS, warm_model
 from benchmarks.compare.store import ResultStore
-from benchmarks.compare.variants import REPLAN, Formats, Plan, Planner, low_items, share_of
+from benchmarks.compare.variants import REPLAN, Formats, Plan, Planner, problems_of
 from megatron_snip.errors import UsageError
 from megatron_snip.options import BF16
 from megatron_snip.planning.plan import assignment_digest
@@ -44,7 +44,7 @@ def run_policies(store: ResultStore, options: argparse.Namespace, low: str, seed
                 f"rows of seed {seed} started from another warm model; give --results another file"
             )
         table = warm.measure((formats.high, low))
-        planner = Planner(table, formats, seed)
+        planner = Planner(problems_of(table, formats), formats, seed)
         bf16: Plan = {linear.name: BF16 for linear in table.linears}
         for key in keys:
             name, target = key["variant"], key["target"]
@@ -52,7 +52,7 @@ def run_policies(store: ResultStore, options: argparse.Namespace, low: str, seed
 
             def remake(name: str = name, target: float = target) -> list[Plan]:
                 table = warm.measure((formats.high, low))
-                return Planner(table, formats, seed).plans(name, target)
+                return Planner(problems_of(table, formats), formats, seed).plans(name, target)
 
             digest = None
             if len(plans) == 1 and name != REPLAN:
@@ -62,7 +62,7 @@ def run_policies(store: ResultStore, options: argparse.Namespace, low: str, seed
                 result = {k: known[0][k] for k in LOSSES}
             else:
                 result = warm.branch(plans, 0, remake if name == REPLAN else None)
-            share = round(share_of(low_items(plans[0], formats), table.linears), 4)
+            share = round(planner.share(plans[0]), 4)
             row = {**key, "start": start, "plan": digest, "share": share}
             store.add({**row, **_rounded(result)})
 

@@ -3,13 +3,13 @@
 An item is one GEMM of one linear. A variant is a policy with its own granularity: `snip-gemm`,
 `grads-first` and `random-gemm` choose for each GEMM, the others for each linear. Shares are made
 equal: a target stands for the nearest share that linears can have (`equal_share`), and a rule that
-would exceed it skips what does not fit and goes on with the next in its order.
+would exceed it skips what does not fit and goes on with the next in its order (`exact_fill`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_snip.config import SnipConfig
@@ -51,11 +51,11 @@ def items_of(linears: Sequence[LinearStatistics]) -> list[Item]:
     return [(linear.name, gemm) for linear in linears for gemm in Gemm]
 
 
-def plan_of(low: set[Item], linears: Sequence[LinearStatistics], formats: Formats) -> Plan:
+def plan_of(low: set[Item], names: Iterable[str], formats: Formats) -> Plan:
     """Return the plan with these items in the low format and all others in the high one."""
     return {
-        s.name: Option(*(formats.low if (s.name, g) in low else formats.high for g in Gemm))
-        for s in linears
+        name: Option(*(formats.low if (name, g) in low else formats.high for g in Gemm))
+        for name in names
     }
 
 
@@ -65,43 +65,63 @@ def low_items(plan: Plan, formats: Formats) -> set[Item]:
             if option[gemm] == formats.low}  # fmt: skip
 
 
-def share_of(low: set[Item], linears: Sequence[LinearStatistics]) -> float:
-    """Return the share of the linears' FLOPs in the low format."""
-    flops = {s.name: s.flops_per_token / 3 for s in linears}
+def share_of(low: set[Item], flops: Mapping[str, float]) -> float:
+    """Return the share of FLOPs in the low format; `flops` are those of each linear."""
     return sum(flops[name] for name, _ in low) / (3 * sum(flops.values()))
 
 
 REPLAN = "replan"
 
-EXACT = 1e-9
-"""Shares that differ by less are equal."""
 
+def exact_fill(sizes: Sequence[int], total: int) -> list[bool]:
+    """Return which items are taken, in their order, so that their sizes add up to `total`.
 
-def equal_share(linears: Sequence[LinearStatistics], target: float) -> float:
-    """Return the share nearest to `target` that complete linears can have.
-
-    It is a multiple of the greatest common divisor of their FLOPs. GEMMs can have it, too.
+    An item is skipped only if it does not fit, or if the later ones could not fill what it leaves.
     """
-    flops = [round(linear.flops_per_token) for linear in linears]
-    units = sum(flops) // math.gcd(*flops)
-    return math.floor(target * units + 0.5) / units
+    reachable = [1]  # bit k: a sum of k; of no item, then of the last one, the last two, ...
+    for size in reversed(sizes):
+        reachable.append(reachable[-1] | reachable[-1] << size)
+    taken = []
+    left = total
+    for index, size in enumerate(sizes):
+        later = reachable[len(sizes) - 1 - index]
+        takes = size <= left and bool(later >> (left - size) & 1)
+        taken.append(takes)
+        left -= size * takes
+    assert left == 0, f"no items add up to {total}"
+    return taken
 
 
 class Planner:
     """Makes the plans of variants from one measurement.
 
     Args:
-        table: statistics of the checkpoint that the runs start from.
+        problems: with options per linear and per GEMM, see `problems_of`.
         formats: what the plans choose from.
         seed: of the random policies.
     """
 
-    def __init__(self, table: StatisticsTable, formats: Formats, seed: int) -> None:
-        self._linears = table.linears
+    def __init__(
+        self, problems: Mapping[Granularity, PlanningProblem], formats: Formats, seed: int
+    ) -> None:
+        self._problems = problems
         self._formats = formats
         self._seed = seed
-        self._problems = {g: _problem(table, formats, g) for g in ("linear", "gemm")}
+        self._flops = {linear.name: linear.flops for linear in problems["linear"].linears}
+        whole = [round(flops) for flops in self._flops.values()]
+        self._units = sum(whole) // math.gcd(*whole)
         self._orders: dict[str, list[set[Item]]] = {}
+
+    def equal_share(self, target: float) -> float:
+        """Return the share nearest to `target` that complete linears can have.
+
+        It is a multiple of the greatest common divisor of their FLOPs. GEMMs can have it, too.
+        """
+        return math.floor(target * self._units + 0.5) / self._units
+
+    def share(self, plan: Plan) -> float:
+        """Return the share of the linears' FLOPs that a plan has in the low format."""
+        return share_of(low_items(plan, self._formats), self._flops)
 
     def plans(self, name: str, target: float) -> list[Plan]:
         """Return a variant's plan, or with healing one for each `HEALING_PARTS`-th of a branch.
@@ -114,7 +134,7 @@ class Planner:
         Raises:
             UsageError: if the name is unknown.
         """
-        share = equal_share(self._linears, target)
+        share = self.equal_share(target)
         if name in HEALING:
             return self._healing(name.removeprefix("heal-"), share)
         return [self._plan(name, share)]
@@ -123,23 +143,21 @@ class Planner:
         if name in ("snip-linear", "snip-gemm", REPLAN):
             problem = self._problems["linear" if name == "snip-linear" else "gemm"]
             return make_plan(problem, PlanSettings(target=share)).linears
-        low: set[Item] = set()
-        for step in self._order(name):
-            if share_of(low | step, self._linears) < share + EXACT:
-                low |= step
-        return plan_of(low, self._linears, self._formats)
+        steps = self._order(name)
+        sizes = [3 * self._units * share_of(step, self._flops) for step in steps]
+        taken = exact_fill([round(size) for size in sizes], round(3 * self._units * share))
+        low = set().union(*(step for step, is_taken in zip(steps, taken, strict=True) if is_taken))
+        return plan_of(low, self._flops, self._formats)
 
     def _order(self, name: str) -> list[set[Item]]:
         """Return what a rule lowers, one GEMM or linear at a time: its plans from 0 to 1."""
         if name not in self._orders:
             granularity = "gemm" if get_policy(name).granularity == "gemm" else "linear"
-            flops = [round(linear.flops_per_token / 3) for linear in self._linears]
-            units = 3 * sum(flops) // math.gcd(*flops)
             settings = PlanSettings(policy=name, seed=self._seed)
             steps: list[set[Item]] = []
             low: set[Item] = set()
-            while len(low) < 3 * len(self._linears):
-                share = share_of(low, self._linears) + 0.5 / units
+            while len(low) < 3 * len(self._flops):
+                share = share_of(low, self._flops) + 0.5 / (3 * self._units)
                 wanted = settings.model_copy(update={"target": share})
                 plan = make_plan(self._problems[granularity], wanted).linears
                 found = low_items(plan, self._formats)
@@ -182,6 +200,13 @@ def snip_costs(table: StatisticsTable, formats: Formats) -> dict[Item, float]:
     }
 
 
-def _problem(table: StatisticsTable, formats: Formats, granularity: Granularity) -> PlanningProblem:
-    options = enumerate_options((formats.high, formats.low), granularity)
-    return planning_problem(divergence_table(table, options, formats.low, SnipConfig()), 0.0)
+def problems_of(table: StatisticsTable, formats: Formats) -> dict[Granularity, PlanningProblem]:
+    """Return the problems of a measurement, with options per linear and per GEMM."""
+    names = (formats.high, formats.low)
+    granularities: tuple[Granularity, ...] = ("linear", "gemm")
+    return {
+        g: planning_problem(
+            divergence_table(table, enumerate_options(names, g), formats.low, SnipConfig()), 0.0
+        )
+        for g in granularities
+    }

@@ -1,0 +1,157 @@
+"""The curve from the costs of GEMMs: what each plan should cost at any share.
+
+A plan's cost is the sum of the costs of its low GEMMs, by the regression of `forks`. All plans are
+made from the scores of one checkpoint and judged by runs from the same checkpoint. Errors are those
+of the regression; that costs add up is an assumption, whose share of variance `forks` prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.compare import analysis
+from benchmarks.compare.curve import RIVALS, TARGETS, VARIANTS, share_at
+from benchmarks.compare.forks import Fit
+from benchmarks.compare.variants import Formats, Planner, low_items
+from megatron_snip.options import Granularity, Option, enumerate_options
+from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
+
+RANDOM_ORDERS = 20
+"""Seeds of `random`, whose mean is one curve."""
+
+DRAWS = 2000
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Which GEMMs each variant has in the low format, and what they cost.
+
+    Attributes:
+        fit: the costs.
+        low: {variant: {share: [items]}}, 1 for a low item; between 0 and 1 for `random`.
+    """
+
+    fit: Fit
+    low: Mapping[str, Mapping[float, np.ndarray]]
+
+    def cost(self, variant: str, share: float) -> float:
+        """Return a plan's cost in 1e-3 nat."""
+        return float(self.low[variant][share] @ self.fit.costs.cost)
+
+    def error(self, change: np.ndarray) -> float:
+        """Return the standard error of a cost, or of a difference of costs."""
+        return float(np.sqrt(change @ self.fit.costs.covariance @ change))
+
+
+def estimate(fit: Fit, low: str, targets: Sequence[float] = TARGETS) -> Estimate:
+    """Plan for every variant and target from a checkpoint's scores.
+
+    Args:
+        fit: costs and scores.
+        low: the low format.
+        targets: made attainable by `Planner.equal_share`.
+    """
+    found: dict[str, dict[float, np.ndarray]] = {}
+    for variant in VARIANTS:
+        seeds = range(RANDOM_ORDERS if variant == "random" else 1)
+        planners = [_planner(fit, low, seed) for seed in seeds]
+        curve = found[variant] = {}
+        for target in targets:
+            parts = [_indicator(fit, planner, variant, target, low) for planner in planners]
+            curve[planners[0].equal_share(target)] = np.mean(parts, axis=0)
+    return Estimate(fit, found)
+
+
+def _indicator(fit: Fit, planner: Planner, variant: str, target: float, low: str) -> np.ndarray:
+    (plan,) = planner.plans(variant, target)
+    lowered = low_items(plan, Formats(low))
+    return np.array([float(item in lowered) for item in fit.items])
+
+
+def _planner(fit: Fit, low: str, seed: int) -> Planner:
+    """Return a planner whose quality losses are sums over GEMMs of the scores of `forks`."""
+    formats = Formats(low)
+    granularities: tuple[Granularity, ...] = ("linear", "gemm")
+    return Planner({g: _problem(fit, formats, g) for g in granularities}, formats, seed)
+
+
+def _problem(fit: Fit, formats: Formats, granularity: Granularity) -> PlanningProblem:
+    index = {item: k for k, item in enumerate(fit.items)}
+    options = enumerate_options((formats.high, formats.low), granularity)
+
+    def cost(name: str, option: Option) -> OptionCost:
+        lowered = low_items({name: option}, formats)
+
+        def total(score: str) -> float:
+            return sum(fit.scores[score][index[item]] for item in lowered)
+
+        return OptionCost(
+            quality_loss=total("snip"),
+            saving=option.share_in(formats.low),
+            scores={"norms": total("norms")},
+        )
+
+    flops: dict[str, float] = {}
+    for (name, _), gemm_flops in zip(fit.items, fit.flops, strict=True):
+        flops[name] = flops.get(name, 0.0) + float(gemm_flops)
+    linears = [
+        LinearChoices(
+            name=name, stage=0, flops=total, options={str(o): cost(name, o) for o in options}
+        )
+        for name, total in flops.items()
+    ]
+    return PlanningProblem(linears=tuple(linears), target=0.0)
+
+
+def estimate_table(found: Estimate) -> str:
+    """Return the cost of every variant at every share, and the differences to SNIP's plans."""
+    shares = sorted(next(iter(found.low.values())))
+    head = ("cost ± standard error", *(f"{100 * share:.1f} %" for share in shares))
+    lines = [
+        (
+            variant,
+            *(f"{found.cost(variant, s):.1f} ± {found.error(curve[s]):.1f}" for s in shares),
+        )
+        for variant, curve in found.low.items()
+    ]
+    texts = [analysis.markdown(head, lines)]
+    lines = []
+    more = []
+    for snip, rules in RIVALS.items():
+        for rule in rules:
+            changes = [found.low[rule][s] - found.low[snip][s] for s in shares]
+            cells = [
+                f"{change @ found.fit.costs.cost:+.1f} ± {found.error(change):.1f}"
+                for change in changes
+            ]
+            lines.append((f"{rule} - {snip}", *cells))
+            more.append((f"{snip} over {rule}", *(_more(found, snip, rule, s) for s in shares)))
+    texts.append(analysis.markdown(("difference", *head[1:]), lines))
+    texts.append(analysis.markdown(("more low FLOPs at equal cost", *head[1:]), more))
+    return "\n\n".join(texts)
+
+
+def _more(found: Estimate, snip: str, rule: str, share: float) -> str:
+    """How many percent more low FLOPs SNIP has at the rule's cost, with a 95 % interval.
+
+    The interval comes from costs that are drawn anew with the errors of the regression.
+    """
+    if not 0.7 < share < 1.0:
+        return ""
+    curve = found.low[snip]
+    shares = sorted(curve)
+    costs = found.fit.costs
+    design = np.array([curve[s] for s in shares])
+
+    def more(cost: np.ndarray) -> float:
+        wanted = float(found.low[rule][share] @ cost)
+        return 100 * (share_at(shares, list(design @ cost), wanted) / share - 1)
+
+    drawn = np.random.default_rng(0).multivariate_normal(
+        costs.cost, costs.covariance, size=DRAWS, method="eigh"
+    )
+    low, high = np.nanpercentile([more(cost) for cost in drawn], (2.5, 97.5))
+    return f"{more(costs.cost):+.1f} % [{low:+.1f}, {high:+.1f}]"

@@ -1,0 +1,87 @@
+"""The picture of a comparison: gap against the share of FLOPs in the low format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.compare import analysis
+from benchmarks.compare.curve import VARIANTS, Curve, curves
+from benchmarks.compare.estimated import Estimate
+
+TITLES = {"fp3": "fp3 (3 bits), the rest in FP8", "fp4": "E2M1 (FP4), the rest in FP8"}
+
+STYLES = dict(
+    zip(
+        VARIANTS,
+        (
+            ("#1f6fd1", "o", "-"),
+            ("#c2251c", "s", "-"),
+            ("#1f6fd1", "o", "--"),
+            ("#2e8540", "^", "--"),
+            ("#d98200", "v", "--"),
+            ("#6b7685", "d", "--"),
+        ),
+        strict=True,
+    )
+)
+"""Color, marker and line of each variant; lines are dashed where a linear has one format."""
+
+OFFSET = 0.25
+"""Percent between the markers of two variants at the same share."""
+
+
+def draw(rows: list[dict[str, Any]], estimates: Mapping[str, Estimate], path: Path) -> None:
+    """Draw a panel for each format: lines are estimates by `forks`, markers are trained runs.
+
+    Args:
+        rows: of `policies` with targets, of one setup and scenario.
+        estimates: by format.
+        path: of the picture; its ending gives the type.
+    """
+    formats = sorted({*estimates, *(row["low"] for row in rows)})
+    figure = Figure(figsize=(5.4 * len(formats), 4.3), layout="constrained")
+    panels = figure.subplots(1, len(formats), squeeze=False)[0]
+    for panel, low in zip(panels, formats, strict=True):
+        if low in estimates:
+            _draw_estimate(panel, estimates[low])
+        _draw_runs(panel, curves(row for row in rows if row["low"] == low))
+        panel.set_title(TITLES.get(low, low))
+        panel.set_xlabel("share of the linears' FLOPs in the low format (%)")
+        panel.set_ylabel("held-out loss over BF16 (1e-3 nat)")
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+    panels[0].legend(frameon=False, fontsize=8)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _draw_estimate(panel: Axes, estimate: Estimate) -> None:
+    for variant, (color, _, line) in STYLES.items():
+        shares = np.array(sorted(estimate.low[variant]))
+        costs = np.array([estimate.cost(variant, share) for share in shares])
+        errors = np.array([estimate.error(estimate.low[variant][share]) for share in shares])
+        panel.plot(100 * shares, costs, line, color=color, lw=1.2, label=variant)
+        if variant in ("snip-gemm", "grads-first"):
+            low, high = costs - errors, costs + errors
+            panel.fill_between(100 * shares, low, high, color=color, alpha=0.12, lw=0)
+
+
+def _draw_runs(panel: Axes, found: Mapping[str, Curve]) -> None:
+    for k, (variant, (color, marker, _)) in enumerate(STYLES.items()):
+        for share, gaps in found.get(variant, {}).items():
+            mean = analysis.mean_of(list(gaps.values()))
+            panel.errorbar(
+                100 * share + OFFSET * (k - 2.5) * (share < 1.0),
+                mean.mean,
+                yerr=None if np.isnan(mean.half) else mean.half,
+                fmt=marker,
+                color=color,
+                ms=5,
+                capsize=2,
+                elinewidth=0.8,
+            )

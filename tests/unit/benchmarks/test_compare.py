@@ -1,0 +1,112 @@
+"""The comparison of policies: equal shares, shares at equal loss, remembered random numbers."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.compare import curve, runs
+from benchmarks.compare.store import ResultStore
+from benchmarks.compare.variants import Formats, Planner, low_items
+from megatron_snip.options import Granularity, Option, enumerate_options
+from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
+from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
+from megatron_snip.types import Gemm
+
+FORMATS = Formats("fp4")
+KINDS = {
+    "self_attention.linear_qkv": 3,
+    "self_attention.linear_proj": 1,
+    "mlp.linear_fc1": 6,
+    "mlp.linear_fc2": 3,
+}
+SIZES = {f"decoder.layers.{k}.{kind}": size for k in range(4) for kind, size in KINDS.items()}
+
+
+@pytest.fixture(scope="module")
+def planner() -> Planner:
+    rng = np.random.default_rng(3)
+    costs = {(name, gemm): float(rng.uniform()) for name in SIZES for gemm in Gemm}
+
+    def choice(name: str, option: Option) -> OptionCost:
+        loss = sum(costs[name, gemm] for gemm in Gemm if option[gemm] == "fp4")
+        return OptionCost(quality_loss=loss, saving=option.share_in("fp4"), scores={"norms": loss})
+
+    def problem(granularity: Granularity) -> PlanningProblem:
+        options = enumerate_options(("fp8", "fp4"), granularity)
+        return PlanningProblem(
+            linears=tuple(
+                LinearChoices(
+                    name=name,
+                    stage=0,
+                    flops=3.0 * size,
+                    options={str(option): choice(name, option) for option in options},
+                )
+                for name, size in SIZES.items()
+            ),
+            target=0.0,
+        )
+
+    return Planner({"linear": problem("linear"), "gemm": problem("gemm")}, FORMATS, seed=1)
+
+
+@pytest.mark.parametrize("variant", curve.VARIANTS)
+@pytest.mark.parametrize("target", curve.TARGETS)
+def test_all_variants_have_the_same_share(planner: Planner, variant: str, target: float) -> None:
+    share = planner.equal_share(target)
+    assert abs(share - target) <= 0.5 / sum(SIZES.values()) + 1e-12
+    (plan,) = planner.plans(variant, target)
+    if variant == "snip-linear":  # its best plan may exceed the target
+        assert planner.share(plan) >= share - 1e-12
+    else:
+        assert planner.share(plan) == pytest.approx(share, abs=1e-12)
+
+
+def test_a_rule_skips_only_what_does_not_fit(planner: Planner) -> None:
+    units = round(planner.equal_share(0.85) * sum(SIZES.values()) * 3)
+    wanted = {(name, gemm) for name in SIZES for gemm in (Gemm.DGRAD, Gemm.WGRAD)}
+    left = units - 2 * sum(SIZES.values())
+    for layer in (1, 2, 0, 3):  # from the middle outwards, in Megatron's order of names
+        kinds = ("mlp.linear_fc1", "mlp.linear_fc2", *sorted(KINDS)[2:])
+        for name in (f"decoder.layers.{layer}.{kind}" for kind in kinds):
+            if SIZES[name] <= left:
+                left -= SIZES[name]
+                wanted.add((name, Gemm.FPROP))
+    assert left == 0
+    (plan,) = planner.plans("grads-first", 0.85)
+    assert low_items(plan, FORMATS) == wanted
+
+
+def test_share_at_equal_loss() -> None:
+    shares = [0.5, 0.6, 0.7, 0.8]
+    assert curve.share_at(shares, [1.0, 2.0, 4.0, 8.0], 3.0) == pytest.approx(0.65)
+    assert curve.share_at(shares, [1.0, 2.0, 4.0, 8.0], 8.0) == pytest.approx(0.8)
+    # 4 and 2 are pooled to 3, so 2 lies half way to them.
+    assert curve.share_at(shares, [1.0, 4.0, 2.0, 8.0], 2.0) == pytest.approx(0.55)
+    assert math.isnan(curve.share_at(shares, [1.0, 2.0, 4.0, 8.0], 9.0))
+    seeds = [(seed, 0) for seed in range(4)]
+    snip = {share: dict.fromkeys(seeds, 10 * share) for share in shares}
+    rule = {0.5: dict.fromkeys(seeds, 6.0)}
+    assert curve.more_at_equal_loss(snip, rule, 0.5) == pytest.approx((20.0, 20.0, 20.0))
+
+
+def test_remembered_random_numbers_are_those_drawn_anew() -> None:
+    for iteration in (1, 2):
+        plain = StochasticStream(StreamKey(0, "fc1", iteration, 0))
+        for _ in range(2):  # drawn, then remembered
+            remembered = runs._RememberedStream(plain.key, plain.columns)
+            for gemm in (Gemm.DGRAD, Gemm.WGRAD):
+                found = remembered.for_gemm(gemm).bits16(16, 24)
+                assert torch.equal(found, plain.for_gemm(gemm).bits16(16, 24))
+
+
+def test_a_row_is_found_by_its_target(tmp_path: Path) -> None:
+    store = ResultStore(tmp_path / "rows.jsonl")
+    key = {"kind": "policies", "setup": "s", "scenario": "p", "low": "fp4", "seed": 0}
+    key |= {"data_seed": 0, "variant": "norms"}
+    store.add({**key, "target": 0.9, "loss": 1.0})
+    again = ResultStore(tmp_path / "rows.jsonl")
+    assert again.has({**key, "target": 0.9})
+    assert not again.has({**key, "target": 0.8}) and not again.has(key)
