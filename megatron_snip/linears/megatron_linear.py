@@ -91,7 +91,7 @@ class SimulatedLinear(ABC):
         bias: Tensor | None,
         placement: Placement,
         tp_group: dist.ProcessGroup | None = None,
-        **how: bool,
+        **how: Any,
     ) -> Tensor:
         """Return Y under the option; `how` is `LinearCall`'s."""
         call = LinearCall(

@@ -20,6 +20,7 @@ Shapes: M tokens, K in_features, N out_features.
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,9 @@ from megatron_snip.quantizers.quantize import (
 from megatron_snip.quantizers.stochastic import StochasticStream
 from megatron_snip.types import Gemm, Operand
 
+WgradFunction = Callable[[Tensor, Tensor], Tensor | None]
+"""(G [M, N], X [M, K]) -> dW, or None where it was added into `main_grad`."""
+
 WeightCache = dict[Hashable, Tensor]
 """The quantized forms of one weight, by format, block and dtype."""
 
@@ -56,6 +60,8 @@ class LinearCall:
         tp_group: process group of the tensor axis, where one of the above needs it.
         cache: holds the quantized weight; None quantizes it in every GEMM.
         saves_input: save X itself for the backward, not its quantized form.
+        defer_wgrad: gets G, X and a function of both that returns dW, and calls it after the
+            backward; None computes dW in the backward.
     """
 
     option: Option
@@ -66,6 +72,7 @@ class LinearCall:
     tp_group: dist.ProcessGroup | None = None
     cache: WeightCache | None = None
     saves_input: bool = False
+    defer_wgrad: Callable[[Tensor, Tensor, WgradFunction], None] | None = None
 
 
 def quantized_linear(
@@ -132,10 +139,14 @@ class _QuantizedLinear(torch.autograd.Function):
         if x is not None:
             if not ctx.saves_quantized:
                 (x,) = quantize_activation(x, Operand.INPUT, call.option, dtype, Gemm.WGRAD)
-            wgrad_dtype = torch.float32 if call.fuse_wgrad else weight.dtype
-            dw = wgrad_gemm(g_col[0], x.flatten(0, -2), call.option, wgrad_dtype)
+            wgrad = partial(_wgrad, call=call, weight=weight, main_grad=ctx.main_grad)
+            if call.defer_wgrad is None:
+                dw = wgrad(g_col[0], x.flatten(0, -2))
+            else:  # what was gathered is in a buffer that the next linear overwrites
+                x = x.clone() if call.sequence_parallel else x
+                call.defer_wgrad(g_col[0], x.flatten(0, -2), wgrad)
             if call.fuse_wgrad:
-                dw = _accumulate(weight, ctx.main_grad, dw)
+                dw = _flag_as_added(weight)
         db = g.sum(dim=0) if ctx.use_bias else None
         if reducing is not None:
             reducing.wait()
@@ -194,20 +205,29 @@ def _start_reduce(dx: Tensor, input_shape: torch.Size, call: LinearCall) -> tupl
     return dx, None
 
 
-def _accumulate(weight: Tensor, main_grad: Tensor | None, dw: Tensor) -> Tensor | None:
-    """Add dW into main_grad; return what autograd must get instead.
+def _wgrad(
+    g: Tensor, x: Tensor, call: LinearCall, weight: Tensor, main_grad: Tensor | None
+) -> Tensor | None:
+    """Return dW; with fused accumulation add it into main_grad and return None."""
+    if not call.fuse_wgrad:
+        return wgrad_gemm(g, x, call.option, weight.dtype)
+    assert main_grad is not None, "gradient accumulation fusion without main_grad"
+    weight.main_grad = main_grad  # type: ignore[attr-defined]
+    main_grad.add_(wgrad_gemm(g, x, call.option, torch.float32))
+    return None
+
+
+def _flag_as_added(weight: Tensor) -> Tensor | None:
+    """Flag dW as added to main_grad; return what autograd must get instead.
 
     DDP's hook skips a gradient that is flagged as added. Autograd still needs a tensor there, so
     that the hook runs in the main backward thread.
     """
-    assert main_grad is not None, "gradient accumulation fusion without main_grad"
-    weight.main_grad = main_grad  # type: ignore[attr-defined]
-    main_grad.add_(dw)
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
     make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
-    return make(main_grad.shape, dtype=weight.dtype, device=weight.device)
+    return make(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
 def quantize_activation(

@@ -29,6 +29,7 @@ from megatron_snip.config import Backend
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.megatron_linear import SimulatedLinear
 from megatron_snip.linears.runtime import Runtime
+from megatron_snip.linears.te.delayed_wgrad import deferrals
 from megatron_snip.linears.te.job import job_option, job_recipe
 from megatron_snip.linears.te.machine import Machine, te_recipe, te_refusal
 from megatron_snip.linears.te.modules import (
@@ -248,6 +249,7 @@ class SimulatedTELinear(SimulatedLinear):
             sequence_parallel=parallel == "column" and module.sequence_parallel,
             allreduce_dgrad=parallel == "column" and not module.sequence_parallel,
             fuse_wgrad=module.fuse_wgrad_accumulation,
+            defer_wgrad=deferrals(module, 1)[0],
         )
         if parallel == "row" and module.sequence_parallel:
             y = reduce_scatter_to_sequence_parallel_region(y, group=module.tp_group)
@@ -269,8 +271,13 @@ class SimulatedTELinear(SimulatedLinear):
         added = [None] * len(sizes) if module.te_return_bias else biases
         weights = self._multiplied_weights()
         experts = zip(torch.split(x, sizes), weights, added, self.placements, strict=True)
+        defers = deferrals(module, len(sizes))
         fused = module.fuse_wgrad_accumulation
-        y = torch.cat([self._simulate(*each, fuse_wgrad=fused) for each in experts])
+        outputs = [
+            self._simulate(*expert, fuse_wgrad=fused, defer_wgrad=defer)
+            for expert, defer in zip(experts, defers, strict=True)
+        ]
+        y = torch.cat(outputs)
         return y, (biases if module.te_return_bias else None)
 
 
