@@ -7,7 +7,7 @@
 import atexit
 from collections.abc import Sequence
 
-from megatron_snip.patches import arguments, cpu
+from megatron_snip.patches import arguments, cpu, expert_overlap
 from megatron_snip.patches.cpu.megatron import fused_kernels
 from megatron_snip.patches.megatron_lm import checkpoint, setup, train_step
 from megatron_snip.patches.registry import Mode, Patch, Registry
@@ -25,6 +25,8 @@ PATCHES = (
     train_step.schedule,
     checkpoint.save,
     checkpoint.load,
+    expert_overlap.freed_inputs,
+    expert_overlap.freed_inputs_before_0_19,
     fused_kernels,
     Patch(_LAYERS, "ColumnParallelLinear._forward_impl", ("input", "weight")),
     Patch(_LAYERS, "RowParallelLinear._forward_impl", ("input", "weight")),

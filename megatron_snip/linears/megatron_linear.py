@@ -56,6 +56,11 @@ class SimulatedLinear(ABC):
         self._saves_input = _frees_inputs(getattr(module, "config", None))
 
     @property
+    def is_untouched(self) -> bool:
+        """Whether the module runs as the job runs it."""
+        return self.option == BF16
+
+    @property
     def recipe(self) -> str:
         """Label of what runs the GEMMs; per GEMM where they differ."""
         labels = [self._bf16_recipe if f == "bf16" else "simulated" for f in self.option.formats]

@@ -91,6 +91,12 @@ class PlannedModel:
         for linear in self.linears:
             linear.option = options[linear.name]
 
+    @property
+    def experts_run_as_the_job(self) -> bool:
+        """Whether every expert of this rank is untouched."""
+        experts = (x for x in self.linears if x.placements[0].expert is not None)
+        return all(linear.is_untouched for linear in experts)
+
     def measured_formats(self, names: Iterable[str]) -> dict[str, Format]:
         """Return how each format is quantized where it runs, without bf16."""
         return {

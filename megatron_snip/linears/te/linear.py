@@ -59,6 +59,7 @@ class RecipeTELinear:
 
     Attributes:
         job_option: the option that stands for what the job itself runs.
+        is_untouched: whether the module runs as the job runs it.
         pinned: why it can run nothing else, or None.
         stored: its weights where the job stores them quantized, or None.
     """
@@ -90,7 +91,7 @@ class RecipeTELinear:
         self.job_option = job_option(self._job_recipe)
         self.pinned: str | None = None
         self._option = self.job_option
-        self._is_untouched = True
+        self.is_untouched = True
         self._original = module.te_quant_params
         self._bf16 = quant_params(TERecipe())
         # In a BF16 run there is nothing to override.
@@ -109,21 +110,21 @@ class RecipeTELinear:
         if option == self._option:
             return
         self._option = option
-        was_untouched = self._is_untouched
-        self._is_untouched = self._is_the_jobs(option)
-        if was_untouched and self._is_untouched:
+        was_untouched = self.is_untouched
+        self.is_untouched = self._is_the_jobs(option)
+        if was_untouched and self.is_untouched:
             return
         self._planned = self._job
-        if not self._is_untouched:
+        if not self.is_untouched:
             self._planned = quant_params(te_recipe(option, self._machine))
         if self.stored is not None:
-            self.stored.keeps_copies = not self._is_untouched
+            self.stored.keeps_copies = not self.is_untouched
         reset_quantizers(self.module)
 
     @property
     def recipe(self) -> str:
         """Label of what Transformer Engine runs."""
-        if self._is_untouched:
+        if self.is_untouched:
             return str(self._job_recipe)
         return str(te_recipe(self._option, self._machine))
 
@@ -181,7 +182,7 @@ class RecipeTELinear:
 
     def begin_step(self) -> None:
         """Drop what was made of the weights of the step before."""
-        if not self._is_untouched:
+        if not self.is_untouched:
             self.module._fp8_workspaces.clear()
         if self.stored is not None:
             self.stored.begin_step()
