@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 MXFP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
 JOBS: dict[str, dict[str, Any]] = {
     "mxfp8": MXFP8,
-    "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    "tensorwise_hybrid": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
     "nvfp4": {"fp4": "e2m1", "fp4_recipe": "nvfp4"},
 }
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}

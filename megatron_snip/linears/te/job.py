@@ -9,15 +9,22 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_snip.errors import UsageError
-from megatron_snip.linears.te.recipe import RECIPES, RecipeFields, TERecipe
+from megatron_snip.linears.te.recipe import (
+    RECIPES,
+    RecipeFields,
+    RunPrecision,
+    TERecipe,
+    recipe_of,
+)
 from megatron_snip.options import Option
 from megatron_snip.types import split_linear_name
 
+CUSTOM = "custom"
+"""A recipe of the job's that is none of `RECIPES`."""
+
 
 def job_recipe(module: Any, name: str) -> TERecipe:
-    """Return what the job runs a linear in.
-
-    The names are Megatron's, so there may be some that are not in `RECIPES`, such as `custom`.
+    """Return what the job runs a linear in; names that are not in `RECIPES` are `CUSTOM`.
 
     Args:
         module: a Transformer Engine linear that SNIP has not touched.
@@ -28,15 +35,14 @@ def job_recipe(module: Any, name: str) -> TERecipe:
     if params is None:
         return _uniform(by_default)
     own = params.training_recipe
-    known = {each.name: getattr(own, each.name) for each in fields(own)}
-    given = {n: getattr(v, "value", v) for n, v in known.items() if n in RecipeFields.model_fields}
+    given = {field.name: getattr(own, field.name) for field in fields(own)}
+    plain = {n: getattr(v, "value", v) for n, v in given.items() if n in RecipeFields.model_fields}
     stored = {"fp8_param": False, "fp4_param": False}  # how weights are stored is seen in them
     try:
-        recipe = RecipeFields(**{**given, **stored})
-        found = recipe.recipe
+        recipe = RecipeFields(**{**plain, **stored})
     except UsageError:
-        return _uniform(str(given.get("fp8_quantization_recipe") or "custom"))
-    return found if recipe.applies(by_default != "bf16") else _uniform(by_default)
+        return _uniform(CUSTOM)
+    return recipe.recipe if recipe.applies(by_default != "bf16") else _uniform(by_default)
 
 
 def job_option(recipe: TERecipe) -> Option:
@@ -52,13 +58,10 @@ def _uniform(name: str) -> TERecipe:
 
 
 def _default_recipe(config: Any, name: str) -> str:
-    if _is_bf16_layer(config, name):
+    run = RunPrecision.of(config)
+    if not run.kind or _is_bf16_layer(config, name):
         return "bf16"
-    if getattr(config, "fp4", None):
-        return _value(getattr(config, "fp4_recipe", "nvfp4"))
-    if getattr(config, "fp8", None):
-        return _value(getattr(config, "fp8_recipe", "delayed"))
-    return "bf16"
+    return recipe_of(run) or CUSTOM
 
 
 def _is_bf16_layer(config: Any, name: str) -> bool:
@@ -68,8 +71,3 @@ def _is_bf16_layer(config: Any, name: str) -> bool:
     first = int(config.num_layers_at_start_in_bf16)
     last = int(config.num_layers) - int(config.num_layers_at_end_in_bf16)
     return layer < first or layer >= last
-
-
-def _value(recipe: Any) -> str:
-    """Return e.g. `mxfp8` of Megatron's enum or text."""
-    return str(getattr(recipe, "value", recipe))
