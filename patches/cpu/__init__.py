@@ -4,6 +4,7 @@ Megatron-Core names the CUDA device everywhere. `install` answers these calls fr
 
 * tensors.py moves tensors for a CUDA device to the CPU and computes BF16 products in FP32;
 * device.py gives `torch.cuda`'s functions (streams, events, RNG, memory) CPU answers;
+* graphs.py records what a CUDA graph captures, and replays it;
 * megatron.py and torch_adam.py replace what Megatron-Core takes from CUDA packages;
 * gloo gets an uneven all-gather, and an all-to-all that takes split sizes as tensors.
 
@@ -112,6 +113,7 @@ def _torch_replacements(
         yield torch.cuda, name, answer
     yield torch.cuda.random, "get_rng_state", torch.cuda.get_rng_state
     yield torch.cuda.random, "set_rng_state", torch.cuda.set_rng_state
+    yield torch._C, "_graph_pool_handle", torch.cuda.graph_pool_handle  # Transformer Engine's
     for name in ("range_push", "range_pop"):
         yield torch.cuda.nvtx, name, constant(None)
     if claim_cuda:

@@ -1,4 +1,4 @@
-"""Answers of `torch.cuda` on the CPU: device, streams, events, random numbers, memory.
+"""Answers of `torch.cuda` on the CPU: device, streams, events, graphs, random numbers, memory.
 
 The CUDA generator *is* the CPU generator, so that Megatron's RNG tracker forks a real stream.
 """
@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 
+from megatron_snip.patches.cpu import graphs
 from megatron_snip.patches.cpu.tensors import CPU
 
 
@@ -44,11 +45,27 @@ class _Timeline:
         return None
 
 
-class _Generators(Sequence[torch.Generator]):
+class _Generator:
+    """The CPU's generator with the two methods that only CUDA's has.
+
+    There they share a state with a graph. Here they copy it.
+    """
+
+    def graphsafe_get_state(self) -> torch.Generator:
+        return torch.default_generator.clone_state()
+
+    def graphsafe_set_state(self, state: torch.Generator) -> None:
+        torch.default_generator.set_state(state.get_state())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.default_generator, name)
+
+
+class _Generators(Sequence[Any]):
     """`torch.cuda.default_generators`: the CPU's generator for every device or index."""
 
     def __getitem__(self, index: Any) -> Any:
-        return torch.default_generator
+        return _Generator()
 
     def __len__(self) -> int:
         return local_ranks()
@@ -75,7 +92,10 @@ def cuda_answers(capability: tuple[int, int]) -> dict[str, Any]:
         "current_device": constant(CPU),
         "current_stream": constant(stream),
         "default_stream": constant(stream),
-        "is_current_stream_capturing": constant(False),
+        "is_current_stream_capturing": graphs.is_capturing,
+        "CUDAGraph": graphs.CUDAGraph,
+        "graph": graphs.graph,
+        "graph_pool_handle": constant((0, 0)),
         "default_generators": _Generators(),
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
@@ -92,7 +112,14 @@ def cuda_answers(capability: tuple[int, int]) -> dict[str, Any]:
         "_lazy_call": lambda call, **kwargs: call(),
         "_lazy_init": constant(None),
     }
-    for name in ("set_device", "init", "synchronize", "empty_cache", "reset_peak_memory_stats"):
+    for name in (
+        "set_device",
+        "set_stream",
+        "init",
+        "synchronize",
+        "empty_cache",
+        "reset_peak_memory_stats",
+    ):
         answers[name] = constant(None)
     for name in ("allocated", "reserved"):
         answers[f"memory_{name}"] = constant(0)
