@@ -121,7 +121,8 @@ def snip_config(args: argparse.Namespace, given: Mapping[str, Any]) -> SnipConfi
         raise first_problem(error, SnipConfig.model_fields) from None
     if not config.enabled:
         return config
-    config = _restricted(config, check_flags(args, config.collect_only))
+    given_args = argparse.Namespace(**{**vars(args), f"{DEST}backend": config.backend})
+    config = _restricted(config, check_flags(given_args, config.collect_only))
     from megatron_snip.planning.policies import get_policy
 
     with naming_field("policy"):

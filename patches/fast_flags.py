@@ -12,6 +12,33 @@ def _overlaps_in_low_precision(args: Namespace) -> bool:
     return given("overlap_moe_expert_parallel_comm")(args) and given("fp8", "fp4")(args)
 
 
+_GRAPHS = ("full_iteration", "transformer_engine")
+
+
+def _cuda_graphs(args: Namespace) -> str:
+    """Return how a job captures CUDA graphs: `none`, `local` (single layers) or one of `_GRAPHS`.
+
+    Before 0.19 `local` with the scope `full_iteration` captures the complete iteration.
+    """
+    scopes: list[object] = []
+    for name in ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated"):
+        value = getattr(args, name, None)
+        scopes += value if isinstance(value, list) else [value]
+    implementation = str(getattr(args, "cuda_graph_impl", None) or "none")
+    if getattr(args, "external_cuda_graph", False):
+        implementation = "transformer_engine"
+    elif getattr(args, "enable_cuda_graph", False):
+        implementation = "local"
+    is_complete = any(str(scope).endswith("full_iteration") for scope in scopes)
+    return "full_iteration" if implementation == "local" and is_complete else implementation
+
+
+def _simulates(args: Namespace) -> bool:
+    """Return whether linears are Megatron's own or simulated."""
+    is_local = getattr(args, "transformer_impl", None) == "local"
+    return is_local or getattr(args, "snip_backend", None) == "simulate"
+
+
 FAST_FLAGS: tuple[FlagRow, ...] = (
     FlagRow(
         "--fp8-param-gather or --fp4-param-gather",
@@ -21,12 +48,33 @@ FAST_FLAGS: tuple[FlagRow, ...] = (
         text="weights are stored in that format, so a plan cannot raise their precision",
     ),
     FlagRow(
-        "CUDA graphs (--cuda-graph-impl)",
-        given("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"),
+        "--cuda-graph-impl local",
+        lambda args: _cuda_graphs(args) == "local",
         plans="refuses",
         collects="refuses",
-        text="a captured graph repeats the plan under which it was captured",
-        remedy="use --cuda-graph-impl none",
+        text="these graphs of single layers cannot be dropped, and their layers take no hooks",
+        remedy="use --cuda-graph-impl transformer_engine or full_iteration",
+    ),
+    FlagRow(
+        "CUDA graphs with --snip-backend simulate or --transformer-impl local",
+        lambda args: _cuda_graphs(args) in _GRAPHS and _simulates(args),
+        plans="measures",
+        text="a graph would repeat the random numbers with which simulated GEMMs round",
+    ),
+    FlagRow(
+        "--cuda-graph-impl full_iteration",
+        lambda args: _cuda_graphs(args) == "full_iteration" and not _simulates(args),
+        plans="runs",
+        text="a measured iteration runs without the graph, and a new plan is captured again",
+        num_recipes=30,
+    ),
+    FlagRow(
+        "--cuda-graph-impl transformer_engine",
+        lambda args: _cuda_graphs(args) == "transformer_engine" and not _simulates(args),
+        plans="runs",
+        text="a measured iteration runs without graphs, and a plan that changes a captured linear "
+        "is captured again",
+        num_recipes=67,
     ),
     FlagRow(
         "--delay-wgrad-compute or --overlap-dispatch-backward-with-experts-wgrad",

@@ -7,7 +7,7 @@
 import atexit
 from collections.abc import Sequence
 
-from megatron_snip.patches import arguments, cpu, expert_overlap
+from megatron_snip.patches import arguments, cpu, expert_overlap, graphs
 from megatron_snip.patches.cpu.megatron import fused_kernels
 from megatron_snip.patches.megatron_lm import checkpoint, setup, train_step
 from megatron_snip.patches.registry import Mode, Patch, Registry
@@ -23,6 +23,7 @@ PATCHES = (
     train_step.step_end,
     train_step.evaluation,
     train_step.schedule,
+    *graphs.PATCHES,
     checkpoint.save,
     checkpoint.load,
     expert_overlap.freed_inputs,

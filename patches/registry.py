@@ -29,6 +29,7 @@ from megatron_snip.log import warn_once_per_job
 
 if TYPE_CHECKING:  # the controller imports Megatron; without --snip nothing needs it
     from megatron_snip.controller import SnipController
+    from megatron_snip.patches.graphs import Graphs
     from megatron_snip.patches.megatron_lm.train_step import StepMetrics
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ class Session:
         loaded_state: SNIP's state in the checkpoint that Megatron has loaded, or None.
         metrics: of the current iteration; None without a controller.
         paired_run: takes the place of the schedule while an evaluation runs in two precisions.
+        graphs: CUDA graphs and the plans under which they were captured; None without a controller.
+        graph_helpers: what captures layers -> the arguments that it was made from.
     """
 
     cli_flags: dict[str, Any] = field(default_factory=dict)
@@ -61,11 +64,14 @@ class Session:
     loaded_state: dict[str, Any] | None = None
     metrics: StepMetrics | None = None
     paired_run: Callable[..., Any] | None = None
+    graphs: Graphs | None = None
+    graph_helpers: dict[Any, dict[str, Any]] = field(default_factory=dict)
 
     def end(self) -> None:
         """Close the controller, if there is one, and forget the training run."""
         controller, self.controller = self.controller, None
-        self.loaded_state = self.metrics = None
+        self.loaded_state = self.metrics = self.graphs = None
+        self.graph_helpers.clear()
         if controller is not None:
             controller.close()
 

@@ -1,5 +1,6 @@
 """All planned linears of this rank: install the overrides, apply a plan, undo."""
 
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ class PlannedModel:
         machine: what decides how Transformer Engine's linears run.
         linears: this rank's, in model order; a grouped linear once.
         all_linears: every linear of the model, in the same order on all ranks.
+        changes: how often the option of each linear of the model has changed; the same on all
+            ranks.
     """
 
     def __init__(
@@ -49,6 +52,8 @@ class PlannedModel:
         """
         self.chunks = list(model)
         self.runtime = Runtime(topology, seed, microbatch_tokens)
+        self.changes: Counter[str] = Counter()
+        self._options: Mapping[str, Option] = {}
         found = find_linears(model, topology)
         with_te = backend != "simulate" and any(te_kind(module) for module, _ in found)
         self.backend: Backend = "te" if with_te else "simulate"
@@ -86,8 +91,12 @@ class PlannedModel:
         """Set every linear of this rank to its option; call between iterations, on all ranks.
 
         Args:
-            options: by linear name; must hold every linear of this rank.
+            options: by linear name; must hold every linear of this rank, and the same linears
+                on all ranks.
         """
+        before = self._options
+        self.changes.update(n for n, option in options.items() if option != before.get(n))
+        self._options = dict(options)
         for linear in self.linears:
             linear.option = options[linear.name]
 

@@ -67,6 +67,7 @@ def attach(
     from megatron_snip.controller import SnipController
     from megatron_snip.linears.availability import resolve_formats
     from megatron_snip.linears.discovery import current_topology
+    from megatron_snip.patches.graphs import Graphs
     from megatron_snip.patches.megatron_lm.train_step import StepMetrics
     from megatron_snip.planning.plan import shares_text
 
@@ -88,6 +89,7 @@ def attach(
         train_iters=getattr(args, "train_iters", None),
     )
     session.metrics = StepMetrics(topology)
+    session.graphs = Graphs(session.controller.model)
     if topology.rank == 0:
         plan = session.controller.plan
         verb = "starts with" if state is None else f"resumes after iteration {state.iteration} with"

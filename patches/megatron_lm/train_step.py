@@ -27,17 +27,20 @@ TRAINING = "megatron.training.training"
 @patch(TRAINING, "train_step", needs=("forward_backward_func", "iteration"), returns=6)
 def train_step(call: Call, session: Session) -> Any:
     """Run the schedule through the controller."""
-    controller, metrics = session.controller, session.metrics
-    if controller is None or metrics is None:
+    controller, metrics, graphs = session.controller, session.metrics, session.graphs
+    if controller is None or metrics is None or graphs is None:
         return call.run()
-    schedule = call.arguments["forward_backward_func"]
+    graphs.was_slow = False
+    graphs.capture_again(session.graph_helpers)
+    schedule = partial(graphs.run_step, call.arguments["forward_backward_func"])
     iteration = _iterations_done(call.arguments.get("iteration")) + 1
     call.arguments["forward_backward_func"] = partial(
         controller.forward_backward, iteration, schedule
     )
     begin = time.perf_counter()
     result = call.run()
-    metrics.trained(time.perf_counter() - begin, losses=result[0], grad_norm=result[5])
+    seconds = 0.0 if graphs.was_slow else time.perf_counter() - begin
+    metrics.trained(seconds, losses=result[0], grad_norm=result[5])
     return result
 
 
@@ -94,7 +97,7 @@ class StepMetrics:
         """Record a training step.
 
         Args:
-            seconds: that it took.
+            seconds: that it took; 0 if they say nothing about later steps.
             losses: {name: loss} as Megatron logs it; empty where it is not known.
             grad_norm: global, before clipping, or None.
         """

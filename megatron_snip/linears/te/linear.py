@@ -99,6 +99,7 @@ class RecipeTELinear:
         self._planned = self._job
         self.stored = stored_weights(module, self.weights)
         self._hooks: list[Any] = []
+        self._last_recipe: Any = None  # that Transformer Engine has quantizers for
 
     @property
     def option(self) -> Option:
@@ -119,6 +120,7 @@ class RecipeTELinear:
             self._planned = quant_params(te_recipe(option, self._machine))
         if self.stored is not None:
             self.stored.keeps_copies = not self.is_untouched
+        self._last_recipe = None
         reset_quantizers(self.module)
 
     @property
@@ -160,9 +162,7 @@ class RecipeTELinear:
             return
         self._hooks = [
             self.module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            self.module.register_forward_hook(
-                lambda _, *call: with_tap(self, *call), with_kwargs=True
-            ),
+            self.module.register_forward_hook(self._after_forward, with_kwargs=True),
         ]
         if (stored := self.stored) is not None:
             restore = self.module.register_forward_hook(
@@ -182,7 +182,9 @@ class RecipeTELinear:
 
     def begin_step(self) -> None:
         """Drop what was made of the weights of the step before."""
-        if not self.is_untouched:
+        # Where the run quantizes by default Transformer Engine quantizes them again, in place:
+        # captured CUDA graphs write to that memory.
+        if not self.is_untouched and not quantizes_by_default(self.module.config):
             self.module._fp8_workspaces.clear()
         if self.stored is not None:
             self.stored.begin_step()
@@ -195,11 +197,33 @@ class RecipeTELinear:
             return False
         return te_recipe(option, self._machine) == self._job_recipe
 
+    def prepare_capture(self) -> None:
+        """Make the forward fit for a CUDA graph; call before it is captured.
+
+        A graph repeats whether its forward quantized the weight. In a run that quantizes by
+        default Transformer Engine decides that by a tensor which Megatron sets before a replay. In
+        another run the weight is quantized in every microbatch, or replays would keep the first
+        one's forever.
+        """
+        if not quantizes_by_default(self.module.config):
+            self.module.disable_parameter_transpose_cache = True
+        if self.stored is not None:
+            self.stored.prepare_capture()
+
     def _before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
         recipe = self._bf16 if self._runtime.in_bf16 else self._planned
         module.te_quant_params = recipe
         if self.stored is not None and recipe is not self._job:
             self.stored.override()
+        if self._last_recipe is not None:
+            # A replayed CUDA graph leaves the run's recipe here. Transformer Engine would take
+            # the plan's for a change, and free quantized weights that captured kernels write to.
+            module.fp8_meta["recipe"] = self._last_recipe
+
+    def _after_forward(self, module: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        if module.fp8_initialized:  # not after a forward in BF16
+            self._last_recipe = module.fp8_meta.get("recipe")
+        return with_tap(self, args, kwargs, result)
 
 
 class SimulatedTELinear(SimulatedLinear):
@@ -379,6 +403,11 @@ class FreshWeights:
         for linear in self._linears:
             linear.begin_step()
         self._original()
+
+
+def quantizes_by_default(config: Any) -> bool:
+    """Return whether a run quantizes modules that have no recipe of their own."""
+    return bool(getattr(config, "fp8", None) or getattr(config, "fp4", None))
 
 
 def quant_params(recipe: TERecipe) -> Any:

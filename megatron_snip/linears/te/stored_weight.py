@@ -50,6 +50,7 @@ class StoredWeights:
         self._dequantized: dict[int, Tensor] = {}
         self._exact: dict[int, Tensor] = {}
         self._keeps_copies = False
+        self._is_captured = False
         self._is_primary = bool(module.primary_weights_in_fp8)
         self.gets_exact = False
 
@@ -79,7 +80,17 @@ class StoredWeights:
     def save_exact(self, weight: torch.nn.Parameter, value: Tensor) -> None:
         """Copy what Megatron has gathered for one of the weights, before it is quantized."""
         index = next(i for i, own in enumerate(self._weights) if own is weight)
-        self._exact[index] = value.detach().view(weight.shape).to(weight.dtype, copy=True)
+        kept = self._exact.get(index)
+        if kept is None:
+            kept = self._exact[index] = torch.empty(
+                weight.shape, dtype=weight.dtype, device=value.device
+            )
+        kept.copy_(value.detach().view(weight.shape))  # captured CUDA graphs read this memory
+
+    def prepare_capture(self) -> None:
+        """From now on dequantize in every forward: a CUDA graph would keep a copy forever."""
+        self._is_captured = True
+        self._dequantized.clear()
 
     def begin_step(self) -> None:
         """Forget the weights of the step before."""
@@ -108,7 +119,7 @@ class StoredWeights:
 
     def _copy(self, index: int, weight: torch.nn.Parameter) -> Tensor:
         value = self.value(index)
-        if self._keeps_copies and index not in self._exact:
+        if self._keeps_copies and not self._is_captured and index not in self._exact:
             self._dequantized[index] = value
         if not weight.requires_grad:
             return value

@@ -21,7 +21,14 @@ ACTIVE: list[dict[str, Any]] = [
     {"perform_rl_step": True},
     {"exp_avg_dtype": torch.float16},
     {"fp4_param": True},
-    {"cuda_graph_impl": "full_iteration"},
+    {"enable_cuda_graph": True},
+    {
+        "cuda_graph_impl": "local",
+        "cuda_graph_scope": ["full_iteration"],
+        "snip_backend": "simulate",
+    },
+    {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]},
+    {"external_cuda_graph": True},
     {"overlap_dispatch_backward_with_experts_wgrad": True},
     {"overlap_moe_expert_parallel_comm": True, "fp8": "e4m3"},
     {"use_transformer_engine_op_fuser": True},
@@ -84,10 +91,19 @@ def test_what_can_only_be_measured_says_so_in_the_remedy() -> None:
     )
 
 
-def test_older_spellings_of_cuda_graphs() -> None:
-    row = next(row for row in FAST_FLAGS if "CUDA graphs" in row.flag)
-    for name in ("enable_cuda_graph", "external_cuda_graph"):
-        assert row.is_on(argparse.Namespace(**{name: True}))
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"cuda_graph_impl": "full_iteration"}, "full_iteration"),
+        ({"enable_cuda_graph": True, "cuda_graph_scope": ["full_iteration"]}, "full_iteration"),
+        ({"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}, "full_iteration"),
+        ({"cuda_graph_impl": "transformer_engine"}, "transformer_engine"),
+        ({"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]}, "local"),
+    ],
+)
+def test_spellings_of_cuda_graphs(settings: dict[str, Any], flag: str) -> None:
+    found = [row.flag for row in FAST_FLAGS if row.is_on(argparse.Namespace(**settings))]
+    assert found == [f"--cuda-graph-impl {flag}"]
 
 
 def test_modules_without_linears_are_named_with_their_path() -> None:

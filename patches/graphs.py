@@ -1,0 +1,202 @@
+"""CUDA graphs under SNIP: what must be eager runs without them, and a new plan is captured again.
+
+A captured graph repeats the kernels of its capture: no Python runs, so no observer sees a tensor
+and no linear reads its plan.
+
+    measured iteration     runs without graphs; graphs and Megatron's counters stay as they are
+    full iteration         a new plan drops the graph; Megatron warms up and captures again
+    per layer              the first iteration of a new plan runs without graphs. Before the next
+    (Transformer Engine)   one Megatron captures again, if the option of a captured linear changed
+
+All ranks see the same plan, so they decide alike. The log says how long each capture took.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_snip.collectives import gather_json
+from megatron_snip.linears.megatron_linear import SimulatedLinear
+from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.te.linear import RecipeTELinear
+from megatron_snip.patches.registry import Call, Session, patch
+
+logger = logging.getLogger(__name__)
+
+_GRAPHS = "megatron.core.transformer.cuda_graphs"
+
+
+@patch("megatron.core.full_cuda_graph", "FullCudaGraphWrapper.__call__", optional=True)
+def full_iteration(call: Call, session: Session) -> Any:
+    """Run a step of training or validation, as a graph or without one."""
+    if session.graphs is None:
+        return call.run()
+    wrapper, kwargs = call.arguments["self"], call.arguments["kwargs"]
+    if session.paired_run is not None and kwargs["forward_only"]:
+        return wrapper.forward_backward_func(**kwargs)
+    return session.graphs.run_full_iteration(wrapper, kwargs, call.run)
+
+
+@patch(_GRAPHS, "TECudaGraphHelper.__init__", needs=("model",), optional=True)
+def helper_setup(call: Call, session: Session) -> None:
+    """Remember what captures the layers, and how it was made: each capture needs a new one."""
+    call.run()
+    helper = call.arguments["self"]
+    session.graph_helpers[helper] = {k: v for k, v in call.arguments.items() if k != "self"}
+
+
+@patch(_GRAPHS, "TECudaGraphHelper.create_cudagraphs", optional=True)
+def layer_capture(call: Call, session: Session) -> Any:
+    """Capture the layers, and note which linears were captured."""
+    if session.graphs is None:
+        return call.run()
+    return session.graphs.capture(call.arguments["self"], call.run)
+
+
+@patch(_GRAPHS, "TECudaGraphHelper.delete_cuda_graphs", optional=True)
+def layer_deletion(call: Call, session: Session) -> Any:
+    """Delete the layers' graphs, which Megatron does at the end of training."""
+    if session.graphs is not None:
+        session.graphs.forget(call.arguments["self"])
+    return call.run()
+
+
+PATCHES = (full_iteration, helper_setup, layer_capture, layer_deletion)
+
+
+@dataclass
+class Graphs:
+    """The CUDA graphs of a training run, and the plan under which each was captured.
+
+    Attributes:
+        model: whose linears they run.
+        was_slow: a step since this was last cleared captured a graph, or ran without one that it
+            usually has; its seconds say nothing about the plan.
+    """
+
+    model: PlannedModel
+    was_slow: bool = False
+    _full: dict[str, tuple[int, bool]] = field(default_factory=dict)
+    _layers: dict[Any, dict[str, int]] = field(default_factory=dict)
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether the iteration that runs is observed."""
+        return self.model.runtime.observer is not None
+
+    def run_full_iteration(self, wrapper: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """All ranks: run a step through Megatron's `FullCudaGraphWrapper`.
+
+        Args:
+            wrapper: Megatron's; its graphs are attributes of the class.
+            kwargs: of the schedule that it wraps.
+            run: lets it run: eagerly while it warms up, then as a graph.
+        """
+        if self.is_measuring:
+            return wrapper.forward_backward_func(**kwargs)
+        stage = "validation" if kwargs["forward_only"] else "training"
+        plan = (self.model.changes.total(), self.model.runtime.in_bf16)
+        if wrapper.cuda_graph[stage] is not None and self._full.get(stage) != plan:
+            _reset(wrapper, stage)
+            self._log(f"the graph of the {stage} step is dropped: the plan has changed")
+        was_captured = wrapper.cuda_graph[stage] is not None
+        begin = time.perf_counter()
+        results = run()
+        self.was_slow |= not was_captured
+        if wrapper.cuda_graph[stage] is not None and not was_captured:
+            self._full[stage] = plan
+            seconds = time.perf_counter() - begin
+            self._log(f"captured the {stage} step as a CUDA graph in {seconds:.3g} s")
+        return results
+
+    def capture(self, helper: Any, run: Callable[[], Any]) -> Any:
+        """All ranks: capture the layers of a `TECudaGraphHelper`."""
+        begin, ran = time.perf_counter(), set[str]()
+        with ExitStack() as stack:
+            for linear in self.model.linears:
+                note = _note(ran, linear)
+                stack.callback(linear.module.register_forward_pre_hook(note).remove)
+            result = run()
+        control = self.model.runtime.topology.control
+        names = {name for rank in gather_json(sorted(ran), control) for name in rank}
+        self._layers[helper] = {name: self.model.changes[name] for name in names}
+        self.was_slow = True
+        seconds = time.perf_counter() - begin
+        self._log(f"captured layers with {len(names)} planned linears in {seconds:.3g} s")
+        return result
+
+    def capture_again(self, helpers: dict[Any, dict[str, Any]]) -> None:
+        """All ranks, before a step: replace graphs of layers that hold an older plan.
+
+        Args:
+            helpers: each `TECudaGraphHelper` with the arguments that it was made from.
+        """
+        for helper, arguments in helpers.items():
+            if changed := self._changed(helper):
+                self._log(f"capturing layers again: {changed} captured linears have a new option")
+                helper.delete_cuda_graphs()
+                helper.__init__(**arguments)  # a capture changes the counts that it starts from
+                with _without_gather_hooks(helper.model) as had_hooks:
+                    helper.create_cudagraphs()
+                if had_hooks:
+                    helper.cuda_graph_set_manual_hooks()
+
+    def run_step(self, schedule: Callable[..., Any], **kwargs: Any) -> Any:
+        """All ranks: run Megatron's schedule, without the layers' graphs where it must be eager."""
+        helpers = [h for h in self._layers if self.is_measuring or self._changed(h)]
+        self.was_slow |= bool(helpers)
+        with ExitStack() as stack:
+            for layer in (layer for helper in helpers for layer in helper.flattened_callables):
+                stack.callback(setattr, layer, "cuda_graphs", layer.cuda_graphs)
+                layer.cuda_graphs = []
+            return schedule(**kwargs)
+
+    def forget(self, helper: Any) -> None:
+        """Forget graphs that are about to be deleted."""
+        self._layers.pop(helper, None)
+
+    def _changed(self, helper: Any) -> int:
+        """Return how many linears have changed since the helper captured them.
+
+        A linear that was changed back counts: its quantized weights lie in other memory.
+        """
+        captured = self._layers.get(helper, {})
+        return sum(self.model.changes[name] != number for name, number in captured.items())
+
+    def _log(self, text: str) -> None:
+        if self.model.runtime.topology.rank == 0:
+            logger.info("snip: iteration %d: %s", self.model.runtime.iteration, text)
+
+
+def _note(ran: set[str], linear: SimulatedLinear | RecipeTELinear) -> Callable[..., None]:
+    """Return a hook that runs before a linear's forward."""
+
+    def note(module: Any, args: Any) -> None:
+        ran.add(linear.name)
+        if isinstance(linear, RecipeTELinear):
+            linear.prepare_capture()
+
+    return note
+
+
+def _reset(wrapper: Any, stage: str) -> None:
+    """Drop a stage's graph, as `FullCudaGraphWrapper.reset_cuda_graph` of 0.19 does."""
+    wrapper.cuda_graph[stage] = None
+    wrapper.result[stage] = None
+    wrapper.curr_iteration[stage] = 0
+
+
+@contextmanager
+def _without_gather_hooks(chunks: Any) -> Iterator[bool]:
+    """Remove the hooks that gather parameters before a forward; yield whether there were any."""
+    hooked = [c for c in chunks if getattr(c, "remove_forward_pre_hook_handles", None)]
+    for chunk in hooked:
+        chunk.disable_forward_pre_hook(param_sync=False)
+    try:
+        yield bool(hooked)
+    finally:
+        for chunk in hooked:
+            chunk.enable_forward_pre_hook()
