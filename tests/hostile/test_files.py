@@ -27,7 +27,7 @@ from megatron_snip.planning.problem import read_problem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import PlanRequest
 from megatron_snip.reporting.run_record import read_divergences, read_metrics
-from megatron_snip.state import ControllerState
+from megatron_snip.run.state import ControllerState
 from megatron_snip.trainer.config import load_train_config
 from tests.hostile.mutations import DEEP, mutants, paths, with_text
 from tests.unit.planning.build import plan_of, problem_of

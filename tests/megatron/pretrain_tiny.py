@@ -46,7 +46,7 @@ if "TINY_EARLY" in os.environ:
     refresh.MIN_OPTIMIZER_STEPS = 0
 
 if "TINY_BAD_STATE" in os.environ:
-    from megatron_snip.state import ControllerState
+    from megatron_snip.run.state import ControllerState
 
     bad = {"version": int(os.environ["TINY_BAD_STATE"]), "plan": []}
     setattr(ControllerState, "to_dict", lambda self: bad)  # noqa: B010

@@ -25,11 +25,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("divergence",),  # it writes planning's record of a problem
     ("reporting",),  # reads the records of what is left of it
     ("linears",),
-    ("guard",),
-    ("state",),
-    ("refresh",),
-    ("run_plans",),
-    ("controller",),
+    ("run",),
     ("patches",),
     ("trainer",),
     ("cli",),
@@ -80,7 +76,7 @@ def graph() -> dict[tuple[str, str], set[str]]:
 def test_every_package_has_its_place() -> None:
     packages = {package for package, _ in sources()}
     assert packages == set(RANK)
-    assert {"statistics", "kernels", "patches", "controller"} < packages
+    assert {"statistics", "kernels", "patches", "run"} < packages
 
 
 def test_packages_import_only_from_their_left(graph: dict[tuple[str, str], set[str]]) -> None:
@@ -97,7 +93,7 @@ def test_torch_megatron_and_the_solver_stay_where_they_are(
     graph: dict[tuple[str, str], set[str]],
 ) -> None:
     users = {name: {p for p, target in graph if target == name} for _, name in graph}
-    assert {"linears"} <= users["megatron"] <= {"linears", "patches", "trainer"}
+    assert {"linears"} <= users["megatron"] <= {"linears", "run", "patches", "trainer"}
     assert users["torch"].isdisjoint(WITHOUT_TORCH)
     assert users["ortools"] == {"planning"}
 
