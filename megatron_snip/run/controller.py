@@ -26,6 +26,7 @@ from megatron_snip.errors import PlanningError, SnipError
 from megatron_snip.linears.availability import resolve_formats
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
+from megatron_snip.log import set_iteration
 from megatron_snip.options import BF16
 from megatron_snip.planning.plan import (
     PrecisionPlan,
@@ -168,6 +169,7 @@ class SnipController:
         Returns:
             What `function` returns.
         """
+        set_iteration(iteration)
         step = TrainingStep(function, kwargs)
         self._guard.read_loss()
         self._apply_due_plan(iteration, kwargs.get("num_microbatches", 1))

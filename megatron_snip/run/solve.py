@@ -5,6 +5,7 @@ its plan is due. If rank 0 has no valid plan then (a crash, a timeout), all rank
 error.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +16,13 @@ from torch.distributed import ProcessGroup
 from megatron_snip.collectives import attempt, on_rank_0
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, SnipError, UsageError
 from megatron_snip.files import OwnSchema
+from megatron_snip.log import log_failure
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
+
+logger = logging.getLogger(__name__)
 
 SOLVER_GRACE_S = 10.0
 """Training waits for a plan at most this long beyond the solver's time limit."""
@@ -66,6 +70,7 @@ class Solve:
         try:
             self._solver.submit(pending.problem, self._settings, plan, pending.iteration)
         except Exception as error:  # all ranks get it when the plan is due
+            log_failure(logger, "giving a problem to the solver", error)
             self._submit_error = error
 
     def is_due(self, iteration: int) -> bool:

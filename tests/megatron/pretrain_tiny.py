@@ -41,9 +41,9 @@ from megatron.training.arguments import core_transformer_config_from_args, parse
 from megatron.training.training import destroy_global_state
 
 if "TINY_EARLY" in os.environ:
-    from megatron_snip import refresh
+    from megatron_snip.run import observation
 
-    refresh.MIN_OPTIMIZER_STEPS = 0
+    observation.MIN_OPTIMIZER_STEPS = 0
 
 if "TINY_BAD_STATE" in os.environ:
     from megatron_snip.run.state import ControllerState

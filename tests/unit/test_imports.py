@@ -1,6 +1,8 @@
 """Packages import only from their left, and only those that may touch Megatron do."""
 
 import ast
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,8 @@ PACKAGE = ROOT / "megatron_snip"
 
 ORDER: tuple[tuple[str, ...], ...] = (
     ("version",),
-    ("errors", "log"),
+    ("errors",),
+    ("log",),
     ("files", "formats", "output", "types"),
     ("options",),
     ("target_schedule",),
@@ -96,6 +99,12 @@ def test_torch_megatron_and_the_solver_stay_where_they_are(
     assert {"linears"} <= users["megatron"] <= {"linears", "run", "patches", "trainer"}
     assert users["torch"].isdisjoint(WITHOUT_TORCH)
     assert users["ortools"] == {"planning"}
+
+
+def test_ranks_do_not_load_the_solver() -> None:
+    """Only its own process solves; OR-Tools takes memory and time in every other."""
+    code = "import sys, megatron_snip.run.controller; sys.exit('ortools' in sys.modules)"
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=False).returncode == 0
 
 
 def test_names_that_slow_tests_and_benchmarks_import_exist() -> None:
