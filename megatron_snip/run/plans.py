@@ -1,6 +1,6 @@
 """The plans of a run: the first one, plans from elsewhere, healing, and what the linears can run.
 
-The plan that a run starts with comes from one of four places; the first that applies counts:
+The plan that a run starts with comes from one of five places; the first that applies counts:
 
     1. collect_only          the plan file, or BF16
     2. a plan file           unless the stopped run was given the same one
