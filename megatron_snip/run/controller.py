@@ -156,6 +156,11 @@ class SnipController:
         """Share of the linears' FLOPs in each format under the current plan."""
         return format_shares(self.plan.linears, self._plans.work)
 
+    @property
+    def evaluates_twice(self) -> bool:
+        """Whether an evaluation runs each microbatch under the plan and again in BF16."""
+        return self.config.eval_precision == "both"
+
     def forward_backward(self, iteration: int, function: ForwardBackward, **kwargs: Any) -> Results:
         """All ranks: run an iteration's forward-backward under the plan, observed if it is due.
 
@@ -217,7 +222,7 @@ class SnipController:
             argument. With `--snip-eval-precision both` it runs each microbatch twice.
         """
         runtime = self.model.runtime
-        if self.config.eval_precision == "both":
+        if self.evaluates_twice:
             paired = PairedEvaluation(runtime)
             yield paired.run
             found = paired.increase()
