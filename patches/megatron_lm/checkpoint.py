@@ -9,7 +9,6 @@ read back with `weights_only=True`. Megatron's other formats are for FSDP, which
 import logging
 from typing import Any
 
-from megatron_snip.log import log_failure
 from megatron_snip.patches.registry import Call, Session, patch
 
 logger = logging.getLogger(__name__)
@@ -37,9 +36,8 @@ def save(call: Call, session: Session) -> Any:
         try:
             state = session.controller.state(int(iteration)).to_dict()
         except Exception as error:
-            state = None
-            line = log_failure(logger, "saving SNIP's state", error)
-            logger.warning("checkpoint of iteration %d has no SNIP state: %s", iteration, line)
+            state, detail = None, f"{type(error).__name__}: {error}"
+            logger.warning("checkpoint of iteration %d has no SNIP state: %s", iteration, detail)
     if state is not None:
         result[KEY] = state
     return result

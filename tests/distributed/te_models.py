@@ -3,10 +3,10 @@
 Latent attention's down projections are whole on every tensor-parallel rank; they are compared with
 those of a layout without tensor parallelism.
 
-The stand-in of Transformer Engine is found before Megatron is imported.
+Transformer Engine's own Python is found before Megatron is imported.
 """
 
-import tests.stand_ins.on_path  # noqa: F401 - before anything that imports Megatron
+import tests.te_on_cpu.installed  # noqa: F401 - before anything that imports Megatron
 
 # isort: split
 import contextlib
@@ -23,21 +23,17 @@ from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import TELinear
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from megatron_snip.formats import Format
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.linears.te.linear import RecipeTELinear
 from megatron_snip.linears.te.machine import measured_format, this_machine
-from megatron_snip.patches import cpu
 from megatron_snip.trainer import model as trainer_model
 from tests.distributed.small_model import layout, refresh_json, save_random_plan
-from tests.te.models import EXPERTS, build, copy_weights
+from tests.te.models import EXPERTS, FP32, build, copy_weights
 from tests.te.test_te_against_megatron import Seen, agree, observed
 
-BLACKWELL = (10, 0)
-MODEL = {"num_layers": 1, "seq_length": 128, "adam_eps": 1e-4, "train_iters": 10}
+MODEL = {"bf16": True, "num_layers": 1, "seq_length": 128, "adam_eps": 1e-4, "train_iters": 10}
 FORMATS = ("fp8", "fp4")
 REFRESH = {"interval": 100, "start_step": 3, "lag": 1, "efficiency_target": 0.4, "formats": FORMATS}
 LATENT = {
@@ -52,9 +48,6 @@ LATENT = {
 
 def everything(values: dict[str, Any]) -> dict[str, Any]:
     """One refresh in a layout, with either kind of linear; a frozen plan; experts on two ranks."""
-    cpu.install(claim_cuda=True, capability=BLACKWELL)
-    # The stand-in runs NVFP4 in FP32 too, where losses can be compared closely.
-    mock.patch.object(RecipeTELinear, "refusal", return_value=None).start()
     return {
         "te": _refresh({**MODEL, **values}, te=True),
         "local": _refresh({**MODEL, **values}, te=False),
@@ -69,10 +62,14 @@ def everything(values: dict[str, Any]) -> dict[str, Any]:
 
 def _latent(values: dict[str, Any]) -> dict[str, Any]:
     """A refresh of latent attention: tensor parallel, and with a data rank for each of both."""
+    # In FP32, where losses can be compared closely, and NVFP4 cannot run. Transformer Engine's
+    # attention wants the number of query groups.
+    model = {**MODEL, "bf16": False, "num_query_groups": 4}
+    options = {"formats": ("bf16", "fp8"), "multi_latent_attention": True}
     with _latent_attention():
         return {
-            "split": _refresh({**MODEL, **values}, te=True, multi_latent_attention=True),
-            "whole": _refresh(MODEL, te=True, multi_latent_attention=True),
+            "split": _refresh({**model, **values}, te=True, **options),
+            "whole": _refresh(model, te=True, **options),
         }
 
 
@@ -117,12 +114,16 @@ def _measured_as_te() -> Any:
 
 
 def _refresh(
-    values: dict[str, Any], te: bool, backend: str = "auto", **spec_settings: Any
+    values: dict[str, Any],
+    te: bool,
+    backend: str = "auto",
+    formats: tuple[str, ...] = FORMATS,
+    **spec_settings: Any,
 ) -> dict[str, Any]:
     """One refresh; for comparisons, Megatron's own linears are measured in the same recipes."""
     measured = _measured_as_te() if backend == "auto" else contextlib.nullcontext()
     with _linears(te, **spec_settings), measured, layout(values) as trainer:
-        hook = trainer.controller({**REFRESH, "backend": backend})
+        hook = trainer.controller({**REFRESH, "formats": formats, "backend": backend})
         trainer.advance(3, hook)
         modules = [linear.module for linear in hook.model.linears]
         for module in modules if te else []:
@@ -146,13 +147,14 @@ def _frozen(values: dict[str, Any], snip: dict[str, Any]) -> dict[str, Any]:
     settings = {"collect_only": True, "plan_file": file, "formats": FORMATS}
     with _linears(te=True), layout(values) as trainer:
         save_random_plan(trainer, file, formats=FORMATS)
-        before = FP8GlobalStateManager.entered
         controller = trainer.run(4, {**settings, **snip})
         return {
             **trainer.digests(),
             "refreshes": len(trainer.events.measured),
             "options": sorted({str(o) for o in controller.plan.linears.values()}),
-            "autocasts": FP8GlobalStateManager.entered - before > 0,
+            "ran": sorted(
+                {words for each in controller.model.linears for words in each.module.seen}
+            ),
         }
 
 
@@ -160,7 +162,7 @@ def _experts() -> dict[str, Any]:
     """Grouped experts dealt out to two ranks, beside Megatron's own sequential ones."""
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     try:
-        settings = {**EXPERTS, "expert_model_parallel_size": 2}
+        settings = {**EXPERTS, **FP32, "expert_model_parallel_size": 2}
         models = build(grouped=True, **settings), build(te=False, **settings)
         copy_weights(*models)
         topology = current_topology()

@@ -1,6 +1,6 @@
 """Transformer Engine's linears on ranks: tensor and sequence parallel, and experts dealt out.
 
-On the stand-in, whose forward and backward are plain PyTorch. A refresh must find what it finds of
+On Transformer Engine's own Python (tests/te_on_cpu). A refresh must find what it finds of
 Megatron's own linears with the same weights and data.
 """
 
@@ -56,7 +56,7 @@ def test_refreshes_leave_no_trace_in_training(ranks: list[dict[str, Any]]) -> No
     for result in ranks:
         measured, plain = result["with"], result["without"]
         assert measured.pop("refreshes") == 2 and plain.pop("refreshes") == 0
-        assert measured["options"] == ["fp4", "fp8"] and measured["autocasts"]
+        assert measured["options"] == ["fp4", "fp8"] and len(measured["ran"]) > 1
         assert measured == plain
 
 

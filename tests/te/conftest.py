@@ -1,15 +1,16 @@
-"""Megatron with Transformer Engine's linears on one rank; the stand-in of it, on a CPU.
+"""Megatron with Transformer Engine's linears on one rank.
 
-These tests run in a process of their own, in which the stand-in is found before Megatron is
-imported (tests/unit/linears/test_te_stand_in.py starts it):
+On a CPU Transformer Engine's own Python runs on an extension in PyTorch (tests/te_on_cpu), in a
+process that finds it before Megatron is imported (tests/unit/linears/test_te_on_cpu.py starts it):
 
-    SNIP_TE_STAND_IN=1 pytest tests/te
+    SNIP_TE_ON_CPU=1 pytest tests/te
 
-Tests marked `real_te` need no stand-in. With Transformer Engine (launch/te.sh):
+Tests marked `real_te` look at no GEMM's operands and run with the real build as well, on a GPU
+(launch/te.sh):
 
     SNIP_TE_REAL=1 pytest -m real_te tests/te
 
-Without a GPU only those run that compare the stand-in with it.
+Without a GPU only the record of its signatures and quantizers is compared with it.
 """
 
 import os
@@ -41,17 +42,16 @@ if os.environ.get("SNIP_TE_REAL") == "1":
         with alone("nccl") if torch.cuda.is_available() else nullcontext():
             yield
 
-elif os.environ.get("SNIP_TE_STAND_IN") == "1":
+elif os.environ.get("SNIP_TE_ON_CPU") == "1":
     collect_ignore_glob = []
 
-    import tests.stand_ins.on_path  # noqa: F401 - before anything that imports Megatron
+    from tests import te_on_cpu
+
+    te_on_cpu.install()
 
     @pytest.fixture(scope="session", autouse=True)
     def megatron() -> Iterator[None]:
-        """Parallel state of size 1 under the CPU patch, as on a Blackwell GPU."""
-        from megatron_snip.patches import cpu
-
-        cpu.install(claim_cuda=True, capability=(10, 0))
+        """Parallel state of size 1, as on a Blackwell GPU."""
         from tests.te.models import alone
 
         with alone("gloo"):
@@ -59,12 +59,14 @@ elif os.environ.get("SNIP_TE_STAND_IN") == "1":
 
     @pytest.fixture(autouse=True)
     def autocast() -> Iterator[None]:
-        """No test leaves one open; warnings are logged again."""
+        """No test leaves one open, or another GPU; warnings are logged again."""
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
         from megatron_snip.log import forget_warnings
+        from tests.te_on_cpu import capability
 
         forget_warnings()
-        FP8GlobalStateManager.entered = 0
+        capability.forget()
+        FP8GlobalStateManager.reset()
         yield
-        assert not FP8GlobalStateManager.enabled
+        assert not FP8GlobalStateManager.is_fp8_enabled()

@@ -18,12 +18,12 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.training_step import TrainingStep
 from megatron_snip.options import Option
-from megatron_snip.run.step import TrainingStep
 from megatron_snip.topology import Topology
 
 DEVICE = "cuda" if os.environ.get("SNIP_TE_REAL") == "1" else "cpu"
-BF16: dict[str, Any] = {"bf16": True, "params_dtype": torch.bfloat16}
+FP32: dict[str, Any] = {"bf16": False, "params_dtype": torch.float32}
 SEQUENCE, BATCH = 16, 2
 """32 tokens a microbatch: what every recipe of Transformer Engine accepts."""
 
@@ -55,10 +55,13 @@ def build(te: bool = True, grouped: bool = False, **changes: Any) -> GPTModel:
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     torch.manual_seed(1)
     values = {
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
         "num_layers": 2,
         "hidden_size": 64,
         "ffn_hidden_size": 96,
         "num_attention_heads": 2,
+        "num_query_groups": 2,  # Transformer Engine's attention wants it
         "normalization": "RMSNorm",
         "add_bias_linear": False,
         "gated_linear_unit": True,
@@ -163,7 +166,7 @@ def by_name(model: PlannedModel) -> dict[str, Any]:
 
 
 def ran(model: PlannedModel) -> set[tuple[str, ...]]:
-    """Recipes of all GEMMs that the stand-in ran."""
+    """Recipes of all GEMMs that ran."""
     return {recipes for module in by_name(model).values() for recipes in module.seen}
 
 

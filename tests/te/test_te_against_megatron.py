@@ -1,10 +1,10 @@
 """Transformer Engine's linears, observed or simulated, against Megatron's own.
 
-Same weights, same data; what the stand-in computes forward and backward is plain PyTorch, so X, W
-and G differ by the order of sums alone, and so do losses and gradients of simulated GEMMs by that
-of the norm. At bf16 everywhere Transformer Engine's forward runs, bit by bit. Statistics are
-functions of X, W and G; that those of a refresh agree too, on ranks that share tokens and
-weights, is tested with the trainer in tests/distributed/test_te.py.
+Same weights, same data, in FP32; GEMMs and norms are sums in another order, so X, W and G differ by
+that alone, and losses and gradients of simulated GEMMs by that of the norm. At bf16 everywhere
+Transformer Engine's forward runs, bit by bit. Statistics are functions of X, W and G; that those of
+a refresh agree too, on ranks that share tokens and weights, is tested with the trainer in
+tests/distributed/test_te.py.
 """
 
 from collections import defaultdict
@@ -19,6 +19,7 @@ from megatron_snip.statistics.observer import tap
 from megatron_snip.topology import Placement
 from tests.te.models import (
     EXPERTS,
+    FP32,
     Choice,
     build,
     copy_weights,
@@ -70,7 +71,7 @@ def observed(model: Any, under: PlannedModel, microbatches: int = 2) -> Seen:
 
 
 def twins(grouped: bool = False, **changes: Any) -> tuple[GPTModel, GPTModel]:
-    te, local = build(grouped=grouped, **changes), build(te=False, **changes)
+    te, local = build(grouped=grouped, **FP32, **changes), build(te=False, **FP32, **changes)
     copy_weights(te, local)
     return te, local
 
@@ -197,7 +198,7 @@ def test_bf16_is_transformer_engine_bit_by_bit(grouped: bool) -> None:
 
 @pytest.mark.real_te
 def test_biases_of_grouped_experts_are_added() -> None:
-    model = build(grouped=True, add_bias_linear=True, **EXPERTS)
+    model = build(grouped=True, add_bias_linear=True, **FP32, **EXPERTS)
     biases = {n: p for n, p in model.named_parameters() if ".experts." in n and ".bias" in n}
     assert len(biases) == 2 * 2 * EXPERTS["num_moe_experts"]
     for bias in biases.values():
@@ -212,7 +213,7 @@ def test_biases_of_grouped_experts_are_added() -> None:
 
 @pytest.mark.real_te
 def test_fused_weight_gradients_add_up_in_main_grad() -> None:
-    for changes in ({}, {**EXPERTS, "grouped": True}):
+    for changes in (FP32, {**FP32, **EXPERTS, "grouped": True}):
         model = build(**changes)
         separate = run(model, simulated(model, "fp4"))[1]
         model = build(**changes)

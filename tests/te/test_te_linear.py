@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformer_engine_torch as tex
 from megatron.core.extensions import transformer_engine as extension
 from transformer_engine.common.recipe import Format, MXFP8BlockScaling
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, fp8_autocast
@@ -16,8 +17,8 @@ from megatron_snip.linears.te.linear import FreshWeights, RecipeTELinear
 from megatron_snip.options import Option
 from megatron_snip.topology import Topology
 from tests.te.models import (
-    BF16,
     EXPERTS,
+    FP32,
     Choice,
     batches,
     build,
@@ -128,11 +129,11 @@ def test_a_recipe_of_the_same_class_is_replaced() -> None:
         for module in modules:
             module.te_quant_params = te_params(fp8_format=fp8_format)
         losses(model)
-        assert all(m.fp8_meta["state"].fp8_format is Format.HYBRID for m in modules)
+        assert all(m.fp8_meta["scaling_fwd"].recipe.fp8_format is Format.HYBRID for m in modules)
     under.install()
     under.apply(plan(under, "mxfp8"))
     losses(model)
-    assert all(m.fp8_meta["state"].fp8_format is Format.E4M3 for m in modules)
+    assert all(m.fp8_meta["scaling_fwd"].recipe.fp8_format is Format.E4M3 for m in modules)
 
 
 def test_the_plan_overrides_a_quantized_run_and_bf16_both() -> None:
@@ -203,7 +204,7 @@ def test_uninstalling_restores_every_module() -> None:
 
 
 def test_grouped_experts_refuse_options_that_differ_by_gemm() -> None:
-    _, under = under_plan(grouped=True, fp4="e2m1", **BF16, **EXPERTS)
+    _, under = under_plan(grouped=True, fp4="e2m1", **EXPERTS)
     for linear in (p for p in under.linears if len(p.placements) > 1):
         assert linear.refusal(Option.uniform("nvfp4")) is None
         refusal = linear.refusal(Option.parse("nvfp4-mxfp8-bf16"))
@@ -212,7 +213,7 @@ def test_grouped_experts_refuse_options_that_differ_by_gemm() -> None:
 
 def gathering(with_norm: bool) -> RecipeTELinear:
     """A column-parallel linear as it is on one of two ranks under sequence parallelism."""
-    model, under = under_plan(**BF16)
+    model, under = under_plan()
     linear = next(each for each in under.linears if each.placements[0].kind == "column")
     if not with_norm:
         plain = extension.TEColumnParallelLinear(
@@ -262,7 +263,7 @@ def test_what_a_gathered_input_cannot_be(with_norm: bool) -> None:
 
 
 def test_row_parallel_linears_gather_no_input() -> None:
-    linears = under_plan(**BF16)[1].linears
+    linears = under_plan()[1].linears
     linear = next(each for each in linears if each.placements[0].kind == "row")
     linear.module.sequence_parallel = True
     assert not any(linear.refusal(Option.parse(text)) for text in GATHERED)
@@ -270,7 +271,7 @@ def test_row_parallel_linears_gather_no_input() -> None:
 
 def test_nvfp4_in_an_fp32_run_is_refused() -> None:
     """Transformer Engine raises in the first forward: "RHT is only supported for bfloat16"."""
-    for linear in under_plan()[1].linears:
+    for linear in under_plan(**FP32)[1].linears:
         for text in ("nvfp4", "nvfp4-mxfp8-bf16", "bf16-mxfp8-nvfp4"):
             assert "NVFP4 needs BF16 and got float32; add --bf16" in str(
                 linear.refusal(Option.parse(text))
@@ -318,18 +319,16 @@ def test_every_step_quantizes_the_weights_again() -> None:
 
 
 def test_microbatches_of_a_step_share_quantized_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformer_engine.pytorch.quantizers import Quantized  # the stand-in's
-
     model, under = under_plan("mxfp8")
     weights = {module.weight.data_ptr() for module in by_name(under).values()}
     made = []
-    original = Quantized.quantize_
+    original = tex.quantize
 
-    def count(self: Quantized, tensor: torch.Tensor) -> None:
+    def count(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         made.append(tensor.data_ptr())
-        original(self, tensor)
+        return original(tensor, *args, **kwargs)
 
-    monkeypatch.setattr(Quantized, "quantize_", count)
+    monkeypatch.setattr(tex, "quantize", count)
     for _ in range(2):
         made.clear()
         losses(model, num_microbatches=3)

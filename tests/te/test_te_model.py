@@ -12,6 +12,7 @@ from transformer_engine.pytorch import quantization
 from transformer_engine.pytorch.tensor import hybrid_tensor
 
 from megatron_snip.config import SnipConfig
+from megatron_snip.controller import SnipController
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import ScaleType
 from megatron_snip.linears.availability import AvailableOptions, available_options, resolve_formats
@@ -21,9 +22,9 @@ from megatron_snip.linears.te.recipe import RECIPES
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import assigned_plan, write_plan
 from megatron_snip.reporting.run_directory import RunDirectory
-from megatron_snip.run.controller import SnipController
 from megatron_snip.topology import Topology
-from tests.te.models import BF16, EXPERTS, build, by_name, losses, ours, plan, planned, ran
+from tests.te.models import EXPERTS, build, by_name, losses, ours, plan, planned, ran
+from tests.te_on_cpu.capability import answers, forget
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 
@@ -33,7 +34,10 @@ TENSORWISE = {name for name in RECIPES if name.startswith(("tensorwise", "delaye
 
 
 def on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    """Be on another GPU for the rest of the test."""
+    for owner, name, value in answers(capability):
+        monkeypatch.setattr(owner, name, value)
+    forget()
 
 
 @pytest.mark.parametrize(
@@ -149,7 +153,7 @@ def test_a_lowest_precision_that_the_machine_lacks_is_refused(
 def test_experts_need_a_run_that_pads_their_tokens(grouped: bool) -> None:
     """Megatron pads an expert's tokens only where the run quantizes by default."""
     mxfp8, nvfp4 = map(Option.uniform, ("mxfp8", "nvfp4"))
-    found = available(build(grouped=grouped, **BF16, **EXPERTS), formats=("mxfp8", "nvfp4"))
+    found = available(build(grouped=grouped, **EXPERTS), formats=("mxfp8", "nvfp4"))
     experts = {f"decoder.layers.{i}.mlp.experts.linear_fc{j}" for i in range(2) for j in (1, 2)}
     assert set(found.refusals[nvfp4]) == set(found.refusals[mxfp8]) == experts
     assert len(found.warnings) == 2
@@ -200,7 +204,7 @@ def test_a_plan_file_runs_as_the_machine_can(
 ) -> None:
     """And the run directory records what runs."""
     on(monkeypatch, capability)
-    model, path = build(**BF16), tmp_path / "plan.json"
+    model, path = build(), tmp_path / "plan.json"
     under = PlannedModel([model], Topology(), seed=0)
     work = {i.name: (i.stage, i.flops_per_token) for i in under.all_linears}
     write_plan(assigned_plan(plan(under, option), work, "fp4", "snip"), path)

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 from megatron.core.fp8_utils import _get_custom_recipe
+from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.quantization import QuantizerRole
-from transformer_engine.pytorch.quantizers import HybridQuantizer, IdentityQuantizer
+from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
+from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
 
 from megatron_snip.linears.te import quantizers
 from megatron_snip.linears.te.recipe import RECIPES, TERecipe
@@ -20,23 +22,46 @@ def factory(recipe: TERecipe) -> Any:
     return getattr(quantizers, "_".join(recipe))
 
 
-def directions(recipe: TERecipe, tensor: str) -> tuple[str, str]:
+CLASSES = {
+    "bf16": "IdentityQuantizer",
+    "tensorwise": "Float8CurrentScalingQuantizer",
+    "blockwise": "Float8BlockQuantizer",
+    "mxfp8": "MXFP8Quantizer",
+    "nvfp4": "NVFP4Quantizer",
+}
+
+
+def directions(recipe: TERecipe, tensor: str) -> tuple[Any, Any]:
+    """The quantizers of an operand's rows and columns."""
     quantizer = factory(recipe)(QuantizerRole("linear", tensor, "fc1"))
-    assert isinstance(quantizer, HybridQuantizer) == (
-        quantizer.row_recipe != quantizer.column_recipe
-    )
-    return quantizer.row_recipe, quantizer.column_recipe
+    if isinstance(quantizer, HybridQuantizer):
+        return quantizer.rowwise_quantizer, quantizer.columnwise_quantizer
+    return quantizer, quantizer
 
 
-@pytest.mark.parametrize("recipe", EVERY, ids=str)
-def test_every_gemm_has_both_operands_in_its_format(recipe: TERecipe) -> None:
+def check(quantizer: Any, recipe: str, tensor: str) -> None:
+    """Of the recipe's class; E5M2 for a gradient of a hybrid recipe alone."""
+    name = recipe.removesuffix("_hybrid")
+    assert type(quantizer).__name__ == CLASSES[name]
+    if name in ("tensorwise", "blockwise", "mxfp8"):
+        is_gradient = tensor == "grad_output"
+        wanted = DType.kFloat8E5M2 if is_gradient and name != recipe else DType.kFloat8E4M3
+        assert quantizer.dtype == wanted
+
+
+@pytest.mark.parametrize("fprop", STATELESS)
+def test_every_gemm_has_both_operands_in_its_format(fprop: str) -> None:
     """Rows of X and W make Y, rows of G and columns of W dX, columns of G and X dW."""
-    x_row, x_column = directions(recipe, "input")
-    w_row, w_column = directions(recipe, "weight")
-    g_row, g_column = directions(recipe, "grad_output")
-    assert (x_row, w_row) == (recipe.fprop, recipe.fprop)
-    assert (g_row, w_column) == (recipe.dgrad, recipe.dgrad)
-    assert (g_column, x_column) == (recipe.wgrad, recipe.wgrad)
+    for recipe in (recipe for recipe in EVERY if recipe.fprop == fprop):
+        x_row, x_column = directions(recipe, "input")
+        w_row, w_column = directions(recipe, "weight")
+        g_row, g_column = directions(recipe, "grad_output")
+        check(x_row, recipe.fprop, "input")
+        check(w_row, recipe.fprop, "weight")
+        check(g_row, recipe.dgrad, "grad_output")
+        check(w_column, recipe.dgrad, "weight")
+        check(g_column, recipe.wgrad, "grad_output")
+        check(x_column, recipe.wgrad, "input")
 
 
 def test_what_no_gemm_takes_stays_in_high_precision() -> None:

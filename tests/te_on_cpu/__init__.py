@@ -1,8 +1,7 @@
 """Transformer Engine's own Python on a CPU: only its compiled extension is replaced.
 
     from tests import te_on_cpu
-    te_on_cpu.install()                                       # before Megatron is imported
-    cpu.install(claim_cuda=True, capability=(10, 0))          # megatron_snip.patches
+    te_on_cpu.install()         # before Megatron is imported; a Blackwell GPU is claimed
     import transformer_engine.pytorch as te
 
     extension/    `transformer_engine_torch` in PyTorch

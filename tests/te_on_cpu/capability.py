@@ -5,16 +5,30 @@ Transformer Engine asks once per process what the GPU can do.
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
 
 
+def answers(capability: tuple[int, int]) -> list[tuple[Any, str, Any]]:
+    """Return what a GPU of this compute capability says: (owner, attribute, value)."""
+    properties = torch.cuda.get_device_properties(0)
+    major, minor = capability
+    return [
+        (torch.cuda, "get_device_capability", lambda *_: capability),
+        (properties, "major", major),
+        (properties, "minor", minor),
+    ]
+
+
 @contextmanager
 def on(capability: tuple[int, int]) -> Iterator[None]:
     """Run as on a GPU of this compute capability."""
-    with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
+    with ExitStack() as stack:
+        for owner, name, value in answers(capability):
+            stack.enter_context(mock.patch.object(owner, name, value))
         forget()
         yield
     forget()

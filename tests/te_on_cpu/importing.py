@@ -14,14 +14,20 @@ from unittest import mock
 
 import torch
 
+from megatron_snip.patches import cpu
+
 RELEASES = ("2.20.2",)
 """Releases that `make install` unpacks, the newest first."""
 
 EXTENSION = "transformer_engine_torch"
 
 
-def install(release: str = RELEASES[0]) -> None:
-    """Make `import transformer_engine` work in this process; idempotent.
+def install(capability: tuple[int, int] = (10, 0), release: str = RELEASES[0]) -> None:
+    """Make `import transformer_engine` work in this process, without a GPU; idempotent.
+
+    Args:
+        capability: compute capability of the GPU that is claimed.
+        release: of Transformer Engine.
 
     Raises:
         FileNotFoundError: if the release is not unpacked.
@@ -39,9 +45,13 @@ def install(release: str = RELEASES[0]) -> None:
     from tests.te_on_cpu import extension
 
     sys.modules[EXTENSION] = extension
+    cpu.install(claim_cuda=True, capability=capability)
     torch.version.cuda = torch.version.cuda or "13.0"  # blockwise FP8 needs 12.9
     torch.Tensor.is_cuda = property(_is_cuda)
     torch.distributed._coalescing_manager = _NothingCoalesced
+    from tests.te_on_cpu import probe
+
+    probe.install()
 
 
 def _is_cuda(_: torch.Tensor) -> bool:

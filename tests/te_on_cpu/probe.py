@@ -67,6 +67,12 @@ def gemms() -> Iterator[list[Gemm]]:
         _Probe.kept = None
 
 
+def running_module() -> Any:
+    """Return the linear whose forward or backward runs now."""
+    assert _Probe.call is not None
+    return _Probe.call.module
+
+
 def format_name(operand: Any) -> str:
     """Return the recipe that an operand of a GEMM is quantized by."""
     kind = format_of(operand)

@@ -2,14 +2,13 @@
 
 from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 import transformer_engine_torch as tex
-from torchao.prototype.mx_formats.config import ScaleCalculationMode
-from torchao.prototype.mx_formats.mx_tensor import to_mx
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import (
@@ -20,6 +19,10 @@ from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
 from tests.te_on_cpu import capability
 from tests.te_on_cpu.extension.operands import values_of
+
+with mock.patch("torch.utils._triton.has_triton", return_value=False):  # it asks for the GPU
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
 
 FP8 = {
     "e4m3": (DType.kFloat8E4M3, torch.float8_e4m3fn, ml_dtypes.float8_e4m3fn, 448.0),

@@ -11,7 +11,6 @@ from transformer_engine.common import recipe
 
 from tests.te_on_cpu import capability, probe
 
-probe.install()
 HYBRID = {"fp8_format": recipe.Format.HYBRID}
 RECIPES = {
     "tensorwise": recipe.Float8CurrentScaling(fp8_format=recipe.Format.E4M3),

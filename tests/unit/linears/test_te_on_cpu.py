@@ -22,7 +22,7 @@ TIME_LIMIT_S = 600
 def test_transformer_engine_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
         monkeypatch.delenv(name)
-    words = ["-m", "pytest", "tests/te_on_cpu", "-q", "-p", "no:cacheprovider"]
+    words = ["-m", "pytest", "tests/te", "tests/te_on_cpu", "-q", "-p", "no:cacheprovider"]
     done = run_python(*words, cwd=ROOT, timeout=TIME_LIMIT_S, **ENVIRONMENT)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
