@@ -29,6 +29,12 @@ from megatron_snip.quantizers import reference
 from megatron_snip.quantizers.stochastic import StochasticStream, random_bits16
 from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand
 
+ROTATED_AT_ONCE = 1 << 24
+"""Elements that `rotated_amax` transforms at once, in FP32."""
+
+_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""Signs of the Hadamard transform of 16 tokens in Transformer Engine (get_wgrad_sign_vector)."""
+
 
 def operand_block(fmt: Format, operand: Operand, gemm: Gemm) -> Block:
     """Return (rows, cols) of a tile in the operand's own [rows, cols].
@@ -72,8 +78,8 @@ def rotated(x: Tensor, fmt: Format, gemm: Gemm) -> Tensor:
         (R G)^T (R X) = G^T X
 
     holds up to rounding, while an outlier token spreads over its run before quantization. Tokens
-    after the last complete run are not transformed. Source: NVIDIA, arXiv:2509.25149 (n = 16, one
-    sign vector for all linears).
+    after the last complete run are not transformed. Results are rounded to BF16. Source: NVIDIA,
+    arXiv:2509.25149 (n = 16, one sign vector for all linears), and Transformer Engine 2.20.
     """
     size = fmt.wgrad_hadamard
     if gemm is not Gemm.WGRAD or not size:
@@ -82,8 +88,18 @@ def rotated(x: Tensor, fmt: Format, gemm: Gemm) -> Tensor:
     out = x.to(torch.float32, copy=True)
     if complete:
         runs = out[:complete].view(-1, size, x.shape[1])
-        out[:complete] = (hadamard_matrix(size, x.device) @ runs).view(complete, x.shape[1])
+        mixed = hadamard_matrix(size, x.device) @ runs
+        out[:complete] = mixed.bfloat16().view(complete, x.shape[1])
     return out
+
+
+def rotated_amax(x: Tensor, fmt: Format) -> Tensor:
+    """Return the largest magnitude of x [tokens, cols] as wgrad quantizes it, an FP32 scalar."""
+    rows = max(fmt.wgrad_hadamard, ROTATED_AT_ONCE // max(1, x.shape[1]))
+    rows -= rows % max(1, fmt.wgrad_hadamard)
+    parts = torch.split(x, rows)
+    found = [reference.amax_of(rotated(part, fmt, Gemm.WGRAD)) for part in parts]
+    return torch.stack(found).amax()
 
 
 @lru_cache(maxsize=8)
@@ -92,9 +108,13 @@ def hadamard_matrix(size: int, device: torch.device) -> Tensor:
     rows = torch.ones(1, 1, device=device)
     while rows.shape[0] < size:
         rows = torch.cat([torch.cat([rows, rows], 1), torch.cat([rows, -rows], 1)], 0)
-    counters = torch.arange(-(-size // 8), device=device)
-    bits = random_bits16(counters, key=0).flatten()[:size]
-    return rows.mul(torch.where(bits < 0, -1.0, 1.0)).mul(size**-0.5)
+    if size == len(_SIGNS):
+        signs = torch.tensor(_SIGNS, dtype=torch.float32, device=device)
+    else:
+        counters = torch.arange(-(-size // 8), device=device)
+        bits = random_bits16(counters, key=0).flatten()[:size]
+        signs = torch.where(bits < 0, -1.0, 1.0)
+    return rows.mul(signs).mul(size**-0.5)
 
 
 @torch.no_grad()

@@ -204,7 +204,7 @@ def tile_scales(
     if fmt.has_tensor_scale:
         assert tensor_amax is not None
         delayed = fmt.scale is ScaleType.DELAYED
-        encode = tensor_amax if delayed else _divide_into(largest, _floor(tensor_amax, fmt.element))
+        encode = tensor_amax if delayed else tensor_scale(tensor_amax, fmt.element)
         return encode.expand_as(amax), _divide_into(1.0, encode).expand_as(amax)
     if fmt.scale is ScaleType.E4M3:
         assert tensor_amax is not None
@@ -239,6 +239,11 @@ def amax_of(x: Tensor) -> Tensor:
         return torch.zeros((), device=x.device)
     amax: Tensor = torch.linalg.vector_norm(x, ord=math.inf, dtype=torch.float32)
     return amax
+
+
+def tensor_scale(amax: Tensor, element: ElementType) -> Tensor:
+    """Return the scale of current scaling: it makes the largest magnitude the element's largest."""
+    return _divide_into(element.max_value, _floor(amax, element))
 
 
 def _floor(amax: Tensor, element: ElementType) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_snip.collectives import sum_together
-from megatron_snip.formats import Block, Format
+from megatron_snip.formats import Block, Format, ScaleType
 from megatron_snip.matmul import matmul_fp32
 from megatron_snip.quantizers.quantize import (
     operand_block,
@@ -31,11 +31,39 @@ from megatron_snip.quantizers.quantize import (
     quantize_dequantize_operand,
     rotated,
 )
+from megatron_snip.quantizers.reference import tensor_scale
 from megatron_snip.quantizers.stochastic import StochasticStream
 from megatron_snip.statistics.health import OPERAND_SUMS, magnitudes, tile_counts
 from megatron_snip.statistics.optimizer_state import Sensitivity
 from megatron_snip.topology import LinearKind
 from megatron_snip.types import Gemm, Operand
+
+
+class TensorNumbers(NamedTuple):
+    """What the scales of entire tensors are made from: FP32 [3], of X, W and G in this order.
+
+    Attributes:
+        amax: the largest magnitudes over all tokens of a microbatch, and over the ranks that share
+            the scale.
+        rotated_amax: the same after the Hadamard transform of wgrad's operands (W has none).
+        delayed: the scales of delayed scaling; None takes those that `amax` would give.
+    """
+
+    amax: Tensor
+    rotated_amax: Tensor
+    delayed: Tensor | None = None
+
+    def of(self, fmt: Format, operand: Operand, gemm: Gemm) -> Tensor:
+        """Return the number that `quantize_dequantize_operand` takes as `tensor_amax`."""
+        index = list(Operand).index(operand)
+        if fmt.scale is ScaleType.DELAYED:
+            if self.delayed is not None:
+                return self.delayed[index]
+            element = operand_format(fmt, operand).element
+            assert element is not None
+            return tensor_scale(self.amax[index], element)
+        is_rotated = gemm is Gemm.WGRAD and fmt.wgrad_hadamard > 0
+        return (self.rotated_amax if is_rotated else self.amax)[index]
 
 
 class Operands(NamedTuple):
@@ -47,8 +75,7 @@ class Operands(NamedTuple):
         grad_output: G [S, N], the same tokens.
         input_runs: X [R, K], runs of consecutive tokens that are complete tiles of wgrad.
         grad_output_runs: G [R, N / stride], the same tokens, every `stride`-th output feature.
-        amax: FP32 [3], the largest magnitudes of all of X, W and G over all tokens and shards; None
-            where no format has a scale per tensor.
+        numbers: of all of X, W and G; None where no format has a scale per tensor.
     """
 
     input: Tensor
@@ -56,15 +83,27 @@ class Operands(NamedTuple):
     grad_output: Tensor
     input_runs: Tensor
     grad_output_runs: Tensor
-    amax: Tensor | None = None
+    numbers: TensorNumbers | None = None
 
-    def of(self, operand: Operand, gemm: Gemm) -> tuple[Tensor, Tensor | None]:
-        """Return what enters `gemm`, and its largest magnitude."""
-        index = list(Operand).index(operand)
-        tensor = (self.input, self.weight, self.grad_output)[index]
+    def of(self, operand: Operand, gemm: Gemm) -> Tensor:
+        """Return what enters `gemm`."""
         if gemm is Gemm.WGRAD:
-            tensor = self.input_runs if operand is Operand.INPUT else self.grad_output_runs
-        return tensor, None if self.amax is None else self.amax[index]
+            return self.input_runs if operand is Operand.INPUT else self.grad_output_runs
+        return (self.input, self.weight, self.grad_output)[list(Operand).index(operand)]
+
+    def as_fp32(self) -> Self:
+        """Return it with all tensors in FP32."""
+        return self._replace(
+            input=self.input.float(),
+            weight=self.weight.float(),
+            grad_output=self.grad_output.float(),
+            input_runs=self.input_runs.float(),
+            grad_output_runs=self.grad_output_runs.float(),
+        )
+
+    def number(self, fmt: Format, operand: Operand, gemm: Gemm) -> Tensor | None:
+        """Return the number of the entire tensor that a format needs, if it is known."""
+        return None if self.numbers is None else self.numbers.of(fmt, operand, gemm)
 
 
 class PartialSums(NamedTuple):
@@ -131,7 +170,7 @@ def partial_sums(
     runs_stream = stream.with_column_stride(features.step or 1, operands.weight.shape[0])
     if not operands.weight.is_cuda:
         # Each product and norm would convert them again.
-        operands = Operands._make(None if t is None else t.float() for t in operands)
+        operands = operands.as_fp32()
     x, w, g = operands.input, operands.weight, operands.grad_output
     outputs, input_grads = [matmul_fp32(x, w.t())], [matmul_fp32(g, w)]
     x_runs, g_runs = operands.input_runs, operands.grad_output_runs
@@ -155,10 +194,11 @@ def partial_sums(
         input_grads.append(matmul_fp32(g_q, w_t).sub_(input_grads[0]))
         first = (x_q, Gemm.FPROP), (w_q, Gemm.FPROP), (g_q, Gemm.DGRAD)
         for operand, (q, gemm) in zip(Operand, first, strict=True):
-            source, tensor_amax = operands.of(operand, gemm)
+            source = operands.of(operand, gemm)
+            number = operands.number(fmt, operand, gemm)
             block = operand_block(fmt, operand, gemm)
             taken = operand_format(fmt, operand)
-            counts = tile_counts(source, q, taken, block, tensor_amax, maxima[operand])
+            counts = tile_counts(source, q, taken, block, number, maxima[operand])
             health.append(torch.cat([_square(q.sub_(source)).float()[None], counts]))
         found[f"{name}.input_error_square"] = health[-3][0]
         found[f"{name}.weight_error_square"] = health[-2][0]
@@ -241,9 +281,14 @@ def _quantized(
     stream: StochasticStream | None = None,
 ) -> Tensor:
     """Return what `gemm` sees of an operand, FP32."""
-    x, amax = operands.of(operand, gemm)
     return quantize_dequantize_operand(
-        x, fmt, operand, gemm, stream=stream, tensor_amax=amax, dtype=torch.float32
+        operands.of(operand, gemm),
+        fmt,
+        operand,
+        gemm,
+        stream=stream,
+        tensor_amax=operands.number(fmt, operand, gemm),
+        dtype=torch.float32,
     )
 
 

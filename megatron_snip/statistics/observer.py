@@ -23,12 +23,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_snip.collectives import sum_over
-from megatron_snip.quantizers.quantize import needs_tensor_amax
+from megatron_snip.quantizers.quantize import needs_tensor_amax, rotated_amax
 from megatron_snip.quantizers.reference import amax_of
 from megatron_snip.quantizers.stochastic import grad_output_stream
 from megatron_snip.statistics.health import ERROR_SUMS, EXPERT_COLUMNS
 from megatron_snip.statistics.health_table import HealthTable
-from megatron_snip.statistics.measure import Operands, PartialSums, partial_sums, totals
+from megatron_snip.statistics.measure import (
+    Operands,
+    PartialSums,
+    TensorNumbers,
+    partial_sums,
+    totals,
+)
 from megatron_snip.statistics.optimizer_state import NORMS, Sensitivity
 from megatron_snip.statistics.records import COLUMNS, StatisticsTable
 from megatron_snip.statistics.reduce import RankSums, reduce_sums, table_columns
@@ -66,7 +72,7 @@ class _Call:
         weight: returns W [N, K] of this shard; called while it is measured.
         num_inputs: K.
         token_axis: the ranks over which its tokens are split, where they are.
-        input_is_split, output_is_split, prepare_input: see `StepObserver.observe`.
+        input_is_split, output_is_split, prepare_input, delayed_scales: see `StepObserver.observe`.
     """
 
     placement: Placement
@@ -76,6 +82,7 @@ class _Call:
     input_is_split: bool
     output_is_split: bool
     prepare_input: Callable[[Tensor], Tensor] | None
+    delayed_scales: Callable[[], Tensor] | None
 
 
 class StepObserver:
@@ -108,6 +115,8 @@ class StepObserver:
         self._rows_by_sender = rows_by_sender
         self._columns = {c: COLUMNS[c.rpartition(".")[2]] for c in table_columns(settings.formats)}
         self._needs_amax = any(map(needs_tensor_amax, settings.formats.values()))
+        rotating = [f for f in settings.formats.values() if f.wgrad_hadamard]
+        self._rotation = next(filter(needs_tensor_amax, rotating), None)
         self._num_forwards: dict[Placement, int] = defaultdict(int)
         self._own = RankSums()
         self._seen: set[Placement] = set()
@@ -123,6 +132,7 @@ class StepObserver:
         input_is_split: bool = False,
         output_is_split: bool = False,
         prepare_input: Callable[[Tensor], Tensor] | None = None,
+        delayed_scales: Callable[[], Tensor] | None = None,
     ) -> Tensor:
         """Return `output`, possibly with a tap on it.
 
@@ -136,6 +146,8 @@ class StepObserver:
                 over its tensor axis (sequence parallelism).
             output_is_split: likewise of the output's rows.
             prepare_input: returns what the GEMM multiplies for rows of `input` (a fused norm).
+            delayed_scales: returns the scales [3] of X, W and G that a linear under delayed scaling
+                has at the time, FP32; those of X and W are read in the forward.
         """
         if (names := self._settings.names) is not None and placement.name not in names:
             return output
@@ -146,7 +158,8 @@ class StepObserver:
         token_axis = self._topology.tensor if is_replicated else placement.tensor
         splits = input_is_split, output_is_split
         read = weight if callable(weight) else weight.detach
-        call = _Call(placement, read, input.shape[-1], token_axis, *splits, prepare_input)
+        features = input.shape[-1]
+        call = _Call(placement, read, features, token_axis, *splits, prepare_input, delayed_scales)
         with torch.no_grad(), self._timed():
             samples = self._samples(call, input.detach())
 
@@ -204,6 +217,10 @@ class StepObserver:
         if self._needs_amax:
             x, prepare = (x if prepare is None else prepare(x)), None
             sample.input_amax = amax_of(x)
+        if self._rotation is not None:
+            sample.rotated_amax = rotated_amax(x, self._rotation)
+        if call.delayed_scales is not None:
+            sample.forward_scales = call.delayed_scales()[:2].clone()
         rows = rows_of(x, sample.rows, call.input_is_split, call.token_axis)
         sample.input = rows if prepare is None else prepare(rows)
 
@@ -223,12 +240,14 @@ class StepObserver:
             x = sum_over(x, call.token_axis.group)
         if call.output_is_split:
             g = sum_over(g, call.token_axis.group)
-        amax = self._shared_amax(call, sample, weight, grad)
+        numbers = self._tensor_numbers(call, sample, weight, grad)
         stream = grad_output_stream(settings.seed, placement, settings.iteration, sample.microbatch)
         first = sample.first_feature
         features = self._try(placement, sampled_features, stream, weight.shape[0], first)
         features = features or slice(None)
-        operands = Operands(x[:single], weight, g[:single], x[single:], g[single:, features], amax)
+        operands = Operands(
+            x[:single], weight, g[:single], x[single:], g[single:, features], numbers
+        )
         d = self._sensitivities.get(placement)
         given = operands, placement.kind, axis.size, formats, stream, d, features
         sums = self._try(placement, partial_sums, *given)
@@ -283,23 +302,47 @@ class StepObserver:
             _add_to(self._own.experts, (name, expert), row_of_expert)
         _add_to(self._own.rows, name, torch.cat([row, row.new_zeros(NORMS), health.flatten()]))
 
-    def _shared_amax(
+    def _tensor_numbers(
         self, call: _Call, sample: Sample, weight: Tensor, grad: Tensor
-    ) -> Tensor | None:
-        """All ranks of the tensor axis: largest magnitudes of X, W and G, where a format asks."""
+    ) -> TensorNumbers | None:
+        """All ranks of the tensor axis: what scales of all of X, W and G need, where a format asks.
+
+        Ranks share the scale of an operand whose tokens are split over them, because the linear
+        gathers it quantized. A shard of the features has a scale of its own. Both are so in
+        Transformer Engine (`with_amax_reduction`) and in simulated linears.
+        """
         if not self._needs_amax:
             return None
 
-        def find() -> Tensor:
+        def find() -> TensorNumbers:
             assert sample.input_amax is not None, "stored in the forward"
-            return torch.stack([sample.input_amax, amax_of(weight), amax_of(grad)])
+            amax = torch.stack([sample.input_amax, amax_of(weight), amax_of(grad)])
+            turned = amax
+            if self._rotation is not None:
+                assert sample.rotated_amax is not None, "stored in the forward"
+                turned_grad = rotated_amax(grad, self._rotation)
+                turned = torch.stack([sample.rotated_amax, amax[1], turned_grad])
+            delayed = None
+            if call.delayed_scales is not None:
+                assert sample.forward_scales is not None, "stored in the forward"
+                delayed = torch.cat([sample.forward_scales, call.delayed_scales()[2:]])
+            return TensorNumbers(amax, turned, delayed)
 
         found = self._try(call.placement, find)
-        zeros = weight.new_zeros(len(Operand), dtype=torch.float32)
-        amax = zeros if found is None else found
-        if call.token_axis.group is not None:
-            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=call.token_axis.group)
-        return amax
+        if found is None:
+            zeros = weight.new_zeros(len(Operand), dtype=torch.float32)
+            found = TensorNumbers(zeros, zeros)
+        is_split = call.input_is_split, False, call.output_is_split
+        if call.token_axis.group is not None and any(is_split):
+            largest = torch.stack([found.amax, found.rotated_amax])
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=call.token_axis.group)
+            shared = to_device(largest.device, torch.tensor(is_split))
+            amax, turned = (
+                torch.where(shared, both, own)
+                for both, own in zip(largest, (found.amax, found.rotated_amax), strict=True)
+            )
+            found = found._replace(amax=amax, rotated_amax=turned)
+        return found
 
 
 def _add_to(sums: dict[Any, Tensor], key: Any, row: Tensor) -> None:

@@ -55,6 +55,8 @@ class Sample:
         expansions: factors from sums over the S and over the R tokens to those over all.
         input: X of the sample; zeros for tokens of other ranks, where tokens are split.
         input_amax: of all tokens of this shard, where a format needs it.
+        rotated_amax: likewise, after the Hadamard transform.
+        forward_scales: those of delayed scaling, of X and W, in the forward.
     """
 
     microbatch: int
@@ -65,6 +67,8 @@ class Sample:
     expansions: tuple[float, float]
     input: Tensor | None = None
     input_amax: Tensor | None = None
+    rotated_amax: Tensor | None = None
+    forward_scales: Tensor | None = None
 
 
 def draw_sample(s: MeasureSettings, num_tokens: int, microbatch: int) -> Sample:

@@ -30,6 +30,7 @@ from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.megatron_linear import SimulatedLinear
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.te.delayed_wgrad import deferrals
+from megatron_snip.linears.te.history import delayed_scales, keep_history
 from megatron_snip.linears.te.job import job_option, job_recipe
 from megatron_snip.linears.te.machine import Machine, te_recipe, te_refusal
 from megatron_snip.linears.te.modules import (
@@ -42,7 +43,7 @@ from megatron_snip.linears.te.modules import (
     shape_refusal,
     weights_of,
 )
-from megatron_snip.linears.te.recipe import TERecipe
+from megatron_snip.linears.te.recipe import RECIPES, TERecipe
 from megatron_snip.linears.te.stored_weight import stored_weights
 from megatron_snip.options import Option
 from megatron_snip.topology import Placement
@@ -129,6 +130,14 @@ class RecipeTELinear:
         if self.is_untouched:
             return str(self._job_recipe)
         return str(te_recipe(self._option, self._machine))
+
+    @property
+    def has_history(self) -> bool:
+        """Whether it now runs delayed scaling."""
+        if self._runtime.in_bf16:
+            return False
+        recipe = self._job_recipe if self._is_untouched else te_recipe(self._option, self._machine)
+        return recipe.fprop in RECIPES and RECIPES[recipe.fprop].has_history
 
     def refusal(self, option: Option) -> str | None:
         """Return why this linear cannot run `option` here, or None if it can."""
@@ -335,12 +344,33 @@ def with_tap(
             input_is_split=input_is_split(module),
             output_is_split=output_is_split(module),
             prepare_input=lambda rows: multiplied_input(module, rows),
+            delayed_scales=scales_of(linear, 0),
         )
         return tapped, bias
     sizes = _sizes(given["m_splits"])
     inputs, outputs = torch.split(given["x"], sizes), torch.split(out, sizes)
     experts = zip(linear.placements, inputs, observed_weights(linear), outputs, strict=True)
-    return torch.cat([observer.observe(p, x, w, y) for p, x, w, y in experts]), bias
+    tapped_experts = [
+        observer.observe(p, x, w, y, delayed_scales=scales_of(linear, index))
+        for index, (p, x, w, y) in enumerate(experts)
+    ]
+    return torch.cat(tapped_experts), bias
+
+
+def scales_of(
+    linear: SimulatedTELinear | RecipeTELinear, index: int
+) -> Callable[[], Tensor] | None:
+    """Return what reads the scales of delayed scaling; None if the linear runs another recipe."""
+    has_history = isinstance(linear, RecipeTELinear) and linear.has_history
+    if not has_history or delayed_scales(linear.module) is None:
+        return None
+
+    def read() -> Tensor:
+        scales = delayed_scales(linear.module, index)
+        assert scales is not None
+        return scales
+
+    return read
 
 
 def observed_weights(
@@ -417,7 +447,10 @@ def quant_params(recipe: TERecipe) -> Any:
 
 
 def reset_quantizers(module: Any) -> None:
-    """Make Transformer Engine build a module's quantizers and quantized weights again."""
+    """Make Transformer Engine build a module's quantizers and quantized weights again.
+
+    It keeps the state of delayed scaling, and replaces it where the recipe is another one.
+    """
     module.fp8_initialized = False
-    module.fp8_meta_tensors_initialized = False
+    module.fp8_meta_tensors_initialized = keep_history(module)
     module._fp8_workspaces.clear()

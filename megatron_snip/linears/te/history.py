@@ -1,0 +1,60 @@
+"""Delayed scaling's state in a Transformer Engine linear.
+
+The scales of X, W and G come from the largest magnitudes of earlier microbatches. Transformer
+Engine keeps both per module, and updates them for all modules at once: its global buffers hold the
+tensors of the first state that a module had. When a plan gives the linear another recipe, the
+module builds a new state, and later another one, which no update would reach. So the first state is
+kept, and put back before the linear runs delayed scaling again.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_KEYS = ("scaling_fwd", "scaling_bwd")
+_KEPT = "_snip_delayed_scaling"
+_FORWARD_TENSORS = 3
+"""Tensors of a GEMM that have a scale in the forward: input, weight, output."""
+_BACKWARD_TENSORS = 2
+"""The same in the backward: grad_output, input gradient."""
+
+
+def keep_history(module: Any) -> bool:
+    """Keep a module's state of delayed scaling, or put a kept one back.
+
+    Returns:
+        Whether the module now holds such a state.
+    """
+    if _is_delayed(module):
+        module.__dict__[_KEPT] = {
+            key: (module.fp8_meta[key], module.quantizers[key]) for key in _KEYS
+        }
+        return True
+    if _KEPT not in module.__dict__:
+        return False
+    for key, (state, quantizers) in module.__dict__[_KEPT].items():
+        module.fp8_meta[key] = state
+        module.quantizers[key] = quantizers
+    return True
+
+
+def delayed_scales(module: Any, index: int = 0) -> Tensor | None:
+    """Return the scales [3] of X, W and G; None if the module does not run delayed scaling.
+
+    Args:
+        module: a Transformer Engine linear.
+        index: of the expert, in a grouped linear.
+    """
+    if not _is_delayed(module):
+        return None
+    forward = module.fp8_meta["scaling_fwd"].scale
+    backward = module.fp8_meta["scaling_bwd"].scale
+    first = _FORWARD_TENSORS * index
+    return torch.cat([forward[first : first + 2], backward[_BACKWARD_TENSORS * index].view(1)])
+
+
+def _is_delayed(module: Any) -> bool:
+    # Recognized by name, without importing Transformer Engine.
+    states = (getattr(module, "fp8_meta", {}).get(key) for key in _KEYS)
+    return all(type(state).__name__ == "DelayedScalingRecipeState" for state in states)

@@ -1,0 +1,98 @@
+"""What the statistics quantize is what Transformer Engine's linears multiply, bit for bit."""
+
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+from torch import Tensor
+from transformer_engine.common import recipe as built_in
+
+from megatron_snip.linears.te.history import delayed_scales
+from megatron_snip.linears.te.recipe import RECIPES
+from megatron_snip.quantizers.quantize import quantize_dequantize_operand, rotated
+from megatron_snip.types import Gemm, Operand
+from tests.te_on_cpu import capability, probe
+
+probe.install()
+
+EVERY = [name for name in RECIPES if name != "bf16"]
+TOKENS, ROWS, COLUMNS = 128, 256, 384
+OPERANDS = {
+    "fprop": (Operand.WEIGHT, Operand.INPUT),
+    "dgrad": (Operand.WEIGHT, Operand.GRAD_OUTPUT),
+    "wgrad": (Operand.INPUT, Operand.GRAD_OUTPUT),
+}
+"""GEMM -> what the probe calls its first and second operand."""
+
+
+def te_recipe(name: str) -> Any:
+    run = RECIPES[name].run
+    cls = getattr(built_in, RECIPES[name].recipe_class)
+    if run.kind == "fp4":
+        return cls(disable_stochastic_rounding=True)
+    return cls(fp8_format=built_in.Format[run.format.upper()])
+
+
+def drawn(rows: int, columns: int, seed: int, size: float) -> Tensor:
+    """BF16 with outlier rows and columns, a row of zeros, and zeros of both signs."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator) * size
+    x[3] *= 200.0
+    x[:, 9] *= 1e-4
+    x[17] = 0.0
+    x[5, ::7] = -0.0
+    return x.bfloat16()
+
+
+def gpu_of(name: str) -> tuple[int, int]:
+    return (9, 0) if "wise" in name or "delayed" in name else (10, 0)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_operands_of_every_gemm(gpu: ExitStack, name: str) -> None:
+    """Three steps, so that delayed scaling has a history: amaxes grow, and its scales lag."""
+    gpu.enter_context(capability.on(gpu_of(name)))
+    recipe = te_recipe(name)
+    module = te.Linear(COLUMNS, ROWS, bias=False, params_dtype=torch.bfloat16)
+    with torch.no_grad():
+        module.weight.copy_(drawn(ROWS, COLUMNS, 1, 0.02))
+    fmt = RECIPES[name].quantization
+    for step in range(3):
+        x = drawn(TOKENS, COLUMNS, 2 + step, 2.0**step).requires_grad_()
+        g = drawn(TOKENS, ROWS, 5 + step, 1e-4 * 3.0**step)
+        scales = delayed_scales(module)
+        scales = None if scales is None else scales.clone()
+        with probe.gemms() as found, te.fp8_autocast(enabled=True, fp8_recipe=recipe):
+            y = module(x)
+            if scales is None and RECIPES[name].has_history:
+                scales = torch.ones(3)  # as in the first step of a job
+        with probe.gemms() as more:
+            y.backward(g)
+        tensors = {Operand.INPUT: x.detach(), Operand.WEIGHT: module.weight, Operand.GRAD_OUTPUT: g}
+        assert [gemm.name for gemm in (*found, *more)] == ["fprop", "dgrad", "wgrad"]
+        for gemm in (*found, *more):
+            for operand, multiplied in zip(
+                OPERANDS[gemm.name], (gemm.first, gemm.second), strict=True
+            ):
+                number = None if scales is None else scales[list(Operand).index(operand)]
+                ours = quantize_dequantize_operand(
+                    tensors[operand].detach(),
+                    fmt,
+                    operand,
+                    Gemm(gemm.name),
+                    tensor_amax=number,
+                    dtype=torch.float32,
+                )
+                assert torch.equal(ours, multiplied), (name, step, gemm.name, operand)
+
+
+def test_the_rotation_is_transformer_engine_s() -> None:
+    from transformer_engine.pytorch.tensor.nvfp4_tensor import get_rht_matrix
+
+    x = drawn(64, 32, 3, 1.0)
+    groups = x.t().float().reshape(-1, 16) @ get_rht_matrix(True, "cpu").float()
+    wanted = groups.reshape(32, 64).t().bfloat16().float()
+    found = rotated(x, RECIPES["nvfp4"].quantization, Gemm.WGRAD)
+    assert torch.equal(found, wanted)
