@@ -99,6 +99,7 @@ _SCALES = (
     ScaleType.FP32,
     ScaleType.E8M0,
     ScaleType.E4M3,
+    ScaleType.E4M3_TE,
     ScaleType.TENSOR,
     ScaleType.DELAYED,
 )
@@ -113,7 +114,7 @@ class TileSpec(NamedTuple):
         min_power_bits: FP32 bits of the smallest normal power of two.
         anchor: 1.5 * 2^(23 - mantissa bits).
         noise: 2^(-32 - mantissa bits).
-        scale: 0 FP32, 1 E8M0, 2 E4M3, 3 TENSOR, 4 DELAYED.
+        scale: 0 FP32, 1 E8M0, 2 E4M3, 3 E4M3_TE, 4 TENSOR, 5 DELAYED.
         tile_rows: rows of a tile.
         tile_cols: columns of a tile.
         mode, swapped: see `PhiloxArguments`.

@@ -85,6 +85,15 @@ def tile_scales(amax, tensor_amax, SPEC: tl.constexpr):
         stored = round_nearest(ratio, power_of(ratio, _STORED_MIN_BITS), _STORED_ANCHOR)
         encode = tl.div_rn(tl.div_rn(1.0, tensor), stored)
         decode = stored * tensor
+    elif SPEC.scale == 3:
+        top = tl.where(tensor_amax < _INF, tl.maximum(tensor_amax, SPEC.least_amax), float("nan"))
+        tensor = tl.div_rn(_STORED_MAX * SPEC.largest, top)
+        ratio = amax * (tensor * (1.0 / SPEC.largest))
+        ratio = tl.where(ratio > _STORED_MAX, _STORED_MAX, ratio)
+        stored = round_nearest(ratio, power_of(ratio, _STORED_MIN_BITS), _STORED_ANCHOR)
+        encode = tl.div_rn(1.0, stored * tl.div_rn(1.0, tensor))
+        encode = tl.where(stored == 0.0, 0.0, encode)
+        decode = stored * (top * 2.0**-12) * (2.0**12 / (_STORED_MAX * SPEC.largest))
     else:
         floored = tl.where(amax < SPEC.least_amax, SPEC.least_amax, amax)
         decode = divide_by(floored, SPEC.largest)
@@ -103,7 +112,7 @@ def tile_scales(amax, tensor_amax, SPEC: tl.constexpr):
 def tensor_scales(number, R: tl.constexpr, C: tl.constexpr, SPEC: tl.constexpr):
     """Return (encode, decode), one for each tile, from the tensor's magnitude or its scale."""
     encode = number
-    if SPEC.scale == 3:
+    if SPEC.scale == 4:
         top = tl.where(number < _INF, tl.maximum(number, SPEC.least_amax), float("nan"))
         encode = tl.div_rn(SPEC.largest, top)
     shape: tl.constexpr = (R // SPEC.tile_rows, C // SPEC.tile_cols)
@@ -198,11 +207,11 @@ def _quantize_block(x, amax_ptr, key, layout, out_ptr, at, SPEC: tl.constexpr, C
     C: tl.constexpr = x.shape[1]
     if SPEC.mode != 0:
         bits16 = random_bits16(key, at, layout, R, C, SPEC)
-    if SPEC.scale >= 3:
+    if SPEC.scale >= 4:
         encode, decode = tensor_scales(tl.load(amax_ptr), R, C, SPEC)
     else:
         tensor_amax = 0.0
-        if SPEC.scale == 2:
+        if SPEC.scale >= 2:
             tensor_amax = tl.load(amax_ptr)
         encode, decode = tile_scales(tile_amax(x, SPEC), tensor_amax, SPEC)
     y = x * expand_tiles(encode, R, C, SPEC)

@@ -29,6 +29,8 @@ class ScaleType(StrEnum):
     """A power of two, 2^-127 .. 2^127 (OCP MX)."""
     E4M3 = "e4m3"
     """An FP8 number, itself scaled by one FP32 number per tensor (NVFP4)."""
+    E4M3_TE = "e4m3 te"
+    """The same in Transformer Engine's arithmetic, with subnormal scales too."""
     TENSOR = "tensor"
     """One FP32 number for all elements, from their largest magnitude (current scaling)."""
     DELAYED = "delayed"
@@ -105,6 +107,11 @@ class Format:
         """Whether one number scales the entire tensor."""
         return self.scale in (ScaleType.TENSOR, ScaleType.DELAYED)
 
+    @property
+    def needs_tensor_number(self) -> bool:
+        """Whether scales need a number of the entire tensor: its largest magnitude or its scale."""
+        return self.has_tensor_scale or self.scale in (ScaleType.E4M3, ScaleType.E4M3_TE)
+
     def hybrid(self) -> Self:
         """Return the format with E5M2 gradients: more range and less precision than E4M3."""
         return replace(self, name=f"{self.name}_hybrid", grad_element=E5M2)
@@ -129,7 +136,13 @@ FORMATS: dict[str, Format] = {
         _BLOCKWISE,
         _BLOCKWISE.hybrid(),
         _MXFP8.hybrid(),
-        replace(_NVFP4, name="nvfp4_2d_rht", weight_block=(16, 16), wgrad_hadamard=16),
+        replace(
+            _NVFP4,
+            name="nvfp4_2d_rht",
+            weight_block=(16, 16),
+            scale=ScaleType.E4M3_TE,
+            wgrad_hadamard=16,
+        ),
         Format("fp3", 3, E2M0, stochastic_grad=True),
     )
 }

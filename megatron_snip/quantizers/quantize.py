@@ -22,7 +22,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megatron_snip.formats import Block, Format, ScaleType, get_format
+from megatron_snip.formats import Block, Format, get_format
 from megatron_snip.kernels import launch
 from megatron_snip.kernels.launch import NO_RANDOM, PhiloxArguments
 from megatron_snip.quantizers import reference
@@ -66,7 +66,7 @@ def operand_format(fmt: Format, operand: Operand) -> Format:
 
 def needs_tensor_amax(fmt: Format) -> bool:
     """Return whether a number of the entire tensor, its largest magnitude, must be known first."""
-    return fmt.scale is ScaleType.E4M3 or fmt.has_tensor_scale
+    return fmt.needs_tensor_number
 
 
 def rotated(x: Tensor, fmt: Format, gemm: Gemm) -> Tensor:

@@ -18,6 +18,10 @@ FP32, each `/` one correctly rounded division:
     E4M3   tensor = max(tensor_amax, 2^-100) / (448 * max)
            stored = e4m3(clamp((amax / max) / tensor, 2^-6, 448))
            encode = (1 / tensor) / stored            decode = tensor * stored
+    E4M3_TE  tensor = 448 * max / max(tensor_amax, 2^-100)
+           stored = e4m3(min(amax * (tensor * (1 / max)), 448))
+           encode = 1 / (stored * (1 / tensor)), 0 where stored is 0
+           decode = stored * max(tensor_amax, 2^-100) * (1 / (448 * max))
     TENSOR encode = max / max(tensor_amax, 2^-100)   decode = 1 / encode
     DELAYED  encode = the given scale                decode = 1 / encode
     y      = clamp(x * encode, -max, max), rounded to the grid; x is about y * decode
@@ -34,6 +38,7 @@ FP32, each `/` one correctly rounded division:
 - E4M3 rounds to nearest, so an element can exceed `max` by 1/16 and saturates. Its stored scales
   are at least E4M3's smallest normal 2^-6, as in torchao's NVFP4. Source for the two levels:
   NVIDIA, arXiv:2509.25149.
+- E4M3_TE is NVFP4 as Transformer Engine's kernels compute it (2.20).
 - TENSOR and DELAYED are Transformer Engine's current and delayed scaling (2.20): it stores the
   inverse of the scale that it multiplied by. A delayed scale knows only earlier tensors, so larger
   numbers saturate.
@@ -213,6 +218,16 @@ def tile_scales(
         stored = ratio.clamp_(2.0**E4M3.min_exponent, E4M3.max_value)
         round_in_place(stored, E4M3, torch.empty_like(stored, dtype=torch.int32))
         return _divide_into(1.0, tensor) / stored, stored * tensor
+    if fmt.scale is ScaleType.E4M3_TE:
+        assert tensor_amax is not None
+        top = _floor(tensor_amax, fmt.element)
+        tensor = _divide_into(E4M3.max_value * largest, top)
+        stored = (_poison(amax) * (tensor * (1.0 / largest))).clamp_max_(E4M3.max_value)
+        round_in_place(stored, E4M3, torch.empty_like(stored, dtype=torch.int32))
+        encode = _divide_into(1.0, stored * _divide_into(1.0, tensor))
+        # Powers of two keep the product finite and change no bit.
+        decode = stored * (top * 2.0**-12) * (2.0**12 / (E4M3.max_value * largest))
+        return torch.where(stored == 0, 0.0, encode), decode
     floored = _floor(amax, fmt.element)
     decode = _divide(floored, largest)
     if fmt.scale is ScaleType.E8M0:
@@ -225,7 +240,7 @@ def tile_scales(
 
 def tensor_amax_of(x: Tensor, given: Tensor | None, *formats: Format) -> Tensor | None:
     """Return the FP32 scalar that a tensor's scale needs: `given`, or x's own; None for others."""
-    if not any(fmt.scale is ScaleType.E4M3 or fmt.has_tensor_scale for fmt in formats):
+    if not any(fmt.needs_tensor_number for fmt in formats):
         return None
     if given is None:
         assert not any(fmt.scale is ScaleType.DELAYED for fmt in formats), "scales are given"

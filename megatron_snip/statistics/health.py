@@ -47,6 +47,9 @@ EXPERT_COLUMNS = ("microbatches", "tokens", "input_square", "weight_square", "gr
 HISTOGRAM_STRIDE = 8
 """A histogram counts every eighth feature of the sampled tokens, and of W every eighth row too."""
 
+_CAN_SATURATE = (ScaleType.E4M3, ScaleType.E4M3_TE, ScaleType.DELAYED)
+"""Scales that are rounded down, or know only earlier tensors."""
+
 _SCALE_ROUNDING = 1 + 2.0**-20  # that of a scale is no saturation
 
 
@@ -77,7 +80,7 @@ def tile_counts(
     amax = maxima[block]
     scale = tile_scales(amax, fmt, tensor_amax)[1]
     saturated = amax.new_zeros(())
-    if fmt.scale in (ScaleType.E4M3, ScaleType.DELAYED):  # others are rounded up, or not at all
+    if fmt.scale in _CAN_SATURATE:
         saturated = (_tiles(x, block) > scale * (fmt.element.max_value * _SCALE_ROUNDING)).sum()
     zeros = (x.bool() > quantized.bool()).sum()  # bool() is much faster than eq(0)
     return torch.cat([torch.stack([zeros, saturated]), _log2_counts(scale, amax > 0)])

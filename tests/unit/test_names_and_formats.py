@@ -84,7 +84,7 @@ def test_tiles_and_scales_are_those_of_the_sources() -> None:
         "mxfp8_hybrid": (8, 32, (1, 32), "e8m0", False),
         "mxfp4": (4, 32, (1, 32), "e8m0", True),
         "nvfp4": (4, 16, (1, 16), "e4m3", True),
-        "nvfp4_2d_rht": (4, 16, (16, 16), "e4m3", True),
+        "nvfp4_2d_rht": (4, 16, (16, 16), "e4m3 te", True),
         "fp3": (3, 128, (128, 128), "fp32", True),
     }
     assert not get_format("bf16").quantized

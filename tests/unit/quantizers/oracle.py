@@ -61,6 +61,15 @@ def scales(tile: np.ndarray, fmt: Format, tensor_amax: np.float32) -> tuple[np.f
         block = np.clip(amax / largest / tensor, np.float32(2**-6), np.float32(448))
         block = block.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
         return one / tensor / block, tensor * block
+    if fmt.scale is ScaleType.E4M3_TE:
+        top = max(tensor_amax, floor)
+        tensor = np.float32(448) * largest / top
+        block = min(amax * (tensor * (one / largest)), np.float32(448))
+        block = block.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        if block == 0:
+            return np.float32(0), np.float32(0)
+        factor = np.float32(2**12 / (448 * float(largest)))
+        return one / (block * (one / tensor)), block * (top / np.float32(2**12)) * factor
     if fmt.scale is ScaleType.TENSOR:
         encode = largest / max(tensor_amax, floor)
         return encode, one / encode
@@ -80,7 +89,7 @@ def quantize_dequantize(x: np.ndarray, fmt: Format, block: tuple[int, int]) -> n
         for j in range(0, x.shape[1], block[1]):
             span = np.s_[i : i + block[0], j : j + block[1]]
             finite = np.isfinite(x[span]).all()
-            of_tensor = fmt.scale in (ScaleType.E4M3, ScaleType.TENSOR)
+            of_tensor = fmt.needs_tensor_number
             if not finite or (of_tensor and not np.isfinite(tensor_amax)):
                 out[span] = np.nan
                 continue

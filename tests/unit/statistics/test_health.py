@@ -140,7 +140,7 @@ def test_the_worst_expert_is_the_worst_of_experts_measured_alone() -> None:
 def test_zeros_of_a_tile_that_is_not_finite_do_not_hide_underflow(name: str, bad: float) -> None:
     """Q makes NaN of such a tile's zeros, too; E4M3 scales spread that over the tensor."""
     fmt, x = get_format(name), torch.tensor([[1e-9] * 127 + [1.0], [0.0] * 127 + [bad]])
-    tensor_amax = x.abs().amax() if fmt.scale is ScaleType.E4M3 else None
+    tensor_amax = x.abs().amax() if fmt.needs_tensor_number else None
     quantized = quantize_dequantize(x, fmt, (1, fmt.tile))
     counts = tile_counts(x, quantized, fmt, (1, fmt.tile), tensor_amax, maxima := {})
     assert counts[0] == ((quantized == 0) & (x != 0)).sum()
