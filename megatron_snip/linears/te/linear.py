@@ -136,7 +136,7 @@ class RecipeTELinear:
         """Whether it now runs delayed scaling."""
         if self._runtime.in_bf16:
             return False
-        recipe = self._job_recipe if self._is_untouched else te_recipe(self._option, self._machine)
+        recipe = self._job_recipe if self.is_untouched else te_recipe(self._option, self._machine)
         return recipe.fprop in RECIPES and RECIPES[recipe.fprop].has_history
 
     def refusal(self, option: Option) -> str | None:
