@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from megatron_snip.errors import UsageError, did_you_mean, naming_field
 from megatron_snip.files import checked
 from megatron_snip.formats import get_format, lowest_precision
-from megatron_snip.options import Granularity, Option, enumerate_options
+from megatron_snip.options import BF16, Granularity, Option, enumerate_options
 from megatron_snip.target_schedule import Point, TargetSchedule, parse_points
 from megatron_snip.types import glob_matches
 
@@ -210,6 +210,8 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         _ = self.lowest_format, self.pin_pairs, self.alerts, self.points  # each may raise
+        if self.formats != (AUTO,):
+            self.check_pins()
         if self.cost != "time" and self.calibration != Path(AUTO):
             raise UsageError(
                 f"'{self.calibration}' holds seconds, which only --snip-cost time counts; add that",
@@ -234,6 +236,21 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
                 field="lag",
             )
         return self
+
+    def check_pins(self) -> None:
+        """Refuse a pin to an option that the formats, which `auto` is not, do not have.
+
+        Raises:
+            UsageError: for the first such pin.
+        """
+        allowed = (BF16, *self.options)
+        for pin, (_, option) in zip(self.pins, self.pin_pairs, strict=True):
+            if option not in allowed:
+                raise UsageError(
+                    f"'{pin}': {option} is neither bf16 nor an option of formats "
+                    f"{','.join(self.formats)} by {self.granularity}",
+                    field="pins",
+                )
 
     @property
     def num_measuring(self) -> int:

@@ -12,9 +12,10 @@ A linear's name is the same on every rank and for every TP/PP/VPP layout: Megatr
 the former and are 0-based: `decoder.layers.17.mlp.linear_fc1`.
 """
 
+import fnmatch
+import functools
 import re
 from enum import StrEnum
-from fnmatch import fnmatchcase
 
 from megatron_snip.errors import UsageError, shortened
 
@@ -90,8 +91,14 @@ def natural_key(name: str) -> tuple[tuple[int, int | str], ...]:
     )
 
 
-def glob_matches(name: str, glob: str) -> bool:
-    """Return whether a linear's name matches a glob (`*`, `?`, `[...]`; case matters).
+def has_wildcards(glob: str) -> bool:
+    """Return whether a glob may match more than its own text."""
+    return any(character in glob for character in "*?[")
+
+
+@functools.lru_cache(maxsize=10_000)
+def glob_pattern(glob: str) -> re.Pattern[str]:
+    """Return what matches the names of a glob (`*`, `?`, `[...]`; case matters).
 
     Raises:
         UsageError: if the glob is too long: translating it takes quadratic time.
@@ -100,4 +107,9 @@ def glob_matches(name: str, glob: str) -> bool:
         raise UsageError(
             f"a glob has {len(glob)} characters ('{glob[:40]}...'); at most {_MAX_GLOB_CHARACTERS}"
         )
-    return fnmatchcase(name, glob)
+    return re.compile(fnmatch.translate(glob))
+
+
+def glob_matches(name: str, glob: str) -> bool:
+    """Return whether a linear's name matches a glob; see `glob_pattern`."""
+    return glob_pattern(glob).match(name) is not None

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
 
-from megatron_snip.config import SnipConfig, make_config
+from megatron_snip.config import AUTO, SnipConfig, make_config
 from megatron_snip.errors import (
     SnipError,
     UnsupportedError,
@@ -127,7 +127,21 @@ def snip_config(args: argparse.Namespace, given: Mapping[str, Any]) -> SnipConfi
 
     with naming_field("policy"):
         get_policy(config.policy)
+    # With a low precision of the job's own, `auto` depends on its recipe, which the model has.
+    is_bf16 = not (getattr(args, "fp8", None) or getattr(args, "fp4", None))
+    if config.formats == (AUTO,) and is_bf16 and hasattr(args, "transformer_impl"):
+        config.model_copy(update={"formats": _auto_formats(config, args)}).check_pins()
     return config.model_copy(update={"pins": (*_bf16_layers(args), *config.pins)})
+
+
+def _auto_formats(config: SnipConfig, args: argparse.Namespace) -> tuple[str, ...]:
+    """Return what `auto` will mean once the model is built; refuse now what cannot run then."""
+    from megatron_snip.linears.availability import te_formats
+    from megatron_snip.linears.te.machine import this_machine
+
+    if config.backend == "simulate" or args.transformer_impl != "transformer_engine":
+        return config.named_formats
+    return te_formats(this_machine(with_te=True))
 
 
 def _restricted(config: SnipConfig, rows: Sequence[FlagRow]) -> SnipConfig:

@@ -64,8 +64,10 @@ def run(args: argparse.Namespace) -> int:
     on_cpu = CudaOnCpu() if device.type == "cpu" else contextlib.nullcontext()
     here = this_machine(with_te=True)
     machine = None if None in (here.capability, here.te_version) else here
+    left_out: dict[str, str] = {}
     if machine is not None:
-        formats = _runnable(formats, machine, (tokens, *itertools.chain(*shapes.values())))
+        left_out = _refused(formats, machine, (tokens, *itertools.chain(*shapes.values())))
+        formats = [name for name in formats if name not in left_out]
     linears = []
     for names, (rows, columns) in shapes.items():
         shape = TimedShape(rows, columns, tokens, "", ",".join(formats))
@@ -84,26 +86,29 @@ def run(args: argparse.Namespace) -> int:
     table = CalibrationTable(**setup, tokens=tokens, linears=tuple(linears))
     write_output(args.output, table.model_dump_json(indent=1) + "\n")
     _print(table)
+    for name, reason in left_out.items():
+        print(f"left out {name}: {reason}")
     how = "simulated, which is never faster than bf16" if machine is None else "Transformer Engine"
     print(f"GEMMs: {how}\nwrote {args.output}")
     return 0
 
 
-def _runnable(formats: list[str], machine: Machine, sizes: Iterable[int]) -> list[str]:
-    """Return the formats that Transformer Engine runs here; print why the others are left out."""
-    found, divisor = [], math.gcd(*sizes)
+def _refused(formats: list[str], machine: Machine, sizes: Iterable[int]) -> dict[str, str]:
+    """Return the formats that Transformer Engine does not run here, and why."""
+    found, divisor = {}, math.gcd(*sizes)
     for name in formats:
         reason = te_refusal(Option.uniform(name), machine)
         if reason is None:
             multiple = RECIPES[te_support(name, machine)[0]].dim_multiple
             if divisor % multiple:
                 reason = f"features and tokens must be multiples of {multiple}"
-        if reason is None:
-            found.append(name)
-        else:
-            print(f"left out {name}: {reason}")
-    if not found:
-        raise UsageError(f"--formats: Transformer Engine runs none of {', '.join(formats)} here")
+        if reason is not None:
+            found[name] = reason
+    if len(found) == len(formats):
+        raise UsageError(
+            f"--formats: Transformer Engine runs none of {', '.join(formats)} here; "
+            f"{found[formats[0]]}"
+        )
     return found
 
 

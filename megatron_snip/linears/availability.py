@@ -43,16 +43,9 @@ def resolve_formats(
     with_te = config.backend != "simulate" and any_rank(with_te, control)
     machine = this_machine(with_te, get_model_config(model[0]) if with_te else None)
     is_auto = config.formats == (AUTO,)
-    formats: tuple[str, ...] = SIMULATED_FORMATS if is_auto else config.formats
-    if is_auto and with_te:
-        support = {name: te_support(name, machine) for name in SIMULATED_FORMATS}
-        formats = ("bf16", *(name for name, (recipe, _) in support.items() if recipe))
-        if len(formats) == 1:
-            raise UnsupportedError(
-                f"--snip-formats auto: Transformer Engine runs only bf16 on {machine} "
-                f"({'; '.join(text for _, text in support.values())}); "
-                "use --snip-backend simulate for fp8,fp4 without speed-up"
-            )
+    formats = config.formats
+    if is_auto:
+        formats = te_formats(machine) if with_te else SIMULATED_FORMATS
     if control is None or torch.distributed.get_rank() == 0:
         backend = "te" if with_te else "simulate"
         if is_auto:
@@ -76,6 +69,23 @@ def _log_recipes(formats: Sequence[str], machine: Machine) -> None:
         )
     for line in unmeasured_settings(formats, machine):
         warn_once_per_job(logger, f"snip: {line}")
+
+
+def te_formats(machine: Machine) -> tuple[str, ...]:
+    """Return the formats that `auto` means for Transformer Engine's linears on a machine.
+
+    Raises:
+        UnsupportedError: if it runs BF16 only.
+    """
+    support = {name: te_support(name, machine) for name in SIMULATED_FORMATS}
+    formats = ("bf16", *(name for name, (recipe, _) in support.items() if recipe))
+    if len(formats) == 1:
+        raise UnsupportedError(
+            f"--snip-formats auto: Transformer Engine runs only bf16 on {machine} "
+            f"({'; '.join(text for _, text in support.values())}); "
+            "use --snip-backend simulate for fp8,fp4 without speed-up"
+        )
+    return formats
 
 
 @dataclass(frozen=True)

@@ -61,13 +61,45 @@ GRACE_S = 2.0
 
 POLL_S = 0.1
 
+MAX_WORLD_SIZE = 1_000_000
+MAX_LOCAL_RANKS = 1024
+"""Most ranks that are started on one machine."""
+
+_NOT_A_RANK = (
+    "torchrun sets it for a rank; to start the ranks here: env -u RANK -u WORLD_SIZE megatron-snip "
+    "train ..."
+)
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def is_rank() -> bool:
-    """Whether a launcher started this process as a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Whether a launcher started this process as a rank.
+
+    Raises:
+        UsageError: if its variables do not make sense, as those that a shell was left with.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return False
+    world_size = _variable("WORLD_SIZE", 1, MAX_WORLD_SIZE)
+    _variable("RANK", 0, world_size - 1)
+    _variable("LOCAL_RANK", 0, world_size - 1, default=0)
+    _variable("LOCAL_WORLD_SIZE", 1, world_size, default=1)
+    _variable("MASTER_PORT", 1, 65535)
+    if not os.environ.get("MASTER_ADDR"):
+        raise UsageError(f"MASTER_ADDR is not set, and RANK is; {_NOT_A_RANK}")
+    return True
+
+
+def _variable(name: str, least: int, most: int, default: int | None = None) -> int:
+    """Return a variable of the launcher as an integer."""
+    text = os.environ.get(name, "" if default is None else str(default))
+    if text.isdecimal() and len(text) < 10 and least <= int(text) <= most:
+        return int(text)
+    raise UsageError(
+        f"{name} must be an integer from {least} to {most}, got '{text}'; {_NOT_A_RANK}"
+    )
 
 
 def without_nohup(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
@@ -90,9 +122,11 @@ def launch(config: TrainConfig, num_ranks: int) -> int:
     Call it in the main thread: it handles signals from now on.
 
     Raises:
-        UsageError: if a rank refused its input.
+        UsageError: if there are too many ranks, or a rank refused its input.
         SnipError: if a rank failed for a reason that is one line.
     """
+    if num_ranks > MAX_LOCAL_RANKS:
+        raise UsageError(f"{num_ranks} ranks on one machine; at most {MAX_LOCAL_RANKS} are started")
     outlive_output()
     store = _make_store()
     received: list[int] = []

@@ -25,7 +25,7 @@ from megatron_snip.collectives import broadcast_json, on_rank_0
 from megatron_snip.controller import SnipController
 from megatron_snip.directory import check_new_run
 from megatron_snip.directory_lock import lock_directory
-from megatron_snip.errors import UsageError, one_line
+from megatron_snip.errors import SnipError, UsageError, one_line
 from megatron_snip.files import write_atomic
 from megatron_snip.output import console
 from megatron_snip.patches import cpu
@@ -222,7 +222,11 @@ def _initialize_process_group(on_cpu: bool) -> None:
     is_local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
     if on_cpu and is_local and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timedelta(minutes=10))
+    try:
+        dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timedelta(minutes=10))
+    except (RuntimeError, ValueError) as error:  # no peer, or a port that is in use
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise SnipError(f"the ranks cannot meet at {place}: {one_line(error)}") from error
 
 
 @contextmanager

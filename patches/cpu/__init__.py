@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from megatron_snip.patches.cpu.device import constant, cuda_answers, local_ranks
 from megatron_snip.patches.cpu.megatron import megatron_replacements
@@ -123,8 +124,27 @@ def _torch_replacements(
     # A CUDA build of torch would ask the driver at every optimizer step.
     yield torch.accelerator, "is_available", constant(False)
     yield torch.accelerator, "current_accelerator", constant(None)
+    yield _BaseDataLoaderIter, "__init__", _without_draws(_BaseDataLoaderIter.__init__)
     yield dist, "all_to_all_single", _plain_splits(dist.all_to_all_single)
     yield dist, "all_gather", _uneven_all_gather(dist.all_gather)
+
+
+def _without_draws(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the start of a data loader, which draws a seed for its workers.
+
+    On a GPU that is another generator than dropout's. Here a resumed run, which starts its loaders
+    after it has loaded the generator's state, would have other dropout masks than the run before.
+    """
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        state = torch.get_rng_state()
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            torch.set_rng_state(state)
+
+    return __init__
 
 
 def _plain_splits(original: Callable[..., Any]) -> Callable[..., Any]:

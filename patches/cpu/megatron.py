@@ -8,6 +8,7 @@ import argparse
 import copy
 import functools
 from collections.abc import Callable, Iterator
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +112,8 @@ def _norm_under_sequence_parallel(original: Callable[..., Any]) -> Callable[...,
 
 
 def _helpers_are_built() -> bool:
-    """Whether the wheel has the dataset helpers compiled, and no way to compile them."""
+    """Whether the dataset helpers are compiled for this Python, in a wheel or by `make` before."""
     import megatron.core.datasets as datasets
 
     folder = Path(datasets.__path__[0])
-    return any(folder.glob("helpers_cpp*.so")) and not (folder / "Makefile").exists()
+    return any((folder / f"helpers_cpp{suffix}").exists() for suffix in EXTENSION_SUFFIXES)

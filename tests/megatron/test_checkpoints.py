@@ -40,6 +40,15 @@ def test_a_killed_run_resumes_bitwise(lab: Lab, layout: str, flags: tuple[str, .
     }
 
 
+def test_a_killed_run_with_dropout_resumes_bitwise(lab: Lab) -> None:
+    """Data loaders that a resumed run starts anew do not draw from dropout's generator."""
+    dropout = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+    uninterrupted = lab.run("one", [*SNIP, *saving(lab.output("dropout")), *dropout])
+    again = resumed(lab, "one", killed(lab, "one", *dropout), *dropout)
+    assert weights(again) == weights(uninterrupted)
+    assert weights(again) != weights(lab.planned("one"))
+
+
 @pytest.mark.parametrize("layout", ["one", "pp2"])
 def test_other_parallel_sizes_keep_the_plan(lab: Lab, layout: str) -> None:
     """Saved by two tensor-parallel ranks: linears are named alike everywhere."""

@@ -15,6 +15,7 @@ numbers there. Layers of an encoder are known only without pipeline stages. Expe
 and without the index that Megatron's sequential experts have.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -28,7 +29,7 @@ from megatron_snip.files import checked
 from megatron_snip.linears.te.recipe import RecipeFields, TERecipe
 from megatron_snip.options import BF16, Option
 from megatron_snip.output import yaml_text
-from megatron_snip.types import glob_matches, split_linear_name
+from megatron_snip.types import glob_pattern, has_wildcards, split_linear_name
 
 _TRAINING = "training_recipe"
 _ADVICE = """\
@@ -173,6 +174,10 @@ def config_text(config: Mapping[str, Any], comment: Sequence[str], flags: str) -
     return yaml_text(config, (*comment, *advice), default_flow_style=None, width=10_000)
 
 
+_MAX_GLOBS = 1000
+"""Most matchers with wildcards; each is tried on each linear."""
+
+
 class _Matcher(BaseModel):
     type: Literal["glob"]
     pattern: str
@@ -209,6 +214,18 @@ class PrecisionFile:
         )
         enabled = {name: each for name, each in matchers.items() if each.get("enabled")}
         self.matchers = checked(dict[Any, _Matcher], enabled, f"{source}: matchers")
+        self._ordered = list(self.matchers.values())
+        self._exact: dict[str, int] = {}
+        self._globs: list[tuple[int, re.Pattern[str]]] = []
+        for place, matcher in enumerate(self._ordered):
+            if has_wildcards(matcher.pattern):
+                self._globs.append((place, glob_pattern(matcher.pattern)))
+            else:
+                self._exact.setdefault(matcher.pattern, place)
+        if len(self._globs) > _MAX_GLOBS:
+            raise UsageError(
+                f"{source}: {len(self._globs)} matchers have wildcards; at most {_MAX_GLOBS}"
+            )
         for name, matcher in self.matchers.items():
             if matcher.config not in self.configs:
                 known = ", ".join(map(str, self.configs))
@@ -237,13 +254,23 @@ class PrecisionFile:
         _, local = stages.local(name)
         if sequential_experts:
             local = _sequential(local).replace("*", "0")
-        each = self.matchers.values()
-        key = next((m.config for m in each if glob_matches(local, m.pattern)), None)
-        if key is None:
+        matcher = self._matcher_of(local)
+        if matcher is None:
             return base
+        key = matcher.config
         config = checked(_Config, self.configs[key], f"{self.source}: config '{key}'")
         fields = config.training_recipe
         return fields.recipe.option if fields.applies(run_is_quantized=base != BF16) else base
+
+    def _matcher_of(self, local: str) -> _Matcher | None:
+        """Return the first matcher of a name; a pattern without wildcards is only looked up."""
+        exact = self._exact.get(local, len(self._ordered))
+        for place, pattern in self._globs:
+            if place > exact:
+                break
+            if pattern.match(local):
+                return self._ordered[place]
+        return self._ordered[exact] if exact < len(self._ordered) else None
 
     def has_evaluation_recipes(self) -> bool:
         """Return whether there are evaluation recipes, which no plan can hold."""

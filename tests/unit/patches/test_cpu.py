@@ -13,6 +13,8 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 from megatron.core.transformer import torch_norm
 from megatron.core.transformer.moe import moe_utils
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from megatron_snip.patches import cpu
 
@@ -33,6 +35,7 @@ OWNERS = (
     moe_utils,
     torch_norm.WrappedTorchNorm,
     distrib_optimizer.DistributedOptimizer,
+    _BaseDataLoaderIter,
 )
 
 
@@ -130,3 +133,15 @@ def test_a_bf16_product_is_the_fp32_product_rounded_once() -> None:
     out = torch.empty(64, 32, dtype=torch.bfloat16)
     assert torch.matmul(x, w.t(), out=out) is out and torch.equal(out, x @ w.t())
     assert (x.float() @ w.float().t()).dtype is torch.float32
+
+
+def draws_of_a_loader() -> bool:
+    before = torch.get_rng_state()
+    next(iter(DataLoader(TensorDataset(torch.zeros(4)))))
+    return not torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_data_loader_draws_nothing_from_the_generator_of_dropout(patched: None) -> None:
+    assert not draws_of_a_loader()
+    cpu.uninstall()
+    assert draws_of_a_loader()

@@ -1,6 +1,7 @@
 """From flags in Megatron's parser to a controller; bad input is one line and status 2."""
 
 import argparse
+import importlib
 import re
 from argparse import Namespace
 from pathlib import Path
@@ -9,7 +10,10 @@ from typing import Any
 import pytest
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import SnipError, UsageError
+from megatron_snip.linears.te import machine as machine_module
+from megatron_snip.linears.te.machine import Machine
+from megatron_snip.linears.te.modules import EXTENSION
 from megatron_snip.patches import arguments, cpu
 from megatron_snip.patches.arguments import exit_on_error, read_cli_args, snip_config
 from megatron_snip.patches.megatron_lm import setup
@@ -18,6 +22,28 @@ from megatron_snip.patches.registry import Registry
 from megatron_snip.state import ControllerState
 from megatron_snip.topology import Topology
 from tests.unit.planning.build import plan_of
+
+A100 = Machine((8, 0), te_version="2.20")
+HOPPER = Machine((9, 0), te_version="2.20")
+
+
+@pytest.mark.parametrize(
+    ("machine", "words", "text"),
+    [
+        (A100, (), "Transformer Engine runs only bf16 on compute capability 8.0"),
+        (HOPPER, ("--snip-pins", "*=fp4"), "fp4 is neither bf16 nor an option of formats bf16,fp8"),
+        (A100, ("--snip-backend", "simulate", "--snip-pins", "*=fp3"), "formats fp8,fp4 by linear"),
+    ],
+)
+def test_what_the_machine_cannot_run_is_refused_before_the_model_is_built(
+    monkeypatch: pytest.MonkeyPatch, machine: Machine, words: tuple[str, ...], text: str
+) -> None:
+    monkeypatch.setattr(machine_module, "this_machine", lambda with_te: machine)
+    monkeypatch.setattr(importlib.import_module(EXTENSION), "HAVE_TE", True)
+    with pytest.raises(SnipError, match=text):
+        config_of(*words, transformer_impl="transformer_engine")
+    local = config_of("--snip-backend", "simulate", transformer_impl="transformer_engine")
+    assert local.formats == ("auto",)
 
 
 @pytest.fixture

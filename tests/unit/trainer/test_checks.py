@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from megatron_snip.trainer.checkpoint import (
     make_partial,
     resume_iteration,
 )
-from megatron_snip.trainer.config import TrainConfig
+from megatron_snip.trainer.config import TrainConfig, make_train_config
+from megatron_snip.trainer.launch import is_rank, launch
 from megatron_snip.trainer.session import check_run, run_directories
 
 
@@ -65,6 +67,14 @@ def write_checkpoint(folder: Path, iteration: int, content: str = "", **values: 
     settings = {"version": 2, "config": config, "world_size": 1, "files": {}}
     finish_checkpoint(path, partial, json.dumps(settings))
     return folder
+
+
+def write_run_json(name: str, change: Callable[[dict[str, Any]], None]) -> None:
+    """Write a checkpoint whose settings are changed."""
+    file = write_checkpoint(Path(name), 20) / "iter_0000020" / "run.json"
+    settings = json.loads(file.read_text())
+    change(settings)
+    file.write_text(json.dumps(settings))
 
 
 VIRTUAL = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage"
@@ -111,6 +121,21 @@ BAD = [
     ("--config scalar.yaml", "'snip' must hold a mapping"),
     ("--lr fast", "lr: .* got 'fast'"),
     ("--snip-efficiency-target 1.5", "efficiency_target: .* less than or equal to 1"),
+    # Numbers outside of sense, with their limits.
+    ("--train-iters 100000000000000000000", "train_iters: .* less than or equal to 100000000,"),
+    ("--train-iters 100000000", r"train_iters 100000000 x .* at most 100000000 samples"),
+    ("--eval-iters 1000000000", "eval_iters: .* less than or equal to 1000000,"),
+    ("--seq-length 1000000000", "seq_length: .* less than or equal to 1000000,"),
+    ("--hidden-size 1000000000", "hidden_size: .* less than or equal to 1000000,"),
+    ("--make-vocab-size-divisible-by 1000000000000", "less than or equal to 1000000,"),
+    ("--lr 1e300", "lr: .* less than or equal to 1000,"),
+    ("--snip-measure-fraction 1e-320", "measure_fraction: .* greater than or equal to 0.000001,"),
+    ("--snip-weight-lambda 1e300", "weight_lambda: .* less than or equal to 1000000"),
+    ("--snip-pins *=fp3", r"pins: '\*=fp3': fp3 is neither bf16 nor an option of formats fp8,fp4"),
+    ("--run-dir ~nobody-here/x", "run_dir: .*home"),
+    # What a checkpoint says of itself.
+    ("--load text", "expert_model_parallel_size: must be an integer, got 'two'"),
+    ("--load device", r"files\./dev/zero"),
 ]
 
 
@@ -125,6 +150,8 @@ def test_what_cannot_run_is_refused_in_one_line(
     write_checkpoint(Path("dense"), 20)
     for ep in (1, 2):
         write_checkpoint(Path(f"ep{ep}"), 20, num_experts=4, expert_model_parallel_size=ep)
+    write_run_json("text", lambda run: run["config"].update(expert_model_parallel_size="two"))
+    write_run_json("device", lambda run: run.update(files={"/dev/zero": "0"}))
     texts = {"key": "hiden_size: 3", "nested": "snip: {interval_s: 3}", "scalar": "snip: 3"}
     for name, text in texts.items():
         Path(f"{name}.yaml").write_text(text)
@@ -243,3 +270,47 @@ def test_a_resumed_run_drops_rows_and_files_of_later_iterations(tmp_path: Path) 
     assert text == "".join(f"{line}\n" for line in good)
     for folder in OWN_FOLDERS:
         assert sorted(p.stem for p in (tmp_path / folder).iterdir()) == ["3", "5", "\u00b25"]
+
+
+def test_a_path_may_begin_with_the_home_that_quotes_hide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert make_train_config({"run_dir": "~/x"}).run_dir == Path("/somewhere/x")
+
+
+RANK = {
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RANK", "x"),
+        ("RANK", "2"),
+        ("WORLD_SIZE", "0"),
+        ("LOCAL_WORLD_SIZE", "0"),
+        ("MASTER_PORT", "0"),
+        ("MASTER_PORT", ""),
+        ("MASTER_ADDR", ""),
+    ],
+)
+def test_variables_that_a_launcher_left_are_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    for each, text in RANK.items():
+        monkeypatch.setenv(each, text)
+    assert is_rank()
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=f"{name} .*env -u RANK -u WORLD_SIZE"):
+        is_rank()
+    monkeypatch.delenv("RANK")
+    assert not is_rank()
+
+
+def test_thousands_of_ranks_are_not_started() -> None:
+    with pytest.raises(UsageError, match="100000 ranks on one machine; at most 1024"):
+        launch(TrainConfig(), 100_000)
