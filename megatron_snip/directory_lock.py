@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 
 LOCK = ".megatron-snip.lock"
 
-HEARTBEAT_S, HEARTBEAT_TIMEOUT_S, SETTLE_S = 10.0, 35.0, 3.0
+HEARTBEAT_S = 10.0
+HEARTBEAT_TIMEOUT_S = 35.0
+SETTLE_S = 3.0
 _MAX_HOLDER_BYTES = 400
 _held: set[int] = set()
 """Descriptors of the locks of this process; forks close theirs."""
@@ -120,7 +122,8 @@ def _is_beating(path: Path, holder: str) -> bool:
     logger.warning(
         "snip: waiting %g s: '%s' may be in use by %s", HEARTBEAT_TIMEOUT_S, path.parent, holder
     )
-    first, end = _changed_at(path), time.monotonic() + HEARTBEAT_TIMEOUT_S
+    first = _changed_at(path)
+    end = time.monotonic() + HEARTBEAT_TIMEOUT_S
     now = first
     while first is not None and now == first and time.monotonic() < end:
         time.sleep(min(1.0, HEARTBEAT_TIMEOUT_S / 10))

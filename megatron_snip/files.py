@@ -247,7 +247,8 @@ def first_problem(error: ValidationError, known: Iterable[str] = ()) -> UsageErr
     """
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"])
-    kind, value = first["type"], first["input"]
+    kind = first["type"]
+    value = first["input"]
     if kind == "extra_forbidden":
         hint = did_you_mean(place, known) if len(first["loc"]) == 1 else ""
         return UsageError(f"unknown key {shortened(repr(place), 120)}{hint}")

@@ -42,7 +42,8 @@ def given_values(
     namespace: argparse.Namespace, model: type[BaseModel], prefix: str = ""
 ) -> dict[str, Any]:
     """Return the fields of `model` that were given on the command line, by field name."""
-    given, dest = vars(namespace), prefix.replace("-", "_")
+    given = vars(namespace)
+    dest = prefix.replace("-", "_")
     return {name: given[dest + name] for name in model.model_fields if dest + name in given}
 
 

@@ -95,7 +95,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _refused(formats: list[str], machine: Machine, sizes: Iterable[int]) -> dict[str, str]:
     """Return the formats that Transformer Engine does not run here, and why."""
-    found, divisor = {}, math.gcd(*sizes)
+    found = {}
+    divisor = math.gcd(*sizes)
     for name in formats:
         reason = te_refusal(Option.uniform(name), machine)
         if reason is None:
@@ -114,9 +115,11 @@ def _refused(formats: list[str], machine: Machine, sizes: Iterable[int]) -> dict
 
 def _model_shapes(config: TrainConfig) -> dict[str, tuple[int, int]]:
     """Return {glob: (out_features, in_features)} of a layer's linears, of one shard."""
-    hidden, tp = config.hidden_size, config.tensor_model_parallel_size
+    hidden = config.hidden_size
+    tp = config.tensor_model_parallel_size
     groups = hidden // config.num_attention_heads * config.query_groups
-    path, ffn = "mlp", config.ffn_width // tp
+    path = "mlp"
+    ffn = config.ffn_width // tp
     if config.num_experts is not None:
         ffn = (config.moe_ffn_hidden_size or config.ffn_width) // config.expert_tensor_size
         path = "mlp.experts"

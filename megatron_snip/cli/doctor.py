@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what was found; return 0, or 1 if a package that SNIP needs cannot be imported."""
-    out, errors = console(), {}
+    out = console()
+    errors = {}
     table = new_table(("", "found"))
     for name, version in versions().items():
         error = import_error(MODULES[name]) if name in MODULES else None

@@ -11,7 +11,8 @@ from megatron_snip.cli.common import write_output
 from megatron_snip.directory import check_plain
 from megatron_snip.errors import UsageError
 
-DIRECTORY, FILE = "report", "report.html"
+DIRECTORY = "report"
+FILE = "report.html"
 
 EXAMPLES = (
     "megatron-snip report runs/demo --reference runs/bf16",

@@ -49,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
     """
     kind = "health" if args.health or args.csv else "divergences"
     path = _find(args.run / kind, args.iteration)
-    value, source = read_json(path, f"{kind} file"), f"{kind} file '{path}'"
+    value = read_json(path, f"{kind} file")
+    source = f"{kind} file '{path}'"
     read = HealthTable.from_dict if kind == "health" else parse_divergences
     record = read(value, source)
     if args.json:

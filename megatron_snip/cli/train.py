@@ -63,5 +63,6 @@ def read_settings(args: argparse.Namespace) -> TrainConfig:
     Raises:
         UsageError: one line naming the file, field or flag and what is wrong.
     """
-    values, snip = given_values(args, TrainFields), given_values(args, SnipConfig, "snip-")
+    values = given_values(args, TrainFields)
+    snip = given_values(args, SnipConfig, "snip-")
     return load_train_config(args.config, values, snip, args.snip_config)

@@ -128,7 +128,8 @@ def divergence_table(
         config: its `loss_divergence` and `weight_lambda` are used.
         warn: whether to log what is forbidden; one rank of many is enough.
     """
-    lowest, kappa = Option.uniform(lowest_format), fprop_scale(table.linears, lowest_format)
+    lowest = Option.uniform(lowest_format)
+    kappa = fprop_scale(table.linears, lowest_format)
     loss_of = partial(loss_divergence, estimator=config.loss_divergence)
     weight_of = partial(weight_divergence, kappa=kappa)
     loss_sum = finite_sum(_or_nan(loss_of, linear, lowest) for linear in table.linears)
@@ -263,7 +264,8 @@ def norm_bound(linear: LinearStatistics, option: Option) -> float:
     """Return the sum over GEMMs of the bound of their errors by Frobenius norms."""
     total = 0.0
     for gemm in (g for g in Gemm if option[g] != "bf16"):
-        found, (a, b) = linear.formats[option[gemm]], GEMM_OPERANDS[gemm]
+        found = linear.formats[option[gemm]]
+        a, b = GEMM_OPERANDS[gemm]
         norm = {o: math.sqrt(getattr(linear, name)) for o, (_, name) in _ERROR_FIELDS.items()}
         error = {o: math.sqrt(getattr(found, name)) for o, (name, _) in _ERROR_FIELDS.items()}
         (other,) = set(Operand) - {a, b}

@@ -113,7 +113,8 @@ def timed_options(
     with naming_field("calibration"):
         made = on_rank_0("--snip-calibration", lambda: make().model_dump(), control)
     table = CalibrationTable(**made)
-    refusals, fastest = dict(available.refusals), 0.0
+    refusals = dict(available.refusals)
+    fastest = 0.0
     for option in available.options:
         refused = dict(available.refusals.get(option, {}))
         pins = [glob for glob, wanted in config.pin_pairs if wanted == option]
@@ -133,7 +134,8 @@ def timed_options(
 
 def _shapes(model: PlannedModel, options: Sequence[Option]) -> dict[str, TimedShape]:
     """All ranks: return the shapes to measure, by glob of linears' names."""
-    config, tokens = model.config, model.runtime.microbatch_tokens
+    config = model.config
+    tokens = model.runtime.microbatch_tokens
     if tokens is None:
         raise UsageError("auto needs microbatches of one length; give a file", "calibration")
     tokens //= int(config.context_parallel_size)
@@ -141,7 +143,8 @@ def _shapes(model: PlannedModel, options: Sequence[Option]) -> dict[str, TimedSh
     wanted = dict.fromkeys((BF16, *uniform, *options))
     own = []
     for linear in model.linears:
-        seen, norm = tokens, getattr(linear.module, "normalization", "")
+        seen = tokens
+        norm = getattr(linear.module, "normalization", "")
         if linear.placements[0].expert is not None:  # its share of its group's tokens, padded
             ranks = config.expert_model_parallel_size * config.expert_tensor_parallel_size
             seen = tokens * ranks * config.moe_router_topk // config.tensor_model_parallel_size
@@ -151,7 +154,8 @@ def _shapes(model: PlannedModel, options: Sequence[Option]) -> dict[str, TimedSh
     globs: dict[str, TimedShape] = {}
     for rank in gather_json(own, model.runtime.topology.control):
         for name, *values in rank:
-            shape, glob = TimedShape(*values), f"*.layers.*.{split_linear_name(name)[2]}"
+            shape = TimedShape(*values)
+            glob = f"*.layers.*.{split_linear_name(name)[2]}"
             globs[glob if globs.setdefault(glob, shape) == shape else name] = shape
     return dict(sorted(globs.items(), key=lambda pair: -len(pair[0])))  # a name before its glob
 

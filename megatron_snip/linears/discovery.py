@@ -96,7 +96,8 @@ def find_linears(
     found: list[tuple[torch.nn.Module, list[Placement]]] = []
     unknown: list[str] = []
     for block, number, name, module in _layer_modules(model):
-        kind, own_name = _kind(module), name.rpartition(".")[2]
+        kind = _kind(module)
+        own_name = name.rpartition(".")[2]
         if is_replicated(module) and own_name not in TOKENS_KNOWN:
             unknown.append(linear_name(number, name, block))
         # eh_proj joins embedding and hidden state in MTP; it is not a layer GEMM
@@ -128,7 +129,8 @@ def _layer_modules(
     for chunk in model:
         inside: str | None = None
         for path, layer in chunk.named_modules():
-            match, number = _LAYER.match(path), getattr(layer, "layer_number", None)
+            match = _LAYER.match(path)
+            number = getattr(layer, "layer_number", None)
             within = inside is not None and path.startswith(inside)
             if match is None or within or not isinstance(number, int):
                 continue
@@ -147,7 +149,8 @@ def _kind(module: torch.nn.Module) -> LinearKind | None:
 def _placements(
     module: Any, kind: LinearKind, name: str, layer_number: int, block: str, topology: Topology
 ) -> list[Placement]:
-    config, weights = module.config, weights_of(module)
+    config = module.config
+    weights = weights_of(module)
     experts: list[int | None] = [None]
     expert_match = _EXPERT.search(f".{name}.")
     if expert_match is not None:

@@ -98,7 +98,9 @@ class _Layer:
 def _layer(moe: Any, topology: Topology) -> _Layer | None:
     """Return a layer; None where rows need no sorting, or their order is unknown."""
     dispatcher = moe.token_dispatcher
-    group, tp, ep = dispatcher.tp_ep_group, dispatcher.tp_size, dispatcher.ep_size
+    group = dispatcher.tp_ep_group
+    tp = dispatcher.tp_size
+    ep = dispatcher.ep_size
     if tp * ep == 1:
         return None
     if isinstance(dispatcher, MoEAlltoAllTokenDispatcher):

@@ -62,7 +62,8 @@ def find_violations(
     faults: list[str] = []
     stages: list[list[_Numbers]] = [[] for _ in range(problem.num_stages)]
     for linear in problem.linears:
-        name, option = linear.name, plan.linears[linear.name]
+        name = linear.name
+        option = plan.linears[linear.name]
         pins = [(glob, wanted) for glob, wanted in settings.pins if glob_matches(name, glob)]
         costs = {parse_option(text): cost for text, cost in linear.options.items()}
         # bf16 changes nothing, and so pins and some policies may use it unlisted.
@@ -96,11 +97,13 @@ def _numbers(
 ) -> _Numbers:
     if cost_model == "flops":
         times = [linear.flops * (1 - cost.saving / 2) for cost in (own, *usable)]
-        weight, gain = linear.flops, linear.flops * own.saving
+        weight = linear.flops
+        gain = linear.flops * own.saving
     else:
         every = [cost.seconds or 0.0 for cost in linear.options.values()]
         times = [cost.seconds or 0.0 for cost in (own, *usable)]
-        weight, gain = max(every) - min(every), max(every) - times[0]
+        weight = max(every) - min(every)
+        gain = max(every) - times[0]
     return _Numbers(own.quality_loss, weight, gain, times[0], min(times[1:]))
 
 

@@ -275,14 +275,16 @@ def make_table(problem: PlanningProblem, cost: CostName) -> CostTable:
     distinct: list[Shape] = []
     index = []
     for linear in problem.linears:
-        by_flops, costs = cost == "flops", linear.options.items()
+        by_flops = cost == "flops"
+        costs = linear.options.items()
         numbers = [(name, c.saving if by_flops else c.seconds) for name, c in costs]
         key = (linear.flops if by_flops else 0.0, *numbers)
         if key not in shapes:
             shapes[key] = len(shapes)
             distinct.append(_shape(linear, cost))
         index.append(shapes[key])
-    shape, columns = np.array(index), np.arange(max(len(s.options) for s in distinct))
+    shape = np.array(index)
+    columns = np.arange(max(len(s.options) for s in distinct))
     widths = np.array([(s.num_listed, len(s.options)) for s in distinct])[shape]
     listed = columns < widths[:, :1]
     quality = np.where(columns < widths[:, 1:], 0.0, np.nan)

@@ -87,11 +87,13 @@ class CoreSolution:
 
 def solve_core(core: Core, effort: Effort) -> CoreSolution:
     """Solve a core with CP-SAT."""
-    groups, (integers, unit, base, error) = _groups(core), _integer_costs(core)
+    groups = _groups(core)
+    integers, unit, base, error = _integer_costs(core)
     model = cp_model.CpModel()
     variables: dict[int, cp_model.IntVar] = {}
     for members in groups:  # the first linear of a group stands for all: its choices are counted
-        num, choices = len(members), core.choices(members[0])
+        num = len(members)
+        choices = core.choices(members[0])
         if num == 1:
             own = [model.new_bool_var("") for _ in choices]
             model.add_exactly_one(own)
@@ -166,7 +168,8 @@ def _integer_costs(core: Core) -> tuple[Ints, float, float, float]:
     least = np.minimum.reduceat(core.cost, core.starts[:-1])
     above = core.cost - np.repeat(least, sizes)
     total = float(np.maximum.reduceat(above, core.starts[:-1]).sum())
-    base, rounding = float(least.sum()), 1e-15 * float(np.abs(core.cost).sum())
+    base = float(least.sum())
+    rounding = 1e-15 * float(np.abs(core.cost).sum())
     if total == 0.0:
         return np.zeros(len(above), dtype=np.int64), 1.0, base, rounding
     unit = _common_unit(core.cost)

@@ -87,9 +87,11 @@ class ChoiceSet:
 
 def make_choices(task: Task) -> list[ChoiceSet]:
     """Return the choice sets of a task: one a stage where only the stages have floors."""
-    table, num_stages = task.table, task.table.problem.num_stages
+    table = task.table
+    num_stages = task.table.problem.num_stages
     cost = np.where(task.allowed & ~_dominated(task), task.cost, np.inf)
-    limits, overall = np.full(num_stages, -math.inf), task.gain_floors[-1]
+    limits = np.full(num_stages, -math.inf)
+    overall = task.gain_floors[-1]
     if task.floors is None:
         gain = overall.gains.astype(np.float64)
     else:
@@ -112,7 +114,8 @@ def make_choices(task: Task) -> list[ChoiceSet]:
 def _stage_choices(linears: Ints, cost: Floats, gains: Ints, least: Ints) -> ChoiceSet:
     """Return the choice set of one stage, whose floor is the overall one of the set."""
     stage = np.zeros(len(linears), dtype=np.int64)
-    none, gain_floors = np.array([-math.inf]), (Floors(gains, stage, least),)
+    none = np.array([-math.inf])
+    gain_floors = (Floors(gains, stage, least),)
     gain = gains.astype(np.float64)
     return ChoiceSet(linears, cost, gain, stage, none, float(least[0]), gain_floors)
 
@@ -124,7 +127,8 @@ def _dominated(task: Task) -> Mask:
     criteria += [np.where(task.allowed, floors.gains, worst) for floors in task.gain_floors]
     dominated = np.zeros(task.allowed.shape, dtype=np.bool_)
     for j in range(task.allowed.shape[1]):
-        as_good, better = np.ones_like(dominated), np.zeros_like(dominated)
+        as_good = np.ones_like(dominated)
+        better = np.zeros_like(dominated)
         for values in criteria:
             as_good &= values[:, [j]] >= values
             better |= values[:, [j]] > values
@@ -220,9 +224,11 @@ def _sums(choices: ChoiceSet, columns: Ints) -> list[Floats]:
 
 
 def _stage_prices(choices: ChoiceSet) -> _Stages:
-    stage, floors = choices.stage, choices.floors
+    stage = choices.stage
+    floors = choices.floors
     below, above = _extremes(choices)
-    low, high = _sums(choices, below), _sums(choices, above)
+    low = _sums(choices, below)
+    high = _sums(choices, above)
     met = low[1] >= floors
     price = np.zeros(len(floors))
     open_ = ~met & (high[1] > low[1])

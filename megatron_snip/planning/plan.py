@@ -159,7 +159,8 @@ def assigned_plan(
     """
     assert set(linears) == set(work)
     num_stages = 1 + max(stage for stage, _ in work.values())
-    total, gain = [Fraction(0)] * num_stages, [Fraction(0)] * num_stages
+    total = [Fraction(0)] * num_stages
+    gain = [Fraction(0)] * num_stages
     for name, (stage, flops) in work.items():
         total[stage] += as_fraction(flops)
         gain[stage] += as_fraction(flops) * as_fraction(linears[name].share_in(lowest_format))

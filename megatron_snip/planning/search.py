@@ -122,7 +122,8 @@ class Search:
         deadline: float,
     ) -> None:
         self.choices = choices
-        self._settings, self._deadline = settings, deadline
+        self._settings = settings
+        self._deadline = deadline
         self._dual = maximize(choices)
         self.bound = self._dual.bound
         candidates = [choices.without_dropped(start) for start in starts]
@@ -163,7 +164,8 @@ class Search:
 
     def open_choices(self) -> Mask:
         """Return the choices ([m, k]) that an assignment better than the incumbent can use."""
-        cost, least = self.choices.cost, self.choices.cost.min(axis=1)
+        cost = self.choices.cost
+        least = self.choices.cost.min(axis=1)
         open_ = np.isfinite(cost) & (self._dual.reduced <= self.gap + self._tolerance)
         # Nor can a better one hold a choice that alone costs more than the incumbent.
         slack = self.best_cost - math.fsum(least) + self._tolerance
@@ -176,8 +178,10 @@ class Search:
 
         `complete` says that they include every open choice, so that a bound holds for all.
         """
-        choices, counts = self.choices, part.sum(axis=1)
-        free, fixed = np.flatnonzero(counts > 1), np.flatnonzero(counts == 1)
+        choices = self.choices
+        counts = part.sum(axis=1)
+        free = np.flatnonzero(counts > 1)
+        fixed = np.flatnonzero(counts == 1)
         if not len(free):
             self.optimal = self.optimal or complete
             self.bound = self.best_cost if complete else self.bound
@@ -190,7 +194,8 @@ class Search:
         owner = free[rows]
         constraints: list[tuple[Ints, int]] = []
         for floors in choices.gain_floors:
-            gains, group = floors.gains[owner, columns], floors.group[owner]
+            gains = floors.gains[owner, columns]
+            group = floors.group[owner]
             left = floors.missing(found, fixed).tolist()
             used = np.unique(floors.group).tolist()
             constraints += [(np.where(group == p, gains, 0), left[p]) for p in used]
@@ -206,7 +211,8 @@ class Search:
             found[free] = columns[answer.choices]
             assert choices.holds(found), "the solver's assignment breaks an integer constraint"
             if choices.cost_of(found) < self.best_cost:
-                self.best, self.best_cost = found, choices.cost_of(found)
+                self.best = found
+                self.best_cost = choices.cost_of(found)
         if complete:
             self.bound = max(self.bound, min(self.best_cost, base + answer.bound))
             self.optimal = answer.proven
@@ -215,7 +221,8 @@ class Search:
 
     def _most_promising(self, open_: Mask, size: int | None) -> Mask:
         """Return the `size` open choices of least reduced cost, and each linear's cheapest."""
-        reduced, rows = self._dual.reduced, self.choices.rows
+        reduced = self._dual.reduced
+        rows = self.choices.rows
         cheapest = np.zeros_like(open_)
         cheapest[rows, reduced.argmin(axis=1)] = True
         others = np.sort(reduced[open_ & ~cheapest])

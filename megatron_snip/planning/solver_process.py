@@ -78,7 +78,8 @@ class PlanRequest(BaseModel):
         try:
             value = json.loads(reply)
             if "error" in value:
-                name, message = value["error"], value["message"]
+                name = value["error"]
+                message = value["message"]
                 if name in _ERRORS:
                     raise _ERRORS[name](message)
                 raise PlanningError(f"{name}: {message}")
@@ -151,7 +152,8 @@ class SolverProcess:
             PlanningError: the child crashed, hung or sent an invalid reply, or nothing was
                 submitted.
         """
-        request, self._request = self._request, None
+        request = self._request
+        self._request = None
         if request is None:
             raise PlanningError("no plan was submitted to the solver process")
         try:

@@ -61,7 +61,8 @@ class PlanApplied:
     @property
     def summary(self) -> str:
         """The event in a log line."""
-        plan, result = self.plan, "plan unchanged"
+        plan = self.plan
+        result = "plan unchanged"
         if self.num_changed:
             result = f"plan applied, {self.num_changed} of {len(plan.linears)} linears changed"
         shares = shares_text(self.format_shares)

@@ -158,7 +158,8 @@ def _split(name: str) -> tuple[str, int, str]:
 @matplotlib.rc_context(STYLE)
 def plan_map(linears: Mapping[str, Option]) -> Figure:
     """Draw a plan: a cell per linear, or three (fprop, dgrad, wgrad) where options are mixed."""
-    grid, gemms = LinearGrid(linears), _gemms(linears.values())
+    grid = LinearGrid(linears)
+    gemms = _gemms(linears.values())
     tables = [_format_table(grid, linears, gemm) for gemm in gemms]
     cells = np.stack(tables, axis=2).reshape(len(grid.rows), -1)
     figure = _new_figure(grid.height_in + 0.8)
@@ -336,7 +337,8 @@ def loss_curves(run: RunRecord, reference: tuple[str, MetricRows] | None = None)
     figure = _new_figure(2.3 + 1.5 * panels)
     ratios = (3.2, 1.5)[:panels]
     all_axes = figure.subplots(panels, 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
-    axes, lower = all_axes[0], all_axes[-1]
+    axes = all_axes[0]
+    lower = all_axes[-1]
     if reference is not None:
         name, metrics = reference
         axes.plot(*metrics.column("loss"), color=MUTED, linewidth=1.2, label=label(name))

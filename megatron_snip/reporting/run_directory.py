@@ -96,7 +96,8 @@ class RunDirectory:
                 now = time.perf_counter()
                 wall = {"wall_s": now - self._last_row_at}
                 self.append_metrics({"iteration": event.iteration, **values, **wall, **self._row})
-                self._row, self._last_row_at = {}, now
+                self._row = {}
+                self._last_row_at = now
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl; values that are not finite become null."""

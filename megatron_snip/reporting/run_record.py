@@ -95,7 +95,8 @@ class MetricRows:
 
     def gap_to(self, reference: Self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return (iterations, loss minus the reference's) where both losses are finite."""
-        (at, losses), (base_at, base) = self.column("loss"), reference.column("loss")
+        at, losses = self.column("loss")
+        base_at, base = reference.column("loss")
         common, first, second = np.intersect1d(at, base_at, return_indices=True)
         gap = losses[first] - base[second]
         return common[np.isfinite(gap)], gap[np.isfinite(gap)]
@@ -259,15 +260,19 @@ def read_run(path: Path) -> RunRecord:
         raise UsageError(f"cannot find the run directory '{path}'")
     if not path.is_dir():
         raise UsageError(f"'{path}' is a file; give the run's directory")
-    settings, versions, inside = path / "config.yaml", path / "versions.json", path / "snip"
+    settings = path / "config.yaml"
+    versions = path / "versions.json"
+    inside = path / "snip"
     if not settings.is_file():
         hint = f"; did you mean '{inside}'?" if (inside / "config.yaml").is_file() else ""
         raise UsageError(f"'{path}' is not a run directory: it has no config.yaml{hint}")
     config = read_yaml(settings)
     metrics = read_metrics(path / "metrics.jsonl")  # first: its plans were written before
     snip = _snip_config(config)
-    last, plans = metrics.last_iteration, plan_spans(path, metrics)
-    measured, problem = _last(path / "divergences", last), _last(path / "problems", last)
+    last = metrics.last_iteration
+    plans = plan_spans(path, metrics)
+    measured = _last(path / "divergences", last)
+    problem = _last(path / "problems", last)
     return RunRecord(
         path=path,
         config=config,

@@ -80,7 +80,8 @@ class ScalarSeries:
             self._last_refresh = now
         match event.payload:
             case Measurement() as measured:
-                elapsed, self._last_refresh = now - self._last_refresh, now
+                elapsed = now - self._last_refresh
+                self._last_refresh = now
                 overhead = 100.0 * measured.seconds / elapsed if elapsed > 0 else None
                 lowest = measured.divergences.of_lowest()
                 found = {
@@ -197,7 +198,8 @@ class WandbWriter(_Dashboard):
         self._board.config.update({"snip": config}, allow_val_change=True)
 
     def _log(self, iteration: int, payload: Payload, scalars: dict[str, float]) -> None:
-        run, row = self._board.run, dict[str, Any](scalars)
+        run = self._board.run
+        row = dict[str, Any](scalars)
         if run is None:
             return
         if iteration < run.step:

@@ -87,8 +87,10 @@ def tile_counts(
 
 
 def _tiles(x: Tensor, block: Block) -> Tensor:
-    (rows, cols), (tall, wide) = x.shape, block
-    magnitude, missing = x.abs(), (0, -cols % wide, 0, -rows % tall)
+    rows, cols = x.shape
+    tall, wide = block
+    magnitude = x.abs()
+    missing = (0, -cols % wide, 0, -rows % tall)
     if any(missing):
         magnitude = torch.nn.functional.pad(magnitude, missing)
     return magnitude.view(-(-rows // tall), tall, -(-cols // wide), wide)

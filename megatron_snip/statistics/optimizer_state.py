@@ -89,7 +89,9 @@ class Shard:
 
 
 def _adam(shard: Shard) -> tuple[Tensor, Tensor] | None:
-    first, second, step = shard.state.get("exp_avg"), shard.state.get("exp_avg_sq"), shard.step
+    first = shard.state.get("exp_avg")
+    second = shard.state.get("exp_avg_sq")
+    step = shard.step
     if first is None or second is None or step < 1:
         return None
     beta1, beta2 = shard.group.get("betas", (0.0, 0.0))[:2]
@@ -100,19 +102,22 @@ def _adam(shard: Shard) -> tuple[Tensor, Tensor] | None:
 
 def _adafactor(names: tuple[str, str], shard: Shard) -> tuple[Tensor, Tensor]:
     rows, cols = (shard.state[name].float() for name in names)
-    rows, cols = rows.reshape(-1, 1), cols.reshape(1, -1)
+    rows = rows.reshape(-1, 1)
+    cols = cols.reshape(1, -1)
     d = (rows / rows.mean()).rsqrt() * cols.rsqrt()
     return d, torch.ones_like(d)
 
 
 def _momentum(shard: Shard) -> tuple[Tensor, Tensor]:
-    m, group = shard.state["momentum_buffer"].float(), shard.group
+    m = shard.state["momentum_buffer"].float()
+    group = shard.group
     d = 1.0 - group.get("dampening", 0.0)
     return torch.full_like(m, 1.0 + group["momentum"] * d if group.get("nesterov") else d), m
 
 
 def _muon(shard: Shard) -> tuple[Tensor, Tensor]:
-    m, group = shard.state["momentum_buffer"].float().view(shard.shape), shard.group
+    m = shard.state["momentum_buffer"].float().view(shard.shape)
+    group = shard.group
     # As errors of wgrad are: random, larger where gradients are, and of the size of FP4's.
     change = torch.randn(m.shape, generator=torch.Generator().manual_seed(m.numel())).to(m.device)
     change *= m.norm(dim=1).outer(m.norm(dim=0))
@@ -150,7 +155,8 @@ def optimizer_shards(optimizer: Any) -> dict[Tensor, Shard]:
         groups = {id(p): group for group in inner.param_groups for p in group["params"]}
         for weight, main_param, start, end in _owned(part, inner):
             if (group := groups.get(id(main_param))) is not None:
-                state, shape = inner.state.get(main_param, {}), weight.shape
+                state = inner.state.get(main_param, {})
+                shape = weight.shape
                 rule = _rule(inner, state, group, shape, end - start == weight.numel())
                 shards[weight] = Shard(start, end, shape, state, group, rule)
     return shards
@@ -298,10 +304,12 @@ def weight_norms(
         loss_scale: factor of the gradients; the norms are without it.
     """
     shards = optimizer_shards(optimizer)
-    sharded, rate = is_sharded(optimizer), learning_rate(optimizer) or 0.0
+    sharded = is_sharded(optimizer)
+    rate = learning_rate(optimizer) or 0.0
     found: dict[str, Tensor] = {}
     for placement, weight in weights.items():
-        rank, shard = topology.data_axis(placement).rank, shards.get(weight)
+        rank = topology.data_axis(placement).rank
+        shard = shards.get(weight)
         if placement.tensor.size == 1 and placement.tensor.rank:  # a replicated weight
             continue
         grad = gradient_of(weight)
@@ -340,7 +348,9 @@ class ShardSums(NamedTuple):
         """Return the sums of a weight's shard on this rank; zeros without one."""
         num_rows, num_cols = weight.shape
         new = partial(torch.zeros, dtype=torch.float64, device=weight.device)
-        rows, cols, scalars = new(num_rows), new(num_cols), new(2)
+        rows = new(num_rows)
+        cols = new(num_cols)
+        scalars = new(2)
         if shard is not None and (found := shard.slope_and_update()) is not None:
             d, update = found
             scalars[0] = shard.end - shard.start

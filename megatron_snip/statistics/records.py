@@ -176,7 +176,8 @@ def _mixed(old: Row, new: Row, columns: tuple[str, ...], decay: float) -> Row:
     """Average; a NaN counts in the measurement that had it, and is gone with the next."""
     values = {}
     for name in columns:
-        before, now = getattr(old, name), getattr(new, name)
+        before = getattr(old, name)
+        now = getattr(new, name)
         if name not in _NOT_AVERAGED and math.isfinite(before) and before != now:
             values[name] = decay * before + (1 - decay) * now
     return replace(new, **values)

@@ -84,9 +84,11 @@ def draw_sample(s: MeasureSettings, num_tokens: int, microbatch: int) -> Sample:
     """
     tile = max((fmt.tile for fmt in s.formats.values()), default=1)
     wanted = min(max(num_tokens // TOKENS_PER_SAMPLE, LEAST_TOKENS), MOST_TOKENS)
-    num_tiles, num_chosen = math.ceil(num_tokens / tile), math.ceil(wanted / tile)
+    num_tiles = math.ceil(num_tokens / tile)
+    num_chosen = math.ceil(wanted / tile)
     single = runs = torch.arange(num_tokens)
-    first_feature, expansions = None, (1.0, 1.0)
+    first_feature = None
+    expansions = (1.0, 1.0)
     if not s.all_tokens and num_chosen < num_tiles:
         word = StreamKey(s.seed, "sampled tokens", s.iteration, microbatch).word
         generator = torch.Generator().manual_seed(word >> 1)  # a seed has 63 bits

@@ -140,7 +140,8 @@ def read_saved_run(path: Path) -> SavedRun:
         if not (path / name).is_file():
             raise UsageError(f"'{path}' is not a complete checkpoint of this trainer: no '{name}'")
     file = path / SETTINGS
-    value, source = read_json(file, "checkpoint settings"), f"checkpoint settings '{file}'"
+    value = read_json(file, "checkpoint settings")
+    source = f"checkpoint settings '{file}'"
     return read_record(SavedRun, value, source, SCHEMA_VERSION)
 
 
@@ -169,7 +170,8 @@ def check_new_save(save: Path) -> None:
     Raises:
         UsageError: if it holds checkpoints.
     """
-    latest, found = latest_iteration(save), next(save.glob("iter_*"), None)
+    latest = latest_iteration(save)
+    found = next(save.glob("iter_*"), None)
     if latest is not None:
         raise UsageError(
             f"save '{save}' holds checkpoints of another run, up to iteration {latest}; "
@@ -184,7 +186,8 @@ def check_new_save(save: Path) -> None:
 
 def _check_resume(config: TrainConfig, source: Path) -> None:
     """Refuse a checkpoint of another model, or one that Megatron cannot convert to the layout."""
-    old, new = read_saved_run(source).config, config.model_dump(mode="json")
+    old = read_saved_run(source).config
+    new = config.model_dump(mode="json")
     for name in MODEL_FIELDS:
         if old.get(name) != new[name]:
             change = f"{name} {old.get(name)} -> {new[name]}"

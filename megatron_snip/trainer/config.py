@@ -347,7 +347,8 @@ def _conflicts(c: TrainConfig) -> Iterator[str]:
     etp = (c.expert_tensor_size, "expert_tensor_parallel_size")
     ep = (c.expert_model_parallel_size, "expert_model_parallel_size")
     stages = (c.pipeline_model_parallel_size, "pipeline_model_parallel_size")
-    chunk, name = c.num_layers_per_virtual_pipeline_stage, "num_layers_per_virtual_pipeline_stage"
+    chunk = c.num_layers_per_virtual_pipeline_stage
+    name = "num_layers_per_virtual_pipeline_stage"
     heads = (2 * c.num_attention_heads, "2 x num_attention_heads")  # rotary embeddings take pairs
     experts = c.num_experts or 0
     if chunk is not None and stages[0] == 1:

@@ -318,9 +318,11 @@ def _main(settings: int, report: int, launcher: int) -> int:
         result = train_as_rank(make_train_config(json.loads(_read_whole(settings))))
         return 0 if result.stopped is None else SAVED_AND_STOPPED
     except UsageError as error:
-        kind, text = "usage", str(error)
+        kind = "usage"
+        text = str(error)
     except SnipError as error:
-        kind, text = "error", str(error)
+        kind = "error"
+        text = str(error)
     except Exception as error:
         known = known_failure(error)
         kind = "crash" if known is None else "error"

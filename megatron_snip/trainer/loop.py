@@ -148,13 +148,16 @@ def train(
         SnipError: on every rank, if the loss or gradient norm is not finite or a checkpoint cannot
             be saved.
     """
-    begin, config = time.perf_counter(), state.config
+    begin = time.perf_counter()
+    config = state.config
     if start is None:
         loss = evaluate(state, datasets.valid, hook)
         start = Progress(0, loss, loss)
-    first, validation = start.first_validation_loss, start.validation_loss
+    first = start.first_validation_loss
+    validation = start.validation_loss
     metrics: dict[str, Any] = {"loss": math.nan}
-    iteration, stopped = start.iteration, None
+    iteration = start.iteration
+    stopped = None
     while iteration < config.train_iters and stopped is None:
         iteration += 1
         metrics = train_step(iteration, state, datasets.train, hook)

@@ -123,7 +123,8 @@ def run_rank(config: TrainConfig) -> TrainingResult:
         UsageError: if the number of ranks, data or plan do not fit; every rank raises.
         SnipError: if a rank cannot continue.
     """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
     _set_up_logging(logging.WARNING if rank else logging.INFO)
     try:
         check_run(config, world_size)
@@ -273,7 +274,9 @@ class ProgressWriter:
         """Print a line if it is due."""
         if not isinstance(event.payload, Metrics):
             return
-        config, iteration, metrics = self._config, event.iteration, event.payload.values
+        config = self._config
+        iteration = event.iteration
+        metrics = event.payload.values
         every = max(1, config.train_iters // PROGRESS_LINES)
         if iteration % every and iteration != 1 and "validation_loss" not in metrics:
             return
