@@ -28,9 +28,9 @@ from benchmarks.machine import has_gpu
 from megatron_snip.config import SnipConfig
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.linears.training_step import TrainingStep, zero_gradients
 from megatron_snip.options import BF16, Option
 from megatron_snip.patches import cpu
+from megatron_snip.run.step import TrainingStep, zero_gradients
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.optimizer_state import (
     gather_sensitivities,

@@ -39,7 +39,7 @@ from megatron_snip.divergence.quality_loss import (
     divergence_table,
     planning_problem,
 )
-from megatron_snip.linears.training_step import zero_gradients
+from megatron_snip.run.step import zero_gradients
 
 SHAPES = {
     "small": {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 512, "seq_length": 256},

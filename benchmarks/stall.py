@@ -33,12 +33,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 
 from benchmarks.machine import write_result
 from benchmarks.solver import experts_model
-from megatron_snip.linears.training_step import ForwardBackward
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.reporting.events import Writer
+from megatron_snip.run.step import ForwardBackward
 from megatron_snip.trainer import session
 from megatron_snip.trainer.config import make_train_config
 from megatron_snip.trainer.loop import PlainTraining

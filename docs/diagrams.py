@@ -2,8 +2,8 @@
 
     python docs/diagrams.py
 
-writes docs/images/{cycle,packages,gemms}.svg. Each picture brings its own light ground, so that it
-is legible on a dark page, too.
+writes docs/images/{cycle,gemms,life,packages}.svg. Each picture brings its own light ground, so
+that it is legible on a dark page, too.
 """
 
 from __future__ import annotations
@@ -179,7 +179,44 @@ def packages() -> Diagram:
     return picture
 
 
-DIAGRAMS = {"cycle": cycle, "gemms": gemms, "packages": packages}
+def life() -> Diagram:
+    """Return how a plan comes into being, and where it ends; boxes name modules of `run`."""
+    picture = Diagram(900, 470, "The life of a plan, with the modules of megatron_snip/run")
+    sources = (
+        ("plan file", "--snip-plan-file", ORANGE),
+        ("checkpoint", "state: plan, problem", ORANGE),
+        ("policy", "without measurements", ORANGE),
+        ("BF16", "until a refresh", ORANGE),
+    )
+    for number, (name, detail, color) in enumerate(sources):
+        x = 20 + 220 * number
+        picture.box(x, 20, 190, 50, [name, detail], color)
+        picture.arrow((x + 95, 70), (x + 95, 100))
+    picture.box(20, 100, 850, 50, ["plans: the first plan", "made to fit pins, formats, linears"])
+    picture.arrow((445, 150), (445, 190))
+    picture.box(
+        330, 190, 230, 60, ["controller: the current plan", "linears run its options"], GREEN
+    )
+    picture.box(20, 190, 220, 60, ["guard: runs the iteration", "again under a fallback"], GREEN)
+    picture.arrow((330, 210), (240, 210))
+    picture.text(285, 202, "run", anchor="middle", color=FAINT)
+    picture.arrow((240, 235), (330, 235))
+    picture.text(285, 250, "revert", anchor="middle", color=FAINT)
+    picture.arrow((445, 250), (445, 300))
+    picture.text(455, 280, "schedule: a refresh is due", color=FAINT)
+    picture.box(330, 300, 230, 60, ["observation", "statistics, divergences"], BLUE)
+    picture.arrow((445, 360), (445, 400))
+    picture.text(455, 385, "the planning problem", color=FAINT)
+    picture.box(330, 400, 230, 50, ["solve: rank 0's solver", "training goes on"], BLUE)
+    picture.arrow((560, 425), (740, 425), (740, 250))
+    picture.text(750, 350, "the plan, lag", color=FAINT)
+    picture.text(750, 368, "iterations later", color=FAINT)
+    picture.box(640, 190, 230, 60, ["controller: apply it", "same digest on all ranks"], GREEN)
+    picture.arrow((640, 220), (560, 220))
+    return picture
+
+
+DIAGRAMS = {"cycle": cycle, "gemms": gemms, "life": life, "packages": packages}
 
 if __name__ == "__main__":
     for name, draw in DIAGRAMS.items():

@@ -5,6 +5,7 @@ network when `group` is None. Records travel as JSON bytes; nothing is pickled.
 """
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -12,7 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_snip.errors import SnipError, UsageError, one_line
+from megatron_snip.errors import SnipError, UsageError
+from megatron_snip.log import log_failure
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -80,7 +84,7 @@ def attempt(what: str, action: Callable[[], T], group: ProcessGroup | None) -> T
     try:
         result = action()
     except Exception as error:  # any error must reach all ranks
-        failure = f"{type(error).__name__}: {one_line(error)}"
+        failure = log_failure(logger, what, error)
     if any_rank(failure is not None, group):
         raise RemoteFailure(what, gather_json(failure, group))
     return result  # type: ignore[return-value]  # no rank failed

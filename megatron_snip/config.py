@@ -7,7 +7,7 @@ Every field is a flag: `efficiency_target` is `--snip-efficiency-target` on the 
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Self, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -37,6 +37,24 @@ HealthMeasure = Literal[
 _ALERT = re.compile(
     rf"({'|'.join(get_args(HealthMeasure))})\s*([<>])\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
 )
+
+
+class Alert(NamedTuple):
+    """A threshold of `--snip-alert`.
+
+    Attributes:
+        text: the threshold as logs show it, such as `underflow>0.3`.
+        measure: the measure of health.
+        sign: 1 if values above the limit alert, -1 if values below it do.
+        limit: the limit.
+    """
+
+    text: str
+    measure: HealthMeasure
+    sign: float
+    limit: float
+
+
 PipelineBalance = Literal["none", "stage", "bottleneck"]
 CostName = Literal["flops", "time"]
 
@@ -304,6 +322,16 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
         """Return whether the formats allow an option; bf16 changes nothing and is always one."""
         return set(option.formats) <= {*self.named_formats, "bf16"}
 
+    def planning_values(self) -> dict[str, Any]:
+        """Return the planner's part of the settings: the fields of a `PlanSettings`."""
+        return {
+            "policy": self.policy,
+            "pipeline_balance": self.pipeline_balance,
+            "pins": tuple((glob, str(option)) for glob, option in self.pin_pairs),
+            "change_penalty": self.change_penalty,
+            "cost": self.cost,
+        }
+
     @property
     def has_schedule(self) -> bool:
         """Whether the target changes during the run."""
@@ -345,22 +373,24 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
 
     @property
     @naming_field("alert")
-    def alerts(self) -> tuple[tuple[str, HealthMeasure, float, float], ...]:
-        """`alert` as (text, measure, 1 for above or -1 for below, threshold).
-
-        The text is in one form: `underflow > .30` becomes `underflow>0.3`.
-        """
-        found, known = {}, get_args(HealthMeasure)
-        for text in self.alert:
-            match = _ALERT.fullmatch(text)
+    def alerts(self) -> tuple[Alert, ...]:
+        """`alert`, parsed; the texts are in one form: `underflow > .30` becomes `underflow>0.3`."""
+        found: dict[str, Alert] = {}
+        known = get_args(HealthMeasure)
+        for given in self.alert:
+            match = _ALERT.fullmatch(given)
             if match is None:
-                name = re.split(r"\W", text)[0]
+                name = re.split(r"\W", given)[0]
                 hint = did_you_mean(name, known) if name and name not in known else ""
                 kinds = ", ".join(known)
-                raise UsageError(f"'{text}' is not MEASURE>X or MEASURE<X{hint}; measures: {kinds}")
-            measure, sign, limit = match[1], match[2], float(match[3]) + 0.0  # no -0
-            name = f"{measure}{sign}{str(limit).removesuffix('.0')}"
-            found[name] = name, cast(HealthMeasure, measure), 1.0 if sign == ">" else -1.0, limit
+                raise UsageError(
+                    f"'{given}' is not MEASURE>X or MEASURE<X{hint}; measures: {kinds}"
+                )
+            measure, sign, number = match.groups()
+            limit = float(number) + 0.0  # no -0
+            text = f"{measure}{sign}{str(limit).removesuffix('.0')}"
+            direction = 1.0 if sign == ">" else -1.0
+            found[text] = Alert(text, cast(HealthMeasure, measure), direction, limit)
         return tuple(found.values())
 
 

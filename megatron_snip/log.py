@@ -1,8 +1,17 @@
-"""Lines that appear once: in this process, or in a job of many ranks."""
+"""Lines that appear once: in this process, or in a job of many ranks; and failures in full.
+
+Training goes on after a failure of ours: ranks exchange one line about it and keep the plan. The
+traceback would be lost there, so `log_failure` logs it on the rank and at the place where it stops.
+"""
 
 import functools
 import logging
 import os
+
+from megatron_snip.errors import SnipError, one_line
+
+_current: dict[str, int] = {}
+"""`iteration`, as `set_iteration` was told last."""
 
 
 @functools.cache
@@ -17,5 +26,37 @@ def warn_once_per_job(logger: logging.Logger, message: str, level: int = logging
         warn_once(logger, message, level)
 
 
-forget_warnings = warn_once.cache_clear
-"""Lets every message be logged again (in-process restart, tests)."""
+def set_iteration(iteration: int) -> None:
+    """Name the iteration that runs now in the failures that are logged from here on."""
+    _current["iteration"] = iteration
+
+
+def log_failure(logger: logging.Logger, what: str, error: Exception) -> str:
+    """Log an exception that ends here, with traceback, rank and iteration; return it as one line.
+
+    The same failure is logged once in a process. A `SnipError` says all there is to say in its line
+    and has no traceback.
+
+    Args:
+        logger: the logger of the module that stops the exception.
+        what: what failed, such as `measuring decoder.layers.0.mlp.linear_fc1`.
+        error: the exception; called while it is handled.
+    """
+    line = f"{type(error).__name__}: {one_line(error)}"
+    if not isinstance(error, SnipError):
+        _log_once(logger, what, line)
+    return line
+
+
+@functools.cache
+def _log_once(logger: logging.Logger, what: str, line: str) -> None:
+    rank = os.environ.get("RANK", "0")
+    iteration = _current.get("iteration", 0)
+    text = "snip: rank %s, iteration %d: %s failed: %s"
+    logger.error(text, rank, iteration, what, line, exc_info=True)
+
+
+def forget_warnings() -> None:
+    """Let every message be logged again (in-process restart, tests)."""
+    warn_once.cache_clear()
+    _log_once.cache_clear()

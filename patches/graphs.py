@@ -35,7 +35,9 @@ def full_iteration(call: Call, session: Session) -> Any:
     if session.graphs is None:
         return call.run()
     wrapper, kwargs = call.arguments["self"], call.arguments["kwargs"]
-    if session.paired_run is not None and kwargs["forward_only"]:
+    controller = session.controller
+    runs_twice = controller is not None and controller.evaluates_twice
+    if runs_twice and session.evaluating is not None and kwargs["forward_only"]:
         return wrapper.forward_backward_func(**kwargs)
     return session.graphs.run_full_iteration(wrapper, kwargs, call.run)
 

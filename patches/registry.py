@@ -28,9 +28,8 @@ from megatron_snip.errors import UnsupportedError
 from megatron_snip.log import warn_once_per_job
 
 if TYPE_CHECKING:  # the controller imports Megatron; without --snip nothing needs it
-    from megatron_snip.controller import SnipController
     from megatron_snip.patches.graphs import Graphs
-    from megatron_snip.patches.megatron_lm.train_step import StepMetrics
+    from megatron_snip.run.controller import SnipController
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +51,7 @@ class Session:
         parser_built: whether Megatron's parser was built.
         controller: attached to the model, or None.
         loaded_state: SNIP's state in the checkpoint that Megatron has loaded, or None.
-        metrics: of the current iteration; None without a controller.
-        paired_run: takes the place of the schedule while an evaluation runs in two precisions.
+        evaluating: what runs Megatron's schedule within an evaluation; None outside of one.
         graphs: CUDA graphs and the plans under which they were captured; None without a controller.
         graph_helpers: what captures layers -> the arguments that it was made from.
     """
@@ -62,15 +60,15 @@ class Session:
     parser_built: bool = False
     controller: SnipController | None = None
     loaded_state: dict[str, Any] | None = None
-    metrics: StepMetrics | None = None
-    paired_run: Callable[..., Any] | None = None
+    evaluating: Callable[..., Any] | None = None
     graphs: Graphs | None = None
     graph_helpers: dict[Any, dict[str, Any]] = field(default_factory=dict)
 
     def end(self) -> None:
         """Close the controller, if there is one, and forget the training run."""
         controller, self.controller = self.controller, None
-        self.loaded_state = self.metrics = self.graphs = None
+        self.loaded_state = None
+        self.graphs = None
         self.graph_helpers.clear()
         if controller is not None:
             controller.close()

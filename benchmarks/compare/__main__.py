@@ -2,7 +2,7 @@
 
     python -m benchmarks.compare policies [--targets 0.85,0.95] [--formats fp3,fp4] [--seeds 6]
     python -m benchmarks.compare forks [--formats fp3,fp4] [--pairs 48] [--data-seeds 2]
-    python -m benchmarks.compare table [--figure FILE.svg]
+    python -m benchmarks.compare table [--figure FILE.svg] [--page FILE.md]
     (each with --setup quick, which takes ten minutes, --scenario outliers, --results FILE)
 
 `policies`: from a BF16 warm-up of each seed, one branch a variant and target; plans of a target
@@ -37,6 +37,9 @@ from megatron_snip.errors import UsageError
 FILES = {"policies": "policies.jsonl", "forks": "compare.jsonl", "table": "policies.jsonl"}
 """Where the rows of a command are."""
 
+MARKS = ("<!-- from `table --page` -->", "<!-- end -->")
+"""Around the tables of a page."""
+
 
 def main() -> None:
     """Run the command line."""
@@ -57,6 +60,19 @@ def main() -> None:
         wanted = {"kind": "policies", "setup": options.setup, "scenario": options.scenario}
         estimates = {low: estimate(fitted, low) for low, fitted in fits.items()}
         draw(store.select(wanted), estimates, options.figure)
+    if options.page:
+        wanted = {"kind": "policies", "setup": options.setup, "scenario": options.scenario}
+        tables = [curve.table(rows) for rows in groups(store.select(wanted)).values()]
+        _fill(options.page, "\n\n".join(tables))
+
+
+def _fill(page: Path, text: str) -> None:
+    """Replace what is between the two marks of a page."""
+    head, found, rest = page.read_text().partition(MARKS[0])
+    _, found_end, tail = rest.partition(MARKS[1])
+    if not (found and found_end):
+        raise SystemExit(f"error: {page} lacks the lines '{MARKS[0]}' and '{MARKS[1]}'")
+    page.write_text(f"{head}{MARKS[0]}\n{text}\n{MARKS[1]}{tail}")
 
 
 def _fits(options: argparse.Namespace) -> dict[str, Fit]:
@@ -76,8 +92,9 @@ def _tables(rows: list[dict[str, Any]], fits: Mapping[str, Fit]) -> str:
     texts = []
     for name, group in groups(rows).items():
         if name[0] == "policies":
+            texts.append(f"### {' '.join(name)}")
             make = curve.table if "target" in group[0] else policy_table
-            texts.append(make(group, name))
+            texts.append(make(group))
     for low, fitted in fits.items():
         texts += [f"### forks {low}", fork_table(fitted), estimate_table(estimate(fitted, low))]
     return "\n\n".join(texts)
@@ -103,6 +120,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, help="file of the rows")
     parser.add_argument("--checkpoints", type=Path, help="keep warm models of this code here")
     parser.add_argument("--figure", type=Path, help="draw the gaps of a scenario here")
+    parser.add_argument("--page", type=Path, help="write the curve's tables into this page")
     options = parser.parse_args()
     options.results = options.results or RESULTS / FILES[options.command]
     return options

@@ -19,10 +19,13 @@ from benchmarks.compare import analysis
 VARIANTS = ("snip-gemm", "grads-first", "snip-linear", "norms", "last-blocks", "random")
 TARGETS = (0.5, 0.67, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 REFERENCE = "snip-gemm"
-RIVALS = {"snip-gemm": ("grads-first",), "snip-linear": ("norms", "last-blocks")}
-"""Whom each of SNIP's variants is compared with: rules of its granularity."""
+RIVALS = {"snip-gemm": ("grads-first", "snip-linear"), "snip-linear": ("norms", "last-blocks")}
+"""Whom each of SNIP's variants is compared with: rules of its granularity, and SNIP per linear."""
 
 DRAWS = 10_000
+
+LOSSES = ("loss", "loss_bf16")
+"""Evaluated in the plan's precision, and in BF16."""
 
 Curve = Mapping[float, Mapping[tuple[int, int], float]]
 """A variant's gaps: {share: {(seed, data seed): gap}}."""
@@ -111,46 +114,65 @@ def primary(rows: list[dict[str, Any]], key: str) -> str:
     )
 
 
-def table(rows: list[dict[str, Any]], name: tuple[str, ...]) -> str:
-    """Return the curves of a group of rows: gaps, differences to rules, shares at equal loss."""
-    texts = [f"### {' '.join(name)}"]
-    for key, title in (("loss", "in the plan's precision"), ("loss_bf16", "in BF16")):
-        found = curves(rows, key)
-        shares = sorted({share for curve in found.values() for share in curve})
-        head = (f"gap, evaluated {title}", *(f"{100 * share:.1f} %" for share in shares))
-        lines = [
-            (variant, *(_cell(list(curve.get(share, {}).values())) for share in shares))
-            for variant, curve in found.items()
-        ]
-        texts.append(analysis.markdown(head, lines))
-        texts.append(primary(rows, key))
-        lines = []
-        for snip, rules in RIVALS.items():
-            for rule in (r for r in rules if snip in found and r in found):
-                differences = [
-                    analysis.paired(found[rule].get(s, {}), found[snip].get(s, {})) for s in shares
-                ]
-                cells = [f"{_cell(d)}, p {analysis.p_text(d)}" if d else "" for d in differences]
-                lines.append((f"{rule} - {snip}", *cells))
-        head = (f"difference, evaluated {title}", *head[1:])
-        texts.append(analysis.markdown(head, lines))
-        lines = []
-        for snip, rules in RIVALS.items():
-            for rule in (r for r in rules if snip in found and r in found):
-                cells = [
-                    _percent(more_at_equal_loss(found[snip], found[rule], share))
-                    if share in found[rule] and 0.7 < share < 1.0
-                    else ""
-                    for share in shares
-                ]
-                lines.append((f"{snip} over {rule}", *cells))
-        head = (f"more low FLOPs at equal loss, evaluated {title}", *head[1:])
-        texts.append(analysis.markdown(head, lines))
-    return "\n\n".join(texts)
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the curves of a group of rows as one table, and the primary difference.
+
+    A cell has two values: evaluated in the plan's precision / in BF16.
+    """
+    both = [curves(rows, key) for key in LOSSES]
+    shares = sorted({share for curve in both[0].values() for share in curve})
+    pairs = [
+        (snip, rule)
+        for snip, rules in RIVALS.items()
+        for rule in rules
+        if snip in both[0] and rule in both[0]
+    ]
+    order = [*VARIANTS, *sorted(set(both[0]) - set(VARIANTS))]
+    lines = [
+        (variant, *(_gaps([found[variant].get(share) for found in both]) for share in shares))
+        for variant in order
+        if variant in both[0]
+    ]
+    for snip, rule in pairs:
+        cells = [_differences(both, snip, rule, share) for share in shares]
+        lines.append((f"{rule} - {snip}", *cells))
+    for snip, rule in pairs:
+        cells = [_more(both, snip, rule, share) for share in shares]
+        if any(cells):
+            lines.append((f"more low FLOPs at equal loss: {snip} over {rule}", *cells))
+    seeds = len({row["seed"] for row in rows if row["variant"] != "bf16"})
+    head = (f"{rows[0]['low']}, {seeds} seeds", *(f"{100 * s:.1f} %" for s in shares))
+    texts = [analysis.markdown(head, lines)]
+    titles = ("in the plan's precision", "in BF16")
+    texts += [f"- {t}: {primary(rows, key)}" for t, key in zip(titles, LOSSES, strict=True)]
+    return "\n".join((texts[0], "", *texts[1:]))
 
 
-def _cell(gaps: list[float]) -> str:
-    return f"{analysis.mean_of(gaps)} ({len(gaps)})" if gaps else ""
+def _gaps(both: Sequence[Mapping[tuple[int, int], float] | None]) -> str:
+    """Return the mean gaps, with their number in parentheses."""
+    if both[0] is None:
+        return ""
+    means = [str(analysis.mean_of(list(gaps.values()))) for gaps in both if gaps is not None]
+    return f"{' / '.join(means)} ({len(both[0])})"
+
+
+def _differences(both: Sequence[Mapping[str, Curve]], snip: str, rule: str, share: float) -> str:
+    texts = []
+    for found in both:
+        found_pairs = analysis.paired(found[rule].get(share, {}), found[snip].get(share, {}))
+        if found_pairs:
+            p = f", p {analysis.p_text(found_pairs)}" if len(found_pairs) > 1 else ""
+            texts.append(f"{analysis.mean_of(found_pairs)}{p}")
+    return " / ".join(texts)
+
+
+def _more(both: Sequence[Mapping[str, Curve]], snip: str, rule: str, share: float) -> str:
+    """Return percent more low FLOPs; nothing where few plans differ or all are alike."""
+    if share not in both[0][rule] or not 0.7 < share < 1.0:
+        return ""
+    return " / ".join(
+        _percent(more_at_equal_loss(found[snip], found[rule], share)) for found in both
+    )
 
 
 def _percent(found: tuple[float, float, float]) -> str:

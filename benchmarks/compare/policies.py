@@ -71,7 +71,7 @@ def _rounded(result: dict[str, Any]) -> dict[str, Any]:
     return {k: round(v, 6) if isinstance(v, float) else v for k, v in result.items()}
 
 
-def policy_table(rows: list[dict[str, Any]], name: tuple[str, ...]) -> str:
+def policy_table(rows: list[dict[str, Any]]) -> str:
     """Return gaps to BF16 and to snip-gemm, best first."""
     found, bf16 = analysis.gaps(rows), analysis.gaps(rows, "loss_bf16")
     training = analysis.gaps(rows, "training_loss")
@@ -104,9 +104,9 @@ def policy_table(rows: list[dict[str, Any]], name: tuple[str, ...]) -> str:
         for name in over_time[0]
     ]
     pairs = max(len(values) for values in found.values()) if found else 0
-    head = ("variant", f"{name[3]} FLOPs", "gap", "gap, evaluated in BF16", "training gap")
+    head = ("variant", f"{rows[0]['low']} FLOPs", "gap", "gap, evaluated in BF16", "training gap")
     head = (*head, "over snip-gemm", "p")
-    texts = [f"### {' '.join(name)}, {pairs} seeds", analysis.markdown(head, lines)]
+    texts = [f"{pairs} seeds", analysis.markdown(head, lines)]
     if parts:
         head = ("training gap in quarter", "1", "2", "3", "4")
         texts.append(analysis.markdown(head, parts))

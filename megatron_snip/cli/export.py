@@ -37,7 +37,7 @@ from megatron_snip.linears.te.recipe import RECIPES, RunPrecision, TERecipe, run
 from megatron_snip.options import BF16, Option
 from megatron_snip.output import yaml_text
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
-from megatron_snip.planning.planner import nearest_option
+from megatron_snip.planning.restrictions import nearest_option
 from megatron_snip.types import split_linear_name
 from megatron_snip.version import __version__
 

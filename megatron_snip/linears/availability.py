@@ -23,8 +23,8 @@ from megatron_snip.linears.te.modules import te_kind
 from megatron_snip.log import warn_once_per_job
 from megatron_snip.options import Option
 from megatron_snip.planning.calibration import CalibrationTable, with_seconds
-from megatron_snip.planning.planner import Refusals, reasons, restrict_problem
 from megatron_snip.planning.problem import PlanningProblem
+from megatron_snip.planning.restrictions import Refusals, reasons, restrict_problem
 
 logger = logging.getLogger(__name__)
 

@@ -35,10 +35,10 @@ from megatron_snip.files import write_atomic
 from megatron_snip.linears.availability import AvailableOptions
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.quantized_linear import LinearCall, quantized_linear
+from megatron_snip.linears.snapshot import TrainingStateSnapshot
 from megatron_snip.linears.te.linear import quant_params
 from megatron_snip.linears.te.machine import Machine, te_recipe
 from megatron_snip.linears.te.modules import EXTENSION
-from megatron_snip.linears.training_step import TrainingStateSnapshot
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.calibration import (
     CalibratedLinear,

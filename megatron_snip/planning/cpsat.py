@@ -18,9 +18,9 @@ rounding of doubles remains. The returned bound is lowered by `error`.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from ortools.sat.python import cp_model
 
 from megatron_snip.planning.cost import Floats, Ints, as_fraction, choose_unit
 from megatron_snip.planning.settings import PlanSettings
@@ -87,10 +87,13 @@ class CoreSolution:
 
 def solve_core(core: Core, effort: Effort) -> CoreSolution:
     """Solve a core with CP-SAT."""
+    # Not at the top: every rank imports the policies, and only the solver's process solves.
+    from ortools.sat.python import cp_model
+
     groups = _groups(core)
     integers, unit, base, error = _integer_costs(core)
     model = cp_model.CpModel()
-    variables: dict[int, cp_model.IntVar] = {}
+    variables: dict[int, Any] = {}
     for members in groups:  # the first linear of a group stands for all: its choices are counted
         num = len(members)
         choices = core.choices(members[0])
@@ -102,7 +105,7 @@ def solve_core(core: Core, effort: Effort) -> CoreSolution:
             model.add(cp_model.LinearExpr.sum(own) == num)
         variables |= zip(choices, own, strict=True)
 
-    def weighted(weights: Ints) -> cp_model.LinearExpr:
+    def weighted(weights: Ints) -> Any:
         used = [c for c in variables if weights[c]]
         terms = [variables[c] for c in used]
         return cp_model.LinearExpr.weighted_sum(terms, weights[used].tolist())
@@ -193,7 +196,9 @@ def _common_unit(values: Floats) -> float | None:
     return float(unit) if exact else None
 
 
-def _solver(effort: Effort, unit: float) -> cp_model.CpSolver:
+def _solver(effort: Effort, unit: float) -> Any:
+    from ortools.sat.python import cp_model
+
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = effort.settings.workers
     solver.parameters.random_seed = effort.settings.seed

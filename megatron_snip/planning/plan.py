@@ -26,7 +26,7 @@ from pydantic import BaseModel, Field
 from megatron_snip.errors import UsageError, listing
 from megatron_snip.files import Label, read_json, read_record, write_atomic
 from megatron_snip.formats import get_format
-from megatron_snip.options import Option
+from megatron_snip.options import BF16, Option
 from megatron_snip.planning.cost import as_fraction, ratio
 from megatron_snip.planning.problem import STRICT
 
@@ -177,6 +177,16 @@ def assigned_plan(
         linears=dict(linears),
         digest=assignment_digest(linears),
     )
+
+
+def without_objective(plan: PrecisionPlan) -> PrecisionPlan:
+    """Return the plan of a problem without measurements: its quality loss is not known.
+
+    That of BF16 in all linears is known: it is 0.
+    """
+    if set(plan.linears.values()) == {BF16}:
+        return plan
+    return plan.model_copy(update={"objective": None, "bound": None})
 
 
 def format_shares(linears: Mapping[str, Option], work: Work) -> dict[str, float]:

@@ -1,10 +1,10 @@
 """PlanSettings: the rules under which a plan is made."""
 
-from typing import Annotated, Self
+from typing import Annotated
 
 from pydantic import Field
 
-from megatron_snip.config import CostName, Fraction, PipelineBalance, Section, SnipConfig
+from megatron_snip.config import CostName, Fraction, PipelineBalance, Section
 
 
 class PlanSettings(Section):
@@ -51,15 +51,3 @@ class PlanSettings(Section):
     gap: Annotated[float, Field(ge=0.0)] = 1e-3
     """Relative gap that is good enough. The solver searches for the optimum for a fixed amount of
     work, and continues only while the gap is larger than this."""
-
-    @classmethod
-    def from_config(cls, config: SnipConfig, seed: int = 0) -> Self:
-        """Return the planner's part of a run's settings; the target is the problem's."""
-        return cls(
-            policy=config.policy,
-            pipeline_balance=config.pipeline_balance,
-            pins=tuple((glob, str(option)) for glob, option in config.pin_pairs),
-            change_penalty=config.change_penalty,
-            cost=config.cost,
-            seed=seed,
-        )

@@ -22,6 +22,7 @@ Each message is one line of JSON:
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -38,10 +39,13 @@ from pydantic import BaseModel
 
 import megatron_snip
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, UsageError
+from megatron_snip.log import log_failure
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
+
+logger = logging.getLogger(__name__)
 
 _REAP_S = 5.0
 _PARENT_CHECK_S = 1.0
@@ -222,7 +226,8 @@ def _exchange(
         future.set_exception(error)
     except Exception as error:
         _kill(child)  # a child with an invalid reply is not used again
-        failed = PlanningError(f"solver process: {type(error).__name__}: {error}")
+        line = log_failure(logger, "the exchange with the solver process", error)
+        failed = PlanningError(f"solver process: {line}")
         future.set_exception(error if isinstance(error, PlanningError) else failed)
 
 
@@ -246,6 +251,8 @@ def serve(parent: int) -> None:
     # The end of stdin is not seen during a solve, nor while another child of the parent holds a
     # copy of the pipe (data loader workers made by fork do).
     threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
+    import ortools.sat.python.cp_model  # noqa: F401  # now, so that the first solve does not wait
+
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # other output of this process goes to stderr
     for line in sys.stdin:
@@ -260,6 +267,7 @@ def answer(line: str) -> str:
         r = PlanRequest.model_validate_json(line)
         reply = {"plan": make_plan(r.problem, r.settings, r.previous, r.iteration).to_dict()}
     except Exception as error:  # every failure is reported, and training goes on
+        log_failure(logger, "solving", error)
         reply = {"error": type(error).__name__, "message": str(error)}
     return json.dumps(reply) + "\n"
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 from megatron_snip.divergence.quality_loss import DivergenceTable
-from megatron_snip.log import warn_once
+from megatron_snip.log import log_failure, warn_once
 from megatron_snip.planning.plan import PrecisionPlan, shares_text
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.statistics.health_table import HealthTable
@@ -159,4 +159,5 @@ class Reporter:
             action()
         except Exception as error:  # a full disk, for example; it may have space again later
             name = type(writer).__name__
-            warn_once(logger, f"snip: {name} failed: {type(error).__name__}: {error}")
+            line = log_failure(logger, f"writing with {name}", error)
+            warn_once(logger, f"snip: {name} failed: {line}")

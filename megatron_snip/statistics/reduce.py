@@ -5,6 +5,7 @@ G times `grad_scale` is the gradient of the batch-mean loss: it takes out the lo
 by the number of data ranks. Megatron itself has divided by the number of microbatches.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_snip.collectives import RemoteFailure, gather_json, sum_over
-from megatron_snip.errors import one_line
+from megatron_snip.log import log_failure
 from megatron_snip.statistics.health import (
     ERROR_SUMS,
     EXPERT_COLUMNS,
@@ -35,6 +36,8 @@ from megatron_snip.statistics.records import (
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import LinearInfo
 from megatron_snip.types import Operand
+
+logger = logging.getLogger(__name__)
 
 K = TypeVar("K")
 
@@ -62,8 +65,9 @@ class RankSums:
     failure: str | None = None
 
     def record_failure(self, error: Exception, where: str = "") -> None:
-        """Remember the first error."""
-        self.failure = self.failure or f"{where}{type(error).__name__}: {one_line(error)}"
+        """Remember the first error, while it is handled; its traceback is logged."""
+        if self.failure is None:
+            self.failure = where + log_failure(logger, f"measuring {where}".rstrip(": "), error)
 
 
 def reduce_sums(

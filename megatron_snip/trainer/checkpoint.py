@@ -51,7 +51,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_snip.collectives import broadcast_json, gather_json, on_rank_0
 from megatron_snip.errors import SnipError, UsageError, one_line, shortened
 from megatron_snip.files import Label, read_json, read_record, read_text, write_atomic
-from megatron_snip.state import ControllerState
+from megatron_snip.run.state import ControllerState
 from megatron_snip.trainer.config import ModelFields, ParallelFields, TrainConfig
 from megatron_snip.trainer.model import TrainingState
 from megatron_snip.version import versions

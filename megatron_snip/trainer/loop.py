@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -27,10 +26,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch.distributed import ProcessGroup
 
 from megatron_snip.collectives import gather_json
-from megatron_snip.controller import SnipController
 from megatron_snip.errors import SnipError
-from megatron_snip.linears.training_step import ForwardBackward, Results, zero_gradients
 from megatron_snip.reporting.events import Event, Metrics, Reporter, Writer
+from megatron_snip.run.controller import SnipController
+from megatron_snip.run.step import ForwardBackward, Results, run_once, zero_gradients
 from megatron_snip.trainer.checkpoint import STOP_SIGNALS, Progress
 from megatron_snip.trainer.data import Datasets, Samples, iteration_batches
 from megatron_snip.trainer.launch import without_nohup
@@ -45,11 +44,11 @@ class PlainTraining:
 
     def forward_backward(self, iteration: int, function: ForwardBackward, **kwargs: Any) -> Results:
         """Call Megatron's function."""
-        return function(**kwargs)
+        return run_once(function, **kwargs)
 
-    def evaluation(self) -> AbstractContextManager[Callable[..., Any] | None]:
+    def evaluation(self) -> AbstractContextManager[ForwardBackward]:
         """Return a context that changes nothing."""
-        return nullcontext()
+        return nullcontext(run_once)
 
     def end_iteration(self, iteration: int, metrics: dict[str, Any]) -> None:
         """Report the metrics."""
@@ -212,12 +211,11 @@ def evaluate(state: TrainingState, samples: Samples | None, hook: TrainingHook) 
     for chunk in state.model:
         chunk.eval()
     losses = []
-    with hook.evaluation() as paired, state.gathered():
+    with hook.evaluation() as run, state.gathered():
         schedule = get_forward_backward_func()
-        function = schedule if paired is None else partial(paired, schedule)
         for iteration in range(1, state.config.eval_iters + 1):
             iterators = _iterators(state, samples, iteration)
-            losses.append(_mean_loss(function(**state.arguments(iterators, True))))
+            losses.append(_mean_loss(run(schedule, **state.arguments(iterators, True))))
     for chunk in state.model:
         chunk.train()
     return sum(losses) / len(losses)

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from rich.console import Console
 
 from megatron_snip.collectives import broadcast_json, on_rank_0
-from megatron_snip.controller import SnipController
 from megatron_snip.directory import check_new_run
 from megatron_snip.directory_lock import lock_directory
 from megatron_snip.errors import SnipError, UsageError, one_line
@@ -37,6 +36,7 @@ from megatron_snip.reporting.lessons import lessons
 from megatron_snip.reporting.run_directory import OldRun, RunDirectory, open_run
 from megatron_snip.reporting.run_record import read_run
 from megatron_snip.reporting.writers import TensorBoardWriter, WandbWriter, start_wandb
+from megatron_snip.run.controller import SnipController
 from megatron_snip.trainer.checkpoint import (
     Progress,
     check_new_save,

@@ -9,6 +9,7 @@ read back with `weights_only=True`. Megatron's other formats are for FSDP, which
 import logging
 from typing import Any
 
+from megatron_snip.log import log_failure
 from megatron_snip.patches.registry import Call, Session, patch
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,9 @@ def save(call: Call, session: Session) -> Any:
         try:
             state = session.controller.state(int(iteration)).to_dict()
         except Exception as error:
-            state, detail = None, f"{type(error).__name__}: {error}"
-            logger.warning("checkpoint of iteration %d has no SNIP state: %s", iteration, detail)
+            state = None
+            line = log_failure(logger, "saving SNIP's state", error)
+            logger.warning("checkpoint of iteration %d has no SNIP state: %s", iteration, line)
     if state is not None:
         result[KEY] = state
     return result

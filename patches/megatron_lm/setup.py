@@ -20,7 +20,6 @@ from megatron_snip.patches.registry import Call, Session, patch
 
 if TYPE_CHECKING:  # without --snip a run imports neither planning nor reporting
     from megatron_snip.reporting.events import Writer
-    from megatron_snip.state import ControllerState
     from megatron_snip.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -64,17 +63,20 @@ def attach(
     Raises:
         SnipError: on every rank, if the settings or the checkpoint's state do not fit the model.
     """
-    from megatron_snip.controller import SnipController
     from megatron_snip.linears.availability import resolve_formats
     from megatron_snip.linears.discovery import current_topology
     from megatron_snip.patches.graphs import Graphs
-    from megatron_snip.patches.megatron_lm.train_step import StepMetrics
     from megatron_snip.planning.plan import shares_text
+    from megatron_snip.run.controller import SnipController
+    from megatron_snip.run.state import resumed_state
 
     check_modules(model)
     topology = current_topology()
     config = resolve_formats(config, model, topology.control)
-    state = resumed_state(session.loaded_state, int(getattr(args, "iteration", 0) or 0), topology)
+    num_done = int(getattr(args, "iteration", 0) or 0)
+    state, warning = resumed_state(session.loaded_state, num_done)
+    if warning is not None and topology.rank == 0:
+        logger.warning("snip: %s", warning)
     varying = getattr(args, "variable_seq_lengths", False)
     session.controller = SnipController(
         config,
@@ -88,7 +90,6 @@ def attach(
         calibration_cache=_directory(config, args) / "calibration.json",
         train_iters=getattr(args, "train_iters", None),
     )
-    session.metrics = StepMetrics(topology)
     session.graphs = Graphs(session.controller.model)
     if topology.rank == 0:
         plan = session.controller.plan
@@ -100,40 +101,6 @@ def attach(
             plan.label,
             shares_text(session.controller.format_shares),
         )
-
-
-def resumed_state(
-    loaded: dict[str, Any] | None, iteration: int, topology: Topology
-) -> ControllerState | None:
-    """Return the state to resume from, or None to start anew; rank 0 logs what is missing.
-
-    Args:
-        loaded: SNIP's state in the checkpoint, or None.
-        iteration: the last iteration that Megatron's checkpoint has done; 0 without one.
-        topology: this rank's place in the job.
-
-    Raises:
-        UsageError: if the state is damaged or of a version that cannot be read.
-    """
-    from megatron_snip.state import ControllerState
-
-    state = warning = None
-    if loaded is not None:
-        state = ControllerState.from_dict(loaded, "SNIP state of the checkpoint")
-        if state.iteration != iteration:
-            warning = (
-                f"the checkpoint's SNIP state is of iteration {state.iteration} and training "
-                f"resumes after {iteration}; its plan is used, a refresh in flight is dropped"
-            )
-            state = replace(state, iteration=iteration, refreshed=None, pending=None, guard=None)
-    elif iteration > 0:
-        warning = (
-            f"the checkpoint of iteration {iteration} has no SNIP state; "
-            "starting from the initial plan"
-        )
-    if warning is not None and topology.rank == 0:
-        logger.warning("snip: %s", warning)
-    return state
 
 
 def make_writers(config: SnipConfig, args: argparse.Namespace, topology: Topology) -> list[Writer]:

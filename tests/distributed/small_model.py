@@ -18,14 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_snip import refresh, run_plans
 from megatron_snip.config import SnipConfig
-from megatron_snip.controller import SnipController
 from megatron_snip.log import forget_warnings
 from megatron_snip.patches import cpu
 from megatron_snip.planning.plan import write_plan
 from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, PlanApplied, Writer
-from megatron_snip.state import ControllerState
+from megatron_snip.run import observation, solve
+from megatron_snip.run.controller import SnipController
+from megatron_snip.run.state import ControllerState
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.trainer.config import TrainConfig, make_train_config
 from megatron_snip.trainer.loop import PlainTraining, TrainingHook, train_step
@@ -199,8 +199,8 @@ def digest(tensors: list[torch.Tensor]) -> str:
 def prepare_rank() -> None:
     """Let this process train on CPUs, measure in its first iterations, and wait for its solver."""
     cpu.install()
-    refresh.MIN_OPTIMIZER_STEPS = 0
-    run_plans.SOLVER_GRACE_S = 600.0  # a slow machine takes its time to start the solver
+    observation.MIN_OPTIMIZER_STEPS = 0
+    solve.SOLVER_GRACE_S = 600.0  # a slow machine takes its time to start the solver
 
 
 @contextmanager

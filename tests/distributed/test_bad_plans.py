@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_snip.controller import SnipController
 from megatron_snip.linears import quantized_linear as gemms
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.planner import make_plan
+from megatron_snip.run.controller import SnipController
 from megatron_snip.types import Gemm, Operand
 from tests.distributed import small_model
 from tests.distributed.layouts import OVERLAP, TP2, names, results_on
@@ -90,8 +90,8 @@ BREAKS = {"gradient": _nan_gradient, "loss": _nan_loss, "useless": _useless}
 
 def stop_refreshes(controller: SnipController) -> None:
     """Let the first refresh be the only one: the run then becomes one that never had a plan."""
-    due = controller._schedule._is_due
-    controller._schedule._is_due = lambda i, wanted_at: i <= START + 1 and due(i, wanted_at)
+    due = controller._schedule.is_due
+    controller._schedule.is_due = lambda i, wanted_at: i <= START + 1 and due(i, wanted_at)
 
 
 class AllFp4:

@@ -12,7 +12,7 @@ from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan, assignment_digest, read_plan, write_plan
 from megatron_snip.planning.problem import read_problem
 from megatron_snip.reporting.run_directory import RunDirectory
-from megatron_snip.state import ControllerState
+from megatron_snip.run.state import ControllerState
 from megatron_snip.trainer.data import iteration_batches
 from megatron_snip.trainer.model import forward_step
 from megatron_snip.types import Gemm

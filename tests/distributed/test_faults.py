@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_snip import refresh
 from megatron_snip.collectives import gather_json
 from megatron_snip.errors import InfeasiblePlanError
 from megatron_snip.linears.model import PlannedModel
@@ -28,6 +27,7 @@ from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.reporting import run_directory
 from megatron_snip.reporting.events import Reporter
 from megatron_snip.reporting.run_directory import RunDirectory
+from megatron_snip.run import observation
 from megatron_snip.statistics import observer, reduce
 from megatron_snip.statistics.optimizer_state import ShardSums
 from megatron_snip.trainer.loop import stop_requests
@@ -85,7 +85,7 @@ MOMENTS = (ShardSums, "of")
 FORWARD = (observer, "rows_of")
 BACKWARD = (observer, "partial_sums")
 REDUCE = (reduce, "_fill")
-PROBLEM = (refresh, "divergence_table")
+PROBLEM = (observation, "divergence_table")
 SUBMIT = (SolverProcess, "submit")
 SOLVE = (SolverProcess, "result")
 BROADCAST = (PrecisionPlan, "from_dict")

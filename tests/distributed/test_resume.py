@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_snip.errors import SnipError
 from megatron_snip.planning.plan import PrecisionPlan, write_plan
-from megatron_snip.state import ControllerState
+from megatron_snip.run.state import ControllerState
 from tests.distributed.launch import Server
 from tests.distributed.layouts import TP2
 from tests.distributed.small_model import NARROW, layout

@@ -27,11 +27,11 @@ from megatron_snip.planning.problem import read_problem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import PlanRequest
 from megatron_snip.reporting.run_record import read_divergences, read_metrics
-from megatron_snip.state import ControllerState
+from megatron_snip.run.state import ControllerState
 from megatron_snip.trainer.config import load_train_config
 from tests.hostile.mutations import DEEP, mutants, paths, with_text
 from tests.unit.planning.build import plan_of, problem_of
-from tests.unit.test_state import STATE
+from tests.unit.run.test_state import STATE
 
 PLAN = plan_of(["fp4", "fp8"], iteration=3, stages=(0.5,), objective=0.25)
 PROBLEM = problem_of([(0.1, 0.4), (0.2, 0.3)], scores=[{"abs_error": 0.1}] * 2)

@@ -85,7 +85,7 @@ sys.addaudithook(watch)
 import io, json, torch
 from contextlib import closing
 from pathlib import Path
-from megatron_snip.state import ControllerState
+from megatron_snip.run.state import ControllerState
 from megatron_snip.planning.plan import read_plan, write_plan
 from megatron_snip.planning.problem import read_problem
 from megatron_snip.planning.settings import PlanSettings

@@ -41,12 +41,12 @@ from megatron.training.arguments import core_transformer_config_from_args, parse
 from megatron.training.training import destroy_global_state
 
 if "TINY_EARLY" in os.environ:
-    from megatron_snip import refresh
+    from megatron_snip.run import observation
 
-    refresh.MIN_OPTIMIZER_STEPS = 0
+    observation.MIN_OPTIMIZER_STEPS = 0
 
 if "TINY_BAD_STATE" in os.environ:
-    from megatron_snip.state import ControllerState
+    from megatron_snip.run.state import ControllerState
 
     bad = {"version": int(os.environ["TINY_BAD_STATE"]), "plan": []}
     setattr(ControllerState, "to_dict", lambda self: bad)  # noqa: B010

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import megatron.training.training  # noqa: F401  what takes long to import
 
-import megatron_snip.controller  # noqa: F401
+import megatron_snip.run.controller  # noqa: F401
 from megatron_snip.__main__ import main
 from megatron_snip.patches import cpu
 

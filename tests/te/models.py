@@ -18,8 +18,8 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.linears.training_step import TrainingStep
 from megatron_snip.options import Option
+from megatron_snip.run.step import TrainingStep
 from megatron_snip.topology import Topology
 
 DEVICE = "cuda" if os.environ.get("SNIP_TE_REAL") == "1" else "cpu"

@@ -12,7 +12,6 @@ from transformer_engine.pytorch import quantization
 from transformer_engine.pytorch.tensor import hybrid_tensor
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.controller import SnipController
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import ScaleType
 from megatron_snip.linears.availability import AvailableOptions, available_options, resolve_formats
@@ -22,6 +21,7 @@ from megatron_snip.linears.te.recipe import RECIPES
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import assigned_plan, write_plan
 from megatron_snip.reporting.run_directory import RunDirectory
+from megatron_snip.run.controller import SnipController
 from megatron_snip.topology import Topology
 from tests.te.models import EXPERTS, build, by_name, losses, ours, plan, planned, ran
 from tests.te_on_cpu.capability import answers, forget

@@ -1,6 +1,8 @@
 """Packages import only from their left, and only those that may touch Megatron do."""
 
 import ast
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,8 @@ PACKAGE = ROOT / "megatron_snip"
 
 ORDER: tuple[tuple[str, ...], ...] = (
     ("version",),
-    ("errors", "log"),
+    ("errors",),
+    ("log",),
     ("files", "formats", "output", "types"),
     ("options",),
     ("target_schedule",),
@@ -25,11 +28,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("divergence",),  # it writes planning's record of a problem
     ("reporting",),  # reads the records of what is left of it
     ("linears",),
-    ("guard",),
-    ("state",),
-    ("refresh",),
-    ("run_plans",),
-    ("controller",),
+    ("run",),
     ("patches",),
     ("trainer",),
     ("cli",),
@@ -80,7 +79,7 @@ def graph() -> dict[tuple[str, str], set[str]]:
 def test_every_package_has_its_place() -> None:
     packages = {package for package, _ in sources()}
     assert packages == set(RANK)
-    assert {"statistics", "kernels", "patches", "controller"} < packages
+    assert {"statistics", "kernels", "patches", "run"} < packages
 
 
 def test_packages_import_only_from_their_left(graph: dict[tuple[str, str], set[str]]) -> None:
@@ -97,9 +96,15 @@ def test_torch_megatron_and_the_solver_stay_where_they_are(
     graph: dict[tuple[str, str], set[str]],
 ) -> None:
     users = {name: {p for p, target in graph if target == name} for _, name in graph}
-    assert {"linears"} <= users["megatron"] <= {"linears", "patches", "trainer"}
+    assert {"linears"} <= users["megatron"] <= {"linears", "run", "patches", "trainer"}
     assert users["torch"].isdisjoint(WITHOUT_TORCH)
     assert users["ortools"] == {"planning"}
+
+
+def test_ranks_do_not_load_the_solver() -> None:
+    """Only its own process solves; OR-Tools takes memory and time in every other."""
+    code = "import sys, megatron_snip.run.controller; sys.exit('ortools' in sys.modules)"
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=False).returncode == 0
 
 
 def test_names_that_slow_tests_and_benchmarks_import_exist() -> None:

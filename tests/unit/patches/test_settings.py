@@ -17,11 +17,9 @@ from megatron_snip.linears.te.modules import EXTENSION
 from megatron_snip.patches import arguments, cpu
 from megatron_snip.patches.arguments import exit_on_error, read_cli_args, snip_config
 from megatron_snip.patches.megatron_lm import setup
-from megatron_snip.patches.megatron_lm.setup import make_writers, resumed_state
+from megatron_snip.patches.megatron_lm.setup import make_writers
 from megatron_snip.patches.registry import Registry
-from megatron_snip.state import ControllerState
 from megatron_snip.topology import Topology
-from tests.unit.planning.build import plan_of
 
 A100 = Machine((8, 0), te_version="2.20")
 HOPPER = Machine((9, 0), te_version="2.20")
@@ -169,30 +167,6 @@ def test_bad_input_ends_once_per_host_before_the_model_is_built(
         assert all(line.startswith(f"megatron-snip: error: {named}") for line in lines)
     assert [name for name, *_ in fake.calls] == ["validate"]  # Megatron validates first
     assert attached == []
-
-
-STATE = ControllerState(7, plan_of([]), refreshed=6).to_dict()
-
-
-@pytest.mark.parametrize(
-    ("loaded", "iteration", "refreshed", "warning"),
-    [
-        (STATE, 7, 6, ""),
-        (None, 0, None, ""),
-        (None, 7, None, "iteration 7 has no SNIP state"),
-        # Megatron can rewind its data loader (--override-ckpt-iteration).
-        (STATE, 3, None, "a refresh in flight is dropped"),
-    ],
-)
-def test_a_checkpoints_state_is_resumed(
-    loaded: Any, iteration: int, refreshed: int | None, warning: str, caplog: Any
-) -> None:
-    state = resumed_state(loaded, iteration, Topology())
-    assert (state is None) == (loaded is None)
-    if state is not None:
-        assert (state.iteration, state.refreshed) == (iteration, refreshed)
-        assert state.plan == plan_of([])
-    assert warning in caplog.text and bool(warning) == bool(caplog.text)
 
 
 def test_an_output_directory_that_cannot_be_used_is_named_by_its_flag(tmp_path: Path) -> None:

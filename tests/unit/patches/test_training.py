@@ -11,8 +11,8 @@ import torch
 from megatron.core import num_microbatches_calculator
 
 from megatron_snip.patches.megatron_lm import checkpoint, train_step
-from megatron_snip.patches.megatron_lm.train_step import StepMetrics
 from megatron_snip.patches.registry import Registry, Session
+from megatron_snip.run.metrics import StepMetrics
 from megatron_snip.topology import Topology
 
 STEP_PATCHES = (train_step.train_step, train_step.step_end, train_step.evaluation)
@@ -30,8 +30,9 @@ def controller(fake: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(num_microbatches_calculator, "get_current_global_batch_size", lambda: 4)
     registry = Registry(STEP_PATCHES)
     registry.install({"--snip"})
-    registry.session.metrics = StepMetrics(Topology())
-    registry.session.controller = controller = MagicMock()
+    controller = MagicMock()
+    controller.metrics = StepMetrics(Topology())
+    registry.session.controller = controller
     controller.forward_backward.side_effect = lambda iteration, function, **given: function(**given)
     return controller
 

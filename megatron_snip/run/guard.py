@@ -35,17 +35,17 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_snip.files import OwnSchema
-from megatron_snip.linears.training_step import (
+from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.snapshot import TrainingStateSnapshot
+from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.run.step import (
     Results,
     StepLoss,
-    TrainingStateSnapshot,
     TrainingStep,
     finite_gradients,
     tolerating_non_finite,
     zero_gradients,
 )
-from megatron_snip.planning.plan import PrecisionPlan
-from megatron_snip.topology import Topology
 
 WATCHED_ITERATIONS = 50
 PATIENCE = 10
@@ -171,32 +171,56 @@ class GuardState(_Record):
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """How a watched iteration ended.
+class Outcome:
+    """How an iteration's forward-backward ended.
 
     Attributes:
-        results: of the run that counts.
+        results: what Megatron's function returned in the run that counts.
+        num_runs: how often it ran; more than once only after a spike.
+        was_watched: whether the iteration decided over the plan.
         fallback: the plan to continue with, or None to keep the current one.
         message: what happened, one line; None without a spike.
     """
 
     results: Results
+    num_runs: int = 1
+    was_watched: bool = False
     fallback: PrecisionPlan | None = None
     message: str | None = None
 
 
 class Guard:
-    """Judges the plans of a run; all ranks call every method together.
+    """Runs the iterations and judges the plans; all ranks call every method together.
 
     Attributes:
+        is_on: whether it judges plans; else it only runs the iterations.
         state: what a checkpoint keeps; the same on all ranks.
     """
 
-    def __init__(self, sigmas: float, topology: Topology, state: GuardState | None = None) -> None:
-        """Start, or continue from `state`; losses travel through the topology's control group."""
-        self.state = GuardState() if state is None else state
-        self._sigmas = sigmas
-        self._topology = topology
+    def __init__(
+        self,
+        sigmas: float | None,
+        model: PlannedModel,
+        optimizer: Any,
+        last_resort: Callable[[PrecisionPlan, int], PrecisionPlan],
+    ) -> None:
+        """Start without losses.
+
+        Args:
+            sigmas: smallest jump of the loss that counts (`--snip-guard-sigmas`); None judges
+                nothing.
+            model: the planned linears.
+            optimizer: Megatron's, whose gradients are zeroed before a second run.
+            last_resort: returns the fallback after the last good plan, given the current plan and
+                the iteration: BF16 except for pinned linears.
+        """
+        self.is_on = sigmas is not None
+        self.state = GuardState()
+        self._sigmas = 0.0 if sigmas is None else sigmas
+        self._model = model
+        self._topology = model.runtime.topology
+        self._optimizer = optimizer
+        self._last_resort = last_resort
         self._pending_loss: StepLoss | None = None
 
     @property
@@ -204,68 +228,83 @@ class Guard:
         """Whether the current plan is being judged."""
         return self.state.loss.watch is not None
 
+    def refuses(self, plan: PrecisionPlan) -> bool:
+        """Return whether a plan was reverted before."""
+        return plan.digest in self.state.refused
+
     def plan_changed(self, old: PrecisionPlan) -> None:
-        """Judge a plan that replaces `old` from the coming iteration on."""
+        """Judge the plan that replaces `old` from the coming iteration on."""
+        if not self.is_on:
+            return
         watch = self.state.loss.watch
         good = old if watch is None or watch.num_spikes == 0 else self.state.good
         loss = self.state.loss.after_plan_change(self._sigmas)
         self.state = self.state.model_copy(update={"good": good, "loss": loss})
 
-    def start_loss(self, results: Results) -> None:
-        """Begin to collect the loss of an unwatched iteration; `finish_loss` reads it."""
-        self._pending_loss = StepLoss(results, self._topology)
-
-    def finish_loss(self) -> None:
-        """Add the loss that `start_loss` began to collect, if there is one."""
-        pending, self._pending_loss = self._pending_loss, None
+    def read_loss(self) -> None:
+        """Add the loss of the last unwatched iteration, whose sum began after its backward."""
+        pending = self._pending_loss
+        self._pending_loss = None
         if pending is not None:
             self._add(pending.value())
 
-    def run_watched(
-        self,
-        training: TrainingStep,
-        plan: PrecisionPlan,
-        safe: PrecisionPlan,
-        run: Callable[[PrecisionPlan], Results],
-        optimizer: Any,
-    ) -> Judgement:
-        """Run a watched iteration, twice if need be.
+    def run(self, iteration: int, step: TrainingStep, plan: PrecisionPlan) -> Outcome:
+        """Run an iteration's forward-backward under the current plan, again if need be.
 
         Args:
-            training: the iteration's forward-backward call.
-            plan: the current plan.
-            safe: BF16 except for pinned linears.
-            run: runs the iteration's forward-backward under a plan.
-            optimizer: Megatron's, whose gradients are zeroed before a second run.
+            iteration: the iteration.
+            step: its forward-backward call.
+            plan: the current plan, which is applied.
         """
-        snapshot = TrainingStateSnapshot(training.chunks)
+        if self.is_watching:
+            return self._run_watched(iteration, step, plan)
+        results = self._run(iteration, step)
+        if self.is_on:
+            self._pending_loss = StepLoss(results, self._topology)
+        return Outcome(results)
+
+    def _run(
+        self, iteration: int, step: TrainingStep, plan: PrecisionPlan | None = None
+    ) -> Results:
+        """Run the forward-backward, under another plan if one is given."""
+        if plan is not None:
+            self._model.apply(plan.linears)
+        with self._model.runtime.training_pass(iteration):
+            return step.run()
+
+    def _run_watched(self, iteration: int, step: TrainingStep, plan: PrecisionPlan) -> Outcome:
+        snapshot = TrainingStateSnapshot(step.chunks)
         with tolerating_non_finite():
-            results = run(plan)
-        loss = self._measure_loss(results, training)
+            results = self._run(iteration, step)
+        loss = self._measure_loss(results, step)
         if loss is None or not self.state.loss.is_spike(loss):
             self._add(loss)
-            return Judgement(results)
-        candidates = [p for p in (self.state.good, safe) if p is not None]
-        fallback = next((p for p in candidates if p.digest != plan.digest), None)
+            return Outcome(results, was_watched=True)
+        candidates = (self.state.good, self._last_resort(plan, iteration))
+        others = [p for p in candidates if p is not None and p.digest != plan.digest]
+        fallback = others[0] if others else None
         snapshot.restore()
-        zero_gradients(training.chunks, optimizer)
-        results = run(plan if fallback is None else fallback)
+        zero_gradients(step.chunks, self._optimizer)
+        results = self._run(iteration, step, plan if fallback is None else fallback)
         text = f"loss {loss:.4g} under {plan.label}"
         if fallback is None:  # it ran again so that Megatron's own checks see the loss
             unwatched = LossMonitor(recent=self.state.loss.recent)
             self.state = self.state.model_copy(update={"loss": unwatched})
-            return Judgement(results, None, f"{text}; no other plan to fall back to")
-        measured = self._measure_loss(results, training)
+            return Outcome(results, 2, True, None, f"{text}; no other plan to fall back to")
+        measured = self._measure_loss(results, step)
         second = math.nan if measured is None else measured
         text += f", {second:.4g} under {fallback.label}"
-        if not self.state.loss.blames_plan(loss, second):
-            if math.isfinite(loss) and not math.isfinite(second):
-                snapshot.restore()
-                zero_gradients(training.chunks, optimizer)
-                results = run(plan)
-            self._add(loss)
-            return Judgement(results, None, f"{text}; keeping the plan")
-        return Judgement(results, fallback, text)
+        if self.state.loss.blames_plan(loss, second):
+            return Outcome(results, 2, True, fallback, text)
+        num_runs = 2
+        if math.isfinite(loss) and not math.isfinite(second):
+            snapshot.restore()
+            zero_gradients(step.chunks, self._optimizer)
+            results = self._run(iteration, step, plan)
+            num_runs = 3
+        self._add(loss)
+        self._model.apply(plan.linears)
+        return Outcome(results, num_runs, True, None, f"{text}; keeping the plan")
 
     def reverted(self, plan: PrecisionPlan, fallback: PrecisionPlan, iteration: int) -> None:
         """Record that `fallback` replaced `plan` in `iteration`."""
@@ -279,10 +318,19 @@ class Guard:
             refresh_at=iteration + 1 if num_reverted == 1 else None,
         )
 
-    def _measure_loss(self, results: Results, training: TrainingStep) -> float | None:
+    def state_dict(self) -> GuardState | None:
+        """Return what a checkpoint keeps; None if the guard is off."""
+        return self.state if self.is_on else None
+
+    def load_state_dict(self, state: GuardState | None) -> None:
+        """Continue a stopped run; None starts anew."""
+        if self.is_on and state is not None:
+            self.state = state
+
+    def _measure_loss(self, results: Results, step: TrainingStep) -> float | None:
         """The loss; NaN where a gradient is not finite, None if the schedule reports no loss."""
         loss = StepLoss(results, self._topology).value()
-        if loss is None or finite_gradients(training.chunks, self._topology):
+        if loss is None or finite_gradients(step.chunks, self._topology):
             return loss
         return math.nan
 

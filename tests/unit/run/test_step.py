@@ -9,12 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_snip.linears.training_step import (
-    StepLoss,
-    TrainingStateSnapshot,
-    TrainingStep,
-    finite_gradients,
-)
+from megatron_snip.linears.snapshot import TrainingStateSnapshot
+from megatron_snip.run.step import StepLoss, TrainingStep, finite_gradients
 from megatron_snip.topology import Topology
 
 ALONE = Topology()

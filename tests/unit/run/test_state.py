@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from megatron_snip.errors import UsageError
-from megatron_snip.guard import GuardState, LossMonitor
 from megatron_snip.log import forget_warnings
-from megatron_snip.state import ControllerState, Pending
+from megatron_snip.run.guard import GuardState, LossMonitor
+from megatron_snip.run.schedule import ScheduleState
+from megatron_snip.run.solve import PendingProblem
+from megatron_snip.run.state import ControllerState, resumed_state
 from megatron_snip.statistics.records import StatisticsTable
 from tests.unit.planning.build import plan_of, problem_of
 
 PLAN = plan_of(["fp4-fp8-bf16"], iteration=2, objective=None, target=0.5)
-PENDING = Pending(6, 8, problem_of([[0.0, 1.0]]))
+PENDING = PendingProblem(6, 8, problem_of([[0.0, 1.0]]))
 GUARD = GuardState(
     loss=LossMonitor(recent=(2.0, 1.9)).after_plan_change(6.0),
     good=PLAN,
@@ -25,7 +27,16 @@ GUARD = GuardState(
     refresh_at=9,
 )
 STATE = ControllerState(
-    7, PLAN, ((4, PLAN.digest),), 6, PENDING, GUARD, StatisticsTable(6, 1.5, ())
+    iteration=7,
+    plan=PLAN,
+    history=((4, PLAN.digest),),
+    target=0.5,
+    schedule=ScheduleState(6),
+    solve=PENDING,
+    guard=GUARD,
+    observations=StatisticsTable(6, 1.5, ()),
+    alerts=(("amax>1", "decoder.layers.0.mlp.linear_fc1"),),
+    settings={"formats": "fp8,fp4"},
 )
 
 
@@ -59,10 +70,10 @@ def test_a_guard_that_cannot_be_read_starts_anew(guard: Any, caplog: Any) -> Non
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"version": 1}, "version 1; this megatron-snip reads version 2; resume with .*--finetune"),
+        ({"version": 1}, "version 1; this megatron-snip reads version 2 or 3; .*--finetune"),
         ({"plan": {}}, "here is damaged: plan: version None"),
         ({"history": [1]}, "here is damaged: history"),
-        ({"pending": {"iteration": 1}}, "here is damaged: pending.*; load another checkpoint"),
+        ({"solve": {"iteration": 1}}, "here is damaged: solve.*; load another checkpoint"),
         ({"iteration": "seven"}, "here is damaged"),
     ],
 )
@@ -71,3 +82,36 @@ def test_damage_is_named(change: dict[str, Any], text: str) -> None:
         ControllerState.from_dict(STATE.to_dict() | change, "here")
     with pytest.raises(UsageError, match="version None"):
         ControllerState.from_dict([1], "here")
+
+
+def test_checkpoints_of_version_2_are_read() -> None:
+    """It had the same parts under other names."""
+    value = STATE.to_dict()
+    old = {"version": 2}
+    names = {"solve": "pending", "observations": "statistics", "alerts": "alerted"}
+    for name, part in value.items():
+        if name not in ("version", "schedule"):
+            old[names.get(name, name)] = part
+    old["refreshed"] = 6
+    assert ControllerState.from_dict(json.loads(json.dumps(old))) == STATE
+
+
+@pytest.mark.parametrize(
+    ("loaded", "iteration", "refreshed", "warning"),
+    [
+        (STATE.to_dict(), 7, 6, ""),
+        (None, 0, None, ""),
+        (None, 7, None, "iteration 7 has no SNIP state"),
+        # Megatron can rewind its data loader (--override-ckpt-iteration).
+        (STATE.to_dict(), 3, None, "a refresh in flight is dropped"),
+    ],
+)
+def test_a_checkpoints_state_is_resumed(
+    loaded: Any, iteration: int, refreshed: int | None, warning: str
+) -> None:
+    state, found = resumed_state(loaded, iteration)
+    assert (state is None) == (loaded is None)
+    if state is not None:
+        assert (state.iteration, state.schedule.refreshed) == (iteration, refreshed)
+        assert state.plan == PLAN
+    assert warning in (found or "") and bool(warning) == (found is not None)

@@ -10,9 +10,9 @@ from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.plan import PrecisionPlan, write_plan
-from megatron_snip.planning.planner import nearest_option, restrict_problem
-from megatron_snip.run_plans import RunPlans
-from megatron_snip.state import ControllerState, reported_settings
+from megatron_snip.planning.restrictions import nearest_option, restrict_problem
+from megatron_snip.run.plans import RunPlans
+from megatron_snip.run.state import ControllerState, reported_settings
 from megatron_snip.topology import LinearInfo, Topology
 from tests.unit.planning.build import name_of, options_of, plan_of, problem_of
 

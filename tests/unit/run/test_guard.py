@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_snip.guard import PATIENCE, WATCHED_ITERATIONS, LossMonitor
+from megatron_snip.run.guard import PATIENCE, WATCHED_ITERATIONS, LossMonitor
 
 SIGMAS = 6.0
 CURVES: list[dict[str, Any]] = json.loads(

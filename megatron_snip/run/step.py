@@ -1,25 +1,23 @@
-"""A forward-backward call that can run again: its data, the state that it changes, its loss.
+"""A forward-backward call that can run again: its data, its loss, its gradients.
 
 The guard repeats a training step, and an evaluation in two precisions runs each microbatch twice.
 """
 
 import copy
 import math
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, rerun_state_machine
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import get_model_config
 
 from megatron_snip.collectives import any_rank, sum_over
 from megatron_snip.linears.runtime import Runtime
+from megatron_snip.linears.snapshot import TrainingStateSnapshot
 from megatron_snip.statistics.optimizer_state import gradient_of
 from megatron_snip.topology import Topology
 
@@ -28,6 +26,11 @@ Results = list[dict[str, Any]]
 
 ForwardBackward = Callable[..., Results]
 """Megatron's forward-backward function (`get_forward_backward_func()`); keyword arguments only."""
+
+
+def run_once(function: ForwardBackward, **kwargs: Any) -> Results:
+    """Call Megatron's forward-backward function."""
+    return function(**kwargs)
 
 
 class ReplayableIterator(Iterator[Any]):
@@ -98,15 +101,19 @@ class TrainingStep:
         one = torch.ones(1, device=next(self.chunks[0].parameters()).device)
         return float(scale(one).item())
 
-    def grad_scale(self, topology: Topology) -> float:
+    def grad_scale(self, topology: Topology, loss_scale: float) -> float:
         """Return the factor from a gradient in the backward to that of the batch-mean loss.
 
         It is 1 / (data ranks * loss scale): Megatron divides by microbatches itself. With
         `calculate_per_token_loss` it divides by the batch's tokens after the backward; they are
         counted here as if none were masked.
+
+        Args:
+            topology: this rank's place.
+            loss_scale: what `loss_scale` returned; it waits for the device, so ask once.
         """
         config = get_model_config(self.chunks[0])
-        scale = topology.data.size * self.loss_scale()
+        scale = topology.data.size * loss_scale
         if config.calculate_per_token_loss:
             samples = self.kwargs["micro_batch_size"] * self.kwargs["num_microbatches"]
             tokens = self.kwargs["seq_length"] * samples
@@ -121,68 +128,6 @@ def zero_gradients(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
         if zero is not None:
             zero()
     optimizer.zero_grad()
-
-
-class TrainingStateSnapshot:
-    """What a forward-backward changes besides gradients, saved so that it can be undone.
-
-    Random number generators (torch, CUDA, Megatron's tracker, numpy, random), module buffers, and
-    the losses that Megatron adds up for its log (MoE's auxiliary losses, MTP's).
-    """
-
-    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Save it; `chunks` are the model's, wrapped or not."""
-        # DDP hides `Module.buffers` behind a list of its own
-        buffers = [b for chunk in chunks for b in torch.nn.Module.buffers(chunk)]
-        self._tensors = buffers + _logged_losses()
-        self._values = [tensor.clone() for tensor in self._tensors]
-        tracker = get_cuda_rng_tracker().get_states()
-        self._tracker = {name: _copied(state) for name, state in tracker.items()}
-        self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-        self._numpy = np.random.get_state()
-        self._random = random.getstate()
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Restore everything; may be called more than once."""
-        for tensor, value in zip(self._tensors, self._values, strict=True):
-            tensor.copy_(value)
-        for tensor in _logged_losses():
-            if not any(tensor is saved for saved in self._tensors):
-                tensor.zero_()  # created since
-        torch.set_rng_state(self._torch)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda)
-        if self._tracker:  # the tracker changes the dict and generators that it is given
-            states = {name: _copied(state) for name, state in self._tracker.items()}
-            get_cuda_rng_tracker().set_states(states)
-        np.random.set_state(self._numpy)
-        random.setstate(self._random)
-
-
-def _logged_losses() -> list[torch.Tensor]:
-    """Return the sums that every forward adds to (MoE's auxiliary losses, MTP's)."""
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
-    tracker = MTPLossLoggingHelper.tracker
-    return _moe_losses() + ([tracker["values"]] if "values" in tracker else [])
-
-
-def _moe_losses() -> list[torch.Tensor]:
-    try:
-        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-    except ImportError:  # Megatron-Core before 0.18
-        from megatron.core.transformer.moe import moe_utils
-
-        trackers = moe_utils.get_moe_layer_wise_logging_tracker().values()
-        return [tracker["values"] for tracker in trackers if "values" in tracker]
-    return [entry.values for entry in get_moe_metrics_tracker().metrics.values()]
-
-
-def _copied(state: Any) -> Any:
-    """Copy a tracker's state: a tensor, or a generator whose own state advances."""
-    return state.clone_state() if isinstance(state, torch.Generator) else state.clone()
 
 
 class StepLoss:

@@ -1,21 +1,25 @@
 """ControllerState: what a checkpoint keeps of SNIP, so that a resumed run replays exactly.
 
 Plain built-in types both ways (`to_dict`, `from_dict`): the dict travels inside Megatron's
-checkpoints, which are read with `weights_only=True`. Schema version 2:
+checkpoints, which are read with `weights_only=True`. Schema version 3 is {owner: state}; each owner
+has `state_dict` and `load_state_dict`:
 
-    {"version": 2, "iteration": int, "plan": {a plan file's object},
-     "history": [[iteration, digest], ...], "refreshed": int | null,
-     "statistics": null | {a StatisticsTable's}, "settings": {name: text},
-     "pending": null | {"iteration": int, "apply_at": int, "problem": {a problem file's object}},
-     "guard": null | {a GuardState's}, "target": null | number, "alerted": [[alert, linear], ...]}
+    {"version": 3, "iteration": int, "settings": {name: text},
+     "plan": {a plan file's object}, "history": [[iteration, digest], ...],
+     "target": null | number,                        the controller's
+     "schedule": {"refreshed": int | null},          schedule.Schedule's
+     "solve": null | {"iteration": int, "apply_at": int, "problem": {a problem file's object}},
+     "guard": null | {a GuardState's},
+     "observations": null | {a StatisticsTable's},
+     "alerts": [[alert, linear], ...]}
 
-Of a plan that was being solved its problem is stored: the resumed run solves it again and applies
-the plan at the same iteration.
+Version 2 has the same under other names, and is read. Of a plan that was being solved its problem
+is stored: the resumed run solves it again and applies the plan at the same iteration.
 """
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Self
 
 from pydantic import TypeAdapter
@@ -23,60 +27,51 @@ from pydantic import TypeAdapter
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError, shortened, shown
 from megatron_snip.files import OwnSchema, checked
-from megatron_snip.guard import GuardState
 from megatron_snip.log import warn_once_per_job
 from megatron_snip.planning.plan import PrecisionPlan
-from megatron_snip.planning.problem import PlanningProblem
+from megatron_snip.run.alerts import Alerted
+from megatron_snip.run.guard import GuardState
+from megatron_snip.run.schedule import ScheduleState
+from megatron_snip.run.solve import PendingProblem
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.version import PACKAGES, installed_version
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 2
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A problem that the solver works on; the same on all ranks.
-
-    Attributes:
-        iteration: at which it was given to the solver.
-        apply_at: iteration before which the plan is broadcast and applied.
-        problem: the planning problem.
-    """
-
-    iteration: int
-    apply_at: int
-    problem: Annotated[PlanningProblem, OwnSchema()]
+SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True)
 class ControllerState:
-    """A controller between two iterations.
+    """A run between two iterations.
 
     Attributes:
         iteration: the last iteration done; 0 before training.
         plan: the current plan.
         history: (iteration, digest) of every plan applied, in order.
-        refreshed: the first iteration of the last refresh that began, or None.
-        pending: what the solver works on, or None.
-        guard: None without a guard.
-        statistics: running mean of the measurements, or None.
+        target: the target of the last problem that the solver got, or None.
+        schedule: when the last refresh began.
+        solve: what the solver works on, or None.
+        guard: the losses and the refused plans; None without a guard.
+        observations: the running mean of the measurements, or None.
+        alerts: (alert of --snip-alert, linear) that were reported.
         settings: settings and versions whose change a resumed run reports, as text.
-        target: of the last problem that the solver got, or None.
-        alerted: (alert of --snip-alert, linear) that were reported.
     """
 
     iteration: int
     plan: Annotated[PrecisionPlan, OwnSchema()]
     history: tuple[tuple[int, str], ...] = ()
-    refreshed: int | None = None
-    pending: Pending | None = None
-    guard: GuardState | None = None
-    statistics: Annotated[StatisticsTable, OwnSchema()] | None = None
-    settings: Mapping[str, str] = field(default_factory=dict)
     target: float | None = None
-    alerted: tuple[tuple[str, str], ...] = ()
+    schedule: ScheduleState = field(default_factory=ScheduleState)
+    solve: PendingProblem | None = None
+    guard: GuardState | None = None
+    observations: Annotated[StatisticsTable, OwnSchema()] | None = None
+    alerts: Alerted = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    def after(self, iteration: int) -> Self:
+        """Return the state for weights of another iteration: nothing is in flight."""
+        return replace(self, iteration=iteration, schedule=ScheduleState(), solve=None, guard=None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the dict described above."""
@@ -102,10 +97,13 @@ class ControllerState:
             UsageError: one line that names `source` and what is wrong.
         """
         version = value.get("version") if isinstance(value, dict) else None
+        if version == 2:
+            value = _from_version_2(value)
+            version = SCHEMA_VERSION
         if version != SCHEMA_VERSION:
             got = shortened(repr(version), 80)
             raise UsageError(
-                f"{source}: version {got}; this megatron-snip reads version {SCHEMA_VERSION}; "
+                f"{source}: version {got}; this megatron-snip reads version 2 or {SCHEMA_VERSION}; "
                 "resume with the megatron-snip that wrote it, or start from the weights "
                 "(--finetune) with its last plan (--snip-plan-file)"
             )
@@ -142,6 +140,50 @@ def changed_plan_settings(state: ControllerState, config: SnipConfig) -> frozens
 
 def _as_text(values: Mapping[str, Any]) -> dict[str, str]:
     return {name: ",".join(v) if isinstance(v, tuple) else str(v) for name, v in values.items()}
+
+
+def resumed_state(loaded: Any, iteration: int) -> tuple[ControllerState | None, str | None]:
+    """Return the state to resume from, and a warning where it is not that of the weights.
+
+    Args:
+        loaded: SNIP's state in the checkpoint, as `to_dict` returned it, or None.
+        iteration: the last iteration that the checkpoint's weights have done; 0 without one.
+
+    Returns:
+        (state or None to start anew, warning or None).
+
+    Raises:
+        UsageError: if the state is damaged or of a version that cannot be read.
+    """
+    if loaded is None:
+        if iteration == 0:
+            return None, None
+        return None, (
+            f"the checkpoint of iteration {iteration} has no SNIP state; "
+            "starting from the initial plan"
+        )
+    state = ControllerState.from_dict(loaded, "SNIP state of the checkpoint")
+    if state.iteration == iteration:
+        return state, None
+    return state.after(iteration), (
+        f"the checkpoint's SNIP state is of iteration {state.iteration} and training "
+        f"resumes after {iteration}; its plan is used, a refresh in flight is dropped"
+    )
+
+
+_RENAMED = {
+    "refreshed": "schedule",
+    "pending": "solve",
+    "statistics": "observations",
+    "alerted": "alerts",
+}
+"""Keys of version 2, and what they are since."""
+
+
+def _from_version_2(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a state of version 2 under the names of version 3."""
+    found = {_RENAMED.get(name, name): part for name, part in value.items() if name != "version"}
+    return {**found, "schedule": {"refreshed": found.get("schedule")}}
 
 
 def _guard(value: Any, source: str) -> GuardState | None:

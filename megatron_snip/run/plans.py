@@ -1,6 +1,6 @@
-"""Plans inside of a running job: what it can run, what it must reach, and the pending solve.
+"""The plans of a run: the first one, plans from elsewhere, healing, and what the linears can run.
 
-The plan that a run starts with comes from one of four places; the first that applies counts:
+The plan that a run starts with comes from one of five places; the first that applies counts:
 
     1. collect_only          the plan file, or BF16
     2. a plan file           unless the stopped run was given the same one
@@ -13,54 +13,38 @@ The plan that a run starts with comes from one of four places; the first that ap
 Wherever a plan comes from, the settings as given now hold: a pinned linear gets its option, and no
 linear gets a format that is not among the formats, nor an option that it cannot run. A plan file
 that breaks a pin or the formats is an error, because both were given in the same command.
-
-With `PendingSolve` training waits for the solver only at the iteration where its plan is due. If
-rank 0 has no valid plan then (a crash, a timeout), all ranks get the same error.
 """
 
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from torch.distributed import ProcessGroup
-
-from megatron_snip.collectives import attempt, on_rank_0
 from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.quality_loss import unmeasured_problem
-from megatron_snip.errors import (
-    InfeasiblePlanError,
-    PlanningError,
-    SnipError,
-    UsageError,
-    listing,
-    naming_field,
-)
+from megatron_snip.errors import UsageError, listing, naming_field
 from megatron_snip.formats import get_format
 from megatron_snip.linears.availability import AvailableOptions, available_options, option_refusals
 from megatron_snip.linears.calibrate import timed_options
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.constraints import make_constraints
-from megatron_snip.planning.cost import make_table
-from megatron_snip.planning.plan import PrecisionPlan, assigned_plan, format_shares, read_plan
-from megatron_snip.planning.planner import (
-    healing_problem,
-    make_plan,
-    nearest_option,
-    reasons,
+from megatron_snip.planning.cost import TOLERANCE, make_table
+from megatron_snip.planning.plan import (
+    PrecisionPlan,
+    assigned_plan,
+    format_shares,
+    read_plan,
     without_objective,
 )
+from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.policies import UNIFORM, get_policy
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem, parse_option
+from megatron_snip.planning.restrictions import bits_of, nearest_option, reasons
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.planning.solver_process import SolverProcess
-from megatron_snip.state import ControllerState, Pending, changed_plan_settings
-
-SOLVER_GRACE_S = 10.0
-"""Training waits for a plan at most this long beyond the solver's time limit."""
+from megatron_snip.run.solve import PendingProblem, plan_from_rank_0
+from megatron_snip.run.state import ControllerState, changed_plan_settings
+from megatron_snip.types import Gemm
 
 
 @dataclass(frozen=True)
@@ -259,6 +243,21 @@ class RunPlans:
         problem = problem.with_options(allowed)
         return replace(self.available, refusals=refusals).restrict(problem)
 
+    def adapted_pending(self, pending: PendingProblem, num_done: int) -> PendingProblem:
+        """All ranks: return a stopped run's pending problem as this run solves it.
+
+        Args:
+            pending: the problem that was being solved.
+            num_done: iterations that are done; the plan is due after them, and not later than
+                this run's lag allows.
+
+        Raises:
+            UsageError: if it is a problem of other linears.
+        """
+        apply_at = min(pending.apply_at, pending.iteration + self._config.lag)
+        problem = self.adapted_problem(pending.problem)
+        return PendingProblem(pending.iteration, max(apply_at, num_done + 1), problem)
+
     def restrict_for_healing(
         self, problem: PlanningProblem, plan: PrecisionPlan, apply_at: int
     ) -> PlanningProblem:
@@ -287,66 +286,6 @@ class RunPlans:
         return (before - after) * tokens * num_microbatches / ranks
 
 
-class PendingSolve:
-    """The problem that rank 0's solver works on; all ranks call every method together.
-
-    Attributes:
-        pending: what is being solved, the same on all ranks; None if nothing is. Setting it to None
-            drops the plan.
-    """
-
-    def __init__(
-        self, settings: PlanSettings, control: ProcessGroup | None, solver: SolverProcess | None
-    ) -> None:
-        """Start with nothing to solve; `solver` is None on ranks other than 0."""
-        self.pending: Pending | None = None
-        self._settings = settings
-        self._control = control
-        self._solver = solver
-        self._submit_error: Exception | None = None
-
-    def submit(self, pending: Pending, plan: PrecisionPlan) -> None:
-        """Rank 0 starts to solve; `plan` is the current one."""
-        self.pending, self._submit_error = pending, None
-        if self._solver is None:
-            return
-        try:
-            self._solver.submit(pending.problem, self._settings, plan, pending.iteration)
-        except Exception as error:  # all ranks get it when the plan is due
-            self._submit_error = error
-
-    def is_due(self, iteration: int) -> bool:
-        """Whether the plan must be applied before `iteration`."""
-        return self.pending is not None and iteration >= self.pending.apply_at
-
-    def result(self) -> tuple[PrecisionPlan, float]:
-        """Return rank 0's plan and the seconds that training waited for it.
-
-        Raises:
-            PlanningError: the same on every rank, if there is no plan.
-        """
-        assert self.pending is not None
-        pending, self.pending = self.pending, None
-        begin = time.perf_counter()
-        try:
-            plan = plan_from_rank_0(self._solved, self._control)
-        except SnipError as error:
-            why = f"no plan from the statistics of iteration {pending.iteration}: {error}"
-            raise PlanningError(why) from None
-        return plan, time.perf_counter() - begin
-
-    def close(self) -> None:
-        """End the solver's process."""
-        if self._solver is not None:
-            self._solver.close()
-
-    def _solved(self) -> PrecisionPlan:
-        if self._submit_error is not None:
-            raise self._submit_error
-        assert self._solver is not None, "rank 0 has the solver"
-        return self._solver.result(self._settings.time_limit_s + SOLVER_GRACE_S)
-
-
 def check_settings(problem: PlanningProblem, config: SnipConfig, seed: int) -> None:
     """Refuse, before the first iteration, settings under which no plan can be made.
 
@@ -371,7 +310,7 @@ def check_settings(problem: PlanningProblem, config: SnipConfig, seed: int) -> N
             "drop one of them, or add --snip-collect-only to train with the file",
             field="plan_file",
         )
-    settings = PlanSettings.from_config(config, seed)
+    settings = PlanSettings(**config.planning_values(), seed=seed)
     if not makes_plans:  # then nothing measures the seconds that the cost `time` counts
         settings = settings.model_copy(update={"cost": "flops"})
     with naming_field("pins"):
@@ -392,13 +331,66 @@ def policy_plan(
         seed: seed of the policy `random`.
         target: the efficiency target of the first iteration.
     """
-    settings = PlanSettings.from_config(config, seed).model_copy(update={"target": target})
+    settings = PlanSettings(**config.planning_values(), seed=seed).model_copy(
+        update={"target": target}
+    )
     if config.collect_only:
         settings = settings.model_copy(update={"cost": "flops"})
     if config.collect_only or get_policy(config.policy).needs_statistics:
         settings = settings.model_copy(update={"policy": f"{UNIFORM}bf16"})
     with naming_field("policy"):
         return without_objective(make_plan(problem, settings))
+
+
+def healing_problem(
+    problem: PlanningProblem, plan: PrecisionPlan, config: SnipConfig
+) -> PlanningProblem:
+    """Return a problem whose plans lower no GEMM of `plan`, and raise some GEMMs before the others.
+
+    Options are left out. While the target is above the share of the GEMMs that come second, these
+    stay as in `plan`. Below it, the GEMMs that come first stay above the lowest precision. Pinned
+    linears keep all options; so do all linears if `plan` does not reach the target.
+
+    Args:
+        problem: a problem with options per GEMM.
+        plan: the current plan.
+        config: settings; `heal_order` (forward or backward), pins and formats are used.
+    """
+    if plan.efficiency < problem.target - float(TOLERANCE):
+        return problem
+    lowest = get_format(config.lowest_format).bits
+    fprop_comes_first = config.heal_order == "forward"
+    comes_first = [(gemm == Gemm.FPROP) == fprop_comes_first for gemm in Gemm]
+    current = {name: bits_of(option) for name, option in plan.linears.items()}
+    # What the plan saves with the GEMMs that come second. Below that target the GEMMs that come
+    # first are all raised, and the others begin.
+    second_share = 0.0
+    for row in problem.linears:
+        pairs = zip(current[row.name], comes_first, strict=True)
+        num_low_second = sum(bits == lowest and not first for bits, first in pairs)
+        second_share += row.flops * num_low_second / 3
+    total = sum(row.flops for row in problem.linears)
+    first_are_raised = problem.target * total < second_share
+
+    def may_become(old: int, new: int, first: bool) -> bool:
+        """Whether a GEMM may go from `old` to `new` bits; `first`: it is raised first."""
+        if new < old:
+            return False
+        if first:
+            return new > lowest or not first_are_raised
+        return new == old or first_are_raised
+
+    def allowed(row: LinearChoices) -> dict[str, OptionCost]:
+        if config.pin_of(row.name) is not None:
+            return row.options
+        raised = {
+            text: cost
+            for text, cost in row.options.items()
+            if all(map(may_become, current[row.name], bits_of(parse_option(text)), comes_first))
+        }
+        return raised or row.options
+
+    return problem.with_options(allowed)
 
 
 def describe(replaced: Sequence[Replacement], num_linears: int) -> list[str]:
@@ -417,27 +409,3 @@ def describe(replaced: Sequence[Replacement], num_linears: int) -> list[str]:
             f"{len(why)} of {num_linears} linears run {new} instead of {old}: {reasons(why)}"
         )
     return texts
-
-
-def plan_from_rank_0(
-    make: Callable[[], PrecisionPlan], control: ProcessGroup | None
-) -> PrecisionPlan:
-    """All ranks: return the plan that rank 0 makes.
-
-    Args:
-        make: called on rank 0 only.
-        control: a group of all ranks.
-
-    Raises:
-        UsageError: on every rank, if `make` raised one or an InfeasiblePlanError.
-        RemoteFailure: on every rank, if it raised anything else, or a rank cannot read the plan.
-    """
-
-    def plan_dict() -> dict[str, Any]:
-        try:
-            return make().to_dict()
-        except InfeasiblePlanError as error:
-            raise UsageError(str(error), "efficiency_target") from None
-
-    found = on_rank_0("planning", plan_dict, control)
-    return attempt("reading the plan", lambda: PrecisionPlan.from_dict(found), control)

@@ -1,0 +1,71 @@
+"""What a forward-backward changes besides gradients, saved so that it can be undone."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+
+class TrainingStateSnapshot:
+    """What a forward-backward changes besides gradients, saved so that it can be undone.
+
+    Random number generators (torch, CUDA, Megatron's tracker, numpy, random), module buffers, and
+    the losses that Megatron adds up for its log (MoE's auxiliary losses, MTP's).
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Save it; `chunks` are the model's, wrapped or not."""
+        # DDP hides `Module.buffers` behind a list of its own
+        buffers = [b for chunk in chunks for b in torch.nn.Module.buffers(chunk)]
+        self._tensors = buffers + _logged_losses()
+        self._values = [tensor.clone() for tensor in self._tensors]
+        tracker = get_cuda_rng_tracker().get_states()
+        self._tracker = {name: _copied(state) for name, state in tracker.items()}
+        self._torch = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        self._numpy = np.random.get_state()
+        self._random = random.getstate()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore everything; may be called more than once."""
+        for tensor, value in zip(self._tensors, self._values, strict=True):
+            tensor.copy_(value)
+        for tensor in _logged_losses():
+            if not any(tensor is saved for saved in self._tensors):
+                tensor.zero_()  # created since
+        torch.set_rng_state(self._torch)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)
+        if self._tracker:  # the tracker changes the dict and generators that it is given
+            states = {name: _copied(state) for name, state in self._tracker.items()}
+            get_cuda_rng_tracker().set_states(states)
+        np.random.set_state(self._numpy)
+        random.setstate(self._random)
+
+
+def _logged_losses() -> list[torch.Tensor]:
+    """Return the sums that every forward adds to (MoE's auxiliary losses, MTP's)."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    tracker = MTPLossLoggingHelper.tracker
+    return _moe_losses() + ([tracker["values"]] if "values" in tracker else [])
+
+
+def _moe_losses() -> list[torch.Tensor]:
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:  # Megatron-Core before 0.18
+        from megatron.core.transformer.moe import moe_utils
+
+        trackers = moe_utils.get_moe_layer_wise_logging_tracker().values()
+        return [tracker["values"] for tracker in trackers if "values" in tracker]
+    return [entry.values for entry in get_moe_metrics_tracker().metrics.values()]
+
+
+def _copied(state: Any) -> Any:
+    """Copy a tracker's state: a tensor, or a generator whose own state advances."""
+    return state.clone_state() if isinstance(state, torch.Generator) else state.clone()

@@ -1,0 +1,40 @@
+"""Alerts: linears whose measures of health are beyond a threshold of `--snip-alert`."""
+
+from collections.abc import Sequence
+
+from megatron_snip.config import Alert
+from megatron_snip.statistics.health_table import HealthTable
+
+Alerted = tuple[tuple[str, str], ...]
+"""(text of an alert, linear) that were reported, sorted."""
+
+
+class Alerts:
+    """Reports each linear once for each threshold; also over a resume."""
+
+    def __init__(self, alerts: Sequence[Alert]) -> None:
+        """Start with nothing reported."""
+        self._alerts = tuple(alerts)
+        self._reported: set[tuple[str, str]] = set()
+
+    def report(self, health: HealthTable) -> str | None:
+        """Return one line about the linears that are beyond a threshold for the first time.
+
+        All thresholds share a line: W&B drops a second alert with the same title within a minute.
+        """
+        texts = []
+        for alert in self._alerts:
+            beyond = health.beyond(alert.measure, alert.sign, alert.limit)
+            new = [each for each in beyond if (alert.text, each.linear) not in self._reported]
+            self._reported |= {(alert.text, each.linear) for each in new}
+            if new:
+                texts.append(f"alert {alert.text}: {', '.join(map(str, new))}")
+        return "; ".join(texts) or None
+
+    def state_dict(self) -> Alerted:
+        """Return what was reported."""
+        return tuple(sorted(self._reported))
+
+    def load_state_dict(self, state: Alerted) -> None:
+        """Do not repeat what a stopped run reported."""
+        self._reported = set(state)

@@ -1,0 +1,235 @@
+"""Observing: from training iterations to statistics, divergences and a planning problem.
+
+begin          the sensitivities of the weights are gathered; the linears of one part are named
+running        their forward and backward are watched while the iteration runs
+end            all-reduces over ranks; the running mean of the statistics is updated
+measurement    after the last part: statistics -> divergences -> planning problem
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_snip.collectives import RemoteFailure, any_rank
+from megatron_snip.config import SnipConfig
+from megatron_snip.divergence.quality_loss import (
+    DivergenceTable,
+    divergence_table,
+    planning_problem,
+)
+from megatron_snip.errors import PlanningError
+from megatron_snip.formats import lowest_precision
+from megatron_snip.linears.availability import AvailableOptions
+from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.moe_dispatch import ExpertDispatch
+from megatron_snip.linears.runtime import Runtime
+from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.reporting.events import Measurement
+from megatron_snip.run.guard import Outcome
+from megatron_snip.run.step import StepLoss, TrainingStep
+from megatron_snip.statistics.health_table import HealthTable, LinearHealth
+from megatron_snip.statistics.observer import StepObserver
+from megatron_snip.statistics.optimizer_state import (
+    Sensitivity,
+    gather_sensitivities,
+    steps_of_moments,
+    weight_norms,
+)
+from megatron_snip.statistics.records import StatisticsTable, running_mean
+from megatron_snip.statistics.sample import MeasureSettings
+from megatron_snip.topology import Placement
+
+logger = logging.getLogger(__name__)
+
+MIN_OPTIMIZER_STEPS = 10
+"""Statistics use AdamW's second moment, which means little after fewer steps."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One iteration that measures a part of the linears.
+
+    Attributes:
+        observer: what the linears call in their forward and backward.
+        weights: this rank's weights of the linears that are measured.
+        sensitivities: how strongly the optimizer's update reacts to each weight's gradient.
+        runtime: what the linears share.
+        dispatch: counts which data rank sent which rows to an expert.
+    """
+
+    observer: StepObserver
+    weights: Mapping[Placement, torch.nn.Parameter]
+    sensitivities: Mapping[Placement, Sensitivity]
+    runtime: Runtime
+    dispatch: ExpertDispatch
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Watch the linears inside the block; how they run does not change."""
+        with self.dispatch.counting(), self.runtime.observed_by(self.observer):
+            yield
+
+
+def observing(observation: Observation | None) -> AbstractContextManager[None]:
+    """Return the context in which an iteration runs; without an observation it does nothing."""
+    return nullcontext() if observation is None else observation.running()
+
+
+class Observations:
+    """The measurements of a run; all ranks call every method together.
+
+    Attributes:
+        mean: the running mean of the statistics, or None before the first measurement.
+    """
+
+    def __init__(
+        self, config: SnipConfig, model: PlannedModel, available: AvailableOptions, optimizer: Any
+    ) -> None:
+        """Start with nothing measured.
+
+        Args:
+            config: the settings.
+            model: the planned linears.
+            available: the options of a plan.
+            optimizer: Megatron's optimizer.
+        """
+        self.mean: StatisticsTable | None = None
+        self._config = config
+        self._model = model
+        self._available = available
+        names = {name for option in available.options for name in option.formats}
+        self._formats = tuple(name for name in config.formats if name in names)
+        self._optimizer = optimizer
+        self._topology = model.runtime.topology
+        self._dispatch = ExpertDispatch(model.chunks, self._topology)
+        self._seconds = 0.0
+        self._failure: str | None = None
+        self._health: dict[str, LinearHealth] = {}
+
+    def may_begin(self) -> bool:
+        """All ranks: whether AdamW's moments have seen enough steps on every rank."""
+        steps = steps_of_moments(self._optimizer)
+        is_young = steps is not None and steps < MIN_OPTIMIZER_STEPS
+        return not any_rank(is_young, self._topology.control)
+
+    def begin(self, iteration: int, part: int, num_parts: int) -> Observation | None:
+        """All ranks: prepare to measure a part of the linears while an iteration runs.
+
+        Args:
+            iteration: the iteration that is about to run.
+            part: which part; the first one begins a new measurement.
+            num_parts: the number of parts of all linears.
+
+        Returns:
+            None if a rank fails; then `check_complete` raises.
+        """
+        if part == 0:
+            self._seconds = 0.0
+            self._failure = None
+            self._health = {}
+        measured = self._model.all_linears[part::num_parts]
+        names = frozenset(linear.name for linear in measured)
+        weights = self._model.weights(names)
+        try:
+            sensitivities = gather_sensitivities(weights, self._optimizer, self._topology)
+        except RemoteFailure as failure:
+            self._fail(str(failure))
+            return None
+        formats = self._model.measured_formats(self._formats)
+        settings = MeasureSettings(formats, iteration, self._model.runtime.seed, names)
+        rows_by_sender = self._dispatch.rows_by_sender
+        observer = StepObserver(settings, self._topology, sensitivities, rows_by_sender)
+        runtime = self._model.runtime
+        return Observation(observer, weights, sensitivities, runtime, self._dispatch)
+
+    def end(self, observation: Observation | None, step: TrainingStep, outcome: Outcome) -> None:
+        """All ranks: add up what was observed while a step ran.
+
+        Args:
+            observation: what `begin` returned.
+            step: the iteration's forward-backward call.
+            outcome: how it ended. What it measured counts if it ran once.
+        """
+        if observation is None:
+            return
+        loss = StepLoss(outcome.results, self._topology).value()
+        loss_scale = step.loss_scale()
+        grad_scale = step.grad_scale(self._topology, loss_scale)
+        norms = partial(
+            weight_norms,
+            observation.weights,
+            self._optimizer,
+            observation.sensitivities,
+            self._topology,
+            loss_scale,
+        )
+        linears = self._model.all_linears
+        try:
+            table, health = observation.observer.table(linears, grad_scale, loss, norms)
+        except RemoteFailure as failure:
+            self._fail(str(failure))
+            return
+        if outcome.num_runs > 1:
+            self._fail("the guard ran this iteration twice")
+            return
+        self._seconds += observation.observer.seconds
+        self.mean = running_mean(self.mean, table, self._config.stat_decay)
+        self._health |= {linear.name: linear for linear in health.linears}
+
+    def check_complete(self) -> None:
+        """Raise if a part was not measured since the first one began; the same on all ranks.
+
+        Raises:
+            PlanningError: with the first reason.
+        """
+        if self._failure is not None:
+            raise PlanningError(self._failure)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the measurements so far have every linear in every format of the options."""
+        if self.mean is None:
+            return False
+        needed = {name for option in self._available.options for name in option.formats} - {"bf16"}
+        names = {linear.name for linear in self.mean.linears}
+        seen = [set(row.formats) for row in self.mean.linears if row.microbatches]
+        is_model = names == {linear.name for linear in self._model.all_linears}
+        return is_model and bool(seen) and all(needed <= formats for formats in seen)
+
+    def measurement(self, target: float) -> Measurement:
+        """Return divergences, and the planning problem at `target`, of the measurements so far."""
+        divergences = self._divergences(warn=self._topology.rank == 0)
+        problem = self._available.restrict(planning_problem(divergences, target))
+        table = divergences.statistics
+        linears = (self._health.get(linear.name) for linear in table.linears)
+        health = HealthTable(table.iteration, tuple(each for each in linears if each))
+        return Measurement(divergences, problem, self._seconds, health)
+
+    def loss_divergence(self, plan: PrecisionPlan) -> float | None:
+        """Return a plan's loss divergence by the measurements so far; None without any."""
+        if self.mean is None:
+            return None
+        return self._divergences(warn=False).loss_divergence(plan.linears)
+
+    def _divergences(self, warn: bool) -> DivergenceTable:
+        assert self.mean is not None, "something was measured"
+        # If no linear can run the lowest format, another with as few bits stands in.
+        lowest = lowest_precision(self._formats).name
+        return divergence_table(self.mean, self._available.options, lowest, self._config, warn)
+
+    def state_dict(self) -> StatisticsTable | None:
+        """Return what a checkpoint keeps: the running mean."""
+        return self.mean
+
+    def load_state_dict(self, state: StatisticsTable | None) -> None:
+        """Continue with the measurements of a stopped run."""
+        self.mean = state
+
+    def _fail(self, reason: str) -> None:
+        """Remember the first reason why a part was not measured."""
+        self._failure = self._failure or reason

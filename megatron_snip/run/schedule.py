@@ -1,0 +1,109 @@
+"""When a run measures and when it plans; the same on all ranks.
+
+    iteration i           a refresh is due: part 0 of the linears is measured
+    i + 1, i + 2, ...     its other parts, one an iteration (`--snip-measure-fraction`)
+    last part + lag       the plan of the refresh is applied
+
+`Schedule` counts iterations. Whether a refresh that is due may begin (the optimizer's moments may
+be too young, a plan may be on its way) is decided by the controller.
+"""
+
+from dataclasses import dataclass
+
+from megatron_snip.config import SnipConfig
+from megatron_snip.planning.policies import get_policy
+
+
+@dataclass(frozen=True)
+class ScheduleState:
+    """What a checkpoint keeps of the schedule.
+
+    Attributes:
+        refreshed: the first iteration of the last refresh that began, or None.
+    """
+
+    refreshed: int | None = None
+
+
+class Schedule:
+    """Which iterations measure which part of the linears.
+
+    Attributes:
+        is_static: whether the policy needs no statistics, so that it plans before the first
+            iteration.
+        makes_plans: whether refreshes or changes of the target lead to plans.
+        num_parts: the number of iterations that one refresh observes.
+        is_waiting: whether a refresh is due and waits until it may begin.
+    """
+
+    def __init__(self, config: SnipConfig) -> None:
+        """Start before the first refresh."""
+        self.is_static = not get_policy(config.policy).needs_statistics
+        self.makes_plans = not config.collect_only and (config.has_schedule or not self.is_static)
+        self.num_parts = config.num_measuring
+        self.is_waiting = False
+        self._config = config
+        self._refreshed: int | None = None
+        self._measured: int | None = None
+
+    def is_due(self, iteration: int, wanted_at: int | None = None) -> bool:
+        """Return whether a refresh should begin with an iteration.
+
+        Args:
+            iteration: the iteration that is about to run.
+            wanted_at: an iteration at which a refresh is wanted out of turn, or None.
+        """
+        config = self._config
+        never_measures = self.is_static and not config.collect_only
+        if never_measures or iteration < config.start_step or self._part(iteration) is not None:
+            return False
+        is_its_turn = (iteration - config.start_step) % config.interval == 0
+        return self.is_waiting or iteration == wanted_at or is_its_turn
+
+    def begin(self, iteration: int) -> None:
+        """Begin a refresh with an iteration."""
+        self.is_waiting = False
+        self._refreshed = iteration
+
+    def wait(self) -> None:
+        """Ask again before each iteration: a refresh is due and cannot begin yet."""
+        self.is_waiting = True
+
+    def take_part(self, iteration: int) -> int | None:
+        """Return which part of the linears an iteration measures, or None; once an iteration.
+
+        Megatron repeats an iteration whose result it doubts; the second run measures nothing.
+        """
+        part = self._part(iteration)
+        if part is None or iteration == self._measured:
+            return None
+        self._measured = iteration
+        return part
+
+    def is_last(self, part: int | None) -> bool:
+        """Return whether a part is the last one of its refresh."""
+        return part == self.num_parts - 1
+
+    def may_plan_for_new_target(self, iteration: int) -> bool:
+        """Return whether a plan for a new target is due before the next refresh begins.
+
+        With start 100, interval 200 and lag 2: before iteration 98 the next refresh is 2 iterations
+        away, and the plan is due when it begins; before iteration 99 it would come too late.
+        """
+        config = self._config
+        until_refresh = (config.start_step - iteration - 1) % config.interval + 1
+        comes_too_late = self.is_waiting or until_refresh < config.lag
+        return self.makes_plans and config.has_schedule and (self.is_static or not comes_too_late)
+
+    def state_dict(self) -> ScheduleState:
+        """Return what a checkpoint keeps."""
+        return ScheduleState(self._refreshed)
+
+    def load_state_dict(self, state: ScheduleState) -> None:
+        """Continue after the refresh of a stopped run."""
+        self._refreshed = state.refreshed
+
+    def _part(self, iteration: int) -> int | None:
+        """Return the part of the refresh that began last; None after its end."""
+        part = -1 if self._refreshed is None else iteration - self._refreshed
+        return part if 0 <= part < self.num_parts else None

@@ -1,0 +1,143 @@
+"""The solve that is under way: a problem on rank 0's solver, whose plan is due at an iteration.
+
+All ranks call every method together. Training waits for the solver only at the iteration where
+its plan is due. If rank 0 has no valid plan then (a crash, a timeout), all ranks get the same
+error.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from torch.distributed import ProcessGroup
+
+from megatron_snip.collectives import attempt, on_rank_0
+from megatron_snip.errors import InfeasiblePlanError, PlanningError, SnipError, UsageError
+from megatron_snip.files import OwnSchema
+from megatron_snip.log import log_failure
+from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.planning.problem import PlanningProblem
+from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.planning.solver_process import SolverProcess
+
+logger = logging.getLogger(__name__)
+
+SOLVER_GRACE_S = 10.0
+"""Training waits for a plan at most this long beyond the solver's time limit."""
+
+
+@dataclass(frozen=True)
+class PendingProblem:
+    """A problem that the solver works on.
+
+    Attributes:
+        iteration: the iteration at which it was given to the solver.
+        apply_at: the iteration before which the plan is broadcast and applied.
+        problem: the planning problem.
+    """
+
+    iteration: int
+    apply_at: int
+    problem: Annotated[PlanningProblem, OwnSchema()]
+
+
+class Solve:
+    """The problem that rank 0's solver works on, if there is one."""
+
+    def __init__(
+        self, settings: PlanSettings, control: ProcessGroup | None, solver: SolverProcess | None
+    ) -> None:
+        """Start with nothing to solve; `solver` is None on ranks other than 0."""
+        self._pending: PendingProblem | None = None
+        self._settings = settings
+        self._control = control
+        self._solver = solver
+        self._submit_error: Exception | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a plan is still to come."""
+        return self._pending is not None
+
+    def submit(self, pending: PendingProblem, plan: PrecisionPlan) -> None:
+        """Start to solve a problem on rank 0; `plan` is the current one."""
+        self._pending = pending
+        self._submit_error = None
+        if self._solver is None:
+            return
+        try:
+            self._solver.submit(pending.problem, self._settings, plan, pending.iteration)
+        except Exception as error:  # all ranks get it when the plan is due
+            log_failure(logger, "giving a problem to the solver", error)
+            self._submit_error = error
+
+    def is_due(self, iteration: int) -> bool:
+        """Return whether the plan must be applied before an iteration."""
+        return self._pending is not None and iteration >= self._pending.apply_at
+
+    def result(self) -> tuple[PrecisionPlan, float]:
+        """Take rank 0's plan; return it and the seconds that training waited for it.
+
+        Raises:
+            PlanningError: the same on every rank, if there is no plan.
+        """
+        assert self._pending is not None
+        measured_at = self._pending.iteration
+        self._pending = None
+        begin = time.perf_counter()
+        try:
+            plan = plan_from_rank_0(self._solved, self._control)
+        except SnipError as error:
+            why = f"no plan from the statistics of iteration {measured_at}: {error}"
+            raise PlanningError(why) from None
+        return plan, time.perf_counter() - begin
+
+    def drop(self) -> None:
+        """Forget the problem: its plan will not be applied."""
+        self._pending = None
+
+    def close(self) -> None:
+        """End the solver's process."""
+        if self._solver is not None:
+            self._solver.close()
+
+    def state_dict(self) -> PendingProblem | None:
+        """Return what a checkpoint keeps: of a plan that is being made, its problem."""
+        return self._pending
+
+    def load_state_dict(self, state: PendingProblem | None, plan: PrecisionPlan) -> None:
+        """Solve a stopped run's problem again; `plan` is the current one."""
+        if state is not None:
+            self.submit(state, plan)
+
+    def _solved(self) -> PrecisionPlan:
+        if self._submit_error is not None:
+            raise self._submit_error
+        assert self._solver is not None, "rank 0 has the solver"
+        return self._solver.result(self._settings.time_limit_s + SOLVER_GRACE_S)
+
+
+def plan_from_rank_0(
+    make: Callable[[], PrecisionPlan], control: ProcessGroup | None
+) -> PrecisionPlan:
+    """All ranks: return the plan that rank 0 makes.
+
+    Args:
+        make: called on rank 0 only.
+        control: a group of all ranks.
+
+    Raises:
+        UsageError: on every rank, if `make` raised one or an InfeasiblePlanError.
+        RemoteFailure: on every rank, if it raised anything else, or a rank cannot read the plan.
+    """
+
+    def plan_dict() -> dict[str, Any]:
+        try:
+            return make().to_dict()
+        except InfeasiblePlanError as error:
+            raise UsageError(str(error), "efficiency_target") from None
+
+    found = on_rank_0("planning", plan_dict, control)
+    return attempt("reading the plan", lambda: PrecisionPlan.from_dict(found), control)

@@ -1,0 +1,82 @@
+"""A failure that training survives keeps its traceback, once, with rank and iteration."""
+
+import logging
+from typing import Any
+
+import pytest
+
+from megatron_snip.collectives import RemoteFailure, attempt
+from megatron_snip.errors import PlanningError
+from megatron_snip.log import forget_warnings, set_iteration
+from megatron_snip.reporting.events import Event, Metrics, Reporter
+from megatron_snip.statistics.reduce import RankSums
+
+
+@pytest.fixture(autouse=True)
+def _new_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_warnings()
+    monkeypatch.setenv("RANK", "37")
+    set_iteration(200)
+
+
+def fail() -> None:
+    raise KeyError("decoder.layers.5")
+
+
+def tracebacks(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    """Return (message, function that raised) of every record with a traceback."""
+    found = []
+    for record in caplog.records:
+        if record.exc_info is not None:
+            assert record.levelno == logging.ERROR
+            traceback: Any = record.exc_info[2]
+            while traceback.tb_next is not None:
+                traceback = traceback.tb_next
+            found.append((record.getMessage(), traceback.tb_frame.f_code.co_name))
+    return found
+
+
+def test_an_attempt_logs_its_traceback_on_the_rank_that_failed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for _ in range(3):  # every refresh fails in the same way: once is enough
+        with pytest.raises(RemoteFailure, match="measuring failed on rank 0: KeyError"):
+            attempt("measuring", fail, None)
+    line = "snip: rank 37, iteration 200: measuring failed: KeyError: 'decoder.layers.5'"
+    assert tracebacks(caplog) == [(line, "fail")]
+
+
+def test_errors_made_for_users_have_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse() -> None:
+        raise PlanningError("no plan reaches the target")
+
+    with pytest.raises(RemoteFailure):
+        attempt("planning", refuse, None)
+    assert tracebacks(caplog) == []
+
+
+def test_a_linear_that_cannot_be_measured_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    sums = RankSums()
+    for name in ("decoder.a", "decoder.b"):  # the first failure counts
+        try:
+            fail()
+        except KeyError as error:
+            sums.record_failure(error, f"{name}: ")
+    ((line, where),) = tracebacks(caplog)
+    assert where == "fail" and "measuring decoder.a failed: KeyError" in line
+    assert sums.failure == "decoder.a: KeyError: 'decoder.layers.5'"
+
+
+def test_a_writer_that_fails_is_logged_in_full(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def write(self, event: Event) -> None:
+            fail()
+
+        def close(self) -> None:
+            pass
+
+    reporter = Reporter([Broken()])
+    for iteration in (1, 2):
+        reporter.write(Event(iteration, Metrics({})))
+    assert [where for _, where in tracebacks(caplog)] == ["fail"]
+    assert "snip: Broken failed: KeyError: 'decoder.layers.5'" in caplog.text
