@@ -97,12 +97,15 @@ class Graphs:
             kwargs: of the schedule that it wraps.
             run: lets it run: eagerly while it warms up, then as a graph.
         """
-        if self.is_measuring:
-            return wrapper.forward_backward_func(**kwargs)
         stage = "validation" if kwargs["forward_only"] else "training"
+        if self.is_measuring:
+            if wrapper.cuda_graph[stage] is not None:
+                self._gather_parameters_again()
+            return wrapper.forward_backward_func(**kwargs)
         plan = (self.model.changes.total(), self.model.runtime.in_bf16)
         if wrapper.cuda_graph[stage] is not None and self._full.get(stage) != plan:
             _reset(wrapper, stage)
+            self._gather_parameters_again()
             self._log(f"the graph of the {stage} step is dropped: the plan has changed")
         was_captured = wrapper.cuda_graph[stage] is not None
         begin = time.perf_counter()
@@ -159,6 +162,17 @@ class Graphs:
     def forget(self, helper: Any) -> None:
         """Forget graphs that are about to be deleted."""
         self._layers.pop(helper, None)
+
+    def _gather_parameters_again(self) -> None:
+        """Let the next eager forward gather parameters (`--overlap-param-gather`).
+
+        An evaluation or a checkpoint gathers them and notes that in Python, for the next forward.
+        A replay does not clear the note, so a later forward would run on old parameters.
+        """
+        for chunk in self.model.chunks:
+            for name in ("bucket_groups", "expert_parallel_bucket_groups"):
+                for group in getattr(chunk, name, ()):
+                    group.param_gather_dispatched = False
 
     def _changed(self, helper: Any) -> int:
         """Return how many linears have changed since the helper captured them.

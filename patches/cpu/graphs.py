@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -130,7 +131,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         kwargs = kwargs or {}
         self._save_before_write(func, args, kwargs)
-        result = func(*args, **kwargs)
+        result = tree_map(_finished, func(*args, **kwargs))
         if func not in _READS:
             self._record(func, args, kwargs, result)
         return result
@@ -172,8 +173,16 @@ def _run_again(
         if isinstance(old, torch.Tensor):
             if _address(old) not in given:
                 old.copy_(new)
-        elif hasattr(new, "wait"):  # of a collective
-            new.wait()
+        else:
+            _finished(new)
+
+
+def _finished(leaf: Any) -> Any:
+    """Wait for a collective here: gloo copies its results in `wait`, and none may be recorded."""
+    if not isinstance(leaf, torch.ScriptObject):
+        return leaf
+    leaf.wait()
+    return FakeWork().boxed()
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
