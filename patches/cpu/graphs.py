@@ -181,7 +181,7 @@ def _finished(leaf: Any) -> Any:
     """Wait for a collective here: gloo copies its results in `wait`, and none may be recorded."""
     if not isinstance(leaf, torch.ScriptObject):
         return leaf
-    leaf.wait()
+    leaf.wait()  # type: ignore[attr-defined]
     return FakeWork().boxed()
 
 
