@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from megatron_snip.config import Alert
+from megatron_snip.errors import listing
 from megatron_snip.statistics.health_table import HealthTable
 
 Alerted = tuple[tuple[str, str], ...]
@@ -20,7 +21,8 @@ class Alerts:
     def report(self, health: HealthTable) -> str | None:
         """Return one line about the linears that are beyond a threshold for the first time.
 
-        All thresholds share a line: W&B drops a second alert with the same title within a minute.
+        It names six linears for each threshold; health/<iteration>.json has all. All thresholds
+        share a line: W&B drops a second alert with the same title within a minute.
         """
         texts = []
         for alert in self._alerts:
@@ -28,7 +30,7 @@ class Alerts:
             new = [each for each in beyond if (alert.text, each.linear) not in self._reported]
             self._reported |= {(alert.text, each.linear) for each in new}
             if new:
-                texts.append(f"alert {alert.text}: {', '.join(map(str, new))}")
+                texts.append(f"alert {alert.text}: {listing(list(map(str, new)))}")
         return "; ".join(texts) or None
 
     def state_dict(self) -> Alerted:
