@@ -32,7 +32,6 @@ from megatron_snip.planning.plan import (
     PrecisionPlan,
     changed_linears,
     format_shares,
-    shares_text,
     without_objective,
 )
 from megatron_snip.planning.problem import PlanningProblem
@@ -292,9 +291,7 @@ class SnipController:
             self.history.append((num_done + 1, self.plan.digest))
         # A first plan of BF16 that the first refresh replaces is not worth a line.
         if num_changed or self.history or not self._schedule.makes_plans:
-            applied = self._report_plan(num_done + 1, num_changed, resumed=is_resumed)
-            start = f"iteration {num_done + 1} starts with {self.plan.label}"
-            self._reporter.log(f"{start}: {shares_text(applied.format_shares)}")
+            self._report_plan(num_done + 1, num_changed, resumed=is_resumed)
         for text in self._differences(state, first):
             self._reporter.warn(text)
         if state is None or not self._schedule.makes_plans:
