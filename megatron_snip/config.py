@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from megatron_snip.errors import UsageError, did_you_mean, naming_field
 from megatron_snip.files import checked
 from megatron_snip.formats import get_format, lowest_precision
-from megatron_snip.options import BF16, Granularity, Option, enumerate_options
+from megatron_snip.options import BF16, Granularity, Option, enumerate_options, formats_in
 from megatron_snip.target_schedule import Point, TargetSchedule, parse_points
 from megatron_snip.types import glob_matches
 
@@ -156,7 +156,8 @@ class PlanFields(Section):
 
     formats: tuple[str, ...] = (AUTO,)
     """Formats that a plan may use, comma separated. The one with the fewest bits is the lowest
-    precision; formats with equally many bits count alike. `auto`: fp8,fp4 where GEMMs are
+    precision; formats with equally many bits count alike. An entry may also be an option of several
+    formats: fp8-fp4-fp4 or fp8-forward-fp4-backward. `auto`: fp8,fp4 where GEMMs are
     simulated, bf16,fp8 on Hopper and bf16,fp8,fp4 on Blackwell with Transformer Engine."""
 
     granularity: Granularity = "linear"
@@ -277,7 +278,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
 
     @property
     @naming_field("formats")
-    def named_formats(self) -> tuple[str, ...]:
+    def format_entries(self) -> tuple[str, ...]:
         """`formats`; for an unresolved `auto` those of simulation. Cost `time` adds bf16."""
         if AUTO in self.formats and len(self.formats) > 1:
             raise UsageError(f"'{AUTO}' stands alone; drop it or the other formats")
@@ -285,9 +286,15 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
         return named if self.cost == "flops" or "bf16" in named else ("bf16", *named)
 
     @property
+    @naming_field("formats")
+    def named_formats(self) -> tuple[str, ...]:
+        """The formats in `format_entries`."""
+        return formats_in(self.format_entries)
+
+    @property
     def options(self) -> tuple[Option, ...]:
         """What every linear may choose from, highest precision first."""
-        return enumerate_options(self.named_formats, self.granularity)
+        return enumerate_options(self.format_entries, self.granularity)
 
     @property
     @naming_field("formats")

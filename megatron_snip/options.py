@@ -1,10 +1,11 @@
 """What a linear may choose: the formats its three GEMMs take together.
 
 An option is written `fp4` when the three formats agree and `fprop-dgrad-wgrad` otherwise, e.g.
-`fp4-fp8-bf16`.
+`fp4-fp8-bf16`. `MIXED` has names for those that papers and users run.
 """
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -15,6 +16,12 @@ from megatron_snip.formats import get_format, lowest_precision
 from megatron_snip.types import Gemm
 
 Granularity = Literal["linear", "gemm"]
+
+MIXED = {
+    "fp8-forward-fp4-backward": ("fp8", "fp4", "fp4"),
+    "fp4-forward-mxfp8-backward": ("fp4", "mxfp8", "mxfp8"),
+}
+"""Options of several formats by name -> formats of fprop, dgrad and wgrad."""
 
 
 @dataclass(frozen=True, order=True)
@@ -50,6 +57,11 @@ class Option:
         """The three formats in the order fprop, dgrad, wgrad."""
         return (self.fprop, self.dgrad, self.wgrad)
 
+    @property
+    def bits(self) -> int:
+        """The sum of the bits of its formats."""
+        return sum(get_format(name).bits for name in self.formats)
+
     def share_in(self, format_name: str) -> float:
         """Share of the linear's FLOPs that run in `format_name`: 0, 1/3, 2/3 or 1.
 
@@ -66,19 +78,22 @@ class Option:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `fp4` or `fp4-fp8-bf16`.
+        """Read `fp4`, `fp4-fp8-bf16` or a name in `MIXED`.
 
         Raises:
             UsageError: if the text has another form or names an unknown format.
         """
+        if text in MIXED:
+            formats = MIXED[text]
+            return cls(*formats)
         parts = text.split("-")
         if len(parts) == 1:
             return cls.uniform(parts[0])
         if len(parts) == 3:
             return cls(*parts)
         raise UsageError(
-            f"'{shortened(text, 80)}' is not an option; write one format (fp4) or three as "
-            "fprop-dgrad-wgrad (fp4-fp8-bf16)"
+            f"'{shortened(text, 80)}' is not an option; write one format (fp4), three as "
+            f"fprop-dgrad-wgrad (fp4-fp8-bf16), or {' or '.join(MIXED)}"
         )
 
 
@@ -86,18 +101,29 @@ BF16 = Option.uniform("bf16")
 """The option that leaves a linear as Megatron runs it."""
 
 
-def enumerate_options(formats: tuple[str, ...], granularity: Granularity) -> tuple[Option, ...]:
+def formats_in(entries: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of all formats in entries of `--snip-formats`, each once.
+
+    Raises:
+        UsageError: if an entry is neither a format nor an option.
+    """
+    names = (name for entry in entries for name in Option.parse(entry).formats)
+    return tuple(dict.fromkeys(names))
+
+
+def enumerate_options(entries: tuple[str, ...], granularity: Granularity) -> tuple[Option, ...]:
     """Return the options a linear can choose from, the highest precision first.
 
     Args:
-        formats: names of the formats that a plan may use.
-        granularity: `linear` gives one option per format, `gemm` every combination.
+        entries: formats, or options of several formats, that a plan may use.
+        granularity: `linear` gives one option per entry, `gemm` every combination of formats.
 
     Raises:
-        UsageError: if `formats` is empty or names an unknown format.
+        UsageError: if there are none, or one names an unknown format.
     """
-    lowest_precision(formats)  # refuses an empty or unknown list
-    ordered = sorted(dict.fromkeys(formats), key=lambda name: -get_format(name).bits)
+    lowest_precision(formats_in(entries))  # refuses an empty or unknown list
     if granularity == "linear":
-        return tuple(Option.uniform(name) for name in ordered)
+        options = dict.fromkeys(Option.parse(entry) for entry in entries)
+        return tuple(sorted(options, key=lambda option: -option.bits))
+    ordered = sorted(formats_in(entries), key=lambda name: -get_format(name).bits)
     return tuple(Option(*triple) for triple in itertools.product(ordered, repeat=3))

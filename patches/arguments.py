@@ -140,7 +140,7 @@ def _auto_formats(config: SnipConfig, args: argparse.Namespace) -> tuple[str, ..
     from megatron_snip.linears.te.machine import this_machine
 
     if config.backend == "simulate" or args.transformer_impl != "transformer_engine":
-        return config.named_formats
+        return config.format_entries
     return te_formats(this_machine(with_te=True))
 
 

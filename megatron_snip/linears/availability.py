@@ -21,7 +21,7 @@ from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.te.machine import Machine, te_support, this_machine, unmeasured_settings
 from megatron_snip.linears.te.modules import te_kind
 from megatron_snip.log import warn_once_per_job
-from megatron_snip.options import Option
+from megatron_snip.options import Option, formats_in
 from megatron_snip.planning.calibration import CalibrationTable, with_seconds
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.restrictions import Refusals, reasons, restrict_problem
@@ -51,7 +51,7 @@ def resolve_formats(
         if is_auto:
             logger.info("snip: formats auto: %s (backend %s)", ",".join(formats), backend)
     if with_te:
-        _log_recipes(formats, machine)
+        _log_recipes(formats_in(formats), machine)
     return config.model_copy(update={"formats": formats})
 
 

@@ -103,7 +103,7 @@ class Observations:
         self._model = model
         self._available = available
         names = {name for option in available.options for name in option.formats}
-        self._formats = tuple(name for name in config.formats if name in names)
+        self._formats = tuple(name for name in config.named_formats if name in names)
         self._optimizer = optimizer
         self._topology = model.runtime.topology
         self._dispatch = ExpertDispatch(model.chunks, self._topology)

@@ -283,7 +283,7 @@ def make_train_config(values: dict[str, Any]) -> TrainConfig:
     """
     config = checked(TrainConfig, values, "training settings")
     # GEMMs are simulated here, so `auto` means the simulated formats.
-    snip = config.snip.model_copy(update={"formats": config.snip.named_formats})
+    snip = config.snip.model_copy(update={"formats": config.snip.format_entries})
     snip.check_pins()
     return config.model_copy(update={"snip": snip})
 

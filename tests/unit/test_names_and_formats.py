@@ -4,10 +4,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from megatron_snip.config import make_config
 from megatron_snip.errors import UsageError
 from megatron_snip.formats import E2M1, E4M3, E5M2, FORMATS, ElementType, get_format
 from megatron_snip.formats import lowest_precision as lowest
-from megatron_snip.options import BF16, Option, enumerate_options
+from megatron_snip.options import BF16, Option, enumerate_options, formats_in
 from megatron_snip.types import Gemm, glob_matches, linear_name, natural_key, split_linear_name
 
 
@@ -121,6 +122,26 @@ def test_text_comes_back(text: str) -> None:
 def test_other_text_is_refused(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Option.parse(text)
+
+
+def test_mixed_plans_have_names() -> None:
+    assert Option.parse("fp8-forward-fp4-backward") == Option("fp8", "fp4", "fp4")
+    assert Option.parse("fp4-forward-mxfp8-backward") == Option("fp4", "mxfp8", "mxfp8")
+    with pytest.raises(UsageError, match="or fp8-forward-fp4-backward or fp4-forward"):
+        Option.parse("fp8-forward")
+
+
+def test_an_option_can_be_one_of_the_formats() -> None:
+    entries = ("fp8-forward-fp4-backward", "fp8", "bf16")
+    found = enumerate_options(entries, "linear")
+    assert [str(option) for option in found] == ["bf16", "fp8", "fp8-fp4-fp4"]
+    assert formats_in(entries) == ("fp8", "fp4", "bf16")
+    assert len(enumerate_options(entries, "gemm")) == 27
+    config = make_config({"formats": ",".join(entries), "pins": "*.fc2=fp8-fp4-fp4"})
+    assert config.options == found and config.lowest_format == "fp4"
+    assert config.named_formats == ("fp8", "fp4", "bf16")
+    with pytest.raises(UsageError, match="fp4 is neither bf16 nor an option of formats fp8-forw"):
+        make_config({"formats": ",".join(entries), "pins": "*.fc2=fp4"})
 
 
 def test_gemms_have_their_format() -> None:
