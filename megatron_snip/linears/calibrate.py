@@ -19,6 +19,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -39,6 +40,7 @@ from megatron_snip.linears.snapshot import TrainingStateSnapshot
 from megatron_snip.linears.te.linear import quant_params
 from megatron_snip.linears.te.machine import Machine, te_recipe
 from megatron_snip.linears.te.modules import EXTENSION
+from megatron_snip.linears.te.quantizers import built_in_recipe
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.calibration import (
     CalibratedLinear,
@@ -249,10 +251,15 @@ def te_linear(machine: Machine, shape: TimedShape, option: Option, x: Tensor) ->
     fused = {"normalization": shape.norm} if shape.norm else {}
     make = te.LayerNormLinear if shape.norm else te.Linear
     linear = make(shape.in_features, shape.out_features, bias=False, params_dtype=x.dtype, **fused)
-    params = quant_params(te_recipe(option, machine))
+    recipe = te_recipe(option, machine)
+    params = quant_params(recipe)
+    # Megatron opens the autocast of the run's own recipe around each layer.
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    if recipe.follows_the_run:
+        around = partial(te.fp8_autocast, enabled=True, fp8_recipe=built_in_recipe(recipe.fprop))
 
     def forward() -> Tensor:
-        with extension._get_fp8_autocast_for_quant_params(params, True):
+        with around(), extension._get_fp8_autocast_for_quant_params(params, True):
             y: Tensor = linear(x)
         return y
 

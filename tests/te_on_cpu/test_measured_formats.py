@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from torch import Tensor
-from transformer_engine.common import recipe as built_in
 
 from megatron_snip.linears.te.history import delayed_scales
+from megatron_snip.linears.te.quantizers import built_in_recipe
 from megatron_snip.linears.te.recipe import RECIPES
 from megatron_snip.quantizers.quantize import quantize_dequantize_operand, rotated
 from megatron_snip.types import Gemm, Operand
@@ -29,11 +29,10 @@ OPERANDS = {
 
 
 def te_recipe(name: str) -> Any:
-    run = RECIPES[name].run
-    cls = getattr(built_in, RECIPES[name].recipe_class)
-    if run.kind == "fp4":
-        return cls(disable_stochastic_rounding=True)
-    return cls(fp8_format=built_in.Format[run.format.upper()])
+    recipe = built_in_recipe(name)
+    if RECIPES[name].run.kind == "fp4":
+        return type(recipe)(disable_stochastic_rounding=True)
+    return recipe
 
 
 def drawn(rows: int, columns: int, seed: int, size: float) -> Tensor:

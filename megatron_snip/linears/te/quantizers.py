@@ -73,17 +73,21 @@ def _built_in(name: str, role: Role) -> Quantizer:
         from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
 
         return IdentityQuantizer()
-    from transformer_engine.common import recipe as built_in
     from transformer_engine.pytorch.quantization import RecipeState
+
+    mode = "backward" if role.tensor_type == "grad_output" else "forward"
+    made = RecipeState.create(built_in_recipe(name), mode=mode, num_quantizers=1, roles=[role])
+    return made.make_quantizers()[0]
+
+
+def built_in_recipe(name: str) -> Any:
+    """Return Transformer Engine's own recipe object of a low precision in `RECIPES`."""
+    from transformer_engine.common import recipe as built_in
 
     recipe = RECIPES[name]
     number_format = built_in.Format[recipe.run.format.upper()]
     fields = {"fp8_format": number_format} if recipe.run.kind == "fp8" else {}
-    mode = "backward" if role.tensor_type == "grad_output" else "forward"
-    made = RecipeState.create(
-        getattr(built_in, recipe.recipe_class)(**fields), mode=mode, num_quantizers=1, roles=[role]
-    )
-    return made.make_quantizers()[0]
+    return getattr(built_in, recipe.recipe_class)(**fields)
 
 
 def _column(recipe: str, role: Role) -> Quantizer:
