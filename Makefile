@@ -161,8 +161,9 @@ bench-gpu:  ## the next 8 minutes of this machine's GPU benchmarks; again until 
 	@BENCH_PYTHON="$(BENCH_PYTHON)" $(PYTHON) benchmarks/start.py $(BENCH_ARGS)
 
 .PHONY: nightly
-nightly: $(STAMP)  ## random planning problems, 40 killed runs, faults on 4 ranks
-	$(BIN)/pytest tests/nightly/planner.py tests/nightly/kills.py tests/nightly/faults.py
+nightly: $(STAMP)  ## random planning problems, killed runs, faults, hostile files
+	$(BIN)/pytest tests/nightly/planner.py tests/nightly/kills.py tests/nightly/faults.py \
+	  tests/nightly/inputs.py
 	$(BIN)/python -m tests.nightly.reliability --write
 
 .PHONY: lock

@@ -5,6 +5,7 @@ Every package is imported, so that an installation that is broken shows its erro
 
 import argparse
 import importlib
+import logging
 from importlib.util import find_spec
 
 from megatron_snip.cli.common import new_table
@@ -31,8 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what was found; return 0, or 1 if a package that SNIP needs cannot be imported."""
+    for name in ("megatron", "torch"):  # what they tell of themselves as they are imported
+        logging.getLogger(name).setLevel(logging.ERROR)
     out = console()
-    errors = {}
+    errors: dict[str, str] = {}
     table = new_table(("", "found"))
     for name, version in versions().items():
         error = import_error(MODULES[name]) if name in MODULES else None
@@ -43,7 +46,10 @@ def run(args: argparse.Namespace) -> int:
     out.print(table)
     missing = [name for name in NEEDED if name in errors]
     if missing:
-        out.print(f"SNIP needs {', '.join(missing)}: install or repair that first")
+        # A broken Transformer Engine, which SNIP does not need, breaks Megatron's import.
+        broken = ", ".join(name for name, error in errors.items() if error)
+        advice = f"repair or remove what is broken ({broken})" if broken else "install that first"
+        out.print(f"SNIP needs {', '.join(missing)}: {advice}", soft_wrap=True)
         return 1
     from megatron_snip.cli import machine  # it imports torch
 

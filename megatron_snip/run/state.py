@@ -39,6 +39,7 @@ from megatron_snip.version import PACKAGES, installed_version
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 3
+_MAX_ITERATION = 2**53
 
 
 @dataclass(frozen=True)
@@ -104,14 +105,41 @@ class ControllerState:
             got = shortened(repr(version), 80)
             raise UsageError(
                 f"{source}: version {got}; this megatron-snip reads version 2 or {SCHEMA_VERSION}; "
-                "resume with the megatron-snip that wrote it, or start from the weights "
-                "(--finetune) with its last plan (--snip-plan-file)"
+                "resume with the megatron-snip that wrote it, or start anew with its last plan "
+                "(--snip-plan-file), under Megatron from the weights (--finetune)"
             )
         value = value | {"guard": _guard(value.get("guard"), source)}
         try:
-            return checked(cls, value, f"{source} is damaged")
+            state = checked(cls, value, f"{source} is damaged")
+            state.check_order(f"{source} is damaged")
         except UsageError as error:
             raise UsageError(f"{error}; load another checkpoint") from None
+        return state
+
+    def check_order(self, source: str) -> None:
+        """Refuse iterations that cannot have followed each other.
+
+        Raises:
+            UsageError: one line that names `source` and the field.
+        """
+        latest = {
+            "history": max((iteration for iteration, _ in self.history), default=0),
+            "schedule.refreshed": self.schedule.refreshed or 0,
+            "solve.iteration": 0 if self.solve is None else self.solve.iteration,
+        }
+        if not 0 <= self.iteration <= _MAX_ITERATION:
+            raise UsageError(f"{source}: iteration must be from 0 on, got {self.iteration}")
+        for name, iteration in latest.items():
+            if not 0 <= iteration <= self.iteration:
+                raise UsageError(
+                    f"{source}: {name} {iteration} is not among the {self.iteration} iterations "
+                    "that are done"
+                )
+        if self.solve is not None and not self.iteration < self.solve.apply_at <= _MAX_ITERATION:
+            raise UsageError(
+                f"{source}: solve.apply_at {self.solve.apply_at} is not after iteration "
+                f"{self.iteration}"
+            )
 
 
 _SCHEMA = TypeAdapter(ControllerState)

@@ -306,9 +306,19 @@ def load_checkpoint(state: TrainingState, group: ProcessGroup | None, iteration:
         _set_random_streams(loaded)
     elif dist.get_rank() == 0 and (config.attention_dropout or config.hidden_dropout):
         logger.warning("load: another layout than the checkpoint's: new dropout streams")
-    snip = None if loaded["snip"] is None else ControllerState.from_dict(loaded["snip"])
-    first, last = loaded["validation"]
-    return Progress(iteration, first, last, snip)
+    snip = loaded.get("snip")
+    state_of_snip = None if snip is None else ControllerState.from_dict(snip)
+    first, last = _validation_losses(loaded.get("validation"), path)
+    return Progress(iteration, first, last, state_of_snip)
+
+
+def _validation_losses(value: object, path: Path) -> list[float | None]:
+    """Return the two losses of a checkpoint; the file can be loaded and still hold anything."""
+    is_pair = isinstance(value, list) and len(value) == 2
+    if not is_pair or not all(each is None or isinstance(each, float) for each in value):
+        text = f"load: '{path}' is damaged: validation must hold two losses"
+        raise UsageError(f"{text}, got {shortened(repr(value), 80)}; load another checkpoint")
+    return value
 
 
 def _template(state: TrainingState, loading: bool) -> dict[str, Any]:

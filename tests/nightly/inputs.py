@@ -4,13 +4,15 @@
 
 The files are those that a small run of `megatron-snip train` writes, its checkpoint's run.json and
 the exports of its plan. Each is changed by `tests/hostile/mutations.py`, which knows its structure,
-and read by the commands that a user would give it to. An answer takes at most `CPU_S` of CPU.
+and read by the commands that a user would give it to. An answer takes at most `CPU_S` of CPU more
+than that to the good file.
 """
 
 import io
 import json
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -44,7 +46,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "run/config.yaml": ("stats {run}", "train --config {file} --run-dir {new}"),
     "run/metrics.jsonl": ("report {run} --output {new}",),
     "run/versions.json": ("report {run} --output {new}",),
-    "run/problems/11.json": ("plan {file}", "pareto {file} --targets 0.5", "import {yaml} {out}"),
+    "run/problems/11.json": ("plan {file}", "import {yaml} {out}"),
     "run/divergences/11.json": ("stats {run} --iteration 11",),
     "run/health/11.json": ("stats {run} --iteration 11 --health", "stats {run} --csv"),
     "run/plans/11.json": (
@@ -101,10 +103,14 @@ def test_an_answer_is_one_line_or_success(name: str, words: str, folder: Path) -
         status, output = answer(line)
         seconds = time.process_time() - begin
         assert status == 0 or (status == 2 and output.count("\n") == 1), output[-2000:]
-        assert seconds < CPU_S, f"{seconds} s of CPU: {output[-200:]}"
+        assert seconds < CPU_S + usual_s, f"{seconds} s of CPU: {output[-200:]}"
 
+    warnings.simplefilter("ignore")  # as in a rank; Megatron warns of its own settings
     try:
         answer(line)  # imports
+        begin = time.process_time()
+        answer(line)
+        usual_s = time.process_time() - begin  # a report draws its figures
         one()
     finally:
         path.write_bytes(good)

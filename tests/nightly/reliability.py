@@ -202,6 +202,10 @@ def _nothing(job: Job) -> None:
     pass
 
 
+def _delete_run(job: Job) -> None:
+    shutil.rmtree(job.folder / "run")
+
+
 CASES = (
     Case("`kill -9` of a rank", _kill_rank),
     Case("`kill -STOP` of a rank, then Ctrl-C", _stop_rank_and_interrupt),
@@ -211,8 +215,10 @@ CASES = (
     Case("SIGTERM as the solver works", _terminate, at=11),
     Case("SIGTERM as a checkpoint is written", _terminate, at=8),
     Case("Ctrl-C", _interrupt),
+    Case("SIGHUP", _sending(signal.SIGHUP)),
     Case("`kill -9` of the solver", _kill_solver, goes_on=True),
     Case("SNIP's folders cannot be written", _block_folders, goes_on=True),
+    Case("SNIP's directory is deleted", _delete_run, goes_on=True),
     Case("disk full: SNIP's folder", _fill("run"), small="run", goes_on=True),
     Case("disk full: checkpoints", _fill("save"), small="save"),
     Case("checkpoint: a bit flipped", _terminate, damage=flip_a_bit),

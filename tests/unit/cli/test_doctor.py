@@ -53,9 +53,9 @@ def test_the_recommended_command_fits_the_machine(found: Machine, implementation
 
 
 BROKEN = {
-    "torch": (1, "SNIP needs torch, megatron-core: install or repair that first"),
-    "ortools": (1, "SNIP needs ortools: install or repair that first"),
-    "transformer_engine": (0, "Recommended on this machine"),
+    "ortools": (1, "SNIP needs ortools: repair or remove what is broken (ortools)"),
+    "transformer_engine": (1, "what is broken (megatron-core, transformer-engine)"),
+    "wandb": (0, "Recommended on this machine"),
 }
 
 
@@ -64,22 +64,22 @@ BROKEN = {
 def test_a_broken_installation_is_shown_with_its_error(package: str, tmp_path: Path) -> None:
     status, text = BROKEN[package]
     (tmp_path / package).mkdir()
-    (tmp_path / package / "__init__.py").write_text("raise OSError('libx.so.9: no such file')")
+    (tmp_path / package / "__init__.py").write_text("raise ImportError('libx.so.9: no such file')")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = run_python("-m", "megatron_snip", "doctor", PYTHONPATH=path)
     assert (done.returncode, done.stderr) == (status, "")
     output = " ".join(done.stdout.split())
-    assert "cannot be imported: OSError: libx.so.9: no such file" in output
+    assert "cannot be imported: ImportError: libx.so.9: no such file" in output
     assert text in output
 
 
 def test_a_command_names_the_package_that_cannot_be_imported(tmp_path: Path) -> None:
-    (tmp_path / "ortools").mkdir()
-    (tmp_path / "ortools" / "__init__.py").write_text("raise OSError('libx.so.9: no such file')")
+    (tmp_path / "numpy").mkdir()
+    (tmp_path / "numpy" / "__init__.py").write_text("raise OSError('libx.so.9: no such file')")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = run_python("-m", "megatron_snip", "plan", "none.json", PYTHONPATH=path)
     assert done.returncode == 1
     assert done.stderr == (
-        "megatron-snip: cannot import ortools: OSError: libx.so.9: no such file; "
+        "megatron-snip: cannot import numpy: OSError: libx.so.9: no such file; "
         "'megatron-snip doctor' shows what is broken\n"
     )

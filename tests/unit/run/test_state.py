@@ -40,6 +40,9 @@ STATE = ControllerState(
 )
 
 
+SOLVE = STATE.to_dict()["solve"]
+
+
 @pytest.mark.parametrize("state", [STATE, ControllerState(0, PLAN, guard=GuardState())])
 def test_there_and_back(state: ControllerState) -> None:
     value = state.to_dict()
@@ -75,6 +78,11 @@ def test_a_guard_that_cannot_be_read_starts_anew(guard: Any, caplog: Any) -> Non
         ({"history": [1]}, "here is damaged: history"),
         ({"solve": {"iteration": 1}}, "here is damaged: solve.*; load another checkpoint"),
         ({"iteration": "seven"}, "here is damaged"),
+        ({"iteration": -1}, "here is damaged: iteration must be from 0 on, got -1"),
+        ({"schedule": {"refreshed": 10**9}}, "schedule.refreshed 1000000000 is not among the 7"),
+        ({"history": [[8, "0"]]}, "history 8 is not among the 7"),
+        ({"solve": {**SOLVE, "iteration": 10**9}}, "solve.iteration 1000000000 is not among"),
+        ({"solve": {**SOLVE, "apply_at": 7}}, "solve.apply_at 7 is not after iteration 7"),
     ],
 )
 def test_damage_is_named(change: dict[str, Any], text: str) -> None:
