@@ -312,13 +312,14 @@ def load_checkpoint(state: TrainingState, group: ProcessGroup | None, iteration:
     return Progress(iteration, first, last, state_of_snip)
 
 
-def _validation_losses(value: object, path: Path) -> list[float | None]:
-    """Return the two losses of a checkpoint; the file can be loaded and still hold anything."""
+def _validation_losses(value: Any, path: Path) -> tuple[float | None, float | None]:
+    """Return the two losses of a checkpoint; a file that can be loaded may still hold anything."""
     is_pair = isinstance(value, list) and len(value) == 2
     if not is_pair or not all(each is None or isinstance(each, float) for each in value):
         text = f"load: '{path}' is damaged: validation must hold two losses"
         raise UsageError(f"{text}, got {shortened(repr(value), 80)}; load another checkpoint")
-    return value
+    first, last = value
+    return first, last
 
 
 def _template(state: TrainingState, loading: bool) -> dict[str, Any]:
