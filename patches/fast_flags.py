@@ -101,9 +101,9 @@ FAST_FLAGS: tuple[FlagRow, ...] = (
     FlagRow(
         "--tp-comm-overlap",
         given("tp_comm_overlap"),
-        plans="refuses",
-        collects="refuses",
-        text="its communication buffers have one precision for the complete run",
+        plans="runs",
+        text="linears in a recipe without communication buffers communicate without overlap",
+        num_recipes=18,
     ),
     FlagRow(
         "--moe-expert-rank-capacity-factor",

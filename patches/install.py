@@ -7,7 +7,7 @@
 import atexit
 from collections.abc import Sequence
 
-from megatron_snip.patches import arguments, cpu, expert_overlap, graphs
+from megatron_snip.patches import arguments, cpu, expert_overlap, graphs, overlap_buffers
 from megatron_snip.patches.cpu.megatron import fused_kernels
 from megatron_snip.patches.megatron_lm import checkpoint, setup, train_step
 from megatron_snip.patches.registry import Mode, Patch, Registry
@@ -24,6 +24,7 @@ PATCHES = (
     train_step.evaluation,
     train_step.schedule,
     *graphs.PATCHES,
+    overlap_buffers.both_buffers,
     checkpoint.save,
     checkpoint.load,
     expert_overlap.freed_inputs,

@@ -49,6 +49,7 @@ class Session:
     Attributes:
         cli_flags: `--snip-*` flags of the command line, by attribute of the namespace.
         parser_built: whether Megatron's parser was built.
+        makes_plans: whether linears may change; False if SNIP only measures.
         controller: attached to the model, or None.
         loaded_state: SNIP's state in the checkpoint that Megatron has loaded, or None.
         evaluating: what runs Megatron's schedule within an evaluation; None outside of one.
@@ -58,6 +59,7 @@ class Session:
 
     cli_flags: dict[str, Any] = field(default_factory=dict)
     parser_built: bool = False
+    makes_plans: bool = True
     controller: SnipController | None = None
     loaded_state: dict[str, Any] | None = None
     evaluating: Callable[..., Any] | None = None

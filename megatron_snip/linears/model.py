@@ -16,7 +16,7 @@ from megatron_snip.linears.megatron_linear import PlannedLinear, SimulatedLinear
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.te.linear import FreshWeights, RecipeTELinear, SimulatedTELinear
 from megatron_snip.linears.te.machine import measured_format, this_machine
-from megatron_snip.linears.te.modules import refuse_overlap, te_kind
+from megatron_snip.linears.te.modules import te_kind
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.topology import LinearInfo, Placement, Topology
@@ -175,7 +175,6 @@ class PlannedModel:
             UnsupportedError: if the chosen backend does not run it.
         """
         if te_kind(module) is not None:
-            refuse_overlap(module, placements[0].name)
             if backend == "simulate":
                 return SimulatedTELinear(module, placements, self.runtime)
             return RecipeTELinear(module, placements, self.runtime, self.machine)

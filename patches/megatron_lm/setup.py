@@ -32,7 +32,8 @@ _YAML_TYPES = (bool, int, float, str, type(None))
 def validation(call: Call, session: Session) -> Any:
     """Check SNIP's settings after Megatron has validated its own."""
     result = call.run()
-    exit_on_error(lambda: snip_config(call.arguments["args"], session.cli_flags))
+    config = exit_on_error(lambda: snip_config(call.arguments["args"], session.cli_flags))
+    session.makes_plans = config.enabled and not config.collect_only
     return result
 
 

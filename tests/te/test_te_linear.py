@@ -8,6 +8,8 @@ import torch
 import transformer_engine_torch as tex
 from megatron.core.extensions import transformer_engine as extension
 from transformer_engine.common.recipe import Format, MXFP8BlockScaling
+from transformer_engine.pytorch.module import base as te_base
+from transformer_engine.pytorch.module import linear as te_linear
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, fp8_autocast
 
 from megatron_snip.errors import UnsupportedError
@@ -279,15 +281,45 @@ def test_nvfp4_in_an_fp32_run_is_refused() -> None:
         assert linear.refusal(Option.parse("mxfp8")) is None
 
 
-@pytest.mark.real_te
-@pytest.mark.parametrize("flag", ["ub_overlap_ag_fprop", "ub_overlap_rs_dgrad", "ub_bulk_wgrad"])
-def test_overlapped_communication_is_refused(flag: str) -> None:
-    model = build()
-    setattr(model.decoder.layers[1].mlp.linear_fc1, flag, True)
-    with pytest.raises(
-        UnsupportedError, match=r"layers\.1\.mlp\.linear_fc1.*drop --tp-comm-overlap"
-    ):
-        PlannedModel([model], Topology(), seed=0)
+@pytest.mark.parametrize(
+    ("option", "buffers", "asked"),
+    [
+        ("mxfp8", ("FP8", "NONE"), True),
+        ("bf16", ("FP8", "NONE"), False),
+        ("nvfp4", ("FP8", "NONE"), None),
+        ("mxfp8-bf16-bf16", ("FP8", "NONE"), None),
+        ("mxfp8", ("NONE",), None),
+    ],
+)
+def test_communication_overlaps_where_the_option_has_a_buffer(
+    monkeypatch: pytest.MonkeyPatch, option: str, buffers: tuple[str, ...], asked: bool | None
+) -> None:
+    """Transformer Engine looks the buffer up in the forward; a missing one is an error there."""
+
+    class Asked(Exception):
+        """Ends the forward: no buffer is behind it."""
+
+    def get_ub(name: str, use_fp8: bool) -> Any:
+        raise Asked(name, use_fp8)
+
+    modes = te_base.UserBufferQuantizationMode
+    found = {("fc2_fprop", modes[name]): None for name in buffers}
+    monkeypatch.setattr(te_base, "_ub_communicators", found)
+    for module in (te_base, te_linear):
+        monkeypatch.setattr(module, "get_ub", get_ub)
+    model = build(params_dtype=torch.bfloat16, bf16=True)
+    fc2 = model.decoder.layers[1].mlp.linear_fc2
+    fc2.ub_overlap_rs_fprop = True
+    fc2.ub_name = "fc2"
+    under = planned(model, option)
+    if asked is None:
+        losses(model)
+    else:
+        with pytest.raises(Asked) as error:
+            losses(model)
+        assert error.value.args == ("fc2_fprop", asked)
+    under.uninstall()
+    assert fc2.ub_overlap_rs_fprop
 
 
 # Quantized weights: new in every step, once per step.

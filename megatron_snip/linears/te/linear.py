@@ -43,6 +43,7 @@ from megatron_snip.linears.te.modules import (
     shape_refusal,
     weights_of,
 )
+from megatron_snip.linears.te.overlap import Overlap
 from megatron_snip.linears.te.recipe import RECIPES, TERecipe
 from megatron_snip.linears.te.stored_weight import stored_weights
 from megatron_snip.options import Option
@@ -99,6 +100,7 @@ class RecipeTELinear:
         self._job = self._bf16 if self._job_recipe == TERecipe() else self._original
         self._planned = self._job
         self.stored = stored_weights(module, self.weights)
+        self._overlap = Overlap(module)
         self._hooks: list[Any] = []
         self._last_recipe: Any = None  # that Transformer Engine has quantizers for
 
@@ -186,6 +188,7 @@ class RecipeTELinear:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._overlap.set_recipe(None)
         self.module.te_quant_params = self._original
         self.option = self.job_option
 
@@ -219,9 +222,16 @@ class RecipeTELinear:
         if self.stored is not None:
             self.stored.prepare_capture()
 
+    def _recipe_in_forward(self) -> TERecipe | None:
+        """Return what the next forward runs; None for the job's own recipe."""
+        if self._runtime.in_bf16:
+            return TERecipe() if self._job_recipe != TERecipe() else None
+        return None if self.is_untouched else te_recipe(self._option, self._machine)
+
     def _before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
         recipe = self._bf16 if self._runtime.in_bf16 else self._planned
         module.te_quant_params = recipe
+        self._overlap.set_recipe(self._recipe_in_forward())
         if self.stored is not None and recipe is not self._job:
             self.stored.override()
         if self._last_recipe is not None:

@@ -45,12 +45,6 @@ _KINDS: dict[str, LinearKind | None] = {
 }
 """Children come before the classes that they inherit from; TEGroupedLinear itself is not built."""
 
-_OVERLAPS = (
-    *("ub_overlap_ag_fprop", "ub_overlap_ag_dgrad", "ub_overlap_rs_fprop", "ub_overlap_rs_dgrad"),
-    *("ub_bulk_dgrad", "ub_bulk_wgrad"),
-)
-"""What Transformer Engine sets where a GEMM runs while tensor-parallel ranks communicate."""
-
 TOKENS_KNOWN = frozenset(
     {
         *("linear_q_down_proj", "linear_kv_down_proj", "linear_qkv_down_proj"),
@@ -95,26 +89,6 @@ def weights_of(module: Any) -> tuple[torch.nn.Parameter, ...]:
             "--moe-single-grouped-weight"
         )
     return tuple(getattr(module, f"weight{i}") for i in range(module.num_gemms))
-
-
-def refuse_overlap(module: Any, name: str) -> None:
-    """Refuse a linear whose tensor-parallel communication is overlapped with its GEMMs.
-
-    Megatron makes the buffers for the run's default precision, low or high, and Transformer Engine
-    fails where a module's recipe needs the other; no buffer holds NVFP4 or blockwise FP8.
-
-    Args:
-        module: a Transformer Engine linear.
-        name: of the linear.
-
-    Raises:
-        UnsupportedError: one line with the remedy.
-    """
-    if any(getattr(module, flag, False) for flag in _OVERLAPS):
-        raise UnsupportedError(
-            f"--snip cannot plan {name} ({type(module).__name__}): the buffers of overlapped "
-            "tensor-parallel communication hold one precision; drop --tp-comm-overlap"
-        )
 
 
 def gathers_input(module: Any) -> bool:

@@ -1,0 +1,54 @@
+"""Tensor-parallel communication that overlaps GEMMs (`--tp-comm-overlap`), under a plan.
+
+Transformer Engine communicates in buffers that were made before training, for FP8 or for high
+precision (both from 2.7 on, `patches/overlap_buffers.py`). It looks one up in every forward:
+
+    bf16                             the buffer in high precision
+    tensorwise, delayed, mxfp8       the FP8 buffer
+    others, formats per GEMM         none
+
+A linear whose recipe has no buffer communicates by NCCL, without overlap.
+"""
+
+import sys
+from typing import Any
+
+from megatron_snip.linears.te.recipe import TERecipe
+
+_BASE = "transformer_engine.pytorch.module.base"
+_FLAGS = (
+    *("ub_overlap_ag_fprop", "ub_overlap_ag_dgrad", "ub_overlap_rs_fprop", "ub_overlap_rs_dgrad"),
+    *("ub_bulk_dgrad", "ub_bulk_wgrad"),
+)
+"""Attributes of a module, read in every forward: where a GEMM runs while ranks communicate."""
+
+
+class Overlap:
+    """What one module overlaps in the job, and under a plan."""
+
+    def __init__(self, module: Any) -> None:
+        """Read what the job overlaps."""
+        self._module = module
+        self._flags = tuple(flag for flag in _FLAGS if getattr(module, flag, False))
+
+    def set_recipe(self, recipe: TERecipe | None) -> None:
+        """Overlap in the next forward only if there is a buffer for it.
+
+        Args:
+            recipe: what the forward runs; None for the job's own, which has its buffer.
+        """
+        if not self._flags:
+            return
+        overlaps = recipe is None or _has_buffer(recipe)
+        for flag in self._flags:
+            self._module.fast_setattr(flag, overlaps)
+
+
+def _has_buffer(recipe: TERecipe) -> bool:
+    mode = None
+    if recipe == TERecipe():
+        mode = "NONE"
+    elif recipe.is_uniform and recipe.fprop.startswith(("tensorwise", "delayed", "mxfp8")):
+        mode = "FP8"
+    buffers = getattr(sys.modules.get(_BASE), "_ub_communicators", None) or ()
+    return any(getattr(found, "name", None) == mode for _, found in buffers)
