@@ -38,4 +38,5 @@ class _FoldersBeside:
 
 
 if not (_HERE / "patches").is_dir():
-    sys.meta_path.append(_FoldersBeside())
+    # First: an editable install of another checkout has a finder for its own folders.
+    sys.meta_path.insert(0, _FoldersBeside())

@@ -17,7 +17,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("version",),
     ("errors",),
     ("log",),
-    ("files", "formats", "output", "types"),
+    ("files", "formats", "output", "plugins", "types"),
     ("options",),
     ("target_schedule",),
     ("config", "directory", "directory_lock", "flags", "matmul"),
