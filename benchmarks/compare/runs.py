@@ -192,7 +192,7 @@ class _Copy:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        return cls(*torch.load(path))
+        return cls(*torch.load(path, weights_only=True))
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -31,6 +31,7 @@ from tests.unit.reporting.runs import Shape, config, write_run
 pytestmark = pytest.mark.filterwarnings("error:constrained_layout")  # labels left no room
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'&{{ 7*7 }}</script>"
+CONTROLS = "\x1b[2J\x00\u202e\r"
 VOID = {"meta", "link", "img", "br"}
 
 
@@ -66,10 +67,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     hostile = Shape(
         config(),
-        kinds=(*MODULES[:3], f"mlp.{HOSTILE}"),
-        notices=((9, Notice("reverted", HOSTILE)), (13, Notice("refresh_failed", "out of memory"))),
+        kinds=(*MODULES[:3], f"mlp.{HOSTILE}$x^$"),
+        notices=(
+            (9, Notice("reverted", HOSTILE + CONTROLS)),
+            (13, Notice("refresh_failed", "out of memory")),
+        ),
         backend="simulate",
-        note=HOSTILE,
+        note=HOSTILE + CONTROLS,
     )
     write_run(folder / "a<b>&\"'run", hostile)
     write_run(folder / "off", Shape(config(enabled=False), iterations=12))
@@ -105,7 +109,8 @@ def test_every_figure_has_a_title_a_caption_and_an_alternative_text(one: str) ->
 
 def test_text_from_files_stays_text_and_the_page_needs_no_network(one: str) -> None:
     page = Elements(one)
-    assert page.text.count(HOSTILE) >= 2  # a notice, a setting
+    assert page.text.count(HOSTILE + r"\x1b[2J\x00\u202e\r") >= 2  # a notice, a setting
+    assert all(line.isprintable() for line in one.split("\n"))
     assert "a<b>&\"'run" in page.text and "{{ 7*7 }}" in page.text
     assert page.all("script") == [] and page.all("iframe") == []
     for _, attributes in page.found:
