@@ -108,9 +108,10 @@ FAST_FLAGS: tuple[FlagRow, ...] = (
     FlagRow(
         "--moe-expert-rank-capacity-factor",
         given("moe_expert_rank_capacity_factor"),
-        plans="refuses",
-        collects="refuses",
-        text="when experts overflow, Megatron repeats the pass, and both would be measured",
+        plans="runs",
+        text="a measured iteration takes all tokens, as the pass does that Megatron repeats when "
+        "experts overflow",
+        num_recipes=15,
     ),
     FlagRow(
         "--use-megatron-fsdp or --use-torch-fsdp2",

@@ -7,7 +7,14 @@
 import atexit
 from collections.abc import Sequence
 
-from megatron_snip.patches import arguments, cpu, expert_overlap, graphs, overlap_buffers
+from megatron_snip.patches import (
+    arguments,
+    cpu,
+    expert_capacity,
+    expert_overlap,
+    graphs,
+    overlap_buffers,
+)
 from megatron_snip.patches.cpu.megatron import fused_kernels
 from megatron_snip.patches.megatron_lm import checkpoint, setup, train_step
 from megatron_snip.patches.registry import Mode, Patch, Registry
@@ -27,6 +34,8 @@ PATCHES = (
     overlap_buffers.both_buffers,
     checkpoint.save,
     checkpoint.load,
+    expert_capacity.measured_pass,
+    expert_capacity.repeated_pass,
     expert_overlap.freed_inputs,
     expert_overlap.freed_inputs_before_0_19,
     fused_kernels,

@@ -49,6 +49,14 @@ class Runtime:
         finally:
             self._weights = None
 
+    def restart_pass(self) -> None:
+        """Start the training pass anew: Megatron repeats it, and drops what it has done so far."""
+        self._num_backwards.clear()
+        if self._weights is not None:
+            self._weights = {}
+        if self.observer is not None:
+            self.observer.restart()
+
     @contextmanager
     def observed_by(self, observer: StepObserver) -> Iterator[None]:
         """Let `observer` watch every linear inside the block; how they run does not change."""

@@ -122,6 +122,12 @@ class StepObserver:
         self._seen: set[Placement] = set()
         self._draw = cache(partial(draw_sample, settings))  # a microbatch's tokens, for all linears
 
+    def restart(self) -> None:
+        """Forget what was observed: the training pass is repeated."""
+        self._num_forwards.clear()
+        self._own = RankSums()
+        self._seen.clear()
+
     def observe(
         self,
         placement: Placement,
