@@ -1,4 +1,4 @@
-"""Transformer Engine's linears under plans, where it is installed: the tests that need no stand-in.
+"""Transformer Engine's linears under plans, where it is installed: tests marked `real_te`.
 
     python -m benchmarks.te [--json FILE]
 

@@ -4,7 +4,7 @@
 #   sh launch/te.sh pieces DIR          with a network: download, and split into files below 50 MB
 #   (copy DIR there, in one go or file by file)
 #   sh launch/te.sh build DIR TARGET    there: join, check, compile the extension into TARGET
-#   sh launch/te.sh test TARGET         there: the cases of tests/te that need no stand-in
+#   sh launch/te.sh test TARGET         there: the cases of tests/te that run on a GPU as well
 #
 # PYTHON is a Python 3.12 with PyTorch for CUDA, on both machines; `pieces` needs `wheel`, too: the
 # source package asks for them. The extension fits one PyTorch: for another delete

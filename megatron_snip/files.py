@@ -178,7 +178,9 @@ for _kind in ("int", "float"):
     _UniqueKeys.add_constructor(f"tag:yaml.org,2002:{_kind}", _UniqueKeys.construct_number)
 
 
-def read_record(record: type[T], value: Any, source: str, version: int = 1) -> T:
+def read_record(
+    record: type[T], value: Any, source: str, version: int = 1, readable: str | None = None
+) -> T:
     """Build the record of a file from its JSON object.
 
     Args:
@@ -186,6 +188,7 @@ def read_record(record: type[T], value: Any, source: str, version: int = 1) -> T
         value: the object; its `version` is the schema's.
         source: how error messages call it.
         version: that `value` must have.
+        readable: the versions that the caller accepts, for error messages.
 
     Raises:
         UsageError: one line that names `source`, the place, what was got and what is wanted.
@@ -194,8 +197,9 @@ def read_record(record: type[T], value: Any, source: str, version: int = 1) -> T
         raise UsageError(f"{source} must hold a JSON object, got {type(value).__name__}")
     got = value.get("version")
     if got != version or isinstance(got, bool):
+        readable = readable or f"version {version}"
         shown = shortened(repr(got), 80)
-        raise UsageError(f"{source}: version {shown}; this megatron-snip reads version {version}")
+        raise UsageError(f"{source}: version {shown}; this megatron-snip reads {readable}")
     return checked(record, value, source)
 
 

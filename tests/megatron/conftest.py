@@ -24,7 +24,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 
 @pytest.fixture(scope="session")
-def stand_in_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """Its ranks find the stand-ins of Transformer Engine and Mamba's kernels."""
-    with closing(Lab(tmp_path_factory.mktemp("lab"), ROOT / "tests" / "stand_ins")) as lab:
+def te_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """Its ranks find Transformer Engine's own Python, and stand-ins of Mamba's kernels."""
+    folders = tmp_path_factory.mktemp("lab"), ROOT / "tests" / "stand_ins"
+    with closing(Lab(*folders, with_te=True)) as lab:
         yield lab

@@ -55,23 +55,25 @@ TE = ["--transformer-impl", "transformer_engine"]
 MAMBA = ["--mamba-num-groups", "2", "--mamba-state-dim", "16", "--mamba-head-dim", "32"]
 LATENT = ["--multi-latent-attention", "--q-lora-rank", "64", "--kv-lora-rank", "64"]
 LATENT += ["--v-head-dim", "32", "--qk-head-dim", "32", "--qk-pos-emb-head-dim", "32"]
-WITH_STAND_INS = {
+WITH_TE = {
     "te": (1, TE),
+    "te tp2": (2, [*LAYOUTS["tp2"][1], *TE, "--sequence-parallel"]),
     "cp2": (2, [*TE, "--context-parallel-size", "2"]),
     "hybrid": (2, [*LAYOUTS["tp2"][1], *TE, *MAMBA, "--hybrid-layer-pattern", "M*-M"]),
     "hybrid-pp2": (2, [*LAYOUTS["pp2"][1], *TE, *MAMBA, "--hybrid-layer-pattern", "M*|-M"]),
     "mtp": (2, [*LAYOUTS["pp2"][1], "--mtp-num-layers", "1", "--position-embedding-type", "rope"]),
     "latent": (2, [*LAYOUTS["tp2"][1], *TE, *LATENT]),
 }
-"""Layouts and models that run with the stand-ins of `tests/stand_ins`."""
+"""Layouts and models on Transformer Engine, or with the stand-ins of `tests/stand_ins`."""
 
 
 class Lab:
     """Runs the training in many ways, each once."""
 
-    def __init__(self, folder: Path, *before: Path) -> None:
-        """Ranks import from the folders `before` first."""
-        self._server = Server(*before, preload=["tests.megatron.script"])
+    def __init__(self, folder: Path, *before: Path, with_te: bool = False) -> None:
+        """Ranks import from the folders `before` first; with_te: they find Transformer Engine."""
+        preload = ["tests.te_on_cpu.installed"] if with_te else []
+        self._server = Server(*before, preload=[*preload, "tests.megatron.script"])
         self.folder = folder
         self._runs: dict[Any, Run] = {}
 
@@ -87,7 +89,7 @@ class Lab:
         environment = environment or {}
         case = (layout, *flags, *sorted(environment.items()), plain, script)
         if case not in self._runs:
-            ranks, parallel = {**LAYOUTS, **WITH_STAND_INS}[layout]
+            ranks, parallel = {**LAYOUTS, **WITH_TE}[layout]
             start = [script, *CPU.split()] if plain else ["--cpu", script]
             words = [*start, *MODEL.split(), *parallel, *flags]
             if "--save" in flags:

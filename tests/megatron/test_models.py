@@ -1,6 +1,6 @@
 """Beside a plain GPT: hybrid models with Mamba, MTP, latent attention, context parallelism.
 
-Attention, Transformer Engine's linears and Mamba's fused scan are stand-ins (`tests/stand_ins`).
+Transformer Engine's own Python runs (tests/te_on_cpu); Mamba's fused scan is a stand-in.
 """
 
 import json
@@ -37,10 +37,8 @@ LINEARS = {
 
 
 @pytest.mark.parametrize("layout", LINEARS)
-def test_all_linears_are_planned_and_measuring_changes_no_bit(
-    stand_in_lab: Lab, layout: str
-) -> None:
-    lab = stand_in_lab
+def test_all_linears_are_planned_and_measuring_changes_no_bit(te_lab: Lab, layout: str) -> None:
+    lab = te_lab
     plain = lab.run(layout, plain=True)
     measured = lab.run(layout, COLLECT_ONLY)
     assert weights(measured) == weights(plain)
@@ -53,11 +51,11 @@ def test_all_linears_are_planned_and_measuring_changes_no_bit(
     assert {gemms["fprop"] for gemms in plan.values()} == {"fp4", "fp8"}
 
 
-def test_context_parallel_ranks_add_up_to_the_statistics_of_one(stand_in_lab: Lab) -> None:
+def test_context_parallel_ranks_add_up_to_the_statistics_of_one(te_lab: Lab) -> None:
     """wgrad alone differs: its tiles hold a rank's own tokens, and sums are over ranks' parts."""
     tables = []
     for layout in ("te", "cp2"):
-        run = stand_in_lab.run(layout, [*COLLECT_ONLY, "--snip-start-step", "1"])
+        run = te_lab.run(layout, [*COLLECT_ONLY, "--snip-start-step", "1"])
         run.finished()
         linears = json.loads((run.output / "divergences" / "1.json").read_text())["linears"]
         tables.append({linear["name"]: linear for linear in linears})

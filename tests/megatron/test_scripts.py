@@ -1,7 +1,7 @@
 """Unmodified scripts of Megatron-LM, of releases and of its development branch, on two CPU ranks.
 
 MEGATRON_MAIN is a clone of Megatron-LM; its branch (main) and the tags of releases are unpacked
-from it. Hybrid models find the stand-ins of Transformer Engine and of Mamba's kernels. When all of
+from it. They find Transformer Engine's own Python, and stand-ins of Mamba's kernels. When all of
 them have passed, the table of docs/megatron.md is written.
 """
 
@@ -73,7 +73,7 @@ def release(
     folder = tmp_path_factory.mktemp("megatron")
     archive = git("archive", RELEASES[request.param])
     subprocess.run(["tar", "x", "-C", str(folder)], input=archive, check=True)
-    with closing(Lab(folder, folder, ROOT / "tests" / "stand_ins")) as lab:
+    with closing(Lab(folder, folder, ROOT / "tests" / "stand_ins", with_te=True)) as lab:
         yield request.param, folder, lab
 
 

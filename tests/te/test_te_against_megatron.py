@@ -51,6 +51,7 @@ class Keeper:
         input_is_split: bool = False,
         output_is_split: bool = False,
         prepare_input: Any = None,
+        delayed_scales: Any = None,
     ) -> torch.Tensor:
         assert not (input_is_split or output_is_split)  # on one rank
         rows = input.detach().reshape(-1, input.shape[-1]).clone()

@@ -1,6 +1,6 @@
 """Finds Transformer Engine's Python and gives it the extension of this folder.
 
-Four things in it want a GPU and are not in the extension; they are replaced when they are imported.
+A few things in it want a GPU and are not in the extension; they are replaced when imported.
 """
 
 import importlib.abc
@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 
 from megatron_snip.patches import cpu
+from tests.te_on_cpu.context_parallel import replace_attention
 
 RELEASES = ("2.20.2",)
 """Releases that `make install` unpacks, the newest first."""
@@ -103,11 +104,13 @@ def _pad_scales(triton_module: ModuleType) -> None:
 
 
 _STORAGE = "transformer_engine.pytorch.tensor.storage"
+_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention"
 _CHANGES: dict[str, Callable[[ModuleType], None] | None] = {
     "transformer_engine.common": _load_extension,
     "transformer_engine.pytorch.triton.pad": _pad_scales,
     f"{_STORAGE}.mxfp8_tensor_storage": _dequantize("_FromMXFP8Func"),
     f"{_STORAGE}.nvfp4_tensor_storage": _dequantize("_FromNVFP4Func"),
+    f"{_ATTENTION}.dot_product_attention": replace_attention,
     "transformer_engine.pytorch.onnx_extensions": None,
 }
 """Module -> what is done to it when it has run; None is an empty module in its place."""

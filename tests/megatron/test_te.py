@@ -1,0 +1,49 @@
+"""Plans on Transformer Engine's linears: its own Python, as on Blackwell, through `pretrain`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.lab import SNIP, Lab, applied_plans, logged, saving, weights
+
+
+def options(run_output: Path, iteration: int) -> dict[str, str]:
+    """Recipe of each linear under the plan of an iteration, as the run recorded it."""
+    file = run_output / "precision" / f"{iteration}.json"
+    return {row["name"]: row["recipe"] for row in json.loads(file.read_text())["linears"]}
+
+
+@pytest.mark.parametrize("layout", ["te", "te tp2"])
+def test_a_run_measures_plans_and_trains_on(te_lab: Lab, layout: str) -> None:
+    plain = te_lab.run(layout, plain=True)
+    run = te_lab.run(layout, SNIP)
+    run.finished()
+    assert applied_plans(run) == [5, 9], run.report
+    before, after = logged(plain), logged(run)
+    assert [after[i] for i in range(1, 5)] == [before[i] for i in range(1, 5)]
+    assert after[5] != before[5]
+    recipes = options(run.output, 5)
+    assert {"nvfp4"} < set(recipes.values()) <= {"bf16", "mxfp8", "nvfp4"}
+    assert len(recipes) == 16
+
+
+def test_what_is_measured_only_changes_no_bit(te_lab: Lab) -> None:
+    plain = te_lab.run("te tp2", plain=True)
+    measured = te_lab.run("te tp2", [*SNIP, "--snip-collect-only"])
+    assert weights(measured) == weights(plain)
+    assert [r["losses"] for r in measured.finished()] == [r["losses"] for r in plain.finished()]
+
+
+@pytest.mark.parametrize("layout", ["te", "te tp2"])
+def test_a_killed_run_resumes_bitwise(te_lab: Lab, layout: str) -> None:
+    output = te_lab.output(f"whole-{layout.replace(' ', '-')}")
+    uninterrupted = te_lab.run(layout, [*SNIP, *saving(output)])
+    folder = te_lab.output(f"killed-{layout.replace(' ', '-')}")
+    killed = te_lab.run(layout, [*SNIP, *saving(folder)], {"TINY_KILL_AFTER": "7"})
+    assert all(status != 0 for status in killed.statuses), killed.report
+    again = te_lab.run(layout, [*SNIP, "--load", str(folder)])
+    assert weights(again) == weights(uninterrupted)
+    assert applied_plans(again) == [9]
+    norms = logged(uninterrupted, "grad norm")
+    assert logged(again, "grad norm") == {i: norm for i, norm in norms.items() if i > 7}

@@ -1,3 +1,0 @@
-from transformer_engine.common import recipe
-
-__all__ = ["recipe"]

@@ -1,9 +1,0 @@
-"""Names that Megatron's annotations mention; fused operations are refused under SNIP."""
-
-
-class FusibleOperation:
-    pass
-
-
-class Sequential:
-    pass

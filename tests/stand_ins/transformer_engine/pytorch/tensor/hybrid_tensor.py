@@ -1,3 +1,0 @@
-from transformer_engine.pytorch.quantizers import HybridQuantizer
-
-__all__ = ["HybridQuantizer"]
