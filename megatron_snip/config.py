@@ -15,6 +15,7 @@ from megatron_snip.errors import UsageError, did_you_mean, naming_field
 from megatron_snip.files import checked
 from megatron_snip.formats import get_format, lowest_precision
 from megatron_snip.options import BF16, Granularity, Option, enumerate_options, formats_in
+from megatron_snip.plugins import load_plugins
 from megatron_snip.target_schedule import Point, TargetSchedule, parse_points
 from megatron_snip.types import glob_matches
 
@@ -179,6 +180,10 @@ class PlanFields(Section):
     """Price of each linear that changes its option at a refresh, in units of quality loss. The
     uniform plan in the lowest precision has quality loss 1 + weight_lambda."""
 
+    plugins: tuple[str, ...] = ()
+    """Modules that add policies, formats or writers, comma separated, such as our_package.snip.
+    Those that installed packages declare are always used."""
+
     plan_file: Path | None = None
     """Start with this plan, a plans/<iteration>.json of another run. It must have the pins and use
     no other formats. A resumed run starts with it only if the stopped run had another one."""
@@ -219,7 +224,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
             `make_config` turns it into a one-line `UsageError`.
     """
 
-    @field_validator("formats", "pins", "target_schedule", "alert", mode="before")
+    @field_validator("formats", "pins", "target_schedule", "alert", "plugins", mode="before")
     @classmethod
     def _split_commas(cls, value: Any) -> Any:
         if isinstance(value, str):
@@ -228,6 +233,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
+        load_plugins(self.plugins)  # formats and policies may be theirs
         _ = self.lowest_format, self.pin_pairs, self.alerts, self.points  # each may raise
         if self.formats != (AUTO,):
             self.check_pins()

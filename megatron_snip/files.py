@@ -178,9 +178,7 @@ for _kind in ("int", "float"):
     _UniqueKeys.add_constructor(f"tag:yaml.org,2002:{_kind}", _UniqueKeys.construct_number)
 
 
-def read_record(
-    record: type[T], value: Any, source: str, version: int = 1, readable: str | None = None
-) -> T:
+def read_record(record: type[T], value: Any, source: str, version: int = 1) -> T:
     """Build the record of a file from its JSON object.
 
     Args:
@@ -188,7 +186,6 @@ def read_record(
         value: the object; its `version` is the schema's.
         source: how error messages call it.
         version: that `value` must have.
-        readable: the versions that the caller accepts, for error messages.
 
     Raises:
         UsageError: one line that names `source`, the place, what was got and what is wanted.
@@ -197,9 +194,8 @@ def read_record(
         raise UsageError(f"{source} must hold a JSON object, got {type(value).__name__}")
     got = value.get("version")
     if got != version or isinstance(got, bool):
-        readable = readable or f"version {version}"
         shown = shortened(repr(got), 80)
-        raise UsageError(f"{source}: version {shown}; this megatron-snip reads {readable}")
+        raise UsageError(f"{source}: version {shown}; this megatron-snip reads version {version}")
     return checked(record, value, source)
 
 

@@ -148,19 +148,13 @@ FORMATS: dict[str, Format] = {
 }
 """Every format by name. Adding one is a line here and its test; names have no dash."""
 
-REMOVED = {"fp8_pow2": "fp8", "fp4_pow2": "fp4", "fp4_rht": "fp4", "nvfp4_rht": "nvfp4"}
-"""Formats of earlier versions -> what replaces each."""
-
 
 def get_format(name: str) -> Format:
     """Return the format called `name`.
 
     Raises:
-        UsageError: if there is none; the message lists the known ones, or names the replacement
-            of a format that was removed.
+        UsageError: if there is none; the message lists the known ones.
     """
-    if name in REMOVED:
-        raise UsageError(f"format '{name}' was removed; use '{REMOVED[name]}' instead")
     if name not in FORMATS:
         near = did_you_mean(name, FORMATS)
         text = f"unknown format {shortened(repr(name), 80)}; known: {', '.join(FORMATS)}{near}"

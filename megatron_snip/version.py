@@ -3,7 +3,7 @@
 import platform
 from importlib import metadata
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 PACKAGES = ("megatron-snip", "megatron-core", "torch", "transformer-engine")
 """Packages whose versions decide what a run does and how long its linears take."""

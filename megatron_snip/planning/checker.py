@@ -21,9 +21,6 @@ from megatron_snip.planning.problem import (
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.types import glob_matches
 
-_WITHOUT_TARGET = "uniform-"
-"""Prefix of the policies that ignore the target; they may use an unlisted bf16."""
-
 _RELATIVE = 1e-9
 _UNLISTED_BF16 = OptionCost(quality_loss=0.0, saving=0.0)
 
@@ -47,18 +44,21 @@ class _Numbers(NamedTuple):
 
 
 def find_violations(
-    plan: PrecisionPlan, problem: PlanningProblem, settings: PlanSettings
+    plan: PrecisionPlan,
+    problem: PlanningProblem,
+    settings: PlanSettings,
+    heeds_target: bool = True,
 ) -> list[str]:
     """Return everything that is wrong with a plan, one line each; empty if it is correct.
 
     Args:
-        plan: to be checked.
-        problem: that it was made for.
-        settings: under which it was made.
+        plan: the plan to check.
+        problem: the problem that it was made for.
+        settings: the rules under which it was made.
+        heeds_target: whether its policy reaches the target; another one may use an unlisted bf16.
     """
     if set(plan.linears) != set(problem.names):
         return ["the plan's linears are not the problem's"]
-    ignores_target = settings.policy.startswith(_WITHOUT_TARGET)
     faults: list[str] = []
     stages: list[list[_Numbers]] = [[] for _ in range(problem.num_stages)]
     for linear in problem.linears:
@@ -67,7 +67,7 @@ def find_violations(
         pins = [(glob, wanted) for glob, wanted in settings.pins if glob_matches(name, glob)]
         costs = {parse_option(text): cost for text, cost in linear.options.items()}
         # bf16 changes nothing, and so pins and some policies may use it unlisted.
-        if option not in costs and not (option == BF16 and (pins or ignores_target)):
+        if option not in costs and not (option == BF16 and (pins or not heeds_target)):
             faults.append(f"'{name}' has no option '{option}'")
         faults += [
             f"'{name}' has {option}, and pin {glob} demands {wanted}"
@@ -83,11 +83,12 @@ def find_violations(
     if plan.digest != assignment_digest(plan.linears):
         faults.append("the digest does not match the assignment")
     target = problem.target if settings.target is None else settings.target
-    target = 0.0 if ignores_target else target
+    if not heeds_target:
+        target = 0.0
     if plan.target != target:
         faults.append(f"target {plan.target}, asked for {target}")
     faults += _check_objective(plan, [each.loss for members in stages for each in members])
-    balance = "none" if ignores_target else settings.pipeline_balance
+    balance = settings.pipeline_balance if heeds_target else "none"
     faults += _check_efficiency(plan, target, stages, balance)
     return faults
 

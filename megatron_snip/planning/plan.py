@@ -7,8 +7,6 @@ The file, schema version 2, holds exactly these keys:
      "stages": [efficiency of each], "linears": {name: {"fprop", "dgrad", "wgrad"}},
      "digest": str}
 
-Version 1 has "step" (0-based) in place of "iteration" and is still read: iteration = step + 1.
-
 `digest` is the SHA-256 (hex) of the JSON of `linears` alone, keys sorted, ASCII, without spaces:
 `json.dumps(linears, sort_keys=True, separators=(",", ":"))`. Plans with equal digests set every
 linear alike, so ranks compare digests before they apply a plan.
@@ -123,15 +121,12 @@ class PrecisionPlan(BaseModel):
 
     @classmethod
     def from_dict(cls, value: Any, source: str = "plan") -> Self:
-        """Build from a parsed JSON object of version 1 or 2 and verify the digest.
+        """Build from a parsed JSON object and verify the digest.
 
         Raises:
             UsageError: one line that names `source` and what is wrong.
         """
-        version = value.get("version") if isinstance(value, dict) else None
-        if type(version) is int and version == 1:
-            value = _upgraded(value, source)
-        plan = read_record(cls, value, source, version=2, readable="versions 1 and 2")
+        plan = read_record(cls, value, source, version=2)
         wanted = assignment_digest(plan.linears)
         if plan.digest != wanted:
             raise UsageError(
@@ -218,7 +213,7 @@ def changed_linears(old: PrecisionPlan, new: PrecisionPlan) -> tuple[str, ...]:
 
 
 def read_plan(path: Path) -> PrecisionPlan:
-    """Read a plan file of version 1 or 2 and verify its digest.
+    """Read a plan file and verify its digest.
 
     Raises:
         UsageError: if the file is missing, not JSON, breaks the schema or fails its digest.
@@ -233,15 +228,3 @@ def write_plan(plan: PrecisionPlan, path: Path) -> None:
         OSError: if it cannot be written.
     """
     write_atomic(path, plan.to_json())
-
-
-def _upgraded(value: dict[str, Any], source: str) -> dict[str, Any]:
-    """Return the object of a version 1 file as one of version 2."""
-    step = value.get("step")
-    if type(step) is not int or step < 0 or "iteration" in value:
-        raise UsageError(
-            f"{source}: version 1 has 'step' (an integer >= 0) and no 'iteration'; got {step!r}"
-        )
-    status = "feasible" if value.get("status") == "kept" else value.get("status")
-    rest = {name: given for name, given in value.items() if name != "step"}
-    return {**rest, "version": 2, "iteration": step + 1, "status": status}

@@ -76,7 +76,7 @@ def make_plan(
         linears=linears,
         digest=assignment_digest(linears),
     )
-    faults = find_violations(plan, problem, settings)
+    faults = find_violations(plan, problem, settings, policy.heeds_target)
     if faults:
         raise PlanningError(f"policy '{settings.policy}' made an invalid plan: {faults[0]}")
     return plan

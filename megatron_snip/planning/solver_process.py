@@ -44,6 +44,7 @@ from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.plugins import load_plugins, loaded_plugins
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +197,8 @@ def worker_command() -> list[str]:
     -P removes the current directory from the child's import path: a user's `types.py` there must
     not replace the standard library's.
     """
-    return [sys.executable, "-P", "-m", "megatron_snip.planning.solver_process", str(os.getpid())]
+    module = "megatron_snip.planning.solver_process"
+    return [sys.executable, "-P", "-m", module, str(os.getpid()), *loaded_plugins()]
 
 
 def worker_environment() -> dict[str, str]:
@@ -279,4 +281,5 @@ def _exit_with_parent(parent: int) -> None:
 
 
 if __name__ == "__main__":
+    load_plugins(sys.argv[2:])
     serve(int(sys.argv[1]))

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 from megatron_snip.divergence.quality_loss import DivergenceTable
+from megatron_snip.errors import SnipError
 from megatron_snip.log import log_failure, warn_once
 from megatron_snip.planning.plan import PrecisionPlan, shares_text
 from megatron_snip.planning.problem import PlanningProblem
@@ -159,5 +160,6 @@ class Reporter:
             action()
         except Exception as error:  # a full disk, for example; it may have space again later
             name = type(writer).__name__
-            line = log_failure(logger, f"writing with {name}", error)
-            warn_once(logger, f"snip: {name} failed: {line}")
+            line = log_failure(logger, name, error)
+            if isinstance(error, SnipError):  # its line says all: it has no traceback
+                warn_once(logger, f"snip: {name} failed: {line}")

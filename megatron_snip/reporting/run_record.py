@@ -324,14 +324,12 @@ def read_divergences(path: Path) -> Divergences:
 
 
 def parse_divergences(value: Any, source: str = "divergences") -> Divergences:
-    """Build from the file's JSON object, of version 1 or 2.
+    """Build from the file's JSON object.
 
     Raises:
         UsageError: one line that names `source`.
     """
-    if isinstance(value, dict) and value.get("version") == 1 and isinstance(value.get("step"), int):
-        value = value | {"version": 2, "iteration": value["step"] + 1}  # it counted from 0
-    return read_record(Divergences, value, source, version=2, readable="versions 1 and 2")
+    return read_record(Divergences, value, source, version=2)
 
 
 def _snip_config(config: dict[str, Any]) -> SnipConfig | None:

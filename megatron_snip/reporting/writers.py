@@ -35,7 +35,7 @@ import math
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,40 @@ from urllib.parse import urlencode
 
 from megatron_snip.divergence.quality_loss import divergences_dict
 from megatron_snip.errors import UsageError
-from megatron_snip.log import warn_once
+from megatron_snip.log import log_failure, warn_once
 from megatron_snip.output import yaml_text
-from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, Payload, PlanApplied
+from megatron_snip.reporting.events import (
+    Event,
+    Measurement,
+    Metrics,
+    Notice,
+    Payload,
+    PlanApplied,
+    Writer,
+)
 from megatron_snip.reporting.run_record import parse_divergences
 from megatron_snip.statistics.health_table import Finding
 
 logger = logging.getLogger(__name__)
+
+WriterFactory = Callable[[Mapping[str, Any]], Writer]
+"""Makes a writer from the run's settings (those of `SnipConfig`, as plain values)."""
+
+WRITERS: dict[str, WriterFactory] = {}
+"""Writers that plugins add, by name; rank 0 makes one of each (`megatron_snip/plugins.py`)."""
+
+
+def added_writers(settings: Mapping[str, Any]) -> list[Writer]:
+    """Rank 0: return the writers that plugins add; one that cannot be made is left out."""
+    writers = []
+    for name, make in WRITERS.items():
+        try:
+            writers.append(make(settings))
+        except Exception as error:  # an output of somebody else's does not cost the run
+            line = log_failure(logger, f"making the writer '{name}'", error)
+            warn_once(logger, f"snip: without the writer '{name}': {line}")
+    return writers
+
 
 MEGATRON_LOGS = frozenset({"loss", "grad_norm", "lr", "validation_loss"})
 """Metrics that Megatron logs itself."""

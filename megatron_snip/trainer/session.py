@@ -35,7 +35,12 @@ from megatron_snip.reporting.events import Event, Metrics, Writer
 from megatron_snip.reporting.lessons import lessons
 from megatron_snip.reporting.run_directory import OldRun, RunDirectory, open_run
 from megatron_snip.reporting.run_record import read_run
-from megatron_snip.reporting.writers import TensorBoardWriter, WandbWriter, start_wandb
+from megatron_snip.reporting.writers import (
+    TensorBoardWriter,
+    WandbWriter,
+    added_writers,
+    start_wandb,
+)
 from megatron_snip.run.controller import SnipController
 from megatron_snip.trainer.checkpoint import (
     Progress,
@@ -179,8 +184,8 @@ def make_writers(config: TrainConfig, directory: RunDirectory | None, done: int)
     """
     if directory is None:
         return []
-    writers: list[Writer] = [directory]
     settings = config.model_dump(mode="json")
+    writers: list[Writer] = [directory, *added_writers(settings["snip"])]
     if config.wandb_project is not None:
         wandb = start_wandb(config.wandb_project, directory.path, settings)
         writers.append(WandbWriter(wandb, settings["snip"]))

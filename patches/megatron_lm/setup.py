@@ -116,7 +116,12 @@ def make_writers(config: SnipConfig, args: argparse.Namespace, topology: Topolog
     """
     from megatron_snip.collectives import on_rank_0
     from megatron_snip.reporting.run_directory import open_run
-    from megatron_snip.reporting.writers import MEGATRON_LOGS, TensorBoardWriter, WandbWriter
+    from megatron_snip.reporting.writers import (
+        MEGATRON_LOGS,
+        TensorBoardWriter,
+        WandbWriter,
+        added_writers,
+    )
 
     writers: list[Writer] = []
     dump = config.model_dump(mode="json")
@@ -130,6 +135,8 @@ def make_writers(config: SnipConfig, args: argparse.Namespace, topology: Topolog
 
     with naming_field("output_dir"):
         on_rank_0("opening --snip-output-dir", open_files, topology.control)
+    if topology.rank == 0:
+        writers += added_writers(dump)
     if topology.rank != topology.world_size - 1:
         return writers
     from megatron.training import global_vars

@@ -108,14 +108,20 @@ class Memory:
 
 
 class Warnings(logging.Handler):
-    """Collects what the package logs as a warning, but for tiles that small shards cut."""
+    """Collects what the package logs as a warning, but for tiles that small shards cut.
+
+    Failures with a traceback, which the rank that failed logs, are apart from the warnings.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.texts: list[str] = []
+        self.tracebacks: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "is not a multiple of 128" not in record.getMessage():
+        if record.exc_info is not None:
+            self.tracebacks.append(record.getMessage())
+        elif "is not a multiple of 128" not in record.getMessage():
             self.texts.append(record.getMessage())
 
 
@@ -128,6 +134,7 @@ class Trainer:
     losses: list[float] = field(default_factory=list)
     events: Memory = field(default_factory=Memory)  # of the last controller
     warnings: list[str] = field(default_factory=list)  # since the model was built
+    tracebacks: list[str] = field(default_factory=list)  # their messages, likewise
     step: int = 0
 
     @property
@@ -215,7 +222,7 @@ def layout(values: dict[str, Any]) -> Iterator[Trainer]:
     forget_warnings()
     try:
         state = build_training_state(config)
-        yield Trainer(config, state, warnings=listener.texts)
+        yield Trainer(config, state, warnings=listener.texts, tracebacks=listener.tracebacks)
     finally:
         logger.removeHandler(listener)
         destroy_parallel_state()

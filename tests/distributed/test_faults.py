@@ -231,7 +231,7 @@ def _full_disk(trainer: Trainer, controller: Any, folder: Path) -> dict[str, Any
     if dist.get_rank() == 0:
         files = RunDirectory(folder)
         controller._reporter = Reporter([files, trainer.events])
-    warned = len(trainer.warnings)
+    failed = len(trainer.tracebacks)
     full = OSError(errno.ENOSPC, "No space left on device")
     with (
         mock.patch.object(run_directory, "write_plan", side_effect=full),
@@ -240,7 +240,7 @@ def _full_disk(trainer: Trainer, controller: Any, folder: Path) -> dict[str, Any
         trainer.advance(2, controller)
     return {
         "history": list(controller.history),
-        "warnings": trainer.warnings[warned:],
+        "tracebacks": trainer.tracebacks[failed:],
         "plans": sorted(p.name for p in folder.glob("plans/*")),
     }
 
@@ -310,7 +310,6 @@ def test_a_full_disk_costs_files_and_nothing_else(phases: list[dict[str, Any]], 
     steps = phases[0][name]["steps"]
     assert [step for step, _ in leader["history"]] == [steps + 2, steps + 4]
     assert leader["plans"] == []
-    assert leader["warnings"] == [
-        "snip: RunDirectory failed: OSError: [Errno 28] No space left on device"
-    ]
-    assert all(other == {**leader, "warnings": []} for other in others)
+    (failure,) = leader["tracebacks"]
+    assert "RunDirectory failed: OSError: [Errno 28] No space left on device" in failure
+    assert all(other == {**leader, "tracebacks": []} for other in others)

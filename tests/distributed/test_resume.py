@@ -202,7 +202,7 @@ def test_a_plan_file_that_contradicts_another_setting_is_refused(
 @pytest.mark.parametrize("due", [10**9, 4])
 def test_a_plan_in_flight_is_never_due_later_than_the_lag_allows(server: Server, due: int) -> None:
     run = on_ranks(
-        server, "resume", changes={}, stop=IN_FLIGHT, damage={"pending": {"apply_at": due}}
+        server, "resume", changes={}, stop=IN_FLIGHT, damage={"solve": {"apply_at": due}}
     )
     assert run["plans"] == [[4, 2, False]]
 
@@ -221,7 +221,7 @@ def test_a_problem_of_another_model_leaves_the_plan(server: Server) -> None:
         ],
     }
     run = on_ranks(
-        server, "resume", changes={}, stop=IN_FLIGHT, damage={"pending": {"problem": problem}}
+        server, "resume", changes={}, stop=IN_FLIGHT, damage={"solve": {"problem": problem}}
     )
     assert run["plans"] == []
     (notice,) = run["notices"]
@@ -248,6 +248,6 @@ def test_a_problem_in_flight_loses_options_that_the_formats_do_not_have(server: 
     linears = [{"name": n, "stage": 0, "flops": 1.0, "options": options} for n in names]
     problem = {"version": 1, "target": 0.5, "linears": linears}
     run = on_ranks(
-        server, "resume", changes={}, stop=IN_FLIGHT, damage={"pending": {"problem": problem}}
+        server, "resume", changes={}, stop=IN_FLIGHT, damage={"solve": {"problem": problem}}
     )
     assert run["shares"] == [{"fp4": 1.0}]

@@ -36,8 +36,8 @@ from tests.unit.run.test_state import STATE
 PLAN = plan_of(["fp4", "fp8"], iteration=3, stages=(0.5,), objective=0.25)
 PROBLEM = problem_of([(0.1, 0.4), (0.2, 0.3)], scores=[{"abs_error": 0.1}] * 2)
 DIVERGENCES = {
-    "version": 1,
-    "step": 4,
+    "version": 2,
+    "iteration": 4,
     "linears": [{"name": "a", "stage": 0, "flops": 2.0, "options": {"fp4": {"quality_loss": 0.5}}}],
 }
 METRICS = {
@@ -249,8 +249,3 @@ def test_what_is_no_file_of_usual_size_is_refused(
     loop.symlink_to(loop)
     for path in (endless, pipe, huge, loop, tmp_path, tmp_path / "nowhere.json"):
         assert survives(lambda path=path: read(path)) is None  # type: ignore[misc]
-
-
-def test_old_divergences_count_steps_from_0(file: Path) -> None:
-    file.write_text(json.dumps(DIVERGENCES))
-    assert read_divergences(file).iteration == DIVERGENCES["step"] + 1

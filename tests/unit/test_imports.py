@@ -1,6 +1,7 @@
 """Packages import only from their left, and only those that may touch Megatron do."""
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from collections import defaultdict
@@ -16,7 +17,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("version",),
     ("errors",),
     ("log",),
-    ("files", "formats", "output", "types"),
+    ("files", "formats", "output", "plugins", "types"),
     ("options",),
     ("target_schedule",),
     ("config", "directory", "directory_lock", "flags", "matmul"),
@@ -99,6 +100,17 @@ def test_torch_megatron_and_the_solver_stay_where_they_are(
     assert {"linears"} <= users["megatron"] <= {"linears", "run", "patches", "trainer"}
     assert users["torch"].isdisjoint(WITHOUT_TORCH)
     assert users["ortools"] == {"planning"}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_there"),
+    [
+        *[(name, True) for name in ("kernels", "patches", "patches.cpu", "run")],
+        *[(name, False) for name in ("megatron_snip", "tests", "benchmarks", "setup")],
+    ],
+)
+def test_a_checkout_holds_the_package_and_nothing_else(name: str, is_there: bool) -> None:
+    assert (importlib.util.find_spec(f"megatron_snip.{name}") is not None) == is_there
 
 
 def test_ranks_do_not_load_the_solver() -> None:

@@ -115,8 +115,6 @@ def test_text_comes_back(text: str) -> None:
         ("fp4-fp8", "is not an option; write one format"),
         ("fp4-fp8-bf16-fp8", "is not an option; write one format"),
         ("fp4-fp8-int8", "unknown format 'int8'; known: bf16, fp8, fp4"),
-        ("fp4_rht", "format 'fp4_rht' was removed; use 'fp4' instead"),
-        ("fp8-fp4_rht-bf16", "format 'fp4_rht' was removed; use 'fp4' instead"),
     ],
 )
 def test_other_text_is_refused(text: str, message: str) -> None:

@@ -215,7 +215,7 @@ def test_broken_constraints_are_found(
 def test_policies_without_a_target_meet_the_other_constraints() -> None:
     def faults(option: str, policy: str, target: float = 0.0) -> list[str]:
         made = plan([option] * 4, target=target)
-        return find_violations(made, CHECKED, PlanSettings(policy=policy))
+        return find_violations(made, CHECKED, PlanSettings(policy=policy), heeds_target=False)
 
     assert faults("fp8", "uniform-fp8") == faults("bf16", "uniform-bf16") == []
     assert faults("fp4", "uniform-fp4") == [f"'{name_of(3)}' has 'fp4', which is forbidden"]

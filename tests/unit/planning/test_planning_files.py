@@ -39,14 +39,6 @@ def test_the_digest_is_the_documented_one_and_ignores_order_and_metadata() -> No
     assert plan_of(["fp8", "fp4"]).digest != PLAN.digest
 
 
-def test_version_1_counted_iterations_from_0() -> None:
-    old = {k: v for k, v in PLAN.to_dict().items() if k != "iteration"}
-    assert PrecisionPlan.from_dict(old | {"version": 1, "step": 19}) == PLAN
-    for damage in ({}, {"step": -1}, {"step": 1.5}, {"step": True}, {"step": 1, "iteration": 2}):
-        with pytest.raises(UsageError, match="iteration"):
-            PrecisionPlan.from_dict(old | {"version": 1} | damage)
-
-
 def test_a_plan_of_another_model_is_refused_with_all_differences() -> None:
     PLAN.check_against([name_of(0), name_of(1)])
     with pytest.raises(UsageError) as caught:

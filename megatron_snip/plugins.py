@@ -1,0 +1,53 @@
+"""Plugins: modules of other packages that add policies, formats and writers.
+
+The import of a plugin adds entries to tables of this package: `planning.policies.POLICIES`,
+`formats.FORMATS`, `reporting.writers.WRITERS`. It is named by `--snip-plugins`, or an installed
+package declares it:
+
+    [project.entry-points."megatron_snip.plugins"]
+    ours = "our_package.snip"
+"""
+
+import importlib
+import logging
+from collections.abc import Iterable
+from importlib import metadata
+
+from megatron_snip.errors import UsageError, one_line
+from megatron_snip.log import log_failure
+
+logger = logging.getLogger(__name__)
+
+GROUP = "megatron_snip.plugins"
+"""Entry points of this group name modules."""
+
+_loaded: dict[str, None] = {}
+"""Modules that were imported, in order."""
+
+
+def load_plugins(modules: Iterable[str] = ()) -> None:
+    """Import the plugins of installed packages, and those that are named; each once.
+
+    Args:
+        modules: dotted names of further modules.
+
+    Raises:
+        UsageError: if one cannot be imported.
+    """
+    installed = (entry.value for entry in metadata.entry_points(group=GROUP))
+    for name in (*installed, *modules):
+        if name in _loaded:
+            continue
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # whatever the import of a stranger's module does
+            if not isinstance(error, ModuleNotFoundError):
+                log_failure(logger, f"importing {name}", error)
+            text = f"cannot import '{name}': {type(error).__name__}: {one_line(error)}"
+            raise UsageError(f"{text}; install it, or drop it", field="plugins") from error
+        _loaded[name] = None
+
+
+def loaded_plugins() -> tuple[str, ...]:
+    """Return the modules that were imported: another process of the run imports them as well."""
+    return tuple(_loaded)

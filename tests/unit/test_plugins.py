@@ -1,0 +1,117 @@
+"""Users of a wheel add policies, formats and writers by a module of their own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_snip import plugins
+from megatron_snip.config import make_config
+from megatron_snip.errors import UsageError
+from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.planning.solver_process import worker_command, worker_environment
+from tests.unit.planning.build import problem_of
+
+PLUGIN = """
+from dataclasses import replace
+from pathlib import Path
+from megatron_snip.formats import E2M1, FORMATS, Format
+from megatron_snip.planning.policies import POLICIES, Policy, lowered_in
+from megatron_snip.reporting.writers import WRITERS
+
+FORMATS["fp4_64"] = Format("fp4_64", 4, E2M1, 64, (64, 64))
+order = lowered_in(lambda request, task: list(range(len(request.constraints.table.names))))
+
+def all_high(request):
+    return order(replace(request, constraints=replace(request.constraints, target=0.0)))
+
+first = Policy("first-first", order, False, "linear")
+POLICIES["first-first"] = first
+POLICIES["high"] = replace(first, name="high", decide=all_high, heeds_target=False)
+
+def broken(settings):
+    raise KeyError("no place")
+
+class Lines:
+    def __init__(self, settings):
+        self.policy = settings["policy"]
+    def write(self, event):
+        pass
+    def close(self):
+        pass
+
+WRITERS["broken"] = broken
+WRITERS["lines"] = Lines
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "our_snip.py").write_text(PLUGIN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return "our_snip"
+
+
+def in_a_process(code: str) -> str:
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_named_module_adds_a_format_a_policy_and_a_writer(module: str) -> None:
+    code = f"""
+from megatron_snip.config import make_config
+config = make_config({{"plugins": "{module}", "formats": "fp8,fp4_64", "policy": "first-first"}})
+from megatron_snip.reporting.writers import added_writers
+(writer,) = added_writers(config.model_dump(mode="json"))
+print(config.lowest_format, type(writer).__name__, writer.policy)
+"""
+    assert in_a_process(code).split() == ["fp4_64", "Lines", "first-first"]
+
+
+def test_a_policy_may_have_no_target(module: str) -> None:
+    code = f"""
+from megatron_snip.plugins import load_plugins
+load_plugins(["{module}"])
+from megatron_snip.planning.planner import make_plan
+from megatron_snip.planning.settings import PlanSettings
+from tests.unit.planning.build import problem_of
+problem = problem_of([[0.0, 1.0]] * 4, target=0.5)
+plans = [make_plan(problem, PlanSettings(policy=p)) for p in ("first-first", "high")]
+print([(plan.target, plan.efficiency) for plan in plans])
+"""
+    assert in_a_process(code).strip() == "[(0.5, 0.5), (0.0, 0.0)]"
+
+
+def test_the_solvers_process_has_the_plugins_of_the_run(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(plugins._loaded, module, None)
+    request = {
+        "problem": problem_of([[0.0, 1.0]] * 2).to_dict(),
+        "settings": {"policy": "first-first"},
+        "previous": None,
+        "iteration": 3,
+    }
+    command = worker_command()
+    assert command[-1] == module
+    reply = subprocess.run(
+        command,
+        input=json.dumps(request) + "\n",
+        capture_output=True,
+        text=True,
+        check=True,
+        env=worker_environment(),
+    ).stdout
+    assert PrecisionPlan.from_dict(json.loads(reply)["plan"]).policy == "first-first"
+
+
+def test_what_cannot_be_imported_is_named() -> None:
+    with pytest.raises(
+        UsageError, match="cannot import 'no_such_module': ModuleNotFoundError"
+    ) as e:
+        make_config({"plugins": "no_such_module"})
+    assert e.value.field == "plugins"
