@@ -41,6 +41,17 @@ MEGATRON_RELEASES := 0.16.1 0.17.1 0.18.2
 MEGATRON_STAMP := $(MEGATRON_VENV)/.installed-$(shell cat $(MEGATRON_LOCK) $(TE_LOCKS) | sha256sum | cut -c1-16)
 MEGATRON_PIP := $(MEGATRON_VENV)/bin/python -m pip --disable-pip-version-check
 
+# Megatron-Bridge's recipes import most of its models, so their packages are installed as well; none
+# that only a GPU runs. The packages of megatron.txt come first, then these without dependencies.
+BRIDGE_VENV ?= .venv-bridge
+BRIDGE_LOCK := requirements/bridge.txt
+BRIDGE_RELEASES := 0.3.1 0.4.2 0.5.1
+BRIDGE_STAMP := $(BRIDGE_VENV)/.installed-$(shell cat $(MEGATRON_LOCK) $(BRIDGE_LOCK) $(TE_LOCKS) | sha256sum | cut -c1-16)
+BRIDGE_PIP := $(BRIDGE_VENV)/bin/python -m pip --disable-pip-version-check
+# Its wheel for x86 Linux claims a newer glibc than Debian 12 has; what Bridge imports of it is Python.
+BRIDGE_NVRX := nvidia-resiliency-ext==0.6.0
+BRIDGE_NVRX_PLATFORM ?= manylinux_2_39_x86_64
+
 # One thread a process: ranks share the cores, and results do not depend on the machine's count.
 export OMP_NUM_THREADS ?= 1
 
@@ -128,6 +139,32 @@ $(MEGATRON_STAMP):
 	@$(foreach file,$(TE_LOCKS),$(MEGATRON_PIP) install -q --require-hashes --no-deps -r $(file) \
 	  --upgrade --target $(MEGATRON_VENV)/te/$(basename $(notdir $(file)));)
 	@rm -f $(MEGATRON_VENV)/.installed-*
+	@touch $@
+
+.PHONY: test-bridge
+test-bridge:  ## train recipes with Megatron-Bridge's own pretrain (Python 3.12)
+	@if [ -e $(BRIDGE_STAMP) ] || [ -n "$(MEGATRON_PYTHON)" ]; then \
+	  $(MAKE) --no-print-directory $(BRIDGE_STAMP) && \
+	  BRIDGE_RELEASES=$(abspath $(BRIDGE_VENV))/releases \
+	    $(BRIDGE_VENV)/bin/python -m pytest tests/bridge $(PYTEST_ARGS); \
+	else \
+	  echo "test-bridge: SKIPPED: found no Python 3.12, on PATH or in pyenv"; \
+	fi
+
+$(BRIDGE_STAMP):
+	$(MEGATRON_PYTHON) -m venv $(BRIDGE_VENV)
+	$(BRIDGE_PIP) install -q -r $(MEGATRON_LOCK)
+	$(BRIDGE_PIP) install -q --no-deps -r $(BRIDGE_LOCK)
+	$(BRIDGE_PIP) install -q --no-deps --only-binary :all: --platform $(BRIDGE_NVRX_PLATFORM) \
+	  --upgrade --target "$$($(BRIDGE_VENV)/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')" \
+	  $(BRIDGE_NVRX)
+	@for release in $(BRIDGE_RELEASES); do \
+	  $(BRIDGE_PIP) install -q --upgrade --no-deps \
+	    --target $(BRIDGE_VENV)/releases/$$release megatron-bridge==$$release; \
+	done
+	@$(foreach file,$(TE_LOCKS),$(BRIDGE_PIP) install -q --require-hashes --no-deps -r $(file) \
+	  --upgrade --target $(BRIDGE_VENV)/te/$(basename $(notdir $(file)));)
+	@rm -f $(BRIDGE_VENV)/.installed-*
 	@touch $@
 
 # Debian and Ubuntu; elsewhere install Chromium or Chrome yourself, and the tests find it on PATH.

@@ -8,4 +8,4 @@ import sys
 
 from megatron_snip.patches.install import install_for
 
-install_for(sys.argv[1:])
+sys.argv[1:] = install_for(sys.argv[1:])

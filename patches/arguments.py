@@ -1,9 +1,9 @@
 """SNIP's flags in Megatron's parser, and the settings that they and a YAML file make.
 
-The flags are read twice. `read_cli_args` reads the command line before Megatron does, to learn
-whether SNIP is on, and ends the job on a typo. `snip_config` reads the namespace when Megatron
-validates its own arguments. Megatron may parse several times in one process, so nothing is stored
-here. A flag that is not given leaves nothing in the namespace.
+`read_cli_args` reads them before the script does, ends the job on a typo, and returns the other
+words: a script that parses its own flags (Megatron-Bridge's do) never sees SNIP's. `snip_config`
+checks them when the training loop has its settings. A flag that is not given leaves nothing in the
+namespace.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -28,11 +29,8 @@ from megatron_snip.errors import (
 from megatron_snip.files import first_problem, read_yaml
 from megatron_snip.flags import add_flags, flag_name, given_values
 from megatron_snip.log import warn_once_per_job
-from megatron_snip.patches import cpu
-from megatron_snip.patches.cpu.megatron import set_cpu_defaults
 from megatron_snip.patches.flag_rows import FlagRow
 from megatron_snip.patches.incompatible import check_flags
-from megatron_snip.patches.registry import Call, Session, patch
 
 logger = logging.getLogger(__name__)
 
@@ -63,26 +61,28 @@ def add_snip_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, SnipConfig, PREFIX)
 
 
-@patch("megatron.training.arguments", "add_megatron_arguments", needs=("parser",), when="always")
-def arguments(call: Call, session: Session) -> Any:
-    """Add SNIP's flags; under `--cpu` also set the defaults of a run without GPUs."""
-    parser = call.run()
-    session.parser_built = True
-    add_snip_arguments(parser)
-    _escape_percent_signs(parser)
-    if cpu.is_installed():
-        set_cpu_defaults(parser)
-    return parser
+@dataclass(frozen=True)
+class CommandLine:
+    """A script's command line, without the script's name.
+
+    Attributes:
+        given: SNIP's flags, by namespace attribute.
+        enabled: whether they or the YAML file turn SNIP on.
+        others: the words that are not SNIP's, in their order.
+        flags: the words that are.
+    """
+
+    given: dict[str, Any]
+    enabled: bool
+    others: list[str]
+    flags: list[str]
 
 
-def read_cli_args(words: Sequence[str]) -> tuple[dict[str, Any], bool]:
+def read_cli_args(words: Sequence[str]) -> CommandLine:
     """Read SNIP's flags among a script's arguments.
 
     Args:
         words: the command line without the script's name.
-
-    Returns:
-        The flags, by namespace attribute, and whether they or the YAML file turn SNIP on.
 
     Raises:
         UsageError: on an unknown `--snip-*` flag, a flag without a value, or a bad YAML file.
@@ -100,25 +100,34 @@ def read_cli_args(words: Sequence[str]) -> tuple[dict[str, Any], bool]:
     if given and not enabled and f"{DEST}enabled" not in given:
         flags = ", ".join(flag_name(PREFIX, name.removeprefix(DEST)) for name in given)
         warn_once_per_job(logger, f"without --snip these flags have no effect: {flags}")
-    return given, enabled
+    return CommandLine(given, enabled, others, _without(words, others))
 
 
-def snip_config(args: argparse.Namespace, given: Mapping[str, Any]) -> SnipConfig:
+def _without(words: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Return `words` without `others`, which are some of them in the same order."""
+    left = iter(others)
+    next_other = next(left, None)
+    found = []
+    for word in words:
+        if word == next_other:
+            next_other = next(left, None)
+        else:
+            found.append(word)
+    return found
+
+
+def snip_config(args: argparse.Namespace, given: Mapping[str, Any] | SnipConfig) -> SnipConfig:
     """Build the settings and check them, and Megatron's beside them.
 
     Args:
-        args: Megatron's namespace.
-        given: flags of the command line, for a namespace that lacks them (`--yaml-cfg`).
+        args: Megatron's settings, by the names that Megatron-LM's parser gives them.
+        given: flags of the command line, or settings that a script made.
 
     Raises:
         UsageError: one line; its `field` is the setting that is wrong.
         UnsupportedError: if SNIP is on and cannot run with a setting of Megatron's.
     """
-    flags = {k: v for k, v in vars(args).items() if k.startswith(DEST)}
-    try:
-        config = SnipConfig(**_values({**given, **flags}))
-    except ValidationError as error:
-        raise first_problem(error, SnipConfig.model_fields) from None
+    config = given if isinstance(given, SnipConfig) else _config({**given, **_flags_in(args)})
     if not config.enabled:
         return config
     given_args = argparse.Namespace(**{**vars(args), f"{DEST}backend": config.backend})
@@ -142,6 +151,18 @@ def _auto_formats(config: SnipConfig, args: argparse.Namespace) -> tuple[str, ..
     if config.backend == "simulate" or args.transformer_impl != "transformer_engine":
         return config.format_entries
     return te_formats(this_machine(with_te=True))
+
+
+def _flags_in(args: argparse.Namespace) -> dict[str, Any]:
+    """Return SNIP's flags that Megatron-LM's parser has read (from its own argument files)."""
+    return {name: value for name, value in vars(args).items() if name.startswith(DEST)}
+
+
+def _config(given: Mapping[str, Any]) -> SnipConfig:
+    try:
+        return SnipConfig(**_values(given))
+    except ValidationError as error:
+        raise first_problem(error, SnipConfig.model_fields) from None
 
 
 def _restricted(config: SnipConfig, rows: Sequence[FlagRow]) -> SnipConfig:
@@ -174,17 +195,6 @@ def _messages(error: SnipError) -> tuple[str, ...]:
     if isinstance(error, UsageError) and error.field is not None:
         return (f"{flag_name(PREFIX, error.field)}: {error.message}",)
     return (str(error),)
-
-
-def _escape_percent_signs(parser: argparse.ArgumentParser) -> None:
-    """Make `--help` work in spite of a stray percent sign in one of Megatron's texts (0.19)."""
-    formatter = parser._get_formatter()
-    for action in parser._actions:
-        if action.help and action.help is not argparse.SUPPRESS:
-            try:
-                formatter._expand_help(action)
-            except (ValueError, TypeError, KeyError):
-                action.help = action.help.replace("%", "%%")
 
 
 def _values(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -89,6 +89,14 @@ INCOMPATIBLE_FLAGS: tuple[FlagRow, ...] = (
         remedy="train without RL",
     ),
     FlagRow(
+        "peft (LoRA, DoRA)",
+        given("peft"),
+        plans="refuses",
+        collects="refuses",
+        text="adapters wrap the linears, and what they wrap is not trained",
+        remedy="train all weights",
+    ),
+    FlagRow(
         "--exp-avg-dtype or --exp-avg-sq-dtype fp16 or fp8",
         _scaled_moments,
         plans="refuses",

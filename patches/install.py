@@ -1,11 +1,15 @@
-"""All patches, and the function that installs those that a command line asks for.
+"""All patches, and the functions that install those that a command line or a script asks for.
 
-`python -m megatron_snip SCRIPT` and `import megatron_snip.auto` call `install_for`. Without
-`--snip` only the argument parser is patched, and training stays Megatron's.
+`python -m megatron_snip SCRIPT` and `import megatron_snip.auto` call `install_for`, and a
+SnipCallback calls `install_for_callback`. Without `--snip` only what reads settings is patched, and
+training stays Megatron's. A loop's patches are installed when the script has imported the loop, so
+a job needs only the one that it uses.
 """
 
 import atexit
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from megatron_snip.patches import (
     arguments,
@@ -16,59 +20,117 @@ from megatron_snip.patches import (
     overlap_buffers,
 )
 from megatron_snip.patches.cpu.megatron import fused_kernels
-from megatron_snip.patches.megatron_lm import checkpoint, setup, train_step
-from megatron_snip.patches.registry import Mode, Patch, Registry
+from megatron_snip.patches.imports import when_imported
+from megatron_snip.patches.megatron_bridge import loop as bridge
+from megatron_snip.patches.megatron_lm import checkpoint, parser, setup, train_step
+from megatron_snip.patches.new_program import keep_in_new_program
+from megatron_snip.patches.registry import Mode, Patch, Registry, Session
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 
-PATCHES = (
-    arguments.arguments,
-    setup.validation,
-    setup.validation_before_0_18,
-    setup.model_setup,
-    train_step.train_step,
-    train_step.step_end,
-    train_step.evaluation,
-    train_step.schedule,
+CORE_PATCHES = (
     *graphs.PATCHES,
     overlap_buffers.both_buffers,
-    checkpoint.save,
-    checkpoint.load,
     expert_capacity.measured_pass,
     expert_capacity.repeated_pass,
     expert_overlap.freed_inputs,
     expert_overlap.freed_inputs_before_0_19,
-    fused_kernels,
     Patch(_LAYERS, "ColumnParallelLinear._forward_impl", ("input", "weight")),
     Patch(_LAYERS, "RowParallelLinear._forward_impl", ("input", "weight")),
 )
-"""In the order of installation; the controller overrides the last two on instances."""
+"""Of what both loops train; the controller overrides the last two on instances."""
 
-REGISTRY = Registry(PATCHES)
+
+@dataclass(frozen=True)
+class Loop:
+    """A training loop of Megatron's.
+
+    Attributes:
+        name: as users know it.
+        module: whose import shows that a script uses the loop. It imports the other modules, so
+            installing the patches when it has run imports none of them too early.
+        patches: on the loop.
+    """
+
+    name: str
+    module: str
+    patches: tuple[Patch, ...]
+
+    @property
+    def package(self) -> str:
+        """The part of Megatron that has it: `megatron.training` or `megatron.bridge`."""
+        return ".".join(self.module.split(".")[:2])
+
+
+MEGATRON_LM = Loop(
+    "Megatron-LM",
+    "megatron.training",
+    (
+        parser.arguments,
+        setup.validation,
+        setup.validation_before_0_18,
+        setup.model_setup,
+        train_step.train_step,
+        train_step.step_end,
+        train_step.evaluation,
+        train_step.schedule,
+        checkpoint.save,
+        checkpoint.load,
+        fused_kernels,
+    ),
+)
+MEGATRON_BRIDGE = Loop("Megatron-Bridge", bridge.PRETRAIN, bridge.PATCHES)
+LOOPS = (MEGATRON_LM, MEGATRON_BRIDGE)
+
+REGISTRY = Registry((*CORE_PATCHES, *MEGATRON_LM.patches, *MEGATRON_BRIDGE.patches))
 """Of this process."""
 
 
-def install_for(words: Sequence[str]) -> None:
+def install_for(words: Sequence[str], start: Sequence[str] = ()) -> list[str]:
     """Install the patches for a script's command line; a second call changes nothing.
 
     Args:
-        words: the command line without the script's name.
+        words: the command line without the script's name, which is `sys.argv[0]`.
+        start: words before the script's name that start it with SNIP, e.g. `-m megatron_snip`.
+
+    Returns:
+        The words without SNIP's flags.
 
     Raises:
         SystemExit: with status 2, after one line, on a bad `--snip-*` flag, or if Megatron lacks
-            a function that SNIP needs.
+            a function that SNIP needs; for a loop when the script imports it.
     """
 
-    def install() -> None:
-        REGISTRY.session.cli_flags, enabled = arguments.read_cli_args(words)
-        asked: set[Mode] = {"always"}
-        if enabled:
-            asked.add("--snip")
-        if cpu.is_installed():
-            asked.add("--cpu")
-        REGISTRY.install(asked)
+    def install() -> list[str]:
+        line = arguments.read_cli_args(words)
+        if line.given:
+            REGISTRY.session.cli_flags = line.given
+        if line.flags or start:
+            REGISTRY.on_uninstall(keep_in_new_program(start, line.flags))
+        _install({"always", "--snip"} if line.enabled else {"always"}, LOOPS)
+        return line.others
 
-    arguments.exit_on_error(install)
+    return arguments.exit_on_error(install)
+
+
+def install_for_callback() -> Session:
+    """Install the patches for a SnipCallback; return what the patches of this process share.
+
+    Raises:
+        SystemExit: as in `install_for`.
+    """
+    arguments.exit_on_error(lambda: _install({"always", "--snip"}, (MEGATRON_BRIDGE,)))
+    return REGISTRY.session
+
+
+def _install(asked: set[Mode], loops: Sequence[Loop]) -> None:
+    if cpu.is_installed():
+        asked.add("--cpu")
+    REGISTRY.install(asked, CORE_PATCHES)
+    for loop in loops:
+        install = partial(REGISTRY.install, asked, loop.patches)
+        found = partial(arguments.exit_on_error, install)
+        REGISTRY.on_uninstall(when_imported(loop.module, found))
 
 
 atexit.register(REGISTRY.session.end)  # Megatron may leave by sys.exit from deep inside training

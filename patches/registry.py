@@ -6,9 +6,9 @@
         return call.run()     # the original
 
 A patch replaces one attribute of a module or class, by name, and never copies the original's body.
-One without a handler only checks that the function is there. All symbols and their parameters are
-checked before the first one is replaced. A release that was not tested then runs with a warning.
-`uninstall` restores the original objects.
+One without a handler only checks that the function is there. All symbols of a package and their
+parameters are checked before the first one is replaced. A release that was not tested then runs
+with a warning. `uninstall` restores the original objects.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import functools
 import inspect
 import logging
 import pkgutil
+from argparse import Namespace
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,13 +29,57 @@ from megatron_snip.errors import UnsupportedError
 from megatron_snip.log import warn_once_per_job
 
 if TYPE_CHECKING:  # the controller imports Megatron; without --snip nothing needs it
+    from megatron_snip.config import SnipConfig
     from megatron_snip.patches.graphs import Graphs
     from megatron_snip.run.controller import SnipController
 
 logger = logging.getLogger(__name__)
 
-TESTED = ">=0.16,<0.21"
-"""Releases of megatron-core that were tested; of 0.20 its development branch."""
+
+@dataclass(frozen=True)
+class Package:
+    """A package of Megatron's that is patched.
+
+    Attributes:
+        name: as pip knows it.
+        module: that holds its `package_info`.
+        tested: releases that were tested with SNIP.
+    """
+
+    name: str
+    module: str
+    tested: str
+
+    @property
+    def version(self) -> str:
+        """The release that is imported.
+
+        Raises:
+            UnsupportedError: if there is none.
+        """
+        try:
+            return str(pkgutil.resolve_name(f"{self.module}.package_info:__version__"))
+        except ImportError as error:
+            raise UnsupportedError(
+                f"cannot import {self.name} ({error}); run pip install '{self.name}{self.tested}', "
+                "or run inside a checkout of it"
+            ) from None
+
+    @property
+    def release(self) -> str:
+        """Its name and version, without what a checkout adds to it."""
+        return f"{self.name} {Version(self.version).public}"
+
+    def is_tested(self, version: str) -> bool:
+        """Return whether a release was tested; its pre-releases and local builds count."""
+        return SpecifierSet(self.tested).contains(Version(version).base_version)
+
+
+CORE = Package("megatron-core", "megatron.core", ">=0.16,<0.21")
+"""Megatron-LM too, whose releases have its numbers; of 0.20 its development branch was tested."""
+
+BRIDGE = Package("megatron-bridge", "megatron.bridge", ">=0.6,<0.7")
+"""Older ones, from 0.3 on, have the functions too; they run with a warning."""
 
 Mode = Literal["always", "--snip", "--cpu"]
 """A patch is installed always, or only with this flag."""
@@ -48,7 +93,9 @@ class Session:
 
     Attributes:
         cli_flags: `--snip-*` flags of the command line, by attribute of the namespace.
-        parser_built: whether Megatron's parser was built.
+        config: settings of a SnipCallback, which take the place of flags, or None.
+        reached_loop: whether a training loop of Megatron's was reached, or its parser.
+        args: the job's settings, where a loop has noted them before it builds the model.
         makes_plans: whether linears may change; False if SNIP only measures.
         controller: attached to the model, or None.
         loaded_state: SNIP's state in the checkpoint that Megatron has loaded, or None.
@@ -58,7 +105,9 @@ class Session:
     """
 
     cli_flags: dict[str, Any] = field(default_factory=dict)
-    parser_built: bool = False
+    config: SnipConfig | None = None
+    reached_loop: bool = False
+    args: Namespace | None = None
     makes_plans: bool = True
     controller: SnipController | None = None
     loaded_state: dict[str, Any] | None = None
@@ -131,6 +180,11 @@ class Patch:
     handler: Handler | None = None
 
     @property
+    def package(self) -> Package:
+        """The package of the module."""
+        return BRIDGE if self.module.startswith(f"{BRIDGE.module}.") else CORE
+
+    @property
     def target(self) -> str:
         """The dotted name of the function."""
         return f"{self.module}.{self.attribute}"
@@ -149,7 +203,7 @@ class Patch:
             absent = error.name if isinstance(error, ModuleNotFoundError) else None
             if absent is not None and absent.partition(".")[0] != "megatron":
                 raise UnsupportedError(
-                    f"cannot import {self.module} of megatron-core {core_version()} ({error}); "
+                    f"cannot import {self.module} of {self.package.release} ({error}); "
                     "run pip install 'megatron-snip[megatron]'"
                 ) from None
             hint = "; megatron.training is in a Megatron-LM checkout and in the wheel from 0.17 on"
@@ -185,8 +239,8 @@ class Patch:
     def unsupported(self, what: str, hint: str = "") -> UnsupportedError:
         """Return the error of a release that does not fit; `what` follows its version."""
         return UnsupportedError(
-            f"megatron-core {core_version()} {what}; use a release that SNIP supports "
-            f"({TESTED}){hint}"
+            f"{self.package.release} {what}; use a release that SNIP supports "
+            f"({self.package.tested}){hint}"
         )
 
 
@@ -229,51 +283,43 @@ class Registry:
         self.patches = tuple(patches)
         self.session = Session()
         self._installed: dict[str, Callable[[], None]] = {}
+        self._pending: list[Callable[[], None]] = []
 
-    def install(self, asked: Collection[Mode]) -> None:
+    def install(self, asked: Collection[Mode], patches: Sequence[Patch] | None = None) -> None:
         """Install the patches that are asked for; those that are installed stay as they are.
+
+        Args:
+            asked: what is to be installed.
+            patches: some of `patches`; by default all.
 
         Raises:
             UnsupportedError: if a function is missing or lacks a parameter; nothing is changed.
         """
-        wanted = [p for p in self.patches if p.when in asked and p.target not in self._installed]
+        patches = self.patches if patches is None else patches
+        wanted = [p for p in patches if p.when in asked and p.target not in self._installed]
         wanted = [p for p in wanted if not (p.optional and p.problem())]
         found = [(p, *p.find()) for p in wanted]
-        version = core_version()
-        if not is_tested(version):
-            warn_once_per_job(
-                logger,
-                f"megatron-core {version} was not tested with SNIP (tested: {TESTED}); all "
-                "functions that SNIP needs were found, so the run continues",
-            )
+        for package in dict.fromkeys(p.package for p in wanted):
+            if not package.is_tested(package.version):
+                warn_once_per_job(
+                    logger,
+                    f"{package.release} was not tested with SNIP (tested: {package.tested}); all "
+                    "functions that SNIP needs were found, so the run continues",
+                )
         for p, owner, function in found:
             if p.handler is not None:
                 name, wrapper = p.attribute.rpartition(".")[2], p.wrapper(function, self.session)
                 self._installed[p.target] = replace_attribute(owner, name, wrapper)
 
+    def on_uninstall(self, action: Callable[[], None]) -> None:
+        """Call `action` at `uninstall`: it forgets what waits to be installed."""
+        self._pending.append(action)
+
     def uninstall(self) -> None:
         """End the session and restore the objects that `install` replaced."""
         self.session.end()
+        while self._pending:
+            self._pending.pop()()
         for undo in reversed(self._installed.values()):
             undo()
         self._installed.clear()
-
-
-def core_version() -> str:
-    """Return the version of the megatron-core that is imported.
-
-    Raises:
-        UnsupportedError: if there is none.
-    """
-    try:
-        return str(pkgutil.resolve_name("megatron.core.package_info:__version__"))
-    except ImportError as error:
-        raise UnsupportedError(
-            f"cannot import megatron-core ({error}); run pip install 'megatron-core{TESTED}', "
-            "or run inside a Megatron-LM checkout"
-        ) from None
-
-
-def is_tested(version: str) -> bool:
-    """Return whether SNIP was tested with a release; its pre-releases and local builds count."""
-    return SpecifierSet(TESTED).contains(Version(version).base_version)

@@ -19,7 +19,15 @@ import yaml
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-FILES = ("lock.txt", "torch-cpu.txt", "torch-cuda.txt", "gpu.txt", "megatron.txt", "te/*.txt")
+FILES = (
+    "lock.txt",
+    "torch-cpu.txt",
+    "torch-cuda.txt",
+    "gpu.txt",
+    "megatron.txt",
+    "bridge.txt",
+    "te/*.txt",
+)
 PIN = re.compile(r"^([A-Za-z0-9_.-]+)(?:\[[^]]*\])?==([^\s;\\]+)")
 
 

@@ -10,7 +10,7 @@ from megatron_snip.cli.common import new_table
 from megatron_snip.formats import FORMATS
 from megatron_snip.kernels import launch
 from megatron_snip.linears.te.machine import Machine, te_support, this_machine
-from megatron_snip.patches.install import PATCHES
+from megatron_snip.patches.install import CORE_PATCHES, LOOPS
 
 
 def show(out: Console) -> None:
@@ -63,16 +63,19 @@ def _print_formats(out: Console, machine: Machine) -> None:
 
 
 def _print_functions(out: Console) -> None:
+    loops = [loop for loop in LOOPS if find_spec(loop.package) is not None]
     if find_spec("megatron.training") is None:
         out.print(
             "megatron.training is not installed, which scripts such as pretrain_gpt.py import: run "
             "them in a Megatron-LM checkout, or take Python 3.12 and megatron-core 0.17 or later. "
             "'megatron-snip train' needs neither"
         )
-        return
-    needed = [patch for patch in PATCHES if not patch.optional]
-    problems = [problem for patch in needed if (problem := patch.problem()) is not None]
-    found = f"{len(needed) - len(problems)} of {len(needed)}"
-    out.print(f"Megatron has {found} functions that SNIP wraps, with the parameters it needs")
-    for problem in problems[:1]:
-        out.print(problem, markup=False)
+    for loop in loops:
+        needed = [patch for patch in (*CORE_PATCHES, *loop.patches) if not patch.optional]
+        problems = [problem for patch in needed if (problem := patch.problem()) is not None]
+        found = f"{len(needed) - len(problems)} of {len(needed)}"
+        out.print(
+            f"{loop.name} has {found} functions that SNIP wraps, with the parameters it needs"
+        )
+        for problem in problems[:1]:
+            out.print(problem, markup=False)

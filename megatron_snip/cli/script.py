@@ -1,11 +1,11 @@
-"""`python -m megatron_snip [--cpu] SCRIPT ARGS...`: an unmodified Megatron-LM script, with SNIP.
+"""`python -m megatron_snip [--cpu] SCRIPT ARGS...`: an unmodified script of Megatron's, with SNIP.
 
     python pretrain_gpt.py ARGS   ->   python -m megatron_snip pretrain_gpt.py ARGS --snip
 
 The script runs as `__main__` with its own `sys.argv` and its own directory first on `sys.path`, as
-Python would run it; Megatron is therefore the one that the script would import. Everything that
-Megatron's parser knows, `--snip-*` included, comes after the script's name. `@FILE` there stands
-for the words in a file:
+Python would run it; Megatron is therefore the one that the script would import. Scripts are those
+of Megatron-LM and of Megatron-Bridge. Their own words and SNIP's flags come after the script's
+name; SNIP's are taken off before the script starts. `@FILE` there stands for the words in a file:
 
     python -m megatron_snip pretrain_gpt.py @model.args @layout.args --lr 1e-4
 
@@ -81,7 +81,8 @@ def prepare_script(words: Sequence[str]) -> Path:
         cpu.install(claim_cuda=True)
     from megatron_snip.patches.install import install_for
 
-    install_for(rest[1:])
+    start = ["-m", "megatron_snip", *([CPU_FLAG] if on_cpu else [])]
+    sys.argv[1:] = install_for(rest[1:], start)
     return script
 
 
@@ -92,6 +93,9 @@ def run_script(script: Path) -> int:
     """
     try:
         runpy.run_path(str(script), run_name="__main__")
+    except ImportError as error:
+        _explain_import(script, error)
+        raise
     except SystemExit as end:
         _explain(script, end.code == 2)
         raise
@@ -103,9 +107,9 @@ def _explain(script: Path, refused: bool) -> None:
     from megatron_snip.patches.install import REGISTRY
 
     session = REGISTRY.session
-    if session.cli_flags and not session.parser_built:
+    if session.cli_flags and not session.reached_loop:
         text = (
-            f"'{script}' parses its own flags and never called Megatron's parser, so SNIP did "
+            f"'{script}' reached neither Megatron-LM's nor Megatron-Bridge's pretrain, so SNIP did "
             "nothing; a training loop of your own calls SnipController, see docs/extending.md"
         )
     elif refused and CPU_FLAG in sys.argv:
@@ -113,6 +117,18 @@ def _explain(script: Path, refused: bool) -> None:
     else:
         return
     print(f"megatron-snip: error: {shown(text)}", file=sys.stderr)
+
+
+def _explain_import(script: Path, error: ImportError) -> None:
+    """Say it if a script asks Megatron-Bridge for what its release does not have."""
+    if (error.name or "").startswith("megatron.bridge."):
+        from megatron_snip.version import installed_version
+
+        text = (
+            f"megatron-bridge {installed_version('megatron-bridge')} does not have what '{script}' "
+            f"imports from {error.name}; install the release that the script was written for"
+        )
+        print(f"megatron-snip: error: {shown(text)}", file=sys.stderr)
 
 
 def expand(words: Sequence[str]) -> list[str]:

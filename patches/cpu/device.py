@@ -20,6 +20,7 @@ class _Timeline:
 
     cuda_stream = 0
     stream_id = 0
+    device_index = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass

@@ -156,10 +156,10 @@ def free_port() -> int:
 
 def serve(preload: Sequence[str]) -> None:
     """Answer every request with the ranks' exit statuses, one line of JSON each way."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # nothing that is printed here, or by an import, may look like a reply
     for module in preload:
         importlib.import_module(module)
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # nothing that is printed here may look like a reply
     for line in sys.stdin:
         job = json.loads(line)
         module, _, name = job["function"].partition(":")

@@ -28,10 +28,10 @@ PROBE = """
 import json
 from megatron_snip.patches import cpu
 cpu.install(claim_cuda=True)
-from megatron_snip.patches.install import REGISTRY
-from megatron_snip.patches.registry import core_version
-states = [[p.target, p.problem()] for p in REGISTRY.patches]
-print("PROBE" + json.dumps({"version": core_version(), "states": states}))
+from megatron_snip.patches.install import CORE_PATCHES, MEGATRON_LM
+from megatron_snip.patches.registry import CORE
+states = [[p.target, p.problem()] for p in (*CORE_PATCHES, *MEGATRON_LM.patches)]
+print("PROBE" + json.dumps({"version": CORE.version, "states": states}))
 """
 
 

@@ -33,7 +33,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("patches",),
     ("trainer",),
     ("cli",),
-    ("__init__", "__main__", "auto"),
+    ("__init__", "__main__", "auto", "bridge"),
 )
 """Left to right; packages of one line do not know each other."""
 RANK = {package: rank for rank, packages in enumerate(ORDER) for package in packages}

@@ -137,6 +137,45 @@ def test_a_missing_seam_is_one_line(checkout: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+AGAIN = """
+import json, os, sys
+if "AGAIN" not in os.environ:
+    os.environ["AGAIN"] = "1"
+    os.execvpe(sys.executable, [sys.executable, *sys.argv, "new"], os.environ)
+from megatron_snip.patches import cpu
+from megatron_snip.patches.install import REGISTRY
+print(json.dumps([sys.argv[1:], REGISTRY.session.cli_flags, cpu.is_installed()]))
+REGISTRY.session.reached_loop = True
+"""
+
+
+def test_a_script_that_starts_itself_anew_keeps_snip(tmp_path: Path) -> None:
+    """Bridge's recipe runner does, to set environment variables; its parser knows its own flags."""
+    (tmp_path / "recipe.py").write_text(AGAIN)
+    words = ["recipe.py", "--snip-interval", "9", "--recipe", "9", "--snip", "a=b"]
+    done = run_python("-m", "megatron_snip", "--cpu", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    argv, flags, on_cpu = json.loads(done.stdout.splitlines()[-1])
+    assert argv == ["--recipe", "9", "a=b", "new"]
+    assert flags == {"snip_interval": "9", "snip_enabled": True}
+    assert on_cpu
+
+
+def test_a_script_for_another_release_of_bridge_gets_one_more_line(tmp_path: Path) -> None:
+    name = "megatron.bridge.recipes.llama"
+    text = f"raise ImportError('cannot import name x', name={name!r})"
+    (tmp_path / "recipe.py").write_text(text)
+    done = run_python("-m", "megatron_snip", "recipe.py", cwd=tmp_path)
+    assert done.returncode == 1
+    assert f"does not have what 'recipe.py' imports from {name}" in done.stderr
+
+
+def test_a_script_that_never_trains_says_so(tmp_path: Path) -> None:
+    (tmp_path / "recipe.py").write_text("")
+    done = run_python("-m", "megatron_snip", "recipe.py", "--snip", cwd=tmp_path)
+    assert "neither Megatron-LM's nor Megatron-Bridge's pretrain" in done.stderr
+
+
 def test_the_first_word_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train").write_text("")

@@ -135,7 +135,7 @@ def _check_job(words: list[str]) -> None:
     if words and words[0] in COMMANDS:
         check_subcommand(words)
         return
-    snip_config(argparse.Namespace(), read_cli_args(words[1:])[0])
+    snip_config(argparse.Namespace(), read_cli_args(words[1:]).given)
 
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

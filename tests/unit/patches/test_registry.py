@@ -9,10 +9,11 @@ import pytest
 
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.log import forget_warnings
-from megatron_snip.patches.install import PATCHES, REGISTRY, install_for
-from megatron_snip.patches.registry import Registry, core_version, is_tested
+from megatron_snip.patches.install import CORE_PATCHES, MEGATRON_LM, REGISTRY, install_for
+from megatron_snip.patches.registry import BRIDGE, CORE, Package, Registry
 
 ALL = ("always", "--snip", "--cpu")
+PATCHES = (*MEGATRON_LM.patches, *CORE_PATCHES)
 ARGUMENTS = "megatron.training.arguments.add_megatron_arguments"
 NEEDED = {p.target for p in PATCHES if p.handler is not None and not p.optional}
 IN_THIS_RELEASE = {
@@ -59,7 +60,7 @@ def test_a_missing_function_is_one_error_and_changes_nothing(fake: Any, registry
     with pytest.raises(UnsupportedError) as error:
         registry.install(ALL)
     text = str(error.value)
-    assert f"{core_version()} has no megatron.training.training.train_step" in text
+    assert f"{CORE.version} has no megatron.training.training.train_step" in text
     assert "0.16" in text and "\n" not in text
     assert functions(fake) == before
 
@@ -79,27 +80,32 @@ def test_a_changed_signature_names_the_parameters(fake: Any, registry: Registry)
 
 
 def test_a_package_that_megatron_lacks_is_named(fake: Any, registry: Registry) -> None:
-    patch = replace(registry.patches[0], module="colorsys.no_module")
+    patch = replace(MEGATRON_LM.patches[0], module="colorsys.no_module")
     assert "No module named" in (patch.problem() or "")
     assert "pip install 'megatron-snip[megatron]'" in (patch.problem() or "")
 
 
 @pytest.mark.parametrize(
-    ("version", "tested"),
+    ("package", "version", "tested"),
     [
-        *[(v, True) for v in ("0.16.0", "0.16.1", "0.17.1", "0.19.2", "0.20.0rc1+local")],
-        *[(v, False) for v in ("0.15.9", "0.21.0", "1.16.1")],
+        *[(CORE, v, True) for v in ("0.16.0", "0.16.1", "0.17.1", "0.19.2", "0.20.0rc1+local")],
+        *[(CORE, v, False) for v in ("0.15.9", "0.21.0", "1.16.1")],
+        *[(BRIDGE, v, True) for v in ("0.6.0", "0.6.2", "0.6.3rc0")],
+        *[(BRIDGE, v, False) for v in ("0.5.1", "0.7.0")],
     ],
 )
-def test_pre_releases_of_tested_releases_count_as_tested(version: str, tested: bool) -> None:
-    assert is_tested(version) == tested
+def test_pre_releases_of_tested_releases_count_as_tested(
+    package: Package, version: str, tested: bool
+) -> None:
+    assert package.is_tested(version) == tested
 
 
 def test_the_command_line_decides_what_is_installed(of_process: Registry) -> None:
-    install_for(["--lr", "0.1"])
+    assert install_for(["--lr", "0.1"]) == ["--lr", "0.1"]
     assert set(of_process._installed) == {ARGUMENTS}
     for _ in range(2):  # a second call changes nothing
-        install_for(["--lr", "0.1", "--snip", "--snip-interval", "9"])
+        words = ["--snip", "--lr", "0.1", "--snip-interval", "9", "model.seed=9"]
+        assert install_for(words) == ["--lr", "0.1", "model.seed=9"]
         assert set(of_process._installed) == NEEDED | IN_THIS_RELEASE
         assert of_process.session.cli_flags["snip_interval"] == "9"
 

@@ -14,10 +14,11 @@ from megatron_snip.errors import SnipError, UsageError
 from megatron_snip.linears.te import machine as machine_module
 from megatron_snip.linears.te.machine import Machine
 from megatron_snip.linears.te.modules import EXTENSION
-from megatron_snip.patches import arguments, cpu
+from megatron_snip.patches import cpu
 from megatron_snip.patches.arguments import exit_on_error, read_cli_args, snip_config
+from megatron_snip.patches.attach import make_writers
+from megatron_snip.patches.megatron_lm import parser as lm_parser
 from megatron_snip.patches.megatron_lm import setup
-from megatron_snip.patches.megatron_lm.setup import make_writers
 from megatron_snip.patches.registry import Registry
 from megatron_snip.topology import Topology
 
@@ -47,7 +48,7 @@ def test_what_the_machine_cannot_run_is_refused_before_the_model_is_built(
 @pytest.fixture
 def parser(fake: Any) -> Any:
     """Megatron's parser with SNIP's flags."""
-    Registry([arguments.arguments]).install({"always"})
+    Registry([lm_parser.arguments]).install({"always"})
     return fake.arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
@@ -74,9 +75,9 @@ def test_a_cpu_run_has_defaults_that_flags_override(
 
 def config_of(*words: str, **megatron: Any) -> SnipConfig:
     """The settings on a command line; Megatron's --yaml-cfg makes a namespace of its own."""
-    given, enabled = read_cli_args(["--snipe-hunt", "--lr", "1", "--snip", *words])
-    assert enabled
-    return snip_config(argparse.Namespace(**megatron), given)
+    line = read_cli_args(["--snipe-hunt", "--lr", "1", "--snip", *words])
+    assert line.enabled and line.others == ["--snipe-hunt", "--lr", "1"]
+    return snip_config(argparse.Namespace(**megatron), line.given)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_a_controller_is_attached_to_what_megatron_built(fake: Any, attached: li
     result = fake.training.setup_model_and_optimizer("gpt", cfg_container="container")
     assert result == (["model"], "optimizer", "scheduler")
     assert fake.calls == [("setup", ("gpt",), {"cfg_container": "container"})]
-    ((_, config, _, model, optimizer),) = attached
+    ((_, config, _, model, optimizer, *_),) = attached
     assert config.enabled and model == ["model"] and optimizer == "optimizer"
 
 
@@ -172,6 +173,6 @@ def test_bad_input_ends_once_per_host_before_the_model_is_built(
 def test_an_output_directory_that_cannot_be_used_is_named_by_its_flag(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("mine")
     with pytest.raises(UsageError, match="not the marker") as caught:
-        make_writers(SnipConfig(output_dir=tmp_path), Namespace(), Topology())
+        make_writers(SnipConfig(output_dir=tmp_path), Namespace(), Topology(), lambda: (None, None))
     assert caught.value.field == "output_dir"
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

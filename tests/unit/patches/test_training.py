@@ -10,6 +10,7 @@ import pytest
 import torch
 from megatron.core import num_microbatches_calculator
 
+from megatron_snip.patches.graphs import Graphs
 from megatron_snip.patches.megatron_lm import checkpoint, train_step
 from megatron_snip.patches.registry import Registry, Session
 from megatron_snip.run.metrics import StepMetrics
@@ -33,6 +34,7 @@ def controller(fake: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     controller = MagicMock()
     controller.metrics = StepMetrics(Topology())
     registry.session.controller = controller
+    registry.session.graphs = Graphs(MagicMock())
     controller.forward_backward.side_effect = lambda iteration, function, **given: function(**given)
     return controller
 
@@ -47,7 +49,8 @@ def test_an_iteration_runs_through_the_controller(fake: Any, controller: Any) ->
     result = fake.training.train_step(*ARGUMENTS, schedule, iteration=7)
     assert result == ({"lm loss": torch.tensor(2.0)}, 0, False, False, 0, 2.5, None, 0)
     assert end_step(fake, 8) == 42.0
-    assert controller.forward_backward.call_args.args == (8, schedule)
+    iteration, function = controller.forward_backward.call_args.args
+    assert iteration == 8 and function.args == (schedule,)
     iteration, values = controller.end_iteration.call_args.args
     assert iteration == 8
     assert values.pop("tokens_per_s") > 0 and values.pop("step_s") > 0

@@ -1,0 +1,145 @@
+"""From a job's settings and model to a controller, whichever training loop runs the job.
+
+All ranks attach together, when the loop has built the model and loaded a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_snip.config import SnipConfig
+from megatron_snip.errors import naming_field
+from megatron_snip.patches.incompatible import check_modules
+from megatron_snip.patches.registry import Package, Session
+
+if TYPE_CHECKING:  # without --snip a run imports neither planning nor reporting
+    from megatron_snip.reporting.events import Writer
+    from megatron_snip.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+_YAML_TYPES = (bool, int, float, str, type(None))
+"""Exact types of Megatron's settings that YAML can hold; enums are left out."""
+
+
+Loggers = Callable[[], tuple[Any, Any]]
+"""Returns the last rank's TensorBoard writer and W&B module; each may be None."""
+
+
+def attach(
+    session: Session,
+    config: SnipConfig,
+    args: argparse.Namespace,
+    model: Any,
+    optimizer: Any,
+    loggers: Loggers,
+    packages: Sequence[Package],
+) -> None:
+    """All ranks: attach a controller to the model that Megatron has built (and loaded).
+
+    Args:
+        session: receives it.
+        config: the settings.
+        args: Megatron's settings, by the names that Megatron-LM's parser gives them.
+        model: Megatron's model chunks.
+        optimizer: Megatron's optimizer.
+        loggers: of the training loop; called on the last rank.
+        packages: that the loop is in, for the log.
+
+    Raises:
+        SnipError: on every rank, if the settings or the checkpoint's state do not fit the model.
+    """
+    from megatron_snip.linears.availability import resolve_formats
+    from megatron_snip.linears.discovery import current_topology
+    from megatron_snip.patches.graphs import Graphs
+    from megatron_snip.planning.plan import shares_text
+    from megatron_snip.run.controller import SnipController
+    from megatron_snip.run.state import resumed_state
+
+    check_modules(model)
+    topology = current_topology()
+    config = resolve_formats(config, model, topology.control)
+    num_done = int(getattr(args, "iteration", 0) or 0)
+    state, warning = resumed_state(session.loaded_state, num_done)
+    if warning is not None and topology.rank == 0:
+        logger.warning("snip: %s", warning)
+    varying = getattr(args, "variable_seq_lengths", False)
+    session.controller = SnipController(
+        config,
+        model,
+        optimizer,
+        seed=int(args.seed),
+        writers=make_writers(config, args, topology, loggers),
+        state=state,
+        topology=topology,
+        microbatch_tokens=None if varying else int(args.micro_batch_size) * int(args.seq_length),
+        calibration_cache=_directory(config, args) / "calibration.json",
+        train_iters=getattr(args, "train_iters", None),
+    )
+    session.graphs = Graphs(session.controller.model)
+    if topology.rank == 0:
+        releases = ", ".join(package.release for package in packages)
+        logger.info("snip: found the functions that it needs in %s", releases)
+        plan = session.controller.plan
+        verb = "starts with" if state is None else f"resumes after iteration {state.iteration} with"
+        logger.info(
+            "snip: plans %d linears; training %s %s: %s",
+            len(plan.linears),
+            verb,
+            plan.label,
+            shares_text(session.controller.format_shares),
+        )
+
+
+def make_writers(
+    config: SnipConfig, args: argparse.Namespace, topology: Topology, loggers: Loggers
+) -> list[Writer]:
+    """All ranks: return this rank's writers: files on rank 0, TensorBoard and W&B on the last rank.
+
+    TensorBoard and W&B are Megatron's own, which log at Megatron's interval.
+
+    Raises:
+        UsageError: on every rank, if another job writes to the directory, or it holds files of
+            others with SNIP's names.
+        RemoteFailure: on every rank, if the directory cannot be written.
+    """
+    from megatron_snip.collectives import on_rank_0
+    from megatron_snip.reporting.run_directory import open_run
+    from megatron_snip.reporting.writers import (
+        MEGATRON_LOGS,
+        TensorBoardWriter,
+        WandbWriter,
+        added_writers,
+    )
+
+    writers: list[Writer] = []
+    dump = config.model_dump(mode="json")
+
+    def open_files() -> None:
+        megatron = {k: v for k, v in sorted(vars(args).items()) if type(v) in _YAML_TYPES}
+        path, resumes = _directory(config, args), getattr(args, "iteration", 0)
+        settings = {"snip": dump, "megatron": megatron}
+        writers.append(open_run(path, settings, "continue" if resumes else "archive"))
+        logger.info("snip: plans, problems and metrics go to %s", path)
+
+    with naming_field("output_dir"):
+        on_rank_0("opening --snip-output-dir", open_files, topology.control)
+    if topology.rank == 0:
+        writers += added_writers(dump)
+    if topology.rank != topology.world_size - 1:
+        return writers
+    interval = int(getattr(args, "tensorboard_log_interval", 1) or 1)
+    board, wandb = loggers()
+    if board is not None:
+        writers.append(TensorBoardWriter(board, dump, interval, MEGATRON_LOGS))
+    if wandb is not None:
+        writers.append(WandbWriter(wandb, dump, interval, MEGATRON_LOGS))
+    return writers
+
+
+def _directory(config: SnipConfig, args: argparse.Namespace) -> Path:
+    return config.output_dir or Path(getattr(args, "save", None) or "") / "snip"

@@ -1,0 +1,1 @@
+"""Patches on Megatron-Bridge's loop, `megatron.bridge.training`, and its callback."""

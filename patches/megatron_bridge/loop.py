@@ -1,0 +1,148 @@
+"""Megatron-Bridge's training loop: settings, model, iterations, evaluations and checkpoints.
+
+`pretrain` first puts a recipe's settings into their final form, then looks at its callbacks. SNIP's
+settings are checked there, on every rank, before any process group exists.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from megatron_snip.config import SnipConfig
+from megatron_snip.errors import UsageError
+from megatron_snip.patches import cpu, overlap_buffers
+from megatron_snip.patches.arguments import exit_on_error, snip_config
+from megatron_snip.patches.attach import attach
+from megatron_snip.patches.checkpoint import load_state, save_state
+from megatron_snip.patches.megatron_bridge.callback import callbacks_in
+from megatron_snip.patches.megatron_bridge.settings import set_for_cpu, settings_of
+from megatron_snip.patches.registry import BRIDGE, CORE, Call, Session, patch
+from megatron_snip.patches.step import end_step, run_evaluation, run_step, schedule_of_evaluation
+
+PRETRAIN = "megatron.bridge.training.pretrain"
+TRAIN = "megatron.bridge.training.train"
+EVAL = "megatron.bridge.training.eval"
+CHECKPOINTING = "megatron.bridge.training.checkpointing"
+
+
+@patch(PRETRAIN, "runtime_config_update", needs=("cfg",), when="always")
+def final_settings(call: Call, session: Session) -> Any:
+    """Note the settings in their final form; under `--cpu` set those of a run without GPUs."""
+    cfg = call.arguments["cfg"]
+    if cpu.is_installed():
+        set_for_cpu(cfg)
+    result = call.run()
+    session.reached_loop = True
+    session.args = settings_of(cfg)
+    return result
+
+
+@patch(PRETRAIN, "normalize_callbacks", needs=("callbacks",), when="always")
+def callbacks(call: Call, session: Session) -> Any:
+    """Take SNIP's settings from a SnipCallback, and check them beside the job's."""
+    exit_on_error(lambda: _check(call.arguments.get("callbacks"), session))
+    return call.run()
+
+
+@patch(PRETRAIN, "setup", needs=("state",), returns=3)
+def model_setup(call: Call, session: Session) -> Any:
+    """Attach a controller to what Bridge has built and loaded."""
+    session.end()  # the training run before this one in the process (in-process restart)
+    result = call.run()
+    state, model, optimizer = result[:3]
+    args = settings_of(state.cfg, int(state.train_state.step))
+    config = exit_on_error(lambda: snip_config(args, _given(session)))
+    if config.enabled:
+        loggers = partial(_loggers, state)
+        packages = [BRIDGE, CORE]
+        exit_on_error(lambda: attach(session, config, args, model, optimizer, loggers, packages))
+    return result
+
+
+@patch(TRAIN, "train_step", needs=("forward_backward_func", "global_state"), returns=6)
+def train_step(call: Call, session: Session) -> Any:
+    """Run the schedule through the controller."""
+    return run_step(call, session, int(call.arguments["global_state"].train_state.step) + 1)
+
+
+@patch(TRAIN, "checkpoint_and_decide_exit", needs=("state", "optimizer"))
+def step_end(call: Call, session: Session) -> Any:
+    """All ranks: report an iteration, after Bridge's log and evaluation."""
+    state, optimizer = call.arguments["state"], call.arguments["optimizer"]
+    end_step(
+        session,
+        int(state.train_state.step),
+        optimizer,
+        seq_length=int(state.cfg.model.seq_length),
+        log_interval=int(state.cfg.logger.log_interval),
+    )
+    return call.run()
+
+
+@patch(EVAL, "evaluate", needs=("state",), returns=1)
+def evaluation(call: Call, session: Session) -> Any:
+    """Evaluate in the plan's precision, in BF16, or in both."""
+    return run_evaluation(call, session)
+
+
+@patch(EVAL, "get_forward_backward_func")
+def schedule(call: Call, session: Session) -> Any:
+    """Return Megatron's schedule for an evaluation, or what runs it in two precisions."""
+    return schedule_of_evaluation(call, session)
+
+
+@patch(CHECKPOINTING, "generate_state_dict", needs=("ckpt_cfg", "iteration"))
+def save(call: Call, session: Session) -> Any:
+    """Add SNIP's state to the state dict."""
+    return save_state(call, session, call.arguments["ckpt_cfg"].ckpt_format)
+
+
+@patch(CHECKPOINTING, "_load_base_checkpoint", needs=("ckpt_cfg", "rank0"), returns=3)
+def load(call: Call, session: Session) -> Any:
+    """Take SNIP's state from the checkpoint that Bridge reads."""
+    return load_state(call, session, call.arguments["ckpt_cfg"].finetune)
+
+
+@patch(PRETRAIN, "_finish_train")
+def end(call: Call, session: Session) -> Any:
+    """Close the controller before Bridge closes its loggers and process groups."""
+    session.end()
+    return call.run()
+
+
+# Bridge takes it out of the package; Megatron-LM out of the module that defines it.
+both_buffers = replace(overlap_buffers.both_buffers, module="transformer_engine.pytorch")
+
+PATCHES = (
+    *(final_settings, callbacks, model_setup),
+    *(train_step, step_end, evaluation, schedule),
+    *(save, load, end, both_buffers),
+)
+
+
+def _given(session: Session) -> dict[str, Any] | SnipConfig:
+    return session.cli_flags if session.config is None else session.config
+
+
+def _check(callbacks: Any, session: Session) -> None:
+    """Find the settings of this training run and check them.
+
+    Raises:
+        SnipError: if there is more than one source of settings, or they do not fit the job.
+    """
+    found = callbacks_in(callbacks)
+    session.config = found[0].config if found else None
+    if len(found) > 1:
+        raise UsageError(f"pretrain got {len(found)} SnipCallbacks; give it one")
+    if found and session.cli_flags:
+        raise UsageError(
+            "settings come from --snip flags and from a SnipCallback; drop the flags, or run the "
+            "script without the callback"
+        )
+    assert session.args is not None
+    config = snip_config(session.args, _given(session))
+    session.makes_plans = config.enabled and not config.collect_only
+
+
+def _loggers(state: Any) -> tuple[Any, Any]:
+    return state.tensorboard_logger, state.wandb_logger

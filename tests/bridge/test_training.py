@@ -1,0 +1,90 @@
+"""Megatron-Bridge's own `pretrain` with one of its recipes, on two ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.bridge.lab import COLLECT_ONLY, LAYOUTS, SNIP, Lab, losses, saving, weights
+from tests.megatron.lab import applied_plans, read_lines, snip_lines
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_without_snip_a_run_is_bitwise_plain_bridge(lab: Lab, layout: str) -> None:
+    plain, off = lab.run(layout, plain=True), lab.run(layout)
+    assert weights(off) == weights(plain)
+    assert losses(off) == losses(plain)
+    assert not snip_lines(off)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_measuring_without_planning_changes_no_bit(lab: Lab, layout: str) -> None:
+    collected = lab.run(layout, COLLECT_ONLY)
+    assert weights(collected) == weights(lab.run(layout))
+    assert losses(collected) == losses(lab.run(layout))
+    assert sorted(p.name for p in (collected.output / "problems").iterdir()) == ["3.json", "7.json"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_plans_are_made_and_run(lab: Lab, layout: str) -> None:
+    run = lab.run(layout, SNIP)
+    run.finished()
+    assert applied_plans(run) == [5, 9], run.report
+    plan = json.loads((run.output / "plans" / "3.json").read_text())
+    assert plan["efficiency"] >= 0.5 and len(plan["linears"]) == 16
+    fc1 = "mlp.experts.linear_fc1" if layout == "moe-ep2" else "mlp.linear_fc1"
+    assert f"decoder.layers.3.{fc1}" in plan["linears"]
+    before, after = losses(lab.run(layout)), losses(run)
+    two = len(before[-1]) // 10  # values an iteration
+    assert after[-1][: 4 * two] == before[-1][: 4 * two]  # until the first plan
+    assert after[-1][4 * two] != before[-1][4 * two]
+
+
+@pytest.mark.parametrize("layout", ["llama-tp2", "llama-pp2"])
+def test_rank_0_writes_the_run_directory_with_losses_and_evaluations(lab: Lab, layout: str) -> None:
+    run = lab.run(layout, SNIP)
+    metrics = read_lines(run.output / "metrics.jsonl")
+    assert [m["iteration"] for m in metrics] == list(range(1, 11))
+    shown = [text.removeprefix("lm loss ") for text in losses(run)[-1] if "lm loss" in text]
+    assert [m["loss"] for m in metrics] == [pytest.approx(float(x)) for x in shown]
+    assert all(m["grad_norm"] > 0 and m["lr"] >= 0 and m["tokens_per_s"] > 0 for m in metrics)
+    evaluated = [m["validation_loss"] for m in metrics if "validation_loss" in m]
+    assert evaluated == [pytest.approx(float(x)) for x in run.finished()[-1]["evaluated"][:2]]
+    config = (run.output / "config.yaml").read_text()
+    assert "tensor_model_parallel_size" in config
+
+
+def test_a_callback_does_what_flags_do(lab: Lab, tmp_path: Path) -> None:
+    settings = {"interval": 4, "start_step": 3, "lag": 2, "efficiency_target": 0.5}
+    settings |= {"backend": "simulate", "output_dir": str(tmp_path / "run")}
+    environment = {"TINY_CALLBACK": json.dumps(settings)}
+    in_code = lab.run("llama-tp2", environment=environment, plain=True)
+    flags = lab.run("llama-tp2", SNIP)
+    assert weights(in_code) == weights(flags)
+    plans = [
+        json.loads((folder / "plans" / "3.json").read_text())["digest"]
+        for folder in (tmp_path / "run", flags.output)
+    ]
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_killed_run_resumes_bitwise(lab: Lab, layout: str, tmp_path: Path) -> None:
+    """Saved after iteration 7, with a refresh in flight; every rank is lost after that."""
+    save = saving(tmp_path / "checkpoints")
+    killed = lab.run(layout, [*SNIP, *save], {"TINY_KILL_AFTER": "7"})
+    assert all(status != 0 for status in killed.statuses), killed.report
+    again = lab.run(layout, [*SNIP, f"checkpoint.load={tmp_path / 'checkpoints'}"])
+    uninterrupted = lab.run(layout, SNIP)
+    assert weights(again) == weights(uninterrupted)
+    assert any("resumes after iteration 7 with" in line for line in snip_lines(again))
+    assert applied_plans(again) == [9]
+    assert losses(again)[-1] == losses(uninterrupted)[-1][-len(losses(again)[-1]) :]
+
+
+def test_an_evaluation_in_both_precisions_says_what_the_plan_costs(lab: Lab) -> None:
+    both = lab.run("llama-pp2", [*SNIP, "--snip-eval-precision", "both"])
+    assert weights(both) == weights(lab.run("llama-pp2", SNIP))
+    rows = [m for m in read_lines(both.output / "metrics.jsonl") if "validation_loss" in m]
+    assert [row["iteration"] for row in rows] == [5, 10]
+    assert all(row["eval/loss_increase_error"] > 0 for row in rows)
